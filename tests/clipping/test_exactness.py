@@ -26,6 +26,7 @@ def small_tiles(monkeypatch) -> None:
     monkeypatch.setattr(linear, "PRODUCT_TILE", (8, 16))
     monkeypatch.setattr(linear, "gram_tile_size", lambda _: 48)
     monkeypatch.setattr(table, "TILE", 48)
+    monkeypatch.setattr(table, "TILE_ON_GPU", 48)
     monkeypatch.setattr(tiles, "SQUARED_AT_ONCE", 1000)
     monkeypatch.setattr(scale, "TOKEN_PARTS", 7)
     for module in (linear, triton_ops):  # as on a GPU without Triton

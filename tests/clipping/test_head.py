@@ -1,6 +1,7 @@
 """A head without logits has the losses, norms and clipped sums of one with logits."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ OPTIONS = {
     "smoothed": {"label_smoothing": 0.2},
     "capped": {"softcap": 3.0},
     "scaled": {"scale": 0.3},
-    "all": {"label_smoothing": 0.1, "softcap": 2.0, "scale": 1.7, "ignore_index": 4},
+    "kept": {"keep": True},
+    "all": {"label_smoothing": 0.1, "softcap": 2.0, "scale": 1.7, "ignore_index": 4, "keep": True},
 }
 
 
@@ -62,6 +64,7 @@ class Model(nn.Module):
     def with_logits(self, ids: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         given = dict(self.options)
         scale, cap = given.pop("scale", 1.0), given.pop("softcap", None)
+        given.pop("keep", None)
         logits = self.head(self.hidden(ids)) * scale
         logits = logits if cap is None else cap * torch.tanh(logits / cap)
         losses = functional.cross_entropy(logits.mT, labels, reduction="none", **given)
@@ -152,14 +155,15 @@ def test_per_layer_clipping_clips_the_head_as_with_logits(kind) -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_under_autocast_it_is_no_further_from_the_truth_than_logits_are(kind) -> None:
+def test_under_autocast_it_is_no_further_from_the_truth_than_logits_are(kind, keep) -> None:
     ids, labels, weights = batch()
     exact = Model(kind).double()
     _, expected, bound = one_by_one(exact.with_logits, exact, (ids, labels, weights))
     errors = []
     for losses_of in (Model.in_chunks, Model.with_logits):
-        model = Model(kind)
+        model = Model(kind, keep=keep)
         clipping = BookKeeping(model, bound)
         with torch.autocast("cpu", torch.bfloat16):
             losses = losses_of(model, ids, labels, weights.float())
@@ -167,6 +171,42 @@ def test_under_autocast_it_is_no_further_from_the_truth_than_logits_are(kind) ->
         errors.append(float((gradients(model) - expected).norm() / expected.norm()))
 
     assert errors[0] <= 1.5 * errors[1] + 1e-3
+
+
+def differentiate_in_place(z_NV, labels_N, incoming_N, *options) -> Tensor:
+    """What the kernel does, which tests/norms compare with the definition."""
+    ignored, smoothing, scale, cap = options
+    loss = head.HeadLoss(labels_N, ignored, smoothing, cap, scale)
+    exact_NV = head._scale_and_cap(z_NV.float(), loss)
+    target_N = head._find_target(exact_NV, labels_N, loss)
+    g_NV, lse_N = head._differentiate(exact_NV, labels_N, loss)
+    z_NV.copy_(g_NV if incoming_N is None else g_NV * incoming_N[:, None])
+    return (lse_N - target_N).masked_fill_(labels_N == ignored, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kernel_may_put_gradients_in_the_place_of_logits(kind, keep, dtype, monkeypatch) -> None:
+    kernels = {"is_fused": lambda _: True, "differentiate_cross_entropy_": differentiate_in_place}
+    options = OPTIONS["all"] | {"keep": keep}
+    ids, labels, weights = batch()
+    labels = labels.clamp(0)
+    exact = Model(kind, **options).double()
+    norms, expected, bound = one_by_one(exact.with_logits, exact, (ids, labels, weights))
+    found = []
+    for is_fused in (False, True):
+        if is_fused:
+            monkeypatch.setattr(head, "triton_ops", SimpleNamespace(**kernels))
+        model = Model(kind, **options)
+        clipping = BookKeeping(model, bound)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            losses = model.in_chunks(ids, labels, weights.float())
+        clipping.backward(losses.float())
+        wrong = (gradients(model) - expected).norm() / expected.norm()
+        found.append(float(wrong + (clipping.sample_norms - norms).norm() / norms.norm()))
+
+    assert found[1] <= 1.5 * found[0] + 1e-5
 
 
 @pytest.mark.parametrize("way", EVERY)
@@ -346,3 +386,55 @@ def test_the_lines_in_the_documents_run() -> None:
         clipping.sample_norms - norms
     ).norm() <= 1e-6 * norms.norm()  # Llama normalises in float32
     assert (gradients(model) - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="from PyTorch 2.13 on")
+class TestLossOfPyTorch:
+    """``torch.nn.LinearCrossEntropyLoss``, and the function behind it."""
+
+    @pytest.mark.parametrize("way", FLAT)
+    @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "bias": True}])
+    def test_one_loss_for_each_sample_is_clipped(self, way, options) -> None:
+        torch.manual_seed(0)
+        body, loss = nn.Linear(D, D), nn.LinearCrossEntropyLoss(D, V, reduction="none", **options)
+        model = nn.ModuleList([body, loss]).double()
+        labels = torch.tensor([1, -100, 3, V - 1])
+        batch = torch.randn(4, D, dtype=torch.float64), labels
+
+        def losses_of(x: Tensor, labels: Tensor) -> Tensor:
+            return loss(body(x), labels)
+
+        norms, expected, bound = one_by_one(losses_of, model, batch)
+        clipping = way(model, bound)
+        clipping.backward(losses_of(*batch))
+
+        assert (clipping.sample_norms - norms).norm() <= 1e-10 * norms.norm()
+        assert (gradients(model) - expected).norm() <= 1e-10 * expected.norm()
+        clipping.remove()
+        assert type(loss) is nn.LinearCrossEntropyLoss
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({}, "with reduction='none' alone, and its reduction is 'mean'"),
+            ({"reduction": "none", "weight": torch.ones(V)}, "weight=None alone"),
+            ({"reduction": "none", "out_features": (2,)}, r"out_features=\(\) alone, and .*\(2,\)"),
+        ],
+    )
+    def test_another_loss_is_refused(self, options, message) -> None:
+        with pytest.raises(UnsupportedError, match=message):
+            BookKeeping(nn.Sequential(nn.LinearCrossEntropyLoss(D, V, **options)), 1.0)
+
+    def test_probabilities_are_refused(self) -> None:
+        model = nn.Sequential(nn.LinearCrossEntropyLoss(D, V, reduction="none"))
+        BookKeeping(model, 1.0)
+        with pytest.raises(ValueError, match=r"got \(2, 6\) and \(2, 11\)"):
+            model[0](torch.zeros(2, D), torch.zeros(2, V))
+
+    def test_a_function_that_takes_the_weight_is_refused(self) -> None:
+        model = nn.Linear(D, V, bias=False)
+        clipping = BookKeeping(model, 1.0)
+        x, labels = torch.zeros(2, D), torch.zeros(2, dtype=torch.int64)
+        losses = functional.linear_cross_entropy(x, model.weight, labels, reduction="none")
+        with pytest.raises(RuntimeError, match=r"use dpprof\.clipping\.linear_cross_entropy"):
+            clipping.backward(losses)

@@ -26,7 +26,7 @@ def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
     declared = {one for name in methods for one in registry.load("methods", name).births}
     # Few tokens have flash clipping multiply Gram matrices.
     steps = [*(keep_once(name) for name in methods), keep("flash", seq_len=4)]
-    steps.append(keep("flash-bk", head="chunked"))
+    steps += [keep("flash-bk", head=head) for head in ("chunked", "kept")]
     seen = {storage.code for step in steps for storage in step._storages}
     with Recorder(is_there=lambda *_: True) as recorder:  # no method has a secure mode
         draw_secure_noise(1.0, torch.zeros(2), None)

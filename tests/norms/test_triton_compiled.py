@@ -55,7 +55,9 @@ def compile_for(function, constants: dict, dtype: torch.dtype, capability: int, 
     from triton.compiler import ASTSource  # noqa: PLC0415
 
     pointers = dict.fromkeys(("partial_ptr", "mean_ptr", "rstd_ptr"), "*fp32")
-    pointers |= {"x_ptr": POINTERS[dtype], "g_ptr": POINTERS[dtype]}
+    pointers |= {"loss_ptr": "*fp32", "incoming_ptr": "*fp32", "label_ptr": "*i64"}
+    pointers |= dict.fromkeys(("x_ptr", "g_ptr", "z_ptr"), POINTERS[dtype])
+    pointers |= dict.fromkeys(("smoothing", "scale", "cap"), "fp32")
     signature = {
         name: "constexpr" if name in constants else pointers.get(name, "i32")
         for name in function.arg_names
@@ -110,6 +112,19 @@ def test_a_scales_gradient_spills_nothing_and_loads_whole_vectors(dtype, capabil
     compiled = compile_for(
         triton_kernels.sum_scaled, constants, dtype, capability, {"num_warps": 8}
     )
+
+    assert stack_bytes(compiled) <= STACK_BYTES
+    assert re.search(r"ld\.global\.v4\.b32|ld\.global\.v2\.b64", compiled.asm["ptx"])
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", POINTERS)
+def test_the_gradients_of_logits_spill_nothing_and_load_whole_vectors(dtype, capability) -> None:
+    from dpprof.norms import triton_kernels, tuning  # noqa: PLC0415
+
+    constants = {"CAPPED": True, "WEIGHTED": True, **tuning.LOGITS}
+    program = triton_kernels.differentiate_cross_entropy
+    compiled = compile_for(program, constants, dtype, capability, {"num_warps": 8})
 
     assert stack_bytes(compiled) <= STACK_BYTES
     assert re.search(r"ld\.global\.v4\.b32|ld\.global\.v2\.b64", compiled.asm["ptx"])

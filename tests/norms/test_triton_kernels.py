@@ -295,6 +295,65 @@ def test_no_samples_are_weighed(place) -> None:
     assert place[1](weigh, torch.ones(2, 3, 4), torch.ones(0), 0).shape == (0, 3, 4)
 
 
+def differentiate_cross_entropy(device, z_NV, labels_N, incoming_N, **options):
+    from dpprof.norms import triton_launch, tuning  # noqa: PLC0415
+
+    z_NV, labels_N = z_NV.to(device), labels_N.to(device)
+    incoming_N = None if incoming_N is None else incoming_N.to(device)
+    with mock.patch.dict(tuning.LOGITS, BLOCK=16):
+        losses_N = triton_launch.launch_cross_entropy(z_NV, labels_N, incoming_N, **options)
+    return losses_N.cpu(), z_NV.cpu()
+
+
+LOSSES = {
+    "plain": {},
+    "capped": {"cap": 2.0},
+    "all": {"cap": 3.0, "scale": 0.5, "smoothing": 0.2, "ignored": 4},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("changed", list(LOSSES))
+@pytest.mark.parametrize("V", [1, 16, 37])
+def test_losses_and_gradients_of_logits(place, V, changed, is_weighted, dtype) -> None:
+    options = {"ignored": -100, "smoothing": 0.0, "scale": 1.0, "cap": None} | LOSSES[changed]
+    random = torch.Generator().manual_seed(V)
+    z_NV = (4 * torch.randn(5, V, generator=random)).to(dtype)
+    labels_N = torch.tensor([0, V - 1, options["ignored"], min(3, V - 1), V // 2])
+    incoming_N = torch.rand(5, generator=random) if is_weighted else None
+    exact_NV = z_NV.double().requires_grad_()
+    scaled_NV = options["scale"] * exact_NV
+    if options["cap"]:
+        scaled_NV = options["cap"] * torch.tanh(scaled_NV / options["cap"])
+    counted_N = labels_N != options["ignored"]
+    expected_N = torch.nn.functional.cross_entropy(
+        scaled_NV,
+        labels_N.where(counted_N, torch.tensor(0)),
+        reduction="none",
+        label_smoothing=options["smoothing"],
+    ).where(counted_N, torch.tensor(0.0).double())
+    expected_N.backward(torch.ones(5) if incoming_N is None else incoming_N)
+
+    losses_N, g_NV = place[1](differentiate_cross_entropy, z_NV, labels_N, incoming_N, **options)
+
+    torch.testing.assert_close(losses_N.double(), expected_N.detach(), rtol=1e-5, atol=1e-5)
+    limits = (
+        {"rtol": 2**-7, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-6}
+    )
+    torch.testing.assert_close(g_NV.double(), exact_NV.grad, **limits)
+
+
+def test_wrong_labels_and_logits_give_losses_that_are_not_numbers(place) -> None:
+    options = {"ignored": -100, "smoothing": 0.0, "scale": 1.0, "cap": None}
+    z_NV = torch.zeros(5, 20)
+    z_NV[2, 3], z_NV[3, 3] = torch.nan, torch.inf
+    labels_N = torch.tensor([20, -1, 0, 0, 0])
+    losses_N, _ = place[1](differentiate_cross_entropy, z_NV, labels_N, None, **options)
+
+    assert losses_N.isnan().tolist() == [True, True, True, True, False]
+
+
 def philox(counters: Tensor, key: int, rounds: int = 10) -> Tensor:
     """Compute Philox4x32 of counters, (N, 4), as its authors define it."""
     words = [list(map(int, word)) for word in counters.T]

@@ -100,7 +100,7 @@ def _recommend(advice: Advice) -> list[str]:
     ranks = "" if advice.parallel is None else f", {advice.parallel}"
     where = f"{_name(advice)}, {advice.seq_len:,} tokens, {advice.dtype}{ranks}"
     where += "" if advice.execution == "eager" else ", as a CUDA graph"
-    where += "" if advice.head == "logits" else ", head in chunks"
+    where += "" if advice.head == "logits" else ", head {advice.head}"
     where += f", on {advice.target}"
     if any(option.verdict == "unranked" for option in advice.options):
         return [f"No time is predicted, so methods that fit are not ranked: {where}."]

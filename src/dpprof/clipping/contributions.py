@@ -100,6 +100,9 @@ class ChunkedProduct(NamedTuple):
     grams_BTT: Tensor | None = None
     """Gram matrices of the output gradients, where they are known already."""
 
+    incoming_BT: Tensor | None = None
+    """By what the inputs are multiplied in place of the output gradients, where they are."""
+
     @property
     def is_rounded(self) -> bool:
         """As of ``Product``."""
@@ -122,11 +125,14 @@ class ChunkedProduct(NamedTuple):
 
     def largest(self) -> Tensor:
         """Compute the largest output gradient of each token; (B, T, 1)."""
-        return torch.cat(
+        largest_BT1 = torch.cat(
             [
                 torch.linalg.vector_norm(product.g_BTp, torch.inf, dim=2, keepdim=True)
                 for _, product in self.parts()
             ]
+        )
+        return (
+            largest_BT1 if self.incoming_BT is None else largest_BT1 * self.incoming_BT[:, :, None]
         )
 
     def without(self, excluded_B: Tensor) -> "ChunkedProduct":

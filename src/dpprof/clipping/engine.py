@@ -31,7 +31,7 @@ from dpprof.clipping.layers import Contributions, count_uses
 from dpprof.clipping.patching import patch_layer, unpatch_layer
 from dpprof.clipping.ranks import Ranks, ShardSums, refuse_other_wrapper
 from dpprof.clipping.released_state import ReleasedState
-from dpprof.clipping.rules import BATCH_NORM, Found, LayerRule, find_rules, run_frozen_norm
+from dpprof.clipping.rules import Found, LayerRule, find_rewritten, find_rules
 from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.clipping.sums import add_to_grad, bound_of, own_part
 from dpprof.norms.code_paths import CodePath, Watch
@@ -176,7 +176,7 @@ class Clipping(ABC):
         self._coverage = Coverage(own, self.ranks)
         self._shared = self._coverage.verify(model)
         self._released = ReleasedState(model, self.ranks.own, self.clips, public_buffers)
-        self._frozen_norms = [one for one in model.modules() if isinstance(one, BATCH_NORM)]
+        self._rewritten = find_rewritten(model)
         self._patch_layers(rules)
         self._hooks: dict[nn.Parameter, list[Any]] = {}
         self._hook_leaves()
@@ -188,9 +188,8 @@ class Clipping(ABC):
                 _make_uncompiled(), self.ranks, rule, layer, partial(self._receive, layer)
             )
             patch_layer(layer, run, replaced, lambda: not self._disabled)
-        for norm in self._frozen_norms:
-            run_norm = partial(run_frozen_norm, norm)
-            patch_layer(norm, run_norm, type(norm), lambda: not self._disabled)
+        for module, run_module in self._rewritten.items():
+            patch_layer(module, run_module, type(module), lambda: not self._disabled)
 
     @property
     def max_grad_norm(self) -> float:
@@ -260,7 +259,7 @@ class Clipping(ABC):
 
     def remove(self) -> None:
         """Restore the model's layers, and remove all hooks."""
-        for layer in (*self._layers, *self._frozen_norms):
+        for layer in (*self._layers, *self._rewritten):
             unpatch_layer(layer)
         for hook in itertools.chain(*self._hooks.values()):
             hook.remove()
@@ -439,7 +438,8 @@ class Clipping(ABC):
             )
         raise RuntimeError(
             f"{self.name_of(parameter)} was used outside of its layer, where clipping does not see "
-            "it; call the layer, or freeze the parameter"
+            "it; call the layer, or freeze the parameter; in place of a loss that takes the weight "
+            "of a head, as Liger's does, use dpprof.clipping.linear_cross_entropy"
         )
 
     def _refuse_loose(self) -> None:

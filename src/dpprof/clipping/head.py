@@ -4,14 +4,15 @@ With a vocabulary of V ids, logits, loss and their gradients take V numbers for 
 more than the rest of the model. Here some tokens' logits exist at a time. Forward also computes the
 gradient of the hidden states, which each token's incoming gradient only scales. A head that is
 trained has a ``ChunkedProduct``: its output gradients are computed again, some samples at a time,
-for the norm and for the clipped sum.
+for the norm and for the clipped sum; or forward keeps them, one number for each logit.
 
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", for plain
 training in chunks; ``norms.linear`` for the norm of what is computed again.
 
 FLOPs of a head of d x V over N tokens: 4 N d V where it is frozen, as with logits; where it is
-trained 10 N d V and the norm, for 6 N d V and the norm. Where gradients are not rounded, forward
-finds the Gram matrices for the norm too, and it is 8 N d V and these.
+trained 10 N d V and the norm, for 6 N d V and the norm with logits, or where gradients are kept.
+Where gradients are not rounded, forward finds the Gram matrices for the norm too, and it is 8 N d V
+and these.
 
 Shape legend: B samples, T tokens, N tokens of a chunk, d width of the hidden states, V vocabulary.
 """
@@ -30,10 +31,11 @@ from dpprof.clipping.contributions import (
 )
 from dpprof.clipping.layers import Receive, apply, autocast_dtype
 from dpprof.clipping.patching import is_patched_now
-from dpprof.norms import placement
+from dpprof.norms import placement, triton_ops
 from dpprof.norms.linear import fill_grams
 from dpprof.norms.tiles import accumulator_of, spans
 from dpprof.records.births import allocates
+from dpprof.spec.registry import UnsupportedError
 
 CHUNK_BYTES = 2**28
 """About how much the logits of a chunk take, in the dtype of sums."""
@@ -52,6 +54,7 @@ class HeadLoss(NamedTuple):
     label_smoothing: float = 0.0
     softcap: float | None = None
     scale: float = 1.0
+    keep: bool = False
 
 
 def linear_cross_entropy(
@@ -63,6 +66,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     scale: float = 1.0,
+    keep: bool = False,
 ) -> Tensor:
     """Compute each token's cross-entropy from hidden states, without keeping logits.
 
@@ -78,6 +82,9 @@ def linear_cross_entropy(
         label_smoothing: The share of the target that all ids have alike; from 0 to below 1.
         softcap: The bound of logits, as in Gemma 2; None for none.
         scale: What logits are multiplied by, as in Cohere.
+        keep: Whether a head that is trained keeps the gradients of its outputs until backward,
+            B T V numbers of its inputs' dtype, a sixth to a third of what a loss with logits takes.
+            That is faster.
 
     Returns:
         (B, T) in float32, or float64 for float64; 0 where a label is ignored. On a GPU the loss of
@@ -108,11 +115,67 @@ def linear_cross_entropy(
         raise ValueError(f"label_smoothing must be from 0 to below 1, and is {label_smoothing}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, and is {softcap}")
-    loss = HeadLoss(labels_BT, ignore_index, label_smoothing, softcap, scale)
+    loss = HeadLoss(labels_BT, ignore_index, label_smoothing, softcap, scale, keep)
     if is_patched_now(head):
         losses_BT: Tensor = head(hidden_BTd, loss=loss)
         return losses_BT
     return run_head(head, None, hidden_BTd, loss)
+
+
+def is_loss_with_head(module: nn.Module) -> bool:
+    """Tell whether a module is PyTorch's ``LinearCrossEntropyLoss``, which 2.13 brought."""
+    loss = getattr(nn, "LinearCrossEntropyLoss", None)
+    return loss is not None and type(module) is loss
+
+
+def refuse_other_loss(layer: nn.Module) -> None:
+    """Refuse PyTorch's ``LinearCrossEntropyLoss`` where ``linear_cross_entropy`` is another loss.
+
+    Raises:
+        UnsupportedError: It joins samples, weights classes, or has several outputs for a row.
+    """
+    given: Any = layer
+    for name, value, only in (
+        ("reduction", given.reduction, "none"),
+        ("weight", given.weight, None),
+        ("out_features", given.out_features, ()),
+    ):
+        if isinstance(value, Tensor) or value != only:
+            raise UnsupportedError(
+                f"LinearCrossEntropyLoss is clipped with {name}={only!r} alone, and its {name} is "
+                f"{value!r}; or use dpprof.clipping.linear_cross_entropy with its linear layer"
+            )
+
+
+def run_linear_cross_entropy_loss(layer: nn.Module, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002
+    """Run PyTorch's ``LinearCrossEntropyLoss`` as ``linear_cross_entropy``.
+
+    Args:
+        layer: The loss.
+        input: (B, d).
+        target: (B,) ids.
+
+    Returns:
+        (B,)
+
+    Raises:
+        ValueError: The shapes are others, as for class probabilities.
+    """
+    given: Any = layer
+    if input.dim() != 2 or target.dim() != 1:  # noqa: PLR2004
+        shapes = f"{tuple(input.shape)} and {tuple(target.shape)}"
+        raise ValueError(
+            f"LinearCrossEntropyLoss is clipped with inputs (B, d) and ids (B,), and got {shapes}; "
+            "for (B, T, d) use dpprof.clipping.linear_cross_entropy with its linear layer"
+        )
+    losses_B1 = linear_cross_entropy(
+        input[:, None],
+        given.linear,
+        target[:, None],
+        ignore_index=IGNORED if given.ignore_index is None else given.ignore_index,
+        label_smoothing=given.label_smoothing,
+    )
+    return losses_B1[:, 0]
 
 
 def _refuse_other_layer(head: nn.Module) -> None:
@@ -163,12 +226,50 @@ def refuse_labels(labels_BT: Tensor, ignore_index: int, count: int) -> None:
 
 
 @allocates("logits_and_loss")
-def _compute(x_Nd: Tensor, weight: Tensor, bias: Tensor | None, loss: HeadLoss) -> Tensor:
-    """Compute the logits of a chunk's rows, scaled and capped, in the dtype of sums; (N, V)."""
+def _find_losses(
+    x_Nd: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels_N: Tensor,
+    loss: HeadLoss,
+    *,
+    incoming_N: Tensor | None = None,
+    differentiates: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the losses of a chunk's rows, and their gradients of the product.
+
+    Args:
+        x_Nd: The rows.
+        weight: (V, d).
+        bias: (V,), or None.
+        labels_N: Their labels.
+        loss: The loss.
+        incoming_N: What the gradients are multiplied by.
+        differentiates: Whether gradients are needed.
+
+    Returns:
+        (N,) in the dtype of sums, 0 where a label is ignored; and (N, V), or None.
+    """
     z_NV = torch.nn.functional.linear(
         x_Nd, weight.to(x_Nd.dtype), None if bias is None else bias.to(x_Nd.dtype)
     )
-    z_NV = z_NV.to(accumulator_of(z_NV.dtype))
+    if differentiates and triton_ops.is_fused(z_NV):
+        given = (loss.ignore_index, loss.label_smoothing, loss.scale, loss.softcap)
+        found_N = triton_ops.differentiate_cross_entropy_(z_NV, labels_N, incoming_N, *given)
+        return found_N, z_NV
+    z_NV = _scale_and_cap(z_NV.to(accumulator_of(z_NV.dtype)), loss)
+    target_N = _find_target(z_NV, labels_N, loss)
+    if differentiates:
+        g_NV, lse_N = _differentiate(z_NV, labels_N, loss)
+        if incoming_N is not None:
+            g_NV *= incoming_N[:, None]
+    else:
+        g_NV, lse_N = None, torch.logsumexp(z_NV, dim=1)
+    return (lse_N - target_N).masked_fill_(~_is_counted(labels_N, loss), 0), g_NV
+
+
+def _scale_and_cap(z_NV: Tensor, loss: HeadLoss) -> Tensor:
+    """Scale and cap logits in place."""
     if loss.scale != 1:
         z_NV *= loss.scale
     if loss.softcap is not None:
@@ -231,6 +332,11 @@ def _may_find_norm(x_BTd: Tensor) -> bool:
     return is_exact and 2 * d >= T
 
 
+@allocates("logits_and_loss")
+def _make_kept(x_Nd: Tensor, weight: Tensor) -> Tensor:
+    return x_Nd.new_empty(len(x_Nd), len(weight))
+
+
 @allocates("gram_matrices")
 def _make_grams(x_BTd: Tensor) -> Tensor:
     B, T, _ = x_BTd.shape
@@ -239,6 +345,31 @@ def _make_grams(x_BTd: Tensor) -> Tensor:
 
 def _rows_at_once(weight: Tensor, dtype: torch.dtype) -> int:
     return max(1, CHUNK_BYTES // (weight.shape[0] * accumulator_of(dtype).itemsize))
+
+
+class _FromGradients(NamedTuple):
+    """What forward finds from the gradients of the head's outputs; None where nothing needs it."""
+
+    of_input_Nd: Tensor | None
+    kept_NV: Tensor | None
+    grams_BTT: Tensor | None
+
+    def take(self, g_NV: Tensor, some: slice, weight: Tensor) -> None:
+        """Take the gradients of some tokens."""
+        if self.grams_BTT is not None:
+            T = self.grams_BTT.shape[1]
+            samples = slice(some.start // T, some.stop // T)
+            fill_grams(g_NV.view(-1, T, g_NV.shape[1]), self.grams_BTT[samples])
+        if self.kept_NV is not None:
+            g_NV = self.kept_NV[some].copy_(g_NV)
+        if self.of_input_Nd is not None:
+            dtype = self.of_input_Nd.dtype
+            torch.mm(g_NV.to(dtype), weight.to(dtype), out=self.of_input_Nd[some])
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything needs gradients."""
+        return self.of_input_Nd is not None or self.kept_NV is not None
 
 
 class _Head(torch.autograd.Function):
@@ -256,31 +387,23 @@ class _Head(torch.autograd.Function):
     ) -> Tensor:
         x_Nd, labels_N = x_BTd.flatten(0, 1), labels_BT.flatten()
         losses_N = x_Nd.new_empty(len(x_Nd), dtype=accumulator_of(x_Nd.dtype))
-        gradient_Nd = torch.empty_like(x_Nd) if ctx.needs_input_grad[0] else None
+        is_trained = any(ctx.needs_input_grad[1:3])
         at_once, T = _rows_at_once(weight, x_Nd.dtype), labels_BT.shape[1]
+        of_input_Nd = torch.empty_like(x_Nd) if ctx.needs_input_grad[0] else None
+        kept_NV = _make_kept(x_Nd, weight) if loss.keep and is_trained else None
         grams_BTT = None
-        if receive is not None and ctx.needs_input_grad[0] and ctx.needs_input_grad[1]:
+        if receive is not None and of_input_Nd is not None and ctx.needs_input_grad[1]:
             whole = T * samples_in_a_chunk(T, weight.shape[0], x_BTd.element_size())
             if whole <= at_once and _may_find_norm(x_BTd):
                 at_once, grams_BTT = whole, _make_grams(x_BTd)
+        found = _FromGradients(of_input_Nd, kept_NV, grams_BTT)
         for some in spans(len(x_Nd), at_once):
-            z_NV = _compute(x_Nd[some], weight, bias, loss)
-            target_N = _find_target(z_NV, labels_N[some], loss)
-            if gradient_Nd is None:
-                lse_N = torch.logsumexp(z_NV, dim=1)
-            else:
-                g_NV, lse_N = _differentiate(z_NV, labels_N[some], loss)
-                torch.mm(g_NV.to(x_Nd.dtype), weight.to(x_Nd.dtype), out=gradient_Nd[some])
-                if grams_BTT is not None:
-                    g_bTV = g_NV.view(-1, T, g_NV.shape[1])
-                    samples = slice(some.start // T, some.stop // T)
-                    fill_grams(g_bTV, grams_BTT[samples])
-                del g_NV
-            losses_N[some] = lse_N - target_N
-            del z_NV
-        losses_N.masked_fill_(~_is_counted(labels_N, loss), 0)
-        is_trained = any(ctx.needs_input_grad[1:3])
-        ctx.save_for_backward(labels_BT, gradient_Nd, x_BTd if is_trained else None, grams_BTT)
+            rows = (x_Nd[some], weight, bias, labels_N[some], loss)
+            losses_N[some], g_NV = _find_losses(*rows, differentiates=found.is_needed)
+            if g_NV is not None:
+                found.take(g_NV, some, weight)
+            del g_NV
+        ctx.save_for_backward(labels_BT, x_BTd if is_trained else None, *found)
         ctx.weight, ctx.bias, ctx.loss, ctx.receive = weight, bias, loss, receive
         own = [one for one in (weight, bias) if one is not None]
         ctx.clipped = [] if receive is None else own
@@ -288,33 +411,27 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_BT: Tensor) -> Any:
-        labels_BT, gradient_Nd, x_BTd, grams_BTT = ctx.saved_tensors
+        labels_BT, x_BTd, of_input_Nd, kept_NV, grams_BTT = ctx.saved_tensors
         of_input = None
-        if gradient_Nd is not None:
-            of_input = gradient_Nd.view(*g_BT.shape, -1) * g_BT[:, :, None].to(gradient_Nd.dtype)
+        if of_input_Nd is not None:
+            of_input = of_input_Nd.view(*g_BT.shape, -1) * g_BT[:, :, None].to(of_input_Nd.dtype)
         if x_BTd is None:
             return of_input, None, None, None, None, None
-        chunks = _Chunks(x_BTd.detach(), ctx.weight, ctx.bias, labels_BT, g_BT, ctx.loss)
+        x_BTd = x_BTd.detach()
+        chunks = _Chunks(x_BTd, ctx.weight, ctx.bias, labels_BT, g_BT, ctx.loss, kept_NV)
         if ctx.receive is None:
             return of_input, *chunks.sum_plainly(ctx.needs_input_grad[1:3]), None, None, None
-        if grams_BTT is not None:
-            grams_BTT = grams_BTT * (g_BT[:, :, None] * g_BT[:, None, :])
-        product = ChunkedProduct(
-            chunks.x_BTd, chunks.gradients_of, ctx.weight.shape[0], (labels_BT, g_BT), grams_BTT
-        )
         contributions: list[tuple[nn.Parameter, Contribution]] = []
         if ctx.needs_input_grad[1]:
-            contributions.append((ctx.weight, product))
+            contributions.append((ctx.weight, chunks.as_product(grams_BTT)))
         if ctx.needs_input_grad[2]:
-            exact = accumulator_of(x_BTd.dtype)
-            parts = [part.g_BTp.sum(1, dtype=exact) for _, part in product.parts()]
-            contributions.append((ctx.bias, SampleGradients(torch.cat(parts))))
+            contributions.append((ctx.bias, SampleGradients(chunks.sum_tokens())))
         ctx.receive(contributions)
         return of_input, None, None, None, None, None
 
 
 class _Chunks(NamedTuple):
-    """Computes the output gradients of some samples at a time."""
+    """Computes the output gradients of some samples at a time, from those of the losses if kept."""
 
     x_BTd: Tensor
     weight: Tensor
@@ -322,18 +439,47 @@ class _Chunks(NamedTuple):
     labels_BT: Tensor
     g_BT: Tensor
     loss: HeadLoss
+    kept_NV: Tensor | None
 
     @allocates("logits_and_loss")
     def gradients_of(self, some: slice) -> Tensor:
         """Return the gradients of the head's outputs, (b, T, V), in the dtype of its inputs."""
+        if self.kept_NV is not None:
+            kept_BTV = self.kept_NV.view(*self.labels_BT.shape, -1)
+            scaled_bTV = torch.empty_like(kept_BTV[some])
+            return torch.mul(kept_BTV[some], self.g_BT[some][:, :, None], out=scaled_bTV)
         x_Nd, labels_N = self.x_BTd[some].flatten(0, 1), self.labels_BT[some].flatten()
         incoming_N = self.g_BT[some].flatten()
         found_NV = x_Nd.new_empty(len(x_Nd), self.weight.shape[0])
         for rows in spans(len(x_Nd), _rows_at_once(self.weight, x_Nd.dtype)):
-            z_NV = _compute(x_Nd[rows], self.weight, self.bias, self.loss)
-            g_NV, _ = _differentiate(z_NV, labels_N[rows], self.loss)
-            found_NV[rows] = g_NV.mul_(incoming_N[rows, None])
+            given = (x_Nd[rows], self.weight, self.bias, labels_N[rows], self.loss)
+            _, g_NV = _find_losses(*given, incoming_N=incoming_N[rows])
+            assert g_NV is not None
+            found_NV[rows] = g_NV
+            del g_NV
         return found_NV.view(*self.labels_BT[some].shape, -1)
+
+    def as_product(self, grams_BTT: Tensor | None) -> ChunkedProduct:
+        """Return what the weight contributes; ``grams_BTT`` are of the losses' gradients.
+
+        What is kept stays as it is: the inputs are multiplied by the incoming gradients.
+        """
+        V, read, g_BT = self.weight.shape[0], (self.labels_BT, self.g_BT), self.g_BT
+        if self.kept_NV is not None:
+            kept_BTV = self.kept_NV.view(*g_BT.shape, V)
+            x_BTd = torch.mul(self.x_BTd, g_BT[:, :, None], out=torch.empty_like(self.x_BTd))
+            return ChunkedProduct(x_BTd, kept_BTV.__getitem__, V, read, grams_BTT, g_BT)
+        if grams_BTT is not None:
+            grams_BTT = grams_BTT * (g_BT[:, :, None] * g_BT[:, None, :])
+        return ChunkedProduct(self.x_BTd, self.gradients_of, V, read, grams_BTT)
+
+    def sum_tokens(self) -> Tensor:
+        """Return what the bias contributes; (B, V)."""
+        exact = accumulator_of(self.x_BTd.dtype)
+        B, T, _ = self.x_BTd.shape
+        at_once = samples_in_a_chunk(T, self.weight.shape[0], self.x_BTd.element_size())
+        parts = [self.gradients_of(some).sum(1, dtype=exact) for some in spans(B, at_once)]
+        return torch.cat(parts)
 
     def sum_plainly(self, needed: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of weight and bias without clipping."""

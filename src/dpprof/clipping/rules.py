@@ -2,13 +2,20 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from dpprof.clipping.coverage import refuse_wrapper, trained_in
-from dpprof.clipping.head import HeadLoss, run_head
+from dpprof.clipping.head import (
+    HeadLoss,
+    is_loss_with_head,
+    refuse_other_loss,
+    run_head,
+    run_linear_cross_entropy_loss,
+)
 from dpprof.clipping.layers import (
     Receive,
     run_conv1d,
@@ -104,6 +111,25 @@ def refuse_mixing(layer: nn.Module) -> None:
         raise UnsupportedError(
             f"{name} keeps statistics of its inputs without noise; set track_running_stats=False"
         )
+
+
+def find_rewritten(model: nn.Module) -> dict[nn.Module, Callable[..., Tensor]]:
+    """Find modules without trained parameters of their own that run otherwise while clipped.
+
+    Returns:
+        What runs each: a frozen batch normalisation, or a loss whose head is trained.
+
+    Raises:
+        UnsupportedError: A loss is not one for each sample.
+    """
+    found: dict[nn.Module, Callable[..., Tensor]] = {}
+    for module in model.modules():
+        if isinstance(module, BATCH_NORM):
+            found[module] = partial(run_frozen_norm, module)
+        elif is_loss_with_head(module) and any(p.requires_grad for p in module.parameters()):
+            refuse_other_loss(module)
+            found[module] = partial(run_linear_cross_entropy_loss, module)
+    return found
 
 
 def run_frozen_norm(layer: nn.Module, *inputs: Tensor) -> Tensor:

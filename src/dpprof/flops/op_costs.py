@@ -141,6 +141,7 @@ _FAMILIES: dict[Any, OpFamily] = {
     **dict.fromkeys((aten.linalg_vector_norm, aten.norm, aten._foreach_norm), "norm"),  # noqa: SLF001
     **dict.fromkeys(_FUSED, "optimizer"),
     triton_ops.WEIGH: "elementwise",
+    triton_ops.CROSS_ENTROPY: "reduction",
     triton_ops.NOISE: "random",
 }
 

@@ -32,7 +32,7 @@ class ClippedStep(TrainingStep):
 
     parallel_kinds: ClassVar[Collection[str]] = ("ddp", "fsdp")
     executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
-    heads: ClassVar[Collection[str]] = ("logits", "chunked")
+    heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
     clipping_type: type[Clipping]
     optimizer: NoisyOptimizer
     attributes: ClassVar[Mapping[str, Component]] = {"summed_grad": "summed_gradients"}

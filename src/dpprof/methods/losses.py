@@ -11,7 +11,7 @@ from dpprof.models.heads import find_known_head, hidden_states_of
 def losses_of(step: TrainingStep, labels_BT: Tensor, *inputs: Tensor) -> Tensor:
     """Run a step's model, and return each sample's mean cross-entropy over its labelled tokens.
 
-    With ``head: chunked`` the logits of some tokens exist at a time.
+    With ``head: chunked`` and ``kept`` the logits of some tokens exist at a time.
 
     Returns:
         (B,); 0 for a sample without labels.
@@ -32,5 +32,6 @@ def losses_of(step: TrainingStep, labels_BT: Tensor, *inputs: Tensor) -> Tensor:
             ignore_index=UNLABELLED,
             softcap=head.softcap,
             scale=head.scale,
+            keep=experiment.head == "kept",
         )
     return mean_over_labels(losses_BT, labels_BT)

@@ -15,7 +15,7 @@ class Standard(TrainingStep):
     mechanism: ClassVar[str] = NO_CLIPPING
     parallel_kinds = ("ddp", "fsdp")
     executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
-    heads: ClassVar[Collection[str]] = ("logits", "chunked")
+    heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave the gradient of the mean loss in ``.grad``."""

@@ -30,6 +30,9 @@ from dpprof.norms.tiles import (
 TILE = 256
 """Positions, and tokens, in a tile of an inner product."""
 
+TILE_ON_GPU = 1024
+"""In place of ``TILE``: each tile is some thirty launches."""
+
 ON_GPU_BYTES = 64 * 2**20
 """In place of ``WORKSPACE_BYTES``: PyTorch's sum by id sorts all positions for each part again,
 which takes a GPU ten times as long as the sum itself (perf/measured_steps.md)."""
@@ -79,12 +82,13 @@ def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -
     B, T, d = e_BTd.shape
     S = x_BSd.shape[1]
     dtype = accumulator_of(torch.promote_types(e_BTd.dtype, x_BSd.dtype))
+    tile = TILE_ON_GPU if placement.is_cuda(e_BTd) else TILE
     sums_3B = e_BTd.new_zeros((3, B), dtype=torch.float64)
-    at_once = samples_at_once(B, 2 * TILE * TILE, 2 * TILE * d, e_BTd.dtype)
+    at_once = samples_at_once(B, 2 * tile * tile, 2 * tile * d, e_BTd.dtype)
     for some in spans(B, at_once):
-        for positions in spans(T, TILE):
+        for positions in spans(T, tile):
             ids = ids_BT[some, None, positions]
-            for tokens in spans(S, TILE):
+            for tokens in spans(S, tile):
                 products = multiply_in_slices(
                     x_BSd[some, tokens].to(dtype), e_BTd[some, positions].to(dtype).transpose(1, 2)
                 )
@@ -94,7 +98,7 @@ def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -
                 squares = [torch.linalg.vector_norm(one, dim=(1, 2)).square_() for one in both]
                 sums_3B[:, some] += torch.stack([multiply_and_sum(products, rows), *squares])
     found_B, products_B, rows_B = sums_3B.to(dtype)
-    depth = depth_of_tile(TILE)
+    depth = depth_of_tile(tile)
     size_B = square(e_BTd) * square(x_BSd)
     error_B = depth_of_products(d) * size_B.sqrt() + depth * products_B.sqrt()
     slack_B = torch.finfo(dtype).eps * error_B * rows_B.sqrt()

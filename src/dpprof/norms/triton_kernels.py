@@ -294,6 +294,61 @@ def weigh(x_ptr, weight_ptr, y_ptr, blocks, n, x_b, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def read_logits(z_ptr, at, V, scale, cap, CAPPED: tl.constexpr):
+    """Read logits of a row, scaled and capped; -inf behind its end."""
+    z = tl.load(z_ptr + at, mask=at < V, other=0.0).to(tl.float32) * scale
+    if CAPPED:
+        z = cap - 2.0 * cap / (tl.exp(2.0 * z / cap) + 1.0)  # cap tanh(z / cap)
+    return tl.where(at < V, z, -float("inf"))
+
+
+@triton.jit
+def differentiate_cross_entropy(
+    z_ptr, label_ptr, incoming_ptr, loss_ptr, V, ignored, smoothing, scale, cap,
+    CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Put the cross-entropy's gradients in the place of a row's logits, and write its loss.
+
+    Lanes find the largest logit and the sum of exponentials in one pass (Milakov and Gimelshein
+    2018, "Online normalizer calculation for softmax"); a second pass writes gradients.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * V
+    label = tl.load(label_ptr + row)
+    is_counted = label != ignored
+    is_there = (label >= 0) & (label < V)
+    place_L = tl.arange(0, BLOCK)
+    largest_L = tl.full((BLOCK,), -3.0e38, dtype=tl.float32)
+    sums_L = tl.zeros((BLOCK,), dtype=tl.float32)
+    logits_L = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, V, BLOCK):
+        z_L = read_logits(z_ptr, start + place_L, V, scale, cap, CAPPED)
+        larger_L = tl.maximum(largest_L, z_L)
+        sums_L = sums_L * tl.exp(largest_L - larger_L) + tl.exp(z_L - larger_L)
+        logits_L += tl.where(start + place_L < V, z_L, 0.0)
+        largest_L = larger_L
+    largest = tl.max(largest_L, axis=0)
+    total = tl.sum(sums_L * tl.exp(largest_L - largest), axis=0)
+    chosen = tl.where(is_there, label, 0)
+    target = (1.0 - smoothing) * read_logits(z_ptr, chosen, V, scale, cap, CAPPED)
+    target += smoothing * tl.sum(logits_L, axis=0) / V
+    loss = tl.where(is_there, largest + tl.log(total) - target, float("nan"))
+    tl.store(loss_ptr + row, tl.where(is_counted, loss, 0.0))
+    share = scale
+    if WEIGHTED:
+        share = scale * tl.load(incoming_ptr + row).to(tl.float32)
+    for start in range(0, V, BLOCK):
+        at_L = start + place_L
+        z_L = read_logits(z_ptr, at_L, V, scale, cap, CAPPED)
+        g_L = tl.exp(z_L - largest) / total - smoothing / V
+        g_L -= tl.where(at_L == chosen, 1.0 - smoothing, 0.0)
+        if CAPPED:
+            g_L *= 1.0 - (z_L / cap) * (z_L / cap)
+        g_L = tl.where(is_counted, g_L * share, 0.0)
+        tl.store(z_ptr + at_L, g_L.to(z_ptr.dtype.element_ty), mask=at_L < V)
+
+
+@triton.jit
 def to_normals(a, b):
     """Turn two words of 32 random bits into two normal numbers (Box and Muller 1958).
 

@@ -20,12 +20,13 @@ from triton import Config, cdiv, next_power_of_2
 from dpprof.norms.float32_products import name_precision
 from dpprof.norms.triton_kernels import (
     add_normal,
+    differentiate_cross_entropy,
     sum_gram_squares,
     sum_product_squares,
     sum_scaled,
     weigh,
 )
-from dpprof.norms.tuning import GRAM, GROUP, INTERPRETED, PRODUCT, SCALED, WEIGHED
+from dpprof.norms.tuning import GRAM, GROUP, INTERPRETED, LOGITS, PRODUCT, SCALED, WEIGHED
 
 PROGRAMS = 1024
 """How many programs share a batch's tiles, at least one for each sample: about eight for each of an
@@ -180,6 +181,43 @@ def launch_weigh(x_BTd: Tensor, weights_B: Tensor) -> Tensor:
                 num_warps=8,
             )
     return y_BTd
+
+
+def launch_cross_entropy(
+    z_NV: Tensor,
+    labels_N: Tensor,
+    incoming_N: Tensor | None,
+    *,
+    ignored: int,
+    smoothing: float,
+    scale: float,
+    cap: float | None,
+) -> Tensor:
+    """Put gradients of losses in the place of logits, and return the losses; (N,) in float32.
+
+    Args:
+        z_NV: Logits without gaps, in bfloat16, float16 or float32: what is scaled and capped.
+        labels_N: (N,) int64.
+        incoming_N: What the gradients of each row are multiplied by, (N,); None for 1.
+        ignored: The label of rows without a loss.
+        smoothing: The share of the target that all ids have alike.
+        scale: What logits are multiplied by.
+        cap: What bounds them then, as ``cap * tanh(z / cap)``; None for nothing.
+    """
+    N, V = z_NV.shape
+    losses_N = z_NV.new_empty(N, dtype=torch.float32)
+    if z_NV.numel():
+        with torch.cuda.device_of(z_NV):  # type: ignore[no-untyped-call]
+            differentiate_cross_entropy[(N,)](
+                *(z_NV, labels_N.contiguous()),
+                labels_N if incoming_N is None else incoming_N.contiguous(),
+                *(losses_N, V, ignored, smoothing, scale, 1.0 if cap is None else cap),
+                CAPPED=cap is not None,
+                WEIGHTED=incoming_N is not None,
+                **LOGITS,
+                num_warps=8,
+            )
+    return losses_N
 
 
 def launch_noise(summed: Tensor, key: Tensor, which: int, std: float, factor: float) -> None:

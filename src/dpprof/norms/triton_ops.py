@@ -139,6 +139,31 @@ def _weighed(x_BTd: Tensor, _weights_B: Tensor) -> Tensor:
     return x_BTd.new_empty(x_BTd.shape)
 
 
+@torch.library.custom_op("dpprof::differentiate_cross_entropy_", mutates_args={"z_NV"})
+def differentiate_cross_entropy_(  # noqa: PLR0917 (an operator's options are positional)
+    z_NV: Tensor,
+    labels_N: Tensor,
+    incoming_N: Tensor | None,
+    ignored: int,
+    smoothing: float,
+    scale: float,
+    cap: float | None,
+) -> Tensor:
+    """Put gradients of losses in the place of logits, and return the losses; (N,) in float32.
+
+    PyTorch's operators read and write each number nine times more.
+    """
+    from dpprof.norms import triton_launch  # noqa: PLC0415 (it imports triton)
+
+    options: Any = {"ignored": ignored, "smoothing": smoothing, "scale": scale, "cap": cap}
+    return triton_launch.launch_cross_entropy(z_NV, labels_N, incoming_N, **options)
+
+
+@differentiate_cross_entropy_.register_fake
+def _losses_of(z_NV: Tensor, _labels_N: Tensor, *_: Any) -> Tensor:
+    return z_NV.new_empty(len(z_NV), dtype=torch.float32)
+
+
 @torch.library.custom_op("dpprof::add_noise_", mutates_args={"summed"})
 def add_noise_(summed: Tensor, key: Tensor, which: int, std: float, factor: float) -> None:
     """Multiply a sum by a factor and add normal noise, in one pass and in place.
@@ -160,6 +185,9 @@ SCALE = torch.ops.dpprof.scale_gradients
 
 WEIGH = torch.ops.dpprof.weigh
 """``weigh`` as PyTorch's operator."""
+
+CROSS_ENTROPY = torch.ops.dpprof.differentiate_cross_entropy_
+"""``differentiate_cross_entropy_`` as PyTorch's operator."""
 
 NOISE = torch.ops.dpprof.add_noise_
 """``add_noise_`` as PyTorch's operator."""

@@ -56,6 +56,9 @@ SCALED = {"TILE_T": 32, "TILE_D": 128}
 """Tokens and columns of a tile without matrix products, which is read at the speed of memory at any
 size that fills registers: 16 float32 for each thread."""
 
+LOGITS = {"BLOCK": 2048}
+"""Logits of a row that a program reads at once; it keeps three numbers for each of them."""
+
 WEIGHED = {"BLOCK": 4096}
 """Elements of a block that is read once and written once: 16 for each of 256 threads."""
 

@@ -74,7 +74,7 @@ class Advice(Part):
     """How kernels are started: ``eager``, or ``graph`` for a CUDA graph."""
 
     head: str = "logits"
-    """How the loss is computed: from all ``logits``, or ``chunked``."""
+    """How the loss is computed: from all ``logits``, ``chunked``, or ``kept``."""
 
     target: str
     budget_bytes: int | None

@@ -231,10 +231,11 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
             )
         return self
 
-    head: Literal["logits", "chunked"] = Field(
+    head: Literal["logits", "chunked", "kept"] = Field(
         "logits",
         description="how the loss is computed: from the logits of all tokens, or chunked: from "
-        "those of some tokens at a time, by dpprof.clipping.linear_cross_entropy",
+        "those of some tokens at a time, by dpprof.clipping.linear_cross_entropy; or kept: so too, "
+        "and the gradients of logits are kept for backward, not computed again",
     )
 
     @model_validator(mode="after")
