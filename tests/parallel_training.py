@@ -12,11 +12,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from dpprof.clipping import linear_cross_entropy
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.two_pass import FlashClipping
 from dpprof.models.build import build_model
 from dpprof.models.distribute import find_blocks
+from dpprof.models.heads import find_head, hidden_states_of
 from dpprof.spec.experiment import Experiment
 
 T, V, D = 5, 13, 8
@@ -40,6 +42,21 @@ class Case(NamedTuple):
     tied: bool = False
     checkpointing: bool = False
     reshard: bool = True
+    head: str = "logits"
+
+
+class WithLoss(nn.Module):
+    """A model that returns the losses of tokens, without logits; (B, T)."""
+
+    def __init__(self, model: nn.Module, *, keep: bool) -> None:
+        super().__init__()
+        self.model, self.keep = model, keep
+
+    def forward(self, labels_BT: Tensor, *inputs: Tensor) -> Tensor:
+        head = find_head(self.model)
+        with hidden_states_of(head) as given:
+            self.model(*inputs)
+        return linear_cross_entropy(given[0], head, labels_BT, keep=self.keep)
 
 
 def build(case: Case) -> nn.Module:
@@ -61,6 +78,8 @@ def build(case: Case) -> nn.Module:
             module.p = 0.0
     for parameter in built.parameters():
         nn.init.normal_(parameter, std=0.3)
+    if case.head != "logits":
+        built = WithLoss(built, keep=case.head == "kept")
     return built.double().train()
 
 
@@ -87,6 +106,8 @@ def losses_of(model: nn.Module, case: Case, samples: list[int], *, alone: bool =
         return torch.zeros(0)
     ids_BT, labels_BT = (part[samples or [0]] for part in draw_data())
     masks = [] if case.model == "ours" else [torch.ones_like(ids_BT)]
+    if case.head != "logits":
+        return model(labels_BT, ids_BT, *masks).mean(1)[: len(samples)]
     logits_BTV = model(ids_BT, *masks)
     if logits_BTV.dtype == torch.bfloat16:
         logits_BTV = logits_BTV.float()

@@ -14,11 +14,13 @@ from factory import (
 from scripts import ASKED, HERE, MODEL, ROOT, call
 
 from dpprof.cli.advise import (
+    compare_heads,
     explain_batches,
     explain_safety,
     format_advice,
     format_winners,
     list_smallest_ranks,
+    read_options,
 )
 from dpprof.instruments.estimate import estimate
 from dpprof.planning.code_digest import verdict_digest
@@ -239,6 +241,27 @@ def test_rows_say_what_else_differs_between_them() -> None:
     )
     assert lines[-2] == "Memory: 9 MiB, batches and peaks are those of each rank; by sums."
     assert lines[-1].startswith("Time: tokens per second are predicted, with 90 % intervals; what")
+
+
+def test_what_a_head_without_logits_brings_is_said() -> None:
+    found = [
+        make(option("flash-bk", "first", 6)),
+        make(option("flash-bk", "first", 12), head="kept"),
+        make(option("flash-bk", "first", 9), head="chunked"),
+        make(option("flash-bk", "first", 6), seq_len=128),
+        make(option("flash-bk", "does not fit"), head="kept", seq_len=128),
+    ]
+
+    [line] = compare_heads(found)
+    assert line.startswith(
+        "bfloat16 64 1 whole eager: head kept takes 12 samples for 6 with logits"
+    )
+    assert line.endswith("at 2.00 times the speed.")
+
+
+@pytest.mark.parametrize("given", [["best"], ["logits", "chunked", "kept"]])
+def test_the_best_head_is_looked_for_among_all(given) -> None:
+    assert read_options(["--head", *given]).head == ["logits", "chunked", "kept"]
 
 
 GRID = ["--model", MODEL, *HERE, "--methods", "standard", "flash-bk", "flash", "--seq-len", "8"]

@@ -143,6 +143,50 @@ def test_gradients_are_measured_and_summed_to_the_same_bits(way, dtype, monkeypa
         assert torch.equal(g_NV, in_forward[at % 3])
 
 
+def adapt(model: Model) -> Model:
+    """Add LoRA to the head, with adapters that are not zero."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["head"], r=2, lora_alpha=3)
+    peft.inject_adapter_in_model(config, model)
+    nn.init.normal_(model.head.lora_B["default"].weight)
+    model.embedding.requires_grad_()
+    model.layer.requires_grad_()
+    return model
+
+
+@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("way", [None, *FLAT])
+@pytest.mark.parametrize("kind", ["trained", "bias"])
+def test_a_head_with_lora_is_that_of_its_logits(kind, way, options) -> None:
+    ids, labels, weights = batch()
+    labels = labels.clamp(0)
+    model = adapt(Model(kind, **OPTIONS[options])).double()
+    norms, expected, bound = one_by_one(model.with_logits, model, (ids, labels, weights))
+    losses = model.in_chunks(ids, labels, weights)
+    torch.testing.assert_close(losses, model.with_logits(ids, labels, weights), rtol=1e-12, atol=0)
+    if way is None:
+        losses.sum().backward()
+        found = gradients(model)
+        model.zero_grad()
+        model.with_logits(ids, labels, weights).sum().backward()
+        torch.testing.assert_close(found, gradients(model), rtol=1e-10, atol=1e-13)
+        return
+    clipping = way(model, bound)
+    clipping.backward(model.in_chunks(ids, labels, weights))
+
+    assert (clipping.sample_norms - norms).norm() <= 1e-10 * norms.norm()
+    assert (gradients(model) - expected).norm() <= 1e-10 * expected.norm()
+
+
+def test_a_head_whose_adapter_computes_something_else_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    model = Model()
+    config = peft.LoraConfig(target_modules=["head"], r=2, use_dora=True)
+    peft.inject_adapter_in_model(config, model)
+    with pytest.raises(TypeError, match="needs one active adapter, plain and not merged"):
+        model.in_chunks(*batch(torch.float32))
+
+
 @pytest.mark.parametrize("kind", ["trained", "bias", "frozen"])
 def test_per_layer_clipping_clips_the_head_as_with_logits(kind) -> None:
     found = []

@@ -36,6 +36,8 @@ QUICK = [
     (2, Case("ours", "flash", "fsdp", tied=True), IN_PARTS),
     (2, Case("ours", "flash-bk", "ddp", tied=True), IN_PARTS),
     (2, Case("ours", "flash", "fsdp", tied=True, checkpointing=True, reshard=False), UNEVEN),
+    (2, Case("ours", "flash-bk", "fsdp", tied=True, head="kept"), UNEVEN),
+    (2, Case("ours", "flash", "ddp", head="chunked"), UNEVEN),
 ]
 EVERY = [
     (size, Case(model, way, kind, tied, checkpointing, reshard), steps)
@@ -46,6 +48,14 @@ EVERY = [
     for tied, checkpointing in itertools.product((False, True), repeat=2)
     for reshard in ((True, False) if kind == "fsdp" else (True,))
     for steps in (UNEVEN, IN_PARTS)
+]
+EVERY += [
+    (2, Case(model, way, kind, tied, head=head), UNEVEN)
+    for model in ("ours", "gpt2", "llama", "adapters")
+    for way in WAYS
+    for kind in KINDS_OF_RANKS
+    for tied in (False, True)
+    for head in (("kept",) if kind == "fsdp" else ("chunked", "kept"))
 ]
 
 
@@ -218,6 +228,7 @@ def test_samples_that_are_mixed_on_one_rank_are_refused(pools, kind, way, counts
         (2, "take_a_step", (Case(), "parts"), "whether this part of a batch is the last differs"),
         (2, "skip_a_layer", ("flash",), "which layers ran, or their order, differs"),
         (2, "skip_a_layer", ("flash-bk",), "which layers ran, or their order, differs"),
+        (2, "take_a_step", (Case(head="chunked"), "nothing"), "linear_cross_entropy keep=True"),
         (2, "make_secure", (Case(),), "secure_mode does not work with several ranks"),
         pytest.param(
             *(4, "reshard_onto_fewer", (), "with a number for reshard_after_forward does not work"),

@@ -2,7 +2,8 @@
 
 --model takes one value, --dtype and --seq-len take one or more. For several values, the answer is a
 table of the fastest method for each combination. --checkpointing best tries every way of
-checkpointing; dpprof then judges each method by its fastest checkpointing that fits.
+checkpointing; dpprof then judges each method by its fastest checkpointing that fits. --head best
+tries every way to the loss, and says what the fastest brings.
 """
 
 import argparse
@@ -48,6 +49,7 @@ _SIZES = ("largest batch", "peak", "safe batch")
 _FIGURES = (*_SIZES, "tokens/s", "90 % interval", "FLOPs x")
 _MIB = 2**20
 _WAYS: tuple[str, ...] = get_args(Experiment.model_fields["checkpointing"].annotation)
+_HEADS: tuple[str, ...] = get_args(Experiment.model_fields["head"].annotation)
 _SAFE = {
     False: "the allocator never has to release its cache to find room",
     True: "a tenth of the memory is left",
@@ -336,7 +338,7 @@ def rank_methods(
         explain = explain_safety if found[0].checkpointing == BEST else explain_batches
         lines = [*map(format_advice, found), *explain(results), *list_smallest_ranks(results)]
     else:
-        lines = [format_winners(found), *explain_safety(results)]
+        lines = [format_winners(found), *compare_heads(found), *explain_safety(results)]
         for (dtype, seq_len, *_), by_ranks in alike.items():
             on_any = list(itertools.chain.from_iterable(by_ranks.values()))
             where = f"{dtype} {seq_len:,}"  # several ranks have one execution and head
@@ -347,6 +349,27 @@ def rank_methods(
     dumped = [advice.model_dump(mode="json") for advice in found]
     fits = any(option.safe_batch_size for advice in found for option in advice.options)
     return json.dumps(dumped[0] if len(found) == 1 else dumped, indent=1), "\n".join(lines), fits
+
+
+def compare_heads(found: Sequence[Advice]) -> list[str]:
+    """Say which way to a loss is the fastest where several were asked, and what it brings."""
+    alike: dict[tuple[str, ...], dict[str, Option]] = defaultdict(dict)
+    for advice in found:
+        for side in _sides(advice):
+            where = tuple(cell(side) for name, cell in _ROW.items() if name != "head")
+            if side.best is not None:
+                alike[where][side.head] = side.best
+    lines = []
+    for where, by_head in alike.items():
+        head, best = max(by_head.items(), key=lambda one: one[1].tokens_per_s or 0.0)
+        usual = by_head.get("logits")
+        if head != "logits" and usual is not None and usual.tokens_per_s and best.tokens_per_s:
+            ratio = best.tokens_per_s / usual.tokens_per_s
+            lines.append(
+                f"{' '.join(where)}: head {head} takes {best.safe_batch_size:,} samples for "
+                f"{usual.safe_batch_size:,} with logits, at {ratio:.2f} times the speed."
+            )
+    return lines
 
 
 def _advise(
@@ -368,10 +391,11 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         InputError: An option's value is not allowed.
     """
-    best = f"{BEST}: try each way, and judge each method by its fastest that fits"
-    parser = make_parser(
-        "advise", __doc__, several=("model", *LISTS), notes={"checkpointing": best}
-    )
+    notes = {
+        "checkpointing": f"{BEST}: try each way, and judge each method by its fastest that fits",
+        "head": f"{BEST}: try each, and say what it brings",
+    }
+    parser = make_parser("advise", __doc__, several=("model", *LISTS), notes=notes)
     parser.add_argument(
         "--figure",
         type=path_ending_in(DRAWINGS),
@@ -395,6 +419,8 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
         if ways[0] not in {*_WAYS, BEST}:
             raise refuse("--checkpointing", ways[0], one_of([*_WAYS, BEST], ways[0]))
         arguments.checkpointing = list(_WAYS) if ways == [BEST] else ways
+    if arguments.head == [BEST]:
+        arguments.head = list(_HEADS)
     if arguments.figure is not None:
         if len(arguments.seq_len or ()) < 2:  # noqa: PLR2004 (a line has two ends)
             why = "it shows sequence lengths; give --seq-len two or more"

@@ -19,6 +19,7 @@ from dpprof.norms import placement, triton_ops
 from dpprof.norms.float32_products import allows_tf32
 from dpprof.norms.scale import scale_gradients
 from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, multiply, spans
+from dpprof.spec.registry import UnsupportedError
 
 
 class Product(NamedTuple):
@@ -101,7 +102,7 @@ class ChunkedProduct(NamedTuple):
     """Gram matrices of the output gradients, where they are known already."""
 
     incoming_BT: Tensor | None = None
-    """By what the inputs are multiplied in place of the output gradients, where they are."""
+    """By what the inputs are multiplied in place of the output gradients, where these are kept."""
 
     @property
     def is_rounded(self) -> bool:
@@ -145,6 +146,20 @@ class ChunkedProduct(NamedTuple):
         return self._replace(
             x_BTd=self.x_BTd.masked_fill(excluded_B11, 0), gradients_of=gradients_of
         )
+
+
+def refuse_computed_again(contributions: Iterable[tuple[Any, Any]]) -> None:
+    """Refuse output gradients that need a weight again which ``fully_shard`` may have freed.
+
+    Raises:
+        UnsupportedError: There are some.
+    """
+    for _, one in contributions:
+        if isinstance(one, ChunkedProduct) and one.incoming_BT is None:
+            raise UnsupportedError(
+                "under fully_shard a head that is trained keeps the gradients of its outputs: give "
+                "linear_cross_entropy keep=True"
+            )
 
 
 class Lookup(NamedTuple):

@@ -21,7 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.broadcasts import Broadcasts
 from dpprof.clipping.calls import LayerCall
-from dpprof.clipping.contributions import SampleGradients, Summable, zero_samples
+from dpprof.clipping.contributions import (
+    SampleGradients,
+    Summable,
+    refuse_computed_again,
+    zero_samples,
+)
 from dpprof.clipping.coverage import Coverage, trained_in
 from dpprof.clipping.distribution import find_ranks
 from dpprof.clipping.factor import clip_factor
@@ -422,6 +427,8 @@ class Clipping(ABC):
         owned = [(self.ranks.own(parameter), one) for parameter, one in contributions]
         # A parameter may have been frozen after forward.
         trained = [pair for pair in owned if pair[0].requires_grad]
+        if self.ranks.is_sharded:
+            refuse_computed_again(trained)
         if self.shard_sums.is_counting:
             for parameter, _ in trained:
                 self.shard_sums.count(parameter)

@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 
+from dpprof.clipping.adapted_heads import is_adapted, split_adapted
 from dpprof.clipping.contributions import (
     ChunkedProduct,
     Contribution,
@@ -46,6 +48,14 @@ IGNORED = -100
 """By default the label of tokens without a loss, as in PyTorch."""
 
 
+class Beside(NamedTuple):
+    """A frozen product that is added to a head's: that of the layer which an adapter adapts."""
+
+    x_BTd: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
 class HeadLoss(NamedTuple):
     """The cross-entropy of a head's outputs with labels."""
 
@@ -55,6 +65,7 @@ class HeadLoss(NamedTuple):
     softcap: float | None = None
     scale: float = 1.0
     keep: bool = False
+    beside: Beside | None = None
 
 
 def linear_cross_entropy(
@@ -76,7 +87,8 @@ def linear_cross_entropy(
 
     Args:
         hidden_BTd: What the head would get, (B, T, d).
-        head: A ``torch.nn.Linear``, trained or frozen; its weight may be that of the embedding.
+        head: A ``torch.nn.Linear``, trained or frozen; its weight may be that of the embedding. Or
+            one that peft adapts by LoRA.
         labels_BT: The ids to predict, (B, T) int64.
         ignore_index: The label of tokens without a loss.
         label_smoothing: The share of the target that all ids have alike; from 0 to below 1.
@@ -108,18 +120,21 @@ def linear_cross_entropy(
         >>> clipping.sample_norms.shape
         torch.Size([2])
     """
-    _refuse_other_layer(head)
-    assert isinstance(head, nn.Linear)
-    _verify(hidden_BTd, head, labels_BT)
+    x_BTd, beside = hidden_BTd, None
+    if is_adapted(head):
+        head, x_BTd, adapted = split_adapted(head, hidden_BTd)
+        frozen = _verify(hidden_BTd, adapted, labels_BT)
+        beside = Beside(hidden_BTd, frozen.weight, frozen.bias)
+    layer = _verify(x_BTd, head, labels_BT)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must be from 0 to below 1, and is {label_smoothing}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, and is {softcap}")
-    loss = HeadLoss(labels_BT, ignore_index, label_smoothing, softcap, scale, keep)
-    if is_patched_now(head):
-        losses_BT: Tensor = head(hidden_BTd, loss=loss)
+    loss = HeadLoss(labels_BT, ignore_index, label_smoothing, softcap, scale, keep, beside)
+    if is_patched_now(layer):
+        losses_BT: Tensor = layer(x_BTd, loss=loss)
         return losses_BT
-    return run_head(head, None, hidden_BTd, loss)
+    return run_head(layer, None, x_BTd, loss)
 
 
 def is_loss_with_head(module: nn.Module) -> bool:
@@ -190,7 +205,10 @@ def _refuse_other_layer(head: nn.Module) -> None:
         raise ValueError("head has hooks, which would not run: remove them, or compute its logits")
 
 
-def _verify(hidden_BTd: Tensor, head: nn.Linear, labels_BT: Tensor) -> None:
+def _verify(hidden_BTd: Tensor, head: nn.Module, labels_BT: Tensor) -> nn.Linear:
+    """Return a head that computes a ``Linear``'s outputs, whose inputs and labels fit."""
+    _refuse_other_layer(head)
+    assert isinstance(head, nn.Linear)
     if hidden_BTd.dim() != 3 or hidden_BTd.shape[2] != head.in_features:  # noqa: PLR2004
         shape = tuple(hidden_BTd.shape)
         raise ValueError(f"hidden must be (B, T, {head.in_features}), and has shape {shape}")
@@ -199,16 +217,19 @@ def _verify(hidden_BTd: Tensor, head: nn.Linear, labels_BT: Tensor) -> None:
             f"labels must be {tuple(hidden_BTd.shape[:2])} int64, and are "
             f"{tuple(labels_BT.shape)} {labels_BT.dtype}"
         )
+    return head
 
 
 def run_head(layer: nn.Linear, receive: Receive | None, x: Tensor, loss: HeadLoss) -> Tensor:
     """Run a head and its loss, in autocast's dtype under autocast."""
     dtype = autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
+    beside = loss.beside or (None, None, None)
     labels = loss.labels_BT
     if labels.device.type == "cpu" and not isinstance(labels, FakeTensor):
         refuse_labels(labels, loss.ignore_index, layer.out_features)
-    return apply(_Head, x, layer.weight, layer.bias, labels, loss, receive)
+    loss = loss._replace(beside=None)
+    return apply(_Head, x, layer.weight, layer.bias, labels, loss, receive, *beside)
 
 
 def refuse_labels(labels_BT: Tensor, ignore_index: int, count: int) -> None:
@@ -225,11 +246,44 @@ def refuse_labels(labels_BT: Tensor, ignore_index: int, count: int) -> None:
         )
 
 
+class _Operands(NamedTuple):
+    """What logits are products of: rows and weights, those of an adapter beside a frozen head's."""
+
+    x_Nd: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    beside_Nk: Tensor | None = None
+    beside_weight: Tensor | None = None
+    beside_bias: Tensor | None = None
+
+    def rows(self, some: slice) -> "_Operands":
+        """Return those of some rows."""
+        beside_Nk = None if self.beside_Nk is None else self.beside_Nk[some]
+        return self._replace(x_Nd=self.x_Nd[some], beside_Nk=beside_Nk)
+
+    def samples(self, some: slice, T: int) -> "_Operands":
+        """Return those of some samples."""
+        return self.rows(slice(some.start * T, some.stop * T))
+
+    @allocates("logits_and_loss")
+    def multiply(self) -> Tensor:
+        """Compute the products, (N, V), in the dtype of ``x_Nd``."""
+        dtype = self.x_Nd.dtype
+        z_NV = functional.linear(self.x_Nd, self.weight.to(dtype), _cast(self.bias, dtype))
+        if self.beside_Nk is not None:
+            assert self.beside_weight is not None
+            beside = self.beside_Nk.to(dtype), self.beside_weight.to(dtype)
+            z_NV += functional.linear(*beside, _cast(self.beside_bias, dtype))
+        return z_NV
+
+
+def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if x is None else x.to(dtype)
+
+
 @allocates("logits_and_loss")
 def _find_losses(
-    x_Nd: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    operands: _Operands,
     labels_N: Tensor,
     loss: HeadLoss,
     *,
@@ -239,9 +293,7 @@ def _find_losses(
     """Compute the losses of a chunk's rows, and their gradients of the product.
 
     Args:
-        x_Nd: The rows.
-        weight: (V, d).
-        bias: (V,), or None.
+        operands: The rows, and the weights.
         labels_N: Their labels.
         loss: The loss.
         incoming_N: What the gradients are multiplied by.
@@ -250,9 +302,7 @@ def _find_losses(
     Returns:
         (N,) in the dtype of sums, 0 where a label is ignored; and (N, V), or None.
     """
-    z_NV = torch.nn.functional.linear(
-        x_Nd, weight.to(x_Nd.dtype), None if bias is None else bias.to(x_Nd.dtype)
-    )
+    z_NV = operands.multiply()
     if differentiates and triton_ops.is_fused(z_NV):
         given = (loss.ignore_index, loss.label_smoothing, loss.scale, loss.softcap)
         found_N = triton_ops.differentiate_cross_entropy_(z_NV, labels_N, incoming_N, *given)
@@ -351,10 +401,11 @@ class _FromGradients(NamedTuple):
     """What forward finds from the gradients of the head's outputs; None where nothing needs it."""
 
     of_input_Nd: Tensor | None
+    of_beside_Nk: Tensor | None
     kept_NV: Tensor | None
     grams_BTT: Tensor | None
 
-    def take(self, g_NV: Tensor, some: slice, weight: Tensor) -> None:
+    def take(self, g_NV: Tensor, some: slice, operands: _Operands) -> None:
         """Take the gradients of some tokens."""
         if self.grams_BTT is not None:
             T = self.grams_BTT.shape[1]
@@ -362,14 +413,19 @@ class _FromGradients(NamedTuple):
             fill_grams(g_NV.view(-1, T, g_NV.shape[1]), self.grams_BTT[samples])
         if self.kept_NV is not None:
             g_NV = self.kept_NV[some].copy_(g_NV)
-        if self.of_input_Nd is not None:
-            dtype = self.of_input_Nd.dtype
-            torch.mm(g_NV.to(dtype), weight.to(dtype), out=self.of_input_Nd[some])
+        products = (
+            (self.of_input_Nd, operands.weight),
+            (self.of_beside_Nk, operands.beside_weight),
+        )
+        for found, weight in products:
+            if found is not None and weight is not None:
+                torch.mm(g_NV.to(found.dtype), weight.to(found.dtype), out=found[some])
 
     @property
     def is_needed(self) -> bool:
         """Whether anything needs gradients."""
-        return self.of_input_Nd is not None or self.kept_NV is not None
+        needs = (self.of_input_Nd, self.of_beside_Nk, self.kept_NV)
+        return any(one is not None for one in needs)
 
 
 class _Head(torch.autograd.Function):
@@ -384,58 +440,68 @@ class _Head(torch.autograd.Function):
         labels_BT: Tensor,
         loss: HeadLoss,
         receive: Receive | None,
+        *beside: Tensor | None,
     ) -> Tensor:
         x_Nd, labels_N = x_BTd.flatten(0, 1), labels_BT.flatten()
+        beside_Nk = None if beside[0] is None else beside[0].flatten(0, 1)
+        operands = _Operands(x_Nd, weight, bias, beside_Nk, *beside[1:])
         losses_N = x_Nd.new_empty(len(x_Nd), dtype=accumulator_of(x_Nd.dtype))
         is_trained = any(ctx.needs_input_grad[1:3])
         at_once, T = _rows_at_once(weight, x_Nd.dtype), labels_BT.shape[1]
         of_input_Nd = torch.empty_like(x_Nd) if ctx.needs_input_grad[0] else None
+        of_beside_Nk = None
+        if beside_Nk is not None and ctx.needs_input_grad[6]:
+            of_beside_Nk = torch.empty_like(beside_Nk)
         kept_NV = _make_kept(x_Nd, weight) if loss.keep and is_trained else None
         grams_BTT = None
         if receive is not None and of_input_Nd is not None and ctx.needs_input_grad[1]:
             whole = T * samples_in_a_chunk(T, weight.shape[0], x_BTd.element_size())
             if whole <= at_once and _may_find_norm(x_BTd):
                 at_once, grams_BTT = whole, _make_grams(x_BTd)
-        found = _FromGradients(of_input_Nd, kept_NV, grams_BTT)
+        found = _FromGradients(of_input_Nd, of_beside_Nk, kept_NV, grams_BTT)
         for some in spans(len(x_Nd), at_once):
-            rows = (x_Nd[some], weight, bias, labels_N[some], loss)
-            losses_N[some], g_NV = _find_losses(*rows, differentiates=found.is_needed)
+            given = (operands.rows(some), labels_N[some], loss)
+            losses_N[some], g_NV = _find_losses(*given, differentiates=found.is_needed)
             if g_NV is not None:
-                found.take(g_NV, some, weight)
+                found.take(g_NV, some, operands)
             del g_NV
-        ctx.save_for_backward(labels_BT, x_BTd if is_trained else None, *found)
-        ctx.weight, ctx.bias, ctx.loss, ctx.receive = weight, bias, loss, receive
+        saved = (x_BTd, beside[0]) if is_trained else (None, None)
+        ctx.save_for_backward(labels_BT, *saved, *found)
+        ctx.weights, ctx.loss, ctx.receive = (weight, bias, *beside[1:]), loss, receive
         own = [one for one in (weight, bias) if one is not None]
         ctx.clipped = [] if receive is None else own
         return losses_N.view(labels_BT.shape)
 
     @staticmethod
     def backward(ctx: Any, g_BT: Tensor) -> Any:
-        labels_BT, x_BTd, of_input_Nd, kept_NV, grams_BTT = ctx.saved_tensors
-        of_input = None
-        if of_input_Nd is not None:
-            of_input = of_input_Nd.view(*g_BT.shape, -1) * g_BT[:, :, None].to(of_input_Nd.dtype)
-        if x_BTd is None:
-            return of_input, None, None, None, None, None
-        x_BTd = x_BTd.detach()
-        chunks = _Chunks(x_BTd, ctx.weight, ctx.bias, labels_BT, g_BT, ctx.loss, kept_NV)
-        if ctx.receive is None:
-            return of_input, *chunks.sum_plainly(ctx.needs_input_grad[1:3]), None, None, None
-        contributions: list[tuple[nn.Parameter, Contribution]] = []
-        if ctx.needs_input_grad[1]:
-            contributions.append((ctx.weight, chunks.as_product(grams_BTT)))
-        if ctx.needs_input_grad[2]:
-            contributions.append((ctx.bias, SampleGradients(chunks.sum_tokens())))
-        ctx.receive(contributions)
-        return of_input, None, None, None, None, None
+        labels_BT, x_BTd, beside_BTk, *found, kept_NV, grams_BTT = ctx.saved_tensors
+        of_input, of_beside = (
+            None if one is None else one.view(*g_BT.shape, -1) * g_BT[:, :, None].to(one.dtype)
+            for one in found
+        )
+        of_parameters: tuple[Tensor | None, Tensor | None] = (None, None)
+        if x_BTd is not None:
+            weight, bias, *beside = ctx.weights
+            beside_Nk = None if beside_BTk is None else beside_BTk.detach().flatten(0, 1)
+            x_Nd = x_BTd.detach().flatten(0, 1)
+            operands = _Operands(x_Nd, weight, bias, beside_Nk, *beside)
+            chunks = _Chunks(operands, labels_BT, g_BT, ctx.loss, kept_NV)
+            if ctx.receive is None:
+                of_parameters = chunks.sum_plainly(ctx.needs_input_grad[1:3])
+            else:
+                contributions: list[tuple[nn.Parameter, Contribution]] = []
+                if ctx.needs_input_grad[1]:
+                    contributions.append((weight, chunks.as_product(grams_BTT)))
+                if ctx.needs_input_grad[2]:
+                    contributions.append((bias, SampleGradients(chunks.sum_tokens())))
+                ctx.receive(contributions)
+        return of_input, *of_parameters, None, None, None, of_beside, None, None
 
 
 class _Chunks(NamedTuple):
     """Computes the output gradients of some samples at a time, from those of the losses if kept."""
 
-    x_BTd: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    operands: _Operands
     labels_BT: Tensor
     g_BT: Tensor
     loss: HeadLoss
@@ -448,45 +514,54 @@ class _Chunks(NamedTuple):
             kept_BTV = self.kept_NV.view(*self.labels_BT.shape, -1)
             scaled_bTV = torch.empty_like(kept_BTV[some])
             return torch.mul(kept_BTV[some], self.g_BT[some][:, :, None], out=scaled_bTV)
-        x_Nd, labels_N = self.x_BTd[some].flatten(0, 1), self.labels_BT[some].flatten()
-        incoming_N = self.g_BT[some].flatten()
-        found_NV = x_Nd.new_empty(len(x_Nd), self.weight.shape[0])
-        for rows in spans(len(x_Nd), _rows_at_once(self.weight, x_Nd.dtype)):
-            given = (x_Nd[rows], self.weight, self.bias, labels_N[rows], self.loss)
+        b, T = self.labels_BT[some].shape
+        operands = self.operands.samples(some, T)
+        x_Nd, weight = operands.x_Nd, operands.weight
+        labels_N, incoming_N = self.labels_BT[some].flatten(), self.g_BT[some].flatten()
+        found_NV = x_Nd.new_empty(len(x_Nd), len(weight))
+        for rows in spans(len(x_Nd), _rows_at_once(weight, x_Nd.dtype)):
+            given = (operands.rows(rows), labels_N[rows], self.loss)
             _, g_NV = _find_losses(*given, incoming_N=incoming_N[rows])
             assert g_NV is not None
             found_NV[rows] = g_NV
             del g_NV
-        return found_NV.view(*self.labels_BT[some].shape, -1)
+        return found_NV.view(b, T, -1)
+
+    @property
+    def inputs_BTd(self) -> Tensor:  # noqa: N802 (its shape)
+        """The rows of each sample."""
+        return self.operands.x_Nd.view(*self.labels_BT.shape, -1)
 
     def as_product(self, grams_BTT: Tensor | None) -> ChunkedProduct:
         """Return what the weight contributes; ``grams_BTT`` are of the losses' gradients.
 
         What is kept stays as it is: the inputs are multiplied by the incoming gradients.
         """
-        V, read, g_BT = self.weight.shape[0], (self.labels_BT, self.g_BT), self.g_BT
+        V, read, g_BT = len(self.operands.weight), (self.labels_BT, self.g_BT), self.g_BT
+        x_BTd = self.inputs_BTd
         if self.kept_NV is not None:
             kept_BTV = self.kept_NV.view(*g_BT.shape, V)
-            x_BTd = torch.mul(self.x_BTd, g_BT[:, :, None], out=torch.empty_like(self.x_BTd))
+            x_BTd = torch.mul(x_BTd, g_BT[:, :, None], out=torch.empty_like(x_BTd))
             return ChunkedProduct(x_BTd, kept_BTV.__getitem__, V, read, grams_BTT, g_BT)
         if grams_BTT is not None:
             grams_BTT = grams_BTT * (g_BT[:, :, None] * g_BT[:, None, :])
-        return ChunkedProduct(self.x_BTd, self.gradients_of, V, read, grams_BTT)
+        return ChunkedProduct(x_BTd, self.gradients_of, V, read, grams_BTT)
 
     def sum_tokens(self) -> Tensor:
         """Return what the bias contributes; (B, V)."""
-        exact = accumulator_of(self.x_BTd.dtype)
-        B, T, _ = self.x_BTd.shape
-        at_once = samples_in_a_chunk(T, self.weight.shape[0], self.x_BTd.element_size())
+        x_BTd, exact = self.inputs_BTd, accumulator_of(self.operands.x_Nd.dtype)
+        B, T, _ = x_BTd.shape
+        at_once = samples_in_a_chunk(T, len(self.operands.weight), x_BTd.element_size())
         parts = [self.gradients_of(some).sum(1, dtype=exact) for some in spans(B, at_once)]
         return torch.cat(parts)
 
     def sum_plainly(self, needed: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of weight and bias without clipping."""
-        of_weight = torch.zeros_like(self.weight) if needed[0] else None
-        of_bias = None if self.bias is None or not needed[1] else torch.zeros_like(self.bias)
-        for some in spans(len(self.x_BTd), 1):
-            g_NV, x_Nd = self.gradients_of(some).flatten(0, 1), self.x_BTd[some].flatten(0, 1)
+        weight, bias = self.operands.weight, self.operands.bias
+        of_weight = torch.zeros_like(weight) if needed[0] else None
+        of_bias = None if bias is None or not needed[1] else torch.zeros_like(bias)
+        for some in spans(len(self.labels_BT), 1):
+            g_NV, x_Nd = self.gradients_of(some).flatten(0, 1), self.inputs_BTd[some].flatten(0, 1)
             if of_weight is not None:
                 of_weight += g_NV.t() @ x_Nd
             if of_bias is not None:
