@@ -12,6 +12,7 @@ from dpprof.system.imports import import_at_first_use
 if TYPE_CHECKING:
     from dpprof.clipping.book_keeping import BookKeeping as BookKeeping
     from dpprof.clipping.captured_step import CapturedStep as CapturedStep
+    from dpprof.clipping.causal_lm import causal_lm_losses as causal_lm_losses
     from dpprof.clipping.engine import Clipping as Clipping
     from dpprof.clipping.head import linear_cross_entropy as linear_cross_entropy
     from dpprof.clipping.optimizer import NoisyOptimizer as NoisyOptimizer
@@ -26,6 +27,7 @@ _MODULES = {
     "FlashClipping": "dpprof.clipping.two_pass",
     "NoisyOptimizer": "dpprof.clipping.optimizer",
     "PerLayerClipping": "dpprof.clipping.per_layer",
+    "causal_lm_losses": "dpprof.clipping.causal_lm",
     "linear_cross_entropy": "dpprof.clipping.head",
     "UnsupportedError": "dpprof.spec.registry",
 }

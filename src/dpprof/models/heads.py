@@ -24,7 +24,7 @@ config says, and nothing else."""
 class Head(NamedTuple):
     """The layer that makes logits, and what is done with them."""
 
-    layer: nn.Linear
+    layer: nn.Module
     softcap: float | None = None
     scale: float = 1.0
 
@@ -52,31 +52,48 @@ def find_known_head(model: nn.Module, experiment: Experiment) -> Head:
     kind = getattr(experiment.model, "model_type", None)
     if kind is not None and kind not in KNOWN:
         raise UnsupportedError(f"head chunked knows no {kind}; it knows {', '.join(KNOWN)}")
-    layer = find_head(model)
-    if not isinstance(layer, nn.Linear):
+    head = describe_head(model, kind)
+    if not isinstance(head.layer, nn.Linear):
         raise UnsupportedError(
-            f"head chunked needs a Linear, and the head is {type(layer).__name__}"
+            f"head chunked needs a Linear, and the head is {type(head.layer).__name__}"
         )
+    return head
+
+
+def describe_head(model: nn.Module, kind: str | None) -> Head:
+    """Return the head of a model; that of an architecture which is not ``KNOWN`` counts as plain.
+
+    Args:
+        model: The model.
+        kind: The architecture's name in transformers; None for another model.
+
+    Raises:
+        UnsupportedError: The model does not say which layer makes the logits.
+    """
+    layer = find_head(model)
     if kind in _CAPPED:
-        return Head(layer, softcap=_read_config(model).final_logit_softcapping)
+        return Head(layer, softcap=find_config(model).final_logit_softcapping)
     if kind in _SCALED:
-        return Head(layer, scale=float(_read_config(model).logit_scale))
+        return Head(layer, scale=float(find_config(model).logit_scale))
     if kind in _DIVIDED:
-        return Head(layer, scale=1 / float(_read_config(model).logits_scaling))
+        return Head(layer, scale=1 / float(find_config(model).logits_scaling))
     return Head(layer)
 
 
-def _read_config(model: nn.Module) -> Any:
-    """Return the config of the Hugging Face model within a model."""
+def find_config(model: nn.Module) -> Any:
+    """Return the config of the Hugging Face model within a model; None where there is none."""
     return next(
-        module.config
-        for module in model.modules()
-        if hasattr(module, "config") and hasattr(module, "get_output_embeddings")
+        (
+            module.config
+            for module in model.modules()
+            if hasattr(module, "config") and hasattr(module, "get_output_embeddings")
+        ),
+        None,
     )
 
 
 @contextmanager
-def hidden_states_of(head: nn.Linear) -> Iterator[list[Tensor]]:
+def hidden_states_of(head: nn.Module) -> Iterator[list[Tensor]]:
     """Let the head do nothing inside the context; yield a list that gets what it was given.
 
     The model goes on with one logit of zero for each token.
@@ -89,7 +106,7 @@ def hidden_states_of(head: nn.Linear) -> Iterator[list[Tensor]]:
         given.append(hidden_BTd)
         return hidden_BTd.new_zeros(*hidden_BTd.shape[:-1], 1)
 
-    head.forward = take  # type: ignore[assignment]
+    head.forward = take
     try:
         yield given
     finally:

@@ -1,0 +1,117 @@
+"""Per-sample losses of Hugging Face's causal language models, without their logits."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpprof.clipping.head import IGNORED, linear_cross_entropy
+from dpprof.models.heads import Head, describe_head, find_config, hidden_states_of
+from dpprof.spec.registry import UnsupportedError
+
+_SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""By how much of itself a model's own loss may differ, to rounding."""
+
+_SAME_IN_16_BITS = 0.05
+
+_verified: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Models whose own loss was found to be the same."""
+
+
+def causal_lm_losses(
+    model: nn.Module, input_ids: Tensor, labels: Tensor, *, keep: bool = False, **inputs: Any
+) -> Tensor:
+    """Compute each sample's mean cross-entropy over its labelled tokens, without logits.
+
+    In place of ``model(input_ids, labels=labels, ...).loss``, which is a mean over the tokens of
+    all samples, so that one sample's loss depends on the others. The model's head does nothing
+    while the model runs; ``linear_cross_entropy`` computes its part. At first, one sample's loss is
+    compared with the model's own, in ``eval()``.
+
+    Args:
+        model: A causal language model of transformers, maybe with adapters of peft or under
+            ``DistributedDataParallel``. Its head is a ``Linear``.
+        input_ids: (B, T) int64.
+        labels: (B, T) int64, as transformers takes them: the model shifts them; -100 for tokens
+            without a loss.
+        keep: As for ``linear_cross_entropy``.
+        inputs: What else the model gets, such as ``attention_mask``; of tensors, samples first.
+
+    Returns:
+        (B,) in float32, or float64 for float64; 0 for a sample without labels.
+
+    Raises:
+        UnsupportedError: The model's own loss is another one, or the model has no such head.
+        ValueError, TypeError: As of ``linear_cross_entropy``.
+
+    Formal guarantees: those of the clipping.
+
+    Example:
+        >>> clipping.backward(causal_lm_losses(model, ids, labels))  # doctest: +SKIP
+    """
+    if model not in _verified:
+        _verify(model, input_ids, labels, inputs)
+    return _compute(model, input_ids, labels, inputs, keep=keep)
+
+
+def _compute(
+    model: nn.Module, input_ids: Tensor, labels_BT: Tensor, inputs: dict[str, Any], *, keep: bool
+) -> Tensor:
+    head = _find_head(model)
+    with hidden_states_of(head.layer) as given:
+        model(input_ids=input_ids, **inputs)
+    next_BT = torch.nn.functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
+    losses_BT = linear_cross_entropy(
+        given[0], head.layer, next_BT, softcap=head.softcap, scale=head.scale, keep=keep
+    )
+    counts_B = (next_BT != IGNORED).sum(1).clamp(min=1)
+    return losses_BT.sum(1) / counts_B
+
+
+def _find_head(model: nn.Module) -> Head:
+    config = find_config(model)
+    return describe_head(model, getattr(config, "model_type", None))
+
+
+@torch.no_grad()
+def _verify(model: nn.Module, input_ids: Tensor, labels_BT: Tensor, inputs: dict[str, Any]) -> None:
+    """Compare one sample's loss with the model's own; without a labelled sample nothing is said."""
+    labelled = (labels_BT[:, 1:] != IGNORED).any(1).nonzero().flatten().tolist()
+    if not labelled:
+        return
+    some = slice(labelled[0], labelled[0] + 1)
+    one = {name: x[some] if _has_samples(x, input_ids) else x for name, x in inputs.items()}
+    with _evaluated(model):
+        found = _compute(model, input_ids[some], labels_BT[some], one, keep=False)[0]
+        expected = model(input_ids=input_ids[some], labels=labels_BT[some], **one).loss
+    limit = _SAME.get(expected.dtype, _SAME_IN_16_BITS)
+    if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
+        limit = _SAME_IN_16_BITS
+    if torch.is_autocast_enabled(input_ids.device.type):
+        limit = _SAME_IN_16_BITS
+    if not abs(float(found) - float(expected)) <= limit * abs(float(expected)):
+        raise UnsupportedError(
+            f"{type(model).__name__} computes its loss otherwise than as the cross-entropy of its "
+            f"head's outputs: {float(expected):.6g}, and without logits it is {float(found):.6g}; "
+            "compute losses from its logits"
+        )
+    _verified.add(model)
+
+
+def _has_samples(x: Any, input_ids: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0 and len(x) == len(input_ids)
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """Let nothing drop out inside the context."""
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
