@@ -2,7 +2,8 @@
 
 ``BookKeeping`` and ``FlashClipping`` clip the gradient of each sample to one bound, in one
 backward pass and in two; ``PerLayerClipping`` clips each layer to a bound of its own.
-``NoisyOptimizer`` adds the noise, and ``CapturedStep`` runs whole steps as CUDA graphs.
+``make_private`` makes a whole training loop private in one call. ``NoisyOptimizer`` adds the noise,
+and ``CapturedStep`` runs whole steps as CUDA graphs.
 """
 
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from dpprof.clipping.head import linear_cross_entropy as linear_cross_entropy
     from dpprof.clipping.optimizer import NoisyOptimizer as NoisyOptimizer
     from dpprof.clipping.per_layer import PerLayerClipping as PerLayerClipping
+    from dpprof.clipping.private_training import PrivateTraining as PrivateTraining
+    from dpprof.clipping.private_training import make_private as make_private
     from dpprof.clipping.two_pass import FlashClipping as FlashClipping
     from dpprof.spec.registry import UnsupportedError as UnsupportedError
 
@@ -27,6 +30,8 @@ _MODULES = {
     "FlashClipping": "dpprof.clipping.two_pass",
     "NoisyOptimizer": "dpprof.clipping.optimizer",
     "PerLayerClipping": "dpprof.clipping.per_layer",
+    "PrivateTraining": "dpprof.clipping.private_training",
+    "make_private": "dpprof.clipping.private_training",
     "causal_lm_losses": "dpprof.clipping.causal_lm",
     "linear_cross_entropy": "dpprof.clipping.head",
     "UnsupportedError": "dpprof.spec.registry",

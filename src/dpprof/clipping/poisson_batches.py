@@ -1,0 +1,180 @@
+"""Poisson batches in parts: every step draws each sample with the same probability.
+
+A batch has any number of samples, also none, and is handed out in parts that fit into memory. The
+optimizer is told which part is the last, so that a step is one batch, and what to do with the one
+sample that stands for a batch without samples.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sized
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from dpprof.clipping.private_optimizer import PrivateOptimizer
+
+_OPACUS = "opacus.utils.uniform_sampler.UniformWithReplacementSampler"
+
+
+class _Part(NamedTuple):
+    """A part of a batch that is on its way to the training loop."""
+
+    is_last: bool
+    is_empty: bool
+    """Whether its one sample stands for a batch without samples."""
+
+    state: Tensor
+    """Of the generator, once the batch was drawn."""
+
+
+class _Parts(Sampler[list[int]]):
+    """Draws batches, and splits them."""
+
+    def __init__(
+        self,
+        indices: range,
+        sample_rate: float,
+        max_batch_size: int | None,
+        generator: torch.Generator,
+    ) -> None:
+        self._indices, self._sample_rate = indices, sample_rate
+        self._most = max_batch_size or len(indices)
+        self.generator = generator
+        self.steps = 0
+        """How many batches the next iteration draws."""
+
+        self.drawn: deque[_Part] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(self.steps):
+            chosen = torch.rand(len(self._indices), generator=self.generator) < self._sample_rate
+            batch = [self._indices[at] for at in chosen.nonzero()[:, 0].tolist()]
+            state = self.generator.get_state()
+            parts = [batch[at : at + self._most] for at in range(0, len(batch), self._most)]
+            for at, part in enumerate(parts or [[self._indices[0]]], start=1):
+                self.drawn.append(_Part(at >= len(parts), not batch, state))
+                yield part
+
+
+class PoissonLoader:
+    """Hands out the parts of Poisson batches, in epochs of ``1 / sample_rate`` steps.
+
+    Args:
+        data_loader: What loads: its dataset, workers and ``collate_fn`` are used, and its batch
+            size gives the sample rate, ``1 / len(data_loader)``.
+        optimizer: Is told of parts and of batches without samples.
+        max_batch_size: The most samples of a part; None for batches in one part.
+        generator: Draws the samples; None for one that the operating system seeds.
+
+    Raises:
+        ValueError: Its batches are not those of a uniform sampler, or a number is below 1.
+        TypeError: Its dataset has no length.
+    """
+
+    def __init__(
+        self,
+        data_loader: DataLoader[Any],
+        optimizer: PrivateOptimizer,
+        *,
+        max_batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if max_batch_size is not None and max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be at least 1, and is {max_batch_size}")
+        self.sample_rate = find_sample_rate(data_loader)
+        self._optimizer = optimizer
+        if generator is None:
+            generator = torch.Generator()
+            generator.seed()
+        ranks = optimizer.clipping.ranks
+        self.samples = len(cast("Sized", data_loader.dataset))
+        indices = range(self.samples)[ranks.rank :: ranks.size]
+        if not indices:
+            raise ValueError(f"{self.samples} samples are too few for {ranks.size} ranks")
+        self._parts = _Parts(indices, self.sample_rate, max_batch_size, generator)
+        self._state = generator.get_state()
+        self._done = 0
+        self._loader: DataLoader[Any] = DataLoader(
+            data_loader.dataset,
+            batch_sampler=self._parts,
+            num_workers=data_loader.num_workers,
+            collate_fn=data_loader.collate_fn,
+            pin_memory=data_loader.pin_memory,
+            worker_init_fn=data_loader.worker_init_fn,
+            prefetch_factor=data_loader.prefetch_factor,
+            generator=torch.Generator().manual_seed(0),  # of workers; the global one stays as it is
+        )
+
+    def __len__(self) -> int:
+        """How many steps an epoch has; it has more parts."""
+        return round(1 / self.sample_rate)
+
+    @property
+    def expected_batch_size(self) -> int:
+        """The mean number of samples of a batch, over all ranks, rounded down as by Opacus."""
+        return math.floor(self.samples * self.sample_rate)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Hand out the rest of an epoch; what was left of a batch is thrown away."""
+        self._optimizer.discard()
+        self._parts.generator.set_state(self._state)
+        self._parts.drawn.clear()
+        self._parts.steps = len(self) - self._done
+        for batch in self._loader:
+            part = self._parts.drawn.popleft()
+            self._optimizer.expect_part(is_last=part.is_last, is_empty=part.is_empty)
+            if part.is_last:
+                self._state = part.state
+                self._done = (self._done + 1) % len(self)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the next batch begins."""
+        return {"generator": self._state, "steps of the epoch": self._done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state: the next iteration hands out the rest of its epoch."""
+        self._state, self._done = state["generator"].cpu(), state["steps of the epoch"]
+
+
+def find_sample_rate(data_loader: DataLoader[Any]) -> float:
+    """Return the share of the data that a step draws.
+
+    Raises:
+        ValueError: Its batches are not those of a uniform sampler.
+        TypeError: Its dataset has no length.
+    """
+    if isinstance(data_loader.dataset, IterableDataset):
+        raise TypeError(
+            "Poisson sampling draws samples by their number, and an IterableDataset has none"
+        )
+    if data_loader.drop_last:
+        raise ValueError("drop_last=True leaves samples out of an epoch; use drop_last=False")
+    sampler: Any = data_loader.batch_sampler
+    if sampler is None:
+        raise ValueError("a DataLoader with batch_size=None makes no batches; give a batch size")
+    kind = f"{type(sampler).__module__}.{type(sampler).__qualname__}"
+    if kind == _OPACUS:
+        return 1 / round(1 / float(sampler.sample_rate))  # as its data loader computed it
+    if type(sampler) is not BatchSampler or type(sampler.sampler) not in (
+        RandomSampler,
+        SequentialSampler,
+    ):
+        inner = getattr(sampler, "sampler", sampler)
+        raise ValueError(
+            f"a {type(inner).__name__} chooses samples in its own way, and privacy by sampling "
+            "holds for Poisson batches alone; give a DataLoader with shuffle=True"
+        )
+    if isinstance(sampler.sampler, RandomSampler) and sampler.sampler.replacement:
+        raise ValueError("a sampler with replacement is not Poisson sampling; use shuffle=True")
+    return 1 / len(data_loader)

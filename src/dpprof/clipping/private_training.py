@@ -1,0 +1,320 @@
+"""Private training in one call: clipping, noise, Poisson batches and accounting together."""
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.engine import Clipping
+from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.clipping.poisson_batches import PoissonLoader, find_sample_rate
+from dpprof.clipping.private_optimizer import PrivateOptimizer
+from dpprof.clipping.two_pass import FlashClipping
+
+METHODS: dict[str, type[Clipping]] = {
+    "auto": BookKeeping,
+    "flash-bk": BookKeeping,
+    "flash": FlashClipping,
+}
+"""By their names in ``dpprof advise``; ``auto`` is the one that is fastest on nearly every GPU."""
+
+ACCOUNTANTS = ("prv", "rdp")
+
+
+class PrivateTraining:
+    """A model, its optimizer and its data loader, and what was spent; unpacks to these three.
+
+    Args:
+        model: The model, whose layers are clipped.
+        optimizer: Adds the noise.
+        data_loader: Draws the batches.
+        delta: Of the guarantee; None where ``epsilon_spent`` is to be given one.
+        accountant: One of ``ACCOUNTANTS``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: PrivateOptimizer,
+        data_loader: PoissonLoader,
+        *,
+        delta: float | None,
+        accountant: str,
+    ) -> None:
+        self.model, self.optimizer, self.data_loader = model, optimizer, data_loader
+        self.delta, self.accountant = delta, accountant
+        self.history: list[tuple[float, float, int]] = []
+        """Noise multiplier, sample rate and steps, in the order of training, as Opacus keeps it."""
+
+        optimizer.attach_step_hook(self._count)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.optimizer, self.data_loader))
+
+    def _count(self, optimizer: NoisyOptimizer) -> None:
+        spent = (optimizer.noise_multiplier, self.data_loader.sample_rate)
+        steps = 0
+        if self.history and self.history[-1][:2] == spent:
+            steps = self.history.pop()[2]
+        self.history.append((*spent, steps + 1))
+
+    def epsilon_spent(self, delta: float | None = None) -> float:
+        """Return the epsilon of all steps so far, by Opacus's accountant; inf without noise.
+
+        Args:
+            delta: None for that of the plan.
+
+        Raises:
+            ValueError: No delta is known.
+            ImportError: Opacus is not installed.
+        """
+        delta = self.delta if delta is None else delta
+        if delta is None:
+            raise ValueError("epsilon_spent needs a delta: no delta was given to make_private")
+        if not self.history:
+            return 0.0
+        accountant = _import_opacus().create_accountant(mechanism=self.accountant)
+        accountant.history = list(self.history)
+        return float(accountant.get_epsilon(delta=delta))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs to end with the same bits, between two steps.
+
+        That is the state of the model, the optimizer and its noise, the sampling, what was spent,
+        and PyTorch's generators. Generators of Python and NumPy are not in it. The rules of
+        ``NoisyOptimizer`` hold: one run alone goes on from a state.
+
+        Raises:
+            RuntimeError: A batch is not finished.
+        """
+        return {
+            "optimizer": self.optimizer.state_dict(),  # refuses within a batch
+            "model": self.model.state_dict(),
+            "data_loader": self.data_loader.state_dict(),
+            "history": list(self.history),
+            "random": {str(device): _get_state(device) for device in self._devices},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state; the next iteration over the data loader goes on where it was saved.
+
+        Raises:
+            RuntimeError: A batch is not finished, or the model is another one.
+            ValueError: The state is of other settings, as ``NoisyOptimizer.load_state_dict`` says.
+        """
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(state["model"])
+        self.data_loader.load_state_dict(state["data_loader"])
+        self.history = [tuple(one) for one in state["history"]]
+        for device in self._devices:
+            _set_state(device, state["random"][str(device)])
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        own = {parameter.device for parameter in self.model.parameters()}
+        return [torch.device("cpu"), *sorted((d for d in own if d.type == "cuda"), key=str)]
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: Optimizer,
+    data_loader: DataLoader[Any],
+    losses_of: Callable[..., Tensor] | None = None,
+    *,
+    max_grad_norm: float,
+    noise_multiplier: float | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    method: str = "auto",
+    max_batch_size: int | None = None,
+    accountant: str = "prv",
+    check: bool = True,
+    sampling_generator: torch.Generator | None = None,
+    noise_generator: torch.Generator | None = None,
+    secure_mode: bool = False,
+) -> PrivateTraining:
+    """Make an ordinary training loop private.
+
+    Args:
+        model: Each of its trained parameters belongs to a layer; ``Clipping`` says what is refused.
+        optimizer: Any PyTorch optimizer of its parameters.
+        data_loader: With ``shuffle=True`` or without; batches become Poisson batches, which draw
+            each sample with the probability ``1 / len(data_loader)``.
+        losses_of: Computes the losses of a batch, one for each sample. It serves ``check`` alone.
+        max_grad_norm: Bound C of each sample's gradient.
+        noise_multiplier: Standard deviation of the noise over C; or give ``epsilon``.
+        epsilon: The budget, which needs ``delta`` and either ``epochs`` or ``steps``. The least
+            noise that keeps it is found by Opacus's accountant, and no step follows the last one
+            that was planned.
+        delta: Of the guarantee, less than one over the number of samples.
+        epochs: Of ``len(data_loader)`` steps each.
+        steps: How many steps are planned.
+        method: One of ``METHODS``: ``flash-bk`` is the fastest, ``flash`` needs less memory.
+        max_batch_size: The most samples at a time; a batch with more comes in parts.
+        accountant: ``prv``, or ``rdp``, which spends more.
+        check: Whether the clipped gradient of a first batch is compared with those of its single
+            samples (``Clipping.check``).
+        sampling_generator: Draws the samples; by default the operating system seeds one.
+        noise_generator: Draws the noise; likewise.
+        secure_mode: Draw noise that withstands floating point attacks.
+
+    Returns:
+        Model, optimizer and data loader, which it unpacks to, with ``epsilon_spent`` and
+        ``state_dict``.
+
+    Raises:
+        ValueError: A setting is out of its range, two contradict each other, or the data loader
+            does not allow Poisson sampling.
+        UnsupportedError: The model cannot be clipped.
+        WrongTrainingError: The check failed: the message says at which parameter.
+
+    Formal guarantees: those of ``Clipping`` and ``NoisyOptimizer``, and that the steps of an
+    ``epsilon`` spend no more than it at ``delta``, when one sample is added or removed.
+
+    Example:
+        >>> import torch
+        >>> from dpprof.clipping import make_private
+        >>> data = torch.utils.data.TensorDataset(torch.randn(8, 3))
+        >>> loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> losses_of = lambda x: model(x).square().mean(1)
+        >>> private = make_private(
+        ...     model, sgd, loader, losses_of, max_grad_norm=1.0, noise_multiplier=1.0
+        ... )
+        >>> model, optimizer, loader = private
+        >>> for batch in loader:
+        ...     optimizer.backward(losses_of(*batch))
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> optimizer.steps
+        2
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, and is {method!r}")
+    if accountant not in ACCOUNTANTS:
+        raise ValueError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {accountant!r}")
+    if (noise_multiplier is None) == (epsilon is None):
+        raise ValueError("give either noise_multiplier or epsilon")
+    if check and losses_of is None:
+        raise ValueError("give losses_of, so that a first batch can be checked; or check=False")
+    rate, samples = find_sample_rate(data_loader), len(cast("Any", data_loader.dataset))
+    _verify_delta(delta, samples)
+    planned = None
+    if epsilon is not None:
+        planned = _plan_steps(epochs, steps, round(1 / rate))
+        if delta is None:
+            raise ValueError("epsilon needs a delta, less than one over the number of samples")
+        noise_multiplier = _find_noise(epsilon, delta, planned, rate, accountant)
+    assert noise_multiplier is not None
+    clipping = METHODS[method](model, max_grad_norm)
+    try:
+        if check:
+            assert losses_of is not None
+            _check(clipping, losses_of, data_loader, max_batch_size)
+        private = PrivateOptimizer(
+            optimizer,
+            clipping,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=int(samples * rate),
+            generator=noise_generator,
+            secure_mode=secure_mode,
+        )
+        loader = PoissonLoader(
+            *(data_loader, private), max_batch_size=max_batch_size, generator=sampling_generator
+        )
+    except BaseException:
+        clipping.remove()
+        raise
+    private.planned_steps = planned
+    return PrivateTraining(model, private, loader, delta=delta, accountant=accountant)
+
+
+def _verify_delta(delta: float | None, samples: int) -> None:
+    if delta is None:
+        return
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must lie between 0 and 1, and is {delta}")
+    if delta >= 1 / samples:
+        warnings.warn(
+            f"delta {delta:g} is at least 1/{samples:,}, one over the number of samples: it allows "
+            "that some sample is published as it is",
+            stacklevel=3,
+        )
+
+
+def _plan_steps(epochs: int | None, steps: int | None, steps_of_epoch: int) -> int:
+    if (epochs is None) == (steps is None):
+        raise ValueError("epsilon needs the length of the training: give either epochs or steps")
+    planned = steps if epochs is None else epochs * steps_of_epoch
+    assert planned is not None
+    if planned < 1:
+        raise ValueError(f"a training has at least one step, and {planned} are planned")
+    return int(planned)
+
+
+def _find_noise(epsilon: float, delta: float, steps: int, rate: float, accountant: str) -> float:
+    if not epsilon > 0:
+        raise ValueError(f"epsilon must be positive, and is {epsilon}")
+    _import_opacus()
+    noise = importlib.import_module("dpprof.accounting.noise")
+    plan = importlib.import_module("dpprof.accounting.plan")
+    found: float = noise.find_noise_multiplier(
+        plan.Schedule(round(1 / rate), 1, steps), epsilon, delta, accountant
+    )
+    return found
+
+
+def _import_opacus() -> Any:
+    """Import Opacus's accountants, which takes as long as PyTorch does.
+
+    Raises:
+        ImportError: Opacus is not installed.
+    """
+    try:
+        return importlib.import_module("opacus.accountants")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "the accountants are Opacus's, which is not installed; give a noise_multiplier, and "
+            "account for it elsewhere"
+        ) from error
+
+
+def _check(
+    clipping: Clipping,
+    losses_of: Callable[..., Tensor],
+    data_loader: DataLoader[Any],
+    max_batch_size: int | None,
+) -> None:
+    """Compare the clipped gradient of a few samples with those of each alone."""
+    with torch.random.fork_rng(devices=[]):
+        batch = next(iter(data_loader))
+    most = max(2, max_batch_size or len(cast("Any", data_loader.dataset)))  # one shows nothing
+    if isinstance(batch, dict):
+        names = list(batch)
+        clipping.check(
+            lambda *parts: losses_of(**dict(zip(names, parts, strict=True))),
+            *(batch[name][:most] for name in names),
+        )
+        return
+    parts = batch if isinstance(batch, list | tuple) else [batch]
+    clipping.check(losses_of, *(part[:most] for part in parts))
+
+
+def _get_state(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def _set_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state.cpu())
+    else:
+        torch.cuda.set_rng_state(state.cpu(), device)

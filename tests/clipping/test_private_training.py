@@ -1,0 +1,412 @@
+"""``make_private``: an ordinary loop, with Opacus's batches, noise and budget."""
+
+import copy
+
+import pytest
+import torch
+from documents import PRIVATE_TRAINING, find_code
+from opacus import GradSampleModule
+from opacus.accountants.utils import get_noise_multiplier
+from opacus.data_loader import DPDataLoader
+from opacus.optimizers import DPOptimizer
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from dpprof.clipping import BookKeeping, NoisyOptimizer, UnsupportedError, make_private
+from dpprof.clipping.poisson_batches import PoissonLoader
+from dpprof.verification import WrongTrainingError
+
+SAMPLES, BATCH, D = 24, 6, 5
+
+
+class Model(nn.Module):
+    """A model that fails on a batch without samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(D, 7), nn.Tanh(), nn.Linear(7, 1))
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        if not len(x):
+            raise ValueError("no samples")
+        return (self.layers(x)[:, 0] - y).square()
+
+
+def load(**options) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, D, generator=generator, dtype=torch.float64)
+    options = {"batch_size": BATCH, "shuffle": True} | options
+    return DataLoader(TensorDataset(x, x.sum(1)), **options)
+
+
+def seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def prepare(model: Model, **options):
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    given = {"max_grad_norm": 0.5, "noise_multiplier": 1.0, "sampling_generator": seeded(2)}
+    given |= {"noise_generator": seeded(3)} | options
+    loader = given.pop("data_loader") if "data_loader" in given else load()
+    return make_private(model, sgd, loader, given.pop("losses_of", model.losses), **given)
+
+
+def train(private, model: Model, epochs: int = 2) -> int:
+    parts = 0
+    _, optimizer, loader = private
+    for _ in range(epochs):
+        for batch in loader:
+            optimizer.backward(model.losses(*batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            parts += 1
+    return parts
+
+
+def weights(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def sample_by_opacus(generator: torch.Generator):
+    """Yield an epoch of Opacus's batches; its data loader draws seeds of workers in between."""
+    data = load().dataset
+    for chosen in UniformWithReplacementSampler(
+        num_samples=SAMPLES, sample_rate=BATCH / SAMPLES, generator=generator
+    ):
+        yield data[chosen]
+
+
+def train_by_opacus(model: Model, epochs: int = 2) -> None:
+    wrapped, generator = GradSampleModule(model.layers), seeded(2)
+    optimizer = DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+        expected_batch_size=BATCH,
+        generator=seeded(3),
+    )
+    for _ in range(epochs):
+        for x, y in sample_by_opacus(generator):
+            optimizer.zero_grad()
+            (wrapped(x)[:, 0] - y).square().mean().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("method", ["auto", "flash"])
+@pytest.mark.parametrize("max_batch_size", [None, 2])
+def test_the_same_seeds_train_what_opacus_trains(method, max_batch_size) -> None:
+    model, other = Model().double(), Model().double()
+    private = prepare(model, method=method, max_batch_size=max_batch_size)
+    parts = train(private, model)
+    train_by_opacus(other)
+
+    assert private.optimizer.steps == 8
+    assert (parts > 8) == (max_batch_size is not None)
+    # Opacus adds 1e-6 to each norm before it divides by it.
+    torch.testing.assert_close(weights(model), weights(other), rtol=1e-6, atol=1e-6)
+
+
+SCHEDULES = [
+    (8.0, 1e-5, 3, 10, "rdp"),
+    (1.0, 1e-6, 20, 50, "rdp"),
+    pytest.param(3.0, 1e-5, 2, 20, "prv", marks=pytest.mark.slow),
+    pytest.param(1.0, 1e-4, 5, 100, "prv", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("epsilon", "delta", "epochs", "batches", "accountant"), SCHEDULES)
+def test_a_budget_has_the_noise_that_opacus_finds(
+    epsilon, delta, epochs, batches, accountant
+) -> None:
+    loader = DataLoader(TensorDataset(torch.randn(2 * batches, D)), batch_size=2)
+    budget = {"epsilon": epsilon, "delta": delta, "epochs": epochs, "accountant": accountant}
+    model = nn.Linear(D, 1)
+    sgd = torch.optim.SGD(model.parameters())
+    private = make_private(model, sgd, loader, max_grad_norm=1.0, check=False, **budget)
+    expected = get_noise_multiplier(
+        target_epsilon=epsilon,
+        target_delta=delta,
+        sample_rate=1 / batches,
+        epochs=epochs,
+        accountant=accountant,
+    )
+    found = private.optimizer.noise_multiplier
+    private.history = [(found, 1 / batches, epochs * batches)]
+
+    assert epsilon - 0.01 * min(1.0, epsilon) <= private.epsilon_spent() <= epsilon
+    assert found == pytest.approx(expected, rel=0.02)
+
+
+def test_no_step_follows_the_last_one_that_was_planned() -> None:
+    model = Model().double()
+    budget = {"noise_multiplier": None, "epsilon": 5.0, "delta": 1e-3, "steps": 3}
+    private = prepare(model, **budget, accountant="rdp")
+    with pytest.raises(RuntimeError, match="planned for 3 steps, and these are done"):
+        train(private, model)
+
+    assert private.optimizer.steps == 3
+    assert 0 < private.epsilon_spent() < 5.0
+
+
+def test_what_was_spent_counts_every_noise() -> None:
+    model = Model().double()
+    private = prepare(model, delta=1e-3, accountant="rdp")
+    assert private.epsilon_spent() == 0
+    train(private, model, epochs=1)
+    private.optimizer.noise_multiplier = 2.0
+    train(private, model, epochs=1)
+
+    assert private.history == [(1.0, 0.25, 4), (2.0, 0.25, 4)]
+    assert private.epsilon_spent(1e-2) < private.epsilon_spent()
+
+
+@pytest.mark.parametrize("max_batch_size", [None, 2])
+def test_batches_without_samples_take_a_step_of_noise(max_batch_size) -> None:
+    model = Model().double()
+    few = load(batch_size=1)  # a third of the batches have no samples
+    private = prepare(model, data_loader=few, check=False, max_batch_size=max_batch_size)
+    _, optimizer, loader = private
+    empty = 0
+    for batch in loader:
+        before = weights(model)
+        optimizer.backward(model.losses(*batch))
+        is_empty = optimizer.clipping.sample_norms.numel() == 0
+        optimizer.step()
+        optimizer.zero_grad()
+        empty += is_empty
+        assert not is_empty or not torch.equal(weights(model), before)
+
+    assert len(loader) == SAMPLES
+    assert empty > 3
+    assert optimizer.steps == SAMPLES
+
+
+def test_samples_are_drawn_independently_and_with_the_rate() -> None:
+    model = Model().double()
+    _, _, loader = prepare(model, sampling_generator=None)
+    counts = []
+    for _ in range(250):
+        counts += [len(batch[0]) for batch in _discarding(loader)]
+    mean, variance = torch.tensor(counts).double().mean(), torch.tensor(counts).double().var()
+
+    assert len(counts) == 1000
+    assert abs(mean - BATCH) < 0.45  # 6.7 deviations
+    assert abs(variance - SAMPLES * 0.25 * 0.75) < 1.4
+
+
+def _discarding(loader: PoissonLoader):
+    for batch in loader:
+        yield batch
+        loader._optimizer.discard()
+
+
+@pytest.mark.parametrize("stop_after", [1, 4, 6])
+def test_a_run_that_is_resumed_ends_with_the_same_bits(stop_after) -> None:
+    model, other = Model().double(), Model().double()
+    private = prepare(model, max_batch_size=4)
+    train(private, model)
+    first = prepare(other, max_batch_size=4)
+    _, optimizer, loader = first
+    saved = None
+    while saved is None:
+        for batch in loader:
+            optimizer.backward(other.losses(*batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            if optimizer.steps == stop_after and not optimizer.is_within_a_batch:
+                saved = copy.deepcopy(first.state_dict())
+                break
+    first.optimizer.clipping.remove()
+    again = Model().double()
+    resumed = prepare(again, max_batch_size=4, sampling_generator=None, noise_generator=seeded(9))
+    resumed.load_state_dict(saved)
+    while resumed.optimizer.steps < 8:
+        train(resumed, again, epochs=1)
+
+    assert torch.equal(weights(again), weights(model))
+    assert resumed.history == private.history
+
+
+def test_a_batch_that_was_left_is_thrown_away() -> None:
+    model = Model().double()
+    private = prepare(model, max_batch_size=1)
+    _, optimizer, loader = private
+    for batch in loader:
+        optimizer.backward(model.losses(*batch))
+        optimizer.step()
+        break
+    before = weights(model)
+    assert optimizer.steps == 0
+    next(iter(loader))
+
+    assert torch.equal(weights(model), before)
+    assert not [p for p in model.parameters() if p.grad is not None]
+
+
+def test_workers_load_ahead_and_parts_stay_in_order() -> None:
+    models = [Model().double() for _ in range(2)]
+    for model, workers in zip(models, (0, 2), strict=True):
+        loader = load(num_workers=workers)
+        train(prepare(model, data_loader=loader, max_batch_size=2), model, epochs=1)
+
+    assert torch.equal(*map(weights, models))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+class Mixing(Model):
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().losses(x, y).detach().mean() * super().losses(x, y)
+
+
+def make_weighted() -> DataLoader:
+    return load(shuffle=False, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
+
+
+def make_replacing() -> DataLoader:
+    data = load().dataset
+    return load(shuffle=False, sampler=RandomSampler(data, replacement=True))
+
+
+MISUSES = {
+    "no noise": ({"noise_multiplier": None}, "give either noise_multiplier or epsilon"),
+    "both": ({"epsilon": 1.0}, "give either noise_multiplier or epsilon"),
+    "length": (
+        {"noise_multiplier": None, "epsilon": 1.0, "delta": 1e-3},
+        "give either epochs or steps",
+    ),
+    "two lengths": (
+        {"noise_multiplier": None, "epsilon": 1.0, "delta": 1e-3, "epochs": 1, "steps": 2},
+        "give either epochs or steps",
+    ),
+    "no steps": (
+        {"noise_multiplier": None, "epsilon": 1.0, "delta": 1e-3, "steps": 0},
+        "at least one step, and 0 are planned",
+    ),
+    "no delta": ({"noise_multiplier": None, "epsilon": 1.0, "steps": 3}, "epsilon needs a delta"),
+    "delta": ({"delta": 1.0}, "delta must lie between 0 and 1, and is 1.0"),
+    "epsilon": (
+        {"noise_multiplier": None, "epsilon": -1.0, "delta": 1e-3, "steps": 3},
+        "epsilon must be positive, and is -1.0",
+    ),
+    "method": ({"method": "ghost"}, "method must be one of auto, flash-bk, flash, and is 'ghost'"),
+    "accountant": ({"accountant": "gdp"}, "accountant must be one of prv, rdp, not 'gdp'"),
+    "bound": ({"max_grad_norm": 0.0}, "max_grad_norm must be positive and finite, and is 0.0"),
+    "part": ({"max_batch_size": 0}, "max_batch_size must be at least 1, and is 0"),
+    "no losses": ({"losses_of": None}, "give losses_of, so that a first batch can be checked"),
+    "weights": ({"data_loader": make_weighted}, "a WeightedRandomSampler chooses samples in its"),
+    "replacement": ({"data_loader": make_replacing}, "with replacement is not Poisson sampling"),
+    "dropped": ({"data_loader": lambda: load(drop_last=True)}, "drop_last=True leaves samples out"),
+    "no batches": (
+        {"data_loader": lambda: load(batch_size=None)},
+        "batch_size=None makes no batches",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_what_makes_the_guarantee_false_is_refused(case) -> None:
+    options, message = MISUSES[case]
+    if "data_loader" in options:
+        options = options | {"data_loader": options["data_loader"]()}
+    model = Model().double()
+    with pytest.raises(ValueError, match=message):
+        prepare(model, **options)
+    prepare(model)  # nothing was left behind
+
+
+def test_a_stream_of_samples_is_refused() -> None:
+    with pytest.raises(TypeError, match="an IterableDataset has none"):
+        prepare(Model().double(), data_loader=DataLoader(Stream(), batch_size=2))
+
+
+def test_a_large_delta_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="delta 0.1 is at least 1/24"):
+        prepare(Model().double(), delta=0.1)
+
+
+def test_a_loss_that_mixes_samples_is_found_by_the_check() -> None:
+    model = Mixing().double()
+    with pytest.raises(WrongTrainingError):
+        prepare(model)
+    prepare(model, check=False)
+
+
+def test_a_model_is_made_private_once() -> None:
+    model = Model().double()
+    prepare(model)
+    with pytest.raises(UnsupportedError, match="already replaced, maybe by another Clipping"):
+        prepare(model)
+
+
+def test_a_state_of_other_settings_is_refused() -> None:
+    state = prepare(Model().double()).state_dict()
+    with pytest.raises(ValueError, match=r"made with noise_multiplier 1\.0, and this"):
+        prepare(Model().double(), noise_multiplier=2.0).load_state_dict(state)
+
+
+def test_a_state_within_a_batch_is_refused() -> None:
+    model = Model().double()
+    private = prepare(model)
+    batch = next(iter(private.data_loader))
+    private.optimizer.backward(model.losses(*batch))
+    with pytest.raises(RuntimeError, match="a state cannot be saved within a batch"):
+        private.state_dict()
+
+
+def test_opacus_own_loader_keeps_its_rate() -> None:
+    model = Model().double()
+    loader = DPDataLoader.from_data_loader(load())
+    private = prepare(model, data_loader=loader, check=False)
+
+    assert private.data_loader.sample_rate == 0.25
+    assert private.data_loader.expected_batch_size == BATCH
+
+
+def test_it_is_what_the_parts_make_together() -> None:
+    model, other = Model().double(), Model().double()
+    private = prepare(model)
+    train(private, model, epochs=1)
+    clipping = BookKeeping(other, 0.5)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    optimizer = NoisyOptimizer(
+        sgd, clipping, noise_multiplier=1.0, expected_batch_size=BATCH, generator=seeded(3)
+    )
+    for x, y in sample_by_opacus(seeded(2)):
+        clipping.backward(other.losses(x, y) if len(x) else torch.zeros(0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert torch.equal(weights(model), weights(other))
+
+
+@pytest.mark.parametrize("page", ["../README.md", PRIVATE_TRAINING])
+def test_the_loop_in_the_documents_trains(page) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11))
+    tokens = torch.randint(11, (40, 6))
+    data = TensorDataset(tokens, tokens.roll(1, 1))
+    before = weights(model)
+
+    def sample_losses(tokens: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(model(tokens).mT, labels, reduction="none").mean(1)
+
+    names = {"model": model, "sample_losses": sample_losses}
+    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    names["data_loader"] = DataLoader(data, batch_size=10, shuffle=True)
+    exec(find_code(page, "make_private"), names)  # noqa: S102
+
+    assert names["optimizer"].steps == 12
+    assert not torch.equal(weights(model), before)
