@@ -140,7 +140,7 @@ def test_a_budget_has_the_noise_that_opacus_finds(
         accountant=accountant,
     )
     found = private.optimizer.noise_multiplier
-    private.history = [(found, 1 / batches, epochs * batches)]
+    private.spent.history = [(found, 1 / batches, epochs * batches)]
 
     assert epsilon - 0.01 * min(1.0, epsilon) <= private.epsilon_spent() <= epsilon
     assert found == pytest.approx(expected, rel=0.02)
@@ -165,7 +165,7 @@ def test_what_was_spent_counts_every_noise() -> None:
     private.optimizer.noise_multiplier = 2.0
     train(private, model, epochs=1)
 
-    assert private.history == [(1.0, 0.25, 4), (2.0, 0.25, 4)]
+    assert private.spent.history == [(1.0, 0.25, 4), (2.0, 0.25, 4)]
     assert private.epsilon_spent(1e-2) < private.epsilon_spent()
 
 
@@ -206,7 +206,7 @@ def test_samples_are_drawn_independently_and_with_the_rate() -> None:
 def _discarding(loader: PoissonLoader):
     for batch in loader:
         yield batch
-        loader._optimizer.discard()
+        loader.optimizer.discard()
 
 
 @pytest.mark.parametrize("stop_after", [1, 4, 6])
@@ -233,7 +233,7 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(stop_after) -> None:
         train(resumed, again, epochs=1)
 
     assert torch.equal(weights(again), weights(model))
-    assert resumed.history == private.history
+    assert resumed.spent.history == private.spent.history
 
 
 def test_a_batch_that_was_left_is_thrown_away() -> None:
@@ -349,6 +349,16 @@ def test_a_model_is_made_private_once() -> None:
     prepare(model)
     with pytest.raises(UnsupportedError, match="already replaced, maybe by another Clipping"):
         prepare(model)
+
+
+def test_losses_of_joined_samples_are_refused() -> None:
+    model = Model().double()
+    private = prepare(model)
+    for batch in private.data_loader:
+        losses = model.losses(*batch)
+        with pytest.raises(ValueError, match=r"one loss for each of \d+ samples, and losses have"):
+            private.optimizer.backward(losses.mean()[None].repeat(2 * len(losses)))
+        break
 
 
 def test_a_state_of_other_settings_is_refused() -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from dpprof.clipping.head import linear_cross_entropy as linear_cross_entropy
     from dpprof.clipping.optimizer import NoisyOptimizer as NoisyOptimizer
     from dpprof.clipping.per_layer import PerLayerClipping as PerLayerClipping
+    from dpprof.clipping.private_trainer import PrivacyArguments as PrivacyArguments
+    from dpprof.clipping.private_trainer import PrivateTrainer as PrivateTrainer
     from dpprof.clipping.private_training import PrivateTraining as PrivateTraining
     from dpprof.clipping.private_training import make_private as make_private
     from dpprof.clipping.two_pass import FlashClipping as FlashClipping
@@ -30,6 +32,8 @@ _MODULES = {
     "FlashClipping": "dpprof.clipping.two_pass",
     "NoisyOptimizer": "dpprof.clipping.optimizer",
     "PerLayerClipping": "dpprof.clipping.per_layer",
+    "PrivacyArguments": "dpprof.clipping.private_trainer",
+    "PrivateTrainer": "dpprof.clipping.private_trainer",
     "PrivateTraining": "dpprof.clipping.private_training",
     "make_private": "dpprof.clipping.private_training",
     "causal_lm_losses": "dpprof.clipping.causal_lm",

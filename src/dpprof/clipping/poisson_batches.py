@@ -8,10 +8,9 @@ sample that stands for a batch without samples.
 import math
 from collections import deque
 from collections.abc import Iterator, Sized
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,20 +20,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from dpprof.clipping.private_optimizer import PrivateOptimizer
+from dpprof.clipping.private_optimizer import Part, PrivateOptimizer
 
 _OPACUS = "opacus.utils.uniform_sampler.UniformWithReplacementSampler"
-
-
-class _Part(NamedTuple):
-    """A part of a batch that is on its way to the training loop."""
-
-    is_last: bool
-    is_empty: bool
-    """Whether its one sample stands for a batch without samples."""
-
-    state: Tensor
-    """Of the generator, once the batch was drawn."""
 
 
 class _Parts(Sampler[list[int]]):
@@ -53,7 +41,7 @@ class _Parts(Sampler[list[int]]):
         self.steps = 0
         """How many batches the next iteration draws."""
 
-        self.drawn: deque[_Part] = deque()
+        self.drawn: deque[Part] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(self.steps):
@@ -62,7 +50,7 @@ class _Parts(Sampler[list[int]]):
             state = self.generator.get_state()
             parts = [batch[at : at + self._most] for at in range(0, len(batch), self._most)]
             for at, part in enumerate(parts or [[self._indices[0]]], start=1):
-                self.drawn.append(_Part(at >= len(parts), not batch, state))
+                self.drawn.append(Part(len(part), at >= len(parts), not batch, state))
                 yield part
 
 
@@ -72,9 +60,10 @@ class PoissonLoader:
     Args:
         data_loader: What loads: its dataset, workers and ``collate_fn`` are used, and its batch
             size gives the sample rate, ``1 / len(data_loader)``.
-        optimizer: Is told of parts and of batches without samples.
         max_batch_size: The most samples of a part; None for batches in one part.
         generator: Draws the samples; None for one that the operating system seeds.
+        rank: This rank: each draws from samples of its own.
+        ranks: How many there are.
 
     Raises:
         ValueError: Its batches are not those of a uniform sampler, or a number is below 1.
@@ -84,23 +73,25 @@ class PoissonLoader:
     def __init__(
         self,
         data_loader: DataLoader[Any],
-        optimizer: PrivateOptimizer,
         *,
         max_batch_size: int | None = None,
         generator: torch.Generator | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, and is {max_batch_size}")
         self.sample_rate = find_sample_rate(data_loader)
-        self._optimizer = optimizer
+        self.optimizer: PrivateOptimizer | None = None
+        """Is told of parts and of batches without samples; set before the first iteration."""
+
         if generator is None:
             generator = torch.Generator()
             generator.seed()
-        ranks = optimizer.clipping.ranks
         self.samples = len(cast("Sized", data_loader.dataset))
-        indices = range(self.samples)[ranks.rank :: ranks.size]
+        indices = range(self.samples)[rank::ranks]
         if not indices:
-            raise ValueError(f"{self.samples} samples are too few for {ranks.size} ranks")
+            raise ValueError(f"{self.samples} samples are too few for {ranks} ranks")
         self._parts = _Parts(indices, self.sample_rate, max_batch_size, generator)
         self._state = generator.get_state()
         self._done = 0
@@ -126,17 +117,24 @@ class PoissonLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Hand out the rest of an epoch; what was left of a batch is thrown away."""
-        self._optimizer.discard()
+        for batch, part in self.parts():
+            assert self.optimizer is not None
+            self.optimizer.take_part(part)
+            yield batch
+
+    def parts(self) -> Iterator[tuple[Any, Part]]:
+        """Hand out the rest of an epoch, with what ``PrivateOptimizer.take_part`` is to be told."""
+        assert self.optimizer is not None
+        self.optimizer.discard()
         self._parts.generator.set_state(self._state)
         self._parts.drawn.clear()
         self._parts.steps = len(self) - self._done
         for batch in self._loader:
             part = self._parts.drawn.popleft()
-            self._optimizer.expect_part(is_last=part.is_last, is_empty=part.is_empty)
             if part.is_last:
                 self._state = part.state
                 self._done = (self._done + 1) % len(self)
-            yield batch
+            yield batch, part
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the next batch begins."""

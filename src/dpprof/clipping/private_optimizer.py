@@ -1,8 +1,22 @@
 """The optimizer of ``make_private``: a loop calls its ``backward``, and it keeps to a budget."""
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from dpprof.clipping.optimizer import NoisyOptimizer
+
+
+class Part(NamedTuple):
+    """A part of a Poisson batch."""
+
+    size: int
+    is_last: bool
+    is_empty: bool
+    """Whether its one sample stands for a batch without samples."""
+
+    state: Tensor
+    """Of the generator, once the batch was drawn."""
 
 
 class PrivateOptimizer(NoisyOptimizer):
@@ -11,12 +25,12 @@ class PrivateOptimizer(NoisyOptimizer):
     planned_steps: int | None = None
     """How many steps the budget allows; None for any number."""
 
-    _drops = False
+    _part: Part | None = None
 
-    def expect_part(self, *, is_last: bool, is_empty: bool) -> None:
+    def take_part(self, part: Part) -> None:
         """Prepare for the coming part of a batch."""
-        self.signal_skip_step(not is_last)
-        self._drops = is_empty
+        self.signal_skip_step(not part.is_last)
+        self._part = part
 
     def backward(self, losses: Tensor) -> None:
         """Clip and add up the gradients of a part, in place of ``losses.mean().backward()``.
@@ -26,10 +40,17 @@ class PrivateOptimizer(NoisyOptimizer):
 
         Raises:
             RuntimeError: As of ``Clipping.backward``; or the budget is spent.
+            ValueError: There are more or fewer losses than samples.
         """
+        part = self._part
+        if part is not None and losses.shape != (part.size,):
+            raise ValueError(
+                f"there must be one loss for each of {part.size} samples, and losses have shape "
+                f"{tuple(losses.shape)}; a collator that packs samples joins them"
+            )
         if self.planned_steps is not None and self.steps >= self.planned_steps:
             raise RuntimeError(
                 f"the privacy budget is spent: it was planned for {self.planned_steps:,} steps, "
                 "and these are done"
             )
-        self.clipping.backward(losses[:0] if self._drops else losses)
+        self.clipping.backward(losses[:0] if part is not None and part.is_empty else losses)

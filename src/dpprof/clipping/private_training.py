@@ -1,7 +1,5 @@
 """Private training in one call: clipping, noise, Poisson batches and accounting together."""
 
-import importlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -11,8 +9,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.budget import Spent, find_noise, verify_budget, warn_of_delta
 from dpprof.clipping.engine import Clipping
-from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.poisson_batches import PoissonLoader, find_sample_rate
 from dpprof.clipping.private_optimizer import PrivateOptimizer
 from dpprof.clipping.two_pass import FlashClipping
@@ -24,8 +22,6 @@ METHODS: dict[str, type[Clipping]] = {
 }
 """By their names in ``dpprof advise``; ``auto`` is the one that is fastest on nearly every GPU."""
 
-ACCOUNTANTS = ("prv", "rdp")
-
 
 class PrivateTraining:
     """A model, its optimizer and its data loader, and what was spent; unpacks to these three.
@@ -34,8 +30,7 @@ class PrivateTraining:
         model: The model, whose layers are clipped.
         optimizer: Adds the noise.
         data_loader: Draws the batches.
-        delta: Of the guarantee; None where ``epsilon_spent`` is to be given one.
-        accountant: One of ``ACCOUNTANTS``.
+        spent: Counts the steps.
     """
 
     def __init__(
@@ -43,45 +38,23 @@ class PrivateTraining:
         model: nn.Module,
         optimizer: PrivateOptimizer,
         data_loader: PoissonLoader,
-        *,
-        delta: float | None,
-        accountant: str,
+        spent: Spent,
     ) -> None:
         self.model, self.optimizer, self.data_loader = model, optimizer, data_loader
-        self.delta, self.accountant = delta, accountant
-        self.history: list[tuple[float, float, int]] = []
-        """Noise multiplier, sample rate and steps, in the order of training, as Opacus keeps it."""
-
-        optimizer.attach_step_hook(self._count)
+        self.spent = spent
+        optimizer.attach_step_hook(spent.count)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer, self.data_loader))
 
-    def _count(self, optimizer: NoisyOptimizer) -> None:
-        spent = (optimizer.noise_multiplier, self.data_loader.sample_rate)
-        steps = 0
-        if self.history and self.history[-1][:2] == spent:
-            steps = self.history.pop()[2]
-        self.history.append((*spent, steps + 1))
+    @property
+    def delta(self) -> float | None:
+        """The delta of the guarantee; None where none was given."""
+        return self.spent.delta
 
     def epsilon_spent(self, delta: float | None = None) -> float:
-        """Return the epsilon of all steps so far, by Opacus's accountant; inf without noise.
-
-        Args:
-            delta: None for that of the plan.
-
-        Raises:
-            ValueError: No delta is known.
-            ImportError: Opacus is not installed.
-        """
-        delta = self.delta if delta is None else delta
-        if delta is None:
-            raise ValueError("epsilon_spent needs a delta: no delta was given to make_private")
-        if not self.history:
-            return 0.0
-        accountant = _import_opacus().create_accountant(mechanism=self.accountant)
-        accountant.history = list(self.history)
-        return float(accountant.get_epsilon(delta=delta))
+        """Return the epsilon of all steps so far (``Spent.epsilon``)."""
+        return self.spent.epsilon(delta)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs to end with the same bits, between two steps.
@@ -97,7 +70,7 @@ class PrivateTraining:
             "optimizer": self.optimizer.state_dict(),  # refuses within a batch
             "model": self.model.state_dict(),
             "data_loader": self.data_loader.state_dict(),
-            "history": list(self.history),
+            "history": list(self.spent.history),
             "random": {str(device): _get_state(device) for device in self._devices},
         }
 
@@ -111,7 +84,7 @@ class PrivateTraining:
         self.optimizer.load_state_dict(state["optimizer"])
         self.model.load_state_dict(state["model"])
         self.data_loader.load_state_dict(state["data_loader"])
-        self.history = [tuple(one) for one in state["history"]]
+        self.spent.history = [tuple(one) for one in state["history"]]
         for device in self._devices:
             _set_state(device, state["random"][str(device)])
 
@@ -200,20 +173,16 @@ def make_private(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, and is {method!r}")
-    if accountant not in ACCOUNTANTS:
-        raise ValueError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {accountant!r}")
-    if (noise_multiplier is None) == (epsilon is None):
-        raise ValueError("give either noise_multiplier or epsilon")
+    verify_budget(noise_multiplier, epsilon, delta, accountant=accountant)
     if check and losses_of is None:
         raise ValueError("give losses_of, so that a first batch can be checked; or check=False")
     rate, samples = find_sample_rate(data_loader), len(cast("Any", data_loader.dataset))
-    _verify_delta(delta, samples)
+    warn_of_delta(delta, samples)
     planned = None
     if epsilon is not None:
+        assert delta is not None
         planned = _plan_steps(epochs, steps, round(1 / rate))
-        if delta is None:
-            raise ValueError("epsilon needs a delta, less than one over the number of samples")
-        noise_multiplier = _find_noise(epsilon, delta, planned, rate, accountant)
+        noise_multiplier = find_noise(epsilon, delta, planned, rate, accountant)
     assert noise_multiplier is not None
     clipping = METHODS[method](model, max_grad_norm)
     try:
@@ -229,26 +198,18 @@ def make_private(
             secure_mode=secure_mode,
         )
         loader = PoissonLoader(
-            *(data_loader, private), max_batch_size=max_batch_size, generator=sampling_generator
+            data_loader,
+            max_batch_size=max_batch_size,
+            generator=sampling_generator,
+            rank=clipping.ranks.rank,
+            ranks=clipping.ranks.size,
         )
+        loader.optimizer = private
     except BaseException:
         clipping.remove()
         raise
     private.planned_steps = planned
-    return PrivateTraining(model, private, loader, delta=delta, accountant=accountant)
-
-
-def _verify_delta(delta: float | None, samples: int) -> None:
-    if delta is None:
-        return
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must lie between 0 and 1, and is {delta}")
-    if delta >= 1 / samples:
-        warnings.warn(
-            f"delta {delta:g} is at least 1/{samples:,}, one over the number of samples: it allows "
-            "that some sample is published as it is",
-            stacklevel=3,
-        )
+    return PrivateTraining(model, private, loader, Spent(rate, delta, accountant))
 
 
 def _plan_steps(epochs: int | None, steps: int | None, steps_of_epoch: int) -> int:
@@ -259,33 +220,6 @@ def _plan_steps(epochs: int | None, steps: int | None, steps_of_epoch: int) -> i
     if planned < 1:
         raise ValueError(f"a training has at least one step, and {planned} are planned")
     return int(planned)
-
-
-def _find_noise(epsilon: float, delta: float, steps: int, rate: float, accountant: str) -> float:
-    if not epsilon > 0:
-        raise ValueError(f"epsilon must be positive, and is {epsilon}")
-    _import_opacus()
-    noise = importlib.import_module("dpprof.accounting.noise")
-    plan = importlib.import_module("dpprof.accounting.plan")
-    found: float = noise.find_noise_multiplier(
-        plan.Schedule(round(1 / rate), 1, steps), epsilon, delta, accountant
-    )
-    return found
-
-
-def _import_opacus() -> Any:
-    """Import Opacus's accountants, which takes as long as PyTorch does.
-
-    Raises:
-        ImportError: Opacus is not installed.
-    """
-    try:
-        return importlib.import_module("opacus.accountants")
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "the accountants are Opacus's, which is not installed; give a noise_multiplier, and "
-            "account for it elsewhere"
-        ) from error
 
 
 def _check(

@@ -1,0 +1,119 @@
+"""The budget of a private training: the noise that keeps it, and what was spent of it."""
+
+import importlib
+import warnings
+from typing import Any
+
+from dpprof.clipping.optimizer import NoisyOptimizer
+
+ACCOUNTANTS = ("prv", "rdp")
+
+
+class Spent:
+    """Counts steps, and tells what they spent.
+
+    Args:
+        sample_rate: With which a step draws each sample.
+        delta: Of the guarantee; None where it is given later.
+        accountant: One of ``ACCOUNTANTS``.
+    """
+
+    def __init__(self, sample_rate: float, delta: float | None, accountant: str) -> None:
+        self.sample_rate, self.delta, self.accountant = sample_rate, delta, accountant
+        self.history: list[tuple[float, float, int]] = []
+        """Noise multiplier, sample rate and steps, in the order of training, as Opacus keeps it."""
+
+    def count(self, optimizer: NoisyOptimizer) -> None:
+        """Count a step, which an optimizer is about to take."""
+        spent = (optimizer.noise_multiplier, self.sample_rate)
+        steps = 0
+        if self.history and self.history[-1][:2] == spent:
+            steps = self.history.pop()[2]
+        self.history.append((*spent, steps + 1))
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """Return the epsilon of all steps so far, by Opacus's accountant.
+
+        Args:
+            delta: None for that of the plan.
+
+        Raises:
+            ValueError: No delta is known.
+            ImportError: Opacus is not installed.
+        """
+        delta = self.delta if delta is None else delta
+        if delta is None:
+            raise ValueError("epsilon needs a delta, and none was given for this training")
+        if not self.history:
+            return 0.0
+        accountant = _import_opacus().create_accountant(mechanism=self.accountant)
+        accountant.history = list(self.history)
+        return float(accountant.get_epsilon(delta=delta))
+
+
+def verify_budget(
+    noise_multiplier: float | None, epsilon: float | None, delta: float | None, *, accountant: str
+) -> None:
+    """Verify that noise follows from what is given.
+
+    Raises:
+        ValueError: It does not, or a number is out of its range.
+    """
+    if accountant not in ACCOUNTANTS:
+        raise ValueError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {accountant!r}")
+    if (noise_multiplier is None) == (epsilon is None):
+        raise ValueError("give either noise_multiplier or epsilon")
+    if epsilon is not None and delta is None:
+        raise ValueError("epsilon needs a delta, less than one over the number of samples")
+    if epsilon is not None and not epsilon > 0:
+        raise ValueError(f"epsilon must be positive, and is {epsilon}")
+    if delta is not None and not 0 < delta < 1:
+        raise ValueError(f"delta must lie between 0 and 1, and is {delta}")
+
+
+def warn_of_delta(delta: float | None, samples: int) -> None:
+    """Warn of a delta that protects no single sample."""
+    if delta is not None and delta >= 1 / samples:
+        warnings.warn(
+            f"delta {delta:g} is at least 1/{samples:,}, one over the number of samples: it allows "
+            "that some sample is published as it is",
+            stacklevel=3,
+        )
+
+
+def find_noise(epsilon: float, delta: float, steps: int, rate: float, accountant: str) -> float:
+    """Find the least noise multiplier that keeps a budget.
+
+    Args:
+        epsilon: The budget.
+        delta: Of the guarantee.
+        steps: How many steps are planned.
+        rate: With which each draws a sample: one over a whole number.
+        accountant: One of ``ACCOUNTANTS``.
+
+    Raises:
+        ImportError: Opacus is not installed.
+        BeyondReachError: No noise multiplier keeps it.
+    """
+    _import_opacus()
+    noise = importlib.import_module("dpprof.accounting.noise")
+    plan = importlib.import_module("dpprof.accounting.plan")
+    found: float = noise.find_noise_multiplier(
+        plan.Schedule(round(1 / rate), 1, steps), epsilon, delta, accountant
+    )
+    return found
+
+
+def _import_opacus() -> Any:
+    """Import Opacus's accountants, which takes as long as PyTorch does.
+
+    Raises:
+        ImportError: Opacus is not installed.
+    """
+    try:
+        return importlib.import_module("opacus.accountants")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "the accountants are Opacus's, which is not installed; give a noise_multiplier, and "
+            "account for it elsewhere"
+        ) from error

@@ -1,0 +1,377 @@
+"""``PrivateTrainer``: transformers' ``Trainer`` with private steps."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from dpprof.clipping.budget import Spent, find_noise, verify_budget, warn_of_delta
+from dpprof.clipping.causal_lm import causal_lm_losses
+from dpprof.clipping.head import IGNORED
+from dpprof.clipping.poisson_batches import PoissonLoader
+from dpprof.clipping.private_optimizer import Part, PrivateOptimizer
+from dpprof.clipping.private_training import METHODS
+
+_STATE = "private.pt"
+_QUANTILES = (0.1, 0.5, 0.9)
+
+
+@dataclass(frozen=True)
+class PrivacyArguments:
+    """What makes a ``Trainer``'s training private.
+
+    Args:
+        max_grad_norm: Bound C of each sample's gradient.
+        noise_multiplier: Standard deviation of the noise over C; or give ``epsilon``.
+        epsilon: The budget of the whole training, which needs ``delta``.
+        delta: Of the guarantee, less than one over the number of samples.
+        method: ``flash-bk`` (``auto``) or ``flash``.
+        accountant: ``prv`` or ``rdp``.
+        head: Of causal language models: ``logits``, or ``chunked`` or ``kept`` for
+            ``causal_lm_losses``.
+        sampling_generator: Draws the samples; by default the operating system seeds one.
+        noise_generator: Draws the noise; likewise.
+    """
+
+    max_grad_norm: float
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+    delta: float | None = None
+    method: str = "auto"
+    accountant: str = "prv"
+    head: str = "logits"
+    sampling_generator: torch.Generator | None = None
+    noise_generator: torch.Generator | None = None
+
+
+class _Steps:
+    """Joins the parts of a batch: a ``Trainer`` takes one step for each element."""
+
+    def __init__(self, loader: PoissonLoader) -> None:
+        self.loader = loader
+        self.dataset = range(loader.samples)  # whose length the Trainer asks for
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        parts: list[tuple[Any, Part]] = []
+        for batch, part in self.loader.parts():
+            parts.append((batch, part))
+            if part.is_last:
+                yield {"parts": parts}
+                parts = []
+
+
+class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no types here
+    """A ``Trainer`` whose steps are private.
+
+    A step draws each sample with the probability
+    ``per_device_train_batch_size * gradient_accumulation_steps * ranks / samples``, and runs
+    ``per_device_train_batch_size`` samples at a time. Each sample's loss is the mean over its own
+    labelled tokens. Evaluation, callbacks, schedulers and checkpoints are those of ``Trainer``; a
+    resumed run ends with the same bits. What is logged (losses, norms, the share that was clipped)
+    is that of the samples, and not private; epsilon is logged beside it.
+
+    Args:
+        privacy: The settings.
+        losses_of: Computes from model and inputs one loss for each sample; None for the
+            cross-entropy of the task's logits with ``labels``.
+        inputs, named: As for ``Trainer``.
+
+    Raises:
+        ValueError: An argument makes the guarantee false, or is out of its range.
+
+    Formal guarantees: those of ``make_private``.
+
+    Example:
+        >>> privacy = PrivacyArguments(max_grad_norm=1.0, epsilon=3.0, delta=1e-5)
+        >>> PrivateTrainer(
+        ...     model=model, args=args, train_dataset=data, privacy=privacy
+        ... ).train()  # doctest: +SKIP
+    """
+
+    optimizer: Any
+
+    def __init__(
+        self,
+        *inputs: Any,
+        privacy: PrivacyArguments,
+        losses_of: Callable[[nn.Module, dict[str, Any]], Tensor] | None = None,
+        **named: Any,
+    ) -> None:
+        self.privacy, self.losses_of = privacy, losses_of
+        verify_budget(
+            *(privacy.noise_multiplier, privacy.epsilon, privacy.delta),
+            accountant=privacy.accountant,
+        )
+        if privacy.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, not {privacy.method!r}")
+        if privacy.head not in ("logits", "chunked", "kept"):
+            raise ValueError(f"head must be logits, chunked or kept, and is {privacy.head!r}")
+        super().__init__(*inputs, **named)
+        refuse_arguments(self.args, self)
+        self._steps: _Steps | None = None
+        self.spent = Spent(0.0, privacy.delta, privacy.accountant)
+        self._norms: list[Tensor] = []
+        self._accumulation = self.args.gradient_accumulation_steps
+        # A step is one element of the loader, and the loader goes on where a checkpoint was saved.
+        self.args.gradient_accumulation_steps = 1
+        self.accelerator.gradient_accumulation_steps = 1
+        self.args.ignore_data_skip = True
+
+    @property
+    def private_optimizer(self) -> PrivateOptimizer:
+        """The optimizer that adds the noise."""
+        found: Any = self.optimizer
+        while not isinstance(found, PrivateOptimizer):
+            found = found.optimizer
+        return found
+
+    def get_train_dataloader(self) -> Any:
+        """Return a loader whose elements are Poisson batches, in parts."""
+        dataset, collate = self.train_dataset, self.data_collator
+        if dataset is None:
+            raise ValueError("PrivateTrainer needs a train_dataset")
+        if hasattr(dataset, "column_names"):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description="training")
+        part, ranks = self.args.per_device_train_batch_size, self.args.world_size
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=part * self._accumulation * ranks,
+            shuffle=True,
+            collate_fn=collate,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+        )
+        poisson = PoissonLoader(
+            loader,
+            max_batch_size=part,
+            generator=self.privacy.sampling_generator,
+            rank=self.args.process_index,
+            ranks=ranks,
+        )
+        self.spent.sample_rate = poisson.sample_rate
+        warn_of_delta(self.privacy.delta, poisson.samples)
+        self._steps = _Steps(poisson)
+        return self._steps
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make the optimizer, and put clipping and noise around it."""
+        if self.optimizer is not None and hasattr(self.optimizer, "clipping"):
+            return self.optimizer
+        inner = super().create_optimizer(model)
+        assert self._steps is not None
+        privacy, rate = self.privacy, self._steps.loader.sample_rate
+        noise = privacy.noise_multiplier
+        if noise is None:
+            assert privacy.epsilon is not None
+            assert privacy.delta is not None
+            budget = (privacy.epsilon, privacy.delta, self.state.max_steps)
+            noise = find_noise(*budget, rate, privacy.accountant)
+        self.optimizer = PrivateOptimizer(
+            inner,
+            METHODS[privacy.method](self.model, privacy.max_grad_norm),
+            noise_multiplier=noise,
+            expected_batch_size=self._steps.loader.expected_batch_size,
+            generator=privacy.noise_generator,
+        )
+        self.optimizer.planned_steps = None if privacy.epsilon is None else self.state.max_steps
+        self.optimizer.attach_step_hook(self.spent.count)
+        self._steps.loader.optimizer = self.optimizer
+        return self.optimizer
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: Any = None,  # noqa: ARG002 (each sample has its own mean)
+    ) -> Tensor:
+        """Clip and add up the gradients of a batch, part by part; return the mean loss."""
+        model.train()
+        optimizer = self.private_optimizer
+        total = torch.zeros((), device=self.args.device)
+        samples = 0
+        for batch, part in inputs["parts"]:
+            optimizer.take_part(part)
+            losses = self.compute_sample_losses(model, self._prepare_inputs(batch))
+            optimizer.backward(losses)
+            if not part.is_empty:
+                total += losses.detach().sum()
+                samples += len(losses)
+                assert optimizer.clipping.sample_norms is not None
+                self._norms.append(optimizer.clipping.sample_norms)
+            if not part.is_last:
+                optimizer.step()  # which only adds up
+                optimizer.zero_grad()
+        return total / max(1, samples)
+
+    def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Compute one loss for each sample, in autocast's dtype where ``bf16`` is set; (B,)."""
+        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16):
+            if self.losses_of is not None:
+                return self.losses_of(model, inputs)
+            return self._losses_of_labels(model, dict(inputs)).float()
+
+    def _losses_of_labels(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        labels = inputs.pop("labels", None)
+        if labels is None:
+            raise ValueError("the inputs have no labels; give PrivateTrainer losses_of")
+        unwrapped = self.accelerator.unwrap_model(model)
+        is_causal = _is_causal(unwrapped)
+        if self.privacy.head != "logits":
+            if not is_causal:
+                raise ValueError(f"head {self.privacy.head} is for causal language models alone")
+            keep = self.privacy.head == "kept"
+            return causal_lm_losses(model, inputs.pop("input_ids"), labels, keep=keep, **inputs)
+        if getattr(unwrapped.config, "is_encoder_decoder", False):
+            prepare = getattr(unwrapped, "prepare_decoder_input_ids_from_labels", None)
+            if prepare is not None and "decoder_input_ids" not in inputs:
+                inputs["decoder_input_ids"] = prepare(labels=labels)
+        logits = model(**inputs).logits
+        return mean_cross_entropy(
+            logits, labels, shifts=is_causal, smoothing=self.args.label_smoothing_factor
+        )
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Add up those of the parts."""
+        return sum(
+            super(PrivateTrainer, self).floating_point_ops(part) for part, _ in inputs["parts"]
+        )
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        for part, _ in inputs["parts"]:
+            super()._track_num_input_tokens(part)
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Leave gradients as they are: each sample's was clipped."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Return none: reading it would change the gradients."""
+
+    def log(self, logs: dict[str, float], *inputs: Any, **named: Any) -> None:
+        """Log the norms of samples since the last time, and what was spent."""
+        if "loss" in logs:
+            logs |= self._describe_norms()
+            if self.privacy.delta is not None and self.spent.history:
+                logs["epsilon"] = round(self.spent.epsilon(), 4)
+        super().log(logs, *inputs, **named)
+
+    def _describe_norms(self) -> dict[str, float]:
+        if not self._norms:
+            return {}
+        norms = torch.cat([one.float().cpu() for one in self._norms])
+        self._norms.clear()
+        found = norms[norms.isfinite()]
+        if not len(found):
+            return {}
+        quantiles = torch.quantile(found, torch.tensor(_QUANTILES)).tolist()
+        names = (f"sample_norm_{round(100 * share)}%" for share in _QUANTILES)
+        clipped = float((found > self.privacy.max_grad_norm).float().mean())
+        return {"clipped_share": clipped, **dict(zip(names, quantiles, strict=True))}
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        assert self._steps is not None
+        state = {"loader": self._steps.loader.state_dict(), "history": self.spent.history}
+        torch.save(state, self._name_state(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        file = self._name_state(checkpoint)
+        if not file.exists():
+            raise ValueError(
+                f"{checkpoint} has no {file.name}: it was saved by another Trainer, and to resume "
+                "from it would draw samples and noise that its accountant does not know"
+            )
+        state = torch.load(file, weights_only=True)
+        assert self._steps is not None
+        self._steps.loader.load_state_dict(state["loader"])
+        self.spent.history = [tuple(one) for one in state["history"]]
+
+    def _name_state(self, folder: str) -> Path:
+        rank = f"-{self.args.process_index}" if self.args.world_size > 1 else ""
+        path = Path(folder, _STATE)
+        return path.with_stem(path.stem + rank)
+
+
+def mean_cross_entropy(
+    logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: float = 0.0
+) -> Tensor:
+    """Compute each sample's mean cross-entropy over its own labelled tokens; (B,).
+
+    Args:
+        logits: (B, V), or (B, T, V).
+        labels: (B,) or (B, T) ids, -100 for tokens without a loss.
+        shifts: Whether a token's logits predict the next one.
+        smoothing: The share of the target that all ids have alike.
+
+    Raises:
+        ValueError: The labels are no ids, or their shape is another one.
+    """
+    if labels.shape != logits.shape[:-1] or labels.is_floating_point():
+        raise ValueError(
+            f"labels must be ids of shape {tuple(logits.shape[:-1])}, and are "
+            f"{tuple(labels.shape)} {labels.dtype}; give PrivateTrainer losses_of"
+        )
+    if labels.dim() == 1:
+        return functional.cross_entropy(
+            logits.float(), labels, reduction="none", label_smoothing=smoothing
+        )
+    if shifts:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    losses_BT = functional.cross_entropy(
+        logits.float().transpose(1, -1), labels, reduction="none", label_smoothing=smoothing
+    )
+    return losses_BT.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+
+
+def _is_causal(model: nn.Module) -> bool:
+    base = getattr(model, "get_base_model", None)
+    inner = model if base is None else base()
+    return type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def refuse_arguments(args: Any, trainer: Trainer) -> None:
+    """Refuse what ``Trainer`` offers and a private step cannot have.
+
+    Raises:
+        ValueError: The first such argument, by name.
+    """
+    refused = {
+        "max_grad_norm": (args.max_grad_norm not in (0.0, 1.0), "PrivacyArguments has the bound"),
+        "dataloader_drop_last": (args.dataloader_drop_last, "it leaves samples out"),
+        "train_sampling_strategy": (
+            args.train_sampling_strategy != "random",
+            "samples are drawn by chance alone, not by length or in order",
+        ),
+        "fp16": (args.fp16, "losses would be scaled; use bf16"),
+        "use_liger_kernel": (
+            args.use_liger_kernel,
+            "its loss joins samples; use PrivacyArguments(head='chunked')",
+        ),
+        "auto_find_batch_size": (args.auto_find_batch_size, "it repeats steps"),
+        "deepspeed": (args.deepspeed is not None, "it is not supported"),
+        "fsdp": (bool(args.fsdp), "it is not supported yet; use the loop of private-training.md"),
+        "world_size": (args.world_size > 1, "several processes are not supported yet"),
+        "n_gpu": (args.n_gpu > 1, "DataParallel copies the model; show one GPU"),
+        "compute_loss_func": (
+            trainer.compute_loss_func is not None,
+            "it gets sums over the batch; use losses_of",
+        ),
+    }
+    for name, (is_set, why) in refused.items():
+        if is_set:
+            raise ValueError(f"{name} is not allowed in private training: {why}")

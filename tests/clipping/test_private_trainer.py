@@ -1,0 +1,237 @@
+"""``PrivateTrainer``: gradients of one sample at a time; runs that resume to the same bits."""
+
+import math
+
+import pytest
+import torch
+from small_models import one_by_one
+from torch import Tensor, nn
+from torch.nn import functional
+
+transformers = pytest.importorskip("transformers")
+
+from dpprof.clipping.private_trainer import (  # noqa: E402 (it needs transformers)
+    PrivacyArguments,
+    PrivateTrainer,
+    mean_cross_entropy,
+)
+
+SAMPLES, T, V, BOUND = 12, 6, 17, 0.3
+SIZES = {"vocab_size": V, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2, "pad_token_id": 0}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def build(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "llama, LoRA":
+        peft = pytest.importorskip("peft")
+        config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2)
+        model = transformers.LlamaForCausalLM(config)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+        return model
+    if kind == "bert":
+        config = transformers.BertConfig(**SIZES, **NO_DROPOUT, num_labels=3)
+        return transformers.BertForSequenceClassification(config)
+    config = transformers.T5Config(
+        vocab_size=V,
+        d_model=8,
+        d_kv=4,
+        d_ff=12,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def draw(kind: str) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(1, V, (SAMPLES, T), generator=generator)
+    labels = ids.clone()
+    labels[::2, :3] = -100
+    if kind == "bert":
+        labels = torch.randint(3, (SAMPLES,), generator=generator)
+    mask = torch.ones_like(ids)
+    rows = zip(ids, labels, mask, strict=True)
+    return [{"input_ids": i, "labels": y, "attention_mask": m} for i, y, m in rows]
+
+
+def one_loss(model: nn.Module, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """The loss that transformers computes of one sample, which is its own mean."""
+    return model(input_ids=ids, labels=labels, attention_mask=mask).loss
+
+
+def make(kind: str, folder, *, model: nn.Module | None = None, **options) -> PrivateTrainer:
+    given = {"max_grad_norm": BOUND, "noise_multiplier": 0.0}
+    given |= {"sampling_generator": torch.Generator().manual_seed(1)}
+    given |= {"noise_generator": torch.Generator().manual_seed(2)}
+    given |= options.pop("privacy", {})
+    losses_of, data = options.pop("losses_of", None), options.pop("data", None)
+    settings = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "max_steps": 1,
+        "optim": "sgd",
+        "learning_rate": 1.0,
+        "lr_scheduler_type": "constant",
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+    }
+    args = transformers.TrainingArguments(output_dir=str(folder), **settings | options)
+    return PrivateTrainer(
+        model=build(kind) if model is None else model,
+        args=args,
+        train_dataset=draw(kind) if data is None else data,
+        privacy=PrivacyArguments(**given),
+        losses_of=losses_of,
+    )
+
+
+def trained(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().double().flatten() for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [("llama, LoRA", "logits"), ("llama, LoRA", "kept"), ("bert", "logits"), ("t5", "logits")],
+)
+def test_a_step_in_parts_sums_the_clipped_gradients_of_single_samples(kind, head, tmp_path) -> None:
+    model, rows = build(kind), draw(kind)
+    drawn = torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1)) < 0.5
+    names = ("input_ids", "labels", "attention_mask")
+    batch = [torch.stack([row[name] for row in rows])[drawn] for name in names]
+    _, expected, _ = one_by_one(lambda *one: one_loss(model, *one), model, batch, bound=BOUND)
+    before = trained(model)
+    trainer = make(kind, tmp_path, model=model, privacy={"head": head})
+    trainer.train()
+
+    assert drawn.sum() > 3  # two parts or more
+    found = (before - trained(model)) * (SAMPLES / 2)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    assert trainer.private_optimizer.steps == 1
+
+
+def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path) -> None:
+    options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"}
+    options |= {"privacy": {"noise_multiplier": 1.0, "delta": 1e-2, "accountant": "rdp"}}
+    options |= {"learning_rate": 0.01, "lr_scheduler_type": "linear"}
+    whole = make("bert", tmp_path, **options)
+    whole.train()
+    for stopped in (1, 2, 4):  # within an epoch of two steps, and between two
+        again = make("bert", tmp_path / "again", **options)
+        again.privacy.noise_generator.manual_seed(8)
+        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stopped}"))
+
+        assert torch.equal(trained(again.model), trained(whole.model))
+        assert again.spent.history == whole.spent.history == [(1.0, 0.5, 5)]
+
+
+def test_dropout_is_resumed_too(tmp_path) -> None:
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    models = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        torch.manual_seed(0)
+        config = transformers.BertConfig(**SIZES, num_labels=3)
+        model = transformers.BertForSequenceClassification(config)
+        make("bert", tmp_path, model=model, **options).train(resume_from_checkpoint=resume)
+        models.append(trained(model))
+
+    assert torch.equal(*models)
+
+
+def test_a_budget_is_kept_and_logged(tmp_path) -> None:
+    budget = {"noise_multiplier": None, "epsilon": 4.0, "delta": 1e-2, "accountant": "rdp"}
+    trainer = make("bert", tmp_path, max_steps=4, privacy=budget)
+    trainer.train()
+    logged = [one for one in trainer.state.log_history if "loss" in one]
+
+    assert 3.9 < trainer.spent.epsilon() <= 4.0
+    assert [one["epsilon"] for one in logged] == sorted(one["epsilon"] for one in logged)
+    assert logged[-1]["epsilon"] == pytest.approx(trainer.spent.epsilon(), abs=1e-4)
+    assert all(0 <= one["clipped_share"] <= 1 for one in logged if "clipped_share" in one)
+    assert any(one["sample_norm_50%"] > 0 for one in logged if "sample_norm_50%" in one)
+
+
+def test_evaluation_and_bfloat16_run_as_usual(tmp_path) -> None:
+    trainer = make("bert", tmp_path, bf16=True, max_steps=2, privacy={"noise_multiplier": 1.0})
+    trainer.train()
+    metrics = trainer.evaluate(draw("bert"))
+
+    assert math.isfinite(metrics["eval_loss"])
+
+
+def test_losses_may_be_ones_own(tmp_path) -> None:
+    seen = []
+
+    def losses_of(model, inputs) -> Tensor:
+        seen.append(len(inputs["input_ids"]))
+        return model(input_ids=inputs["input_ids"]).logits.square().mean(1)
+
+    make("bert", tmp_path, losses_of=losses_of).train()
+    assert seen
+    assert max(seen) <= 2
+
+
+def test_a_packed_collator_is_refused(tmp_path) -> None:
+    trainer = make("llama, LoRA", tmp_path, per_device_train_batch_size=6)
+
+    def pack(rows) -> dict[str, Tensor]:
+        return {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
+
+    trainer.data_collator = pack
+    with pytest.raises(ValueError, match="a collator that packs samples joins them"):
+        trainer.train()
+
+
+def test_a_checkpoint_of_another_trainer_is_refused(tmp_path) -> None:
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make("bert", tmp_path, **options).train()
+    (tmp_path / "checkpoint-1" / "private.pt").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-1 has no private\.pt: it was saved by"):
+        make("bert", tmp_path, **options).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+        )
+
+
+REFUSED = {
+    "max_grad_norm": {"max_grad_norm": 0.5},
+    "dataloader_drop_last": {"dataloader_drop_last": True},
+    "train_sampling_strategy": {"train_sampling_strategy": "group_by_length"},
+    "use_liger_kernel": {"use_liger_kernel": True},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "method": {"privacy": {"method": "ghost"}},
+    "head": {"privacy": {"head": "small"}},
+    "accountant": {"privacy": {"accountant": "gdp"}},
+    "noise_multiplier": {"privacy": {"epsilon": 1.0, "delta": 1e-3}},
+    "a delta": {"privacy": {"noise_multiplier": None, "epsilon": 1.0}},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_makes_the_guarantee_false_is_refused_by_name(name, tmp_path) -> None:
+    with pytest.raises((ValueError, ImportError), match=name):
+        make("bert", tmp_path, **REFUSED[name])
+
+
+def test_a_sample_without_labels_has_the_loss_zero() -> None:
+    labels = torch.tensor([[-100, -100, -100], [1, 0, 2]])
+    logits = torch.randn(2, 3, 4)
+    losses = mean_cross_entropy(logits, labels, shifts=False, smoothing=0.1)
+
+    assert losses[0] == 0
+    expected = functional.cross_entropy(logits[1], labels[1], label_smoothing=0.1)
+    torch.testing.assert_close(losses[1], expected)
+
+
+def test_labels_that_are_no_ids_are_refused() -> None:
+    with pytest.raises(ValueError, match="labels must be ids of shape"):
+        mean_cross_entropy(torch.randn(2, 1), torch.randn(2), shifts=False)
