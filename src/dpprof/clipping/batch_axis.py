@@ -1,0 +1,139 @@
+"""Finds the layers that have the batch on their second axis, and runs their rules.
+
+A module of PyTorch or Opacus with ``batch_first=False`` says so, for the layers in it too. Other
+modules are declared. What the nearest module around a layer says holds; lengths say nothing. The
+first batch confirms it (``first_batch``).
+
+Shape legend: B samples, T tokens, d width of an input, p width of an output.
+"""
+
+import difflib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+from dpprof.clipping.layers import Receive
+from dpprof.spec.registry import UnsupportedError
+
+_SAID_BY = {
+    "torch.nn.modules.activation.MultiheadAttention": "",
+    "torch.nn.modules.rnn.RNNBase": "",
+    "torch.nn.modules.transformer.Transformer": "",
+    "torch.nn.modules.transformer.TransformerEncoder": "layers.0.self_attn",
+    "torch.nn.modules.transformer.TransformerEncoderLayer": "self_attn",
+    "torch.nn.modules.transformer.TransformerDecoder": "layers.0.self_attn",
+    "torch.nn.modules.transformer.TransformerDecoderLayer": "self_attn",
+    "opacus.layers.dp_multihead_attention.DPMultiheadAttention": "",
+    "opacus.layers.dp_multihead_attention.SequenceBias": "",
+    "opacus.layers.dp_rnn.DPRNNBase": "",
+}
+"""By class, the module in it whose ``batch_first`` says where all of it has the batch."""
+
+_FIRST, _SECOND = SimpleNamespace(batch_first=True), SimpleNamespace(batch_first=False)
+
+Sayers = Sequence[Any]
+"""Modules whose ``batch_first`` says where a layer has the batch; they may change it."""
+
+
+def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Module, Sayers]:
+    """Find the modules that may have the batch on their second axis, and what says so.
+
+    Args:
+        model: The model.
+        declared: Names of modules that have it there, with all modules in them.
+
+    Raises:
+        ValueError: The model has no module of such a name, or it has ``batch_first=True``.
+    """
+    names = dict(model.named_modules(remove_duplicate=False))
+    for name in declared:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, cutoff=0.4)
+            raise ValueError(
+                f"batch_second names {name!r}, which is no module of the model"
+                + (f"; is it {' or '.join(map(repr, close))}?" if close else "")
+            )
+    said: dict[str, Any] = {}
+    sayers: dict[nn.Module, list[Any]] = defaultdict(list)
+    for name, module in names.items():
+        own = _find_sayer(module)
+        if name in declared and own is not None and own.batch_first:
+            raise ValueError(f"batch_second names {name!r}, which has batch_first=True")
+        around = said[name.rpartition(".")[0]] if name else _FIRST
+        said[name] = own or (_SECOND if name in declared else around)
+        if not any(one is said[name] for one in sayers[module]):
+            sayers[module].append(said[name])
+    return {module: found for module, found in sayers.items() if found != [_FIRST]}
+
+
+def _find_sayer(module: nn.Module) -> nn.Module | None:
+    """Find the module that says where a module has the batch; None where none does."""
+    for base in type(module).__mro__:
+        name = _SAID_BY.get(f"{base.__module__}.{base.__qualname__}")
+        if name is not None:
+            try:
+                found = module.get_submodule(name)
+            except AttributeError:  # a layer of another class
+                return None
+            return found if hasattr(found, "batch_first") else None
+    return None
+
+
+def is_second(layer: nn.Module, sayers: Sayers) -> bool:
+    """Tell whether a layer has the batch on its second axis now.
+
+    Raises:
+        UnsupportedError: Its modules disagree.
+    """
+    said = {bool(one.batch_first) for one in sayers}
+    if len(said) > 1:
+        raise UnsupportedError(
+            f"{type(layer).__name__} is shared by modules of which one has the batch on the first "
+            "axis and another on the second; give each a layer of its own"
+        )
+    return said == {False}
+
+
+def run_tokenwise(
+    rule: Callable[..., Tensor],
+    widths: int,
+    sayers: Sayers,
+    layer: nn.Module,
+    receive: Receive,
+    *inputs: Any,
+    **named: Any,
+) -> Tensor:
+    """Run a layer that does the same to every token, wherever the batch is.
+
+    Args:
+        rule: The layer's rule, for the batch on the first axis.
+        widths: How many axes of the input the layer treats as a token.
+        sayers: What says where the batch is.
+        layer: The layer.
+        receive: Receives its contributions.
+        inputs: The layer's arguments.
+        named: Its other arguments.
+
+    Raises:
+        UnsupportedError: It gets something beside its input.
+        ValueError: Its input has no second axis beside those of a token.
+    """
+    if not is_second(layer, sayers):
+        return rule(layer, receive, *inputs, **named)
+    name = type(layer).__name__
+    given: Mapping[Any, Any] = {**dict(enumerate(inputs)), **named}
+    if len(given) != 1:
+        raise UnsupportedError(
+            f"{name} has the batch on its second axis, and gets more than its input; give it the "
+            "batch first, and leave it out of batch_second"
+        )
+    (x,) = given.values()
+    if x.dim() < 2 + widths:
+        raise ValueError(
+            f"{name} has the batch on its second axis, and got {tuple(x.shape)}, which has no "
+            "such axis; leave it out of batch_second"
+        )
+    return rule(layer, receive, x.transpose(0, 1)).transpose(0, 1)
