@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 from small_models import FLAT, gradients
-from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence, pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 pytestmark = pytest.mark.slow
 EXAMPLES = 60

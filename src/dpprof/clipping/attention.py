@@ -2,7 +2,7 @@
 
 Its projections are one autograd function, so that all of its parameters' contributions come
 together; what follows has no parameters, and autograd differentiates it. The projection of the
-output is a layer of its own, with a rule of its own.
+output is a layer of its own, with a rule of its own, and always gets (T, B, E).
 
 Shape legend: B samples, T tokens of queries, S tokens of keys, H heads, k width of a head, E width
 of all heads.
@@ -84,7 +84,8 @@ def _weights_for(layer: nn.MultiheadAttention, count: int) -> list[Tensor]:
 
 def _joined(layer: nn.MultiheadAttention) -> list[nn.Parameter]:
     """Return the biases that join keys and values, (1, 1, E) each."""
-    return [one for one in (layer.bias_k, layer.bias_v) if one is not None]
+    named = layer._parameters  # noqa: SLF001 (typed as any tensor by its attribute)
+    return [one for name in ("bias_k", "bias_v") if (one := named.get(name)) is not None]
 
 
 def _join_diagonally(parts: tuple[Tensor, ...]) -> Tensor:
@@ -140,8 +141,9 @@ def run_attention(  # noqa: PLR0917 (as torch's)
             q_BHTk, k_BHSk, v_BHSk, None if is_causal else mask, dropout, is_causal
         )
         weights = None
-    y_BTE = y_BHTk.transpose(1, 2).flatten(2)
-    return layer.out_proj(y_BTE if layer.batch_first else y_BTE.transpose(0, 1)), weights
+    # In PyTorch's order of elements: dropout after this layer draws by it.
+    y_TBE = layer.out_proj(y_BHTk.permute(2, 0, 1, 3).flatten(2))
+    return (y_TBE.transpose(0, 1) if layer.batch_first else y_TBE), weights
 
 
 def _project(

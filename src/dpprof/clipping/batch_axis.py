@@ -10,12 +10,13 @@ Shape legend: B samples, T tokens, d width of an input, p width of an output.
 import difflib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
-from dpprof.clipping.layers import Receive
+from dpprof.clipping.layers import Contributions, Receive
 from dpprof.spec.registry import UnsupportedError
 
 _SAID_BY = {
@@ -64,6 +65,8 @@ def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Mo
             raise ValueError(f"batch_second names {name!r}, which has batch_first=True")
         around = said[name.rpartition(".")[0]] if name else _FIRST
         said[name] = own or (_SECOND if name in declared else around)
+        if getattr(type(module), "forward", None) is nn.MultiheadAttention.forward:
+            said[name] = _SECOND  # whatever it gets itself, its rule gives its projection that
         if not any(one is said[name] for one in sayers[module]):
             sayers[module].append(said[name])
     return {module: found for module, found in sayers.items() if found != [_FIRST]}
@@ -106,10 +109,10 @@ def run_tokenwise(
     *inputs: Any,
     **named: Any,
 ) -> Tensor:
-    """Run a layer that does the same to every token, wherever the batch is.
+    """Run a layer that does the same to every token, and turn what it contributes.
 
     Args:
-        rule: The layer's rule, for the batch on the first axis.
+        rule: The layer's rule, which takes the first axis for the batch.
         widths: How many axes of the input the layer treats as a token.
         sayers: What says where the batch is.
         layer: The layer.
@@ -136,4 +139,21 @@ def run_tokenwise(
             f"{name} has the batch on its second axis, and got {tuple(x.shape)}, which has no "
             "such axis; leave it out of batch_second"
         )
-    return rule(layer, receive, x.transpose(0, 1)).transpose(0, 1)
+    return rule(layer, partial(_receive_turned, receive, x.shape[1]), x)
+
+
+def _receive_turned(receive: Receive, B: int, contributions: Contributions) -> None:
+    """Pass on contributions whose second axis is the batch, with other tokens."""
+
+    def turn(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        apart = part.reshape(len(part), B, part.shape[1] // max(1, B), *part.shape[2:])
+        return apart.transpose(0, 1).flatten(1, 2)
+
+    receive(
+        [
+            (p, one._replace(**{k: turn(v) for k, v in one._asdict().items()}))
+            for p, one in contributions
+        ]
+    )

@@ -12,6 +12,7 @@ Shape legend: B samples, T steps, d width of an input, h width of the state, p w
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ _State = tuple[Tensor, ...]
 
 _Matrix = tuple[nn.Parameter, nn.Parameter | None]
 """A weight, and its bias if there is one."""
+
+_Drop = Callable[[Tensor], Tensor]
+_KEEP = nn.Identity()
 
 
 def _step_lstm(of_x: Tensor, of_h: Tensor, state: _State) -> _State:
@@ -99,14 +103,23 @@ class _Recurrence:
         mode: One of ``_STEPS``.
         suffixes: How the names of the parameters end, of each layer's directions.
         receive: Receives the contributions.
+        drop_outputs: Drops some of what a layer gives the next.
+        drop_state: Drops some of what a step gives the next.
     """
 
     def __init__(
-        self, layer: nn.Module, mode: str, suffixes: Sequence[Sequence[str]], receive: Receive
+        self,
+        layer: nn.Module,
+        mode: str,
+        suffixes: Sequence[Sequence[str]],
+        receive: Receive,
+        *,
+        drop_outputs: _Drop = _KEEP,
+        drop_state: _Drop = _KEEP,
     ) -> None:
-        self._layer, self._mode, self._receive = layer, mode, receive
+        self._step, self._receive = _STEPS[mode], receive
         self._matrices = [[_read_matrices(layer, one) for one in group] for group in suffixes]
-        self.dropout_between = self.dropout_of_states = 0.0
+        self._drop_outputs, self._drop_state = drop_outputs, drop_state
 
     def run(
         self, x: Tensor, states: Sequence[_State], is_step_BT: Tensor | None = None
@@ -128,7 +141,7 @@ class _Recurrence:
         waiting, last = iter(states), []
         for at, group in enumerate(self._matrices):
             if at:
-                x = functional.dropout(x, self.dropout_between)
+                x = self._drop_outputs(x)
             outputs = []
             for direction, matrices in enumerate(group):
                 inputs.append(x.detach() if at else None)
@@ -153,18 +166,17 @@ class _Recurrence:
         is_reversed: bool,
     ) -> tuple[Tensor, _State, list[Tensor]]:
         """Run one direction; return hidden states, the last state, and inputs of its matrices."""
-        step = _STEPS[self._mode]
         of_x = _multiply(x, matrices[0], offsets[0]).unbind(1)
         at = [one.unbind(1) for one in offsets]
         order = range(x.shape[1])
         before, unprojected, outputs = [], [], []
         for t in reversed(order) if is_reversed else order:
             before.append(state[0].detach())
-            h, *c = step(of_x[t], _multiply(state[0], matrices[1], at[1][t]), state)
+            h, *c = self._step(of_x[t], _multiply(state[0], matrices[1], at[1][t]), state)
             if len(matrices) > 2:  # noqa: PLR2004 (it has a projection)
                 unprojected.append(h.detach())
                 h = _multiply(h, matrices[2], at[2][t])
-            new = (functional.dropout(h, self.dropout_of_states), *c)
+            new = (self._drop_state(h), *c)
             if is_step_BT is not None:
                 is_step_B1 = is_step_BT[:, t, None]
                 new = tuple(map(torch.where, [is_step_B1] * len(new), new, state))
@@ -211,29 +223,57 @@ def run_recurrent(
     input: Tensor | PackedSequence,  # noqa: A002
     hx: Tensor | _State | None = None,
 ) -> Any:
-    """Run ``RNN``, ``LSTM`` or ``GRU``, and Opacus's ``DPRNN``, ``DPLSTM`` or ``DPGRU``.
+    """Run ``RNN``, ``LSTM`` or ``GRU``.
+
+    Raises:
+        ValueError: Its input has no batch, or a state has another shape.
+    """
+    drop = partial(functional.dropout, p=layer.dropout, training=layer.training)
+    suffixes = _suffixes_of(layer)
+    recurrence = _Recurrence(layer, layer.mode, suffixes, receive, drop_outputs=drop)
+    return _run(layer, layer.mode, recurrence, input, hx)
+
+
+def run_opacus_recurrent(
+    layer: Any,
+    receive: Receive,
+    input: Tensor | PackedSequence,  # noqa: A002
+    state_init: Tensor | _State | None = None,
+) -> Any:
+    """Run Opacus's ``DPRNN``, ``DPLSTM`` or ``DPGRU``, whose dropout is within each step.
 
     Raises:
         UnsupportedError: It consists of cells that are not Opacus's own.
         ValueError: Its input has no batch, or a state has another shape.
     """
-    mode = layer.mode if isinstance(layer, nn.RNNBase) else _mode_of_cells(layer)
+    mode, drop = _mode_of_cells(layer), layer.dropout_layer or _KEEP
+    recurrence = _Recurrence(layer, mode, _suffixes_of(layer), receive, drop_state=drop)
+    return _run(layer, mode, recurrence, input, state_init)
+
+
+def _suffixes_of(layer: Any) -> list[list[str]]:
+    """Return how the names of parameters end, of each layer's directions."""
     directions = ("", "_reverse") if layer.bidirectional else ("",)
-    suffixes = [[f"_l{at}{end}" for end in directions] for at in range(layer.num_layers)]
-    recurrence = _Recurrence(layer, mode, suffixes, receive)
-    if layer.training and isinstance(layer, nn.RNNBase):
-        recurrence.dropout_between = layer.dropout
-    elif layer.training:
-        recurrence.dropout_of_states = layer.dropout
-    x, is_step_BT = _read_input(layer, input)
+    return [[f"_l{at}{end}" for end in directions] for at in range(layer.num_layers)]
+
+
+def _run(
+    layer: Any,
+    mode: str,
+    recurrence: _Recurrence,
+    given: Tensor | PackedSequence,
+    states: Tensor | _State | None,
+) -> Any:
+    """Run a recurrent layer on what it is given, and return what its ``forward`` would."""
+    x, is_step_BT = _read_input(layer, given)
+    count = layer.num_layers * (1 + layer.bidirectional)
     sizes = [layer.proj_size or layer.hidden_size, layer.hidden_size]
-    given = None if hx is None else _as_tuple(hx)
-    states = _read_states(given, mode, len(directions) * layer.num_layers, x, sizes)
-    y, last = recurrence.run(x, states, is_step_BT)
+    first = _read_states(states, mode, count, x, sizes)
+    y, last = recurrence.run(x, first, is_step_BT)
     stacked = tuple(torch.stack(one) for one in zip(*last, strict=True))
     state = stacked if mode == "LSTM" else stacked[0]
-    if isinstance(input, PackedSequence):
-        return _pack(y, input), state
+    if isinstance(given, PackedSequence):
+        return _pack(y, given), state
     return (y if layer.batch_first else y.transpose(0, 1)), state
 
 
@@ -279,13 +319,14 @@ def _as_tuple(states: Tensor | _State) -> _State:
 
 
 def _read_states(
-    given: _State | None, mode: str, count: int, x: Tensor, sizes: Sequence[int]
+    states: Tensor | _State | None, mode: str, count: int, x: Tensor, sizes: Sequence[int]
 ) -> list[_State]:
     """Return the first states of each layer and direction; zeros where none are given."""
     kinds = sizes if mode == "LSTM" else sizes[:1]
     shapes = [(count, len(x), size) for size in kinds]
-    if given is None:
-        given = tuple(x.new_zeros(shape) for shape in shapes)
+    if states is None:
+        states = tuple(x.new_zeros(shape) for shape in shapes)
+    given = _as_tuple(states)
     if [tuple(one.shape) for one in given] != shapes:
         raise ValueError(
             f"the first states of a recurrent layer have shapes {[tuple(h.shape) for h in given]}, "

@@ -24,7 +24,7 @@ from dpprof.clipping.layers import (
 )
 from dpprof.clipping.layers_without_rule import run_any_layer, run_any_layer_on
 from dpprof.clipping.patching import PatchedLayer, is_patched
-from dpprof.clipping.recurrent import run_cell, run_recurrent
+from dpprof.clipping.recurrent import run_cell, run_opacus_recurrent, run_recurrent
 from dpprof.clipping.rms_norms import Recognised, recognise
 from dpprof.spec.registry import UnsupportedError
 
@@ -58,7 +58,7 @@ RULES: Mapping[str, LayerRule] = {
     **dict.fromkeys(
         (f"torch.nn.modules.rnn.{one}Cell" for one in ("RNN", "LSTM", "GRU")), run_cell
     ),
-    "opacus.layers.dp_rnn.DPRNNBase": run_recurrent,
+    "opacus.layers.dp_rnn.DPRNNBase": run_opacus_recurrent,
 }
 """By the name of the class whose ``forward`` they replace."""
 
@@ -78,6 +78,7 @@ _KNOWN: Mapping[LayerRule, str] = {
     run_attention: "in_proj_(weight|bias)|[qkv]_proj_weight|bias_[kv]",
     run_cell: "(weight|bias)_(ih|hh)",
     run_recurrent: r"(weight|bias)_(ih|hh|hr)_l\d+(_reverse)?",
+    run_opacus_recurrent: r"(weight|bias)_(ih|hh)_l\d+(_reverse)?",
 }
 """The names of the parameters that a rule knows; other rules know a weight and a bias."""
 
