@@ -8,7 +8,7 @@ Shape legend: B samples, T tokens of queries, S tokens of keys, H heads, k width
 of all heads.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,36 @@ from dpprof.clipping.layers import Receive, apply, autocast_dtype
 from dpprof.spec.registry import UnsupportedError
 
 
+class _Parameters(NamedTuple):
+    """The parameters of one layer, by their names in it."""
+
+    in_proj_weight: nn.Parameter | None
+    q_proj_weight: nn.Parameter | None
+    k_proj_weight: nn.Parameter | None
+    v_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
+    bias_k: nn.Parameter | None
+    bias_v: nn.Parameter | None
+
+    @property
+    def projecting(self) -> list[nn.Parameter]:
+        """The weight that projects all inputs, or those that project one each."""
+        return [one for one in self[:4] if one is not None]
+
+    @property
+    def joining(self) -> list[nn.Parameter]:
+        """The biases that join keys and values, (1, 1, E) each."""
+        return [one for one in self[5:] if one is not None]
+
+    def weights_for(self, count: int) -> list[Tensor]:
+        """Return what projects each of one, two or three inputs."""
+        if self.in_proj_weight is None:
+            return [*self.projecting]
+        E = self.in_proj_weight.shape[1]
+        rows = {1: [3 * E], 2: [E, 2 * E], 3: [E, E, E]}[count]
+        return list(torch.split(self.in_proj_weight, rows))
+
+
 class _Projections(torch.autograd.Function):
     """The projections of queries, keys and values, and the biases that join keys and values.
 
@@ -26,72 +56,48 @@ class _Projections(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, layer: nn.MultiheadAttention, receive: Receive, count: int, *tensors: Tensor
-    ) -> Any:
-        inputs, parameters = tensors[:count], tensors[count:]
+    def forward(ctx: Any, own: _Parameters, receive: Receive, count: int, *tensors: Tensor) -> Any:
+        inputs = tensors[:count]
         ctx.save_for_backward(*inputs)
-        ctx.layer, ctx.receive, ctx.clipped = layer, receive, parameters
-        weights = _weights_for(layer, count)
-        sizes = [len(weight) for weight in weights]
-        bias = layer.in_proj_bias
-        biases = [None] * count if bias is None else torch.split(bias, sizes)
+        ctx.own, ctx.receive, ctx.clipped = own, receive, tensors[count:]
+        weights = own.weights_for(count)
+        biases: list[Tensor | None] = [None] * count
+        if own.in_proj_bias is not None:
+            biases[:] = torch.split(own.in_proj_bias, [len(weight) for weight in weights])
         projected = [
-            functional.linear(x, weight.to(x.dtype), None if one is None else one.to(x.dtype))
-            for x, weight, one in zip(inputs, weights, biases, strict=True)
+            functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            for x, weight, bias in zip(inputs, weights, biases, strict=True)
         ]
         x = inputs[0]
-        joined = [one.repeat(len(x), 1, 1).to(x.dtype) for one in _joined(layer)]
-        return *projected, *joined
+        return *projected, *(one.repeat(len(x), 1, 1).to(x.dtype) for one in own.joining)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        layer: nn.MultiheadAttention = ctx.layer
-        inputs = ctx.saved_tensors
-        count = len(inputs)
-        weights, g_of_inputs = _weights_for(layer, count), gradients[:count]
+        own: _Parameters = ctx.own
+        xs = [x.detach() for x in ctx.saved_tensors]
+        count = len(xs)
+        projected, joined = gradients[:count], gradients[count:]
+        needed = ctx.needs_input_grad[3 : 3 + count]
         of_inputs = [
             g @ weight.to(g.dtype) if needs else None
-            for g, weight, needs in zip(
-                g_of_inputs, weights, ctx.needs_input_grad[3 : 3 + count], strict=True
-            )
+            for g, weight, needs in zip(projected, own.weights_for(count), needed, strict=True)
         ]
-        found: list[tuple[nn.Parameter, Contribution]] = []
-        xs = [x.detach() for x in inputs]
-        if layer.in_proj_weight is None:
-            separate = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
-            found += zip(separate, map(Product, xs, g_of_inputs), strict=True)
-        else:
-            x_of_all = xs[0] if count == 1 else torch.cat(xs, 1)
-            g_of_all = _join_diagonally(g_of_inputs)
-            found.append((layer.in_proj_weight, Product(x_of_all, g_of_all)))
-        if layer.in_proj_bias is not None:
-            sums = [Shift(g).materialise(g) for g in g_of_inputs]
-            found.append((layer.in_proj_bias, SampleGradients(torch.cat(sums, 1))))
-        for parameter, g in zip(_joined(layer), gradients[count:], strict=True):
+        if own.in_proj_weight is not None and count > 1:  # one product, with zeros elsewhere
+            xs, projected = [torch.cat(xs, 1)], (_join_diagonally(projected),)
+        products = map(Product, xs, projected)
+        found: list[tuple[nn.Parameter, Contribution]]
+        found = list(zip(own.projecting, products, strict=True))
+        if own.in_proj_bias is not None:
+            sums = [Shift(g).materialise(g) for g in projected]
+            found.append((own.in_proj_bias, SampleGradients(torch.cat(sums, 1))))
+        for parameter, g in zip(own.joining, joined, strict=True):
             found.append((parameter, SampleGradients(g[:, None])))
         ctx.receive([one for one in found if one[0].requires_grad])
         return None, None, None, *of_inputs, *[None] * len(ctx.clipped)
 
 
-def _weights_for(layer: nn.MultiheadAttention, count: int) -> list[Tensor]:
-    """Return the weights that project one, two or three inputs."""
-    if layer.in_proj_weight is None:
-        return [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
-    E = layer.embed_dim
-    return list(torch.split(layer.in_proj_weight, {1: [3 * E], 2: [E, 2 * E], 3: [E, E, E]}[count]))
-
-
-def _joined(layer: nn.MultiheadAttention) -> list[nn.Parameter]:
-    """Return the biases that join keys and values, (1, 1, E) each."""
-    named = layer._parameters  # noqa: SLF001 (typed as any tensor by its attribute)
-    return [one for name in ("bias_k", "bias_v") if (one := named.get(name)) is not None]
-
-
 def _join_diagonally(parts: tuple[Tensor, ...]) -> Tensor:
     """Join (B, T, p) each to (B, sum of T, sum of p), with zeros elsewhere."""
-    if len(parts) == 1:
-        return parts[0]
     B, T, p = (len(parts[0]), *(sum(one.shape[axis] for one in parts) for axis in (1, 2)))
     joined = parts[0].new_zeros(B, T, p)
     t = column = 0
@@ -99,6 +105,20 @@ def _join_diagonally(parts: tuple[Tensor, ...]) -> Tensor:
         joined[:, t : t + part.shape[1], column : column + part.shape[2]] = part
         t, column = t + part.shape[1], column + part.shape[2]
     return joined
+
+
+def refuse_other_projection(layer: nn.Module) -> None:
+    """Refuse attention whose output is projected otherwise than by a linear layer.
+
+    Raises:
+        UnsupportedError: It is.
+    """
+    projection = layer.get_submodule("out_proj")
+    if type(projection).forward is not nn.Linear.forward:
+        raise UnsupportedError(
+            f"{type(layer).__name__} uses the weight of its out_proj alone, and that is a "
+            f"{type(projection).__name__}, which may compute something else; use a Linear"
+        )
 
 
 def run_attention(  # noqa: PLR0917 (as torch's)
@@ -165,8 +185,9 @@ def _project(
     ]
     if len({len(x) for x in given}) > 1:
         raise ValueError("queries, keys and values of attention are of batches of other lengths")
-    own = [p for p in layer._parameters.values() if p is not None]  # noqa: SLF001
-    found = apply(_Projections, layer, receive, len(given), *given, *own)
+    own = _Parameters(*(layer._parameters.get(name) for name in _Parameters._fields))  # noqa: SLF001
+    used = [one for one in own if one is not None]
+    found = apply(_Projections, own, receive, len(given), *given, *used)
     q, k, v = (part for one in found[: len(given)] for part in one.split(layer.embed_dim, 2))
     if found[len(given) :]:
         of_k, of_v = found[len(given) :]
@@ -190,7 +211,7 @@ def _join_masks(
                 f"attn_mask has shape {tuple(of_pairs.shape)}; give it (T, S) or (B H, T, S)"
             )
         is_alike = of_pairs.dim() == 2  # noqa: PLR2004
-        parts.append(of_pairs[None, None] if is_alike else of_pairs.view(B, -1, T, S))
+        parts.append(of_pairs[None, None] if is_alike else of_pairs.view(B, layer.num_heads, T, S))
     if of_keys is not None:
         if of_keys.shape != (B, S):
             raise ValueError(f"key_padding_mask has shape {tuple(of_keys.shape)}; give it (B, S)")

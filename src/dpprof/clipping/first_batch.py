@@ -150,8 +150,8 @@ class _Batch:
                 f"sample {others[0]}: code after it mixes samples, or another axis comes first"
             )
         return (
-            f"{problem}; keep samples apart and on the first axis everywhere "
-            "(first_batch='trusted' skips this check, and clips wrongly where it would fail)"
+            f"{problem}; keep samples apart, and on the first axis everywhere, or on the second "
+            "where batch_second says so (first_batch='trusted' skips this check, and clips wrongly where it would fail)"
         )
 
 

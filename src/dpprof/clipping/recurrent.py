@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from dpprof.clipping.contributions import Contribution, Product, Shift
-from dpprof.clipping.layers import Receive, apply
+from dpprof.clipping.layers import Receive, apply, autocast_dtype
 from dpprof.spec.registry import UnsupportedError
 
 _State = tuple[Tensor, ...]
@@ -90,9 +90,10 @@ class _Offsets(torch.autograd.Function):
         return None, None, None, None, *[None] * len(ctx.clipped)
 
 
-def _multiply(x: Tensor, matrix: _Matrix, offset: Tensor) -> Tensor:
+def _cast(matrix: _Matrix, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return a matrix's values, which autograd does not differentiate."""
     weight, bias = matrix
-    return functional.linear(x, weight.detach(), None if bias is None else bias.detach()) + offset
+    return weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
 
 
 class _Recurrence:
@@ -136,6 +137,8 @@ class _Recurrence:
         """
         flat = [one for group in self._matrices for of_direction in group for one in of_direction]
         inputs: list[Tensor | None] = []
+        dtype = autocast_dtype(x) or x.dtype
+        x, states = x.to(dtype), [tuple(one.to(dtype) for one in state) for state in states]
         parameters = [p for matrix in flat for p in matrix if p is not None]
         offsets = iter(apply(_Offsets, x, flat, inputs, self._receive, *parameters))
         waiting, last = iter(states), []
@@ -166,16 +169,17 @@ class _Recurrence:
         is_reversed: bool,
     ) -> tuple[Tensor, _State, list[Tensor]]:
         """Run one direction; return hidden states, the last state, and inputs of its matrices."""
-        of_x = _multiply(x, matrices[0], offsets[0]).unbind(1)
-        at = [one.unbind(1) for one in offsets]
+        of_inputs, of_state, *projection = (_cast(one, x.dtype) for one in matrices)
+        of_x = (functional.linear(x, *of_inputs) + offsets[0]).unbind(1)
+        at, *at_projection = (one.unbind(1) for one in offsets[1:])
         order = range(x.shape[1])
         before, unprojected, outputs = [], [], []
         for t in reversed(order) if is_reversed else order:
             before.append(state[0].detach())
-            h, *c = self._step(of_x[t], _multiply(state[0], matrices[1], at[1][t]), state)
-            if len(matrices) > 2:  # noqa: PLR2004 (it has a projection)
+            h, *c = self._step(of_x[t], functional.linear(state[0], *of_state) + at[t], state)
+            for matrix, added in zip(projection, at_projection, strict=True):
                 unprojected.append(h.detach())
-                h = _multiply(h, matrices[2], at[2][t])
+                h = functional.linear(h, *matrix) + added[t]
             new = (self._drop_state(h), *c)
             if is_step_BT is not None:
                 is_step_B1 = is_step_BT[:, t, None]

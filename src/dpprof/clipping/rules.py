@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from dpprof.clipping.attention import run_attention
+from dpprof.clipping.attention import refuse_other_projection, run_attention
 from dpprof.clipping.batch_axis import Sayers, run_tokenwise
 from dpprof.clipping.coverage import refuse_wrapper, trained_in
 from dpprof.clipping.embedding_bag import run_embedding_bag
@@ -220,6 +220,8 @@ def _find_by_class(layer: nn.Module) -> Found | None:
         if rule is None:
             continue
         inherits = vars(base).get("forward") == own.forward
+        if rule is run_attention:
+            refuse_other_projection(layer)
         known = re.compile(_KNOWN.get(rule, "weight|bias"))
         own_names = (name for name, _ in layer.named_parameters(recurse=False))
         unknown = [name for name in own_names if not known.fullmatch(name)]
