@@ -147,7 +147,8 @@ def run_attention(  # noqa: PLR0917 (as torch's)
     if layer.add_zero_attn:
         k, v = (functional.pad(one, (0, 0, 0, 1)) for one in (k, v))
     q_BHTk, k_BHSk, v_BHSk = (
-        one.view(*one.shape[:2], layer.num_heads, -1).transpose(1, 2) for one in (q, k, v)
+        one.view(*one.shape[:2], layer.num_heads, layer.head_dim).transpose(1, 2)
+        for one in (q, k, v)
     )
     dropout = layer.dropout if layer.training else 0.0
     if need_weights:

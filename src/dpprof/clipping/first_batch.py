@@ -151,7 +151,8 @@ class _Batch:
             )
         return (
             f"{problem}; keep samples apart, and on the first axis everywhere, or on the second "
-            "where batch_second says so (first_batch='trusted' skips this check, and clips wrongly where it would fail)"
+            "where batch_second says so (first_batch='trusted' skips this check, and clips "
+            "wrongly where it would fail)"
         )
 
 
