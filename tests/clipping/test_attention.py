@@ -43,7 +43,7 @@ def make_masks(kind: str, padding_BS, scores_BHTS):
         "of pairs": {"attn_mask": NOT_ALLOWED},
         "of heads": {"attn_mask": scores_BHTS.flatten(0, 1)},
         "causal": {"attn_mask": NOT_ALLOWED, "is_causal": True},
-        "both": {"attn_mask": scores_BHTS.flatten(0, 1), "key_padding_mask": 3.0 * padding_BS},
+        "both": {"attn_mask": scores_BHTS.flatten(0, 1), "key_padding_mask": -padding_BS.double()},
     }[kind]
 
 

@@ -187,7 +187,7 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "Opacus's `DPMultiheadAttention`": lambda: Between(
         DPMultiheadAttention(D, 2, add_bias_kv=True, batch_first=True), attend
     ),
-    "`LSTM`": lambda: Between(nn.LSTM(D, D, 2, batch_first=True), recur),
+    "`LSTM`": lambda: Between(nn.LSTM(D, D, 2, dropout=0.1, batch_first=True), recur),
     "`GRU`": lambda: Between(nn.GRU(D, 3, bidirectional=True, batch_first=True), recur),
     "`RNN`": lambda: Between(nn.RNN(D, D, batch_first=True), recur),
     "`LSTMCell`": lambda: Between(nn.LSTMCell(D, D), run_cell),
