@@ -89,6 +89,32 @@ def test_opacus_attention_is_exact_both_ways_round(inside, batch_first, way) -> 
     assert_exact(way, model, batch, losses_of, tolerance=1e-10)
 
 
+class Turned(nn.Module):
+    """Gives a layer the batch first, within a module that has it second."""
+
+    def __init__(self, layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("names", [[], ["linear1.0"]])
+def test_a_setting_holds_for_layers_directly_in_a_module_and_others_are_declared(names) -> None:
+    model = nn.TransformerEncoderLayer(D, 2, 8, 0.0)
+    model.linear1 = nn.Sequential(model.linear1) if names else Turned(model.linear1)
+    model = model.double()
+    losses_of = lambda x: model(x.transpose(0, 1)).pow(3).sum((0, 2))  # noqa: E731
+    batch = (torch.randn(B, T, D, dtype=torch.float64),)
+    clipping = assert_exact(BookKeeping, model, batch, losses_of, batch_second=names)
+    clipping.remove()
+    model.zero_grad()
+    clipping = BookKeeping(model, 1.0, batch_second=["linear1"] if not names else [])
+    with pytest.raises(UnsupportedError, match="another axis"):
+        clipping.backward(losses_of(*batch))
+
+
 def test_a_module_that_says_so_itself_needs_no_declaration_and_allows_it() -> None:
     model = SequenceBias(D).double()
     losses_of = lambda x: model(x.transpose(0, 1)).pow(3).sum((0, 2))  # noqa: E731

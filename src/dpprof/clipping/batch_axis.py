@@ -1,8 +1,8 @@
 """Finds the layers that have the batch on their second axis, and runs their rules.
 
-A module of PyTorch or Opacus with ``batch_first=False`` says so, for the layers in it too. Other
-modules are declared. What the nearest module around a layer says holds; lengths say nothing. The
-first batch confirms it (``first_batch``).
+A module of PyTorch or Opacus with ``batch_first=False`` says so, for itself and the layers that it
+calls, which lie directly in it. Other modules are declared, with all modules in them. The nearest
+counts, and lengths say nothing. The first batch confirms it (``first_batch``).
 
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
@@ -31,7 +31,7 @@ _SAID_BY = {
     "opacus.layers.dp_multihead_attention.SequenceBias": "",
     "opacus.layers.dp_rnn.DPRNNBase": "",
 }
-"""By class, the module in it whose ``batch_first`` says where all of it has the batch."""
+"""By class, the module in it whose ``batch_first`` says where it and its layers have the batch."""
 
 _FIRST, _SECOND = SimpleNamespace(batch_first=True), SimpleNamespace(batch_first=False)
 
@@ -57,18 +57,23 @@ def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Mo
                 f"batch_second names {name!r}, which is no module of the model"
                 + (f"; is it {' or '.join(map(repr, close))}?" if close else "")
             )
-    said: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    inside: dict[str, bool] = {}
     sayers: dict[nn.Module, list[Any]] = defaultdict(list)
     for name, module in names.items():
-        own = _find_sayer(module)
-        if name in declared and own is not None and own.batch_first:
+        own, is_declared = _find_sayer(module), name in declared
+        if is_declared and own is not None and own.batch_first:
             raise ValueError(f"batch_second names {name!r}, which has batch_first=True")
-        around = said[name.rpartition(".")[0]] if name else _FIRST
-        said[name] = own or (_SECOND if name in declared else around)
-        if getattr(type(module), "forward", None) is nn.MultiheadAttention.forward:
-            said[name] = _SECOND  # whatever it gets itself, its rule gives its projection that
-        if not any(one is said[name] for one in sayers[module]):
-            sayers[module].append(said[name])
+        # The root's parent is itself, and says nothing yet.
+        around = name.rpartition(".")[0]
+        inside[name] = is_declared or inside.get(around, False)
+        setting = own or (None if is_declared else settings.get(around))
+        said = setting or (_SECOND if inside[name] else _FIRST)
+        # Whatever attention gets itself, its rule gives its projection (T, B, d).
+        is_attention = type(module).forward is nn.MultiheadAttention.forward
+        settings[name] = _SECOND if is_attention else own
+        if not any(one is said for one in sayers[module]):
+            sayers[module].append(said)
     return {module: found for module, found in sayers.items() if found != [_FIRST]}
 
 

@@ -70,8 +70,8 @@ class Clipping(ABC):
         public_buffers: Names of buffers, as in ``state_dict()``, that may change because they hold
             nothing of the samples.
         batch_second: Names of modules, as in ``named_modules()``, whose layers get the batch on
-            their second axis, (T, B, d). Modules with ``batch_first=False`` say so themselves, for
-            the layers in them too.
+            their second axis, (T, B, d). Modules of PyTorch and Opacus with ``batch_first=False``
+            say so themselves, for the layers directly in them too.
 
     Raises:
         UnsupportedError: A layer has no exact per-sample gradient, or no rule, or the model is
