@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping import BookKeeping
+from dpprof.clipping import BookKeeping, PerLayerClipping
 from dpprof.spec.registry import UnsupportedError
 
 B = T = 4  # of the same length: nothing may depend on lengths
@@ -176,6 +176,27 @@ def test_a_copy_is_a_plain_layer() -> None:
     assert torch.allclose(copied(x)[0], model(x)[0])
     clipping.remove()
     assert torch.equal(copied(x)[0], model(x)[0])
+
+
+class Outputs(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0].tanh()
+
+
+def test_a_subclass_may_call_the_layer_by_super() -> None:
+    model = Outputs(D, H, batch_first=True).double()
+    batch = (torch.randn(B, T, D, dtype=torch.float64),)
+    assert_exact(BookKeeping, model, batch, lambda x: model(x).square().sum((1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [(DPLSTM, "two layers"), (nn.LSTMCell, "more than once")]
+)
+def test_per_layer_refuses_what_it_would_clip_in_parts(kind, what) -> None:
+    model = kind(D, H)
+    x, state = torch.randn(B, D), (torch.zeros(B, H),) * 2
+    with pytest.raises((UnsupportedError, RuntimeError), match=what):
+        PerLayerClipping(model, 1.0).backward(model(x, model(x, state))[0].sum(1))
 
 
 class Cell(DPLSTMCell):

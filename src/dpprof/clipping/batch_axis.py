@@ -1,8 +1,8 @@
 """Finds the layers that have the batch on their second axis, and runs their rules.
 
-A module of PyTorch or Opacus with ``batch_first=False`` says so, for itself and the layers that it
+A module of PyTorch or Opacus has the setting ``batch_first``, for itself and the layers that it
 calls, which lie directly in it. Other modules are declared, with all modules in them. The nearest
-counts, and lengths say nothing. The first batch confirms it (``first_batch``).
+of both holds, and lengths decide nothing. The first batch confirms it (``first_batch``).
 
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dpprof.clipping.layers import Contributions, Receive
 from dpprof.spec.registry import UnsupportedError
 
-_SAID_BY = {
+_SETTING_IN = {
     "torch.nn.modules.activation.MultiheadAttention": "",
     "torch.nn.modules.rnn.RNNBase": "",
     "torch.nn.modules.transformer.Transformer": "",
@@ -31,16 +31,16 @@ _SAID_BY = {
     "opacus.layers.dp_multihead_attention.SequenceBias": "",
     "opacus.layers.dp_rnn.DPRNNBase": "",
 }
-"""By class, the module in it whose ``batch_first`` says where it and its layers have the batch."""
+"""By class, the module in it whose ``batch_first`` holds for it and the layers directly in it."""
 
 _FIRST, _SECOND = SimpleNamespace(batch_first=True), SimpleNamespace(batch_first=False)
 
-Sayers = Sequence[Any]
-"""Modules whose ``batch_first`` says where a layer has the batch; they may change it."""
+Settings = Sequence[Any]
+"""The modules whose ``batch_first`` holds for a layer, of which several may share it."""
 
 
-def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Module, Sayers]:
-    """Find the modules that may have the batch on their second axis, and what says so.
+def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Module, Settings]:
+    """Find the modules that may have the batch on their second axis, and their settings.
 
     Args:
         model: The model.
@@ -57,30 +57,29 @@ def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Mo
                 f"batch_second names {name!r}, which is no module of the model"
                 + (f"; is it {' or '.join(map(repr, close))}?" if close else "")
             )
-    settings: dict[str, Any] = {}
-    inside: dict[str, bool] = {}
-    sayers: dict[nn.Module, list[Any]] = defaultdict(list)
+    passed_on: dict[str, Any] = {}
+    is_inside: dict[str, bool] = {}
+    settings: dict[nn.Module, list[Any]] = defaultdict(list)
     for name, module in names.items():
-        own, is_declared = _find_sayer(module), name in declared
+        own, is_declared = _find_setting(module), name in declared
         if is_declared and own is not None and own.batch_first:
             raise ValueError(f"batch_second names {name!r}, which has batch_first=True")
-        # The root's parent is itself, and says nothing yet.
-        around = name.rpartition(".")[0]
-        inside[name] = is_declared or inside.get(around, False)
-        setting = own or (None if is_declared else settings.get(around))
-        said = setting or (_SECOND if inside[name] else _FIRST)
+        around = name.rpartition(".")[0]  # of the root the root, which has passed on nothing yet
+        is_inside[name] = is_declared or is_inside.get(around, False)
+        setting = own or (None if is_declared else passed_on.get(around))
+        setting = setting or (_SECOND if is_inside[name] else _FIRST)
         # Whatever attention gets itself, its rule gives its projection (T, B, d).
         is_attention = type(module).forward is nn.MultiheadAttention.forward
-        settings[name] = _SECOND if is_attention else own
-        if not any(one is said for one in sayers[module]):
-            sayers[module].append(said)
-    return {module: found for module, found in sayers.items() if found != [_FIRST]}
+        passed_on[name] = _SECOND if is_attention else own
+        if not any(one is setting for one in settings[module]):
+            settings[module].append(setting)
+    return {module: found for module, found in settings.items() if found != [_FIRST]}
 
 
-def _find_sayer(module: nn.Module) -> nn.Module | None:
-    """Find the module that says where a module has the batch; None where none does."""
+def _find_setting(module: nn.Module) -> nn.Module | None:
+    """Find the module whose setting holds for a module of a known class; None for others."""
     for base in type(module).__mro__:
-        name = _SAID_BY.get(f"{base.__module__}.{base.__qualname__}")
+        name = _SETTING_IN.get(f"{base.__module__}.{base.__qualname__}")
         if name is not None:
             try:
                 found = module.get_submodule(name)
@@ -90,25 +89,25 @@ def _find_sayer(module: nn.Module) -> nn.Module | None:
     return None
 
 
-def is_second(layer: nn.Module, sayers: Sayers) -> bool:
+def is_second(layer: nn.Module, settings: Settings) -> bool:
     """Tell whether a layer has the batch on its second axis now.
 
     Raises:
-        UnsupportedError: Its modules disagree.
+        UnsupportedError: Its settings disagree.
     """
-    said = {bool(one.batch_first) for one in sayers}
-    if len(said) > 1:
+    found = {bool(one.batch_first) for one in settings}
+    if len(found) > 1:
         raise UnsupportedError(
             f"{type(layer).__name__} is shared by modules of which one has the batch on the first "
             "axis and another on the second; give each a layer of its own"
         )
-    return said == {False}
+    return found == {False}
 
 
 def run_tokenwise(
     rule: Callable[..., Tensor],
     widths: int,
-    sayers: Sayers,
+    settings: Settings,
     layer: nn.Module,
     receive: Receive,
     *inputs: Any,
@@ -119,7 +118,7 @@ def run_tokenwise(
     Args:
         rule: The layer's rule, which takes the first axis for the batch.
         widths: How many axes of the input the layer treats as a token.
-        sayers: What says where the batch is.
+        settings: They say where the batch is.
         layer: The layer.
         receive: Receives its contributions.
         inputs: The layer's arguments.
@@ -129,7 +128,7 @@ def run_tokenwise(
         UnsupportedError: It gets something beside its input.
         ValueError: Its input has no second axis beside those of a token.
     """
-    if not is_second(layer, sayers):
+    if not is_second(layer, settings):
         return rule(layer, receive, *inputs, **named)
     name = type(layer).__name__
     given: Mapping[Any, Any] = {**dict(enumerate(inputs)), **named}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpprof.clipping.batch_axis import Sayers, is_second
+from dpprof.clipping.batch_axis import Settings, is_second
 from dpprof.clipping.contributions import SampleGradients
 from dpprof.clipping.layers import Receive, apply, as_own, autocast_dtype
 from dpprof.clipping.patching import PatchedLayer
@@ -170,9 +170,9 @@ def run_any_layer(layer: nn.Module, receive: Receive, *inputs: Any, **named: Any
 
 
 def run_any_layer_on(
-    sayers: Sayers, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any
+    settings: Settings, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any
 ) -> Tensor:
-    """Run a patched layer that has no rule, with the batch where ``sayers`` say.
+    """Run a patched layer that has no rule, with the batch where ``settings`` say.
 
     Raises:
         UnsupportedError: It gets no tensor, or a layer, or returns something else than a tensor.
@@ -188,7 +188,7 @@ def run_any_layer_on(
         )
     if not tensors:
         raise UnsupportedError(f"{name} has no rule and gets no tensor, so it has no samples")
-    axis = int(is_second(layer, sayers))
+    axis = int(is_second(layer, settings))
     if len({one.shape[axis : axis + 1] for one in tensors}) > 1 or tensors[0].dim() <= axis:
         shapes = ", ".join(str(tuple(one.shape)) for one in tensors)
         raise ValueError(

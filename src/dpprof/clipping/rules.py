@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from dpprof.clipping.attention import refuse_other_projection, run_attention
-from dpprof.clipping.batch_axis import Sayers, run_tokenwise
+from dpprof.clipping.batch_axis import Settings, run_tokenwise
 from dpprof.clipping.coverage import refuse_wrapper, trained_in
 from dpprof.clipping.embedding_bag import run_embedding_bag
 from dpprof.clipping.head import HeadLoss, run_head
@@ -82,6 +82,9 @@ _KNOWN: Mapping[LayerRule, str] = {
 }
 """The names of the parameters that a rule knows; other rules know a weight and a bias."""
 
+_CALLED_BY_SUPER = (run_embedding, run_embedding_bag, run_recurrent, run_cell)
+"""Rules that also run a layer whose own ``forward`` calls the base's."""
+
 _TOKENWISE: Mapping[LayerRule, int] = {
     run_linear_or_head: 1,
     run_conv1d: 1,
@@ -93,7 +96,7 @@ _TOKENWISE: Mapping[LayerRule, int] = {
 
 
 def find_rules(
-    model: nn.Module, wrapper: nn.Module | None, second: Mapping[nn.Module, Sayers]
+    model: nn.Module, wrapper: nn.Module | None, second: Mapping[nn.Module, Settings]
 ) -> dict[nn.Module, Found]:
     """Find the rule of each layer that is trained.
 
@@ -112,7 +115,9 @@ def find_rules(
         refuse_mixing(layer)
         found = find_rule(layer) if _is_run(layer) else None
         if found is not None:
-            rules[layer] = _let_batch_be_second(found, layer, second) if layer in second else found
+            rules[layer] = found
+            if layer in second:
+                rules[layer] = _let_batch_be_second(found, layer, second[layer])
     return rules
 
 
@@ -122,18 +127,16 @@ def _is_run(layer: nn.Module) -> bool:
     return bool(trained_in(layer) or trained_in(used))
 
 
-def _let_batch_be_second(
-    found: Found, layer: nn.Module, second: Mapping[nn.Module, Sayers]
-) -> Found:
+def _let_batch_be_second(found: Found, layer: nn.Module, settings: Settings) -> Found:
     """Let a layer's rule run it where its batch is; some know it themselves, or have it first."""
     rule = found.rule
     if rule is run_any_layer:
-        return found._replace(rule=partial(run_any_layer_on, second[layer]))
+        return found._replace(rule=partial(run_any_layer_on, settings))
     is_norm = isinstance(getattr(rule, "__self__", None), Recognised)
     if rule not in _TOKENWISE and not is_norm:
         return found
     widths = len(getattr(layer, "normalized_shape", ())) or _TOKENWISE.get(rule, 1)
-    return found._replace(rule=partial(run_tokenwise, rule, widths, second[layer]))
+    return found._replace(rule=partial(run_tokenwise, rule, widths, settings))
 
 
 def refuse_mixing(layer: nn.Module) -> None:
@@ -176,9 +179,10 @@ def find_rule(layer: nn.Module) -> Found | None:
     None for a module that contains layers, or holds parameters that others use: these must enter
     for all samples (``broadcasts``).
 
-    A subclass has the rule of the class whose ``forward`` it inherits. A subclass of ``Embedding``
-    may also call it by ``super()``, as in OPT and Gemma; ``torch.func`` would need a whole table
-    for each sample. A layer that computes an RMS norm has the rule of RMS norms.
+    A subclass has the rule of the class whose ``forward`` it inherits. A subclass of an embedding
+    or a recurrent layer may also call it by ``super()``, as in OPT and Gemma; ``torch.func`` would
+    need a whole table for each sample, or cannot. A layer that computes an RMS norm has the rule of
+    RMS norms.
 
     Raises:
         UnsupportedError: The layer's parameters are computed from others, it is patched by another
@@ -220,8 +224,6 @@ def _find_by_class(layer: nn.Module) -> Found | None:
         if rule is None:
             continue
         inherits = vars(base).get("forward") == own.forward
-        if rule is run_attention:
-            refuse_other_projection(layer)
         known = re.compile(_KNOWN.get(rule, "weight|bias"))
         own_names = (name for name, _ in layer.named_parameters(recurse=False))
         unknown = [name for name in own_names if not known.fullmatch(name)]
@@ -230,8 +232,10 @@ def _find_by_class(layer: nn.Module) -> Found | None:
                 f"{own.__name__} has a parameter {min(unknown)} that its rule does not know; a "
                 "re-parametrized weight, such as weight_norm's, has no per-sample gradient"
             )
-        if not inherits and (rule is not run_embedding or unknown):
+        if not inherits and (rule not in _CALLED_BY_SUPER or unknown):
             return None
+        if rule is run_attention:
+            refuse_other_projection(layer)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(layer, option, None) and rule in (run_embedding, run_embedding_bag):
                 raise UnsupportedError(
