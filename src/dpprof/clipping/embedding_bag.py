@@ -1,5 +1,7 @@
 """The rule of embedding bags: a lookup, and the sum, mean or maximum of each bag.
 
+Memory beyond PyTorch's: the rows that are looked up, (B, T, d); bags of other lengths are padded.
+
 Shape legend: B samples, which are bags, T entries of the longest bag, d width.
 """
 
