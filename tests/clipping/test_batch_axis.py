@@ -125,6 +125,21 @@ def test_a_module_that_says_so_itself_needs_no_declaration_and_allows_it() -> No
         model.zero_grad()
 
 
+def test_a_setting_that_changes_is_verified_again() -> None:
+    model = nn.LSTM(D, D, batch_first=True)
+    clipping = BookKeeping(model, 1.0)
+    x = torch.randn(B, T, D)
+    for batch_first in (True, False, True):
+        model.batch_first = batch_first
+        losses = model(x)[0].square().sum((1, 2))
+        if batch_first:
+            clipping.backward(losses)
+            model.zero_grad()
+        else:
+            with pytest.raises(UnsupportedError, match="depends on what LSTM computed"):
+                clipping.backward(losses)
+
+
 @pytest.mark.parametrize(
     ("model", "names", "what"),
     [

@@ -104,6 +104,14 @@ def is_second(layer: nn.Module, settings: Settings) -> bool:
     return found == {False}
 
 
+def describe(found: Mapping[nn.Module, Settings]) -> set[str]:
+    """Tell the settings of today; where one changes, the next batch is verified again."""
+    return {
+        f"{type(layer).__name__} {at} has batch_first={[one.batch_first for one in settings]}"
+        for at, (layer, settings) in enumerate(found.items())
+    }
+
+
 def run_tokenwise(
     rule: Callable[..., Tensor],
     widths: int,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dpprof.clipping.batch_axis import find_batch_second
+from dpprof.clipping.batch_axis import describe, find_batch_second
 from dpprof.clipping.broadcasts import Broadcasts
 from dpprof.clipping.calls import LayerCall
 from dpprof.clipping.contributions import SampleGradients, Summable, zero_samples
@@ -158,7 +158,8 @@ class Clipping(ABC):
         """Sums that are not in ``.grad`` yet, under ``fully_shard``."""
 
         self._first_batches = FirstBatches(first_batch, self.ranks, self._name_of_layer)
-        rules = find_rules(model, self.ranks.wrapper, find_batch_second(model, batch_second))
+        self._batch_second = find_batch_second(model, batch_second)
+        rules = find_rules(model, self.ranks.wrapper, self._batch_second)
         self._layers = list(rules)
         own = {
             layer: {name: self.ranks.own(p) for name, p in trained_in(layer).items()}
@@ -370,7 +371,7 @@ class Clipping(ABC):
             nodes, len(losses), self._loose, self.name_of, may_expand=is_alone
         )
         if is_alone:
-            self._first_batches.expect(self._broadcasts.ways)
+            self._first_batches.expect(self._broadcasts.ways | describe(self._batch_second))
         return nodes
 
     def verify_released(self) -> None:

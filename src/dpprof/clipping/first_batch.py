@@ -67,10 +67,10 @@ class FirstBatches:
         self._verified_ways: set[str] | None = None
 
     def expect(self, ways: set[str]) -> None:
-        """Verify again where a value enters for all samples in a way that was not verified.
+        """Verify again where the coming batch is computed in a way that was not verified.
 
         Args:
-            ways: How values enter in the coming batch (``broadcasts``).
+            ways: How values enter for all samples (``broadcasts``), and settings (``batch_axis``).
         """
         self._ways = ways
         if self.are_verified and self._verified_ways is not None:
