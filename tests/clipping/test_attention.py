@@ -143,6 +143,33 @@ def test_attention_that_is_frozen_in_part_used_twice_and_checkpointed_is_exact(f
     assert_exact(way, model, (torch.randn(B, T, E, dtype=torch.float64),), run, tolerance=1e-10)
 
 
+class SelfAttention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+class OwnAttention(nn.MultiheadAttention):
+    def forward(self, x):
+        return self.out_proj(x @ self.in_proj_weight.T[:, :E])
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_subclass_may_call_attention_by_super(batch_first) -> None:
+    model = SelfAttention(E, HEADS, batch_first=batch_first).double()
+
+    def run(x):
+        y = model(x if batch_first else x.transpose(0, 1))
+        return (y if batch_first else y.transpose(0, 1)).pow(3).sum((1, 2))
+
+    assert_exact(BookKeeping, model, (torch.randn(B, T, E, dtype=torch.float64),), run)
+
+
+def test_attention_of_another_kind_is_refused() -> None:
+    model = OwnAttention(E, HEADS, batch_first=True)
+    with pytest.raises(UnsupportedError, match="in_proj_weight belongs to a module that no rule"):
+        BookKeeping(model, 1.0).backward(model(torch.randn(B, T, E)).sum((1, 2)))
+
+
 def test_random_numbers_are_drawn_as_without_clipping() -> None:
     for batch_first in (True, False):
         model = nn.TransformerEncoderLayer(E, HEADS, 8, 0.5, batch_first=batch_first)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpprof.clipping.layers import Contributions, Receive
+from dpprof.clipping.patching import calls_forward_of
 from dpprof.spec.registry import UnsupportedError
 
 _SETTING_IN = {
@@ -69,11 +70,16 @@ def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Mo
         setting = own or (None if is_declared else passed_on.get(around))
         setting = setting or (_SECOND if is_inside[name] else _FIRST)
         # Whatever attention gets itself, its rule gives its projection (T, B, d).
-        is_attention = type(module).forward is nn.MultiheadAttention.forward
-        passed_on[name] = _SECOND if is_attention else own
+        passed_on[name] = _SECOND if _is_attention(module) else own
         if not any(one is setting for one in settings[module]):
             settings[module].append(setting)
     return {module: found for module, found in settings.items() if found != [_FIRST]}
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Tell whether the rule of attention runs a module."""
+    base = nn.MultiheadAttention
+    return isinstance(module, base) and calls_forward_of(type(module), base)
 
 
 def _find_setting(module: nn.Module) -> nn.Module | None:

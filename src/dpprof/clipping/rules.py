@@ -1,6 +1,5 @@
 """Finds the rule that runs a layer, and refuses layers that cannot be clipped."""
 
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,7 +22,7 @@ from dpprof.clipping.layers import (
     run_rms_norm,
 )
 from dpprof.clipping.layers_without_rule import run_any_layer, run_any_layer_on
-from dpprof.clipping.patching import PatchedLayer, is_patched
+from dpprof.clipping.patching import PatchedLayer, calls_forward_of, is_patched
 from dpprof.clipping.recurrent import run_cell, run_opacus_recurrent, run_recurrent
 from dpprof.clipping.rms_norms import Recognised, recognise
 from dpprof.spec.registry import UnsupportedError
@@ -82,7 +81,7 @@ _KNOWN: Mapping[LayerRule, str] = {
 }
 """The names of the parameters that a rule knows; other rules know a weight and a bias."""
 
-_CALLED_BY_SUPER = (run_embedding, run_embedding_bag, run_recurrent, run_cell)
+_CALLED_BY_SUPER = (run_embedding, run_embedding_bag, run_attention, run_recurrent, run_cell)
 """Rules that also run a layer whose own ``forward`` calls the base's."""
 
 _TOKENWISE: Mapping[LayerRule, int] = {
@@ -179,10 +178,10 @@ def find_rule(layer: nn.Module) -> Found | None:
     None for a module that contains layers, or holds parameters that others use: these must enter
     for all samples (``broadcasts``).
 
-    A subclass has the rule of the class whose ``forward`` it inherits. A subclass of an embedding
-    or a recurrent layer may also call it by ``super()``, as in OPT and Gemma; ``torch.func`` would
-    need a whole table for each sample, or cannot. A layer that computes an RMS norm has the rule of
-    RMS norms.
+    A subclass has the rule of the class whose ``forward`` it inherits. A subclass of an embedding,
+    attention or a recurrent layer may also call it by ``super()``, as in OPT and Gemma;
+    ``torch.func`` would need a whole table for each sample, or cannot. A layer that computes an RMS
+    norm has the rule of RMS norms.
 
     Raises:
         UnsupportedError: The layer's parameters are computed from others, it is patched by another
@@ -241,16 +240,5 @@ def _find_by_class(layer: nn.Module) -> Found | None:
                 raise UnsupportedError(
                     f"an embedding with {option} has no exact per-sample gradient"
                 )
-        return Found(rule, own if inherits else base) if _calls_forward_of(own, base) else None
+        return Found(rule, own if inherits else base) if calls_forward_of(own, base) else None
     return None
-
-
-def _calls_forward_of(own: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Tell whether every ``forward`` between a class and its base calls the next by ``super()``.
-
-    One that uses the parameters otherwise too is found in backward, as a use outside of the layer.
-    """
-    between = own.__mro__[: own.__mro__.index(base)]
-    written = [inspect.unwrap(vars(one)["forward"]) for one in between if "forward" in vars(one)]
-    codes = [getattr(one, "__code__", None) for one in written]
-    return all(code and {"super", "forward"} <= set(code.co_names) for code in codes)
