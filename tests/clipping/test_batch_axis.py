@@ -3,7 +3,7 @@
 import pytest
 import torch
 from opacus.layers import DPMultiheadAttention, SequenceBias
-from small_models import EVERY, FLAT, Scale, assert_exact, assert_exact_by_layer
+from small_models import EVERY, FLAT, Scale, assert_exact, assert_exact_by_layer, gradients
 from torch import nn
 
 from dpprof.clipping import BookKeeping, PerLayerClipping, linear_cross_entropy
@@ -61,6 +61,17 @@ def test_a_declaration_that_is_wrong_is_refused_on_the_first_batch(names) -> Non
     clipping = BookKeeping(model, 1.0, batch_second=names)
     with pytest.raises(UnsupportedError, match="another axis"):
         clipping.backward(run(model)(*draw()))
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("names", [[], [""]])
+def test_samples_without_tokens_have_no_gradient(names, way) -> None:
+    model = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, D), nn.LayerNorm(D), Scale(D))
+    clipping = way(model, 1.0, batch_second=names)
+    ids = torch.zeros((0, B) if names else (B, 0), dtype=torch.long)
+    clipping.backward(model(ids).sum((0, 2) if names else (1, 2)))
+    assert clipping.sample_norms.tolist() == [0.0] * B
+    assert not gradients(model).any()
 
 
 def test_another_length_is_refused_where_the_first_batch_is_trusted() -> None:
