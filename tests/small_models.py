@@ -179,15 +179,36 @@ def one_by_one(losses_of, model: nn.Module, batch: tuple[Tensor, ...], bound: fl
     return norms, factors @ torch.stack(samples), bound
 
 
-def assert_exact(way, model: nn.Module, batch, losses_of=None, *, bound=None, tolerance=1e-9):
+def assert_exact(
+    way, model: nn.Module, batch, losses_of=None, *, bound=None, tolerance=1e-9, **options
+):
     """Clip a batch as samples one at a time are clipped; returns the clipping."""
     losses_of = losses_of or model.losses
     norms, total, bound = one_by_one(losses_of, model, batch, bound)
-    clipping = way(model, bound)
+    clipping = way(model, bound, **options)
     clipping.backward(losses_of(*batch))
     assert (gradients(model) - total).norm() <= tolerance * total.norm()
     assert (clipping.sample_norms - norms).norm() <= tolerance * norms.norm()
     return clipping
+
+
+def assert_exact_by_layer(
+    model: nn.Module, batch, losses_of, *, bound=1.0, tolerance=1e-9, **options
+):
+    """Clip each layer of a batch as those of samples one at a time are clipped."""
+    clipping = PerLayerClipping(model, bound, **options)
+    expected = dict.fromkeys(model.parameters(), 0)
+    for sample in zip(*batch, strict=True):
+        with clipping.disabled():
+            losses_of(*(part[None] for part in sample)).sum().backward()
+        for layer, own_bound in clipping.groups:
+            norm = torch.cat([p.grad.flatten() for p in layer]).norm()
+            for p in layer:
+                expected[p] = expected[p] + p.grad * min(1, own_bound / (norm + 1e-6))
+        model.zero_grad()
+    clipping.backward(losses_of(*batch))
+    for p, total in expected.items():
+        assert (p.grad - total).norm() <= tolerance * total.norm()
 
 
 def build(kind: str = "layer norm", *, bias: bool = True, variant: str = "plain") -> Small:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from opacus.layers import DPMultiheadAttention
+from opacus.layers import DPLSTM, DPMultiheadAttention
 from small_models import Conv1D, Scale, twice
 from torch import nn
 from torch.nn.utils.parametrizations import orthogonal
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from dpprof.clipping.book_keeping import BookKeeping
@@ -109,6 +110,30 @@ def attend(inside, x):
     return inside(x, x, x)[0]
 
 
+def recur(inside, x):
+    return inside(x)[0]
+
+
+def recur_packed(inside, x):
+    lengths = (x[:, :, 0] > 0).sum(1).clamp(min=1)
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return pad_packed_sequence(inside(packed)[0], batch_first=True, total_length=T)[0]
+
+
+def run_cell(inside, x):
+    return inside(x[:, 0], inside(x[:, 1]))[0][:, None]
+
+
+def time_first(inside, x):
+    return inside(x.transpose(0, 1)).transpose(0, 1)
+
+
+class NamedInside(Between):
+    """Declares that ``inside`` has the batch on its second axis."""
+
+    options = {"batch_second": ["inside"]}  # noqa: RUF012
+
+
 def looked_up(**options):
     return Between(nn.Embedding(5, D, **options), lambda inside, x: x + inside(ids_of(x)))
 
@@ -146,6 +171,37 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(D, D), lambda inside, x: in_bfloat16(lambda: inside(x)).float()
     ),
     "`torch.compile` of the model": lambda: Between(nn.Linear(D, D)),
+    "`MultiheadAttention`": lambda: Between(
+        nn.MultiheadAttention(D, 2, batch_first=True, add_bias_kv=True), attend
+    ),
+    "`TransformerEncoder`": lambda: Between(
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 8, batch_first=True), 2)
+    ),
+    "`TransformerDecoder`": lambda: Between(
+        nn.TransformerDecoder(nn.TransformerDecoderLayer(D, 2, 8, batch_first=True), 2),
+        lambda inside, x: inside(x, x),
+    ),
+    "`Transformer`": lambda: Between(
+        nn.Transformer(D, 2, 1, 1, 8, batch_first=True), lambda inside, x: inside(x, x)
+    ),
+    "Opacus's `DPMultiheadAttention`": lambda: Between(
+        DPMultiheadAttention(D, 2, add_bias_kv=True, batch_first=True), attend
+    ),
+    "`LSTM`": lambda: Between(nn.LSTM(D, D, 2, dropout=0.1, batch_first=True), recur),
+    "`GRU`": lambda: Between(nn.GRU(D, 3, bidirectional=True, batch_first=True), recur),
+    "`RNN`": lambda: Between(nn.RNN(D, D, batch_first=True), recur),
+    "`LSTMCell`": lambda: Between(nn.LSTMCell(D, D), run_cell),
+    "packed sequences": lambda: Between(nn.LSTM(D, D), recur_packed),
+    "Opacus's `DPLSTM`": lambda: Between(DPLSTM(D, D, batch_first=True), recur),
+    "`EmbeddingBag`": lambda: Between(
+        nn.EmbeddingBag(5, D, mode="max"), lambda inside, x: x + inside(ids_of(x))[:, None]
+    ),
+    "module with `batch_first=False`": lambda: Between(
+        nn.TransformerEncoderLayer(D, 2, 8), time_first
+    ),
+    "module that `batch_second` names": lambda: NamedInside(
+        nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D)), time_first
+    ),
     "frozen parameters": lambda: Between(nn.Linear(D, D).requires_grad_(False)),
     "dropout beside a layer without a rule": lambda: Between(
         nn.Sequential(Scale(D), nn.Dropout(0.5))
@@ -177,8 +233,10 @@ def step_twice_clipped(scaled: bool) -> None:
     optimizer.step()
 
 
-def clip(model: nn.Module, change: Callable[[nn.Module], object] = lambda _: None) -> None:
-    clipping = BookKeeping(model, 1.0)
+def clip(
+    model: nn.Module, change: Callable[[nn.Module], object] = lambda _: None, **options
+) -> None:
+    clipping = BookKeeping(model, 1.0, **options)
     change(model)
     clipping.backward(model(torch.randn(B, T, D)).sum((1, 2)))
 
@@ -243,8 +301,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     "layer that changes between forward and backward": change_before_backward,
     "passes of `FlashClipping` that differ": draw_twice,
     "buffer that forward changes": lambda: clip(Between(Counts())),
-    "`DPMultiheadAttention` with `add_bias_kv`": lambda: clip(
-        Between(DPMultiheadAttention(D, 2, add_bias_kv=True), attend)
+    "module that `batch_second` names wrongly": lambda: clip(
+        Between(nn.Linear(D, D), lambda inside, x: inside(x[:, :B])), batch_second=["inside"]
     ),
     "samples and tokens in one axis": lambda: clip(
         Between(nn.Linear(D, D), lambda inside, x: inside(x.flatten(0, 1)).view(x.shape))
@@ -257,10 +315,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     "`InstanceNorm1d` that tracks statistics": lambda: clip(
         Between(nn.InstanceNorm1d(T, track_running_stats=True))
     ),
-    "`MultiheadAttention`": lambda: clip(
-        Between(nn.MultiheadAttention(D, 2, batch_first=True), attend)
+    "`LSTM` that gets time for the batch": lambda: clip(
+        Between(nn.LSTM(D, D), lambda inside, x: inside(x[:, :B])[0])
     ),
-    "`GRU`": lambda: clip(Between(nn.GRU(D, D, batch_first=True), lambda inside, x: inside(x)[0])),
     "`Embedding` with `max_norm`": lambda: clip(looked_up(max_norm=1.0)),
     "parametrized weight": lambda: clip(Between(orthogonal(nn.Linear(D, D)))),
     "`weight_norm` of old": lambda: clip(Between(nn.utils.weight_norm(nn.Linear(D, D)))),
@@ -294,7 +351,7 @@ def test_what_is_said_to_be_exact_is(what, way) -> None:
     run = model
     if "compile" in what:
         run = torch.compile(model, backend="eager")
-    clipping = way(model, 0.5)
+    clipping = way(model, 0.5, **getattr(model, "options", {}))
     if "compile" in what and way is BookKeeping:
         run = torch.compile(model, backend="eager")
     x = torch.randn(B, T, D)

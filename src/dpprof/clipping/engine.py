@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dpprof.clipping.batch_axis import describe, find_batch_second
 from dpprof.clipping.broadcasts import Broadcasts
 from dpprof.clipping.calls import LayerCall
 from dpprof.clipping.contributions import (
@@ -73,6 +74,9 @@ class Clipping(ABC):
             ``first_batch`` says what that proves); ``trusted`` does not.
         public_buffers: Names of buffers, as in ``state_dict()``, that may change because they hold
             nothing of the samples.
+        batch_second: Names of modules, as in ``named_modules()``, whose layers get the batch on
+            their second axis, (T, B, d). Modules of PyTorch and Opacus with ``batch_first=False``
+            say so themselves, for the layers directly in them too.
 
     Raises:
         UnsupportedError: A layer has no exact per-sample gradient, or no rule, or the model is
@@ -114,6 +118,7 @@ class Clipping(ABC):
         *,
         first_batch: str = "verified",
         public_buffers: Collection[str] = (),
+        batch_second: Collection[str] = (),
     ) -> None:
         self.model = model
         self.max_grad_norm = max_grad_norm
@@ -158,7 +163,8 @@ class Clipping(ABC):
         """Sums that are not in ``.grad`` yet, under ``fully_shard``."""
 
         self._first_batches = FirstBatches(first_batch, self.ranks, self._name_of_layer)
-        rules = find_rules(model, self.ranks.wrapper)
+        self._batch_second = find_batch_second(model, batch_second)
+        rules = find_rules(model, self.ranks.wrapper, self._batch_second)
         self._layers = list(rules)
         own = {
             layer: {name: self.ranks.own(p) for name, p in trained_in(layer).items()}
@@ -369,7 +375,7 @@ class Clipping(ABC):
             nodes, len(losses), self._loose, self.name_of, may_expand=is_alone
         )
         if is_alone:
-            self._first_batches.expect(self._broadcasts.ways)
+            self._first_batches.expect(self._broadcasts.ways | describe(self._batch_second))
         return nodes
 
     def verify_released(self) -> None:
@@ -619,7 +625,7 @@ def _run(
     receive: Callable[..., None],
     *inputs: Any,
     **named: Any,
-) -> Tensor:
+) -> Any:
     refuse_other_wrapper(ranks)
     call = LayerCall(layer)
     y = rule(layer, partial(receive, call), *inputs, **named)
@@ -628,10 +634,10 @@ def _run(
 
 
 @functools.cache
-def _make_uncompiled() -> Callable[..., Tensor]:
+def _make_uncompiled() -> Callable[..., Any]:
     """Return ``_run`` as ``torch.compile`` leaves it alone; what that needs is imported late."""
     reason = "a layer that is clipped cannot be compiled; leave out fullgraph=True"
-    uncompiled: Callable[..., Tensor] = torch.compiler.disable(_run, reason=reason)  # type: ignore[no-untyped-call]
+    uncompiled: Callable[..., Any] = torch.compiler.disable(_run, reason=reason)  # type: ignore[no-untyped-call]
     return uncompiled
 
 

@@ -67,10 +67,10 @@ class FirstBatches:
         self._verified_ways: set[str] | None = None
 
     def expect(self, ways: set[str]) -> None:
-        """Verify again where a value enters for all samples in a way that was not verified.
+        """Verify again where the coming batch is computed in a way that was not verified.
 
         Args:
-            ways: How values enter in the coming batch (``broadcasts``).
+            ways: How values enter for all samples (``broadcasts``), and settings (``batch_axis``).
         """
         self._ways = ways
         if self.are_verified and self._verified_ways is not None:
@@ -150,8 +150,9 @@ class _Batch:
                 f"sample {others[0]}: code after it mixes samples, or another axis comes first"
             )
         return (
-            f"{problem}; keep samples apart and on the first axis everywhere "
-            "(first_batch='trusted' skips this check, and clips wrongly where it would fail)"
+            f"{problem}; keep samples apart, and on the first axis everywhere, or on the second "
+            "where batch_second says so (first_batch='trusted' skips this check, and clips "
+            "wrongly where it would fail)"
         )
 
 
@@ -168,6 +169,8 @@ def _gradients_of(contribution: Contribution) -> Tensor:
 
 def _find_nonzero(gradients: Tensor, axis: int) -> list[int]:
     """List the places on an axis where something is not zero; NaN counts as zero."""
+    if not gradients.numel():
+        return []
     others = [at for at in range(gradients.dim()) if at != axis]
     largest = torch.linalg.vector_norm(gradients, torch.inf, dim=others)
     places: list[int] = (largest > 0).nonzero().flatten().tolist()

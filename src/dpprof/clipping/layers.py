@@ -134,8 +134,10 @@ class _Embedding(torch.autograd.Function):
         shared = getattr(ctx, "shared", None)
         g_B = g if shared is None else shared.take(g)
         ids_B = ids if shared is None else ids.expand(len(g_B), *ids.shape)
-        ids_BT, g_BTd = ids_B.reshape(len(g_B), -1), g_B.reshape(len(g_B), -1, g.shape[-1])
-        contribution = Lookup(ids_BT, g_BTd, ctx.weight.shape[0], ctx.padding)
+        g_BTd = _flatten(g_B)
+        contribution = Lookup(
+            ids_B.reshape(g_BTd.shape[:2]), g_BTd, ctx.weight.shape[0], ctx.padding
+        )
         ctx.receive([(ctx.weight, contribution)])
         return None, None, None, None
 

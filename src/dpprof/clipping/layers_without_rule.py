@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dpprof.clipping.batch_axis import Settings, is_second
 from dpprof.clipping.contributions import SampleGradients
 from dpprof.clipping.layers import Receive, apply, as_own, autocast_dtype
 from dpprof.clipping.patching import PatchedLayer
@@ -18,6 +19,8 @@ _SAME = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 _SAME_IN_16_BITS = 2.0**-5
 
+_ORDER = ("first", "second")
+
 
 class _Call(nn.Module):
     """One call of a layer's original ``forward``, to be repeated with other tensors.
@@ -28,11 +31,14 @@ class _Call(nn.Module):
         layer: The layer.
         arguments: Positional and keyword arguments, flattened.
         structure: How to unflatten them.
+        axis: The axis of the batch, in tensors and in the output.
     """
 
-    def __init__(self, layer: PatchedLayer, arguments: Sequence[Any], structure: Any) -> None:
+    def __init__(
+        self, layer: PatchedLayer, arguments: Sequence[Any], structure: Any, axis: int
+    ) -> None:
         super().__init__()
-        self.layer, self._structure = layer, structure
+        self.layer, self._structure, self.axis = layer, structure, axis
         self._places = [at for at, one in enumerate(arguments) if isinstance(one, Tensor)]
         self._arguments = [None if isinstance(one, Tensor) else one for one in arguments]
         self.autocast = autocast_dtype(arguments[self._places[0]])
@@ -64,22 +70,23 @@ class _AnyLayer(torch.autograd.Function):
         name = type(call.layer).__name__
         if not isinstance(y, Tensor):
             raise UnsupportedError(f"{name} has no rule and does not return a tensor")
-        if y.shape[:1] != tensors[-1].shape[:1]:
+        axis = call.axis
+        if y.dim() <= axis or y.shape[axis] != tensors[-1].shape[axis]:
             raise ValueError(
-                f"{name} has no rule, so the first axis of what it returns must be the batch; it "
-                f"got {tuple(tensors[-1].shape)} and returned {tuple(y.shape)}; freeze its "
-                "parameters, or do without it (Opacus's DPMultiheadAttention: add_bias_kv=False)"
+                f"{name} has no rule, so the {_ORDER[axis]} axis of what it returns must be the "
+                f"batch; it got {tuple(tensors[-1].shape)} and returned {tuple(y.shape)}; name it "
+                "in batch_second if its second axis is, or freeze its parameters"
             )
         held = {one.untyped_storage()._cdata for one in tensors}  # noqa: SLF001 (no public name)
         # In-place code after the layer must not reach the inputs of the layer.
         y = y.clone() if y.untyped_storage()._cdata in held else as_own(y)  # noqa: SLF001
-        ctx.projected_B = _project(y) if any(ctx.needs_input_grad) else None
+        ctx.projected_B = _project(y.transpose(0, axis)) if any(ctx.needs_input_grad) else None
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         call: _Call = ctx.call
-        count = len(call.names)
+        count, axis = len(call.names), call.axis
         inputs = ctx.saved_tensors
         needed = [i for i in range(len(inputs)) if ctx.needs_input_grad[2 + count + i]]
 
@@ -87,17 +94,17 @@ class _AnyLayer(torch.autograd.Function):
             *xs, g_b = sample
 
             def run(parameters: Sequence[Tensor], differentiated: Sequence[Tensor]) -> Tensor:
-                batch = [x[None] for x in xs]
+                batch = [x.unsqueeze(axis) for x in xs]
                 for i, x in zip(needed, differentiated, strict=True):
-                    batch[i] = x[None]
+                    batch[i] = x.unsqueeze(axis)
                 y: Tensor = call.run_with(parameters, batch)
-                return y[0]
+                return y.select(axis, 0)
 
             y, pull_back, *_ = torch.func.vjp(run, list(ctx.clipped), [xs[i] for i in needed])
             return *pull_back(g_b.to(y.dtype)), y
 
         with torch.autocast(g.device.type, dtype=call.autocast, enabled=call.autocast is not None):
-            parts = [_make_contiguous(part) for part in (*inputs, g)]
+            parts = [_make_contiguous(part.transpose(0, axis)) for part in (*inputs, g)]
             if call.autocast is not None:
                 # vmap of a group norm's backward with float32 weights accepts no other inputs.
                 parts = [part.float() if part.dtype == call.autocast else part for part in parts]
@@ -110,7 +117,10 @@ class _AnyLayer(torch.autograd.Function):
             if parameter.requires_grad
         ]
         ctx.receive(contributions, changed_B)
-        found = {i: one.to(inputs[i].dtype) for i, one in zip(needed, of_inputs, strict=True)}
+        found = {
+            i: one.transpose(0, axis).to(inputs[i].dtype)
+            for i, one in zip(needed, of_inputs, strict=True)
+        }
         return None, None, *[None] * count, *[found.get(i) for i in range(len(inputs))]
 
 
@@ -155,7 +165,14 @@ def _map_over_samples(function: Callable[..., Any], call: _Call, *tensors: Tenso
 
 
 def run_any_layer(layer: nn.Module, receive: Receive, *inputs: Any, **named: Any) -> Tensor:
-    """Run a patched layer that has no rule.
+    """Run a patched layer that has no rule, with the batch on the first axis."""
+    return run_any_layer_on((), layer, receive, *inputs, **named)
+
+
+def run_any_layer_on(
+    settings: Settings, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any
+) -> Tensor:
+    """Run a patched layer that has no rule, with the batch where ``settings`` say.
 
     Raises:
         UnsupportedError: It gets no tensor, or a layer, or returns something else than a tensor.
@@ -171,12 +188,13 @@ def run_any_layer(layer: nn.Module, receive: Receive, *inputs: Any, **named: Any
         )
     if not tensors:
         raise UnsupportedError(f"{name} has no rule and gets no tensor, so it has no samples")
-    if len({one.shape[:1] for one in tensors}) > 1 or not tensors[0].dim():
+    axis = int(is_second(layer, settings))
+    if len({one.shape[axis : axis + 1] for one in tensors}) > 1 or tensors[0].dim() <= axis:
         shapes = ", ".join(str(tuple(one.shape)) for one in tensors)
         raise ValueError(
-            f"{name} has no rule, so the first axis of each tensor that it gets must be the batch; "
-            f"it got {shapes}"
+            f"{name} has no rule, so the {_ORDER[axis]} axis of each tensor that it gets must be "
+            f"the batch; it got {shapes}"
         )
     assert isinstance(layer, PatchedLayer)
-    call = _Call(layer, arguments, structure)
+    call = _Call(layer, arguments, structure, axis)
     return apply(_AnyLayer, call, receive, *call.parameters(), *tensors)

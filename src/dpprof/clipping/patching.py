@@ -9,6 +9,7 @@ parameters are new, so no clipping knows them.
 
 import copyreg
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -105,3 +106,14 @@ def unpatch_layer(layer: nn.Module) -> None:
     # A class derived from the patched one since then runs the original forward without a patch.
     if isinstance(layer, PatchedLayer) and PatchedLayer in type(layer).__bases__:
         layer.__class__ = layer.original  # type: ignore[assignment]
+
+
+def calls_forward_of(own: type[nn.Module], base: type[nn.Module]) -> bool:
+    """Tell whether every ``forward`` between a class and its base calls the next by ``super()``.
+
+    One that uses the parameters otherwise too is found in backward, as a use outside of the layer.
+    """
+    between = own.__mro__[: own.__mro__.index(base)]
+    written = [inspect.unwrap(vars(one)["forward"]) for one in between if "forward" in vars(one)]
+    codes = [getattr(one, "__code__", None) for one in written]
+    return all(code and {"super", "forward"} <= set(code.co_names) for code in codes)

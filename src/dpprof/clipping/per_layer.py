@@ -72,7 +72,7 @@ class PerLayerClipping(Clipping):
         if self.ranks.size > 1 or self.ranks.is_sharded:
             self.remove()
             raise UnsupportedError("per-layer clipping does not work with several ranks yet")
-        self._layer_count = len(self._layers)
+        self._layer_count = sum(bool(trained_in(layer)) for layer in model.modules())
         self._kept: dict[nn.Parameter, Summable] = {}
         self._norms: list[Tensor] = []
 

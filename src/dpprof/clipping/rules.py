@@ -1,14 +1,17 @@
 """Finds the rule that runs a layer, and refuses layers that cannot be clipped."""
 
-import inspect
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from dpprof.clipping.attention import refuse_other_projection, run_attention
+from dpprof.clipping.batch_axis import Settings, run_tokenwise
 from dpprof.clipping.coverage import refuse_wrapper, trained_in
+from dpprof.clipping.embedding_bag import run_embedding_bag
 from dpprof.clipping.head import (
     HeadLoss,
     is_loss_with_head,
@@ -24,12 +27,13 @@ from dpprof.clipping.layers import (
     run_linear,
     run_rms_norm,
 )
-from dpprof.clipping.layers_without_rule import run_any_layer
-from dpprof.clipping.patching import PatchedLayer, is_patched
-from dpprof.clipping.rms_norms import recognise
+from dpprof.clipping.layers_without_rule import run_any_layer, run_any_layer_on
+from dpprof.clipping.patching import PatchedLayer, calls_forward_of, is_patched
+from dpprof.clipping.recurrent import run_cell, run_opacus_recurrent, run_recurrent
+from dpprof.clipping.rms_norms import Recognised, recognise
 from dpprof.spec.registry import UnsupportedError
 
-LayerRule = Callable[..., Tensor]
+LayerRule = Callable[..., Any]
 """Called with the layer, a function that receives its contributions, and the layer's arguments."""
 
 
@@ -51,6 +55,15 @@ RULES: Mapping[str, LayerRule] = {
     "torch.nn.modules.normalization.LayerNorm": run_layer_norm,
     "torch.nn.modules.normalization.RMSNorm": run_rms_norm,
     "transformers.pytorch_utils.Conv1D": run_conv1d,
+    "torch.nn.modules.sparse.EmbeddingBag": run_embedding_bag,
+    "torch.nn.modules.activation.MultiheadAttention": run_attention,
+    **dict.fromkeys(
+        (f"torch.nn.modules.rnn.{one}" for one in ("RNN", "LSTM", "GRU")), run_recurrent
+    ),
+    **dict.fromkeys(
+        (f"torch.nn.modules.rnn.{one}Cell" for one in ("RNN", "LSTM", "GRU")), run_cell
+    ),
+    "opacus.layers.dp_rnn.DPRNNBase": run_opacus_recurrent,
 }
 """By the name of the class whose ``forward`` they replace."""
 
@@ -66,16 +79,36 @@ class Found(NamedTuple):
 BATCH_NORM = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
 """The common base of batch normalisations."""
 
-KNOWN = {"weight", "bias"}
-"""The parameters that every rule knows."""
+_KNOWN: Mapping[LayerRule, str] = {
+    run_attention: "in_proj_(weight|bias)|[qkv]_proj_weight|bias_[kv]",
+    run_cell: "(weight|bias)_(ih|hh)",
+    run_recurrent: r"(weight|bias)_(ih|hh|hr)_l\d+(_reverse)?",
+    run_opacus_recurrent: r"(weight|bias)_(ih|hh)_l\d+(_reverse)?",
+}
+"""The names of the parameters that a rule knows; other rules know a weight and a bias."""
+
+_CALLED_BY_SUPER = (run_embedding, run_embedding_bag, run_attention, run_recurrent, run_cell)
+"""Rules that also run a layer whose own ``forward`` calls the base's."""
+
+_TOKENWISE: Mapping[LayerRule, int] = {
+    run_linear_or_head: 1,
+    run_conv1d: 1,
+    run_embedding: 0,
+    run_layer_norm: 1,
+    run_rms_norm: 1,
+}
+"""Rules that treat every token alike, and how many axes a token has at least."""
 
 
-def find_rules(model: nn.Module, wrapper: nn.Module | None) -> dict[nn.Module, Found]:
+def find_rules(
+    model: nn.Module, wrapper: nn.Module | None, second: Mapping[nn.Module, Settings]
+) -> dict[nn.Module, Found]:
     """Find the rule of each layer that is trained.
 
     Args:
         model: The model.
         wrapper: Of its modules the one that may distribute it.
+        second: The modules that may have the batch on their second axis (``batch_axis``).
 
     Raises:
         UnsupportedError: A layer has none, or the model cannot be clipped.
@@ -85,10 +118,30 @@ def find_rules(model: nn.Module, wrapper: nn.Module | None) -> dict[nn.Module, F
         if layer is not wrapper:
             refuse_wrapper(layer)
         refuse_mixing(layer)
-        found = find_rule(layer) if trained_in(layer) else None
+        found = find_rule(layer) if _is_run(layer) else None
         if found is not None:
             rules[layer] = found
+            if layer in second:
+                rules[layer] = _let_batch_be_second(found, layer, second[layer])
     return rules
+
+
+def _is_run(layer: nn.Module) -> bool:
+    """Tell whether a layer is trained, or uses the weights of another that is."""
+    used = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
+    return bool(trained_in(layer) or trained_in(used))
+
+
+def _let_batch_be_second(found: Found, layer: nn.Module, settings: Settings) -> Found:
+    """Let a layer's rule run it where its batch is; some know it themselves, or have it first."""
+    rule = found.rule
+    if rule is run_any_layer:
+        return found._replace(rule=partial(run_any_layer_on, settings))
+    is_norm = isinstance(getattr(rule, "__self__", None), Recognised)
+    if rule not in _TOKENWISE and not is_norm:
+        return found
+    widths = len(getattr(layer, "normalized_shape", ())) or _TOKENWISE.get(rule, 1)
+    return found._replace(rule=partial(run_tokenwise, rule, widths, settings))
 
 
 def refuse_mixing(layer: nn.Module) -> None:
@@ -150,9 +203,10 @@ def find_rule(layer: nn.Module) -> Found | None:
     None for a module that contains layers, or holds parameters that others use: these must enter
     for all samples (``broadcasts``).
 
-    A subclass has the rule of the class whose ``forward`` it inherits. A subclass of ``Embedding``
-    may also call it by ``super()``, as in OPT and Gemma; ``torch.func`` would need a whole table
-    for each sample. A layer that computes an RMS norm has the rule of RMS norms.
+    A subclass has the rule of the class whose ``forward`` it inherits. A subclass of an embedding,
+    attention or a recurrent layer may also call it by ``super()``, as in OPT and Gemma;
+    ``torch.func`` would need a whole table for each sample, or cannot. A layer that computes an RMS
+    norm has the rule of RMS norms.
 
     Raises:
         UnsupportedError: The layer's parameters are computed from others, it is patched by another
@@ -194,29 +248,22 @@ def _find_by_class(layer: nn.Module) -> Found | None:
         if rule is None:
             continue
         inherits = vars(base).get("forward") == own.forward
-        unknown = {name for name, _ in layer.named_parameters(recurse=False)} - KNOWN
+        known = re.compile(_KNOWN.get(rule, "weight|bias"))
+        own_names = (name for name, _ in layer.named_parameters(recurse=False))
+        unknown = [name for name in own_names if not known.fullmatch(name)]
         if inherits and unknown:
             raise UnsupportedError(
                 f"{own.__name__} has a parameter {min(unknown)} that its rule does not know; a "
                 "re-parametrized weight, such as weight_norm's, has no per-sample gradient"
             )
-        if not inherits and (rule is not run_embedding or unknown):
+        if not inherits and (rule not in _CALLED_BY_SUPER or unknown):
             return None
+        if rule is run_attention:
+            refuse_other_projection(layer)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-            if rule is run_embedding and getattr(layer, option):
+            if getattr(layer, option, None) and rule in (run_embedding, run_embedding_bag):
                 raise UnsupportedError(
                     f"an embedding with {option} has no exact per-sample gradient"
                 )
-        return Found(rule, own if inherits else base) if _calls_forward_of(own, base) else None
+        return Found(rule, own if inherits else base) if calls_forward_of(own, base) else None
     return None
-
-
-def _calls_forward_of(own: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Tell whether every ``forward`` between a class and its base calls the next by ``super()``.
-
-    One that uses the parameters otherwise too is found in backward, as a use outside of the layer.
-    """
-    between = own.__mro__[: own.__mro__.index(base)]
-    written = [inspect.unwrap(vars(one)["forward"]) for one in between if "forward" in vars(one)]
-    codes = [getattr(one, "__code__", None) for one in written]
-    return all(code and {"super", "forward"} <= set(code.co_names) for code in codes)

@@ -149,10 +149,18 @@ class Loop:
         self.trained = [p for p in self.names if p.requires_grad]
         self.hooks = _find_hooks(self.wrapped)
         kind = nn.modules.dropout._DropoutNd  # noqa: SLF001 (the common base)
-        self.dropout = {
-            one: one.p for one in self.model.modules() if isinstance(one, kind) and one.p
-        }
-        """Modules of dropout, and their rates."""
+        dropping = [
+            (one, name, rate)
+            for one in self.model.modules()
+            for kinds, name in ((kind, "p"), ((nn.MultiheadAttention, nn.RNNBase), "dropout"))
+            if isinstance(one, kinds) and (rate := getattr(one, name))
+        ]
+        self.dropout_off = [(one, name, 0.0) for one, name, _ in dropping]
+        """Modules that drop, their attributes with the rate, and no rate."""
+
+        # PyTorch's kernels of recurrent layers draw in an order of their own.
+        self.dropout = [one for one in dropping if not isinstance(one[0], nn.RNNBase)]
+        """Modules that drop with dropout on, their attributes with the rate, and their rates."""
 
         self.training = {module: module.training for module in self.model.modules()}
 
@@ -242,7 +250,7 @@ class Loop:
         """
         sources = [getattr(self.private, "generator", None)]
         sources = getattr(self.private, "generators", sources)
-        off = _setting(*((module, "p", 0.0) for module in self.dropout))
+        off = _setting(*self.dropout_off)
         with torch.random.fork_rng(), self._restored(), off, ExitStack() as stack:
             if self.clipping is not None:
                 stack.enter_context(self.clipping.first_batch_trusted())
@@ -267,8 +275,7 @@ class Loop:
     def dropout_on(self) -> Iterator[None]:
         """Train as usual inside the context, with the same random numbers each time."""
         modes = ((module, "training", value) for module, value in self.training.items())
-        rates = ((module, "p", rate) for module, rate in self.dropout.items())
-        with torch.random.fork_rng(), _setting(*modes, *rates):
+        with torch.random.fork_rng(), _setting(*modes, *self.dropout):
             torch.manual_seed(0)
             yield
 
