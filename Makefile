@@ -1,5 +1,5 @@
 # `make` measures, reports and prints the answer, `make test` tests, `make test-slow` runs the tests
-# that take long, `make install` only sets up, `make docs` builds the documentation, `make perf` measures
+# that take long, `make examples` trains, `make install` only sets up, `make docs` builds the documentation, `make perf` measures
 # what dpprof itself costs.
 # CONFIG=path replaces the default sweep; PYTHON chooses the interpreter; WORKERS says how many
 # processes share the tests.
@@ -13,7 +13,7 @@ VENV := .venv
 INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report install test test-slow lint docs perf schemas answers lock clean
+.PHONY: report install test test-slow examples lint docs perf schemas answers lock clean
 .DEFAULT_GOAL := report
 
 report: install
@@ -35,6 +35,15 @@ test: install
 # What is exhaustive, or a second whole sweep of its kind: CONTRIBUTING.md has the rule.
 test-slow: install
 	python -m pytest -m slow
+
+# Private trainings with generated data, each of which ends with what it spent.
+EXAMPLES := pretrain_gpt finetune_llama_lora classify_text classify_images
+examples: install
+	@set -e; for one in $(EXAMPLES); do \
+	  echo "examples/$$one.py"; \
+	  python examples/$$one.py > .example.log; cat .example.log; grep --quiet '^epsilon [0-9]' .example.log; \
+	done; rm .example.log
+	torchrun --nproc-per-node 2 examples/two_ranks.py
 
 # Style, types, import rules and the workflow's own linter.
 lint: install
