@@ -181,6 +181,36 @@ def test_losses_may_be_ones_own(tmp_path) -> None:
     assert max(seen) <= 2
 
 
+def test_a_trainer_trains_once_and_leaves_a_plain_model(tmp_path) -> None:
+    trainer = make("bert", tmp_path)
+    trainer.train()
+    assert trainer.model(input_ids=draw("bert")[0]["input_ids"][None]).logits.requires_grad
+    with pytest.raises(RuntimeError, match="this PrivateTrainer trained before"):
+        trainer.train()
+    again = make("bert", tmp_path, model=trainer.model)
+    again.train()
+
+
+def test_arguments_stay_as_they_were_given(tmp_path) -> None:
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), gradient_accumulation_steps=3, use_cpu=True, report_to=[]
+    )
+    privacy = PrivacyArguments(max_grad_norm=1.0, noise_multiplier=1.0)
+    PrivateTrainer(build("bert"), args, train_dataset=draw("bert"), privacy=privacy)
+
+    assert args.gradient_accumulation_steps == 3
+
+
+def test_label_smoothing_reaches_a_head_without_logits(tmp_path) -> None:
+    losses = []
+    for head in ("logits", "kept"):
+        trainer = make("llama, LoRA", tmp_path, label_smoothing_factor=0.2, privacy={"head": head})
+        batch = {name: torch.stack([r[name] for r in draw("")[:3]]) for name in draw("")[0]}
+        losses.append(trainer.compute_sample_losses(trainer.model.eval(), batch).detach())
+
+    torch.testing.assert_close(*losses)
+
+
 def test_a_packed_collator_is_refused(tmp_path) -> None:
     trainer = make("llama, LoRA", tmp_path, per_device_train_batch_size=6)
 

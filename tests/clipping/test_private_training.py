@@ -16,12 +16,13 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
 
 from dpprof.clipping import BookKeeping, NoisyOptimizer, UnsupportedError, make_private
-from dpprof.clipping.poisson_batches import PoissonLoader
+from dpprof.clipping.poisson_batches import PoissonLoader, _Parts
 from dpprof.verification import WrongTrainingError
 
 SAMPLES, BATCH, D = 24, 6, 5
@@ -308,6 +309,10 @@ MISUSES = {
     "no losses": ({"losses_of": None}, "give losses_of, so that a first batch can be checked"),
     "weights": ({"data_loader": make_weighted}, "a WeightedRandomSampler chooses samples in its"),
     "replacement": ({"data_loader": make_replacing}, "with replacement is not Poisson sampling"),
+    "part of the data": (
+        {"data_loader": lambda: load(shuffle=False, sampler=SequentialSampler(range(6)))},
+        "the sampler knows 6 samples, and the dataset has 24",
+    ),
     "dropped": ({"data_loader": lambda: load(drop_last=True)}, "drop_last=True leaves samples out"),
     "no batches": (
         {"data_loader": lambda: load(batch_size=None)},
@@ -359,6 +364,114 @@ def test_losses_of_joined_samples_are_refused() -> None:
         with pytest.raises(ValueError, match=r"one loss for each of \d+ samples, and losses have"):
             private.optimizer.backward(losses.mean()[None].repeat(2 * len(losses)))
         break
+
+
+def test_a_part_without_a_step_is_refused() -> None:
+    """Otherwise the parts of two batches would meet in one step."""
+    model = Model().double()
+    _, optimizer, loader = prepare(model, max_batch_size=2)
+    parts = iter(loader)
+    next(parts)
+    with pytest.raises(RuntimeError, match="the part before had no backward and step"):
+        next(parts)
+    parts = iter(loader)
+    optimizer.backward(model.losses(*next(parts)))
+    with pytest.raises(RuntimeError, match="the part before had no backward and step"):
+        next(parts)
+    train((model, optimizer, loader), model, epochs=1)
+
+
+def test_a_look_at_another_batch_ends_the_iteration() -> None:
+    model = Model().double()
+    _, optimizer, loader = prepare(model, max_batch_size=2)
+    with pytest.raises(RuntimeError, match="another iteration over this data loader began"):
+        for batch in loader:
+            next(iter(loader))
+            optimizer.discard()
+            del batch
+
+
+def test_a_state_loaded_within_the_loop_ends_the_iteration() -> None:
+    model = Model().double()
+    private = prepare(model)
+    saved = copy.deepcopy(private.state_dict())
+    with pytest.raises(RuntimeError, match="or a state was loaded"):
+        for batch in private.data_loader:
+            private.optimizer.backward(model.losses(*batch))
+            private.optimizer.step()
+            private.load_state_dict(saved)
+
+
+def test_samples_that_the_loader_did_not_draw_are_refused() -> None:
+    model = Model().double()
+    private = prepare(model)
+    for batch in load():
+        with pytest.raises(RuntimeError, match="not drawn by the private data loader"):
+            private.optimizer.backward(model.losses(*batch))
+    for batch in private.data_loader:
+        private.optimizer.backward(model.losses(*batch))
+        private.optimizer.step()
+        with pytest.raises(RuntimeError, match="not drawn by the private data loader"):
+            private.optimizer.backward(model.losses(*batch))
+
+
+def test_a_batch_that_went_round_the_optimizer_is_refused() -> None:
+    model = Model().double()
+    private = prepare(model)
+    for batch in private.data_loader:
+        private.optimizer.clipping.backward(model.losses(*batch))
+        with pytest.raises(RuntimeError, match=r"call backward\(losses\) of this optimizer"):
+            private.optimizer.step()
+        break
+
+
+def test_hooks_do_not_stop_the_counting() -> None:
+    model = Model().double()
+    private = prepare(model, delta=1e-3, accountant="rdp")
+    private.optimizer.attach_step_hook(lambda _: None)
+    train(private, model, epochs=1)
+
+    assert private.spent.history == [(1.0, 0.25, 4)]
+
+
+def test_less_noise_than_planned_is_refused() -> None:
+    model = Model().double()
+    budget = {"noise_multiplier": None, "epsilon": 5.0, "delta": 1e-3, "steps": 4}
+    private = prepare(model, **budget, accountant="rdp")
+    private.optimizer.noise_multiplier /= 2
+    with pytest.raises(RuntimeError, match="the budget was planned with a noise multiplier of"):
+        train(private, model, epochs=1)
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_noise_that_would_follow_from_the_samples_is_refused(is_one) -> None:
+    sampling = seeded(5)
+    noise = sampling if is_one else seeded(5)
+    with pytest.raises(ValueError, match="draw the same numbers"):
+        prepare(Model().double(), sampling_generator=sampling, noise_generator=noise)
+
+
+def test_samples_are_never_drawn_more_often_than_the_rate_says() -> None:
+    for rate in (1 / 3, 0.1, 2.0**-13 / 3, 1e-6):
+        parts = _Parts(range(1), rate, None, seeded(0))
+        bits = 24 if rate > 2.0**-12 else 53
+        assert rate * (1 - 2.0**-11) < parts._threshold <= rate
+        assert parts._threshold * 2**bits == int(parts._threshold * 2**bits)
+
+
+def test_few_samples_have_a_batch_of_their_own_size() -> None:
+    data = TensorDataset(torch.randn(49, D, dtype=torch.float64), torch.randn(49).double())
+    private = prepare(Model().double(), data_loader=DataLoader(data, shuffle=True), check=False)
+
+    assert private.optimizer.expected_batch_size == 1
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    saved = prepare(Model().double()).state_dict()["data_loader"]
+    fewer = TensorDataset(*load().dataset[:12])
+    private = prepare(Model().double(), data_loader=DataLoader(fewer, batch_size=6, shuffle=True))
+    with pytest.raises(ValueError, match="saved with samples: 24, and here there are 12"):
+        private.data_loader.load_state_dict(saved)
 
 
 def test_a_state_of_other_settings_is_refused() -> None:

@@ -5,6 +5,7 @@ optimizer is told which part is the last, so that a step is one batch, and what 
 sample that stands for a batch without samples.
 """
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Iterator, Sized
@@ -22,6 +23,9 @@ from torch.utils.data import (
 
 from dpprof.clipping.private_optimizer import Part, PrivateOptimizer
 
+_LEAST_IN_FLOAT32 = 2.0**-12
+"""The least rate that is drawn in float32: to at most 2^-12 of it, and never more often."""
+
 _OPACUS = "opacus.utils.uniform_sampler.UniformWithReplacementSampler"
 
 
@@ -35,7 +39,11 @@ class _Parts(Sampler[list[int]]):
         max_batch_size: int | None,
         generator: torch.Generator,
     ) -> None:
-        self._indices, self._sample_rate = indices, sample_rate
+        self._indices = indices
+        # Draws are multiples of 2^-24, of 2^-53 in float64. Opacus draws in float32 too.
+        bits = 24 if sample_rate >= _LEAST_IN_FLOAT32 else 53
+        self._dtype = torch.float32 if bits == 24 else torch.float64  # noqa: PLR2004
+        self._threshold = math.floor(sample_rate * 2**bits) / 2**bits
         self._most = max_batch_size or len(indices)
         self.generator = generator
         self.steps = 0
@@ -45,7 +53,8 @@ class _Parts(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(self.steps):
-            chosen = torch.rand(len(self._indices), generator=self.generator) < self._sample_rate
+            drawn = torch.rand(len(self._indices), generator=self.generator, dtype=self._dtype)
+            chosen = drawn < self._threshold
             batch = [self._indices[at] for at in chosen.nonzero()[:, 0].tolist()]
             state = self.generator.get_state()
             parts = [batch[at : at + self._most] for at in range(0, len(batch), self._most)]
@@ -94,7 +103,8 @@ class PoissonLoader:
             raise ValueError(f"{self.samples} samples are too few for {ranks} ranks")
         self._parts = _Parts(indices, self.sample_rate, max_batch_size, generator)
         self._state = generator.get_state()
-        self._done = 0
+        self._done = self._turn = 0
+        self._of_workers = torch.Generator()  # so that the global one stays as it is
         self._loader: DataLoader[Any] = DataLoader(
             data_loader.dataset,
             batch_sampler=self._parts,
@@ -103,7 +113,10 @@ class PoissonLoader:
             pin_memory=data_loader.pin_memory,
             worker_init_fn=data_loader.worker_init_fn,
             prefetch_factor=data_loader.prefetch_factor,
-            generator=torch.Generator().manual_seed(0),  # of workers; the global one stays as it is
+            timeout=data_loader.timeout,
+            multiprocessing_context=data_loader.multiprocessing_context,
+            persistent_workers=data_loader.persistent_workers,
+            generator=self._of_workers,
         )
 
     def __len__(self) -> int:
@@ -113,7 +126,7 @@ class PoissonLoader:
     @property
     def expected_batch_size(self) -> int:
         """The mean number of samples of a batch, over all ranks, rounded down as by Opacus."""
-        return math.floor(self.samples * self.sample_rate)
+        return self.samples // len(self)
 
     def __iter__(self) -> Iterator[Any]:
         """Hand out the rest of an epoch; what was left of a batch is thrown away."""
@@ -123,13 +136,26 @@ class PoissonLoader:
             yield batch
 
     def parts(self) -> Iterator[tuple[Any, Part]]:
-        """Hand out the rest of an epoch, with what ``PrivateOptimizer.take_part`` is to be told."""
+        """Hand out the rest of an epoch, with what ``PrivateOptimizer.take_part`` is to be told.
+
+        Raises:
+            RuntimeError: Another iteration began meanwhile, or a state was loaded.
+        """
         assert self.optimizer is not None
+        self._turn += 1
+        turn = self._turn
         self.optimizer.discard()
+        digest = hashlib.sha256(self._state.numpy().tobytes()).digest()
+        self._of_workers.manual_seed(int.from_bytes(digest[:7], "big"))
         self._parts.generator.set_state(self._state)
         self._parts.drawn.clear()
         self._parts.steps = len(self) - self._done
         for batch in self._loader:
+            if turn != self._turn:
+                raise RuntimeError(
+                    "another iteration over this data loader began, or a state was loaded, since "
+                    "this one handed out its last part; go on with the newer one"
+                )
             part = self._parts.drawn.popleft()
             if part.is_last:
                 self._state = part.state
@@ -138,10 +164,27 @@ class PoissonLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the next batch begins."""
-        return {"generator": self._state, "steps of the epoch": self._done}
+        return {
+            "generator": self._state,
+            "steps of the epoch": self._done,
+            "samples": self.samples,
+            "steps in an epoch": len(self),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state: the next iteration hands out the rest of its epoch."""
+        """Go on from a state: the next iteration hands out the rest of its epoch.
+
+        Raises:
+            ValueError: It is of other data, or of batches of another size.
+        """
+        own = self.state_dict()
+        for name in ("samples", "steps in an epoch"):
+            if state.get(name) != own[name]:
+                raise ValueError(
+                    f"this state was saved with {name}: {state.get(name)}, and here there are "
+                    f"{own[name]}"
+                )
+        self._turn += 1
         self._state, self._done = state["generator"].cpu(), state["steps of the epoch"]
 
 
@@ -175,4 +218,27 @@ def find_sample_rate(data_loader: DataLoader[Any]) -> float:
         )
     if isinstance(sampler.sampler, RandomSampler) and sampler.sampler.replacement:
         raise ValueError("a sampler with replacement is not Poisson sampling; use shuffle=True")
+    if len(sampler.sampler) != len(cast("Sized", data_loader.dataset)):
+        raise ValueError(
+            f"the sampler knows {len(sampler.sampler):,} samples, and the dataset has "
+            f"{len(cast('Sized', data_loader.dataset)):,}; give a Subset of the dataset with "
+            "shuffle=True"
+        )
     return 1 / len(data_loader)
+
+
+def refuse_related(sampling: torch.Generator | None, noise: torch.Generator | None) -> None:
+    """Refuse generators from which samples and noise would follow alike.
+
+    Raises:
+        ValueError: They are one, or in the same state.
+    """
+    if sampling is None or noise is None:
+        return
+    if sampling is noise or (
+        sampling.device == noise.device and torch.equal(sampling.get_state(), noise.get_state())
+    ):
+        raise ValueError(
+            "sampling_generator and noise_generator draw the same numbers, so noise would follow "
+            "from the samples that were drawn; give each a seed of its own, or neither"
+        )

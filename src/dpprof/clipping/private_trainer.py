@@ -1,5 +1,6 @@
 """``PrivateTrainer``: transformers' ``Trainer`` with private steps."""
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from dpprof.clipping.budget import Spent, find_noise, verify_budget, warn_of_delta
 from dpprof.clipping.causal_lm import causal_lm_losses
 from dpprof.clipping.head import IGNORED
-from dpprof.clipping.poisson_batches import PoissonLoader
+from dpprof.clipping.poisson_batches import PoissonLoader, refuse_related
 from dpprof.clipping.private_optimizer import Part, PrivateOptimizer
 from dpprof.clipping.private_training import METHODS
 
@@ -99,6 +100,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     """
 
     optimizer: Any
+    args: Any
 
     def __init__(
         self,
@@ -118,11 +120,14 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             raise ValueError(f"head must be logits, chunked or kept, and is {privacy.head!r}")
         super().__init__(*inputs, **named)
         refuse_arguments(self.args, self)
+        refuse_related(privacy.sampling_generator, privacy.noise_generator)
         self._steps: _Steps | None = None
+        self._clipping: Any = None
         self.spent = Spent(0.0, privacy.delta, privacy.accountant)
         self._norms: list[Tensor] = []
         self._accumulation = self.args.gradient_accumulation_steps
         # A step is one element of the loader, and the loader goes on where a checkpoint was saved.
+        self.args = copy.copy(self.args)
         self.args.gradient_accumulation_steps = 1
         self.accelerator.gradient_accumulation_steps = 1
         self.args.ignore_data_skip = True
@@ -167,9 +172,16 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return self._steps
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Make the optimizer, and put clipping and noise around it."""
-        if self.optimizer is not None and hasattr(self.optimizer, "clipping"):
-            return self.optimizer
+        """Make the optimizer, and put clipping and noise around it.
+
+        Raises:
+            RuntimeError: ``train`` was called before.
+        """
+        if self._clipping is not None:
+            raise RuntimeError(
+                "this PrivateTrainer trained before, and what it spent would not be counted; make "
+                "a new one, which may resume from a checkpoint"
+            )
         inner = super().create_optimizer(model)
         assert self._steps is not None
         privacy, rate = self.privacy, self._steps.loader.sample_rate
@@ -179,17 +191,26 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             assert privacy.delta is not None
             budget = (privacy.epsilon, privacy.delta, self.state.max_steps)
             noise = find_noise(*budget, rate, privacy.accountant)
+        self._clipping = METHODS[privacy.method](self.model, privacy.max_grad_norm)
         self.optimizer = PrivateOptimizer(
             inner,
-            METHODS[privacy.method](self.model, privacy.max_grad_norm),
+            self._clipping,
             noise_multiplier=noise,
             expected_batch_size=self._steps.loader.expected_batch_size,
             generator=privacy.noise_generator,
         )
         self.optimizer.planned_steps = None if privacy.epsilon is None else self.state.max_steps
-        self.optimizer.attach_step_hook(self.spent.count)
+        self.optimizer.spent = self.spent
         self._steps.loader.optimizer = self.optimizer
         return self.optimizer
+
+    def train(self, *inputs: Any, **named: Any) -> Any:
+        """Train, as ``Trainer`` does; afterwards the model is as it was, without clipping."""
+        try:
+            return super().train(*inputs, **named)
+        finally:
+            if self._clipping is not None:
+                self._clipping.remove()
 
     def training_step(
         self,
@@ -233,7 +254,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             if not is_causal:
                 raise ValueError(f"head {self.privacy.head} is for causal language models alone")
             keep = self.privacy.head == "kept"
-            return causal_lm_losses(model, inputs.pop("input_ids"), labels, keep=keep, **inputs)
+            smoothing = self.args.label_smoothing_factor
+            options = {"keep": keep, "label_smoothing": smoothing, **inputs}
+            return causal_lm_losses(model, options.pop("input_ids"), labels, **options)
         if getattr(unwrapped.config, "is_encoder_decoder", False):
             prepare = getattr(unwrapped, "prepare_decoder_input_ids_from_labels", None)
             if prepare is not None and "decoder_input_ids" not in inputs:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.budget import Spent, find_noise, verify_budget, warn_of_delta
 from dpprof.clipping.engine import Clipping
-from dpprof.clipping.poisson_batches import PoissonLoader, find_sample_rate
+from dpprof.clipping.poisson_batches import PoissonLoader, find_sample_rate, refuse_related
 from dpprof.clipping.private_optimizer import PrivateOptimizer
 from dpprof.clipping.two_pass import FlashClipping
 
@@ -41,8 +41,7 @@ class PrivateTraining:
         spent: Spent,
     ) -> None:
         self.model, self.optimizer, self.data_loader = model, optimizer, data_loader
-        self.spent = spent
-        optimizer.attach_step_hook(spent.count)
+        self.spent = optimizer.spent = spent
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer, self.data_loader))
@@ -178,6 +177,7 @@ def make_private(
         raise ValueError("give losses_of, so that a first batch can be checked; or check=False")
     rate, samples = find_sample_rate(data_loader), len(cast("Any", data_loader.dataset))
     warn_of_delta(delta, samples)
+    refuse_related(sampling_generator, noise_generator)
     planned = None
     if epsilon is not None:
         assert delta is not None
@@ -186,6 +186,7 @@ def make_private(
     assert noise_multiplier is not None
     clipping = METHODS[method](model, max_grad_norm)
     try:
+        _refuse_parts_of_shards(clipping, max_batch_size)
         if check:
             assert losses_of is not None
             _check(clipping, losses_of, data_loader, max_batch_size)
@@ -193,14 +194,14 @@ def make_private(
             optimizer,
             clipping,
             noise_multiplier=noise_multiplier,
-            expected_batch_size=int(samples * rate),
+            expected_batch_size=samples // round(1 / rate),
             generator=noise_generator,
             secure_mode=secure_mode,
         )
         loader = PoissonLoader(
             data_loader,
             max_batch_size=max_batch_size,
-            generator=sampling_generator,
+            generator=_of_this_rank(clipping, sampling_generator),
             rank=clipping.ranks.rank,
             ranks=clipping.ranks.size,
         )
@@ -210,6 +211,22 @@ def make_private(
         raise
     private.planned_steps = planned
     return PrivateTraining(model, private, loader, Spent(rate, delta, accountant))
+
+
+def _refuse_parts_of_shards(clipping: Clipping, max_batch_size: int | None) -> None:
+    if clipping.ranks.is_sharded and max_batch_size is not None:
+        raise ValueError(
+            "under fully_shard ranks draw other numbers of parts, and wait for each other; leave "
+            "out max_batch_size"
+        )
+
+
+def _of_this_rank(clipping: Clipping, source: torch.Generator | None) -> torch.Generator | None:
+    """Make a rank's source of samples, which no other rank has; that of the caller for one rank."""
+    own = clipping.ranks.make_generator(source)
+    if own is None or own.device.type == "cpu":
+        return own
+    return torch.Generator().manual_seed(own.initial_seed())  # samples are drawn on the CPU
 
 
 def _plan_steps(epochs: int | None, steps: int | None, steps_of_epoch: int) -> int:
