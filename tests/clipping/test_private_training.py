@@ -384,22 +384,24 @@ def test_a_part_without_a_step_is_refused() -> None:
 def test_a_look_at_another_batch_ends_the_iteration() -> None:
     model = Model().double()
     _, optimizer, loader = prepare(model, max_batch_size=2)
+    parts = iter(loader)
+    next(parts)
+    next(iter(loader))
+    optimizer.discard()
     with pytest.raises(RuntimeError, match="another iteration over this data loader began"):
-        for batch in loader:
-            next(iter(loader))
-            optimizer.discard()
-            del batch
+        next(parts)
 
 
 def test_a_state_loaded_within_the_loop_ends_the_iteration() -> None:
     model = Model().double()
     private = prepare(model)
     saved = copy.deepcopy(private.state_dict())
+    parts = iter(private.data_loader)
+    private.optimizer.backward(model.losses(*next(parts)))
+    private.optimizer.step()
+    private.load_state_dict(saved)
     with pytest.raises(RuntimeError, match="or a state was loaded"):
-        for batch in private.data_loader:
-            private.optimizer.backward(model.losses(*batch))
-            private.optimizer.step()
-            private.load_state_dict(saved)
+        next(parts)
 
 
 def test_samples_that_the_loader_did_not_draw_are_refused() -> None:
@@ -411,6 +413,7 @@ def test_samples_that_the_loader_did_not_draw_are_refused() -> None:
     for batch in private.data_loader:
         private.optimizer.backward(model.losses(*batch))
         private.optimizer.step()
+        private.optimizer.zero_grad()
         with pytest.raises(RuntimeError, match="not drawn by the private data loader"):
             private.optimizer.backward(model.losses(*batch))
 

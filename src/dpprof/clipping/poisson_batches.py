@@ -218,11 +218,11 @@ def find_sample_rate(data_loader: DataLoader[Any]) -> float:
         )
     if isinstance(sampler.sampler, RandomSampler) and sampler.sampler.replacement:
         raise ValueError("a sampler with replacement is not Poisson sampling; use shuffle=True")
-    if len(sampler.sampler) != len(cast("Sized", data_loader.dataset)):
+    known, there = (len(cast("Any", one)) for one in (sampler.sampler, data_loader.dataset))
+    if known != there:
         raise ValueError(
-            f"the sampler knows {len(sampler.sampler):,} samples, and the dataset has "
-            f"{len(cast('Sized', data_loader.dataset)):,}; give a Subset of the dataset with "
-            "shuffle=True"
+            f"the sampler knows {known:,} samples, and the dataset has {there:,}; give a Subset of "
+            "the dataset with shuffle=True"
         )
     return 1 / len(data_loader)
 
