@@ -2,12 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from dpprof.clipping.convolutions import run_convolution, run_transposed_convolution
 from dpprof.clipping.coverage import refuse_wrapper, trained_in
+from dpprof.clipping.group_norms import run_group_norm, run_instance_norm
 from dpprof.clipping.head import HeadLoss, run_head
 from dpprof.clipping.layers import (
     Receive,
@@ -44,6 +46,10 @@ RULES: Mapping[str, LayerRule] = {
     "torch.nn.modules.normalization.LayerNorm": run_layer_norm,
     "torch.nn.modules.normalization.RMSNorm": run_rms_norm,
     "transformers.pytorch_utils.Conv1D": run_conv1d,
+    "torch.nn.modules.normalization.GroupNorm": run_group_norm,
+    **{f"torch.nn.modules.conv.Conv{n}d": run_convolution for n in (1, 2, 3)},
+    **{f"torch.nn.modules.conv.ConvTranspose{n}d": run_transposed_convolution for n in (1, 2, 3)},
+    **{f"torch.nn.modules.instancenorm.InstanceNorm{n}d": run_instance_norm for n in (1, 2, 3)},
 }
 """By the name of the class whose ``forward`` they replace."""
 
@@ -167,7 +173,7 @@ def _find_by_class(layer: nn.Module) -> Found | None:
         rule = RULES.get(f"{base.__module__}.{base.__qualname__}")
         if rule is None:
             continue
-        inherits = vars(base).get("forward") == own.forward
+        inherits = _inherits_forward(layer, base)
         unknown = {name for name, _ in layer.named_parameters(recurse=False)} - KNOWN
         if inherits and unknown:
             raise UnsupportedError(
@@ -183,6 +189,19 @@ def _find_by_class(layer: nn.Module) -> Found | None:
                 )
         return Found(rule, own if inherits else base) if _calls_forward_of(own, base) else None
     return None
+
+
+def _inherits_forward(layer: nn.Module, base: type[nn.Module]) -> bool:
+    """Tell whether a layer runs a base's ``forward``, and every method of the base in it."""
+    own: Any = type(layer)
+    if own.forward != base.forward:
+        return False
+    called = inspect.unwrap(base.forward).__code__.co_names
+    return not any(
+        name in vars(layer) or getattr(own, name) is not getattr(base, name)
+        for name in called
+        if callable(getattr(base, name, None))
+    )
 
 
 def _calls_forward_of(own: type[nn.Module], base: type[nn.Module]) -> bool:
