@@ -11,8 +11,8 @@ at all:
   up, one axis after the other. That takes k times fewer FLOPs than to multiply windows. A stride
   of s has s phases on each axis: offsets of one phase meet the same pixels.
 * product: the gradient itself, as autograd computes it, of one sample at a time. On a GPU, where
-  each call is a launch, the windows of as many samples as the workspace holds are multiplied at
-  once, on tensor cores with a float32 result.
+  each call is a launch, and where it is small, the windows of as many samples as the workspace
+  holds are multiplied at once; on tensor cores with a float32 result.
 
 A transposed convolution is the same with input and output gradient in each other's place.
 
@@ -49,6 +49,10 @@ from dpprof.records.births import allocates, allocates_for_its_caller
 MOST_OFFSETS = 128
 """The most offsets whose Gram matrices are added up. The depth of that sum, over c channels, is
 then at most that of a window's d = c k terms (``norms.rounding.depth_of_products``)."""
+
+
+SMALL = 2**19
+"""Below so many FLOPs for a sample, a CPU multiplies windows too: a call takes longer than that."""
 
 
 class Kernel(NamedTuple):
@@ -156,14 +160,14 @@ def sample_gradients(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
     """Compute the per-sample gradients, (B, *weight), in float32 at least."""
     B, accumulator = len(x), accumulator_of(x.dtype)
     gradients = x.new_empty((B, *kernel.shape), dtype=accumulator)
-    if not placement.is_cuda(x):
+    places = g.shape[2:].numel()
+    if not placement.is_cuda(x) and 2 * places * math.prod(kernel.shape) >= SMALL:
         for b in range(B):
             one = slice(b, b + 1)
             gradients[b] = differentiate_weight(
                 x[one].to(accumulator), g[one].to(accumulator), kernel
             )
         return gradients
-    places = g.shape[2:].numel()
     at_once = samples_at_once(B, places * kernel.width * kernel.groups, 0, x.dtype)
     for some in spans(B, at_once):
         windows = _windows(x[some], kernel, g.shape[2:])
