@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dpprof.norms import placement, triton_ops
 from dpprof.norms.convolution import Kernel, sample_gradients, sum_weighted
-from dpprof.norms.float32_products import allows_tf32
+from dpprof.norms.float32_products import allows_tf32, convolutions_allow_tf32
 from dpprof.norms.scale import scale_gradients
 from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, multiply, spans
 
@@ -167,8 +167,8 @@ class Convolution(NamedTuple):
     @property
     def is_rounded(self) -> bool:
         """Whether tensor cores multiply: 16 bits are cast for the sum, so they round to TF32."""
-        allows = torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
-        return placement.is_cuda(self.x) and self.x.dtype != torch.float64 and allows
+        is_exact = self.x.dtype == torch.float64 or not convolutions_allow_tf32()
+        return placement.is_cuda(self.x) and not is_exact
 
     @property
     def output_gradients(self) -> Tensor:

@@ -73,8 +73,7 @@ class Projections:
     @allocates("norm_samples")
     def note(self, parameter: nn.Parameter, contribution: Summable, *, is_measured: bool) -> None:
         """Project a contribution whose norm was found, or that is summed."""
-        if is_measured:
-            self._limit = max(self._limit, _limit_of(contribution))
+        self._limit = max(self._limit, _limit_of(contribution))
         projected_BN = _project(contribution, self._direction.to(contribution[0].device))
         before_BN = self._differences.get(parameter)
         if before_BN is None:

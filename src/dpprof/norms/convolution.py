@@ -136,7 +136,6 @@ def differentiate_weight(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
     return found
 
 
-@allocates_for_its_caller
 def sum_weighted(x: Tensor, g: Tensor, kernel: Kernel, weights_B: Tensor) -> Tensor:
     """Compute the weighted sum of the samples' gradients, in float32 at least."""
     B, accumulator = len(x), accumulator_of(x.dtype)
