@@ -25,7 +25,7 @@ from image_models import resnet50, tutorial_cnn, wide_resnet
 from interleave import measure
 from script import at_least, describe_place, make_parser, publish
 
-MODELS = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "WRN-16-4": (wide_resnet, (32, 3, 32, 32)),
     "ResNet-50": (resnet50, (8, 3, 128, 128)),
     "Opacus's tutorial CNN": (tutorial_cnn, (64, 1, 28, 28)),
@@ -45,7 +45,7 @@ def make_plain(model: nn.Module, losses_of: Callable[[nn.Module], Tensor]) -> St
     return step
 
 
-def make_dpprof(model: nn.Module, losses_of: Callable[[nn.Module], Tensor], way: type) -> Step:
+def make_dpprof(way: type, model: nn.Module, losses_of: Callable[[nn.Module], Tensor]) -> Step:
     """Return a step of a ``Clipping``."""
     clipping = way(model, 1.0)
 
@@ -97,8 +97,8 @@ def make_ghost(model: nn.Module, losses_of: Callable[[nn.Module], Tensor]) -> St
 
 SIDES: dict[str, Callable[[nn.Module, Callable[[nn.Module], Tensor]], Step]] = {
     "plain": make_plain,
-    "flash-bk": lambda *given: make_dpprof(*given, BookKeeping),
-    "flash": lambda *given: make_dpprof(*given, FlashClipping),
+    "flash-bk": partial(make_dpprof, BookKeeping),
+    "flash": partial(make_dpprof, FlashClipping),
     "opacus-hooks": make_hooks,
     "opacus-ghost": make_ghost,
 }

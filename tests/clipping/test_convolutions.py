@@ -202,6 +202,9 @@ def variants() -> dict:
         "group norm, frozen bias": conv_with(nn.GroupNorm(2, C), bias=False),
         "group norm without bias": without_bias(nn.GroupNorm(2, C)),
         "group norm of 2 axes": Around(nn.GroupNorm(2, C), lambda layer, x: layer(x.mean((2, 3)))),
+        "group norm of a view": Around(
+            nn.GroupNorm(2, C), lambda layer, x: layer(x.transpose(2, 3)[..., ::2])
+        ),
         "group norm twice": twice(nn.GroupNorm(4, C)),
         "instance norm": nn.InstanceNorm2d(C, affine=True),
         "instance norm, 1 axis": Around(

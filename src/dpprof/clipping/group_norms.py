@@ -16,6 +16,9 @@ from dpprof.clipping.contributions import Contribution, SampleGradients
 from dpprof.clipping.layers import Receive, apply, cast_for_normalisation
 from dpprof.norms import placement
 
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The formats in which channels lie last, by the number of axes."""
+
 
 class _GroupNorm(torch.autograd.Function):
     """Normalise groups of channels, scale and shift."""
@@ -84,5 +87,8 @@ def run_instance_norm(layer: Any, receive: Receive, input: Tensor) -> Tensor:  #
 
 def _run(layer: Any, receive: Receive, x: Tensor, groups: int) -> Tensor:
     x = cast_for_normalisation(x)
-    x = x.contiguous() if placement.is_cuda(x) else x
+    # As PyTorch does: on a CPU alone channels may lie last.
+    lies_last = x.dim() in _LAST and x.is_contiguous(memory_format=_LAST[x.dim()])
+    if placement.is_cuda(x) or not lies_last:
+        x = x.contiguous()
     return apply(_GroupNorm, x, layer.weight, layer.bias, groups, layer.eps, receive)
