@@ -1,7 +1,7 @@
 """Gradients of image classifiers: private by dpprof and by Opacus, beside plain, in one process.
 
 A step is forward, backward and the clipped sum, float32, random images, on all cores; plain is
-forward and backward. Private sides take turns with the plain one. Peaks are those of PyTorch's
+forward and backward. Sides take turns. Peaks are those of PyTorch's
 allocator in a step of each, beyond what is there before it; oneDNN's own buffers are not in them.
 
     python perf/images.py --output perf/images.md
@@ -22,7 +22,7 @@ from dpprof.clipping import BookKeeping, FlashClipping
 from dpprof.devices.cpu import CpuRecorder
 from dpprof.system.console import say
 from image_models import resnet50, tutorial_cnn, wide_resnet
-from interleave import measure
+from interleave import MIN_PAIRS, Comparison
 from script import at_least, describe_place, make_parser, publish
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -136,7 +136,7 @@ def find_peaks(sides: dict[str, Step]) -> dict[str, int]:
 def main() -> None:
     """Run from the command line."""
     parser = make_parser(__doc__)
-    parser.add_argument("--pairs", **at_least(10, 10))
+    parser.add_argument("--rounds", **at_least(MIN_PAIRS, MIN_PAIRS))
     parser.add_argument("--model", choices=MODELS, action="append")
     arguments = parser.parse_args()
     lines = [
@@ -148,9 +148,12 @@ def main() -> None:
         for step in sides.values():
             step()  # the first batch is verified
         peaks = find_peaks(sides)
-        plain = partial(time_step, sides["plain"])
-        for name, step in sides.items():
-            found = measure(name, partial(time_step, step), plain, arguments.pairs)
+        rounds = [
+            {name: time_step(step) for name, step in sides.items()} for _ in range(arguments.rounds)
+        ]
+        for name in sides:
+            times, plain = (tuple(one[side] for one in rounds) for side in (name, "plain"))
+            found = Comparison(name, times, plain)
             low, high = found.interval
             lines.append(
                 f"| {model} | {' x '.join(map(str, MODELS[model][1]))} | {name} "

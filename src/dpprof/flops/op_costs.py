@@ -62,8 +62,8 @@ _SHAPES: dict[Any, Callable[..., ProductShape]] = {
 def _count_convolution_backward(g: Tensor, x: Tensor, weight: Tensor, *options: Any) -> int:
     """Count as many FLOPs as forward has for each of both gradients, whatever the groups."""
     transposed, mask = options[4], options[-1]
-    forward: int = conv_flop_count(list(x.shape), list(weight.shape), list(g.shape), transposed)
-    return forward * sum(mask[:2])
+    shapes = list(x.shape), list(weight.shape), list(g.shape)
+    return int(sum(mask[:2]) * conv_flop_count(*shapes, transposed))
 
 
 # The registry has attention for CUDA alone, and multiplies the gradient of a weight by its groups.
