@@ -17,7 +17,7 @@ from dpprof.clipping.two_pass import FlashClipping
 from dpprof.norms import convolution
 from dpprof.norms.convolution import Kernel
 from dpprof.norms.linear import GramSums
-from dpprof.norms.rounding import TOLERATED
+from dpprof.norms.rounding import TOLERATED, depth_of_products
 from dpprof.spec.registry import UnsupportedError
 
 B, C = 4, 4
@@ -124,6 +124,12 @@ def test_every_way_finds_the_gradients_that_autograd_finds(
         assert_near(by_grams.size_B, squares.size_B)
 
 
+def test_shifted_gram_matrices_are_as_exact_as_those_of_windows() -> None:
+    """Products of c channels, and then k - 1 additions."""
+    for c, k in itertools.product(range(1, 300), range(1, convolution.MOST_OFFSETS + 1)):
+        assert depth_of_products(c) + k - 1 <= depth_of_products(c * k)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_size_is_that_of_windows_and_output_gradients(groups) -> None:
     """A window of 3 over 4 places with padding 1 sees pixels 2, 3, 3 and 2 times."""
@@ -177,6 +183,12 @@ def test_the_cheapest_way_is_taken() -> None:
     assert depthwise.plan["weight"].flops == 2 * 16 * 9 * 64
 
 
+def with_numbers(layer: nn.Conv2d) -> nn.Module:
+    """Replace options by numbers, which PyTorch accepts after construction."""
+    layer.stride, layer.padding, layer.dilation = 2, 1, 1
+    return layer
+
+
 def variants() -> dict:
     torch.manual_seed(0)
     conv = nn.Conv2d(C, C, 3, padding=1)
@@ -191,6 +203,7 @@ def variants() -> dict:
         "checkpointed": Around(conv, lambda layer, x: checkpoint(layer, x, use_reentrant=False)),
         "twice": twice(conv),
         "twice, transposed": nn.Sequential(tied, nn.Tanh(), across),
+        "options that are numbers": with_numbers(nn.Conv2d(C, C, 3)),
         "frozen weight": conv_with(weight=False),
         "frozen bias": conv_with(bias=False),
         "output size": Around(
@@ -338,6 +351,7 @@ def test_samples_and_frames_in_one_axis_are_refused() -> None:
         (nn.Conv1d(C, C, 3, padding=1, padding_mode="circular"), (C, 5)),
         (nn.ConvTranspose1d(C, C, 3), (C, 5)),
         (nn.InstanceNorm1d(C, affine=True), (C, 5)),
+        (nn.GroupNorm(2, C), (C,)),
         (nn.InstanceNorm2d(C, affine=True), (B, C, 1, 1)),
     ],
     ids=lambda one: type(one).__name__,

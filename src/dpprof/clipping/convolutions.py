@@ -88,10 +88,7 @@ def run_convolution(layer: Any, receive: Receive, input: Tensor) -> Tensor:  # n
             mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
             _verify_axes(layer, x)
             x, padding = functional.pad(x, sides, mode=mode), (0,) * len(padding)
-    options = _Options(
-        layer.stride, padding, layer.dilation, False, (0,) * len(padding), layer.groups
-    )
-    return _run(layer, receive, x, options)
+    return _run(layer, receive, x, padding, transposed=False, output_padding=0)
 
 
 def run_transposed_convolution(
@@ -106,22 +103,33 @@ def run_transposed_convolution(
         ValueError: The input has no batch axis.
     """
     given = (layer.stride, layer.padding, layer.kernel_size, len(layer.stride), layer.dilation)
-    output_padding = tuple(layer._output_padding(input, output_size, *given))  # noqa: SLF001
-    options = _Options(
-        layer.stride, layer.padding, layer.dilation, True, output_padding, layer.groups
-    )
-    return _run(layer, receive, input, options)
+    more = layer._output_padding(input, output_size, *given)  # noqa: SLF001 (it has no public name)
+    return _run(layer, receive, input, layer.padding, transposed=True, output_padding=more)
 
 
-def _run(layer: Any, receive: Receive, x: Tensor, options: _Options) -> Tensor:
+def _run(
+    layer: Any,
+    receive: Receive,
+    x: Tensor,
+    padding: int | Sequence[int],
+    *,
+    transposed: bool,
+    output_padding: int | Sequence[int],
+) -> Tensor:
     _verify_axes(layer, x)
+    given = (layer.stride, padding, layer.dilation, output_padding)
+    n = x.dim() - 2
+    stride, padding, dilation, output_padding = (
+        (one,) * n if isinstance(one, int) else tuple(one) for one in given
+    )
+    options = _Options(stride, padding, dilation, transposed, output_padding, layer.groups)
     dtype = autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
     return apply(_Convolution, x, layer.weight, layer.bias, options, receive)
 
 
 def _verify_axes(layer: Any, x: Tensor) -> None:
-    expected = 2 + len(layer.stride)
+    expected = layer.weight.dim()
     if x.dim() != expected:
         raise ValueError(
             f"{type(layer).__name__} got an input of shape {tuple(x.shape)}; clipping needs "

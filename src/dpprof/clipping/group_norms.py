@@ -86,6 +86,10 @@ def run_instance_norm(layer: Any, receive: Receive, input: Tensor) -> Tensor:  #
 
 
 def _run(layer: Any, receive: Receive, x: Tensor, groups: int) -> Tensor:
+    if x.dim() < 2:  # noqa: PLR2004
+        raise ValueError(
+            f"{type(layer).__name__} got an input of a single axis; give it a batch axis"
+        )
     x = cast_for_normalisation(x)
     # As PyTorch does: on a CPU alone channels may lie last.
     lies_last = x.dim() in _LAST and x.is_contiguous(memory_format=_LAST[x.dim()])

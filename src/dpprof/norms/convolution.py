@@ -50,7 +50,6 @@ MOST_OFFSETS = 128
 """The most offsets whose Gram matrices are added up. The depth of that sum, over c channels, is
 then at most that of a window's d = c k terms (``norms.rounding.depth_of_products``)."""
 
-
 SMALL = 2**19
 """Below so many FLOPs for a sample, a CPU multiplies windows too: a call takes longer than that."""
 
@@ -204,11 +203,9 @@ def project_rows(x: Tensor, g: Tensor, kernel: Kernel, u: Tensor) -> Tensor:
 
 def product_squares(x: Tensor, g: Tensor, kernel: Kernel) -> Squares:
     """Materialise the gradients of as many samples as the workspace holds; (B,) each."""
-    B = len(x)
-    per_sample = math.prod(kernel.shape)
+    at_once = samples_at_once(len(x), 2 * math.prod(kernel.shape), 0, accumulator_of(x.dtype))
     squares = [
-        square(sample_gradients(x[some], g[some], kernel))
-        for some in spans(B, max(1, WORKSPACE_BYTES // (8 * per_sample)))
+        square(sample_gradients(x[some], g[some], kernel)) for some in spans(len(x), at_once)
     ]
     return Squares(torch.cat(squares), None, _size(x, g, kernel))
 
