@@ -82,7 +82,8 @@ def run_instance_norm(layer: Any, receive: Receive, input: Tensor) -> Tensor:  #
         raise ValueError(f"{name} got an input of shape {shape}; give it a batch axis")
     if input.shape[2:].numel() == 1:
         raise ValueError(f"{name} needs several values for each channel, and got {shape}")
-    return _run(layer, receive, input, layer.num_features)
+    # Autocast leaves it in the dtype of its input.
+    return _run(layer, receive, input, layer.num_features).to(input.dtype)
 
 
 def _run(layer: Any, receive: Receive, x: Tensor, groups: int) -> Tensor:

@@ -10,9 +10,10 @@ at all:
   pixels at l + o and m + o. So it is the pixels' own Gram matrix, shifted by each offset, and added
   up, one axis after the other. That takes k times fewer FLOPs than to multiply windows. A stride
   of s has s phases on each axis: offsets of one phase meet the same pixels.
-* product: the gradient itself, as autograd computes it, of one sample at a time. On a GPU, where
-  each call is a launch, and where it is small, the windows of as many samples as the workspace
-  holds are multiplied at once; on tensor cores with a float32 result.
+* product: the gradients themselves. To convolve B samples in G groups with kernels of their own is
+  to convolve one sample in B G groups; on a CPU autograd's gradient of that weight takes about as
+  long as the ordinary one. On a GPU, which is slow at many groups, the windows of as many samples
+  as the workspace holds are multiplied, on tensor cores with a float32 result.
 
 A transposed convolution is the same with input and output gradient in each other's place.
 
@@ -49,9 +50,6 @@ from dpprof.records.births import allocates, allocates_for_its_caller
 MOST_OFFSETS = 128
 """The most offsets whose Gram matrices are added up. The depth of that sum, over c channels, is
 then at most that of a window's d = c k terms (``norms.rounding.depth_of_products``)."""
-
-SMALL = 2**19
-"""Below so many FLOPs for a sample, a CPU multiplies windows too: a call takes longer than that."""
 
 
 class Kernel(NamedTuple):
@@ -157,22 +155,33 @@ def sum_weighted(x: Tensor, g: Tensor, kernel: Kernel, weights_B: Tensor) -> Ten
 def sample_gradients(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
     """Compute the per-sample gradients, (B, *weight), in float32 at least."""
     B, accumulator = len(x), accumulator_of(x.dtype)
+    on_gpu = placement.is_cuda(x)
+    windows = g.shape[2:].numel() * kernel.width * kernel.groups
+    operands = math.prod(kernel.shape) + (x.numel() + g.numel()) // B
+    differentiate = _multiply_windows if on_gpu else _differentiate_in_groups
     gradients = x.new_empty((B, *kernel.shape), dtype=accumulator)
-    places = g.shape[2:].numel()
-    if not placement.is_cuda(x) and 2 * places * math.prod(kernel.shape) >= SMALL:
-        for b in range(B):
-            one = slice(b, b + 1)
-            gradients[b] = differentiate_weight(
-                x[one].to(accumulator), g[one].to(accumulator), kernel
-            )
-        return gradients
-    at_once = samples_at_once(B, places * kernel.width * kernel.groups, 0, x.dtype)
-    for some in spans(B, at_once):
-        windows = _windows(x[some], kernel, g.shape[2:])
-        rows = g[some].reshape(len(windows), -1, places)
-        found = multiply(rows, windows.transpose(1, 2))
-        gradients[some] = found.view(-1, *kernel.shape)
+    for some in spans(B, samples_at_once(B, windows if on_gpu else operands, 0, accumulator)):
+        gradients[some] = differentiate(x[some], g[some], kernel)
     return gradients
+
+
+@allocates_for_its_caller
+def _differentiate_in_groups(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
+    """Compute per-sample gradients as those of one sample with more groups."""
+    B, accumulator = len(x), accumulator_of(x.dtype)
+    joined_x, joined_g = (one.to(accumulator).reshape(1, -1, *one.shape[2:]) for one in (x, g))
+    of_all = kernel._replace(
+        shape=(B * kernel.shape[0], *kernel.shape[1:]), groups=B * kernel.groups
+    )
+    return differentiate_weight(joined_x, joined_g, of_all).view(B, *kernel.shape)
+
+
+@allocates_for_its_caller
+def _multiply_windows(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
+    """Compute per-sample gradients from the windows of all places."""
+    windows = _windows(x, kernel, g.shape[2:])
+    rows = g.reshape(len(windows), kernel.shape[0] // kernel.groups, -1)
+    return multiply(rows, windows.transpose(1, 2)).view(-1, *kernel.shape)
 
 
 @allocates_for_its_caller
