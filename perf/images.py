@@ -1,8 +1,9 @@
 """Gradients of image classifiers: private by dpprof and by Opacus, beside plain, in one process.
 
-A step is forward, backward and the clipped sum, float32, random images, on all cores; plain is
-forward and backward. Sides take turns. Peaks are those of PyTorch's
-allocator in a step of each, beyond what is there before it; oneDNN's own buffers are not in them.
+A step is forward, backward and the clipped sum, float32, random images, on one thread; plain is
+forward and backward. Sides take turns. Time is CPU time, which others on the machine change least.
+Peaks are those of PyTorch's allocator in a step of each, beyond what is there before it; oneDNN's
+own buffers are not in them.
 
     python perf/images.py --output perf/images.md
 """
@@ -117,10 +118,10 @@ def make_sides(name: str) -> dict[str, Step]:
 
 
 def time_step(step: Step) -> float:
-    """Return the seconds that a step takes."""
-    start = time.perf_counter()
+    """Return the seconds of CPU time that a step takes."""
+    start = time.process_time()
     step()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def find_peaks(sides: dict[str, Step]) -> dict[str, int]:
@@ -139,8 +140,9 @@ def main() -> None:
     parser.add_argument("--rounds", **at_least(MIN_PAIRS, MIN_PAIRS))
     parser.add_argument("--model", choices=MODELS, action="append")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     lines = [
-        "| model | batch | method | time / plain | 95 % interval | peak (MiB) | peak / plain |",
+        "| model | batch | method | CPU time / plain | 95 % interval | peak (MiB) | peak / plain |",
         "| --- | --- | --- | ---: | --- | ---: | ---: |",
     ]
     for model in arguments.model or MODELS:
@@ -161,7 +163,7 @@ def main() -> None:
                 f"| {peaks[name] / 2**20:.0f} | {peaks[name] / peaks['plain']:.2f} |"
             )
             say(lines[-1])
-    place = describe_place("torch", "opacus", threads=torch.get_num_threads())
+    place = describe_place("torch", "opacus", threads=1)
     publish(__doc__, "\n".join([place + ".", "", *lines]), arguments.output)
 
 
