@@ -305,6 +305,18 @@ def test_a_sample_that_is_not_finite_contributes_nothing(way) -> None:
     assert (gradients(model) - total).norm() <= 1e-10 * total.norm()
 
 
+@pytest.mark.parametrize(("channels", "groups"), [(3, 1), (16, 1), (64, 1), (16, 16)])
+def test_such_a_sample_does_not_change_the_others_by_a_bit(channels, groups) -> None:
+    """Samples are groups of one convolution, whose kernels handle channels in blocks."""
+    kernel = Kernel((16, channels // groups, 3, 3), (1, 1), (1, 1), (1, 1), groups)
+    x, g = torch.randn(B, channels, 8, 8), torch.randn(B, 16, 8, 8)
+    others = [0, 2, 3]
+    found = convolution.sample_gradients(x, g, kernel)
+    x[1], g[1] = torch.nan, torch.inf
+
+    assert torch.equal(convolution.sample_gradients(x, g, kernel)[others], found[others])
+
+
 @pytest.mark.parametrize("way", EVERY)
 def test_under_autocast_sums_are_of_16_bit_gradients(way) -> None:
     """As far from float32 as bfloat16 is; and one sample alone keeps its bound exactly."""
