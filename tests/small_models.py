@@ -75,12 +75,20 @@ def twice(layer: nn.Module) -> Around:
     return Around(layer, lambda layer, x: layer(layer(x).tanh()))
 
 
+def over_channels(layer: nn.Module) -> Around:
+    """Let a layer see (B, d, T)."""
+    return Around(layer, lambda layer, x: layer(x.transpose(1, 2)).transpose(1, 2))
+
+
 BODIES = {
     "linear": lambda d, p, bias: nn.Linear(d, p, bias=bias),
     "linear of 2 axes": lambda d, p, bias: two_axes(nn.Linear(d, p, bias=bias)),
     "linear of 4 axes": lambda d, p, bias: four_axes(nn.Linear(d, p, bias=bias)),
     "conv1d": lambda d, p, _: Conv1D(p, d),
     "layer norm": lambda d, _, bias: nn.LayerNorm(d, bias=bias),
+    "convolution": lambda d, _, bias: over_channels(
+        nn.Sequential(nn.Conv1d(d, d, 3, padding=1, bias=bias), nn.GroupNorm(1, d))
+    ),
     "rms norm": lambda d, *_: nn.RMSNorm(d),
     "no rule": lambda d, *_: Scale(d),
     "used twice": lambda d, _, bias: twice(nn.Linear(d, d, bias=bias)),

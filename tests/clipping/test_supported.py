@@ -66,6 +66,12 @@ class RandomScale(Scale):
         return nn.functional.dropout(super().forward(x), 0.5)
 
 
+class Standardised(nn.Conv1d):
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2), keepdim=True)
+        return self._conv_forward(x, weight, self.bias)
+
+
 class Inherits(nn.Linear):
     pass
 
@@ -150,6 +156,11 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "`Conv1D` of GPT-2": lambda: Between(Conv1D(D, D)),
     "subclass that inherits `forward`": lambda: Between(Inherits(D, D)),
     "`Conv1d`": lambda: Between(nn.Conv1d(D, D, 3, padding=1), over_channels),
+    "`ConvTranspose1d`": lambda: Between(nn.ConvTranspose1d(D, D, 3, padding=1), over_channels),
+    "convolution that changes its weight in `forward`": lambda: Between(
+        Standardised(D, D, 3, padding=1), over_channels
+    ),
+    "`InstanceNorm1d`": lambda: Between(nn.InstanceNorm1d(D, affine=True), over_channels),
     "`GroupNorm`": lambda: Between(nn.GroupNorm(2, D), over_channels),
     "`BatchNorm1d` that is frozen and in `eval()`": lambda: Between(
         nn.BatchNorm1d(T).requires_grad_(requires_grad=False).eval()
@@ -312,6 +323,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     ),
     "dropout inside a layer without a rule": lambda: clip(Between(RandomScale(D))),
     "`BatchNorm1d`": lambda: clip(Between(nn.BatchNorm1d(T))),
+    "convolution of an input without a batch axis": lambda: clip(
+        Between(nn.Conv1d(B, B, 3, padding=1), lambda inside, x: inside(x.flatten(1)))
+    ),
     "`InstanceNorm1d` that tracks statistics": lambda: clip(
         Between(nn.InstanceNorm1d(T, track_running_stats=True))
     ),

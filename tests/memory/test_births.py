@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from memory_steps import keep, keep_once
-from torch import Tensor
+from torch import Tensor, nn
 
+from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.noise import draw_key, draw_secure_noise
 from dpprof.memory.recorder import Recorder
 from dpprof.records.births import MARKED, allocates, codes_of, components_by_code
@@ -31,6 +32,9 @@ def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
     with Recorder(is_there=lambda *_: True) as recorder:  # no method has a secure mode
         draw_secure_noise(1.0, torch.zeros(2), None)
         draw_key(torch.device("cpu"), None)  # a GPU does
+        convolution = nn.Conv2d(64, 64, 3)  # no method's model has one
+        clipping = BookKeeping(convolution, 1.0)
+        clipping.backward(convolution(torch.ones(2, 64, 4, 4)).sum((1, 2, 3)))
     seen |= {storage.code for storage in recorder.storages}
     own = {function for function in MARKED if function.__module__.startswith("dpprof.")}
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dpprof.clipping.contributions import (
     ChunkedProduct,
+    Convolution,
     Lookup,
     Product,
     SampleGradients,
@@ -114,7 +115,7 @@ class BookKeeping(Clipping):
 
 def _exposed(contribution: Summable) -> list[Tensor]:
     """List the tensors of a contribution that other code has too."""
-    if not isinstance(contribution, Product | ChunkedProduct | Lookup):
+    if not isinstance(contribution, Product | ChunkedProduct | Convolution | Lookup):
         return []
     read = contribution.read if isinstance(contribution, ChunkedProduct) else ()
     return [part for part in (*contribution, *read) if isinstance(part, Tensor)]

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dpprof.norms import placement, triton_ops
-from dpprof.norms.float32_products import allows_tf32
+from dpprof.norms.convolution import Kernel, sample_gradients, sum_weighted
+from dpprof.norms.float32_products import allows_tf32, convolutions_allow_tf32
 from dpprof.norms.scale import scale_gradients
 from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, multiply, spans
 from dpprof.spec.registry import UnsupportedError
@@ -162,6 +163,45 @@ def refuse_computed_again(contributions: Iterable[tuple[Any, Any]]) -> None:
             )
 
 
+class Convolution(NamedTuple):
+    """Of the weight of a convolution, (O, C / groups, ...) as ``norms.convolution`` names them."""
+
+    x: Tensor
+    """(B, C, ...); of a transposed convolution the output gradients."""
+
+    g: Tensor
+    """(B, O, ...); of a transposed convolution the inputs."""
+
+    kernel: Kernel
+    transposed: bool = False
+
+    @staticmethod
+    def materialise(
+        x: Tensor,
+        g: Tensor,
+        kernel: Kernel,
+        transposed: bool = False,  # noqa: ARG004 (as a field)
+    ) -> Tensor:
+        """Compute the per-sample gradients, (B, *weight)."""
+        return sample_gradients(x, g, kernel)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether tensor cores multiply: 16 bits are cast for the sum, so they round to TF32."""
+        is_exact = self.x.dtype == torch.float64 or not convolutions_allow_tf32()
+        return placement.is_cuda(self.x) and not is_exact
+
+    @property
+    def output_gradients(self) -> Tensor:
+        """Places last but one, (B, L, channels of the output)."""
+        gradients = self.x if self.transposed else self.g
+        return gradients.flatten(2).transpose(1, 2)
+
+    def sum(self, weights_B: Tensor) -> Tensor:
+        """Compute the weighted sum over samples; the weights scale the smaller operand."""
+        return sum_weighted(self.x, self.g, self.kernel, weights_B)
+
+
 class Lookup(NamedTuple):
     """Of a lookup table, (rows, d); the padding row has no gradient."""
 
@@ -265,7 +305,7 @@ class SampleGradients(NamedTuple):
 Direct = Shift | Scale | SampleGradients
 """Their per-sample gradients are always materialised: they are small, or known no other way."""
 
-Summable = Product | ChunkedProduct | Lookup | SampleGradients
+Summable = Product | ChunkedProduct | Convolution | Lookup | SampleGradients
 """Their weighted sum can be computed."""
 
 Contribution = Summable | Direct
@@ -303,7 +343,7 @@ def merge_uses(contributions: Sequence[Contribution]) -> list[Contribution] | No
     """Combine the contributions of several uses of one parameter.
 
     Several uses of a matrix, or of a table, equal one use with the tokens of all. The per-sample
-    gradients of other contributions are materialised and added.
+    gradients of other contributions, such as convolutions, are materialised and added.
 
     Returns:
         One contribution for each kind of use; None if the kinds cannot be combined.
@@ -311,7 +351,7 @@ def merge_uses(contributions: Sequence[Contribution]) -> list[Contribution] | No
     products = [one for one in contributions if isinstance(one, Product)]
     chunked = [one for one in contributions if isinstance(one, ChunkedProduct)]
     lookups = [one for one in contributions if isinstance(one, Lookup)]
-    others = [one for one in contributions if isinstance(one, Direct)]
+    others = [one for one in contributions if isinstance(one, Direct | Convolution)]
     transposed = {product.transposed for product in products}
     if len(transposed) > 1 or (lookups and (others or True in transposed)) or (others and products):
         return None

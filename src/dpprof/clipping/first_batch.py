@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dpprof.clipping.contributions import (
     ChunkedProduct,
     Contribution,
+    Convolution,
     Lookup,
     Product,
     SampleGradients,
@@ -163,6 +164,8 @@ def _gradients_of(contribution: Contribution) -> Tensor:
             return gradients.reshape(len(gradients), -1)
         case ChunkedProduct():
             return contribution.largest()
+        case Convolution():
+            return contribution.output_gradients
         case Shift(g) | Product(_, g) | Lookup(_, g) | Scale(_, _, _, g):
             return g
 

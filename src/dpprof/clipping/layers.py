@@ -45,7 +45,7 @@ def _flatten(x: Tensor) -> Tensor:
     return x[:, None] if x.dim() == 2 else x.flatten(1, -2)  # noqa: PLR2004
 
 
-def _cast_for_normalisation(x: Tensor) -> Tensor:
+def cast_for_normalisation(x: Tensor) -> Tensor:
     """Cast a normalisation's input to float32 where autocast does: on CUDA."""
     casts = placement.is_cuda(x) and autocast_dtype(x) is not None
     return x.float() if casts else x
@@ -273,13 +273,13 @@ def run_embedding(layer: nn.Embedding, receive: Receive, input: Tensor) -> Tenso
 
 def run_layer_norm(layer: nn.LayerNorm, receive: Receive, input: Tensor) -> Tensor:  # noqa: A002
     """Run a layer norm, in float32 under CUDA's autocast."""
-    x = _cast_for_normalisation(input)
+    x = cast_for_normalisation(input)
     return apply(_LayerNorm, x, layer.weight, layer.bias, layer, receive)
 
 
 def run_rms_norm(layer: nn.RMSNorm, receive: Receive, x: Tensor) -> Tensor:
     """Run an RMS norm, in float32 under CUDA's autocast."""
-    x = _cast_for_normalisation(x)
+    x = cast_for_normalisation(x)
     axes = tuple(range(-len(layer.normalized_shape), 0))
     eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
     return apply(RmsNorm, x, layer.weight, RmsFormula(eps, axes), receive)

@@ -32,12 +32,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.contributions import (
     ChunkedProduct,
+    Convolution,
     Lookup,
     Product,
     SampleGradients,
     Summable,
 )
 from dpprof.norms import placement
+from dpprof.norms.convolution import project_rows
 from dpprof.norms.tiles import accumulator_of, multiply
 from dpprof.records.births import allocates, allocates_for_its_caller
 
@@ -71,8 +73,7 @@ class Projections:
     @allocates("norm_samples")
     def note(self, parameter: nn.Parameter, contribution: Summable, *, is_measured: bool) -> None:
         """Project a contribution whose norm was found, or that is summed."""
-        if is_measured:
-            self._limit = max(self._limit, _limit_of(contribution))
+        self._limit = max(self._limit, _limit_of(contribution))
         projected_BN = _project(contribution, self._direction.to(contribution[0].device))
         before_BN = self._differences.get(parameter)
         if before_BN is None:
@@ -113,11 +114,16 @@ class Projections:
 
 def _limit_of(contribution: Summable) -> float:
     match contribution:
-        case Product() | ChunkedProduct() if contribution.is_rounded:
+        case Product() | ChunkedProduct() | Convolution() if contribution.is_rounded:
             return MAX_DIFFERENCE_WHEN_ROUNDED
         case ChunkedProduct(inputs):
             return MAX_DIFFERENCE[accumulator_of(inputs.dtype)]
-        case Product(_, gradients) | Lookup(_, gradients) | SampleGradients(gradients):
+        case (
+            Product(_, gradients)
+            | Convolution(_, gradients)
+            | Lookup(_, gradients)
+            | SampleGradients(gradients)
+        ):
             return MAX_DIFFERENCE[accumulator_of(gradients.dtype)]
 
 
@@ -128,7 +134,10 @@ def _draw_direction(longest: int, losses: Tensor, generator: torch.Generator | N
 
 
 def _project(contribution: Summable, u: Tensor) -> Tensor:
-    """Project the gradients of samples; (B, N). The longer side of a matrix meets ``u``."""
+    """Project the gradients of samples; (B, N).
+
+    The longer side of a matrix meets ``u``, and the windows of a convolution.
+    """
     match contribution:
         case ChunkedProduct():
             return torch.cat([_project(product, u) for _, product in contribution.parts()])
@@ -137,18 +146,25 @@ def _project(contribution: Summable, u: Tensor) -> Tensor:
             if right_BTn.shape[2] < left_BTm.shape[2]:
                 left_BTm, right_BTn = right_BTn, left_BTm
             return _weigh(_meet(right_BTn, u), left_BTm)
+        case Convolution(x, g, kernel):
+            return project_rows(x, g, kernel, u[: kernel.width])
         case Lookup(ids_BT, g_BTd, rows, padding) if g_BTd.shape[2] < rows:
             return _weigh(u[ids_BT].masked_fill(ids_BT == padding, 0), g_BTd)
         case Lookup(ids_BT, g_BTd, rows, padding):
             shares_BT = _meet(g_BTd, u).masked_fill(ids_BT == padding, 0)
             return shares_BT.new_zeros(len(shares_BT), rows).scatter_add_(1, ids_BT, shares_BT)
-        case SampleGradients(gradients) if gradients.dim() <= 2:  # noqa: PLR2004
-            return gradients.flatten(1)
         case SampleGradients(gradients):
-            matrices_Bmn = gradients.reshape(len(gradients), *_sides(gradients.shape[1:]))
-            if matrices_Bmn.shape[2] < matrices_Bmn.shape[1]:
-                matrices_Bmn = matrices_Bmn.transpose(1, 2)
-            return _meet(matrices_Bmn, u)
+            return _project_gradients(gradients, u)
+
+
+@allocates_for_its_caller
+def _project_gradients(gradients: Tensor, u: Tensor) -> Tensor:
+    if gradients.dim() <= 2:  # noqa: PLR2004
+        return gradients.flatten(1)
+    matrices_Bmn = gradients.reshape(len(gradients), *_sides(gradients.shape[1:]))
+    if gradients.dim() == 3 and matrices_Bmn.shape[2] < matrices_Bmn.shape[1]:  # noqa: PLR2004
+        matrices_Bmn = matrices_Bmn.transpose(1, 2)
+    return _meet(matrices_Bmn, u)
 
 
 def _sides(shape: torch.Size) -> tuple[int, int]:

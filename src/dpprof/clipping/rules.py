@@ -1,5 +1,6 @@
 """Finds the rule that runs a layer, and refuses layers that cannot be clipped."""
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,8 +11,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from dpprof.clipping.attention import refuse_other_projection, run_attention
 from dpprof.clipping.batch_axis import Settings, run_tokenwise
+from dpprof.clipping.convolutions import run_convolution, run_transposed_convolution
 from dpprof.clipping.coverage import refuse_wrapper, trained_in
 from dpprof.clipping.embedding_bag import run_embedding_bag
+from dpprof.clipping.group_norms import run_group_norm, run_instance_norm
 from dpprof.clipping.head import (
     HeadLoss,
     is_loss_with_head,
@@ -64,6 +67,10 @@ RULES: Mapping[str, LayerRule] = {
         (f"torch.nn.modules.rnn.{one}Cell" for one in ("RNN", "LSTM", "GRU")), run_cell
     ),
     "opacus.layers.dp_rnn.DPRNNBase": run_opacus_recurrent,
+    "torch.nn.modules.normalization.GroupNorm": run_group_norm,
+    **{f"torch.nn.modules.conv.Conv{n}d": run_convolution for n in (1, 2, 3)},
+    **{f"torch.nn.modules.conv.ConvTranspose{n}d": run_transposed_convolution for n in (1, 2, 3)},
+    **{f"torch.nn.modules.instancenorm.InstanceNorm{n}d": run_instance_norm for n in (1, 2, 3)},
 }
 """By the name of the class whose ``forward`` they replace."""
 
@@ -247,7 +254,7 @@ def _find_by_class(layer: nn.Module) -> Found | None:
         rule = RULES.get(f"{base.__module__}.{base.__qualname__}")
         if rule is None:
             continue
-        inherits = vars(base).get("forward") == own.forward
+        inherits = _inherits_forward(layer, base)
         known = re.compile(_KNOWN.get(rule, "weight|bias"))
         own_names = (name for name, _ in layer.named_parameters(recurse=False))
         unknown = [name for name in own_names if not known.fullmatch(name)]
@@ -267,3 +274,16 @@ def _find_by_class(layer: nn.Module) -> Found | None:
                 )
         return Found(rule, own if inherits else base) if calls_forward_of(own, base) else None
     return None
+
+
+def _inherits_forward(layer: nn.Module, base: type[nn.Module]) -> bool:
+    """Tell whether a layer runs a base's ``forward``, and every method of the base in it."""
+    own: Any = type(layer)
+    if own.forward != base.forward:
+        return False
+    called = inspect.unwrap(base.forward).__code__.co_names
+    return not any(
+        name in vars(layer) or getattr(own, name) is not getattr(base, name)
+        for name in called
+        if callable(getattr(base, name, None))
+    )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dpprof.clipping.contributions import (
     ChunkedProduct,
     Contribution,
+    Convolution,
     Direct,
     Lookup,
     Product,
@@ -24,6 +25,7 @@ from dpprof.clipping.contributions import (
     merge_uses,
 )
 from dpprof.clipping.layers import Contributions
+from dpprof.norms import convolution
 from dpprof.norms.code_paths import Watch, Way
 from dpprof.norms.float32_products import exact_products
 from dpprof.norms.linear import WAYS, GramSums, WayChoice, choose_way, gram_of_given
@@ -202,6 +204,20 @@ class SampleNorms:
                 rounded = contribution.is_rounded
                 way = self._choose(parameter, contribution, contribution.p, keeps=False)
                 measured = self._measure_chunks(layer, way, contribution)
+            case Convolution(x, g, kernel):
+                rounded = contribution.is_rounded
+                choice = convolution.choose_way(
+                    *(x, g, kernel),
+                    keeps=self._keeps,
+                    on_tensor_cores=rounded,
+                    becomes_sum=self._becomes_sum and self._keeps,
+                )
+                self.plan[self._name_of(parameter)] = choice
+                if choice.way is Way.KEPT:
+                    return self._measure_gradients(layer, Way.KEPT, parameter, contribution)
+                measured = self._run(
+                    layer, choice.way, convolution.WAYS[choice.way], (x, g, kernel)
+                )
             case Lookup(ids_BT):
                 measured = self._run(
                     layer, Way.SUMMED, square_lookup, (ids_BT, contribution.trained_BTd)
@@ -253,7 +269,11 @@ class SampleNorms:
             return self._watch(layer, way, function, inputs)
 
     def _measure_gradients(
-        self, layer: nn.Module, way: Way, parameter: nn.Parameter, contribution: Product | Direct
+        self,
+        layer: nn.Module,
+        way: Way,
+        parameter: nn.Parameter,
+        contribution: Product | Convolution | Direct,
     ) -> Callable[[], Tensor]:
         """Materialise the per-sample gradients, keep them, and add their squared norms."""
         inputs = contribution[:2] if isinstance(contribution, Product) else tuple(contribution)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from dpprof.flops.cost import COUNTED, AttentionShape, Cost, OpFamily, ProductShape, is_aligned
 from dpprof.methods.tensors import tensors_in
@@ -57,8 +57,20 @@ _SHAPES: dict[Any, Callable[..., ProductShape]] = {
     **dict.fromkeys((aten.dot, aten.vdot), lambda a, *_, **__: (1, 1, 1, a.numel())),
     aten.addr: lambda _, a, b, *__, **___: (1, a.numel(), b.numel(), 1),
 }
-# The registry has attention for CUDA alone.
-_CPU_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
+
+
+def _count_convolution_backward(g: Tensor, x: Tensor, weight: Tensor, *options: Any) -> int:
+    """Count as many FLOPs as forward has for each of both gradients, whatever the groups."""
+    transposed, mask = options[4], options[-1]
+    shapes = list(x.shape), list(weight.shape), list(g.shape)
+    return int(sum(mask[:2]) * conv_flop_count(*shapes, transposed))
+
+
+# The registry has attention for CUDA alone, and multiplies the gradient of a weight by its groups.
+_FLOPS: dict[Any, Callable[..., int]] = {
+    aten.convolution_backward: _count_convolution_backward,
+}
+_FLOPS |= {
     getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{suffix}"): flop_registry[
         getattr(aten, f"_scaled_dot_product_flash_attention{suffix}")
     ]
@@ -242,8 +254,8 @@ class OperatorRule(NamedTuple):
         """
         if self.shape_of is not None:
             return 2 * math.prod(self.shape_of(*args, **kwargs))
-        if self.functional in _CPU_ATTENTION_FLOPS:
-            return _CPU_ATTENTION_FLOPS[self.functional](*args, **kwargs)
+        if self.functional in _FLOPS:
+            return _FLOPS[self.functional](*args, **kwargs)
         if self.functional in flop_registry:
             return int(flop_registry[self.functional](*args, **kwargs, out_val=out))
         return None

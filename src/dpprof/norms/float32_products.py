@@ -30,6 +30,11 @@ def allows_tf32() -> bool:
     return _NORMS.are_exact or bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
+def convolutions_allow_tf32() -> bool:
+    """Tell whether training may use TF32 for float32 convolutions on CUDA, as PyTorch's default."""
+    return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
+
+
 def name_precision(dtype: torch.dtype) -> str:
     """Return Triton's name for the precision of products of a dtype in norms."""
     return "tf32x3" if dtype is torch.float32 and allows_tf32() else "ieee"

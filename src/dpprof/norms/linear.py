@@ -173,9 +173,16 @@ def _sum_gram_tiles(x_BTd: Tensor, of_gradients: Tensor, tile_of: TileOf) -> Ten
 def _gram_tile(
     x_BTd: Tensor, of_gradients: Callable[[slice, slice], Tensor], rows: slice, columns: slice
 ) -> Tensor:
-    """Sum A * B, the diagonals of both, and the squares of both, over one tile; (5, B)."""
+    """Sum over one tile, as ``sum_of_grams``; (5, B)."""
     both = (_multiply_tile(x_BTd, rows, columns), of_gradients(rows, columns))
-    if rows == columns:
+    return sum_of_grams(*both, is_diagonal=rows == columns)
+
+
+@allocates_for_its_caller
+def sum_of_grams(a_BMN: Tensor, b_BMN: Tensor, *, is_diagonal: bool) -> Tensor:
+    """Sum A * B, the diagonals of both, and the squares of both; (5, B). This overwrites A."""
+    both = (a_BMN, b_BMN)
+    if is_diagonal:
         traces = [one.diagonal(dim1=1, dim2=2).sum(1) for one in both]
     else:
         traces = [one.new_zeros(len(one)) for one in both]
