@@ -32,6 +32,7 @@ from dpprof.clipping.patching import patch_layer, unpatch_layer
 from dpprof.clipping.ranks import Ranks, ShardSums, refuse_other_wrapper
 from dpprof.clipping.released_state import ReleasedState
 from dpprof.clipping.rules import BATCH_NORM, Found, LayerRule, find_rules, run_frozen_norm
+from dpprof.clipping.sample_major import SampleMajor
 from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.clipping.sums import add_to_grad, bound_of, own_part
 from dpprof.norms.code_paths import CodePath, Watch
@@ -168,7 +169,8 @@ class Clipping(ABC):
         }
         """Parameters of modules that contain layers, which have no rule, and their modules."""
 
-        self._broadcasts = Broadcasts((), 0, (), self.name_of)
+        self._layout = SampleMajor((), 0)
+        self._broadcasts = Broadcasts((), 0, (), self.name_of, self._layout)
         self._stashed: dict[nn.Parameter, tuple[Tensor | None, Tensor]] = {}
         """While autograd adds up a loose parameter's gradient: what was there, and what it adds."""
 
@@ -353,6 +355,7 @@ class Clipping(ABC):
             self._changed.clear()
             self._stashed.clear()
             self._broadcasts.remove()
+            self._layout.remove()
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
 
@@ -361,9 +364,11 @@ class Clipping(ABC):
         nodes = list(nodes_behind(losses))
         # Ranks verify together, so what one of them finds in a later batch cannot be verified.
         is_alone = not self.ranks.is_sharded
+        self._layout = SampleMajor(nodes, len(losses))
         self._broadcasts = Broadcasts(
-            nodes, len(losses), self._loose, self.name_of, may_expand=is_alone
+            nodes, len(losses), self._loose, self.name_of, self._layout, may_expand=is_alone
         )
+        self._layout.group()
         if is_alone:
             self._first_batches.expect(self._broadcasts.ways)
         return nodes
