@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dpprof.clipping.as_one import Choice, find_choices
 from dpprof.clipping.broadcasts import Broadcasts
 from dpprof.clipping.calls import LayerCall
 from dpprof.clipping.contributions import SampleGradients, Summable, zero_samples
@@ -69,6 +70,8 @@ class Clipping(ABC):
             ``first_batch`` says what that proves); ``trusted`` does not.
         public_buffers: Names of buffers, as in ``state_dict()``, that may change because they hold
             nothing of the samples.
+        as_one: Names of modules, such as ``"layers.*.mixer"``, that run as one layer each, without
+            the rules of the layers inside. They get and return samples first (``as_one``).
 
     Raises:
         UnsupportedError: A layer has no exact per-sample gradient, or no rule, or the model is
@@ -103,6 +106,9 @@ class Clipping(ABC):
     keeps = False
     """Whether contributions are kept until the norms are known."""
 
+    knows_modules = True
+    """Whether parameters of modules that contain layers can be clipped."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -110,6 +116,7 @@ class Clipping(ABC):
         *,
         first_batch: str = "verified",
         public_buffers: Collection[str] = (),
+        as_one: Collection[str] = (),
     ) -> None:
         self.model = model
         self.max_grad_norm = max_grad_norm
@@ -155,7 +162,8 @@ class Clipping(ABC):
 
         self._first_batches = FirstBatches(first_batch, self.ranks, self._name_of_layer)
         rules = find_rules(model, self.ranks.wrapper)
-        self._layers = list(rules)
+        self._choices = self._find_choices(rules, as_one)
+        self._layers = [*rules, *self._choices]
         own = {
             layer: {name: self.ranks.own(p) for name, p in trained_in(layer).items()}
             for layer in model.modules()
@@ -184,15 +192,33 @@ class Clipping(ABC):
         self._hook_leaves()
         self.ranks.take_over()
 
+    def _find_choices(
+        self, rules: dict[nn.Module, Found], as_one: Collection[str]
+    ) -> dict[nn.Module, Choice]:
+        """Find the modules that may run as one layer, where one rank trains all layers flatly."""
+        if self.knows_modules and self.ranks.size == 1 and not self.ranks.is_sharded:
+            return find_choices(self.model, rules, as_one)
+        if as_one:
+            raise UnsupportedError(
+                "as_one works neither on several ranks nor with per-layer clipping yet"
+            )
+        return {}
+
     def _patch_layers(self, rules: Mapping[nn.Module, Found]) -> None:
-        for layer, (rule, replaced) in rules.items():
+        choices = {one: Found(choice.run, type(one)) for one, choice in self._choices.items()}
+        for layer, (rule, replaced) in (*rules.items(), *choices.items()):
             run = partial(
                 _make_uncompiled(), self.ranks, rule, layer, partial(self._receive, layer)
             )
-            patch_layer(layer, run, replaced, lambda: not self._disabled)
+            around = [one for one in self._choices.values() if layer in one.inside]
+            patch_layer(layer, run, replaced, partial(self._is_on, around))
         for norm in self._frozen_norms:
             run_norm = partial(run_frozen_norm, norm)
             patch_layer(norm, run_norm, type(norm), lambda: not self._disabled)
+
+    def _is_on(self, around: Sequence[Choice]) -> bool:
+        """Tell whether a layer is clipped by itself, and not with a module around it."""
+        return not self._disabled and not any(choice.is_one for choice in around)
 
     @property
     def max_grad_norm(self) -> float:
