@@ -122,7 +122,12 @@ class _LinearSeen(TorchFunctionMode):
             return multiply(*args, **kwargs, receive=self._receive)
         return func(*args, **kwargs)
 
-    def _is_own(self, _input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    def _is_own(
+        self,
+        input: Tensor,  # noqa: A002, ARG002 (torch's)
+        weight: Tensor,
+        bias: Tensor | None = None,
+    ) -> bool:
         return id(weight) in self._own and (bias is None or id(bias) in self._own)
 
 
@@ -149,9 +154,9 @@ def find_choices(
         for module in fitting:
             rules.pop(module, None)
             choices[module] = Choice(module, names[module], is_one=True)
-    modules = {name: module for module, name in names.items()}
+    modules = dict(model.named_modules(remove_duplicate=False))
     ruled = {p for layer in rules for p in trained_in(layer).values()}
-    for module, name in names.items():
+    for name, module in modules.items():
         owner = _find_owner(module, [modules[one] for one in _enclosing(name)], rules)
         if owner is not None and "forward" not in vars(owner):
             choices.setdefault(owner, Choice(owner, names[owner], is_one=None))
@@ -179,18 +184,15 @@ def _find_owner(
     if not trained:
         return None
     runs = next((one for one in (module, *around) if _has_forward(one)), None)
-    if found is None:
-        return runs
-    if found.rule is run_any_layer and _names_linear(module):
-        del rules[module]
-        return module
     adapter = next((one for one in around if _is_adapter(one)), None)
-    if found.rule is run_any_layer and adapter is not None:
-        del rules[module]
-        return adapter
+    is_any = found is not None and found.rule is run_any_layer
+    if is_any and (adapter or _names_linear(module)):
+        rules.pop(module)
+    if found is None or (is_any and _names_linear(module)):
+        return runs
     if isinstance(module, nn.Conv1d) and module.groups > 1:
         return next((one for one in around if _has_forward(one)), None)
-    return None
+    return adapter
 
 
 def _has_forward(module: nn.Module) -> bool:

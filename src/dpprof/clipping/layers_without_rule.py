@@ -279,15 +279,23 @@ class _Rerun:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 if "randomness" in str(error):
-                    raise UnsupportedError(
-                        f"{self._call.name} has no rule and draws random numbers, which differ "
-                        "when its per-sample gradients are computed; move them to a layer without "
-                        "parameters"
-                    ) from error
+                    return self._loop_if_numbers_do_not_matter(each, places, gs)
             else:
                 return found
         found = self._loop(each, places, gs)
         _not_mapped.add(layer)
+        return found
+
+    def _loop_if_numbers_do_not_matter(self, *inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Run samples with two draws of random numbers, which must give the same."""
+        found, again = self._loop(*inputs), self._loop(*inputs)
+        for one, other in zip((*found[0], *found[1]), (*again[0], *again[1]), strict=True):
+            if not torch.equal(one, other):
+                raise UnsupportedError(
+                    f"{self._call.name} has no rule and draws random numbers, which differ when "
+                    "its per-sample gradients are computed; move them to a layer without "
+                    "parameters"
+                )
         return found
 
     def _loop(
