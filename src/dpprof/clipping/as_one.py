@@ -26,7 +26,7 @@ from dpprof.clipping.broadcasts import LOSSES, OF_ONE, follow
 from dpprof.clipping.coverage import trained_in
 from dpprof.clipping.graph import nodes_behind
 from dpprof.clipping.layers import Receive, multiply
-from dpprof.clipping.layers_without_rule import run_any_layer
+from dpprof.clipping.layers_without_rule import run_any_layer, versions_of
 from dpprof.clipping.patching import PatchedLayer, unpatch_layer
 from dpprof.clipping.rules import Found
 from dpprof.clipping.sample_major import find_users
@@ -62,7 +62,7 @@ class Choice:
         if self.is_one:
             return run_any_layer(layer, receive, *inputs, **named)
         given = _tensors_in((inputs, named))
-        versions = [one._version for one in given]  # noqa: SLF001 (no public name)
+        versions = versions_of(given)
         assert isinstance(layer, PatchedLayer)
         own = trained_in(layer).values()
         with _LinearSeen(own, receive):
@@ -70,7 +70,7 @@ class Choice:
         if self.is_one is None and torch.is_grad_enabled():
             self._decide(_tensors_in(returned), given)
             if self.is_one:
-                if versions != [one._version for one in given]:  # noqa: SLF001
+                if versions_of(given) != versions:
                     self._refuse("changes its inputs in place")
                 if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # noqa: SLF001, FBT003
                     self._refuse("is checkpointed, so what it does shows too late")
@@ -183,16 +183,17 @@ def _find_owner(
     trained = trained_in(module)
     if not trained:
         return None
-    runs = next((one for one in (module, *around) if _has_forward(one)), None)
     adapter = next((one for one in around if _is_adapter(one)), None)
     is_any = found is not None and found.rule is run_any_layer
     if is_any and (adapter or _names_linear(module)):
-        rules.pop(module)
-    if found is None or (is_any and _names_linear(module)):
-        return runs
-    if isinstance(module, nn.Conv1d) and module.groups > 1:
-        return next((one for one in around if _has_forward(one)), None)
-    return adapter
+        del rules[module]
+    if adapter is not None:
+        return adapter
+    runs = (one for one in (module, *around) if _has_forward(one))
+    if found is None or module not in rules:
+        return next(runs, None)
+    is_by_channel = isinstance(module, nn.Conv1d) and module.groups > 1
+    return next((one for one in runs if one is not module), None) if is_by_channel else None
 
 
 def _has_forward(module: nn.Module) -> bool:

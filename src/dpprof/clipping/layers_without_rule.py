@@ -17,7 +17,7 @@ Shape legend: B samples, N entries of all samples, k = N / B.
 import enum
 import types
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +96,13 @@ class _AnyLayer(torch.autograd.Function):
         ctx.save_for_backward(*tensors[count:])
         ctx.clipped, ctx.call, ctx.receive = tensors[:count], call, receive
         ctx.samples = None  # ``sample_major`` sets how many there are, 0 if it cannot prove it
+        versions = versions_of(tensors)
         values, call.structure = pytree.tree_flatten(call.forward(tensors[count:]))
+        if versions_of(tensors) != versions:
+            raise UnsupportedError(
+                f"{call.name} has no rule and changes its inputs in place; change copies, or "
+                "freeze its parameters"
+            )
         held = {_storage_of(one) for one in tensors}
         for at, y in enumerate(values):
             if isinstance(y, Tensor):
@@ -348,6 +354,11 @@ class _Rerun:
         for i, x in zip(self._needed, given[count:], strict=True):
             tensors[i] = x
         return self._call.run_with(given[:count], tensors)
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return how often tensors were changed in place."""
+    return [one._version for one in tensors]  # noqa: SLF001 (no public name)
 
 
 def _storage_of(x: Tensor) -> int:
