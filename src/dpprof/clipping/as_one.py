@@ -183,7 +183,8 @@ def _find_owner(
     trained = trained_in(module)
     if not trained:
         return None
-    adapter = next((one for one in around if _is_adapter(one)), None)
+    # The outermost: one adapter of experts may change another's weights while it runs.
+    adapter = next((one for one in reversed(around) if _is_adapter(one)), None)
     is_any = found is not None and found.rule is run_any_layer
     if is_any and (adapter or _names_linear(module)):
         del rules[module]

@@ -428,6 +428,8 @@ class Clipping(ABC):
     def _find_reused(self, nodes: Sequence[Any]) -> Collection[nn.Parameter]:
         """Find the parameters that more than one contribution of this batch may be for."""
         uses = count_uses(nodes)
+        for parameter in self._broadcasts.of:
+            uses[parameter] += 1
         return self._shared | {self.ranks.own(p) for p, count in uses.items() if count > 1}
 
     def _name_of_layer(self, layer: nn.Module) -> str:

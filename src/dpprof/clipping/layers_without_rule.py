@@ -17,7 +17,7 @@ Shape legend: B samples, N entries of all samples, k = N / B.
 import enum
 import types
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -195,55 +195,47 @@ class _Rerun:
         Raises:
             UnsupportedError: The layer does not run on one sample.
         """
+        ways = self._ways_to_cut()
         first: _Found | None = None
-        for cut in self._ways_to_cut():
+        problem: Exception | None = None
+        for cut in ways:
             try:
                 found = self._run(cut, projected)
-            except UnsupportedError:
+            except (torch.OutOfMemoryError, UnsupportedError):
                 raise
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                if first is None and cut == self._sure():
-                    raise UnsupportedError(
-                        f"{self._call.name} has no rule and got {_shapes(self._inputs)}; it does "
-                        f"not run on one sample alone: {str(error).splitlines()[0]}"
-                    ) from error
+                problem = problem or error
                 continue
-            first = found if first is None else first
-            if cut == self._sure() or isinstance(found.changed_B, FakeTensor):
-                break
-            if not found.changed_B.any():
+            is_certain = len(ways) == 1 or isinstance(found.changed_B, FakeTensor)
+            if is_certain or not found.changed_B.any():
                 return found
-        assert first is not None
-        return first
-
-    def _sure(self) -> set[int]:
-        """Tell which inputs are certainly not alike for all samples: those with a gradient."""
-        return {i for i in self._needed if self._may_be_cut(i)}
+            first = first or found
+        if first is not None:
+            return first  # its change is refused
+        assert problem is not None
+        raise UnsupportedError(
+            f"{self._call.name} has no rule and got {_shapes(self._inputs)}; it does not run on "
+            f"one sample alone: {str(problem).splitlines()[0]}"
+        ) from problem
 
     def _may_be_cut(self, i: int) -> bool:
         first = self._inputs[i].shape[:1]
         return bool(first) and first[0] % max(self._samples, 1) == 0
 
-    def _ways_to_cut(self) -> Iterator[set[int]]:
-        """Yield which inputs have k entries of each sample, likely ways first.
+    def _ways_to_cut(self) -> list[set[int]]:
+        """List which inputs have k entries of each sample, likely ways first.
 
-        Inputs without a gradient may be alike for all samples, whatever their lengths.
+        Those with a gradient are not alike for all samples; others may be, whatever their length.
         """
-        sure = self._sure()
+        sure = {i for i in self._needed if self._may_be_cut(i)}
         lengths = {len(one) for one in (*self._gs, *(self._inputs[i] for i in sure))}
         may = [
             i
             for i, x in enumerate(self._inputs)
             if i not in sure and self._may_be_cut(i) and len(x) in lengths
         ]
-        yield sure | {*may}
-        if len(may) > 1:
-            for i in may:
-                yield sure | ({*may} - {i})
-        if may:
-            yield sure
+        one_less = [sure | ({*may} - {i}) for i in may]
+        return [sure | {*may}, *one_less, *([sure] if len(may) > 1 else [])]
 
     def _run(self, cut: Collection[int], projected: Sequence[Tensor]) -> _Found:
         call, count = self._call, len(self._parameters)
