@@ -3,10 +3,8 @@
 Shape legend: B samples, T tokens, D width.
 """
 
-import peft
 import pytest
 import torch
-import transformers
 from small_models import FLAT, assert_exact, is_clear
 from torch import nn
 from torch.nn import functional
@@ -197,7 +195,9 @@ def test_a_declared_module_runs_as_one_layer(names, way) -> None:
 
 def test_checkpointing_needs_a_declaration() -> None:
     model, x = Between(Product(), checkpointed), draw()
-    with pytest.raises(UnsupportedError, match=r"inside computes .* name it in as_one=\['inside'\]"):
+    with pytest.raises(
+        UnsupportedError, match=r"inside computes .* name it in as_one=\['inside'\]"
+    ):
         BookKeeping(model, 0.5).backward(model.losses(x))
 
     model = Between(Product(), checkpointed)
@@ -233,9 +233,10 @@ def test_what_is_not_exact_is_refused_by_name(what, way) -> None:
     torch.manual_seed(0)
     run, message = REFUSED[what]
     model = Between(
-        Product(run), lambda inside, x: first_of(inside(x * 1)) if "time" not in what else (
-            inside(x).flip(0).transpose(0, 1)
-        )
+        Product(run),
+        lambda inside, x: (
+            first_of(inside(x * 1)) if "time" not in what else (inside(x).flip(0).transpose(0, 1))
+        ),
     )
     clipping = way(model, 0.5)
 

@@ -19,14 +19,12 @@ from dpprof.clipping.layers import run_embedding
 from dpprof.clipping.layers_without_rule import run_any_layer
 from dpprof.clipping.patching import is_patched
 from dpprof.clipping.rules import find_rule
-from dpprof.clipping.two_pass import FlashClipping
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.setup import make_batch
 from dpprof.methods.training_step import Batch, sample_losses
 from dpprof.models.build import apply_dtype, build_model
 from dpprof.planning.stand_ins import StandIn
 from dpprof.spec.architecture import Architecture
-from dpprof.spec.registry import UnsupportedError
 from dpprof.verification.float32_islands import lift_float32
 from dpprof.verification.subjects import describe_case, prepare
 

@@ -40,6 +40,15 @@ class Owner(Between):
         self.token = nn.Parameter(torch.randn(1, 1, D))
 
 
+class Multiplier(Between):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(D, D))
+        self.own = nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x):
+        return super().forward(x @ self.own)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -83,6 +92,26 @@ class ScaledEmbedding(nn.Embedding):
         return super().forward(ids) * 0.5
 
 
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Parameter(torch.randn(2, D)), nn.Parameter(torch.randn(2, D, D))
+
+    def forward(self, x):
+        tokens = x.view(-1, D)
+        shares, chosen = nn.functional.linear(tokens, self.gate).softmax(1).max(1)
+        y = torch.zeros_like(tokens)
+        for expert in chosen.unique().tolist():
+            places = (chosen == expert).nonzero()[:, 0]
+            y.index_add_(0, places, tokens[places] @ self.up[expert])
+        return (y * shares[:, None]).view(x.shape)
+
+
+class Several(Scale):
+    def forward(self, x):
+        return {"y": (super().forward(x), len(x))}
+
+
 class GetsLayer(Scale):
     def forward(self, x, layer):
         return layer(x) * self.weight
@@ -107,6 +136,12 @@ def over_channels(inside, x):
 
 def attend(inside, x):
     return inside(x, x, x)[0]
+
+
+def in_order_of_experts(inside, x):
+    tokens = x.flatten(0, 1)
+    order = tokens.sum(1).argsort()
+    return tokens.index_add(0, order[2:], inside(tokens[order[2:]])).view(x.shape)
 
 
 def looked_up(**options):
@@ -136,6 +171,18 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     ),
     "parameter of a module that contains layers": lambda: Owner(nn.Linear(D, D)),
     "`ParameterDict` for another layer": lambda: Between(Lends()),
+    "module that computes with its own parameters": lambda: Between(Multiplier()),
+    "experts and their router": lambda: Between(Mixture()),
+    "samples and tokens in one axis": lambda: Between(
+        nn.Linear(D, D), lambda inside, x: inside(x.flatten(0, 1)).view(x.shape)
+    ),
+    "windows": lambda: Between(
+        nn.Linear(D, D), lambda inside, x: inside(x.view(-1, 2, D)).view(x.shape)
+    ),
+    "layer without a rule that returns several tensors": lambda: Between(
+        Several(D), lambda inside, x: inside(x)["y"][0]
+    ),
+    "`MultiheadAttention`": lambda: Between(nn.MultiheadAttention(D, 2, batch_first=True), attend),
     "layer that is used twice": lambda: Between(twice(nn.Linear(D, D))),
     "tied embedding and head": Tied,
     "non-reentrant checkpointing": lambda: Between(
@@ -233,9 +280,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     "samples mixed between layers": lambda: clip(
         Between(nn.Linear(D, D), lambda inside, x: inside(x) - inside(x).mean(0))
     ),
-    "parameter of a module that goes elsewhere": lambda: clip(
-        Owner(nn.Linear(D, D)),
-        lambda model: setattr(model, "run", lambda _, x: x + model.token @ torch.eye(D)),
+    "parameter that another module uses": lambda: clip(
+        Between(Owner(nn.Linear(D, D)), lambda inside, x: x + inside.token @ torch.eye(D))
     ),
     "another axis first, as long as the batch": lambda: clip(
         Between(nn.Linear(D, D), lambda inside, x: inside(x[:, :B].transpose(0, 1)))
@@ -246,8 +292,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     "`DPMultiheadAttention` with `add_bias_kv`": lambda: clip(
         Between(DPMultiheadAttention(D, 2, add_bias_kv=True), attend)
     ),
-    "samples and tokens in one axis": lambda: clip(
-        Between(nn.Linear(D, D), lambda inside, x: inside(x.flatten(0, 1)).view(x.shape))
+    "layer that sees tokens in the order of experts": lambda: clip(
+        Between(nn.Linear(D, D), in_order_of_experts)
     ),
     "layer that gets another layer": lambda: clip(
         Between(GetsLayer(D), lambda inside, x: inside(x, nn.Linear(D, D)))
@@ -256,9 +302,6 @@ REFUSED: dict[str, Callable[[], object]] = {
     "`BatchNorm1d`": lambda: clip(Between(nn.BatchNorm1d(T))),
     "`InstanceNorm1d` that tracks statistics": lambda: clip(
         Between(nn.InstanceNorm1d(T, track_running_stats=True))
-    ),
-    "`MultiheadAttention`": lambda: clip(
-        Between(nn.MultiheadAttention(D, 2, batch_first=True), attend)
     ),
     "`GRU`": lambda: clip(Between(nn.GRU(D, D, batch_first=True), lambda inside, x: inside(x)[0])),
     "`Embedding` with `max_norm`": lambda: clip(looked_up(max_norm=1.0)),

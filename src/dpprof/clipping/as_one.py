@@ -72,7 +72,7 @@ class Choice:
             if self.is_one:
                 if versions_of(given) != versions:
                     self._refuse("changes its inputs in place")
-                if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # noqa: SLF001, FBT003
+                if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # noqa: SLF001
                     self._refuse("is checkpointed, so what it does shows too late")
                 return run_any_layer(layer, receive, *inputs, **named)
         return returned

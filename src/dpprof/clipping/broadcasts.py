@@ -156,6 +156,7 @@ class Broadcasts:
         *,
         may_expand: bool = True,
     ) -> None:
+        self._layout = layout
         self._moving = OF_ONE if may_expand else OF_ONE - {"Expand"}
         self.of: dict[nn.Parameter, Broadcast] = {}
         """By leaf."""
@@ -168,7 +169,7 @@ class Broadcasts:
         values = [node for node in nodes if _is_value(node, leaves)] if samples else []
         try:
             for node in values:
-                self._add(node, layout, samples, name_of)
+                self._add(node, samples, name_of)
         except BaseException:
             self.remove()
             raise
@@ -176,7 +177,6 @@ class Broadcasts:
     def _add(
         self,
         node: Any,
-        layout: SampleMajor,
         samples: int,
         name_of: Callable[[nn.Parameter], str],
     ) -> None:
@@ -186,7 +186,9 @@ class Broadcasts:
             entries: list[_Entry] = []
             others: set[str] = set()
         else:
-            entries, others = follow(node, layout.above, self._moving, samples, layout.holds)
+            entries, others = follow(
+                node, self._layout.above, self._moving, samples, self._layout.holds
+            )
         self.ways |= {f"{name}: {one.describe()}" for one in entries}
         if leaf is None:
             if samples == 1 or (entries and not others):
@@ -212,6 +214,7 @@ class Broadcasts:
 
     def remove(self) -> None:
         """Look at no more backward passes."""
+        self._layout.remove()
         for one in self._all:
             one.remove()
         for node in self._lookups:
@@ -245,7 +248,7 @@ def _is_alike(user: Any, kind: str, operand: int, out: tuple[int, ...]) -> bool:
     return number is not None and not number.dim()
 
 
-def follow(  # noqa: PLR0917
+def follow(
     value: Any,
     above: Mapping[Any, list[tuple[Any, int]]],
     moving: Collection[str],

@@ -177,8 +177,7 @@ class Clipping(ABC):
         }
         """Parameters of modules that contain layers, which have no rule, and their modules."""
 
-        self._layout = SampleMajor((), 0)
-        self._broadcasts = Broadcasts((), 0, (), self.name_of, self._layout)
+        self._broadcasts = Broadcasts((), 0, (), self.name_of, SampleMajor((), 0))
         self._stashed: dict[nn.Parameter, tuple[Tensor | None, Tensor]] = {}
         """While autograd adds up a loose parameter's gradient: what was there, and what it adds."""
 
@@ -381,7 +380,6 @@ class Clipping(ABC):
             self._changed.clear()
             self._stashed.clear()
             self._broadcasts.remove()
-            self._layout.remove()
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
 
@@ -390,11 +388,11 @@ class Clipping(ABC):
         nodes = list(nodes_behind(losses))
         # Ranks verify together, so what one of them finds in a later batch cannot be verified.
         is_alone = not self.ranks.is_sharded
-        self._layout = SampleMajor(nodes, len(losses))
+        layout = SampleMajor(nodes, len(losses))
         self._broadcasts = Broadcasts(
-            nodes, len(losses), self._loose, self.name_of, self._layout, may_expand=is_alone
+            nodes, len(losses), self._loose, self.name_of, layout, may_expand=is_alone
         )
-        self._layout.group()
+        layout.group()
         if is_alone:
             self._first_batches.expect(self._broadcasts.ways)
         return nodes

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from dpprof.clipping.contributions import SampleGradients
-from dpprof.clipping.layers import Receive, as_own, autocast_dtype
+from dpprof.clipping.layers import Receive, apply, as_own, autocast_dtype
 from dpprof.clipping.patching import PatchedLayer
 from dpprof.clipping.sample_norms import BatchAxisError
 from dpprof.norms.tiles import accumulator_of
@@ -62,6 +62,9 @@ class _Call(nn.Module):
         self._arguments = [None if isinstance(one, Tensor) else one for one in arguments]
         self.autocast = autocast_dtype(arguments[self._places[0]])
         self.trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        self.returned: tuple[list[Any], Any] = [], None
+        """What the layer returned: its values, ``_HERE`` in place of tensors, and their structure.
+        """
 
     @property
     def name(self) -> str:
@@ -97,7 +100,7 @@ class _AnyLayer(torch.autograd.Function):
         ctx.clipped, ctx.call, ctx.receive = tensors[:count], call, receive
         ctx.samples = None  # ``sample_major`` sets how many there are, 0 if it cannot prove it
         versions = versions_of(tensors)
-        values, call.structure = pytree.tree_flatten(call.forward(tensors[count:]))
+        values, structure = pytree.tree_flatten(call.forward(tensors[count:]))
         if versions_of(tensors) != versions:
             raise UnsupportedError(
                 f"{call.name} has no rule and changes its inputs in place; change copies, or "
@@ -116,7 +119,7 @@ class _AnyLayer(torch.autograd.Function):
                 f"{call.name} has no rule and returns {'a number' if real else 'no tensor'}, which "
                 "has no samples; freeze its parameters"
             )
-        call.values = [_HERE if isinstance(one, Tensor) else one for one in values]
+        call.returned = [_HERE if isinstance(one, Tensor) else one for one in values], structure
         ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
         ctx.real = [at for at, y in enumerate(outputs) if y.is_floating_point()]
         ctx.projected = [_project(y) for y in real] if any(ctx.needs_input_grad) else None
@@ -239,9 +242,7 @@ class _Rerun:
 
     def _run(self, cut: Collection[int], projected: Sequence[Tensor]) -> _Found:
         call, count = self._call, len(self._parameters)
-        each = [
-            self._split(x) if i in cut else x.detach() for i, x in enumerate(self._inputs)
-        ]
+        each = [self._split(x) if i in cut else x.detach() for i, x in enumerate(self._inputs)]
         places = [0 if i in cut else None for i in range(len(each))]
         gs = [self._split(g) for g in self._gs]
         kind = gs[0].device.type
@@ -259,7 +260,7 @@ class _Rerun:
 
     def _split(self, x: Tensor) -> Tensor:
         """Cut (N, ...) into (B, k, ...) with the strides of its shape, as vmap of conv requires."""
-        x = x.detach().unflatten(0, (self._samples, -1))
+        x = torch.unflatten(x.detach(), 0, (self._samples, -1))
         strides = torch.empty(x.shape, device="meta").stride()
         is_plain = x.stride() == strides
         return x if is_plain else x.clone(memory_format=torch.contiguous_format)
@@ -415,6 +416,7 @@ def run_any_layer(layer: nn.Module, receive: Receive, *inputs: Any, **named: Any
         raise UnsupportedError(f"{name} has no rule and gets no tensor, so it has no samples")
     assert isinstance(layer, PatchedLayer)
     call = _Call(layer, arguments, structure)
-    outputs = iter(_AnyLayer.apply(call, receive, *call.trained.values(), *tensors))
-    values = [next(outputs) if one is _HERE else one for one in call.values]
-    return pytree.tree_unflatten(values, call.structure)
+    outputs = iter(apply(_AnyLayer, call, receive, *call.trained.values(), *tensors))
+    values, structure = call.returned
+    filled = [next(outputs) if one is _HERE else one for one in values]
+    return pytree.tree_unflatten(filled, structure)

@@ -79,9 +79,20 @@ def find_rules(model: nn.Module, wrapper: nn.Module | None) -> dict[nn.Module, F
             refuse_wrapper(layer)
         refuse_mixing(layer)
         found = find_rule(layer) if trained_in(layer) else None
+        _refuse_hooks(layer)
         if found is not None:
             rules[layer] = found
     return rules
+
+
+def _refuse_hooks(layer: nn.Module) -> None:
+    """Refuse hooks on gradients, such as projections: autograd computes no gradient to hook."""
+    for name, parameter in trained_in(layer).items():
+        if parameter._backward_hooks:  # noqa: SLF001 (no public name)
+            raise UnsupportedError(
+                f"{name} of {type(layer).__name__} has a hook on its gradient, which clipping does "
+                "not run; remove the hook, or freeze the parameter"
+            )
 
 
 def refuse_mixing(layer: nn.Module) -> None:

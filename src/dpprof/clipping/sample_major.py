@@ -5,7 +5,7 @@ Then the first axis has k entries of each sample. Its length alone proves nothin
 were gathered for an expert may be as many. What proves it is a path of operators, to a tensor
 with one entry for each loss, that all keep entries in the order of their samples: those that
 reshape, those that treat each entry of the first axis apart, and layers. As for layers that see
-one entry for each sample, the code around them must keep samples apart, which the first batch shows.
+one entry for each sample, the code around them must keep samples apart; the first batch shows it.
 
 Shape legend: B samples, k entries of each, T tokens, d width.
 """
@@ -26,7 +26,19 @@ _RESHAPING = {"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"}
 """Operators that leave all elements in their order, by the names of their nodes."""
 
 _BY_ENTRY = {
-    *("Abs", "Add", "Alias", "Clamp", "Clone", "Div", "Exp", "Gelu", "LogSoftmax", "MaskedFill"),
+    *(
+        "Abs",
+        "Add",
+        "Alias",
+        "Bmm",
+        "Clamp",
+        "Clone",
+        "Div",
+        "Exp",
+        "Gelu",
+        "LogSoftmax",
+        "MaskedFill",
+    ),
     *("Mul", "NativeDropout", "NativeGroupNorm", "NativeLayerNorm", "Neg", "Pow", "Relu"),
     *("Sigmoid", "Silu", "Slice", "Softmax", "Softplus", "Split", "SplitWithSizes", "Sqrt", "Sub"),
     *("Tanh", "ToCopy", "Where"),
@@ -117,21 +129,12 @@ class SampleMajor:
         if not before or not after or before[0] % self._samples or after[0] % self._samples:
             return False
         kind = kind_of(user)
-        if isinstance(user, BackwardCFunction):
-            is_whole = hasattr(user, "samples") or before[0] == after[0]
-            return hasattr(user, "clipped") and is_whole and not hasattr(below, "variable")
         if kind in _RESHAPING:
             return True
-        if before[0] != after[0]:
-            return False
-        if kind in _ROWS_OF:
-            return operand == _ROWS_OF[kind]
-        if kind == "Permute":
-            return user._saved_dims[0] in (0, -len(after))  # noqa: SLF001
-        if kind == "Transpose":
-            moved = {_as_signed(at) % len(after) for at in (user._saved_dim0, user._saved_dim1)}  # noqa: SLF001
-            return 0 not in moved
-        return (kind in _BY_ENTRY or kind == "Bmm") and len(before) == len(after)
+        if isinstance(user, BackwardCFunction):
+            is_alike = before[0] == after[0] or hasattr(user, "samples")
+            return is_alike and hasattr(user, "clipped") and not hasattr(below, "variable")
+        return before[0] == after[0] and _treats_entries_apart(user, kind, operand, len(before))
 
     def group(self) -> None:
         """Let layers with k entries of each sample contribute gradients of samples."""
@@ -151,6 +154,18 @@ class SampleMajor:
         for node, receive in self._receivers:
             node.receive = receive
         self._receivers.clear()
+
+
+def _treats_entries_apart(user: Any, kind: str, operand: int, axes: int) -> bool:
+    """Tell whether an operator does, which leaves the first axis as long as its operand's."""
+    if kind in _ROWS_OF:
+        return operand == _ROWS_OF[kind]
+    if kind == "Permute":
+        return user._saved_dims[0] in (0, -axes)  # noqa: SLF001 (no public name)
+    if kind == "Transpose":
+        swapped = (user._saved_dim0, user._saved_dim1)  # noqa: SLF001
+        return all(_as_signed(at) % axes for at in swapped)
+    return kind in _BY_ENTRY and len(shape_of(user)) == axes
 
 
 def _as_signed(axis: int) -> int:
@@ -179,10 +194,10 @@ def group_entries(contribution: Contribution, samples: int) -> Contribution:
     if isinstance(contribution, ChunkedProduct):
         return contribution
     if isinstance(contribution, SampleGradients):
-        return SampleGradients(contribution.gradients.unflatten(0, (samples, -1)).sum(1))
+        return SampleGradients(torch.unflatten(contribution.gradients, 0, (samples, -1)).sum(1))
     joined: dict[str, Any] = {
         name: part.reshape(samples, -1, *part.shape[2:])
         for name, part in contribution._asdict().items()
-        if isinstance(part, torch.Tensor)
+        if isinstance(part, Tensor)
     }
     return contribution._replace(**joined)
