@@ -5,11 +5,13 @@ Shape legend: B samples, T tokens, D width.
 
 import pytest
 import torch
+import transformers
 from small_models import FLAT, assert_exact, is_clear
 from torch import nn
 
 from dpprof.clipping.sample_norms import BatchAxisError
 from dpprof.spec.registry import UnsupportedError
+from dpprof.verification.float32_islands import lift_float32
 
 B, T, D = 3, 4, 6
 
@@ -140,3 +142,22 @@ def test_samples_that_are_mixed_in_such_a_shape_are_refused() -> None:
 
     with pytest.raises(UnsupportedError, match="the loss of sample 1 depends on"):
         mixed.backward(model.losses(x))
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_swin_is_exact(way) -> None:
+    """Its windows are on the first axis, where biases enter too."""
+    config = transformers.SwinConfig(
+        image_size=32,
+        patch_size=4,
+        embed_dim=8,
+        depths=[2],
+        num_heads=[2],
+        window_size=4,
+        drop_path_rate=0.0,
+    )
+    with lift_float32():
+        model = transformers.SwinForImageClassification(config).double()
+        images = torch.randn(B, 3, 32, 32)
+        losses_of = lambda images: model(images).logits.square().sum(1)  # noqa: E731
+        assert_exact(way, model, (images,), losses_of, bound=0.1, tolerance=1e-8)

@@ -186,10 +186,12 @@ def _find_owner(
     # The outermost: one adapter of experts may change another's weights while it runs.
     adapter = next((one for one in reversed(around) if _is_adapter(one)), None)
     is_any = found is not None and found.rule is run_any_layer
-    if is_any and (adapter or _names_linear(module)):
+    if is_any and (adapter or _names_linear(module) or _takes_nothing(module)):
         del rules[module]
     if adapter is not None:
         return adapter
+    if is_any and _takes_nothing(module):
+        return None  # what it returns has no samples yet
     runs = (one for one in (module, *around) if _has_forward(one))
     if found is None or module not in rules:
         return next(runs, None)
@@ -199,6 +201,11 @@ def _find_owner(
 
 def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
+
+
+def _takes_nothing(layer: nn.Module) -> bool:
+    """Tell whether a layer computes something from its parameters alone, as Swin's biases do."""
+    return len(inspect.signature(type(layer).forward).parameters) == 1
 
 
 def _names_linear(layer: nn.Module) -> bool:

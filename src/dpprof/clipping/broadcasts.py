@@ -206,7 +206,7 @@ class Broadcasts:
                 f"{name} belongs to a module that no rule runs, and goes into "
                 f"{min(others)}; there clipping knows parameters that are added to, multiplied "
                 "with or expanded to all samples on the first axis; move it to a layer that gets "
-                "the batch, or freeze it"
+                "the batch, name a module around it in as_one=[...], or freeze it"
             )
         if entries or samples == 1:
             self.of[leaf] = Broadcast(entries)

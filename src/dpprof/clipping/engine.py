@@ -470,7 +470,8 @@ class Clipping(ABC):
             )
         raise RuntimeError(
             f"{self.name_of(parameter)} was used outside of its layer, where clipping does not see "
-            "it; call the layer, or freeze the parameter"
+            "it; call the layer, name a module around it that gets and returns samples in "
+            "as_one=[...], or freeze the parameter"
         )
 
     def _refuse_loose(self) -> None:

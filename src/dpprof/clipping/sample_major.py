@@ -26,22 +26,12 @@ _RESHAPING = {"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"}
 """Operators that leave all elements in their order, by the names of their nodes."""
 
 _BY_ENTRY = {
-    *(
-        "Abs",
-        "Add",
-        "Alias",
-        "Bmm",
-        "Clamp",
-        "Clone",
-        "Div",
-        "Exp",
-        "Gelu",
-        "LogSoftmax",
-        "MaskedFill",
-    ),
-    *("Mul", "NativeDropout", "NativeGroupNorm", "NativeLayerNorm", "Neg", "Pow", "Relu"),
-    *("Sigmoid", "Silu", "Slice", "Softmax", "Softplus", "Split", "SplitWithSizes", "Sqrt", "Sub"),
-    *("Tanh", "ToCopy", "Where"),
+    *("Abs", "Add", "Alias", "Bmm", "Clamp", "Clone", "Div", "Exp", "Expand", "Gelu"),
+    *("LogSoftmax", "MaskedFill", "Mul", "NativeDropout", "NativeGroupNorm", "NativeLayerNorm"),
+    *("Neg", "Pow", "Relu", "Sigmoid", "Silu", "Slice", "Softmax", "Softplus", "Split"),
+    *("SplitWithSizes", "Sqrt", "Sub", "Tanh", "ToCopy", "Where"),
+    *("ScaledDotProductFlashAttentionForCpu", "ScaledDotProductFlashAttention"),
+    *("ScaledDotProductEfficientAttention", "ScaledDotProductCudnnAttention"),
 }
 """Operators that treat each entry of the first axis apart, where its length stays the same."""
 
