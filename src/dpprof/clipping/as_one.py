@@ -64,11 +64,12 @@ class Choice:
         given = _tensors_in((inputs, named))
         versions = versions_of(given)
         assert isinstance(layer, PatchedLayer)
-        own = trained_in(layer).values()
-        with _LinearSeen(own, receive):
+        with _LinearSeen(trained_in(layer).values(), receive) as seen:
             returned = layer.original.forward(layer, *inputs, **named)
         if self.is_one is None and torch.is_grad_enabled():
             self._decide(_tensors_in(returned), given)
+            if self.is_one is False and not seen.has_run:
+                unpatch_layer(layer)  # its layers do without it
             if self.is_one:
                 if versions_of(given) != versions:
                     self._refuse("changes its inputs in place")
@@ -91,11 +92,8 @@ class Choice:
         users = find_users(nodes)
         trained = {p for p in self._module.parameters() if p.requires_grad}
         uses = [one for one in nodes if getattr(one, "variable", None) in trained]
-        if not uses:
-            return
-        self.is_one = any(self._is_unseen(one, users) for one in uses)
-        if not self.is_one and not trained_in(self._module):
-            unpatch_layer(self._module)
+        if uses:
+            self.is_one = any(self._is_unseen(one, users) for one in uses)
 
     def _is_unseen(self, leaf: Any, users: Mapping[Any, list[tuple[Any, int]]]) -> bool:
         """Tell whether a parameter is used otherwise than by its rule, or for all samples."""
@@ -113,12 +111,14 @@ class _LinearSeen(TorchFunctionMode):
     def __init__(self, own: Collection[nn.Parameter], receive: Receive) -> None:
         super().__init__()
         self._own, self._receive = {id(one) for one in own}, receive
+        self.has_run = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is functional.linear and self._is_own(*args, **kwargs):
+            self.has_run = True
             return multiply(*args, **kwargs, receive=self._receive)
         return func(*args, **kwargs)
 

@@ -406,6 +406,9 @@ def run_any_layer(layer: nn.Module, receive: Receive, *inputs: Any, **named: Any
         UnsupportedError: It gets no tensor, or a layer, or an object that may hold tensors; or it
             returns no tensor, or a number.
     """
+    assert isinstance(layer, PatchedLayer)
+    if not any(parameter.requires_grad for parameter in layer.parameters()):
+        return layer.original.forward(layer, *inputs, **named)  # frozen since it was patched
     arguments, structure = pytree.tree_flatten((inputs, named))
     tensors = [one for one in arguments if isinstance(one, Tensor)]
     name = type(layer).__name__
@@ -414,7 +417,6 @@ def run_any_layer(layer: nn.Module, receive: Receive, *inputs: Any, **named: Any
             _refuse_object(name, one)
     if not tensors:
         raise UnsupportedError(f"{name} has no rule and gets no tensor, so it has no samples")
-    assert isinstance(layer, PatchedLayer)
     call = _Call(layer, arguments, structure)
     outputs = iter(apply(_AnyLayer, call, receive, *call.trained.values(), *tensors))
     values, structure = call.returned

@@ -128,7 +128,7 @@ class SampleMajor:
 
     def group(self) -> None:
         """Let layers with k entries of each sample contribute gradients of samples."""
-        for node in self._nodes:
+        for node in self._nodes if self._samples else ():
             if not isinstance(node, BackwardCFunction) or not hasattr(node, "receive"):
                 continue
             if hasattr(node, "samples"):  # a layer without a rule
