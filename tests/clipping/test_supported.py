@@ -243,6 +243,12 @@ def thaw(model: nn.Module) -> None:
     model.last.requires_grad_(True)
 
 
+def hook_a_gradient() -> None:
+    model = Between(nn.Linear(D, D))
+    model.last.weight.register_hook(torch.sign)
+    clip(model)
+
+
 def frozen_last() -> nn.Module:
     model = Between(nn.ReLU())
     model.last.requires_grad_(False)
@@ -299,6 +305,7 @@ REFUSED: dict[str, Callable[[], object]] = {
         Between(GetsLayer(D), lambda inside, x: inside(x, nn.Linear(D, D)))
     ),
     "dropout inside a layer without a rule": lambda: clip(Between(RandomScale(D))),
+    "hook on a parameter's gradient": hook_a_gradient,
     "`BatchNorm1d`": lambda: clip(Between(nn.BatchNorm1d(T))),
     "`InstanceNorm1d` that tracks statistics": lambda: clip(
         Between(nn.InstanceNorm1d(T, track_running_stats=True))
