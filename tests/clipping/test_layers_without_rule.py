@@ -43,5 +43,12 @@ def test_a_layer_without_a_rule_takes_keywords() -> None:
     x, by = torch.randn(3, 5, 4), torch.randn(3, 5, 4)
     losses_of = lambda x, by: layer(x, shift=1.5, by=by).square().sum((1, 2))  # noqa: E731
     assert_exact(BookKeeping, layer, (x, by), losses_of, tolerance=1e-6)
-    with pytest.raises(ValueError, match=r"Dropping has no rule.*got \(3, 5, 4\), \(5, 4\)"):
-        layer(x, by=by[0])
+
+
+@pytest.mark.parametrize("tokens", [5, 3])  # as many as samples, too
+def test_a_layer_without_a_rule_takes_what_is_alike_for_all_samples(tokens) -> None:
+    torch.manual_seed(0)
+    layer = Dropping(4).eval()
+    x, by = torch.randn(3, tokens, 4), torch.randn(tokens, 4)
+    losses_of = lambda x: layer(x, by=by).square().sum((1, 2))  # noqa: E731
+    assert_exact(BookKeeping, layer, (x,), losses_of, tolerance=1e-6)

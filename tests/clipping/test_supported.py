@@ -41,6 +41,15 @@ class Owner(Between):
         self.token = nn.Parameter(torch.randn(1, 1, D))
 
 
+class Multiplier(Between):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(D, D))
+        self.own = nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x):
+        return super().forward(x @ self.own)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -88,6 +97,26 @@ class OtherRmsNorm(nn.Module):
 class ScaledEmbedding(nn.Embedding):
     def forward(self, ids):
         return super().forward(ids) * 0.5
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Parameter(torch.randn(2, D)), nn.Parameter(torch.randn(2, D, D))
+
+    def forward(self, x):
+        tokens = x.view(-1, D)
+        shares, chosen = nn.functional.linear(tokens, self.gate).softmax(1).max(1)
+        y = torch.zeros_like(tokens)
+        for expert in chosen.unique().tolist():
+            places = (chosen == expert).nonzero()[:, 0]
+            y.index_add_(0, places, tokens[places] @ self.up[expert])
+        return (y * shares[:, None]).view(x.shape)
+
+
+class Several(Scale):
+    def forward(self, x):
+        return {"y": (super().forward(x), len(x))}
 
 
 class GetsLayer(Scale):
@@ -140,6 +169,12 @@ class NamedInside(Between):
     options = {"batch_second": ["inside"]}  # noqa: RUF012
 
 
+def in_order_of_experts(inside, x):
+    tokens = x.flatten(0, 1)
+    order = tokens.sum(1).argsort()
+    return tokens.index_add(0, order[2:], inside(tokens[order[2:]])).view(x.shape)
+
+
 def looked_up(**options):
     return Between(nn.Embedding(5, D, **options), lambda inside, x: x + inside(ids_of(x)))
 
@@ -172,6 +207,17 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     ),
     "parameter of a module that contains layers": lambda: Owner(nn.Linear(D, D)),
     "`ParameterDict` for another layer": lambda: Between(Lends()),
+    "module that computes with its own parameters": lambda: Between(Multiplier()),
+    "experts and their router": lambda: Between(Mixture()),
+    "samples and tokens in one axis": lambda: Between(
+        nn.Linear(D, D), lambda inside, x: inside(x.flatten(0, 1)).view(x.shape)
+    ),
+    "windows": lambda: Between(
+        nn.Linear(D, D), lambda inside, x: inside(x.view(-1, 2, D)).view(x.shape)
+    ),
+    "layer without a rule that returns several tensors": lambda: Between(
+        Several(D), lambda inside, x: inside(x)["y"][0]
+    ),
     "layer that is used twice": lambda: Between(twice(nn.Linear(D, D))),
     "tied embedding and head": Tied,
     "non-reentrant checkpointing": lambda: Between(
@@ -265,6 +311,12 @@ def thaw(model: nn.Module) -> None:
     model.last.requires_grad_(True)
 
 
+def hook_a_gradient() -> None:
+    model = Between(nn.Linear(D, D))
+    model.last.weight.register_hook(torch.sign)
+    clip(model)
+
+
 def frozen_last() -> nn.Module:
     model = Between(nn.ReLU())
     model.last.requires_grad_(False)
@@ -302,9 +354,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     "samples mixed between layers": lambda: clip(
         Between(nn.Linear(D, D), lambda inside, x: inside(x) - inside(x).mean(0))
     ),
-    "parameter of a module that goes elsewhere": lambda: clip(
-        Owner(nn.Linear(D, D)),
-        lambda model: setattr(model, "run", lambda _, x: x + model.token @ torch.eye(D)),
+    "parameter that another module uses": lambda: clip(
+        Between(Owner(nn.Linear(D, D)), lambda inside, x: x + inside.token @ torch.eye(D))
     ),
     "another axis first, as long as the batch": lambda: clip(
         Between(nn.Linear(D, D), lambda inside, x: inside(x[:, :B].transpose(0, 1)))
@@ -315,13 +366,14 @@ REFUSED: dict[str, Callable[[], object]] = {
     "module that `batch_second` names wrongly": lambda: clip(
         Between(nn.Linear(D, D), lambda inside, x: inside(x[:, :B])), batch_second=["inside"]
     ),
-    "samples and tokens in one axis": lambda: clip(
-        Between(nn.Linear(D, D), lambda inside, x: inside(x.flatten(0, 1)).view(x.shape))
+    "layer that sees tokens in the order of experts": lambda: clip(
+        Between(nn.Linear(D, D), in_order_of_experts)
     ),
     "layer that gets another layer": lambda: clip(
         Between(GetsLayer(D), lambda inside, x: inside(x, nn.Linear(D, D)))
     ),
     "dropout inside a layer without a rule": lambda: clip(Between(RandomScale(D))),
+    "hook on a parameter's gradient": hook_a_gradient,
     "`BatchNorm1d`": lambda: clip(Between(nn.BatchNorm1d(T))),
     "convolution of an input without a batch axis": lambda: clip(
         Between(nn.Conv1d(B, B, 3, padding=1), lambda inside, x: inside(x.flatten(1)))

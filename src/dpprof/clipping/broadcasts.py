@@ -13,8 +13,7 @@ layer, the code that follows must keep samples apart, which the first batch show
 Shape legend: B samples.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from dpprof.clipping.sample_major import SampleMajor, kind_of, shape_of
 from dpprof.norms.tiles import accumulator_of
 from dpprof.spec.registry import UnsupportedError
 
-_OF_ONE = {
+OF_ONE = {
     *("Abs", "Cos", "Cumsum", "Exp", "Expm1", "Gelu", "Log", "Log1P", "LogSoftmax", "Mean", "Neg"),
     *("Pow", "Reciprocal", "Relu", "Rsqrt", "Rsub", "Sigmoid", "Silu", "Sin", "Softmax"),
     *("Softplus", "Sqrt", "Sum", "Tanh"),
@@ -40,20 +40,10 @@ _ALIKE = {*_SUMS, "Div", "Mul", "Where"}
 """Operators that do the same to each sample's gradient while they repeat nothing: where a mask that
 is alike for all samples is added, or a number multiplied."""
 
+LOSSES = "the losses"
+
 _ENTERING = {"Add", "Sub", "Mul", "Expand", "Repeat"}
 """Operators that may repeat an operand along the first axis."""
-
-
-def _kind_of(node: Any) -> str:
-    """Return what a node differentiates: ``Add`` for ``AddBackward0``."""
-    name: str = node.name()
-    return name.partition("Backward")[0]
-
-
-def _shape_of(node: Any) -> tuple[int, ...]:
-    """Return the shape of what an operator returned, or of a leaf."""
-    variable = getattr(node, "variable", None)
-    return tuple(node._input_metadata[0].shape if variable is None else variable.shape)  # noqa: SLF001
 
 
 class _Entry(NamedTuple):
@@ -64,6 +54,8 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
     """Of its operand."""
 
+    samples: int
+
     moves: list[tuple[Any, int]]
     """The operators between, from the value on, and which of their operands it is."""
 
@@ -73,8 +65,11 @@ class _Entry(NamedTuple):
         return f"operand {self.operand} of {self.node.name()}, {len(self.shape)} axes, by {moves}"
 
     def differentiate(self, g: Tensor) -> Tensor:
-        """Turn the gradient of the operator's output, (B, ...), into the value's; (B, ...)."""
-        kind = _kind_of(self.node)
+        """Turn the gradient of the operator's output into the value's; (B, ...).
+
+        The output's has one entry for each sample, or k of each (``sample_major``).
+        """
+        kind = kind_of(self.node)
         if kind == "Mul":
             g = g * (self.node._saved_self if self.operand else self.node._saved_other)  # noqa: SLF001
         elif self.operand and kind in _SUMS:
@@ -84,7 +79,8 @@ class _Entry(NamedTuple):
         axes = [at for at in range(1, g.dim()) if padded[at] == 1 != g.shape[at]]
         if axes:
             g = g.sum(axes, keepdim=True, dtype=accumulator_of(g.dtype))
-        g = g.reshape(len(g), *self.shape)
+        g = g.reshape(self.samples, -1, *self.shape)
+        g = g[:, 0] if g.shape[1] == 1 else g.sum(1, dtype=accumulator_of(g.dtype))
         for node, operand in reversed(self.moves):
             g = torch.func.vmap(partial(_pull_back, node, operand))(g)
         return g
@@ -144,6 +140,7 @@ class Broadcasts:
             With as many entries there as samples that looks like a batch axis, so the batch has to
             be verified (``ways``).
         name_of: Names a parameter.
+        layout: Tells where samples come first.
 
     Raises:
         UnsupportedError: A leaf enters in another way.
@@ -155,10 +152,12 @@ class Broadcasts:
         samples: int,
         leaves: Collection[nn.Parameter],
         name_of: Callable[[nn.Parameter], str],
+        layout: SampleMajor,
         *,
         may_expand: bool = True,
     ) -> None:
-        self._moving = _OF_ONE if may_expand else _OF_ONE - {"Expand"}
+        self._layout = layout
+        self._moving = OF_ONE if may_expand else OF_ONE - {"Expand"}
         self.of: dict[nn.Parameter, Broadcast] = {}
         """By leaf."""
 
@@ -168,10 +167,9 @@ class Broadcasts:
         self._all: list[Broadcast] = []
         self._lookups: list[Any] = []
         values = [node for node in nodes if _is_value(node, leaves)] if samples else []
-        above = _find_users(nodes) if values and samples > 1 else {}
         try:
             for node in values:
-                self._add(node, above, samples, name_of)
+                self._add(node, samples, name_of)
         except BaseException:
             self.remove()
             raise
@@ -179,7 +177,6 @@ class Broadcasts:
     def _add(
         self,
         node: Any,
-        above: Mapping[Any, list[tuple[Any, int]]],
         samples: int,
         name_of: Callable[[nn.Parameter], str],
     ) -> None:
@@ -189,7 +186,9 @@ class Broadcasts:
             entries: list[_Entry] = []
             others: set[str] = set()
         else:
-            entries, others = _follow(node, above, samples, self._moving)
+            entries, others = follow(
+                node, self._layout.above, self._moving, samples, self._layout.holds
+            )
         self.ways |= {f"{name}: {one.describe()}" for one in entries}
         if leaf is None:
             if samples == 1 or (entries and not others):
@@ -207,7 +206,7 @@ class Broadcasts:
                 f"{name} belongs to a module that no rule runs, and goes into "
                 f"{min(others)}; there clipping knows parameters that are added to, multiplied "
                 "with or expanded to all samples on the first axis; move it to a layer that gets "
-                "the batch, or freeze it"
+                "the batch, name a module around it in as_one=[...], or freeze it"
             )
         if entries or samples == 1:
             self.of[leaf] = Broadcast(entries)
@@ -215,6 +214,7 @@ class Broadcasts:
 
     def remove(self) -> None:
         """Look at no more backward passes."""
+        self._layout.remove()
         for one in self._all:
             one.remove()
         for node in self._lookups:
@@ -229,16 +229,6 @@ def _is_value(node: Any, leaves: Collection[nn.Parameter]) -> bool:
     if isinstance(node, BackwardCFunction):
         return hasattr(node, "is_lookup")
     return getattr(node, "variable", None) in leaves
-
-
-def _find_users(nodes: Iterable[Any]) -> dict[Any, list[tuple[Any, int]]]:
-    """Return for each node those that use its output, and as which operand."""
-    above: dict[Any, list[tuple[Any, int]]] = defaultdict(list)
-    for node in nodes:
-        for operand, (below, _) in enumerate(node.next_functions):
-            if below is not None:
-                above[below].append((node, operand))
-    return above
 
 
 def _is_repeated(kind: str, shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
@@ -258,31 +248,40 @@ def _is_alike(user: Any, kind: str, operand: int, out: tuple[int, ...]) -> bool:
     return number is not None and not number.dim()
 
 
-def _follow(
+def follow(
     value: Any,
     above: Mapping[Any, list[tuple[Any, int]]],
-    samples: int,
     moving: Collection[str],
+    samples: int,
+    holds_samples: Callable[[Any], bool],
 ) -> tuple[list[_Entry], set[str]]:
-    """Return where a value enters for all samples, and the other operators that use it."""
+    """Return where a value enters for all samples, and the other operators that use it.
+
+    Args:
+        value: The node of a leaf, or of a lookup.
+        above: The users of each node.
+        moving: Operators that may be between.
+        samples: How many samples there are.
+        holds_samples: Tells whether what a node returned has entries of each sample first.
+    """
     entries: list[_Entry] = []
     others: set[str] = set()
     waiting: list[tuple[Any, list[tuple[Any, int]]]] = [(value, [])]
     while waiting:
         node, moves = waiting.pop()
-        shape = _shape_of(node)
+        shape = shape_of(node)
         users = above.get(node, [])
         if not users:
-            others.add("the losses")
+            others.add(LOSSES)
         for user, operand in users:
             if isinstance(user, BackwardCFunction):
                 leaf = getattr(value, "variable", value)
                 if not any(leaf is one for one in getattr(user, "clipped", ())):
                     others.add(type(user).__name__.strip("_").removesuffix("Backward"))
                 continue  # a layer's rule takes its own parameters
-            kind, out = _kind_of(user), _shape_of(user)
-            if kind in _ENTERING and _is_repeated(kind, shape, out) and out[0] == samples:
-                entries.append(_Entry(user, operand, shape, moves))
+            kind, out = kind_of(user), shape_of(user)
+            if kind in _ENTERING and _is_repeated(kind, shape, out) and holds_samples(user):
+                entries.append(_Entry(user, operand, shape, samples, moves))
             elif (kind in moving and len(user.next_functions) == 1) or (
                 out == shape and _is_alike(user, kind, operand, out)
             ):

@@ -13,29 +13,36 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class LayerCall:
-    """One call of a layer: its settings and the versions of its parameters.
+    """One call of a layer: its settings and the versions of its parameters, and of layers inside.
 
     Settings are ``training`` and other plain attributes. An attribute that forward itself changes,
     such as a counter, does not count.
 
     Args:
         layer: It is about to run.
+        is_inside: Whether another layer runs it. Then forward may change its frozen parameters for
+            a while, as peft does with experts; ``released_state`` sees what it leaves.
     """
 
-    __slots__ = ("_layer", "_settings", "_versions")
+    __slots__ = ("_inside", "_layer", "_settings", "_versions")
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, *, is_inside: bool = False) -> None:
         self._layer = layer
         self._settings = read_settings(layer)
-        own = layer._parameters.values()  # noqa: SLF001 (named_parameters lists no parameter twice)
+        # named_parameters lists no parameter twice
+        own = [p for p in layer._parameters.values() if p is not None]  # noqa: SLF001
+        known = [p for p in own if p.requires_grad or not is_inside]
         # By storage too: layer.to(dtype) gives a parameter other data, in the same version.
-        self._versions = [(p, p._version, _storage_of(p)) for p in own if p is not None]  # noqa: SLF001
+        self._versions = [(p, p._version, _storage_of(p)) for p in known]  # noqa: SLF001
+        self._inside = [LayerCall(child, is_inside=True) for child in layer.children()]
 
     def end(self) -> None:
         """Forget the settings that the call changed."""
         after = read_settings(self._layer)
         if after != self._settings:
             self._settings = {k: v for k, v in self._settings.items() if after.get(k) == v}
+        for call in self._inside:
+            call.end()
 
     def verify(self, name_of: Callable[[nn.Module], str]) -> None:
         """Refuse a backward after a change.
@@ -55,6 +62,8 @@ class LayerCall:
                 own = self._layer._parameters.items()  # noqa: SLF001
                 name = next((name for name, one in own if one is parameter), "a parameter")
                 self._refuse(name_of, f"{name} was changed in place")
+        for call in self._inside:
+            call.verify(name_of)
 
     def _refuse(self, name_of: Callable[[nn.Module], str], what: str) -> None:
         raise RuntimeError(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dpprof.clipping.as_one import Choice, find_choices
 from dpprof.clipping.batch_axis import describe, find_batch_second
 from dpprof.clipping.broadcasts import Broadcasts
 from dpprof.clipping.calls import LayerCall
@@ -38,6 +39,7 @@ from dpprof.clipping.patching import patch_layer, unpatch_layer
 from dpprof.clipping.ranks import Ranks, ShardSums, refuse_other_wrapper
 from dpprof.clipping.released_state import ReleasedState
 from dpprof.clipping.rules import Found, LayerRule, find_rewritten, find_rules
+from dpprof.clipping.sample_major import SampleMajor
 from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.clipping.sums import add_to_grad, bound_of, own_part
 from dpprof.norms.code_paths import CodePath, Watch
@@ -77,6 +79,8 @@ class Clipping(ABC):
         batch_second: Names of modules, as in ``named_modules()``, whose layers get the batch on
             their second axis, (T, B, d). Modules of PyTorch and Opacus with ``batch_first=False``
             say so themselves, for the layers directly in them too.
+        as_one: Names of modules, such as ``"layers.*.mixer"``, that run as one layer each, without
+            the rules of the layers inside. They get and return samples first (``as_one``).
 
     Raises:
         UnsupportedError: A layer has no exact per-sample gradient, or no rule, or the model is
@@ -111,6 +115,9 @@ class Clipping(ABC):
     keeps = False
     """Whether contributions are kept until the norms are known."""
 
+    knows_modules = True
+    """Whether parameters of modules that contain layers can be clipped."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -119,6 +126,7 @@ class Clipping(ABC):
         first_batch: str = "verified",
         public_buffers: Collection[str] = (),
         batch_second: Collection[str] = (),
+        as_one: Collection[str] = (),
     ) -> None:
         self.model = model
         self.max_grad_norm = max_grad_norm
@@ -165,7 +173,8 @@ class Clipping(ABC):
         self._first_batches = FirstBatches(first_batch, self.ranks, self._name_of_layer)
         self._batch_second = find_batch_second(model, batch_second)
         rules = find_rules(model, self.ranks.wrapper, self._batch_second)
-        self._layers = list(rules)
+        self._choices = self._find_choices(rules, as_one)
+        self._layers = [*rules, *self._choices]
         own = {
             layer: {name: self.ranks.own(p) for name, p in trained_in(layer).items()}
             for layer in model.modules()
@@ -179,7 +188,7 @@ class Clipping(ABC):
         }
         """Parameters of modules that contain layers, which have no rule, and their modules."""
 
-        self._broadcasts = Broadcasts((), 0, (), self.name_of)
+        self._broadcasts = Broadcasts((), 0, (), self.name_of, SampleMajor((), 0))
         self._stashed: dict[nn.Parameter, tuple[Tensor | None, Tensor]] = {}
         """While autograd adds up a loose parameter's gradient: what was there, and what it adds."""
 
@@ -187,20 +196,40 @@ class Clipping(ABC):
         self._coverage = Coverage(own, self.ranks)
         self._shared = self._coverage.verify(model)
         self._released = ReleasedState(model, self.ranks.own, self.clips, public_buffers)
-        self._rewritten = find_rewritten(model)
-        self._patch_layers(rules)
+        self._rewritten = self._patch_layers(rules)
         self._hooks: dict[nn.Parameter, list[Any]] = {}
         self._hook_leaves()
         self.ranks.take_over()
 
-    def _patch_layers(self, rules: Mapping[nn.Module, Found]) -> None:
-        for layer, (rule, replaced) in rules.items():
+    def _find_choices(
+        self, rules: dict[nn.Module, Found], as_one: Collection[str]
+    ) -> dict[nn.Module, Choice]:
+        """Find the modules that may run as one layer, where one rank trains all layers flatly."""
+        if self.knows_modules and self.ranks.size == 1 and not self.ranks.is_sharded:
+            return find_choices(self.model, rules, as_one)
+        if as_one:
+            raise UnsupportedError(
+                "as_one works neither on several ranks nor with per-layer clipping yet"
+            )
+        return {}
+
+    def _patch_layers(self, rules: Mapping[nn.Module, Found]) -> Collection[nn.Module]:
+        """Let rules run layers; return the other modules that run otherwise."""
+        choices = {one: Found(choice.run, type(one)) for one, choice in self._choices.items()}
+        for layer, (rule, replaced) in (*rules.items(), *choices.items()):
             run = partial(
                 _make_uncompiled(), self.ranks, rule, layer, partial(self._receive, layer)
             )
-            patch_layer(layer, run, replaced, lambda: not self._disabled)
-        for module, run_module in self._rewritten.items():
+            around = [one for one in self._choices.values() if layer in one.inside]
+            patch_layer(layer, run, replaced, partial(self._is_on, around))
+        rewritten = find_rewritten(self.model)
+        for module, run_module in rewritten.items():
             patch_layer(module, run_module, type(module), lambda: not self._disabled)
+        return rewritten
+
+    def _is_on(self, around: Sequence[Choice]) -> bool:
+        """Tell whether a layer is clipped by itself, and not with a module around it."""
+        return not self._disabled and not any(choice.is_one for choice in around)
 
     @property
     def max_grad_norm(self) -> float:
@@ -371,9 +400,11 @@ class Clipping(ABC):
         nodes = list(nodes_behind(losses))
         # Ranks verify together, so what one of them finds in a later batch cannot be verified.
         is_alone = not self.ranks.is_sharded
+        layout = SampleMajor(nodes, len(losses))
         self._broadcasts = Broadcasts(
-            nodes, len(losses), self._loose, self.name_of, may_expand=is_alone
+            nodes, len(losses), self._loose, self.name_of, layout, may_expand=is_alone
         )
+        layout.group()
         if is_alone:
             self._first_batches.expect(self._broadcasts.ways | describe(self._batch_second))
         return nodes
@@ -407,6 +438,8 @@ class Clipping(ABC):
     def _find_reused(self, nodes: Sequence[Any]) -> Collection[nn.Parameter]:
         """Find the parameters that more than one contribution of this batch may be for."""
         uses = count_uses(nodes)
+        for parameter in self._broadcasts.of:
+            uses[parameter] += 1
         return self._shared | {self.ranks.own(p) for p, count in uses.items() if count > 1}
 
     def _name_of_layer(self, layer: nn.Module) -> str:
@@ -451,8 +484,9 @@ class Clipping(ABC):
             )
         raise RuntimeError(
             f"{self.name_of(parameter)} was used outside of its layer, where clipping does not see "
-            "it; call the layer, or freeze the parameter; in place of a loss that takes the weight "
-            "of a head, as Liger's does, use dpprof.clipping.linear_cross_entropy"
+            "it; call the layer, name a module around it that gets and returns samples in "
+            "as_one=[...], or freeze the parameter; in place of a loss that takes the weight of a "
+            "head, as Liger's does, use dpprof.clipping.linear_cross_entropy"
         )
 
     def _refuse_loose(self) -> None:

@@ -172,7 +172,7 @@ def _gradients_of(contribution: Contribution) -> Tensor:
 
 def _find_nonzero(gradients: Tensor, axis: int) -> list[int]:
     """List the places on an axis where something is not zero; NaN counts as zero."""
-    if not gradients.numel():
+    if not gradients.numel():  # of a layer without width
         return []
     others = [at for at in range(gradients.dim()) if at != axis]
     largest = torch.linalg.vector_norm(gradients, torch.inf, dim=others)

@@ -1,17 +1,17 @@
 """Walks the autograd graph."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor
 
 
-def nodes_behind(tensor: Tensor) -> Iterator[Any]:
-    """Visit every node of the graph behind a tensor once.
+def nodes_behind(*tensors: Tensor, until: Collection[Any] = ()) -> Iterator[Any]:
+    """Visit every node of the graph behind tensors once, as far as some nodes.
 
     Nodes inside of reentrant checkpointing are not visited.
     """
-    waiting, seen = [tensor.grad_fn], set()
+    waiting, seen = [tensor.grad_fn for tensor in tensors], set(until)
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

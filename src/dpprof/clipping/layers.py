@@ -251,18 +251,27 @@ class RmsNorm(torch.autograd.Function):
 
 def run_linear(layer: nn.Linear, receive: Receive, input: Tensor) -> Tensor:  # noqa: A002 (torch's)
     """Run a linear layer, in autocast's dtype under autocast."""
-    return _multiply(layer, receive, input, transposed=False)
+    return multiply(input, layer.weight, layer.bias, receive=receive)
 
 
-def run_conv1d(layer: nn.Module, receive: Receive, x: Tensor) -> Tensor:
+def run_conv1d(layer: Any, receive: Receive, x: Tensor) -> Tensor:
     """Run GPT-2's Conv1D, a linear layer whose weight is (d, p)."""
-    return _multiply(layer, receive, x, transposed=True)
+    return multiply(x, layer.weight, layer.bias, receive=receive, transposed=True)
 
 
-def _multiply(layer: Any, receive: Receive, x: Tensor, *, transposed: bool) -> Tensor:
+def multiply(
+    input: Tensor,  # noqa: A002 (torch's)
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    receive: Receive,
+    transposed: bool = False,
+) -> Tensor:
+    """Run ``functional.linear`` with parameters that are clipped, or its like with (d, p)."""
+    x = input
     dtype = autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
-    return apply(_Linear, x, layer.weight, layer.bias, transposed, receive)
+    return apply(_Linear, x, weight, bias, transposed, receive)
 
 
 def run_embedding(layer: nn.Embedding, receive: Receive, input: Tensor) -> Tensor:  # noqa: A002

@@ -54,6 +54,7 @@ class PerLayerClipping(Clipping):
     """
 
     keeps = True
+    knows_modules = False
     why_once = "and per-layer clipping clips each use by itself"
 
     def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:

@@ -126,6 +126,7 @@ def find_rules(
             refuse_wrapper(layer)
         refuse_mixing(layer)
         found = find_rule(layer) if _is_run(layer) else None
+        _refuse_hooks(layer)
         if found is not None:
             rules[layer] = found
             if layer in second:
@@ -149,6 +150,16 @@ def _let_batch_be_second(found: Found, layer: nn.Module, settings: Settings) -> 
         return found
     widths = len(getattr(layer, "normalized_shape", ())) or _TOKENWISE.get(rule, 1)
     return found._replace(rule=partial(run_tokenwise, rule, widths, settings))
+
+
+def _refuse_hooks(layer: nn.Module) -> None:
+    """Refuse hooks on gradients, such as projections: autograd computes no gradient to hook."""
+    for name, parameter in trained_in(layer).items():
+        if parameter._backward_hooks:  # noqa: SLF001 (no public name)
+            raise UnsupportedError(
+                f"{name} of {type(layer).__name__} has a hook on its gradient, which clipping does "
+                "not run; remove the hook, or freeze the parameter"
+            )
 
 
 def refuse_mixing(layer: nn.Module) -> None:

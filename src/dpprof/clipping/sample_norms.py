@@ -292,9 +292,9 @@ class SampleNorms:
             raise BatchAxisError(
                 f"{self._name_of(parameter)} saw {len(first)} samples, and there are "
                 f"{len(self._losses)} losses; the first axis of every layer's input must be the "
-                "batch, with one entry for each sample, or the second where batch_second says so "
-                "(OPT's blocks join samples and tokens before fc1, for example: freeze what "
-                "follows)"
+                "batch, or the second where batch_second says so, or hold the entries of one "
+                "sample after the other's, which the graph must show; name a module around it that "
+                "gets and returns samples in as_one=[...], or freeze it"
             )
 
     def _add_uses(

@@ -73,11 +73,12 @@ def _lift(value: Any) -> Any:
 
 
 def _is_from_a_library() -> bool:
-    """Tell whether the innermost caller outside of torch and this module is a library's."""
+    """Tell whether the innermost caller is a library's, beside torch and modes like this one."""
     frame = sys._getframe(2)  # noqa: SLF001 (the only way to a caller)
     while frame.f_back is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("torch", "contextlib"):
+        is_mode = frame.f_code.co_name == "__torch_function__"
+        if package not in ("torch", "contextlib") and not is_mode:
             return package in _LIBRARIES
         frame = frame.f_back
     return False

@@ -42,10 +42,20 @@ def sample_gradients(model: nn.Module, inputs: Sequence[Tensor], labels_BT: Tens
         with sdpa_kernel(SDPBackend.MATH):  # the only kernel that supports vmap
             dims = (None, 0, *(0 for _ in inputs))
             samples = vmap(gradient, in_dims=dims)(trainable, labels_BT, *inputs)
-    except RuntimeError:  # the model does not support vmap
-        each = [gradient(trainable, *sample) for sample in zip(labels_BT, *inputs, strict=True)]
-        samples = {name: torch.stack([one[name] for one in each]) for name in trainable}
+    except RuntimeError:  # torch.func cannot run the model
+        return _one_by_one(model, inputs, labels_BT)
     return [samples[name].flatten(1) for name in trainable]
+
+
+def _one_by_one(model: nn.Module, inputs: Sequence[Tensor], labels_BT: Tensor) -> list[Tensor]:
+    """Return the same by autograd, from one sample after the other."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    samples = []
+    for labels_T, *sample in zip(labels_BT, *inputs, strict=True):
+        loss = functional.cross_entropy(model(*(one[None] for one in sample))[0], labels_T)
+        # A model may not use all of its parameters.
+        samples.append(torch.autograd.grad(loss, parameters, materialize_grads=True))
+    return [torch.stack(each).flatten(1) for each in zip(*samples, strict=True)]
 
 
 def group_norms(samples: Sequence[Tensor], groups: Sequence[PlacedGroup]) -> Tensor:

@@ -1,0 +1,163 @@
+"""Layers whose first axis has several entries of each sample: exact where the graph proves it.
+
+Shape legend: B samples, T tokens, D width.
+"""
+
+import pytest
+import torch
+import transformers
+from small_models import FLAT, assert_exact, is_clear
+from torch import nn
+
+from dpprof.clipping.sample_norms import BatchAxisError
+from dpprof.spec.registry import UnsupportedError
+from dpprof.verification.float32_islands import lift_float32
+
+B, T, D = 3, 4, 6
+
+
+class Inside(nn.Module):
+    """A layer between two others, which sees the samples in another shape."""
+
+    def __init__(self, run, layer=None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
+        self.inside = nn.Linear(D, D) if layer is None else layer()
+        self.bias = nn.Parameter(torch.randn(2, D))
+        self.run = run
+        self.double()
+
+    def forward(self, x):
+        y = self.first(x).tanh()
+        y = self.run(self, y) if self.run.__code__.co_argcount > 1 else self.inside(y)
+        return self.last(y.tanh())
+
+    def losses(self, x):
+        return self(x).square().sum((1, 2))
+
+
+def joined(m, x):
+    return m.inside(x.reshape(-1, D)).view(x.shape)
+
+
+def in_windows(m, x):
+    """Cut tokens and halves of the width into windows of two tokens, as Swin cuts images."""
+    windows = x.view(len(x), -1, 2, 2, D // 2).permute(0, 1, 3, 2, 4).reshape(-1, 2, D // 2)
+    found = m.inside(torch.cat([windows, windows], 2).tanh()) + m.bias
+    halves = found[..., : D // 2].reshape(len(x), -1, 2, 2, D // 2).permute(0, 1, 3, 2, 4)
+    return halves.reshape(x.shape)
+
+
+def around(m, x):
+    """Join, run a frozen product, a softmax and a residual, and split again."""
+    tokens = x.flatten(0, 1)
+    hidden = m.inside((tokens @ torch.eye(D, dtype=x.dtype)).softmax(1)) * 2
+    return torch.split(m.inside(hidden + tokens), 3, 1)[0].repeat(1, 2).view(x.shape)
+
+
+FORMS = {
+    "joined": joined,
+    "in windows": in_windows,
+    "used twice": around,
+    "split further": lambda m, x: m.inside(x.view(-1, 2, D // 2).repeat(1, 1, 2))[..., :3].reshape(
+        x.shape
+    ),
+    "before any other layer": lambda m, x: joined(m, x.detach()),
+}
+LAYERS = {
+    "linear": None,
+    "norm": lambda: nn.LayerNorm(D),
+    "no rule": nn.PReLU,
+}
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("samples", [B, T])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_keeps_samples_first_is_exact(form, samples, layer, way) -> None:
+    model = Inside(FORMS[form], LAYERS[layer])
+    if "bias" not in FORMS[form].__code__.co_names:
+        del model.bias
+    x = torch.randn(samples, T, D, dtype=torch.float64)
+
+    assert_exact(way, model, (x,), bound=0.5)
+
+
+def test_ids_of_all_samples_in_one_axis_are_exact() -> None:
+    table, last = nn.Embedding(9, D).double(), nn.Linear(D, D).double()
+    model = nn.ModuleList([table, last])
+    ids = torch.randint(9, (B, T))
+
+    def losses_of(ids):
+        return last(table(ids.flatten()).view(*ids.shape, D)).square().sum((1, 2))
+
+    for way in FLAT:
+        assert_exact(way, model, (ids,), losses_of, bound=0.5).remove()
+        model.zero_grad()
+
+
+def by_tokens(m, x):
+    """Put the tokens of all samples one after the other."""
+    return m.inside(x.transpose(0, 1).reshape(-1, D)).view(-1, len(x), D).transpose(0, 1)
+
+
+def gathered(m, x):
+    """Gather as many tokens as there are, as for an expert."""
+    order = torch.arange(x.shape[0] * x.shape[1]).flip(0)
+    return m.inside(x.reshape(-1, D)[order])[order].view(x.shape)
+
+
+LEAF = torch.randn(4, T * D, dtype=torch.float64, requires_grad=True)
+
+
+def beside_a_leaf(m, x):
+    """Gather tokens, and add what has as many rows, from a leaf with a row for each sample."""
+    order = torch.arange(len(x) * x.shape[1]).flip(0)
+    return (m.inside(x.reshape(-1, D)[order]) + LEAF.view(-1, D))[order].view(x.shape)
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize(
+    ("run", "samples"),
+    [(by_tokens, B), (by_tokens, T), (by_tokens, 2), (gathered, B), (beside_a_leaf, 4)],
+)
+def test_another_order_is_refused_whatever_its_length(run, samples, way) -> None:
+    model = Inside(run)
+    del model.bias
+    clipping = way(model, 0.5)
+    x = torch.randn(samples, T, D, dtype=torch.float64)
+
+    with pytest.raises((BatchAxisError, UnsupportedError), match=r"inside.* saw"):
+        clipping.backward(model.losses(x))
+    assert is_clear(model)
+
+
+def test_samples_that_are_mixed_in_such_a_shape_are_refused() -> None:
+    model = Inside(lambda m, x: m.inside(x.reshape(-1, D).roll(1, 0).contiguous()).view(x.shape))
+    del model.bias
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    mixed = FLAT[1](model, 0.5)
+
+    with pytest.raises(UnsupportedError, match="the loss of sample 1 depends on"):
+        mixed.backward(model.losses(x))
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_swin_is_exact(way) -> None:
+    """Its windows are on the first axis, where biases enter too."""
+    config = transformers.SwinConfig(
+        image_size=32,
+        patch_size=4,
+        embed_dim=8,
+        depths=[2],
+        num_heads=[2],
+        window_size=4,
+        drop_path_rate=0.0,
+    )
+    with lift_float32():
+        model = transformers.SwinForImageClassification(config).double()
+        images = torch.randn(B, 3, 32, 32)
+        losses_of = lambda images: model(images).logits.square().sum(1)  # noqa: E731
+        assert_exact(way, model, (images,), losses_of, bound=0.1, tolerance=1e-8)
