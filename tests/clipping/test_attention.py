@@ -164,10 +164,10 @@ def test_a_subclass_may_call_attention_by_super(batch_first) -> None:
     assert_exact(BookKeeping, model, (torch.randn(B, T, E, dtype=torch.float64),), run)
 
 
-def test_attention_of_another_kind_is_refused() -> None:
-    model = OwnAttention(E, HEADS, batch_first=True)
-    with pytest.raises(UnsupportedError, match="in_proj_weight belongs to a module that no rule"):
-        BookKeeping(model, 1.0).backward(model(torch.randn(B, T, E)).sum((1, 2)))
+def test_attention_of_another_kind_runs_as_one_layer() -> None:
+    model = OwnAttention(E, HEADS, batch_first=True).double()
+    x = torch.randn(B, T, E, dtype=torch.float64)
+    assert_exact(BookKeeping, model, (x,), lambda x: model(x).pow(3).sum((1, 2)))
 
 
 def test_random_numbers_are_drawn_as_without_clipping() -> None:

@@ -5,14 +5,13 @@ import itertools
 import pytest
 import torch
 from small_models import EVERY, FLAT, Around, assert_exact, gradients, one_by_one, twice
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.layers_without_rule import run_any_layer
 from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.clipping.rules import find_rule
-from dpprof.clipping.sample_norms import BatchAxisError
 from dpprof.clipping.two_pass import FlashClipping
 from dpprof.norms import convolution
 from dpprof.norms.convolution import Kernel
@@ -349,11 +348,16 @@ def test_another_axis_first_is_found(way) -> None:
         clipping.backward(model(x.transpose(0, 1)).transpose(0, 1)[:C].tanh().square().sum((1, 2)))
 
 
-def test_samples_and_frames_in_one_axis_are_refused() -> None:
+@pytest.mark.parametrize("way", FLAT)
+def test_frames_of_a_sample_may_lie_on_the_first_axis(way) -> None:
+    """The graph shows that they do: two for each of two samples."""
     model, x = make("2 axes")
-    clipping = BookKeeping(model, 1.0)
-    with pytest.raises(BatchAxisError, match="saw 4 samples, and there are 2 losses"):
-        clipping.backward(model(x).view(2, -1).square().sum(1))
+
+    def losses_of(x: Tensor) -> Tensor:
+        y = model(x.flatten(0, 1))
+        return y.view(len(x), -1).square().sum(1)
+
+    assert_exact(way, model, (x.view(2, 2, *x.shape[1:]),), losses_of, tolerance=1e-10)
 
 
 @pytest.mark.parametrize(

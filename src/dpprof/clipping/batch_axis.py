@@ -157,10 +157,10 @@ def run_tokenwise(
             f"{name} has the batch on its second axis, and got {tuple(x.shape)}, which has no "
             "such axis; leave it out of batch_second"
         )
-    return rule(layer, partial(_receive_turned, receive, x.shape[1]), x)
+    return rule(layer, partial(receive_turned, receive, x.shape[1]), x)
 
 
-def _receive_turned(receive: Receive, B: int, contributions: Contributions) -> None:
+def receive_turned(receive: Receive, B: int, contributions: Contributions) -> None:
     """Pass on contributions whose second axis is the batch, with other tokens."""
 
     def turn(part: Any) -> Any:

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from dpprof.clipping.contributions import ChunkedProduct, Contribution, SampleGradients
+from dpprof.clipping.batch_axis import receive_turned
+from dpprof.clipping.contributions import (
+    ChunkedProduct,
+    Contribution,
+    Convolution,
+    SampleGradients,
+)
 from dpprof.clipping.layers import Contributions, Receive
 
 _RESHAPING = {"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"}
@@ -133,7 +139,11 @@ class SampleMajor:
                 continue
             if hasattr(node, "samples"):  # a layer without a rule
                 node.samples = self._samples if self.holds(node) else 0
-            elif hasattr(node, "shared") or shape_of(node)[:1] == (self._samples,):
+            elif (
+                hasattr(node, "shared")
+                or shape_of(node)[:1] == (self._samples,)
+                or getattr(node.receive, "func", None) is receive_turned
+            ):
                 continue
             elif self.holds(node):
                 self._receivers.append((node, node.receive))
@@ -183,6 +193,8 @@ def group_entries(contribution: Contribution, samples: int) -> Contribution:
     """
     if isinstance(contribution, ChunkedProduct):
         return contribution
+    if isinstance(contribution, Convolution):
+        contribution = SampleGradients(contribution.materialise(*contribution))
     if isinstance(contribution, SampleGradients):
         return SampleGradients(torch.unflatten(contribution.gradients, 0, (samples, -1)).sum(1))
     joined: dict[str, Any] = {
