@@ -21,7 +21,7 @@ from dpprof.clipping.patching import is_patched
 from dpprof.clipping.rules import find_rule
 from dpprof.clipping.two_pass import FlashClipping
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.setup import make_batch
+from dpprof.instruments.batches import make_batch
 from dpprof.methods.training_step import Batch, sample_losses
 from dpprof.models.build import apply_dtype, build_model
 from dpprof.planning.stand_ins import StandIn
@@ -78,7 +78,7 @@ def build(name: str, **options: str):
 
 
 def losses_of(model, batch):
-    return sample_losses(model(*batch.inputs), batch.labels_BT)
+    return sample_losses(model(*batch.inputs), batch.labels)
 
 
 def compare(model, batch, way=BookKeeping, tolerance: float = 1e-6) -> None:
@@ -139,7 +139,7 @@ def test_the_check_refuses_what_reentrant_checkpointing_hides() -> None:
 
     with pytest.raises(ValueError, match="reentrant checkpointing hides layers"):
         clipping.check(
-            lambda *b: sample_losses(model(*b[:-1]), b[-1]), *batch.inputs, batch.labels_BT
+            lambda *b: sample_losses(model(*b[:-1]), b[-1]), *batch.inputs, batch.labels
         )
 
 
