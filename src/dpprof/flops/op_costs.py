@@ -4,7 +4,7 @@ A multiplication and an addition are two FLOPs. Matrix products and attention ar
 from other operators, because steps are compared by the FLOPs of these two alone. Bytes are counted
 as if each operator read each input once and wrote each output once.
 
-Sources: matrix products, 2 m n k. Attention over S queries and R keys of width D, for each head
+Sources: matrix products, 2 m n k; convolutions as in ``flops.convolutions``. Attention over S queries and R keys of width D, for each head
 of each sample: 2 products of 2 S R D forward; 5 products backward, which recomputes the scores
 (Dao et al. 2022, "FlashAttention", algorithm 4; a causal mask is not discounted). One FLOP for each
 element that an elementwise operator writes or a reduction reads.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from dpprof.flops.convolutions import CONVOLUTIONS
 from dpprof.flops.cost import COUNTED, AttentionShape, Cost, OpFamily, ProductShape, is_aligned
 from dpprof.methods.tensors import tensors_in
 from dpprof.norms import triton_ops
@@ -211,8 +212,10 @@ class OperatorRule(NamedTuple):
         attention = self._find_attention(args, kwargs)
         matrices = [] if product is None else [tensor for tensor, _ in (*inputs, *writes)]
         aligned = all(map(is_aligned, matrices))
-        cost = Cost(self.name, self.family, flops, dtype, product, attention, aligned, unknown)
-        return cost, reads, writes
+        find = CONVOLUTIONS.get(self.functional)
+        convolution = () if find is None else tuple(find(*args, **kwargs, out=out))
+        shapes = product, attention, aligned, convolution
+        return Cost(self.name, self.family, flops, dtype, *shapes, unknown), reads, writes
 
     def _find_attention(self, args: Any, kwargs: Any) -> AttentionShape | None:
         if self.family != "attention" or not {"query", "key", "is_causal"} <= {*self.arguments}:
@@ -241,6 +244,9 @@ class OperatorRule(NamedTuple):
         """
         if self.shape_of is not None:
             return 2 * math.prod(self.shape_of(*args, **kwargs))
+        if self.functional in CONVOLUTIONS:
+            products = CONVOLUTIONS[self.functional](*args, **kwargs, out=out)
+            return sum(2 * math.prod(shape) for shape in products)
         if self.functional in _CPU_ATTENTION_FLOPS:
             return _CPU_ATTENTION_FLOPS[self.functional](*args, **kwargs)
         if self.functional in flop_registry:

@@ -140,9 +140,17 @@ def _deciding_as_for(*, has_padding: bool) -> Iterator[None]:
         _ = tensor.sum() == tensor.numel()  # allocates what the original allocates
         return not has_padding or tensor.numel() == 0
 
+    def ignores(
+        mask_BT: Tensor | None, keys: int, local_attention_size: int | None = None
+    ) -> bool:
+        if mask_BT is not None:
+            mask_BT.all()  # allocates, too
+        return not has_padding and (local_attention_size is None or keys < local_attention_size)
+
     with (
         substitute(masking_utils, "is_tracing", lambda _=None: False),
         substitute(masking_utils, "fast_all", fast_all),
+        substitute(masking_utils, "_ignore_bidirectional_mask_sdpa", ignores),
     ):
         yield
 
