@@ -138,9 +138,7 @@ def test_the_check_refuses_what_reentrant_checkpointing_hides() -> None:
     clipping = BookKeeping(model, 1.0)
 
     with pytest.raises(ValueError, match="reentrant checkpointing hides layers"):
-        clipping.check(
-            lambda *b: sample_losses(model(*b[:-1]), b[-1]), *batch.inputs, batch.labels
-        )
+        clipping.check(lambda *b: sample_losses(model(*b[:-1]), b[-1]), *batch.inputs, batch.labels)
 
 
 def wrap(**options):

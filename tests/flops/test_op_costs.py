@@ -13,9 +13,9 @@ from operator_names import COLLECTIVES, OPERATORS
 
 from dpprof.flops.op_costs import family_of, learn_rule
 from dpprof.instruments.estimate import trace_steps
+from dpprof.instruments.model_flops import count_model_flops
 from dpprof.memory.events import Op
 from dpprof.memory.recorder import Recorder
-from dpprof.instruments.model_flops import count_model_flops
 from dpprof.memory.summary import bound_step_s, state_io
 from dpprof.models.build import build_model
 from dpprof.spec import registry

@@ -4,10 +4,11 @@ A multiplication and an addition are two FLOPs. Matrix products and attention ar
 from other operators, because steps are compared by the FLOPs of these two alone. Bytes are counted
 as if each operator read each input once and wrote each output once.
 
-Sources: matrix products, 2 m n k; convolutions as in ``flops.convolutions``. Attention over S queries and R keys of width D, for each head
-of each sample: 2 products of 2 S R D forward; 5 products backward, which recomputes the scores
-(Dao et al. 2022, "FlashAttention", algorithm 4; a causal mask is not discounted). One FLOP for each
-element that an elementwise operator writes or a reduction reads.
+Sources: matrix products, 2 m n k; convolutions as in ``flops.convolutions``. Attention over S
+queries and R keys of width D, for each head of each sample: 2 products of 2 S R D forward; 5
+products backward, which recomputes the scores (Dao et al. 2022, "FlashAttention", algorithm 4; a
+causal mask is not discounted). One FLOP for each element that an elementwise operator writes or a
+reduction reads.
 """
 
 import math

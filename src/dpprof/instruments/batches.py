@@ -27,9 +27,9 @@ def make_batch(
     """Return a batch of random samples on the device, so no step waits for data.
 
     Tokens are uniform, and the vocabulary's size is that of the model's first embedding. Pixels are
-    normal, in as many channels as its first convolution takes, or 3. Classes are uniform, and as many as
-    its last linear layer tells apart. A Hugging Face model that reads text gets a mask; a sample
-    shorter than ``seq_len`` is padded, and padding has no labels.
+    normal, in as many channels as its first convolution takes, and in 3 where it has none. Classes
+    are uniform, and as many as its last linear layer tells apart. A Hugging Face model that reads
+    text gets a mask; a sample shorter than ``seq_len`` is padded, and padding has no labels.
 
     Args:
         model: The model.
@@ -62,9 +62,7 @@ def _draw_images(
     return Batch(pixels, _draw(_count_classes(model), (count,), device))
 
 
-def _draw_text(
-    model: nn.Module, experiment: Experiment, count: int, device: torch.device
-) -> Batch:
+def _draw_text(model: nn.Module, experiment: Experiment, count: int, device: torch.device) -> Batch:
     """Return ids and labels, and the ids that a decoder gets beside an encoder."""
     first = _find_layers(model, nn.Embedding, "first one gives the vocabulary's size")[0]
     vocabulary, shape = first.num_embeddings, (count, experiment.seq_len)

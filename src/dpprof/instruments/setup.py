@@ -11,8 +11,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from dpprof.devices.device import Device
 from dpprof.devices.selection import open_device
-from dpprof.instruments.census import TensorHolders
 from dpprof.instruments.batches import make_batch
+from dpprof.instruments.census import TensorHolders
 from dpprof.methods.training_step import Batch, Enter, TrainingStep
 from dpprof.models.build import apply_dtype, build_model
 from dpprof.models.transformer import find_attention

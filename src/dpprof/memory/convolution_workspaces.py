@@ -1,11 +1,11 @@
 """What convolutions allocate and free themselves on a CPU, nearly.
 
-PyTorch has oneDNN compute them, which copies each tensor into a layout with the channels in blocks
-of a vector register, as many as fill whole blocks, and its result back. Groups are not filled, fewer
-input channels than one block stay as they are, and 1 x 1 kernels without stride need no copies.
-This was read off PyTorch's allocator (tests/memory/test_convolution_workspaces.py). Left out: scratch memory, which
-oneDNN takes for kernels with a stride, and convolutions of few elements or in float64, which
-PyTorch computes itself.
+PyTorch has oneDNN compute them, which copies each tensor into a layout with the channels in whole
+blocks of a vector register, and its result back. Channels of groups are not filled up to a block,
+fewer input channels than one block stay as they are, and 1 x 1 kernels without stride need no
+copies. This was read off PyTorch's allocator (tests/memory/test_convolution_workspaces.py). Left
+out: scratch memory, which oneDNN takes for kernels with a stride, and convolutions of few elements
+or in float64, which PyTorch computes itself.
 """
 
 import math

@@ -75,9 +75,7 @@ class ClippedStep(TrainingStep):
 
     def capture(self, batch: Batch) -> Callable[[], object]:
         """Return a captured step; its first one is an ordinary one."""
-        step = CapturedStep(
-            partial(losses_of, self), self.optimizer, part_size=len(batch.labels)
-        )
+        step = CapturedStep(partial(losses_of, self), self.optimizer, part_size=len(batch.labels))
         step(batch.labels, *batch.inputs)
         return partial(step, batch.labels, *batch.inputs)
 

@@ -3,8 +3,9 @@
 These definitions hold for every method. A sample is one sequence of T tokens or one image, and the
 unit of privacy. Its loss is the cross-entropy of its class, or the mean over its labelled tokens.
 Its gradient is clipped to an L2 norm of at most C over all parameters together (flat clipping),
-unless the method declares another mechanism. A private step applies ``(sum of clipped gradients + N(0, (sigma C)^2)) / B``.
-Neighbouring batches differ by one added or removed sample, so the sum has sensitivity C.
+unless the method declares another mechanism. A private step applies
+``(sum of clipped gradients + N(0, (sigma C)^2)) / B``. Neighbouring batches differ by one added or
+removed sample, so the sum has sensitivity C.
 
 Shape legend: B batch, T tokens, V vocabulary or classes.
 """

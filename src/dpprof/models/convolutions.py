@@ -46,7 +46,7 @@ class PlainBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A narrow 3 x 3 convolution between two of 1 x 1; a convolution is its shortcut where needed."""
+    """A narrow 3 x 3 convolution between two of 1 x 1; its shortcut may be a convolution too."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, groups: int) -> None:
         super().__init__()
@@ -173,8 +173,10 @@ def build_opacus_cnn(experiment: Experiment) -> nn.Module:
     # What is left after the convolutions, of strides 2 and 2, and the poolings.
     side = ((experiment.image_size - 2) // 2 - 4) // 2
     if side < 1:
-        raise UnsupportedError(f"opacus-cnn takes images of at least 14 pixels, and image_size is "
-                               f"{experiment.image_size}")
+        raise UnsupportedError(
+            f"opacus-cnn takes images of at least 14 pixels, and image_size is "
+            f"{experiment.image_size}"
+        )
     return _OpacusCnn(side)
 
 
@@ -214,9 +216,7 @@ def _wide(depth: int, widening: int) -> ResidualNetwork:
     """Return WRN-depth-widening for CIFAR-10."""
     count = (depth - 4) // 6
     widths = [16 * widening, 32 * widening, 64 * widening]
-    return ResidualNetwork(
-        WideBlock, [count] * 3, widths, groups=16, classes=10, norms_last=True
-    )
+    return ResidualNetwork(WideBlock, [count] * 3, widths, groups=16, classes=10, norms_last=True)
 
 
 RESNET20_GN = ResidualNetwork(PlainBlock, [3, 3, 3], [16, 32, 64], groups=8, classes=10)

@@ -77,9 +77,7 @@ class HuggingFaceModel(nn.Module):
             them. A fake mask has no elements, and transformers decides by them.
     """
 
-    def __init__(
-        self, model: nn.Module, task: Task, lengths: Callable[[int], list[int]]
-    ) -> None:
+    def __init__(self, model: nn.Module, task: Task, lengths: Callable[[int], list[int]]) -> None:
         super().__init__()
         self.model = model
         self._lengths = lengths
@@ -110,8 +108,8 @@ class HuggingFaceModel(nn.Module):
         with ExitStack() as within:
             if isinstance(mask_BT, FakeTensor):
                 within.enter_context(_deciding_as_for(has_padding=self._has_padding(mask_BT)))
-            logits = self.model(**named).logits
-        return logits
+            logits_of_text: Tensor = self.model(**named).logits
+        return logits_of_text
 
     def _has_padding(self, mask_BT: Tensor) -> bool:
         """Tell whether a mask of whole rows of a batch has a zero, by where its rows lie."""
@@ -140,9 +138,7 @@ def _deciding_as_for(*, has_padding: bool) -> Iterator[None]:
         _ = tensor.sum() == tensor.numel()  # allocates what the original allocates
         return not has_padding or tensor.numel() == 0
 
-    def ignores(
-        mask_BT: Tensor | None, keys: int, local_attention_size: int | None = None
-    ) -> bool:
+    def ignores(mask_BT: Tensor | None, keys: int, local_attention_size: int | None = None) -> bool:
         if mask_BT is not None:
             mask_BT.all()  # allocates, too
         return not has_padding and (local_attention_size is None or keys < local_attention_size)

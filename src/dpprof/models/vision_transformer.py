@@ -84,9 +84,9 @@ class VisionTransformer(nn.Module):
 
     def _cut(self, x_BCHW: Tensor) -> Tensor:
         """Return the pixels of each patch; (B, N - 1, C x patch x patch)."""
-        cut = x_BCHW.unflatten(2, (-1, self.patch)).unflatten(4, (-1, self.patch))
-        pixels: Tensor = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        return pixels
+        B, C, H, W = x_BCHW.shape
+        cut = x_BCHW.view(B, C, H // self.patch, self.patch, W // self.patch, self.patch)
+        return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 VIT_B16 = VisionTransformerSize(patch=16, d_model=768, layers=12, heads=12, classes=1000)

@@ -45,6 +45,16 @@ _OBVIOUS: Mapping[str, Task] = {
 """By architecture, the task that it is trained for where nothing else is said."""
 
 
+def name_size(seq_len: int, image_size: int | None) -> str:
+    """Return the size of a sample: ``1,024 tokens``, or ``224 x 224 pixels``."""
+    return f"{seq_len:,} tokens" if image_size is None else f"{image_size} x {image_size} pixels"
+
+
+def name_units(image_size: int | None) -> str:
+    """Return what the tokens are called that a throughput counts: an image counts as one."""
+    return "tokens" if image_size is None else "samples"
+
+
 def usual_task(model_type: str) -> Task:
     """Return the task of an architecture for which none is given.
 

@@ -73,7 +73,7 @@ def poison(method: type[TrainingStep], subject: Subject) -> None:
 
 
 def _poison_first(model: nn.Module, batch: Batch) -> Batch:
-    """Return the batch with an infinite pixel, or an id whose row is infinite, in sample 0 alone."""
+    """Return the batch with infinite pixels, or an id whose row is infinite, in sample 0 alone."""
     if batch.x.is_floating_point():
         pixels = batch.x.clone()
         pixels[0] = torch.inf
