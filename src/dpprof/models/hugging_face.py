@@ -236,7 +236,7 @@ def read_config(architecture: Architecture) -> Any:
             f"transformers {transformers.__version__} knows no architecture {kind}"
         )
     if kind not in _architectures_of(task):
-        raise UnsupportedError(f"{kind} has no class for {task}; {_tell_tasks(kind)}")
+        raise UnsupportedError(f"{kind} has no class for {task}; {_tell_tasks(kind, task)}")
     try:
         config = transformers.AutoConfig.for_model(kind, **given)
     except Exception as error:
@@ -244,7 +244,7 @@ def read_config(architecture: Architecture) -> Any:
             f"transformers refuses the config of {kind}: {_one_line(error)}"
         ) from error
     if task == "causal-lm" and _is_encoder(config):
-        raise UnsupportedError(f"{kind} is an encoder, and no causal-lm; {_tell_tasks(kind)}")
+        raise UnsupportedError(f"{kind} is an encoder, and no causal-lm; {_tell_tasks(kind, task)}")
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
         raise UnsupportedError(f"{kind} reads more than text; give the config of its text model")
     if task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
@@ -258,9 +258,10 @@ def _is_encoder(config: Any) -> bool:
     return is_encoder or getattr(config, "is_encoder_decoder", False)
 
 
-def _tell_tasks(kind: str) -> str:
-    """Say what an architecture can be trained for."""
-    known = [task for task in TASKS if kind in _architectures_of(task)]  # type: ignore[arg-type]
+def _tell_tasks(kind: str, refused: Task) -> str:
+    """Say what else an architecture can be trained for."""
+    others = (task for task in _CLASSES if task != refused)
+    known = [task for task in others if kind in _architectures_of(task)]
     if not known:
         return f"known tasks: {', '.join(TASKS)}"
     return f"give another task of it, as {{hf: NAME, task: TASK}}: {', '.join(known)}"

@@ -139,8 +139,8 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     image_size: Count | None = Field(
         None,
         validate_default=True,
-        description="height and width of an image, in pixels; null: the model's usual size, or "
-        "text where it reads text",
+        description="height and width of an image, in pixels, for a model that reads images; null: "
+        "its usual size",
     )
     seq_len: Count = Field(
         None,

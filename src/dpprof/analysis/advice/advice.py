@@ -209,6 +209,6 @@ def _explain_time(results: Sequence[Result], options: Sequence[Option]) -> str:
     rests = ", ".join(f"{share:.0%} {basis}" for basis, share in step.rests_on.items())
     return (
         f"{units} per second are predicted, with 90 % intervals; no difference is predicted "
-        f"between methods whose intervals overlap. Of the device's time, {rests}. Published steps of plain "
-        "training took longer than predicted: docs/numbers/step-time.md"
+        f"between methods whose intervals overlap. Of the device's time, {rests}. Published steps "
+        "of plain training took longer than predicted: docs/numbers/step-time.md"
     )
