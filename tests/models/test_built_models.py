@@ -149,7 +149,7 @@ def test_frozen_parameters_are_stored_in_16_bits_and_trained_ones_are_not() -> N
         ({"model": {"hf": "x", "model_type": "clip"}}, "clip has no class for causal-lm; give"),
         (
             {"model": {"hf": "x", "model_type": "bert"}},
-            "bert is an encoder, and no causal-lm; give another task of it, as {hf: NAME, task: TASK}:",
+            "bert is an encoder, and no causal-lm; give another task of it, as {hf: NAME, task: ",
         ),
         (
             {"model": {"hf": "x", "model_type": "t5", "task": "masked-lm"}},

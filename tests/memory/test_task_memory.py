@@ -1,0 +1,77 @@
+"""Every task: recorded memory equals the estimate to the byte, with every method that trains it."""
+
+import itertools
+
+import pytest
+from factory import make_experiment
+from memory_steps import record_and_estimate
+
+from dpprof.spec import registry
+
+MODELS = {
+    "opacus-cnn": {"model": "opacus-cnn"},
+    "resnet20-gn": {"model": "resnet20-gn", "image_size": 16},
+    "vit": {"model": "hf:tiny-vit"},
+    "convnext": {"model": "hf:tiny-convnext"},
+    **{
+        f"{name} {task}": {"model": {"hf": f"tiny-{name}", "task": task}, "seq_len": 24}
+        for name, task in itertools.product(
+            ("bert", "roberta"), ("sequence-classification", "token-classification", "masked-lm")
+        )
+    },
+    "llama classes": {
+        "model": {"hf": "tiny-llama", "task": "sequence-classification"},
+        "seq_len": 24,
+    },
+    "t5": {"model": "hf:tiny-t5", "seq_len": 24},
+    "bart": {"model": "hf:tiny-bart", "seq_len": 24},
+}
+OPACUS = [name for name in registry.names("methods") if name.startswith("opacus")]
+REFUSED = {
+    # Opacus takes no weights that are used twice, or no such arguments of a layer.
+    **{(model, name): "" for model in ("bart", "t5") for name in OPACUS},
+    **{(f"{one} masked-lm", name): "" for one in ("bert", "roberta") for name in OPACUS},
+    # Per-layer clipping takes no parameters beside other modules.
+    **{
+        (model, "per-layer"): ""
+        for model in ("vit", "convnext", "bert masked-lm", "roberta masked-lm")
+    },
+    # Expanded weights refuse tables with padding, and parameters beside other modules.
+    **{
+        (model, "opacus-ew"): ""
+        for model in MODELS
+        if model.startswith(("bert", "roberta", "llama", "vit", "convnext"))
+    },
+}
+QUICK = [
+    ("opacus-cnn", "flash-bk", {}),
+    ("bert sequence-classification", "opacus-ghost", {"padding": 0.3}),
+    ("t5", "flash-bk", {}),
+    ("vit", "opacus-hooks", {}),
+]
+SLOW = [
+    (model, method, padding)
+    for model, method, padding in itertools.product(
+        MODELS, registry.names("methods"), ({}, {"padding": 0.3})
+    )
+    if (model, method) not in REFUSED and not (padding and "seq_len" not in MODELS[model])
+]
+SLOW += [
+    ("vit", "flash-bk", {"checkpointing": "non-reentrant"}),
+    ("bert masked-lm", "flash-bk", {"lora": "rank=2"}),
+    ("t5", "standard", {"dtype": "bfloat16"}),
+    ("resnet20-gn", "flash-bk", {"optimizer": "sgd"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "fields"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=str,
+)
+def test_an_estimate_equals_what_is_recorded(model, method, fields) -> None:
+    usual = {"seq_len": None, "noise_multiplier": 0.1, "method": method, "batch_size": 3}
+    real, fake = record_and_estimate(make_experiment(**usual | MODELS[model] | fields))
+
+    assert fake.compute.flops_by_phase == real.compute.flops_by_phase
+    assert fake.compute.model_flops == real.compute.model_flops
