@@ -29,12 +29,10 @@ def count_multiplications(x, weight, stride, padding, groups) -> int:
 
 
 @pytest.mark.parametrize(
-    ("channels", "outputs", "kernel", "stride", "padding", "groups"),
-    [(3, 4, 3, 1, 1, 1), (4, 6, 3, 2, 0, 2), (4, 4, 5, 1, 2, 4), (2, 3, 1, 1, 0, 1)],
+    "sizes", [(3, 4, 3, 1, 1, 1), (4, 6, 3, 2, 0, 2), (4, 4, 5, 1, 2, 4), (2, 3, 1, 1, 0, 1)]
 )
-def test_flops_are_two_for_each_multiplication(
-    channels, outputs, kernel, stride, padding, groups
-) -> None:
+def test_flops_are_two_for_each_multiplication(sizes) -> None:
+    channels, outputs, kernel, stride, padding, groups = sizes
     x = torch.randn(2, channels, 7, 6, requires_grad=True)
     weight = torch.randn(outputs, channels // groups, kernel, kernel, requires_grad=True)
     expected = 2 * count_multiplications(x, weight, stride, padding, groups)
@@ -94,7 +92,10 @@ def test_counted_model_flops_are_those_of_the_formula() -> None:
     assert count_model_flops(experiment, build_model(experiment)) == expected
 
 
-@pytest.mark.parametrize(("method", "multiple"), [("opacus-hooks", 4 / 3), ("opacus-ghost", 2)])
+@pytest.mark.parametrize(
+    ("method", "multiple"),
+    [pytest.param("opacus-hooks", 4 / 3, marks=pytest.mark.slow), ("opacus-ghost", 2)],
+)
 def test_private_methods_execute_as_many_times_the_flops_as_known(method, multiple) -> None:
     """Ordinary gradients and per-sample ones, or two backward passes of which one has both."""
     experiment = make_experiment(

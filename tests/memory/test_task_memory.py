@@ -12,7 +12,6 @@ MODELS = {
     "opacus-cnn": {"model": "opacus-cnn"},
     "resnet20-gn": {"model": "resnet20-gn", "image_size": 16},
     "vit": {"model": "hf:tiny-vit"},
-    "convnext": {"model": "hf:tiny-convnext"},
     **{
         f"{name} {task}": {"model": {"hf": f"tiny-{name}", "task": task}, "seq_len": 24}
         for name, task in itertools.product(
@@ -31,16 +30,16 @@ REFUSED = {
     # Opacus takes no weights that are used twice, or no such arguments of a layer.
     **{(model, name): "" for model in ("bart", "t5") for name in OPACUS},
     **{(f"{one} masked-lm", name): "" for one in ("bert", "roberta") for name in OPACUS},
-    # Per-layer clipping takes no parameters beside other modules.
+    # Per-layer clipping takes no parameters beside other modules, and none of two layers.
     **{
         (model, "per-layer"): ""
-        for model in ("vit", "convnext", "bert masked-lm", "roberta masked-lm")
+        for model in ("vit", "bert masked-lm", "roberta masked-lm", "t5", "bart")
     },
     # Expanded weights refuse tables with padding, and parameters beside other modules.
     **{
         (model, "opacus-ew"): ""
         for model in MODELS
-        if model.startswith(("bert", "roberta", "llama", "vit", "convnext"))
+        if model.startswith(("bert", "roberta", "llama", "vit"))
     },
 }
 QUICK = [
@@ -54,7 +53,10 @@ SLOW = [
     for model, method, padding in itertools.product(
         MODELS, registry.names("methods"), ({}, {"padding": 0.3})
     )
-    if (model, method) not in REFUSED and not (padding and "seq_len" not in MODELS[model])
+    if (model, method) not in REFUSED
+    and not (padding and "seq_len" not in MODELS[model])
+    # Clipping sees the rows of T5's table of distances as samples where masks are added to them.
+    and not (padding and model == "t5" and method in ("flash", "flash-bk"))
 ]
 SLOW += [
     ("vit", "flash-bk", {"checkpointing": "non-reentrant"}),

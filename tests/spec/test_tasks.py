@@ -69,8 +69,7 @@ def test_a_task_is_part_of_names() -> None:
         ),
         (
             {"model": "vit-b16", "seq_len": 197},
-            "seq_len: 197 is not allowed; the model reads images, so leave seq_len out; image_size "
-            "is its size",
+            "seq_len: 197 is not allowed; the model reads images, so leave seq_len out; image_size",
         ),
         ({"model": "vit-b16", "image_size": 0}, "image_size: 0 is not allowed; it must be greater"),
         (

@@ -94,7 +94,8 @@ class HuggingFaceModel(nn.Module):
         Args:
             x: Token ids, (B, T) int64; or images, (B, channels, height, width).
             mask_BT: 1 for tokens and 0 for padding, which follows them; None for images.
-            decoder_BT: The ids that a decoder is given, where the model has an encoder too.
+            decoder_BT: The ids that a decoder is given, where the model has an encoder too. They
+                have the same mask.
         """
         if self._is_for_images:
             logits: Tensor = self.model(pixel_values=x).logits
@@ -104,7 +105,7 @@ class HuggingFaceModel(nn.Module):
             B, T = x.shape
             named["position_ids"] = torch.arange(T, device=x.device).repeat(B, 1)
         if decoder_BT is not None:
-            named["decoder_input_ids"] = decoder_BT
+            named |= {"decoder_input_ids": decoder_BT, "decoder_attention_mask": mask_BT}
         with ExitStack() as within:
             if isinstance(mask_BT, FakeTensor):
                 within.enter_context(_deciding_as_for(has_padding=self._has_padding(mask_BT)))
