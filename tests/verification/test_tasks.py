@@ -66,7 +66,7 @@ def test_a_method_has_the_gradient_of_the_references(name, method) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["non-finite", "empty", "frozen later"])
-@pytest.mark.parametrize("name", ["opacus-cnn", pytest.param("vit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["opacus-cnn", pytest.param("vit-b16", marks=pytest.mark.slow)])
 def test_flash_bk_keeps_its_guarantee_on_images(name, scenario) -> None:
     case = verify(name, "flash-bk", scenario)
 
@@ -86,3 +86,16 @@ def test_a_stand_in_keeps_the_task_and_is_named_after_it() -> None:
     assert stand_in.model.task == "masked-lm"
     assert stand_in.label.startswith("hf-bert-masked-lm-padded-")
     assert stand_in.label != subject("bert token-classification").label
+
+
+def test_one_verdict_covers_every_size() -> None:
+    sizes = [
+        StandIn.of(make_experiment(model={"hf": name, "task": "masked-lm"}))
+        for name in ("bert-base", "bert-large")
+    ]
+
+    assert sizes[0] == sizes[1]
+    assert (sizes[0].model.config["num_hidden_layers"], sizes[0].model.config["vocab_size"]) == (
+        2,
+        13,
+    )
