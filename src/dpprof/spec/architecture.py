@@ -14,6 +14,9 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic.annotated_handlers import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from dpprof.spec.tasks import IMAGE_SIZE, Task, usual_task
 from dpprof.spec.validation import one_of
@@ -61,6 +64,14 @@ class Architecture(BaseModel, frozen=True, extra="allow"):
         """Leave the key out where it is not given, so that older ids stay the same."""
         fields: dict[str, Any] = dump(self)
         return {key: one for key, one in fields.items() if key != "task" or one is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Return the schema of the fields, which that serializer would hide."""
+        inner: Any = {key: one for key, one in schema.items() if key != "serialization"}
+        return handler(inner)
 
     def __hash__(self) -> int:
         """Hash the whole config, which may hold lists and mappings."""
