@@ -6,7 +6,10 @@ import pytest
 from factory import make_experiment
 from memory_steps import record_and_estimate
 
+from dpprof.instruments.estimate import estimate
+from dpprof.instruments.memory import measure
 from dpprof.spec import registry
+from dpprof.spec.registry import UnsupportedError
 
 MODELS = {
     "opacus-cnn": {"model": "opacus-cnn"},
@@ -77,3 +80,28 @@ def test_an_estimate_equals_what_is_recorded(model, method, fields) -> None:
 
     assert fake.compute.flops_by_phase == real.compute.flops_by_phase
     assert fake.compute.model_flops == real.compute.model_flops
+
+
+def test_a_model_that_cannot_be_traced_is_recorded_and_says_what_is_unknown() -> None:
+    experiment = make_experiment(model="hf:tiny-convnext", seq_len=None)
+    compute = measure(experiment, lambda _: None).compute
+
+    assert compute.executed_flops > 0
+    assert compute.model_flops is compute.dp_flop_multiplier is None
+    assert compute.reason.startswith("a plain step cannot be counted")
+    with pytest.raises(UnsupportedError, match="the instrument memory runs it"):
+        estimate(experiment, lambda _: None)
+
+
+def test_padded_samples_have_no_model_flops_and_cudnns_workspace_is_unknown() -> None:
+    padded = make_experiment(**MODELS["bert masked-lm"], padding=0.3)
+    images = make_experiment(model="opacus-cnn", seq_len=None, device="cuda", target="h100")
+    of_text, of_images = (estimate(one, lambda _: None) for one in (padded, images))
+
+    assert of_text.compute.model_flops is None
+    assert of_text.compute.reason.startswith("of padded samples, model FLOPs are known for causal")
+    assert of_images.memory.assumed["workspace of convolution"].startswith(
+        "unknown, and counted as"
+    )
+    assert "workspace of convolution_backward" in of_images.memory.assumed
+    assert of_images.time.predicted_step_s.rests_on["data sheet"] > 0

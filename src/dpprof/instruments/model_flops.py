@@ -19,13 +19,14 @@ from dpprof.memory.fake_tensors import fake_tensors
 from dpprof.methods.training_step import sample_losses
 from dpprof.models.build import build_model, find_attention_size
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import UnsupportedError
 
 
 def count_model_flops(experiment: Experiment, module: nn.Module) -> int | None:
     """Return the FLOPs that the non-private step needs for samples without padding.
 
     None for another package's language model, for a causal one with experts or convolutions, and
-    for padded samples of any other.
+    for padded samples of any other, or where a model cannot be traced.
     """
     if experiment.task != "causal-lm":
         if experiment.padding is not None:
@@ -48,9 +49,12 @@ def count_model_flops(experiment: Experiment, module: nn.Module) -> int | None:
 @lru_cache(maxsize=32)
 def _count_sample(experiment: Experiment) -> int | None:
     """Count a plain step of one sample; None where an operator has no formula."""
-    with fake_tensors(), sdpa_kernel(SDPBackend.MATH), FlopCounter() as counter:
-        model = build_model(experiment).train()
-        batch = make_batch(model, Cpu(), experiment)
-        loss = sample_losses(model(*batch.inputs), batch.labels).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+    try:
+        with fake_tensors(), sdpa_kernel(SDPBackend.MATH), FlopCounter() as counter:
+            model = build_model(experiment).train()
+            batch = make_batch(model, Cpu(), experiment)
+            loss = sample_losses(model(*batch.inputs), batch.labels).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+    except UnsupportedError:  # it needs the elements of a tensor
+        return None
     return None if counter.unpriced else counter.flops

@@ -274,8 +274,9 @@ def _explain_unknown(
 
 
 def _explain_no_formula(experiment: Experiment) -> str:
-    if experiment.padding is not None and experiment.task != "causal-lm":
-        return "of padded samples, model FLOPs are known for causal language models alone"
+    if experiment.task != "causal-lm":
+        padded = "of padded samples, model FLOPs are known for causal language models alone"
+        return "a plain step cannot be counted" if experiment.padding is None else padded
     if isinstance(experiment.model, Architecture):
         return "the formula holds for no experts, no convolutions, and no layers without attention"
     return "the layers of another package's model are not known"
