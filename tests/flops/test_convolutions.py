@@ -92,10 +92,8 @@ def test_counted_model_flops_are_those_of_the_formula() -> None:
     assert count_model_flops(experiment, build_model(experiment)) == expected
 
 
-@pytest.mark.parametrize(
-    ("method", "multiple"),
-    [pytest.param("opacus-hooks", 4 / 3, marks=pytest.mark.slow), ("opacus-ghost", 2)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "multiple"), [("opacus-hooks", 4 / 3), ("opacus-ghost", 2)])
 def test_private_methods_execute_as_many_times_the_flops_as_known(method, multiple) -> None:
     """Ordinary gradients and per-sample ones, or two backward passes of which one has both."""
     experiment = make_experiment(

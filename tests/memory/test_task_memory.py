@@ -49,7 +49,6 @@ QUICK = [
     ("opacus-cnn", "flash-bk", {}),
     ("bert sequence-classification", "opacus-ghost", {"padding": 0.3}),
     ("t5", "flash-bk", {}),
-    ("vit", "opacus-hooks", {}),
 ]
 SLOW = [
     (model, method, padding)

@@ -43,15 +43,13 @@ def verify(name: str, method: str, scenario: Scenario = "plain"):
 
 QUICK = [
     ("opacus-cnn", "opacus-ghost"),
-    ("wrn-16-4", "flash-bk"),
     ("vit-b16", "per-layer"),
     ("bert masked-lm", "flash-bk"),
-    ("roberta sequence-classification", "opacus-hooks"),
-    ("t5", "flash-bk"),
 ]
 SLOW = [
     *itertools.product(IMAGES, registry.names("methods")),
     *itertools.product(HUGGING_FACE, OWN),
+    ("roberta sequence-classification", "opacus-hooks"),
 ]
 
 
