@@ -9,9 +9,10 @@ from torch import nn
 
 from dpprof.devices.cpu import Cpu
 from dpprof.flops.cost import COUNTED, Cost
+from dpprof.instruments.batches import make_batch
 from dpprof.instruments.estimate import estimate
 from dpprof.instruments.memory import TimelineRecorder, measure, record_timelines, tracing
-from dpprof.instruments.setup import make_batch, set_up
+from dpprof.instruments.setup import set_up
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.events import Op
 from dpprof.memory.recorder import Recorder

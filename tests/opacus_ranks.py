@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments import memory
-from dpprof.instruments.setup import make_batch
+from dpprof.instruments.batches import make_batch
 from dpprof.methods.opacus import fsdp
 from dpprof.methods.opacus.adaptive import OpacusAdaptive
 from dpprof.methods.training_step import Batch, TrainingStep
@@ -131,7 +131,7 @@ def step_apart_and_whole(method: str, kind: str) -> tuple[Tensor, Tensor]:
         )
     torch.manual_seed(1 + distributed.get_rank())
     logits = module(*own.inputs)
-    given = (logits.flatten(0, 1), own.labels_BT.flatten())
+    given = (logits.flatten(0, 1), own.labels.flatten())
     loss = criterion[0](*given, shape=logits.shape) if criterion else nn.CrossEntropyLoss()(*given)
     loss.backward()
     optimizer.step()

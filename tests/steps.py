@@ -46,7 +46,7 @@ def sample_gradients(**fields) -> list[Tensor]:
 
     per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
     with sdpa_kernel(SDPBackend.MATH):  # the kernel that vmap can follow
-        gradients = per_sample(parameters, batch.tokens_BT, batch.labels_BT)
+        gradients = per_sample(parameters, batch.x, batch.labels)
     return [g.flatten(1) for g in gradients.values()]
 
 

@@ -566,3 +566,17 @@ def test_another_packages_target_is_as_good_as_our_own(monkeypatch) -> None:
     compute = estimate(experiment, lambda _: None).compute
 
     assert (compute.peak_source, compute.peak_flops_per_s) == ("a board", 1e9)
+
+
+def test_images_are_advised_by_pixels_and_samples() -> None:
+    of_images = {"seq_len": 1, "image_size": 224}
+    first = option("flash-bk", "first", 8)
+    lines = format_advice(make(first, **of_images)).splitlines()
+    several = [make(first, **of_images), make(first, **of_images | {"image_size": 384})]
+    winners = format_winners(several).splitlines()
+
+    assert lines[0] == "Use flash-bk with batches of 8: hf-m, 224 x 224 pixels, bfloat16, on h100."
+    assert "samples/s" in lines[1]
+    assert winners[1].split()[:3] == ["dtype", "pixels", "method"]
+    assert "samples/s" in winners[1]
+    assert [line.split()[1] for line in winners[2:4]] == ["224", "384"]

@@ -24,9 +24,8 @@ REFUSED = {
         "--method: 'opacus_ghost' is not allowed; did you mean 'opacus-ghost'? allowed:": [
             "--method=opacus_ghost"
         ],
-        "--model: '../../etc' is not allowed; allowed: 1b, medium, small, tiny": [
-            "--model=../../etc"
-        ],
+        "--model: '../../etc' is not allowed; allowed: 1b, medium, opacus-cnn, resnet20-gn, "
+        "resnet50-gn, small, tiny, vit-b16, wrn-16-4, wrn-40-4": ["--model=../../etc"],
         "--model: missing vocab_size, d_model, heads": ["--model={layers: 1}"],
         "--model: '{layers: [' is not allowed; it must be a": ["--model={layers: ["],
         "--model.layers: 0": ["--model={layers: 0, vocab_size: 9, d_model: 8, heads: 1}"],

@@ -20,7 +20,7 @@ from dpprof.clipping.layers_without_rule import run_any_layer
 from dpprof.clipping.patching import is_patched
 from dpprof.clipping.rules import find_rule
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.setup import make_batch
+from dpprof.instruments.batches import make_batch
 from dpprof.methods.training_step import Batch, sample_losses
 from dpprof.models.build import apply_dtype, build_model
 from dpprof.planning.stand_ins import StandIn
@@ -76,7 +76,7 @@ def build(name: str, **options: str):
 
 
 def losses_of(model, batch):
-    return sample_losses(model(*batch.inputs), batch.labels_BT)
+    return sample_losses(model(*batch.inputs), batch.labels)
 
 
 def compare(model, batch, way=BookKeeping, tolerance: float = 1e-6) -> None:
@@ -139,9 +139,7 @@ def test_the_check_refuses_what_reentrant_checkpointing_hides() -> None:
     clipping = BookKeeping(model, 1.0)
 
     with pytest.raises(ValueError, match="reentrant checkpointing hides layers"):
-        clipping.check(
-            lambda *b: sample_losses(model(*b[:-1]), b[-1]), *batch.inputs, batch.labels_BT
-        )
+        clipping.check(lambda *b: sample_losses(model(*b[:-1]), b[-1]), *batch.inputs, batch.labels)
 
 
 def wrap(**options):

@@ -13,9 +13,10 @@ from operator_names import COLLECTIVES, OPERATORS
 
 from dpprof.flops.op_costs import family_of, learn_rule
 from dpprof.instruments.estimate import trace_steps
+from dpprof.instruments.model_flops import count_model_flops
 from dpprof.memory.events import Op
 from dpprof.memory.recorder import Recorder
-from dpprof.memory.summary import bound_step_s, count_model_flops, state_io
+from dpprof.memory.summary import bound_step_s, state_io
 from dpprof.models.build import build_model
 from dpprof.spec import registry
 from dpprof.spec.registry import UnsupportedError

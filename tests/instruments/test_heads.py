@@ -67,7 +67,7 @@ def test_hugging_faces_heads_have_the_loss_of_their_logits(name, tmp_path) -> No
         fields = {"model": model, "lora": lora, "head": head, "seq_len": 12}
         experiment = make_experiment(method="flash-bk", **fields)
         training = set_up(experiment, import_method(experiment), Cpu(), _ignore)
-        losses.append(losses_of(training.step, training.batch.labels_BT, *training.batch.inputs))
+        losses.append(losses_of(training.step, training.batch.labels, *training.batch.inputs))
 
     torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpprof.devices.cpu import Cpu
 from dpprof.flops.cost import COUNTED
-from dpprof.instruments import memory
+from dpprof.instruments import memory, model_flops
 from dpprof.instruments.estimate import estimate, trace_steps
 from dpprof.instruments.memory import state_estimate, tracing
 from dpprof.instruments.setup import set_up
@@ -109,7 +109,7 @@ def test_a_method_that_needs_elements_is_unsupported_in_one_sentence(look, monke
 
 
 def test_a_model_whose_layers_are_not_known_has_no_model_flops_and_says_why(monkeypatch) -> None:
-    monkeypatch.setattr(summary, "find_attention_size", lambda *_: None)
+    monkeypatch.setattr(model_flops, "find_attention_size", lambda *_: None)
     compute = estimate(make("standard"), lambda _: None).compute
     of_hugging_face = make("standard", model="hf:tiny-gpt2")
 

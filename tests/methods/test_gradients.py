@@ -141,8 +141,8 @@ def test_the_step_taken_apart_is_opacus_own_step(method) -> None:
     apart.run(batch, lambda _: None)
 
     torch.manual_seed(1)
-    logits = whole.module(batch.tokens_BT)
-    labels = batch.labels_BT.flatten()
+    logits = whole.module(batch.x)
+    labels = batch.labels.flatten()
     if method in TWO_PASS:
         whole.module.enter = lambda _: None
         loss = whole.criterion(logits.flatten(0, 1), labels, shape=logits.shape)

@@ -66,8 +66,8 @@ def test_a_batch_without_samples_leaves_noise_alone() -> None:
 def test_samples_that_were_left_out_are_told(method) -> None:
     step, batch = prepare(method, batch_size=4)
     assert step.nonfinite_samples == 0
-    batch.tokens_BT[0] = 1
-    batch.tokens_BT[1:] = 2
+    batch.x[0] = 1
+    batch.x[1:] = 2
     with torch.no_grad():
         step.module.token_embedding.weight[1] = math.nan
     for count in (1, 2):

@@ -70,5 +70,5 @@ def test_a_model_of_another_package_is_not_built_to_be_compared(monkeypatch) -> 
         raise AssertionError("it may read elements, and there are none yet")
 
     monkeypatch.setattr("dpprof.models.blocks.registry.load", lambda *_: build)
-    with pytest.raises(NotAlikeError, match="another package builds the model"):
+    with pytest.raises(NotAlikeError, match="a function builds the model"):
         find_blocks(make_experiment(model="foreign"))

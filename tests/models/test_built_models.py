@@ -6,10 +6,10 @@ from factory import make_experiment
 from transformers import OPTForCausalLM
 
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.setup import make_batch
+from dpprof.instruments.batches import make_batch
 from dpprof.methods.training_step import UNLABELLED, sample_losses
 from dpprof.models.build import apply_dtype, build_model
-from dpprof.models.hugging_face import build_causal_lm
+from dpprof.models.hugging_face import build_hugging_face
 from dpprof.spec.registry import UnsupportedError
 
 LLAMA = {"model": "hf:tiny-llama", "batch_size": 4, "seq_len": 12}
@@ -23,14 +23,14 @@ def trained(**fields):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "opt"])
 def test_the_loss_is_the_library_s_own(name) -> None:
     experiment = make_experiment(**LLAMA | {"model": f"hf:tiny-{name}", "padding": 0.4})
-    model = build_causal_lm(experiment).eval()
+    model = build_hugging_face(experiment).eval()
     batch = make_batch(model, Cpu(), experiment)
-    ours = sample_losses(model(*batch.inputs), batch.labels_BT)
+    ours = sample_losses(model(*batch.inputs), batch.labels)
 
     for row in range(4):  # alone, so that its mean is over its own tokens
         inputs = dict(zip(("input_ids", "attention_mask"), batch.inputs, strict=True))
         sample = {key: one[row : row + 1] for key, one in inputs.items()}
-        shifted = batch.labels_BT[row : row + 1]
+        shifted = batch.labels[row : row + 1]
         # The library predicts labels one to the right of each token.
         labels = torch.cat([torch.tensor([[UNLABELLED]]), shifted[:, :-1]], 1)
         whole = model.model(**sample, labels=labels, use_cache=False)
@@ -46,7 +46,7 @@ def test_the_loss_is_the_library_s_own(name) -> None:
 def test_opt_keeps_samples_in_the_first_axis_and_computes_the_same(before) -> None:
     config = {"hf": "tiny-opt", "do_layer_norm_before": before}
     experiment = make_experiment(**LLAMA | {"model": config})
-    model = build_causal_lm(experiment).double()
+    model = build_hugging_face(experiment).double()
     batch = make_batch(model, Cpu(), experiment)
     library = OPTForCausalLM(model.model.config).double()
     library.load_state_dict(model.model.state_dict())
@@ -59,7 +59,7 @@ def test_opt_keeps_samples_in_the_first_axis_and_computes_the_same(before) -> No
         )
     mask = {"attention_mask": batch.mask_BT}
 
-    assert torch.equal(model(*batch.inputs), library(batch.tokens_BT, **mask).logits)
+    assert torch.equal(model(*batch.inputs), library(batch.x, **mask).logits)
     assert {shape[:2] for shape in seen} == {(4, 12)}
 
 
@@ -71,7 +71,7 @@ def test_padding_has_no_mask_and_no_label() -> None:
     assert sum(lengths) == experiment.tokens_in(4) < 4 * 12
     assert batch.mask_BT is not None
     assert batch.mask_BT.sum(1).tolist() == lengths
-    assert batch.labels_BT.ne(UNLABELLED).sum(1).tolist() == lengths
+    assert batch.labels.ne(UNLABELLED).sum(1).tolist() == lengths
 
 
 def test_adapters_alone_are_trained_unless_more_is_asked() -> None:
@@ -118,7 +118,7 @@ def test_biases_are_trained_beside_weights_in_16_bits(name) -> None:
     )
     model = apply_dtype(build_model(experiment), experiment, torch.device("cpu"))
     batch = make_batch(model, Cpu(), experiment)
-    sample_losses(model(*batch.inputs), batch.labels_BT).sum().backward()
+    sample_losses(model(*batch.inputs), batch.labels).sum().backward()
 
     for parameter_name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == parameter_name.endswith(".bias")
@@ -146,11 +146,17 @@ def test_frozen_parameters_are_stored_in_16_bits_and_trained_ones_are_not() -> N
         ({"model": "hf:tiny-llama", "trainable": "bias"}, "trainable 'bias' matches no parameter"),
         ({"seq_len": 129}, "the model has 128 positions, and seq_len is 129"),
         ({"attention": "opacus"}, "has its own attention; use sdpa or eager"),
-        ({"model": {"hf": "x", "model_type": "vit"}}, "vit is no causal language model"),
-        ({"model": {"hf": "x", "model_type": "clip"}}, "clip is no causal language model"),
-        ({"model": {"hf": "x", "model_type": "bert"}}, "bert is an encoder"),
-        ({"model": {"hf": "x", "model_type": "bart"}}, "bart is an encoder"),
-        ({"model": {"hf": "x", "model_type": "t5"}}, "t5 is no causal language model"),
+        ({"model": {"hf": "x", "model_type": "clip"}}, "clip has no class for causal-lm; give"),
+        (
+            {"model": {"hf": "x", "model_type": "bert"}},
+            "bert is an encoder, and no causal-lm; give another task of it, as {hf: NAME, task: ",
+        ),
+        (
+            {"model": {"hf": "x", "model_type": "t5", "task": "masked-lm"}},
+            "t5 has no class for masked-lm; give another task of it",
+        ),
+        ({"model": {"hf": "x", "model_type": "bart", "task": "causal-lm"}}, "bart is an encoder"),
+        ({"model": {"hf": "tiny-roberta", "task": "masked-lm"}, "seq_len": 129}, "128 positions"),
         ({"model": {"hf": "x", "model_type": "nope"}}, "knows no architecture nope"),
         ({"model": {"hf": "tiny-llama", "num_attention_heads": 3}}, "transformers"),
     ],

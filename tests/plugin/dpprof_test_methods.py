@@ -212,7 +212,7 @@ class PassesOn(Right):
         for parameter in thawed:
             parameter.requires_grad_(True)
         if thawed:
-            loss = mean_loss(self.module(batch.tokens_BT), batch.labels_BT)
+            loss = mean_loss(self.module(batch.x), batch.labels)
             for parameter, gradient in zip(thawed, torch.autograd.grad(loss, thawed), strict=True):
                 parameter.grad = gradient
 
@@ -261,7 +261,7 @@ class WaitsForNoise(Right):
     """Leaves no gradient of an empty batch, and so no place for noise."""
 
     def compute_gradient(self, batch, enter):
-        if len(batch.tokens_BT):
+        if len(batch.x):
             super().compute_gradient(batch, enter)
 
 
@@ -275,7 +275,7 @@ class RefusesAll(Right):
     def compute_gradient(self, batch, enter):
         if set(self.parameters) != self.known:
             raise RuntimeError("parameters were frozen or thawed")
-        if not len(batch.tokens_BT):
+        if not len(batch.x):
             raise RuntimeError("there are no samples")
         if any(p.grad is not None for p in self.parameters.values()):
             raise RuntimeError("gradients were not cleared")

@@ -2,11 +2,12 @@ import pytest
 from fresh_process import ROOT, run_fresh
 
 from dpprof.spec import registry
+from dpprof.spec.tasks import OWN_IMAGE_SIZES
 from dpprof.spec.validation import InputError
 
 
 def test_own_names_are_declared() -> None:
-    assert registry.names("models") == ["1b", "medium", "small", "tiny"]
+    assert set(registry.names("models")) == set(OWN_IMAGE_SIZES)
     methods = registry.names("methods")
     assert {"standard", "microbatch", "opacus-hooks", "opacus-ghost"} <= set(methods)
     assert "test-dies" not in methods  # another package's, which is not installed

@@ -11,7 +11,7 @@ from dpprof.instruments.estimate import estimate
 from dpprof.spec.datasheets import A100, A100_PCIE, B200, H100, H100_NVL, H200, L4
 from dpprof.spec.target import Target
 from dpprof.step_time import gpu_model
-from dpprof.step_time.gpu_model import CAUSAL, KERNEL_S, MEMORY, MISALIGNED, GpuModel
+from dpprof.step_time.gpu_model import CAUSAL, CONVOLUTIONS, KERNEL_S, MEMORY, MISALIGNED, GpuModel
 from dpprof.step_time.op_time import Z_90, OpTime
 from dpprof.step_time.product_table import read_document
 
@@ -255,3 +255,15 @@ def test_every_device_with_a_table_is_a_target_of_its_architecture() -> None:
     for target, name in gpu_model._MEASURED.items():
         assert gpu_model._OF_ARCHITECTURE[target.compute_capability] in (name, "h100")
     assert L4 not in gpu_model._MEASURED
+
+
+def test_a_convolution_takes_longer_than_its_products_and_is_less_sure() -> None:
+    shapes = SHAPE, (1, 2048, 8192, 4096)
+    of_products = [GpuModel(H100, "bfloat16").predict(product(shape=one), 0) for one in shapes]
+    cost = Cost("convolution_backward", "matmul", 2 * FLOPS, "bfloat16", convolution=tuple(shapes))
+    found = GpuModel(H100, "bfloat16").predict(cost, 0)
+
+    alone = sum(one.seconds - KERNEL_S for one in of_products)
+    assert found.seconds == pytest.approx(alone / CONVOLUTIONS.value + KERNEL_S)
+    assert found.spread >= CONVOLUTIONS.spread > max(one.spread for one in of_products)
+    assert found.basis == "data sheet"

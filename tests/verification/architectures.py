@@ -48,7 +48,7 @@ architectures is transformers' own; nobody selected from it.
 
 def try_one(kind: str) -> tuple[str, str]:
     """Return what became of an architecture: whole, and with adapters."""
-    model = Architecture(hf=kind, model_type=kind)
+    model = Architecture(hf=kind, model_type=kind, task="causal-lm")
     adapters = Lora(rank=2, target_modules="all-linear")
     return judge(StandIn(model=model)), judge(StandIn(model=model, lora=adapters))
 

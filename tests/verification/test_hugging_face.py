@@ -96,17 +96,17 @@ def test_padding_is_there_and_its_tokens_differ_between_the_scenarios() -> None:
     padding = plain.mask_BT == 0
 
     assert padding.any()
-    assert not torch.equal(plain.tokens_BT[padding], other.tokens_BT[padding])
-    assert torch.equal(plain.tokens_BT[~padding], other.tokens_BT[~padding])
-    assert torch.equal(plain.labels_BT, other.labels_BT)
+    assert not torch.equal(plain.x[padding], other.x[padding])
+    assert torch.equal(plain.x[~padding], other.x[~padding])
+    assert torch.equal(plain.labels, other.labels)
 
 
 def test_a_batch_of_one_padded_sample_has_tokens_in_the_vocabulary() -> None:
     experiment = describe_case(stand_in("hf:tiny-gpt2", padding="0.3"), "flash-bk", "sdpa", 1)
     batch = prepare(experiment).batch
 
-    assert batch.tokens_BT.min() >= 0
-    assert (batch.labels_BT[batch.mask_BT == 0] == -100).all()
+    assert batch.x.min() >= 0
+    assert (batch.labels[batch.mask_BT == 0] == -100).all()
 
 
 def test_only_the_libraries_float32_is_lifted() -> None:

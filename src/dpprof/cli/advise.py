@@ -1,9 +1,9 @@
 """Say how large a batch fits on a GPU that need not be here, and which private method to use.
 
---model takes one value, --dtype and --seq-len take one or more. For several values, the answer is a
-table of the fastest method for each combination. --checkpointing best tries every way of
-checkpointing; dpprof then judges each method by its fastest checkpointing that fits. --head best
-tries every way to the loss, and says what the fastest brings.
+--model takes one value; --dtype, --seq-len and --image-size take one or more. For several values,
+the answer is a table of the fastest method for each combination. --checkpointing best tries every
+way of checkpointing; dpprof then judges each method by its fastest checkpointing that fits.
+--head best tries every way to the loss, and says what the fastest brings.
 """
 
 import argparse
@@ -41,12 +41,14 @@ from dpprof.records.advice import Advice, OneMoreSample, Option
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.tasks import name_size, name_units
 from dpprof.spec.validation import one_of, refuse
 from dpprof.system.files import check_writable
 from dpprof.system.numbers import three_digits
 
 _SIZES = ("largest batch", "peak", "safe batch")
-_FIGURES = (*_SIZES, "tokens/s", "90 % interval", "FLOPs x")
+_SPEED = "tokens/s"
+_FIGURES = (*_SIZES, _SPEED, "90 % interval", "FLOPs x")
 _MIB = 2**20
 _WAYS: tuple[str, ...] = get_args(Experiment.model_fields["checkpointing"].annotation)
 _HEADS: tuple[str, ...] = get_args(Experiment.model_fields["head"].annotation)
@@ -68,23 +70,24 @@ def _format_interval(option: Option) -> str:
 _ROW: Mapping[str, Callable[[Advice], str]] = {
     "dtype": lambda one: one.dtype,
     "tokens": lambda one: f"{one.seq_len:,}",
+    "pixels": lambda one: str(one.image_size),
     "ranks": lambda one: one.parallel or "1",
     "trained": lambda one: "whole" if one.lora is None else "LoRA",
     "execution": lambda one: one.execution,
     "head": lambda one: one.head,
 }
-"""What a row of winners is about; the last four are shown only where they vary."""
+"""What a row of winners is about. Dtype and size are always shown, others where they vary."""
 
 
 _WINNER: Mapping[str, Callable[[Option], str]] = {
     "checkpointing": lambda one: str(one.checkpointing),
     "safe batch": lambda one: format_number(one.safe_batch_size, ","),
-    "tokens/s": lambda one: format_number(one.tokens_per_s, ",.0f"),
+    _SPEED: lambda one: format_number(one.tokens_per_s, ",.0f"),
     "90 % interval": _format_interval,
     "GiB at peak": lambda one: three_digits(one.safe_peak_bytes, 2**30),
 }
 _TIMES = (
-    "tokens per second are predicted, with 90 % intervals; what they rest on differs by row, and "
+    "{units} per second are predicted, with 90 % intervals; what they rest on differs by row, and "
     "--json says it"
 )
 _TEXTS = ("dtype", "ranks", "trained", "execution", "head", "method", "checkpointing", "verdict")
@@ -100,9 +103,10 @@ def _recommend(advice: Advice) -> list[str]:
     """Say which method to use, in a few sentences."""
     best = advice.best
     ranks = "" if advice.parallel is None else f", {advice.parallel}"
-    where = f"{_name(advice)}, {advice.seq_len:,} tokens, {advice.dtype}{ranks}"
+    size = name_size(advice.seq_len, advice.image_size)
+    where = f"{_name(advice)}, {size}, {advice.dtype}{ranks}"
     where += "" if advice.execution == "eager" else ", as a CUDA graph"
-    where += "" if advice.head == "logits" else ", head {advice.head}"
+    where += "" if advice.head == "logits" else f", head {advice.head}"
     where += f", on {advice.target}"
     if any(option.verdict == "unranked" for option in advice.options):
         return [f"No time is predicted, so methods that fit are not ranked: {where}."]
@@ -165,7 +169,7 @@ def _lay_out(advice: Advice, names: Mapping[str, str]) -> list[str]:
         for one in advice.options
     ]
     columns = [*texts, *_FIGURES]
-    header = ["method", *columns * len(sides)]
+    header = _name_speed(["method", *columns * len(sides)], advice)
     lines = lay_out([header, *rows], texts=_find_texts(header))
     if len(sides) > 1:
         lora_at = lines[0].index(columns[0])
@@ -212,11 +216,8 @@ def format_winners(advices: Sequence[Advice]) -> str:
     """Return the advice for several dtypes and sequence lengths: a table with a row for each."""
     sides = [side for advice in advices for side in _sides(advice)]
     winners = [_find_winner(side) for side in sides]
-    axes = [
-        name
-        for name, cell in _ROW.items()
-        if name in ("dtype", "tokens") or len(set(map(cell, sides))) > 1
-    ]
+    always = ("dtype", "tokens" if sides[0].image_size is None else "pixels")
+    axes = [name for name, cell in _ROW.items() if name in always or len(set(map(cell, sides))) > 1]
     rows = [[_ROW[name](side) for name in axes] for side in sides]
     close: dict[str, list[str]] = defaultdict(list)
     for side, row in zip(sides, rows, strict=True):
@@ -226,7 +227,7 @@ def format_winners(advices: Sequence[Advice]) -> str:
     figures = dict(_WINNER)
     if sides[0].checkpointing != BEST:
         del figures["checkpointing"]
-    header = [*axes, "method", *figures]
+    header = _name_speed([*axes, "method", *figures], sides[0])
     table = [
         [*row, one.method + sign(one.method, signs), *(cell(one) for cell in figures.values())]
         if one is not None
@@ -257,8 +258,15 @@ def format_winners(advices: Sequence[Advice]) -> str:
     lines += [*explain_signs(signs), *_tell_memory(largest)]
     times = dict.fromkeys(side.sure_of_time for side in sides)
     is_known = any(one is not None and one.tokens_per_s is not None for one in winners)
-    time = _TIMES if is_known and len(times) > 1 else "; ".join(times)
+    units = name_units(sides[0].image_size)
+    time = _TIMES.format(units=units) if is_known and len(times) > 1 else "; ".join(times)
     return "\n".join([*lines, f"Time: {time}."])
+
+
+def _name_speed(header: Sequence[str], advice: Advice) -> list[str]:
+    """Return a header with the speed by the name of what it counts."""
+    speed = f"{name_units(advice.image_size)}/s"
+    return [speed if name == _SPEED else name for name in header]
 
 
 def _find_texts(header: Sequence[str]) -> list[int]:
@@ -322,12 +330,13 @@ def rank_methods(
 ) -> tuple[str, str, bool]:
     """Return the methods in order, as far as their verdicts are known here; draw them too."""
     standings = read_verdicts(experiments)
-    alike: dict[tuple[str, int, str, str], dict[int, list[Result]]] = defaultdict(
+    alike: dict[tuple[str, str, str, str], dict[int, list[Result]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for result in results:
         one = result.experiment
-        alike[one.dtype, one.seq_len, one.execution, one.head][one.world_size].append(result)
+        size = name_size(one.seq_len, one.image_size)
+        alike[one.dtype, size, one.execution, one.head][one.world_size].append(result)
     found = [
         _advise(experiments[0], on_ranks, standings)
         for by_ranks in alike.values()
@@ -339,9 +348,9 @@ def rank_methods(
         lines = [*map(format_advice, found), *explain(results), *list_smallest_ranks(results)]
     else:
         lines = [format_winners(found), *compare_heads(found), *explain_safety(results)]
-        for (dtype, seq_len, *_), by_ranks in alike.items():
+        for (dtype, size, *_), by_ranks in alike.items():
             on_any = list(itertools.chain.from_iterable(by_ranks.values()))
-            where = f"{dtype} {seq_len:,}"  # several ranks have one execution and head
+            where = f"{dtype} {size}"  # several ranks have one execution and head
             lines += [f"{where}: {one}" for one in list_smallest_ranks(on_any)]
     options = [option for side in sides for option in side.options]
     if figure is not None:

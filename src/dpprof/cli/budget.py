@@ -25,6 +25,7 @@ from dpprof.records.budget import Budget, MethodCost
 from dpprof.records.result import Result
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.privacy import Privacy
+from dpprof.spec.tasks import name_size
 from dpprof.spec.validation import InputError
 from dpprof.system.console import say
 from dpprof.system.files import check_writable
@@ -120,7 +121,7 @@ def format_budget(budget: Budget) -> str:
     epochs = noise.planned.steps * noise.planned.sample_rate
     trained = "" if budget.lora is None else f" with LoRA ({budget.lora})"
     spent = f"({first.epsilon:g}, {privacy.delta:g})-DP by {privacy.accountant}"
-    where = f"{budget.seq_len:,} tokens, {budget.dtype}, on {budget.target}"
+    where = f"{name_size(budget.seq_len, budget.image_size)}, {budget.dtype}, on {budget.target}"
     data = f"{privacy.tokens:,} tokens are {epochs:,.3g} epochs of {privacy.samples:,} samples"
     lines = [
         f"{spent}: {budget.model}{trained}, {where}; {data}.",

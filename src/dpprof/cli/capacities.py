@@ -27,6 +27,7 @@ from dpprof.spec import registry
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import is_other_mechanism
+from dpprof.spec.tasks import name_units
 from dpprof.spec.validation import InputError, option_name, refuse
 from dpprof.system.console import printable, say
 from dpprof.system.files import check_writable, write_atomically
@@ -34,20 +35,21 @@ from dpprof.system.hardware import available_cores
 
 INSTRUMENT = "capacity"
 _FINAL = ("ok", "oom", "unsupported")
-LISTS = ("dtype", "seq_len", "checkpointing", "execution", "head")
+LISTS = ("dtype", "image_size", "seq_len", "checkpointing", "execution", "head")
 """Fields of which a command may be asked about several values: the first changes last."""
 
 _AXES: dict[str, Callable[[Experiment], str]] = {
     "method": lambda one: one.method,
     "dtype": lambda one: one.dtype,
     "tokens": lambda one: f"{one.seq_len:,}",
+    "pixels": lambda one: str(one.image_size),
     "checkpointing": lambda one: one.checkpointing,
     "execution": lambda one: one.execution,
     "head": lambda one: one.head,
     "ranks": lambda one: "1" if one.parallel is None else one.parallel.text,
     "trained": lambda one: "whole" if one.lora is None else "LoRA",
 }
-_FIGURES = {"largest batch": ">13", "safe batch": ">10", "tokens/s": ">13", "after": ">9"}
+_FIGURES = {"largest batch": ">13", "safe batch": ">10", "speed": ">13", "after": ">9"}
 """What the progress says of a capacity, and how it is aligned."""
 
 Judge = Callable[[Sequence[Experiment], Sequence[Result]], tuple[str, str, bool]]
@@ -228,9 +230,9 @@ def _begin_progress(experiments: Sequence[Experiment]) -> Callable[[Result], Non
         for name, cell in _AXES.items()
         if name == "method" or len(set(map(cell, experiments))) > 1
     }
+    widths = {name: max(map(len, (name, *map(cell, experiments)))) for name, cell in shown.items()}
     forms = [
-        f"{'>' if name == 'tokens' else '<'}{max(map(len, (name, *map(cell, experiments))))}"
-        for name, cell in shown.items()
+        f"{'>' if name in ('tokens', 'pixels') else '<'}{width}" for name, width in widths.items()
     ]
     forms += _FIGURES.values()
 
@@ -249,7 +251,8 @@ def _begin_progress(experiments: Sequence[Experiment]) -> Callable[[Result], Non
             figures = [f"{result.outcome}: {result.error.message[:200]}"]
         tell(*(cell(result.experiment) for cell in shown.values()), *figures)
 
-    tell(*shown, *_FIGURES)
+    speed = f"{name_units(experiments[0].image_size)}/s"
+    tell(*shown, *(speed if name == "speed" else name for name in _FIGURES))
     return tell_capacity
 
 

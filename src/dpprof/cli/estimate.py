@@ -10,6 +10,7 @@ from dpprof.launch.progress import tell_result
 from dpprof.launch.supervisor import supervise
 from dpprof.records.result import Result, result_path
 from dpprof.records.step_costs import Allocator
+from dpprof.spec.tasks import name_size
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable
 
@@ -69,7 +70,8 @@ def format_estimate(result: Result) -> str:
                 bound = f"{step.median * 1e3:,.1f} ms a step (90 % interval {interval}); {bound}"
             lines.append(f"time    {bound}")
     lines += _format_exchange(result)
-    where = f"{experiment.batch_size:,} x {experiment.seq_len:,} tokens, {experiment.dtype}"
+    size = name_size(experiment.seq_len, experiment.image_size)
+    where = f"{experiment.batch_size:,} x {size}, {experiment.dtype}"
     if experiment.parallel is not None:
         where += f", {experiment.parallel.text}; all of this is rank 0's"
     return "\n".join([f"{experiment.method}, {where}", *lines])

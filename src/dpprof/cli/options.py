@@ -12,11 +12,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from dpprof.spec import registry
+from dpprof.spec.architecture import PREFIX
 from dpprof.spec.config_files import parse_config_text
 from dpprof.spec.experiment import Experiment, read_spec, settle_device
 from dpprof.spec.privacy import Privacy
+from dpprof.spec.tasks import TASKS
 from dpprof.spec.validation import InputError, explain, option_name, refuse
 from dpprof.system.hardware import resolve_device
+
+TASK_HELP = (
+    f"what a Hugging Face model is trained for, its key task: {', '.join(TASKS)} (default: what is "
+    "usual for its architecture)"
+)
 
 
 def add_experiment_options(
@@ -41,6 +48,8 @@ def add_experiment_options(
         help_text = f"{described} ({note})".replace("%", "%%")
         many: dict[str, Any] = {"nargs": "+", "action": "extend"} if name in several else {}
         group.add_argument(option_name(name), help=help_text, metavar="VALUE", **many)
+        if name == "model":
+            group.add_argument("--task", help=TASK_HELP, metavar="VALUE")
 
 
 def add_privacy_options(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +93,7 @@ def read_experiment(arguments: argparse.Namespace) -> Experiment:
 
 def read_given(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of an experiment that were given as options."""
-    given = {name: getattr(arguments, name, None) for name in Experiment.model_fields}
+    given = {name: getattr(arguments, name, None) for name in ("task", *Experiment.model_fields)}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -113,6 +122,24 @@ def refuse_repeated(option: str, values: Iterable[Any]) -> InputError:
     return refuse(option, " ".join(map(str, values)), "give each value once")
 
 
+def _move_task(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields with the option ``--task`` as a key of the model, where it is given.
+
+    Raises:
+        InputError: The model is no Hugging Face model, or has a task already.
+    """
+    if "task" not in fields:
+        return fields
+    model, task = fields.get("model"), fields["task"]
+    if isinstance(model, str) and model.startswith(PREFIX):
+        model = {"hf": model}
+    if not (isinstance(model, dict) and "hf" in model) or "task" in model:
+        why = f"it is a key of a Hugging Face model, as --model {PREFIX}NAME, and is given once"
+        raise refuse("--task", task, why)
+    others = {name: one for name, one in fields.items() if name != "task"}
+    return others | {"model": model | {"task": task}}
+
+
 def make_experiment(fields: dict[str, Any]) -> Experiment:
     """Return an experiment from the fields given as options.
 
@@ -126,6 +153,7 @@ def make_experiment(fields: dict[str, Any]) -> Experiment:
             except InputError as error:
                 allowed = f"it must be a mapping, in YAML, and {error}"
                 raise refuse(f"--{name}", fields[name], allowed) from None
+    fields = _move_task(fields)
     try:
         experiment = Experiment.model_validate(settle_device(fields, resolve_device, "--device"))
     except ValidationError as error:

@@ -18,7 +18,7 @@ from dpprof.spec.architecture import PREFIX
 from dpprof.spec.validation import InputError, one_of, refuse
 from dpprof.system.console import say
 
-_FINE_TUNING = ("lora", "trainable", "padding")
+_OF_HUGGING_FACE = ("task", "lora", "trainable", "padding")
 
 
 def format_verdict(verdict: Verdict) -> str:
@@ -33,7 +33,7 @@ def format_verdict(verdict: Verdict) -> str:
 
 def _read_model(arguments: argparse.Namespace) -> str | StandIn:
     """Return the model to verify on: a name, or the stand-in of a Hugging Face model."""
-    options = {name: getattr(arguments, name) for name in _FINE_TUNING}
+    options = {name: getattr(arguments, name) for name in _OF_HUGGING_FACE}
     given = {name: value for name, value in options.items() if value is not None}
     model = arguments.model
     if model is not None and model.lstrip().startswith((PREFIX, "{")):
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="FILE",
         help="the file of such a small model, as planning writes it",
     )
-    for name in _FINE_TUNING:
+    for name in _OF_HUGGING_FACE:
         parser.add_argument(f"--{name}", metavar="VALUE", help="as of an experiment")
     parser.add_argument("--method", required=True, help="a method's name")
     parser.add_argument(

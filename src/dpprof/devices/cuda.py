@@ -42,7 +42,7 @@ class Cuda(Device):
             torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
 
     def use_precision(self, dtype: Dtype) -> None:
-        """Allow or forbid TF32 in products of float32.
+        """Allow or forbid TF32 in products and convolutions of float32.
 
         Raises:
             UnsupportedError: ``tf32`` on a GPU older than Ampere, which ignores it.
@@ -50,6 +50,7 @@ class Cuda(Device):
         if dtype == "tf32" and torch.cuda.get_device_capability() < _AMPERE:
             raise UnsupportedError("dtype tf32 needs a GPU of compute capability 8.0 or newer")
         torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+        torch.backends.cudnn.allow_tf32 = dtype == "tf32"
 
     def counters(self) -> Counters:
         """Read ``memory_allocated`` and ``memory_reserved``."""

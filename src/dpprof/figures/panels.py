@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.analysis.tables.axes import BASELINE, name_model
+from dpprof.analysis.tables.axes import BASELINE, name_model, name_size
 from dpprof.analysis.tables.frames import naming_axes, varying_axes
 from dpprof.figures.style import NothingToDrawError, new_figure
 
@@ -74,7 +74,7 @@ def break_title(title: str) -> str:
     return ",\n".join("\n".join(textwrap.wrap(line, _TITLE)) for line in lines)
 
 
-_SHORT = {"seq_len": "T", "batch_size": "B"}
+_SHORT = {"batch_size": "B"}
 
 
 def split(
@@ -102,7 +102,7 @@ def split(
     named = [name for name in ("model", "seq_len", "batch_size") if name not in inside]
     varying = varying_axes(rows, but={*named, *inside})
     outside = [*named, *varying, *also]
-    named += naming_axes(rows, but={*named, *inside})
+    named += naming_axes(rows, but={*named, *inside, "image_size"})
     size = rows[["parameters_total", "batch_size", "seq_len"]].astype(float).prod(axis=1)
     groups = [group for _, group in rows.assign(_size=size).groupby(outside, dropna=False)]
     ranks = [(group["method"].nunique(), float(group["_size"].max())) for group in groups]
@@ -115,8 +115,9 @@ def split(
 def _title(row: Any, named: Iterable[str]) -> str:
     target = row.get("target")
     silent = {"target"} if pd.isna(target) else {"target", "device"}
+    whole = {"model": name_model, "seq_len": name_size}
     parts = [
-        name_model(row) if name == "model" else f"{_SHORT.get(name, name)} = {row[name]}"
+        whole[name](row) if name in whole else f"{_SHORT.get(name, name)} = {row[name]}"
         for name in named
         if name not in silent and pd.notna(row[name])
     ]

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dpprof.analysis.selection import choose_runs, find_here
-from dpprof.analysis.tables.axes import SETTING
+from dpprof.analysis.tables.axes import SETTING, name_speed
 from dpprof.figures.bars import bracket, height_of, name_bars
 from dpprof.figures.panels import split
 from dpprof.figures.style import method_style, new_figure
@@ -51,7 +51,7 @@ def _draw_tokens(axis: Axes, rows: pd.DataFrame) -> None:
     tokens = rows["tokens_per_s"] * rows["median_step_s"]
     bracket(axis, tokens / rows["step_high_s"], tokens / rows["step_low_s"])
     name_bars(axis, map(str, rows.index))
-    axis.set_xlabel("tokens/s")
+    axis.set_xlabel(name_speed(row for _, row in rows.iterrows()))
 
 
 def _draw_shares(axis: Axes, rows: pd.DataFrame) -> None:

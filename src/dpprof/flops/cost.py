@@ -108,6 +108,9 @@ class Cost(NamedTuple):
     is_aligned: bool = True
     """Whether all rows of a product's matrices begin on 16 bytes, as tensor cores read them."""
 
+    convolution: tuple[ProductShape, ...] = ()
+    """The sizes of the matrix products that a convolution amounts to."""
+
     formula_unknown: bool = False
     """Whether it is a product or attention without a formula; its FLOPs count as 0."""
 

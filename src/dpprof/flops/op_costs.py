@@ -4,10 +4,11 @@ A multiplication and an addition are two FLOPs. Matrix products and attention ar
 from other operators, because steps are compared by the FLOPs of these two alone. Bytes are counted
 as if each operator read each input once and wrote each output once.
 
-Sources: matrix products, 2 m n k. Attention over S queries and R keys of width D, for each head
-of each sample: 2 products of 2 S R D forward; 5 products backward, which recomputes the scores
-(Dao et al. 2022, "FlashAttention", algorithm 4; a causal mask is not discounted). One FLOP for each
-element that an elementwise operator writes or a reduction reads.
+Sources: matrix products, 2 m n k; convolutions as in ``flops.convolutions``. Attention over S
+queries and R keys of width D, for each head of each sample: 2 products of 2 S R D forward; 5
+products backward, which recomputes the scores (Dao et al. 2022, "FlashAttention", algorithm 4; a
+causal mask is not discounted). One FLOP for each element that an elementwise operator writes or a
+reduction reads.
 """
 
 import math
@@ -18,8 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import conv_flop_count, flop_registry
+from torch.utils.flop_counter import flop_registry
 
+from dpprof.flops.convolutions import CONVOLUTIONS
 from dpprof.flops.cost import COUNTED, AttentionShape, Cost, OpFamily, ProductShape, is_aligned
 from dpprof.methods.tensors import tensors_in
 from dpprof.norms import triton_ops
@@ -57,20 +59,8 @@ _SHAPES: dict[Any, Callable[..., ProductShape]] = {
     **dict.fromkeys((aten.dot, aten.vdot), lambda a, *_, **__: (1, 1, 1, a.numel())),
     aten.addr: lambda _, a, b, *__, **___: (1, a.numel(), b.numel(), 1),
 }
-
-
-def _count_convolution_backward(g: Tensor, x: Tensor, weight: Tensor, *options: Any) -> int:
-    """Count as many FLOPs as forward has for each of both gradients, whatever the groups."""
-    transposed, mask = options[4], options[-1]
-    shapes = list(x.shape), list(weight.shape), list(g.shape)
-    return int(sum(mask[:2]) * conv_flop_count(*shapes, transposed))
-
-
-# The registry has attention for CUDA alone, and multiplies the gradient of a weight by its groups.
-_FLOPS: dict[Any, Callable[..., int]] = {
-    aten.convolution_backward: _count_convolution_backward,
-}
-_FLOPS |= {
+# The registry has attention for CUDA alone.
+_CPU_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
     getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{suffix}"): flop_registry[
         getattr(aten, f"_scaled_dot_product_flash_attention{suffix}")
     ]
@@ -224,8 +214,10 @@ class OperatorRule(NamedTuple):
         attention = self._find_attention(args, kwargs)
         matrices = [] if product is None else [tensor for tensor, _ in (*inputs, *writes)]
         aligned = all(map(is_aligned, matrices))
-        cost = Cost(self.name, self.family, flops, dtype, product, attention, aligned, unknown)
-        return cost, reads, writes
+        find = CONVOLUTIONS.get(self.functional)
+        convolution = () if find is None else tuple(find(*args, **kwargs, out=out))
+        shapes = product, attention, aligned, convolution
+        return Cost(self.name, self.family, flops, dtype, *shapes, unknown), reads, writes
 
     def _find_attention(self, args: Any, kwargs: Any) -> AttentionShape | None:
         if self.family != "attention" or not {"query", "key", "is_causal"} <= {*self.arguments}:
@@ -254,8 +246,11 @@ class OperatorRule(NamedTuple):
         """
         if self.shape_of is not None:
             return 2 * math.prod(self.shape_of(*args, **kwargs))
-        if self.functional in _FLOPS:
-            return _FLOPS[self.functional](*args, **kwargs)
+        if self.functional in CONVOLUTIONS:
+            products = CONVOLUTIONS[self.functional](*args, **kwargs, out=out)
+            return sum(2 * math.prod(shape) for shape in products)
+        if self.functional in _CPU_ATTENTION_FLOPS:
+            return _CPU_ATTENTION_FLOPS[self.functional](*args, **kwargs)
         if self.functional in flop_registry:
             return int(flop_registry[self.functional](*args, **kwargs, out_val=out))
         return None

@@ -16,6 +16,7 @@ import torch
 from dpprof.devices.cpu import Cpu
 from dpprof.devices.gloo_threads import settled_collectives
 from dpprof.instruments.census import TensorHolders
+from dpprof.instruments.model_flops import count_model_flops
 from dpprof.instruments.process_counters import peak_rss_bytes
 from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import Training, import_method, open_experiment, set_up
@@ -29,7 +30,6 @@ from dpprof.memory.fake_operators import FakeOperators
 from dpprof.memory.fake_tensors import fake_ranks, fake_tensors
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.summary import (
-    count_model_flops,
     simulate_allocator,
     state_communication,
     state_compute,

@@ -11,8 +11,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from dpprof.devices.device import Device
 from dpprof.devices.selection import open_device
+from dpprof.instruments.batches import make_batch
 from dpprof.instruments.census import TensorHolders
-from dpprof.methods.training_step import UNLABELLED, Batch, Enter, TrainingStep
+from dpprof.methods.training_step import Batch, Enter, TrainingStep
 from dpprof.models.build import apply_dtype, build_model
 from dpprof.models.transformer import find_attention
 from dpprof.records.result import ModelFacts
@@ -144,44 +145,3 @@ def _make_optimizer(experiment: Experiment, parameters: Sequence[nn.Parameter]) 
     is_graph = experiment.execution == "graph"  # which counts steps on the device
     fused = True if experiment.optimizer == "adamw-fused" else None
     return AdamW(parameters, lr=rate, capturable=is_graph, fused=fused)
-
-
-def make_batch(
-    model: nn.Module, device: Device, experiment: Experiment, batch_size: int | None = None
-) -> Batch:
-    """Return a batch of uniform random tokens on the device, so no step waits for data.
-
-    The vocabulary's size is that of the model's first embedding. A Hugging Face model gets a mask;
-    a sample shorter than ``seq_len`` is padded, and padding has no labels.
-
-    Args:
-        model: The model.
-        device: Where the batch will be.
-        experiment: Its batch size, sequence length and padding.
-        batch_size: The batch size instead of the experiment's.
-
-    Raises:
-        UnsupportedError: The model has no embedding.
-    """
-    tables = (layer for layer in model.modules() if isinstance(layer, nn.Embedding))
-    embedding = next(tables, None)
-    if embedding is None:
-        raise UnsupportedError(
-            "the model has no torch.nn.Embedding, and the first one gives the vocabulary's size"
-        )
-    count = experiment.batch_size if batch_size is None else batch_size
-    shape = (count, experiment.seq_len + 1)
-    drawn = torch.randint(embedding.num_embeddings, shape).to(device.torch_device)
-    tokens, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-    if not isinstance(experiment.model, Architecture):
-        return Batch(tokens, labels)
-    tokens, labels = tokens.clone(), labels.clone()  # of one sample they would share memory
-    mask = torch.ones_like(tokens)
-    lengths = experiment.lengths(count)
-    if min(lengths) < experiment.seq_len:
-        columns = torch.arange(experiment.seq_len, device=device.torch_device)
-        is_padding = columns >= torch.tensor(lengths, device=device.torch_device)[:, None]
-        tokens.masked_fill_(is_padding, 0)
-        labels.masked_fill_(is_padding, UNLABELLED)
-        mask.masked_fill_(is_padding, 0)
-    return Batch(tokens, labels, mask)

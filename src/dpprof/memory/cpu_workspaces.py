@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from dpprof.memory.convolution_workspaces import CONVOLUTION_WORKSPACES
 from dpprof.memory.events import Workspace
 
 aten = torch.ops.aten
@@ -66,6 +67,7 @@ def _all_gather(_out: Any, given: Any, *_: Any, **__: Any) -> Sequence[int]:
 
 
 CPU_WORKSPACES: Mapping[Any, Workspace] = {
+    **CONVOLUTION_WORKSPACES,
     aten._scaled_dot_product_flash_attention_for_cpu: _flash,  # noqa: SLF001
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,  # noqa: SLF001
     aten.native_layer_norm_backward: _layer_norm_backward,

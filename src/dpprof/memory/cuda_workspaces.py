@@ -193,6 +193,14 @@ _PARTIAL_RESULTS: dict[Any, Callable[[Tensor, Any], int]] = {
 """Bytes of a partial result of a reduction, from its input and axes, by overload packet."""
 
 
+UNKNOWN_WORKSPACES = dict.fromkeys(
+    ("convolution", "convolution_backward"),
+    "unknown, and counted as 0 bytes: cuDNN chooses an algorithm, and with it the workspace, where "
+    "it runs; this is freed before the next operator",
+)
+"""Why no workspace is counted for an operator, by its name."""
+
+
 def cuda_workspaces(processors: Processors | None) -> Mapping[Any, Workspace]:
     """Return workspaces by overload packet.
 

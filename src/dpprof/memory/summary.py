@@ -6,16 +6,14 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from dpprof.flops.collectives import COLLECTIVES, payload_bytes, sum_exchanges
 from dpprof.flops.cost import COUNTED
-from dpprof.flops.model_flops import model_flops_per_token
 from dpprof.memory.allocator_replay import place, summarise_allocator
 from dpprof.memory.attention_backends import LOWER_BOUNDS
+from dpprof.memory.cuda_workspaces import UNKNOWN_WORKSPACES
 from dpprof.memory.events import Op
 from dpprof.memory.timeline import LiveStorage, MemoryTimeline
-from dpprof.models.build import find_attention_size
 from dpprof.norms.triton_ops import LAUNCHES
 from dpprof.records.reconciliation import reconcile
 from dpprof.records.step_costs import (
@@ -85,7 +83,8 @@ def state_memory(
             peak - steady.peak_bytes,
         ),
         allocator=allocator,
-        assumed=_list_assumptions(steady) | (_of_ranks(experiment) if not real else {}),
+        assumed=_list_assumptions(steady, experiment.device)
+        | (_of_ranks(experiment) if not real else {}),
     )
 
 
@@ -109,10 +108,11 @@ def _of_ranks(experiment: Experiment) -> dict[str, str]:
     }
 
 
-def _list_assumptions(step: MemoryTimeline) -> dict[str, str]:
+def _list_assumptions(step: MemoryTimeline, device: str) -> dict[str, str]:
     """Return the assumptions: choices for a device, and lower bounds of workspaces."""
     ran = {op.cost.op for op in step.ops}
-    bounds = {f"workspace of {op}": why for op, why in LOWER_BOUNDS.items() if op in ran}
+    known = LOWER_BOUNDS | (UNKNOWN_WORKSPACES if device == "cuda" else {})
+    bounds = {f"workspace of {op}": why for op, why in known.items() if op in ran}
     return {**step.notes, **bounds}
 
 
@@ -267,30 +267,19 @@ def _explain_unknown(
     if unpriced:
         reasons.append(f"no formula is known for {', '.join(unpriced)}, which counts as 0")
     if model_flops is None:
-        reasons.append(
-            "the formula holds for no experts, no convolutions, and no layers without attention"
-            if isinstance(experiment.model, Architecture)
-            else "the layers of another package's model are not known"
-        )
+        reasons.append(_explain_no_formula(experiment))
     if ceilings is None:
         reasons.append("the device's ceilings are not known")
     return "; ".join(reasons) or None
 
 
-def count_model_flops(experiment: Experiment, module: nn.Module) -> int | None:
-    """Return the FLOPs that the non-private step needs for tokens without padding.
-
-    None for a model of another package, and for one with experts or convolutions.
-    """
-    attention = find_attention_size(experiment, module)
-    if attention is None:
-        return None
-    layers, width = attention
-    counts = Counter(experiment.lengths(experiment.batch_size))
-    return sum(
-        count * length * model_flops_per_token(module, seq_len=length, layers=layers, d_model=width)
-        for length, count in counts.items()
-    )
+def _explain_no_formula(experiment: Experiment) -> str:
+    if experiment.task != "causal-lm":
+        padded = "of padded samples, model FLOPs are known for causal language models alone"
+        return "a plain step cannot be counted" if experiment.padding is None else padded
+    if isinstance(experiment.model, Architecture):
+        return "the formula holds for no experts, no convolutions, and no layers without attention"
+    return "the layers of another package's model are not known"
 
 
 def bound_step_s(ops: Iterable[Op], dtype: Dtype, ceilings: Target) -> float:

@@ -63,7 +63,7 @@ class ClippedStep(TrainingStep):
         After "noise" follow the calls of the optimizer's ``step``, in its order.
         """
         enter("forward")
-        losses_B = losses_of(self, batch.labels_BT, *batch.inputs)
+        losses_B = losses_of(self, batch.labels, *batch.inputs)
         self.clipping.backward(losses_B, enter)
         enter("noise")
         self.optimizer.accumulate()
@@ -75,11 +75,9 @@ class ClippedStep(TrainingStep):
 
     def capture(self, batch: Batch) -> Callable[[], object]:
         """Return a captured step; its first one is an ordinary one."""
-        step = CapturedStep(
-            partial(losses_of, self), self.optimizer, part_size=len(batch.labels_BT)
-        )
-        step(batch.labels_BT, *batch.inputs)
-        return partial(step, batch.labels_BT, *batch.inputs)
+        step = CapturedStep(partial(losses_of, self), self.optimizer, part_size=len(batch.labels))
+        step(batch.labels, *batch.inputs)
+        return partial(step, batch.labels, *batch.inputs)
 
     def clip_groups(self) -> Sequence[ClipGroup]:
         """Return the groups of the clipping."""

@@ -42,7 +42,7 @@ class Microbatch(TrainingStep):
         bound = self.experiment.max_grad_norm
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         sums = _start_sums(parameters)
-        for labels_T, *inputs in zip(batch.labels_BT, *batch.inputs, strict=True):
+        for labels_T, *inputs in zip(batch.labels, *batch.inputs, strict=True):
             enter("forward")
             loss = mean_loss(self.module(*(one[None] for one in inputs)), labels_T[None])
             enter("backward")

@@ -20,13 +20,13 @@ class Standard(TrainingStep):
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave the gradient of the mean loss in ``.grad``."""
         enter("forward")
-        loss = losses_of(self, batch.labels_BT, *batch.inputs).mean()
+        loss = losses_of(self, batch.labels, *batch.inputs).mean()
         enter("backward")
         loss.backward()  # type: ignore[no-untyped-call]
 
     def capture(self, batch: Batch) -> Callable[[], object]:
         """Return what runs the step as one CUDA graph."""
-        graphs = CudaGraphs(batch.tokens_BT.device, list)
+        graphs = CudaGraphs(batch.x.device, list)
         make_capturable(self.optimizer)
 
         def run() -> None:

@@ -1,12 +1,13 @@
 """The interface of a method: one training step, in phases.
 
-These definitions hold for every method. A sample is one sequence of T tokens, and the unit of
-privacy. Its loss is the mean cross-entropy over its labelled tokens. Its gradient is clipped to
-an L2 norm of at most C over all parameters together (flat clipping), unless the method declares
-another mechanism. A private step applies ``(sum of clipped gradients + N(0, (sigma C)^2)) / B``.
-Neighbouring batches differ by one added or removed sample, so the sum has sensitivity C.
+These definitions hold for every method. A sample is one sequence of T tokens or one image, and the
+unit of privacy. Its loss is the cross-entropy of its class, or the mean over its labelled tokens.
+Its gradient is clipped to an L2 norm of at most C over all parameters together (flat clipping),
+unless the method declares another mechanism. A private step applies
+``(sum of clipped gradients + N(0, (sigma C)^2)) / B``. Neighbouring batches differ by one added or
+removed sample, so the sum has sensitivity C.
 
-Shape legend: B batch, T tokens, V vocabulary.
+Shape legend: B batch, T tokens, V vocabulary or classes.
 """
 
 from abc import ABC, abstractmethod
@@ -38,27 +39,35 @@ Enter = Callable[[Phase], None]
 
 @dataclass(frozen=True)
 class Batch:
-    """Token ids and the ids to predict, both (B, T) int64; iterates over its tensors."""
+    """What a model gets and what it has to find, samples first; iterates over its tensors."""
 
-    tokens_BT: Tensor
-    labels_BT: Tensor
+    x: Tensor
+    """Token ids, (B, T) int64; or images, (B, channels, height, width)."""
+
+    labels: Tensor
+    """Ids or classes, int64: of tokens (B, T), or of samples (B,)."""
+
     mask_BT: Tensor | None = None
     """For models that take it: 1 for tokens and 0 for padding, (B, T) int64."""
 
+    decoder_BT: Tensor | None = None
+    """For models with an encoder and a decoder: the ids that the decoder gets, (B, T) int64."""
+
     def __iter__(self) -> Iterator[Tensor]:
-        yield self.tokens_BT
-        yield self.labels_BT
-        if self.mask_BT is not None:
-            yield self.mask_BT
+        each = (self.x, self.labels, self.mask_BT, self.decoder_BT)
+        return (tensor for tensor in each if tensor is not None)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """The inputs of the model, samples first."""
-        return (self.tokens_BT,) if self.mask_BT is None else (self.tokens_BT, self.mask_BT)
+        others = (self.mask_BT, self.decoder_BT)
+        return (self.x, *(tensor for tensor in others if tensor is not None))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Return the batch with a function applied to each tensor."""
-        return Batch(*map(function, self))
+        others = (self.mask_BT, self.decoder_BT)
+        mapped = (None if tensor is None else function(tensor) for tensor in others)
+        return Batch(function(self.x), function(self.labels), *mapped)
 
 
 class ClipGroup(NamedTuple):
@@ -74,8 +83,8 @@ class TrainingStep(ABC):
     """A method applied to a model.
 
     Args:
-        model: Maps ``Batch.inputs`` to logits (B, T, V). The method may wrap it or add hooks;
-            afterwards train ``self.module``.
+        model: Maps ``Batch.inputs`` to logits (B, T, V) or (B, V). The method may wrap it or add
+            hooks; afterwards train ``self.module``.
         experiment: Gives clipping bound, noise multiplier and batch size.
 
     Raises:
@@ -228,20 +237,27 @@ class TrainingStep(ABC):
         return nullcontext()
 
 
-def mean_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean of the samples' losses; a scalar."""
-    return sample_losses(logits_BTV, labels_BT).mean()
+    return sample_losses(logits, labels).mean()
 
 
-def sample_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Return each sample's mean cross-entropy over its labelled tokens; (B,).
+def sample_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return each sample's cross-entropy, the mean over its labelled tokens where there are any.
 
     A sample without labels has the loss 0.
+
+    Args:
+        logits: (B, T, V), or (B, V) where samples have classes.
+        labels: (B, T) or (B,).
+
+    Returns:
+        (B,).
     """
     losses = functional.cross_entropy(
-        logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=UNLABELLED, reduction="none"
+        logits.flatten(0, -2), labels.flatten(), ignore_index=UNLABELLED, reduction="none"
     )
-    return mean_over_labels(losses.view(labels_BT.shape), labels_BT)
+    return losses if labels.dim() == 1 else mean_over_labels(losses.view(labels.shape), labels)
 
 
 def mean_over_labels(losses_BT: Tensor, labels_BT: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def find_blocks(experiment: Experiment) -> Blocks:
     """
     dimensions = _dimensions(experiment)
     if dimensions is None and not isinstance(experiment.model, Architecture):
-        raise NotAlikeError("another package builds the model")  # which may need its elements
+        raise NotAlikeError("a function builds the model")  # which may need its elements
     with torch.device("meta"):
         model = build_model(experiment)
     if dimensions is not None:
@@ -106,7 +106,7 @@ def with_blocks(experiment: Experiment, count: int) -> Experiment:
             given[key] = value[:count]
     named = type(config).attribute_map.get("num_hidden_layers", "num_hidden_layers")
     given[named if named in given else "num_hidden_layers"] = count
-    model = Architecture(hf=experiment.model.hf, **given)
+    model = Architecture(hf=experiment.model.hf, task=experiment.model.task, **given)
     return experiment.model_copy(update={"model": model})
 
 

@@ -18,19 +18,25 @@ _PATTERNS = {"all": "", "lora": r"(^|\.)lora_", "bias": r"(^|\.)bias$"}
 """Regular expressions for the parts that are found by name."""
 
 
-def build_model(experiment: Experiment) -> nn.Module:
+def build_model(experiment: Experiment, *, is_reduced: bool = False) -> nn.Module:
     """Build the model with fresh random weights, on the CPU, in float32.
 
     The registry's object is ``Dimensions``, or a function from the experiment to a module that maps
-    token ids (B, T) to logits (B, T, V). The parameters that the experiment does not train are
-    frozen; with ``parameters_dtype: bfloat16`` they are bfloat16 already, so that a device never
-    holds them in float32.
+    token ids (B, T) to logits (B, T, V), or images (B, channels, ``image_size``, ``image_size``) to
+    logits (B, classes). The parameters that the experiment does not train are frozen; with
+    ``parameters_dtype: bfloat16`` they are bfloat16 already, so that a device never holds them in
+    float32.
+
+    Args:
+        experiment: The model, and how it is built.
+        is_reduced: Whether a function with a method ``reduce`` builds a small model with the same
+            layers.
 
     Raises:
         EntryPointError: It is neither, or the function returns something else.
         UnsupportedError: The model cannot be built, or nothing of it would be trained.
     """
-    model = _build(experiment)
+    model = _build(experiment, is_reduced=is_reduced)
     if experiment.trained != "all" or experiment.lora is not None:
         _choose_trainable(model, experiment)
     if experiment.parameters_dtype == "bfloat16":
@@ -94,12 +100,14 @@ def apply_dtype(model: nn.Module, experiment: Experiment, device: torch.device) 
     return model
 
 
-def _build(experiment: Experiment) -> nn.Module:
+def _build(experiment: Experiment, *, is_reduced: bool) -> nn.Module:
     recipe = _find_recipe(experiment)
+    if is_reduced:
+        recipe = getattr(recipe, "reduce", lambda: recipe)()
     if isinstance(recipe, Architecture):
-        from dpprof.models.hugging_face import build_causal_lm  # noqa: PLC0415 (an extra)
+        from dpprof.models.hugging_face import build_hugging_face  # noqa: PLC0415 (an extra)
 
-        return build_causal_lm(experiment)
+        return build_hugging_face(experiment)
     if isinstance(recipe, Dimensions):
         return Transformer(
             recipe, experiment.seq_len, experiment.attention, experiment.checkpointing

@@ -29,17 +29,22 @@ class Head(NamedTuple):
     scale: float = 1.0
 
 
+_NAMES = ("head", "classifier", "score", "classification_head")
+"""Attributes that hold the layer that makes the logits: the first that a module has."""
+
+
 def find_head(model: nn.Module) -> nn.Module:
-    """Return the layer that makes the logits.
+    """Return the layer, or the layers, that make the logits.
 
     Raises:
         UnsupportedError: The model does not say which.
     """
     for module in model.modules():
         find = getattr(module, "get_output_embeddings", None)
-        head = find() if find is not None else getattr(module, "head", None)
-        if isinstance(head, nn.Module):
-            return head
+        head = find() if find is not None else None
+        for found in (head, *(getattr(module, name, None) for name in _NAMES)):
+            if isinstance(found, nn.Module):
+                return found
     raise UnsupportedError("the model does not say which layer makes the logits")
 
 

@@ -1,16 +1,17 @@
-"""Hugging Face's causal language models, from a config, with random weights.
+"""Hugging Face's models, for a task, from a config, with random weights.
 
 Per-sample gradients need the first axis of every layer's input to be the batch. OPT's blocks give
 their MLP and its norm all tokens of all samples in one axis; nothing in that axis says which row
 belongs to which sample. And OPT's lookup of positions is called with the mask and a number in
 addition to the ids, to which it adds 2. Both are replaced.
 
-Shape legend: B batch, T tokens, D width, V vocabulary.
+Shape legend: B batch, T tokens, D width, V vocabulary, C classes.
 """
 
 import importlib
+import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.nn import functional
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
+from dpprof.spec.tasks import TASKS, Task
 from dpprof.system.substitutes import substitute
 
 try:
@@ -36,40 +38,79 @@ except ImportError as error:
     raise UnsupportedError(f"a Hugging Face model needs dpprof[hf]: {error}") from error
 
 
-class CausalLM(nn.Module):
-    """A Hugging Face model that maps token ids to logits.
+_CLASSES: Mapping[Task, tuple[str, str]] = {
+    "causal-lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
+    "masked-lm": ("AutoModelForMaskedLM", "MASKED_LM"),
+    "seq2seq-lm": ("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM"),
+    "sequence-classification": (
+        "AutoModelForSequenceClassification",
+        "SEQUENCE_CLASSIFICATION",
+    ),
+    "token-classification": ("AutoModelForTokenClassification", "TOKEN_CLASSIFICATION"),
+    "image-classification": ("AutoModelForImageClassification", "IMAGE_CLASSIFICATION"),
+}
+"""By task, what transformers builds its models with, and how it names the architectures of it."""
 
-    It gets position ids and the attention mask as (B, T), so every layer sees the batch first.
+_PEFT_TASKS: Mapping[Task, str] = {
+    "causal-lm": "CAUSAL_LM",
+    "seq2seq-lm": "SEQ_2_SEQ_LM",
+    "sequence-classification": "SEQ_CLS",
+    "token-classification": "TOKEN_CLS",
+}
+
+
+def _architectures_of(task: Task) -> Container[str]:
+    """Return the architectures for which transformers has a class of a task."""
+    found: Container[str] = getattr(modeling_auto, f"MODEL_FOR_{_CLASSES[task][1]}_MAPPING_NAMES")
+    return found
+
+
+class HuggingFaceModel(nn.Module):
+    """A Hugging Face model that maps the tensors of a batch to logits.
+
+    Where it takes position ids, it gets them as (B, T), so every layer sees the batch first.
 
     Args:
         model: The Hugging Face model.
+        task: What it is trained for.
         lengths: From a batch's size to the tokens of each of its samples, as the mask will have
             them. A fake mask has no elements, and transformers decides by them.
     """
 
-    def __init__(self, model: nn.Module, lengths: Callable[[int], list[int]]) -> None:
+    def __init__(self, model: nn.Module, task: Task, lengths: Callable[[int], list[int]]) -> None:
         super().__init__()
         self.model = model
         self._lengths = lengths
+        self._is_for_images = task == "image-classification"
+        taken = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in taken and not _position_offset(model)
+        self._options = {"use_cache": False} if "use_cache" in taken else {}
 
-    def forward(self, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Return the logits of every next token; (B, T) int64 twice to (B, T, V).
+    def forward(
+        self, x: Tensor, mask_BT: Tensor | None = None, decoder_BT: Tensor | None = None
+    ) -> Tensor:
+        """Return logits: (B, T, V) of tokens, (B, T, C) or (B, C) of classes.
 
-        ``mask_BT`` is 1 for tokens and 0 for padding, which follows them.
+        Args:
+            x: Token ids, (B, T) int64; or images, (B, channels, height, width).
+            mask_BT: 1 for tokens and 0 for padding, which follows them; None for images.
+            decoder_BT: The ids that a decoder is given, where the model has an encoder too. They
+                have the same mask.
         """
-        B, T = tokens_BT.shape
-        positions_BT = torch.arange(T, device=tokens_BT.device).repeat(B, 1)
+        if self._is_for_images:
+            logits: Tensor = self.model(pixel_values=x).logits
+            return logits
+        named: dict[str, Any] = {"input_ids": x, "attention_mask": mask_BT, **self._options}
+        if self._takes_positions:
+            B, T = x.shape
+            named["position_ids"] = torch.arange(T, device=x.device).repeat(B, 1)
+        if decoder_BT is not None:
+            named |= {"decoder_input_ids": decoder_BT, "decoder_attention_mask": mask_BT}
         with ExitStack() as within:
             if isinstance(mask_BT, FakeTensor):
                 within.enter_context(_deciding_as_for(has_padding=self._has_padding(mask_BT)))
-            outputs = self.model(
-                input_ids=tokens_BT,
-                attention_mask=mask_BT,
-                position_ids=positions_BT,
-                use_cache=False,
-            )
-        logits_BTV: Tensor = outputs.logits
-        return logits_BTV
+            logits_of_text: Tensor = self.model(**named).logits
+        return logits_of_text
 
     def _has_padding(self, mask_BT: Tensor) -> bool:
         """Tell whether a mask of whole rows of a batch has a zero, by where its rows lie."""
@@ -77,6 +118,14 @@ class CausalLM(nn.Module):
         whole = mask_BT.untyped_storage().nbytes() // (T * mask_BT.element_size())
         start = mask_BT.storage_offset() // T
         return any(length < T for length in self._lengths(whole)[start : start + B])
+
+
+def _position_offset(model: nn.Module) -> int:
+    """Return where the positions of a model begin that makes them of its ids, as RoBERTa does."""
+    for name, layer in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(layer, nn.Embedding):
+            return 0 if layer.padding_idx is None else layer.padding_idx + 1
+    return 0
 
 
 @contextmanager
@@ -90,9 +139,15 @@ def _deciding_as_for(*, has_padding: bool) -> Iterator[None]:
         _ = tensor.sum() == tensor.numel()  # allocates what the original allocates
         return not has_padding or tensor.numel() == 0
 
+    def ignores(mask_BT: Tensor | None, keys: int, local_attention_size: int | None = None) -> bool:
+        if mask_BT is not None:
+            mask_BT.all()  # allocates, too
+        return not has_padding and (local_attention_size is None or keys < local_attention_size)
+
     with (
         substitute(masking_utils, "is_tracing", lambda _=None: False),
         substitute(masking_utils, "fast_all", fast_all),
+        substitute(masking_utils, "_ignore_bidirectional_mask_sdpa", ignores),
     ):
         yield
 
@@ -106,7 +161,8 @@ def import_architecture(experiment: Experiment) -> None:
     assert isinstance(experiment.model, Architecture)
     config = read_config(experiment.model)
     try:
-        _ = transformers.AutoModelForCausalLM._model_mapping[type(config)]  # noqa: SLF001
+        builder = getattr(transformers, _CLASSES[experiment.task][0])
+        _ = builder._model_mapping[type(config)]  # noqa: SLF001
     except ImportError as error:
         raise UnsupportedError(f"{config.model_type} needs what is missing: {error}") from error
     if experiment.lora is not None:
@@ -121,68 +177,95 @@ def _import_peft() -> Any:
         raise UnsupportedError(f"adapters need dpprof[hf]: {error}") from error
 
 
-def build_causal_lm(experiment: Experiment) -> CausalLM:
+def build_hugging_face(experiment: Experiment) -> HuggingFaceModel:
     """Build an experiment's Hugging Face model, with its adapters, on the CPU, in float32.
 
     Raises:
-        UnsupportedError: The config is not that of a causal language model, or the model cannot be
-            built in this way; the message says why.
+        UnsupportedError: The architecture has no class for the task, or the model cannot be built
+            in this way; the message says why.
     """
     assert isinstance(experiment.model, Architecture)
     config = read_config(experiment.model)
-    most = getattr(config, "max_position_embeddings", None)
-    if most is not None and experiment.seq_len > most:
-        raise UnsupportedError(
-            f"the model has {most:,} positions, and seq_len is {experiment.seq_len:,}; raise "
-            "max_position_embeddings in its config, or shorten the samples"
-        )
+    if experiment.image_size is not None:
+        config.image_size = experiment.image_size
     if experiment.attention == "opacus":
         raise UnsupportedError("a Hugging Face model has its own attention; use sdpa or eager")
     # None is the library's own choice: sdpa, or eager where the architecture has no sdpa.
     attention = "eager" if experiment.attention == "eager" else None
     transformers.logging.set_verbosity_error()
+    builder = getattr(transformers, _CLASSES[experiment.task][0])
     try:
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        model = builder.from_config(config, attn_implementation=attention)
     except (ValueError, TypeError, ImportError, KeyError, AttributeError) as error:
         raise UnsupportedError(
             f"transformers cannot build {config.model_type}: {_one_line(error)}"
         ) from error
+    _refuse_many_tokens(experiment, model)
     _keep_batch_first(model)
     if experiment.lora is not None:
         _add_adapters(model, experiment)
     if experiment.checkpointing != "none":
         _checkpoint(model, reentrant=experiment.checkpointing == "reentrant")
-    return CausalLM(model, experiment.lengths)
+    return HuggingFaceModel(model, experiment.task, experiment.lengths)
+
+
+def _refuse_many_tokens(experiment: Experiment, model: Any) -> None:
+    """Refuse samples that are longer than the model has positions."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is None or experiment.image_size is not None:
+        return
+    most -= _position_offset(model)
+    if experiment.seq_len > most:
+        raise UnsupportedError(
+            f"the model has {most:,} positions, and seq_len is {experiment.seq_len:,}; raise "
+            "max_position_embeddings in its config, or shorten the samples"
+        )
 
 
 def read_config(architecture: Architecture) -> Any:
     """Return a config as transformers has it.
 
     Raises:
-        UnsupportedError: It is not that of a causal language model, or transformers refuses it.
+        UnsupportedError: The architecture has no class for the task, or transformers refuses the
+            config.
     """
-    kind = architecture.model_type
+    kind, task = architecture.model_type, architecture.trained_for
     given = architecture.config
     del given["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
         raise UnsupportedError(
             f"transformers {transformers.__version__} knows no architecture {kind}"
         )
-    if kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UnsupportedError(f"{kind} is no causal language model")
+    if kind not in _architectures_of(task):
+        raise UnsupportedError(f"{kind} has no class for {task}; {_tell_tasks(kind, task)}")
     try:
         config = transformers.AutoConfig.for_model(kind, **given)
     except Exception as error:
         raise UnsupportedError(
             f"transformers refuses the config of {kind}: {_one_line(error)}"
         ) from error
-    is_masked = kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    is_encoder = is_masked and not getattr(config, "is_decoder", False)
-    if getattr(config, "is_encoder_decoder", False) or is_encoder:
-        raise UnsupportedError(f"{kind} is an encoder, and here only causal decoders are trained")
+    if task == "causal-lm" and _is_encoder(config):
+        raise UnsupportedError(f"{kind} is an encoder, and no causal-lm; {_tell_tasks(kind, task)}")
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
         raise UnsupportedError(f"{kind} reads more than text; give the config of its text model")
+    if task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0  # a decoder's class is that of the last token that is no padding
     return config
+
+
+def _is_encoder(config: Any) -> bool:
+    is_masked = config.model_type in _architectures_of("masked-lm")
+    is_encoder = is_masked and not getattr(config, "is_decoder", False)
+    return is_encoder or getattr(config, "is_encoder_decoder", False)
+
+
+def _tell_tasks(kind: str, refused: Task) -> str:
+    """Say what else an architecture can be trained for."""
+    others = (task for task in _CLASSES if task != refused)
+    known = [task for task in others if kind in _architectures_of(task)]
+    if not known:
+        return f"known tasks: {', '.join(TASKS)}"
+    return f"give another task of it, as {{hf: NAME, task: TASK}}: {', '.join(known)}"
 
 
 def _one_line(error: Exception) -> str:
@@ -200,7 +283,7 @@ def _add_adapters(model: Any, experiment: Experiment) -> None:
         lora_alpha=lora.scale,
         lora_dropout=lora.dropout,
         target_modules=list(modules) if isinstance(modules, tuple) else modules,
-        task_type=peft.TaskType.CAUSAL_LM,
+        task_type=_PEFT_TASKS.get(experiment.task),
     )
     try:
         with warnings.catch_warnings():

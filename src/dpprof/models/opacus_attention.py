@@ -1,4 +1,4 @@
-"""Opacus's ``DPMultiheadAttention`` as causal self-attention.
+"""Opacus's ``DPMultiheadAttention`` as self-attention.
 
 It is used with ``batch_first=False``, because with ``batch_first=True`` Opacus 1.6.0 refuses every
 mask and mixes heads with positions (meta-pytorch/opacus#774; a test of equal outputs in
@@ -31,8 +31,9 @@ class _BatchFirst(nn.Module):
 class OpacusAttention(nn.Module):
     """Multi-head attention with separate projections for queries, keys and values."""
 
-    def __init__(self, d_model: int, heads: int) -> None:
+    def __init__(self, d_model: int, heads: int, *, is_causal: bool = True) -> None:
         super().__init__()
+        self.is_causal = is_causal
         self.attention = DPMultiheadAttention(d_model, heads)
         for name, layer in list(self.attention.named_children()):
             if isinstance(layer, nn.Linear):
@@ -41,7 +42,7 @@ class OpacusAttention(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Apply attention; (B, T, D) to (B, T, D)."""
         x_TBD = x_BTD.transpose(0, 1)
-        mask = causal_mask(x_BTD.shape[1], x_BTD.device)
+        mask = causal_mask(x_BTD.shape[1], x_BTD.device) if self.is_causal else None
         y_TBD: Tensor
         y_TBD, _ = self.attention(x_TBD, x_TBD, x_TBD, attn_mask=mask, need_weights=False)
         return y_TBD.transpose(0, 1)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer on which every Opacus method works.
+"""A decoder-only transformer on which every Opacus method works; its blocks serve others too.
 
 Therefore no weight is shared (embedding and head are separate), each sample looks up its positions
 with contiguous ids, and every parameter is in a layer that Opacus has a rule for.
@@ -8,6 +8,7 @@ Shape legend: B batch, T tokens, D d_model, H heads, K head width (D / H), V voc
 
 import importlib
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +26,24 @@ def causal_mask(T: int, device: torch.device) -> Tensor:
     return torch.ones(T, T, dtype=torch.bool, device=device).triu(1)
 
 
-def mix_sdpa(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+def mix_sdpa(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, *, is_causal: bool) -> Tensor:
     """Compute attention by PyTorch's operator, which uses a fused kernel if it has one."""
-    y_BHTK: Tensor = functional.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+    attend = functional.scaled_dot_product_attention
+    y_BHTK: Tensor = attend(q_BHTK, k_BHTK, v_BHTK, is_causal=is_causal)
     return y_BHTK
 
 
-def mix_eager(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+def mix_eager(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, *, is_causal: bool) -> Tensor:
     """Compute attention step by step; scores and probabilities, B H T^2 each, are saved."""
     T, K = q_BHTK.shape[-2:]
     scores_BHTT = q_BHTK @ k_BHTK.transpose(-2, -1) * K**-0.5
-    scores_BHTT = scores_BHTT.masked_fill(causal_mask(T, q_BHTK.device), float("-inf"))
+    if is_causal:
+        scores_BHTT = scores_BHTT.masked_fill(causal_mask(T, q_BHTK.device), float("-inf"))
     y_BHTK: Tensor = scores_BHTT.softmax(dim=-1) @ v_BHTK
     return y_BHTK
 
 
-MIXES: Mapping[str, Mix] = {"sdpa": mix_sdpa, "eager": mix_eager}
+MIXES: Mapping[str, Callable[..., Tensor]] = {"sdpa": mix_sdpa, "eager": mix_eager}
 
 
 class Attention(nn.Module):
@@ -119,28 +122,31 @@ class Transformer(nn.Module):
         B, T = tokens_BT.shape
         positions_BT = torch.arange(T, device=tokens_BT.device).repeat(B, 1)
         x_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions_BT)
-        logits_BTV: Tensor = self.head(self.norm(self._run_blocks(x_BTD)))
+        x_BTD = run_blocks(self.blocks, x_BTD, self.checkpointing)
+        logits_BTV: Tensor = self.head(self.norm(x_BTD))
         return logits_BTV
 
-    def _run_blocks(self, x_BTD: Tensor) -> Tensor:
-        if self.checkpointing == "none":
-            y_BTD: Tensor = self.blocks(x_BTD)
-            return y_BTD
-        for block in self.blocks:
-            x_BTD = checkpoint(block, x_BTD, use_reentrant=self.checkpointing == "reentrant")
-        return x_BTD
+
+def run_blocks(blocks: nn.Sequential, x_BTD: Tensor, checkpointing: str) -> Tensor:
+    """Apply blocks one after another, with an experiment's way of checkpointing."""
+    if checkpointing == "none":
+        y_BTD: Tensor = blocks(x_BTD)
+        return y_BTD
+    for block in blocks:
+        x_BTD = checkpoint(block, x_BTD, use_reentrant=checkpointing == "reentrant")
+    return x_BTD
 
 
-def find_attention(name: str) -> Callable[[int, int], nn.Module]:
+def find_attention(name: str, *, is_causal: bool = True) -> Callable[[int, int], nn.Module]:
     """Return the builder of a variant, from d_model and heads, after importing what it needs.
 
     Opacus is imported only for its own variant, because it takes 70 MiB.
     """
     if name == "opacus":
         module = importlib.import_module("dpprof.models.opacus_attention")
-        build: Callable[[int, int], nn.Module] = module.OpacusAttention
-        return build
-    return lambda d_model, heads: Attention(d_model, heads, MIXES[name])
+        return partial(module.OpacusAttention, is_causal=is_causal)
+    mix = partial(MIXES[name], is_causal=is_causal)
+    return lambda d_model, heads: Attention(d_model, heads, mix)
 
 
 def _initialise(module: nn.Module) -> None:

@@ -10,8 +10,14 @@ from typing import Any
 WINDOW = 4
 """The width of a sliding window, if there is one: shorter than the sequences."""
 
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+_LAYERS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
+    *("encoder_layers", "decoder_layers"),
+)
+_HEADS = (
+    *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    *("encoder_attention_heads", "decoder_attention_heads"),
+)
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
 _WINDOWS = (
@@ -27,7 +33,7 @@ _SIZES: Mapping[str, int] = {
         _HEAD: (
             "head_dim global_head_dim v_head_dim qk_nope_head_dim query_pre_attn_scalar "
             "index_head_dim linear_key_head_dim linear_value_head_dim "
-            "q_lora_rank kv_lora_rank"
+            "q_lora_rank kv_lora_rank d_kv"
         ),
         4: (
             "qk_rope_head_dim rotary_dim num_local_experts num_experts n_routed_experts "
@@ -43,7 +49,12 @@ _SIZES: Mapping[str, int] = {
             "n_group topk_group first_k_dense_replace mamba_expand expand n_groups "
             "mamba_n_groups"
         ),
-        24: "intermediate_size ffn_dim ffn_hidden_size d_ff dff n_inner intermediate_size_mlp",
+        24: (
+            "intermediate_size ffn_dim ffn_hidden_size d_ff dff n_inner intermediate_size_mlp "
+            "encoder_ffn_dim decoder_ffn_dim"
+        ),
+        5: "num_labels",
+        32: "image_size",
         12: (
             "moe_intermediate_size shared_expert_intermediate_size "
             "moe_shared_expert_intermediate_size shared_intermediate_size qk_head_dim"
@@ -56,6 +67,7 @@ _SIZES: Mapping[str, int] = {
 
 _ALIKE = {
     **dict.fromkeys(("gpt2", "gpt_neox", "gptj", "opt", "bloom"), False),
+    **dict.fromkeys(("bert", "roberta", "t5", "vit"), False),
     **dict.fromkeys(("llama", "mistral", "qwen2", "gemma", "gemma2", "phi", "phi3"), True),
 }
 """Architectures whose layers differ in pairs at most, and whether they state key-value heads."""

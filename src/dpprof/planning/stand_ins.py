@@ -44,8 +44,9 @@ class StandIn(BaseModel, frozen=True, extra="forbid"):
         config, lora = experiment.model.config, experiment.lora
         kind = experiment.model.model_type
         usual = "all" if lora is None else "lora"
+        small = shrink(config) if can_shrink(config) else config
         return cls(
-            model=Architecture(hf=kind, **(shrink(config) if can_shrink(config) else config)),
+            model=Architecture(hf=kind, task=experiment.model.task, **small),
             lora=lora and Lora(rank=_RANK, target_modules=lora.target_modules),
             trainable=None if experiment.trained == usual else experiment.trained,
             padding=experiment.padding and _PADDING,

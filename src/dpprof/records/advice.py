@@ -66,6 +66,9 @@ class Advice(Part):
     """The ranks, as ``fsdp x8``; batches are those of each. None for one process."""
 
     seq_len: int
+    image_size: int | None = None
+    """Height and width of images; None for text. An image counts as one token."""
+
     dtype: str
     checkpointing: str | None = None
     """As asked; ``best`` where several ways were tried, of which each option has the fastest."""

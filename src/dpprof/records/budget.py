@@ -54,6 +54,7 @@ class Budget(Part):
     model: str
     lora: str | None
     seq_len: int
+    image_size: int | None = None
     dtype: str
     target: str
     privacy: Privacy

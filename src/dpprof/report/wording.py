@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.tables.axes import SETTING, name_model
+from dpprof.analysis.tables.axes import SETTING, name_model, name_size
 from dpprof.records.terms import OUTCOMES
 from dpprof.system.numbers import three_digits
 
@@ -28,7 +28,7 @@ def name_training(row: Any) -> str:
 
 def name_setting(row: Any) -> str:
     """Return a setting with its batch: ``small (T = 128, B = 4)``."""
-    return f"{name_model(row)} (T = {row['seq_len']:,}, B = {row['batch_size']:,})"
+    return f"{name_model(row)} ({name_size(row)}, B = {row['batch_size']:,})"
 
 
 def rows_in(setting: Any, rows: pd.DataFrame) -> pd.DataFrame:

@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic.annotated_handlers import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
+from dpprof.spec.tasks import IMAGE_SIZE, Task, usual_task
 from dpprof.spec.validation import one_of
 from dpprof.system.files import canonical_json, read_json
 from dpprof.system.paths import PACKAGE
@@ -42,13 +46,32 @@ _MAX_NAME = 40
 
 
 class Architecture(BaseModel, frozen=True, extra="allow"):
-    """The config of a Hugging Face causal language model.
+    """The config of a Hugging Face model, and what it is trained for.
 
-    Every key but ``hf`` is the config's own, as in the model's ``config.json``.
+    Every key but ``hf`` and ``task`` is the config's own, as in the model's ``config.json``.
     """
 
     hf: str = Field(description="the model's name in ids and reports")
+    task: Task | None = Field(
+        None,
+        description="what it is trained for; null: image-classification for architectures that "
+        "read images, seq2seq-lm for those with an encoder and a decoder, else causal-lm",
+    )
     model_type: str = Field(description="the architecture, by the name that transformers gives it")
+
+    @model_serializer(mode="wrap")
+    def _leave_out_no_task(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave the key out where it is not given, so that older ids stay the same."""
+        fields: dict[str, Any] = dump(self)
+        return {key: one for key, one in fields.items() if key != "task" or one is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Return the schema of the fields, which that serializer would hide."""
+        inner: Any = {key: one for key, one in schema.items() if key != "serialization"}
+        return handler(inner)
 
     def __hash__(self) -> int:
         """Hash the whole config, which may hold lists and mappings."""
@@ -57,12 +80,26 @@ class Architecture(BaseModel, frozen=True, extra="allow"):
     @property
     def config(self) -> dict[str, Any]:
         """The config, for transformers."""
-        return self.model_dump(exclude={"hf"})
+        return self.model_dump(exclude={"hf", "task"})
+
+    @property
+    def trained_for(self) -> Task:
+        """``task``, settled."""
+        return self.task or usual_task(self.model_type)
+
+    @property
+    def image_size(self) -> int | None:
+        """Height and width of the images, in pixels, that the config states; None for text."""
+        if self.trained_for != "image-classification":
+            return None
+        stated = self.config.get("image_size")
+        return stated if isinstance(stated, int) else IMAGE_SIZE
 
     @property
     def slug(self) -> str:
-        """The name as part of a file's name: ``hf-llama-3-2-1b``."""
-        return f"hf-{re.sub(r'[^a-z0-9]+', '-', self.hf.lower()).strip('-')}"[:_MAX_NAME].strip("-")
+        """The name, and the task if given, as part of a file's name: ``hf-llama-3-2-1b``."""
+        name = self.hf if self.task is None else f"{self.hf}-{self.task}"
+        return f"hf-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}"[:_MAX_NAME].strip("-")
 
 
 @functools.cache
@@ -93,16 +130,17 @@ def resolve(value: Any) -> Any:
     name = value["hf"]
     if not isinstance(name, str):
         raise ValueError("hf must be a model's name")  # noqa: TRY004 (pydantic's way)
-    overrides = {key: one for key, one in value.items() if key != "hf"}
+    overrides = {key: one for key, one in value.items() if key not in ("hf", "task")}
+    task = {} if value.get("task") is None else {"task": value["task"]}
     if "model_type" in overrides:
-        return _make(name, overrides)
+        return _make(name, overrides) | task
     base = _find(name.removeprefix(PREFIX))
     changed = {key for key, one in overrides.items() if key not in base or base[key] != one}
     # The option by which Opacus's users untie weights is spelled.
     untied = overrides.get("tie_word_embeddings") is False and "tie_word_embeddings" in changed
     variant = _last_part(name) + ("-untied" if untied else "")
     variant += "-custom" if changed - {"tie_word_embeddings"} else ""
-    return _make(variant, base | overrides)
+    return _make(variant, base | overrides) | task
 
 
 def _last_part(name: str) -> str:

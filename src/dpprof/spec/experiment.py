@@ -11,14 +11,18 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from dpprof.spec.architecture import PREFIX, Architecture, resolve
 from dpprof.spec.fine_tuning import AsLora, AsPadding, Trainable
 from dpprof.spec.parallel import AsParallel
 from dpprof.spec.quantities import Count, NotNegative, Positive, Seed, Size, refuse_bool
 from dpprof.spec.target import Dtype, Target
+from dpprof.spec.tasks import OWN_IMAGE_SIZES, Task
 from dpprof.spec.validation import (
     ARCHITECTURE_TAG,
     DIMENSIONS_TAG,
@@ -103,7 +107,7 @@ For = Annotated[
 ]
 _LATER = (
     *("wait_for_idle_gpu_s", "busy_gpu", "lora", "trainable", "padding", "parameters_dtype"),
-    *("parallel", "execution", "head"),
+    *("parallel", "execution", "head", "image_size"),
 )
 """Keys that came after the first results."""
 
@@ -125,14 +129,25 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
 
     model: Annotated[Model, BeforeValidator(resolve, json_schema_input_type=_ModelInput)] = Field(
         description="a preset's name; a mapping of vocab_size, d_model, layers and heads; "
-        "hf:NAME or hf:PATH, a Hugging Face model by name or config.json; or a mapping of hf and "
-        "the keys of its config that differ"
+        "hf:NAME or hf:PATH, a Hugging Face model by name or config.json; or a mapping of hf, "
+        "task and the keys of its config that differ"
     )
     method: Name = Field(description="how the clipped, noised gradient is computed")
     batch_size: Count = Field(
         description="samples (sequences) in a batch; where parallel is given, in each rank's"
     )
-    seq_len: Count = Field(description="tokens in a sample")
+    image_size: Count | None = Field(
+        None,
+        validate_default=True,
+        description="height and width of an image, in pixels, for a model that reads images; null: "
+        "its usual size",
+    )
+    seq_len: Count = Field(
+        None,
+        validate_default=True,
+        description="tokens in a sample; required for text, and left out for images, of which "
+        "each counts as one token",
+    )
     dtype: Dtype = Field(
         "float32",
         description="float32; tf32 (float32 with TF32 matrix products, CUDA only); bfloat16 "
@@ -222,6 +237,37 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
         "model, which is measured and not predicted)",
     )
 
+    @field_validator("image_size", mode="before")
+    @classmethod
+    def _settle_image_size(cls, value: Any, info: ValidationInfo) -> Any:
+        """Take the model's usual size where none is given.
+
+        Whether another package's model reads images is for the user to say.
+        """
+        model = info.data.get("model")
+        if not isinstance(model, Architecture | Dimensions) and model not in OWN_IMAGE_SIZES:
+            return value
+        usual = OWN_IMAGE_SIZES.get(model) if isinstance(model, str) else None
+        if isinstance(model, Architecture):
+            usual = model.image_size
+        if value is not None and usual is None:
+            raise ValueError("the model reads text, so leave image_size out")
+        return usual if value is None else value
+
+    @field_validator("seq_len", mode="before")
+    @classmethod
+    def _settle_seq_len(cls, value: Any, info: ValidationInfo) -> Any:
+        """Require it for text; an image counts as one token."""
+        if not {"model", "image_size"} <= info.data.keys():
+            return value or 1  # other errors are told
+        if info.data["image_size"] is None:
+            if value is None:
+                raise PydanticCustomError("missing", "Field required")
+            return value
+        if value not in (None, 1, "1"):
+            raise ValueError("the model reads images, so leave seq_len out; image_size is its size")
+        return 1
+
     @model_validator(mode="after")
     def _refuse_other_device(self) -> Self:
         if self.target is not None and self.device != device_of(self.target):
@@ -246,6 +292,8 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
             if getattr(self, name) != usual and self.parallel is not None:
                 given = getattr(self, name)
                 raise ValueError(f"{name} {given} requires one process, without parallel")
+        if self.head == "chunked" and self.task != "causal-lm":
+            raise ValueError(f"head chunked requires task causal-lm, but the task is {self.task}")
         return self
 
     @model_validator(mode="after")
@@ -254,6 +302,8 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
             for name in ("lora", "padding"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} requires a Hugging Face model, as {PREFIX}NAME")
+        if self.padding is not None and self.image_size is not None:
+            raise ValueError("padding requires a model that reads text, and this one reads images")
         if self.trainable == "lora" and self.lora is None:
             raise ValueError("trainable lora requires lora, such as lora: {rank: 16}")
         if self.parameters_dtype == "bfloat16" and self.dtype != "bfloat16":
@@ -281,10 +331,8 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     def id(self) -> str:
         """The name in files: ``small-opacus-ghost-b4-t256-3f9a1c02``."""
         ranks = "" if self.parallel is None else f"-{self.parallel.slug}"
-        return (
-            f"{self.model_name}-{self.method}-b{self.batch_size}-t{self.seq_len}{ranks}"
-            f"-{self.digest[:8]}"
-        )
+        size = f"t{self.seq_len}" if self.image_size is None else f"i{self.image_size}"
+        return f"{self.model_name}-{self.method}-b{self.batch_size}-{size}{ranks}-{self.digest[:8]}"
 
     @property
     def model_name(self) -> str:
@@ -292,6 +340,13 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
         if not isinstance(self.model, Architecture):
             return self.model if isinstance(self.model, str) else "custom"
         return self.model.slug + ("" if self.lora is None else f"-lora{self.lora.rank}")
+
+    @property
+    def task(self) -> Task:
+        """What the model is trained for."""
+        if isinstance(self.model, Architecture):
+            return self.model.trained_for
+        return "causal-lm" if self.image_size is None else "image-classification"
 
     def lengths(self, batch_size: int) -> list[int]:
         """Return the lengths of a batch's samples, in tokens, without padding."""

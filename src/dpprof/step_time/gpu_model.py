@@ -80,6 +80,11 @@ UNKNOWN_PRODUCTS = Estimate(0.6, 0.35)
 """Share of the roofline of products on a device without a table of its architecture, and of other
 products, such as those of a norm by tiled gradients."""
 
+CONVOLUTIONS = Estimate(0.7, 0.4)
+"""Speed of a convolution over that of the matrix products that it amounts to. It is a guess, and
+its spread is wide: cuDNN chooses among implicit products, Winograd's and Fourier's algorithms, and
+may have to change the layout of what it reads first."""
+
 GRAMS = Estimate(0.39, 0.15)
 """Share of the peak of a norm by Gram matrices, in 16 bits, where a tile on the diagonal counts as
 half of one. Measured on an H100: 0.36 for 8 samples of 1,024 tokens, 0.41 for 16, and 0.42 and 0.46
@@ -182,6 +187,8 @@ class GpuModel:
             if not cost.is_aligned and self._on_tensor_cores(cost.dtype):
                 spread = math.hypot(found.spread, MISALIGNED.spread)
                 found = OpTime(found.seconds / MISALIGNED.value, spread, "data sheet")
+        elif cost.convolution:
+            found = self._predict_convolution(cost)
         elif cost.attention is not None:
             found = self._predict_attention(cost, cost.attention, streamed_s)
         elif cost.family in COUNTED:
@@ -218,6 +225,12 @@ class GpuModel:
         share = _TF32 if self._on_tensor_cores(dtype) else in_float32
         seconds = bound / share + max(beyond, 0.0)
         return OpTime(seconds, max(found.spread, _OTHER_SPREAD), "data sheet")
+
+    def _predict_convolution(self, cost: Cost) -> OpTime:
+        found = [self._predict_product(shape, cost.dtype) for shape in cost.convolution]
+        seconds = sum(one.seconds for one in found) / CONVOLUTIONS.value
+        spread = max(one.spread for one in found)
+        return OpTime(seconds, math.hypot(spread, CONVOLUTIONS.spread), "data sheet")
 
     def _on_tensor_cores(self, op_dtype: str) -> bool:
         return ceiling_of(op_dtype, self._dtype) in ("bfloat16", "tf32")

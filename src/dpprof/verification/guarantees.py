@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.setup import make_batch
+from dpprof.instruments.batches import make_batch
 from dpprof.methods.training_step import Batch, TrainingStep
 from dpprof.records.verdict import TOLERANCE, Scenario
 from dpprof.spec.registry import UnsupportedError
@@ -62,15 +62,9 @@ def poison(method: type[TrainingStep], subject: Subject) -> None:
         UnsupportedError: Other gradients would not be finite either, for example with tied weights.
     """
     model = copy.deepcopy(subject.model)
-    table = next(layer for layer in model.modules() if isinstance(layer, nn.Embedding))
-    poisoned = table.num_embeddings - 1
-    with torch.no_grad():
-        table.weight[poisoned] = torch.inf
-    batch = subject.batch.map(lambda ids: ids.masked_fill(ids == poisoned, 0))
-    batch = replace(batch, mask_BT=subject.batch.mask_BT)
-    others = _sample_gradients(model, batch.map(lambda ids: ids[1:]))
-    batch.tokens_BT[0, 0] = poisoned
-    poisoned_sample = _sample_gradients(model, batch.map(lambda ids: ids[:1]))
+    batch = _poison_first(model, subject.batch)
+    others = _sample_gradients(model, batch.map(lambda one: one[1:]))
+    poisoned_sample = _sample_gradients(model, batch.map(lambda one: one[:1]))
     if _is_finite(poisoned_sample) or not _is_finite(others):
         raise UnsupportedError("no single sample of this model can be made non-finite")
     expected = [torch.cat([one.new_zeros(1, one.shape[1]), one]) for one in others]
@@ -78,8 +72,24 @@ def poison(method: type[TrainingStep], subject: Subject) -> None:
         _compare(method, taken, expected)
 
 
+def _poison_first(model: nn.Module, batch: Batch) -> Batch:
+    """Return the batch with infinite pixels, or an id whose row is infinite, in sample 0 alone."""
+    if batch.x.is_floating_point():
+        pixels = batch.x.clone()
+        pixels[0] = torch.inf
+        return replace(batch, x=pixels)
+    table = next(layer for layer in model.modules() if isinstance(layer, nn.Embedding))
+    poisoned = table.num_embeddings - 1
+    with torch.no_grad():
+        table.weight[poisoned] = torch.inf
+    mask_BT = batch.mask_BT
+    batch = replace(batch.map(lambda ids: ids.masked_fill(ids == poisoned, 0)), mask_BT=mask_BT)
+    batch.x[0, 0] = poisoned
+    return batch
+
+
 def _sample_gradients(model: nn.Module, batch: Batch) -> list[Tensor]:
-    return reference.sample_gradients(model, batch.inputs, batch.labels_BT)
+    return reference.sample_gradients(model, batch.inputs, batch.labels)
 
 
 def empty(method: type[TrainingStep], subject: Subject) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.setup import make_batch
+from dpprof.instruments.batches import make_batch
 from dpprof.methods.training_step import UNLABELLED, Batch
 from dpprof.models.build import apply_dtype, build_model
 from dpprof.planning.shrinking import shrink
@@ -24,12 +24,16 @@ from dpprof.records.verdict import BUILT_IN, Scenario
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Dimensions, Experiment
 from dpprof.spec.registry import UnsupportedError
+from dpprof.spec.tasks import OWN_IMAGE_SIZES
 from dpprof.verification import reference
 
 REDUCED = Dimensions(vocab_size=11, d_model=12, layers=2, heads=3)
 """Its vocabulary is so small that most sequences repeat a token, a hard case for embeddings."""
 
 SEQ_LEN = 9
+
+IMAGE_SIZE = 32
+"""Of the images of dpprof's own models. A vision transformer divides it into four patches."""
 
 
 class Subject(NamedTuple):
@@ -58,7 +62,7 @@ def describe_case(model: str | StandIn, method: str, attention: str, batch_size:
             **described,
             "method": method,
             "batch_size": batch_size,
-            "seq_len": SEQ_LEN,
+            **_choose_size(described["model"]),
             "dtype": "float64",
             "attention": attention,
             "device": "cpu",
@@ -67,11 +71,20 @@ def describe_case(model: str | StandIn, method: str, attention: str, batch_size:
     )
 
 
+def _choose_size(model: Any) -> dict[str, int]:
+    """Return the size of samples; that of a Hugging Face model's images is in its config."""
+    if isinstance(model, Architecture) and model.image_size is not None:
+        return {}
+    if isinstance(model, str) and OWN_IMAGE_SIZES.get(model) is not None:
+        return {"image_size": IMAGE_SIZE}
+    return {"seq_len": SEQ_LEN}
+
+
 def _complete(architecture: Architecture) -> Architecture:
     """Return an architecture whose sizes are all small, also those that its config leaves out.
 
     Raises:
-        UnsupportedError: It is not that of a causal language model, or transformers refuses it.
+        UnsupportedError: transformers has no class for its task, or refuses it.
     """
     import transformers  # noqa: PLC0415 (an extra)
 
@@ -94,7 +107,8 @@ def prepare(experiment: Experiment, scenario: Scenario = "plain") -> Subject:
         UnsupportedError: The model does not support the experiment or the scenario.
     """
     torch.manual_seed(experiment.seed)
-    model = apply_dtype(build_model(experiment), experiment, torch.device("cpu")).train()
+    model = build_model(experiment, is_reduced=True)
+    model = apply_dtype(model, experiment, torch.device("cpu")).train()
     for layer in model.modules():
         if isinstance(layer, nn.Dropout):
             layer.p = 0.0  # so that all passes compute the same
@@ -108,10 +122,10 @@ def prepare(experiment: Experiment, scenario: Scenario = "plain") -> Subject:
             parameter.requires_grad_(False)
     elif scenario == "ignored labels":
         batch = ignore_labels(batch)
-    samples = reference.sample_gradients(model, batch.inputs, batch.labels_BT)
+    samples = reference.sample_gradients(model, batch.inputs, batch.labels)
     if scenario == "other padding":
         batch = replace_padding(batch)
-        changed = reference.sample_gradients(model, batch.inputs, batch.labels_BT)
+        changed = reference.sample_gradients(model, batch.inputs, batch.labels)
         if not all(map(torch.allclose, changed, samples)):
             raise RuntimeError("the model's own gradient depends on the tokens of padding")
     norms_B = torch.cat(samples, 1).norm(dim=1)
@@ -149,13 +163,19 @@ def choose_layer(model: nn.Module) -> nn.Module:
 
 
 def ignore_labels(batch: Batch) -> Batch:
-    """Return the batch with fewer labels in each sample, and one in the last."""
-    labels_BT = batch.labels_BT.clone()
-    for row, labels_T in enumerate(labels_BT):
-        count = int((labels_T != UNLABELLED).sum())
-        least = count if row == len(labels_BT) - 1 else row + 2
-        labels_T[: min(least, count) - 1] = UNLABELLED
-    return replace(batch, labels_BT=labels_BT)
+    """Return the batch with fewer labels in each sample, and one in the last.
+
+    Raises:
+        UnsupportedError: Samples have classes.
+    """
+    labels = batch.labels.clone()
+    if labels.dim() == 1:
+        raise UnsupportedError("each sample has one label, which cannot be ignored")
+    for row, labels_T in enumerate(labels):
+        at = (labels_T != UNLABELLED).nonzero().flatten()
+        least = len(at) if row == len(labels) - 1 else row + 2
+        labels_T[at[: min(least, len(at)) - 1]] = UNLABELLED
+    return replace(batch, labels=labels)
 
 
 def replace_padding(batch: Batch) -> Batch:
@@ -166,5 +186,4 @@ def replace_padding(batch: Batch) -> Batch:
     """
     if batch.mask_BT is None or bool(batch.mask_BT.all()):
         raise UnsupportedError("the batch has no padding")
-    tokens_BT = torch.where(batch.mask_BT == 1, batch.tokens_BT, batch.tokens_BT.max())
-    return replace(batch, tokens_BT=tokens_BT)
+    return replace(batch, x=torch.where(batch.mask_BT == 1, batch.x, batch.x.max()))

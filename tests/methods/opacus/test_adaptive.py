@@ -113,7 +113,7 @@ def test_steps_are_those_of_opacus_privacy_engine() -> None:
         apart.run(batch, lambda _: None)
     torch.manual_seed(1)
     for _ in range(3):
-        criterion(module(batch.tokens_BT), batch.labels_BT).backward()
+        criterion(module(batch.x), batch.labels).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -128,9 +128,9 @@ def test_opacus_own_criterion_still_reduces_over_samples() -> None:
     criterion = DPLossFastGradientAdaptiveClipping(
         step.module, step.optimizer, nn.CrossEntropyLoss()
     )
-    logits_BTV = step.module(batch.tokens_BT)
+    logits_BTV = step.module(batch.x)
 
-    assert criterion(logits_BTV.mT, batch.labels_BT).loss_per_sample.shape == ()
+    assert criterion(logits_BTV.mT, batch.labels).loss_per_sample.shape == ()
 
 
 @pytest.mark.parametrize("batch_size", [1, 10])

@@ -24,6 +24,7 @@ from dpprof.records.advice import (
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
 from dpprof.spec.mechanisms import NO_CLIPPING
+from dpprof.spec.tasks import name_units
 from dpprof.system.files import canonical_json
 
 BEST = "best"
@@ -53,6 +54,7 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
         lora=None if experiment.lora is None else experiment.lora.text,
         parallel=None if experiment.parallel is None else experiment.parallel.text,
         seq_len=experiment.seq_len,
+        image_size=experiment.image_size,
         dtype=experiment.dtype,
         checkpointing=(
             BEST
@@ -203,9 +205,10 @@ def _explain_time(results: Sequence[Result], options: Sequence[Option]) -> str:
     if not predicted:
         return "not predicted: no speeds of this device are known"
     step = predicted.get(first or "") or next(iter(predicted.values()))
+    units = name_units(results[0].experiment.image_size)
     rests = ", ".join(f"{share:.0%} {basis}" for basis, share in step.rests_on.items())
     return (
-        "tokens per second are predicted, with 90 % intervals; no difference is predicted between "
-        f"methods whose intervals overlap. Of the device's time, {rests}. Published steps of plain "
-        "training took longer than predicted: docs/numbers/step-time.md"
+        f"{units} per second are predicted, with 90 % intervals; no difference is predicted "
+        f"between methods whose intervals overlap. Of the device's time, {rests}. Published steps "
+        "of plain training took longer than predicted: docs/numbers/step-time.md"
     )

@@ -8,7 +8,9 @@ from dpprof.analysis.difference.waterfall import Bar, list_holdings, peak_bytes,
 from dpprof.analysis.tables.axes import axes_of
 from dpprof.records.result import Result
 
-_ALWAYS_NAMED = ("method", "model", "batch_size", "seq_len", "dtype", "device", "target")
+_ALWAYS_NAMED = (
+    *("method", "model", "batch_size", "image_size", "seq_len", "dtype", "device", "target"),
+)
 """The axes that are named where both runs share them."""
 
 _NOT_NAMED = {"method", "seed", "warmup_steps", "timed_steps"}
@@ -158,11 +160,12 @@ def _how(result: Result) -> str:
 
 
 def _format_axes(keys: Iterable[str], axes: Mapping[str, Any]) -> list[str]:
-    """Format axes that have a value; a target says which device it is."""
+    """Format axes that have a value; a target says which device it is, pixels say the length."""
     formatted = []
+    told = {"device": "target", "seq_len": "image_size"}
     for key in keys:
         value = axes[key]
-        if value is not None and not (key == "device" and axes["target"] is not None):
+        if value is not None and axes.get(told.get(key, "")) is None:
             words = f"{value:,}" if type(value) is int else str(value)
             formatted.append(f"{key.replace('_', ' ')} {words}")
     return formatted

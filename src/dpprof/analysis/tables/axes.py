@@ -1,6 +1,8 @@
 """The columns that many tables share: the key of a run, and the axes of an experiment."""
 
 import math
+from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 from dpprof.planning.planner import PlannedRun
@@ -50,8 +52,38 @@ def name_model(row: Any) -> str:
     return f"{row['model']}{adapters}" + (f", {ranks}" if isinstance(ranks, str) else "")
 
 
+def name_size(row: Any) -> str:
+    """Return the size of a row's samples: ``T = 128``, or ``224 x 224 pixels``."""
+    size = _image_size(row)
+    return f"T = {row['seq_len']:,}" if size is None else f"{size} x {size} pixels"
+
+
+def size_cell(row: Any) -> str:
+    """Return the size of a row's samples in a cell of a table: ``128``, or ``224 px``."""
+    size = _image_size(row)
+    return f"{row['seq_len']}" if size is None else f"{size} px"
+
+
+def name_speed(rows: Iterable[Any]) -> str:
+    """Return what ``tokens_per_s`` counts in rows, as an image counts as one token."""
+    are_images = {_image_size(row) is not None for row in rows}
+    if are_images == {True}:
+        return "samples/s"
+    return "tokens or samples/s" if True in are_images else "tokens/s"
+
+
+def _image_size(row: Any) -> int | None:
+    """Return the height and width of images; None for text, of which a frame may hold NaN."""
+    size = row.get("image_size")
+    is_known = isinstance(size, Real) and not math.isnan(size)
+    return int(float(size)) if is_known else None
+
+
 def count_tokens(row: Any) -> float:
-    """Return the tokens in the batches of all ranks of a row of axes, without padding."""
+    """Return the tokens in the batches of all ranks of a row of axes, without padding.
+
+    An image counts as one.
+    """
     padding = row.get("padding")
     share = float(padding) if isinstance(padding, float) and not math.isnan(padding) else 0.0
     samples = row["batch_size"] * read_world_size(row.get("parallel"))
@@ -74,5 +106,5 @@ def model_text(experiment: Experiment) -> str:
     if isinstance(model, str):
         return model
     if isinstance(model, Architecture):
-        return f"{PREFIX}{model.hf}"
+        return f"{PREFIX}{model.hf}" + ("" if model.task is None else f" ({model.task})")
     return f"V{model.vocab_size}-d{model.d_model}-L{model.layers}-H{model.heads}"

@@ -94,11 +94,11 @@ class OpacusAdaptive(OpacusTwoPass):
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``."""
-        if len(batch.tokens_BT) < self.smallest_batch_size(self.experiment):
+        if len(batch.x) < self.smallest_batch_size(self.experiment):
             raise UnsupportedError(
                 f"Opacus's adaptive clipping takes batches of more than 10 x noise_multiplier = "
                 f"{10 * self.experiment.noise_multiplier:g} samples, and this one has "
-                f"{len(batch.tokens_BT)}"
+                f"{len(batch.x)}"
             )
         super().compute_gradient(batch, enter)
 

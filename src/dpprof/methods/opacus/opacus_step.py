@@ -1,5 +1,6 @@
 """The base of Opacus's methods: their optimizer, and where it keeps tensors."""
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
@@ -21,6 +22,9 @@ from dpprof.records.births import Function
 from dpprof.records.terms import Component
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
+
+# PyTorch warns of Opacus's hooks where the inputs of a model, as images, require no gradient.
+warnings.filterwarnings("ignore", "Full backward hook is firing")
 
 
 class OpacusStep(TrainingStep):

@@ -30,7 +30,7 @@ class OpacusPerSample(OpacusStep):
         After "clip" follow the calls of the optimizer's ``step``, in its order.
         """
         enter("forward")
-        loss = mean_loss(self.module(*batch.inputs), batch.labels_BT)
+        loss = mean_loss(self.module(*batch.inputs), batch.labels)
         enter("backward")
         loss.backward()  # type: ignore[no-untyped-call]
         enter("clip")

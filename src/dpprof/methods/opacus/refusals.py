@@ -2,9 +2,10 @@
 
 A refusal is an exception with which the library itself says that it does not know a model: a
 ``NotImplementedError`` that Opacus raises, or a ``RuntimeError`` on expanded weights that their
-code raises. One more gets a message of dpprof: Opacus's hooks detach every argument of a trained
-layer, and fail on one that is no tensor. Any other exception passes: it may be a defect, here or
-there.
+code raises. Two more get a message of dpprof: Opacus's hooks detach every argument of a trained
+layer, and fail on one that is no tensor; and its optimizer stacks the samples' norms of all layers,
+and fails where a table is looked up once for all samples. Any other exception passes: it may be a
+defect, here or there.
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dpprof.spec.registry import UnsupportedError
 
 _EXPANDED_WEIGHTS = "torch.nn.utils._expanded_weights"
+_UNEQUAL = "stack expects each tensor to be equal size"
 _HOOKS = "opacus.grad_sample.grad_sample_module"  # and those whose names begin so
 UNTIE = (
     "; Opacus's users untie the weights: {hf: NAME, tie_word_embeddings: false}, which is another "
@@ -34,6 +36,11 @@ def tell_refusals() -> Iterator[None]:
         ) from error
     except (NotImplementedError, RuntimeError) as error:
         words = _spell(error)
+        if _UNEQUAL in words:
+            raise UnsupportedError(
+                "Opacus: not every layer's input begins with the batch, so not all of its "
+                "per-sample gradients are of samples"
+            ) from error
         if not _is_refusal(error, words):
             raise
         tied = UNTIE if "tying" in words else ""

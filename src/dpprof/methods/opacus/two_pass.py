@@ -89,10 +89,10 @@ class OpacusTwoPass(OpacusStep):
         """
         self.module.enter = enter
         enter("forward")
-        logits_BTV = self.module(*batch.inputs)
-        loss = self.criterion(
-            logits_BTV.flatten(0, 1), batch.labels_BT.flatten(), shape=logits_BTV.shape
-        )
+        logits = self.module(*batch.inputs)
+        # Of samples that have classes, the criterion's losses are those of samples already.
+        shape = {"shape": logits.shape} if batch.labels.dim() > 1 else {}
+        loss = self.criterion(logits.flatten(0, -2), batch.labels.flatten(), **shape)
         enter("backward")
         loss.backward()
         enter("noise")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from dpprof.analysis.selection import Tables, find_here, find_on_targets, find_predicted
-from dpprof.analysis.tables.axes import BASELINE
+from dpprof.analysis.tables.axes import BASELINE, name_size, name_speed
 from dpprof.report.rendering.document import Blocks, Drawing, Picture, Section
 from dpprof.report.sections.tables import tabulate, text, whole
 from dpprof.report.wording import (
@@ -81,10 +81,10 @@ def _capacity(target: str, options: pd.DataFrame) -> _Place:
     row = options.iloc[0]
     columns = {f"batch on {target}": rows.apply(_batch, axis=1)}
     if rows["tokens_per_s"].notna().any():
-        columns[f"tokens/s on {target}"] = rows["tokens_per_s"].map(rounded)
+        columns[f"{name_speed([row])} on {target}"] = rows["tokens_per_s"].map(rounded)
     caption = (
-        f"Predicted for {target}, {name_training(row)} at T = {row['seq_len']:,} in "
-        f"{row['dtype']}: the largest batch that safely fits, and tokens per second with it."
+        f"Predicted for {target}, {name_training(row)} at {name_size(row)} in "
+        f"{row['dtype']}: the largest batch that safely fits, and {name_speed([row])} with it."
     )
     return _Place(caption, columns, -rows["tokens_per_s"].astype(float))
 

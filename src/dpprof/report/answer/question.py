@@ -47,7 +47,10 @@ def _name_models(rows: pd.DataFrame) -> str:
 
 
 def _name_model(rows: pd.DataFrame) -> str:
-    """Return a model with its lengths: ``small at T = 64 to 256``."""
+    """Return a model with its sizes: ``small at T = 64 to 256``, or ``vit-b16 at 224 px``."""
+    name, images = name_model(rows.iloc[0]), rows["image_size"].dropna()
+    if len(images):
+        return f"{name} at {listed(f'{size:.0f} px' for size in sorted(set(images)))}"
     lengths = [f"{length:,}" for length in sorted(set(rows["seq_len"]))]
     several = f"{lengths[0]} to {lengths[-1]}" if len(lengths) > _MOST_LENGTHS else listed(lengths)
-    return f"{name_model(rows.iloc[0])} at T = {several}"
+    return f"{name} at T = {several}"

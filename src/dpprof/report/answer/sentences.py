@@ -14,7 +14,7 @@ from dpprof.analysis.selection import (
     measured,
 )
 from dpprof.analysis.statistics import NO_DIFFERENCE
-from dpprof.analysis.tables.axes import BASELINE
+from dpprof.analysis.tables.axes import BASELINE, name_size, name_speed
 from dpprof.analysis.tables.frames import least_of
 from dpprof.report.wording import (
     ALIKE,
@@ -77,7 +77,7 @@ def _find_first(options: pd.DataFrame) -> str | None:
 
 def _tell_options(target: str, options: pd.DataFrame) -> Iterator[str]:
     row = options.iloc[0]
-    what = f"{name_training(row)} at T = {row['seq_len']:,}"
+    what = f"{name_training(row)} at {name_size(row)}"
     wrong = options.loc[options["verdict"] == "wrong", "method"]
     failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""
     ranked = options[options["verdict"].isin(["first", "close", "slower"])]
@@ -100,7 +100,7 @@ def _tell_ranked(target: str, what: str, ranked: pd.DataFrame, base: Any) -> str
     best = ranked[ranked["verdict"] == "first"].iloc[0]
     said = (
         f"On {target}, {best['method']} trains {what} with {_batches(best, base)} at a predicted "
-        f"{rounded(best['tokens_per_s'])} tokens/s"
+        f"{rounded(best['tokens_per_s'])} {name_speed([best])}"
     )
     known = base is not None and pd.notna(base["tokens_per_s"])
     if known:

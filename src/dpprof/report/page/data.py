@@ -7,7 +7,7 @@ import pandas as pd
 
 from dpprof.analysis.groups import RECORDERS
 from dpprof.analysis.selection import Tables, spread_owners
-from dpprof.analysis.tables.axes import BASELINE, RUN_KEY, name_model
+from dpprof.analysis.tables.axes import BASELINE, RUN_KEY, name_model, name_size
 from dpprof.analysis.tables.frames import naming_axes
 from dpprof.figures.style import (
     COMPONENT_COLOURS,
@@ -94,7 +94,7 @@ def _name_setting(row: Any, axes: list[str]) -> str:
         if axis not in {"target", "device"} and pd.notna(row[axis])
     ]
     where = [] if pd.isna(row["target"]) else [f"on {row['target']}"]
-    parts = [name_model(row), f"T = {row['seq_len']:,}", f"B = {row['batch_size']:,}"]
+    parts = [name_model(row), name_size(row), f"B = {row['batch_size']:,}"]
     return ", ".join([*parts, *rest, *where])
 
 

@@ -9,10 +9,10 @@ from dpprof.report.sections.tables import (
     Column,
     amount,
     formatted,
+    sizes,
     tabulate,
     text,
     three_digits,
-    whole,
     words,
 )
 from dpprof.report.wording import THIS_MACHINE, reach, significant
@@ -63,7 +63,7 @@ def _tell_hours(rows: pd.DataFrame) -> Blocks:
     rows = rows.assign(target=rows["target"].fillna(THIS_MACHINE))
     columns = {
         "model": text("model"),
-        "T": whole("seq_len"),
+        "T": sizes(),
         "target": text("target"),
         "method": text("method"),
         "epsilon": Column(lambda row: "none" if pd.isna(row["epsilon"]) else f"{row['epsilon']:g}"),

@@ -6,17 +6,18 @@ from typing import Any
 import pandas as pd
 
 from dpprof.analysis.selection import find_fitting, needed_bytes
-from dpprof.analysis.tables.axes import BASELINE, SETTING, count_tokens
+from dpprof.analysis.tables.axes import BASELINE, SETTING, count_tokens, name_speed
 from dpprof.records.terms import COMPONENTS, EVIDENCE
 from dpprof.report.rendering.document import Blocks
 from dpprof.report.sections.tables import (
     Column,
     amount,
+    sizes,
+    speed,
     tabulate,
     tabulate_experiments,
     text,
     three_digits,
-    whole,
     words,
 )
 from dpprof.report.wording import (
@@ -84,7 +85,7 @@ def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Blocks:
         "of the memory": words(_share),
         "FLOP multiplier": amount("dp_flop_multiplier", digits=2),
         "least step (ms)": three_digits("roofline_step_s", 1e-3),
-        "tokens/s at most": Column(_most_tokens),
+        f"{name_speed(row for _, row in rows.iterrows())} at most": Column(_most_tokens),
     }
     caption = (
         "Predictions; nothing here ran. The peak is that of a steady-state step, its ratio is to "
@@ -117,13 +118,13 @@ def tell_capacity(advice: pd.DataFrame) -> Blocks:
         "model": words(name_training),
         "target": text("target"),
         "dtype": text("dtype"),
-        "T": whole("seq_len"),
+        "T": sizes(),
         "method": text("method"),
         "verdict": text("verdict"),
         "largest batch": Column(_largest),
         "its peak (GiB)": amount("largest_peak_bytes", _GIB),
         "safe batch": amount("safe_batch_size", digits=0),
-        "tokens/s": amount("tokens_per_s", digits=0),
+        **speed(rows),
         "90 % interval": Column(_speed_interval),
         "FLOPs x": amount("dp_flop_multiplier", digits=2),
     }

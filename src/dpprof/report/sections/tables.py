@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from dpprof.analysis.tables.axes import name_model
+from dpprof.analysis.tables.axes import name_model, name_speed, size_cell
 from dpprof.analysis.tables.frames import naming_axes
 from dpprof.report.rendering.document import Blocks, Paragraph, Table
 from dpprof.report.wording import number, percent, significant, span, text_of
@@ -45,6 +45,16 @@ def whole(name: str) -> Column:
     return Column(lambda row: text_of(row[name]))
 
 
+def sizes() -> Column:
+    """Return a column of the sizes of samples: tokens, or pixels of an image."""
+    return Column(size_cell)
+
+
+def speed(frame: pd.DataFrame) -> dict[str, Column]:
+    """Return the column of tokens per second, by a name that says what they are."""
+    return {name_speed(row for _, row in frame.iterrows()): amount("tokens_per_s", digits=0)}
+
+
 def three_digits(name: str, unit: float = 1.0) -> Column:
     """Return a column of figures in a unit with three significant digits."""
     return Column(lambda row: significant(row[name], unit))
@@ -81,11 +91,11 @@ def tabulate_experiments(
     """
     if frame.empty:
         return []
-    axes = naming_axes(frame, but=("model", "method", "batch_size", "seq_len"))
+    axes = naming_axes(frame, but=("model", "method", "batch_size", "seq_len", "image_size"))
     naming = {
         "model": words(name_model),
         **{axis: text(axis) for axis in axes},
-        "T": whole("seq_len"),
+        "T": sizes(),
         "B": whole("batch_size"),
         "method": text("method"),
     }

@@ -8,7 +8,7 @@ const FACTS = [
   ["predicted_step_s", "predicted step time", milliseconds],
   ["step_ratio", "over standard", times],
   ["step_verdict", "compared with standard", words],
-  ["tokens_per_s", "tokens a second", significant],
+  ["tokens_per_s", "tokens (or images) a second", significant],
   ["peak_bytes", "measured peak", bytes],
   ["peak_ratio", "over standard", times],
   ["dp_flop_multiplier", "FLOPs over the model's", times],

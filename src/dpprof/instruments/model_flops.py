@@ -1,0 +1,60 @@
+"""Counts the model FLOPs of an experiment: what a step of it needs without privacy.
+
+Of a causal language model they follow from a formula (``flops.model_flops``). Of other models a
+plain step of one sample is counted under fake tensors, with attention that computes nothing again
+and without checkpointing. Of a transformer with a label for each token both ways agree.
+"""
+
+from collections import Counter
+from functools import lru_cache
+
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dpprof.devices.cpu import Cpu
+from dpprof.flops.counter import FlopCounter
+from dpprof.flops.model_flops import model_flops_per_token
+from dpprof.instruments.batches import make_batch
+from dpprof.memory.fake_tensors import fake_tensors
+from dpprof.methods.training_step import sample_losses
+from dpprof.models.build import build_model, find_attention_size
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import UnsupportedError
+
+
+def count_model_flops(experiment: Experiment, module: nn.Module) -> int | None:
+    """Return the FLOPs that the non-private step needs for samples without padding.
+
+    None for another package's language model, for a causal one with experts or convolutions, and
+    for padded samples of any other, or where a model cannot be traced.
+    """
+    if experiment.task != "causal-lm":
+        if experiment.padding is not None:
+            return None
+        plain = {"method": "standard", "batch_size": 1, "parallel": None, "target": None}
+        plain |= {"checkpointing": "none", "dtype": "float32", "parameters_dtype": "float32"}
+        flops = _count_sample(experiment.model_copy(update=plain))
+        return None if flops is None else experiment.batch_size * flops
+    attention = find_attention_size(experiment, module)
+    if attention is None:
+        return None
+    layers, width = attention
+    counts = Counter(experiment.lengths(experiment.batch_size))
+    return sum(
+        count * length * model_flops_per_token(module, seq_len=length, layers=layers, d_model=width)
+        for length, count in counts.items()
+    )
+
+
+@lru_cache(maxsize=32)
+def _count_sample(experiment: Experiment) -> int | None:
+    """Count a plain step of one sample; None where an operator has no formula."""
+    try:
+        with fake_tensors(), sdpa_kernel(SDPBackend.MATH), FlopCounter() as counter:
+            model = build_model(experiment).train()
+            batch = make_batch(model, Cpu(), experiment)
+            loss = sample_losses(model(*batch.inputs), batch.labels).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+    except UnsupportedError:  # it needs the elements of a tensor
+        return None
+    return None if counter.unpriced else counter.flops
