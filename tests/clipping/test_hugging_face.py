@@ -128,7 +128,7 @@ def test_samples_and_tokens_in_one_axis_are_exact(way) -> None:
     assert_exact(
         way,
         library,
-        (*batch.inputs, batch.labels_BT),
+        (*batch.inputs, batch.labels),
         lambda *parts: sample_losses(model(*parts[:-1]), parts[-1]),
         tolerance=1e-8,
     )

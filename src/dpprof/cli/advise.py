@@ -212,12 +212,17 @@ def _tell_memory(advice: Advice) -> list[str]:
     return [f"Memory: {advice.budget_bytes / _MIB:,.0f} MiB{each}; {advice.sure_of_memory}."]
 
 
+def _find_axes(sides: Sequence[Advice]) -> list[str]:
+    """List what rows are about: dtype and size, and what differs between them."""
+    always = ("dtype", "tokens" if sides[0].image_size is None else "pixels")
+    return [name for name, cell in _ROW.items() if name in always or len(set(map(cell, sides))) > 1]
+
+
 def format_winners(advices: Sequence[Advice]) -> str:
     """Return the advice for several dtypes and sequence lengths: a table with a row for each."""
     sides = [side for advice in advices for side in _sides(advice)]
     winners = [_find_winner(side) for side in sides]
-    always = ("dtype", "tokens" if sides[0].image_size is None else "pixels")
-    axes = [name for name, cell in _ROW.items() if name in always or len(set(map(cell, sides))) > 1]
+    axes = _find_axes(sides)
     rows = [[_ROW[name](side) for name in axes] for side in sides]
     close: dict[str, list[str]] = defaultdict(list)
     for side, row in zip(sides, rows, strict=True):
@@ -362,12 +367,12 @@ def rank_methods(
 
 def compare_heads(found: Sequence[Advice]) -> list[str]:
     """Say which way to a loss is the fastest where several were asked, and what it brings."""
+    sides = [side for advice in found for side in _sides(advice)]
+    axes = [name for name in _find_axes(sides) if name != "head"]
     alike: dict[tuple[str, ...], dict[str, Option]] = defaultdict(dict)
-    for advice in found:
-        for side in _sides(advice):
-            where = tuple(cell(side) for name, cell in _ROW.items() if name != "head")
-            if side.best is not None:
-                alike[where][side.head] = side.best
+    for side in sides:
+        if side.best is not None:
+            alike[tuple(_ROW[name](side) for name in axes)][side.head] = side.best
     lines = []
     for where, by_head in alike.items():
         head, best = max(by_head.items(), key=lambda one: one[1].tokens_per_s or 0.0)
