@@ -21,17 +21,18 @@ from torch.nn import functional
 
 from dpprof.clipping import BookKeeping, FlashClipping
 from dpprof.devices.cpu import CpuRecorder
+from dpprof.models.build import build_model
+from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
-from image_models import resnet50, tutorial_cnn, wide_resnet
 from interleave import MIN_PAIRS, Comparison
 from script import at_least, describe_place, make_parser, publish
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "WRN-16-4": (wide_resnet, (32, 3, 32, 32)),
-    "ResNet-50": (resnet50, (8, 3, 128, 128)),
-    "Opacus's tutorial CNN": (tutorial_cnn, (64, 1, 28, 28)),
+MODELS: dict[str, tuple[int, ...]] = {
+    "wrn-16-4": (32, 3, 32, 32),
+    "resnet50-gn": (8, 3, 128, 128),
+    "opacus-cnn": (64, 1, 28, 28),
 }
-"""Each model, and the shape of its batch."""
+"""Each model that comes with dpprof, and the shape of its batch."""
 
 Step = Callable[[], object]
 
@@ -107,14 +108,20 @@ SIDES: dict[str, Callable[[nn.Module, Callable[[nn.Module], Tensor]], Step]] = {
 
 def make_sides(name: str) -> dict[str, Step]:
     """Return a step of each side, each on a model of its own."""
-    make, shape = MODELS[name]
+    shape = MODELS[name]
+    experiment = Experiment.model_validate(
+        {"model": name, "method": "standard", "batch_size": shape[0], "image_size": shape[-1]}
+        | {"device": "cpu"}
+    )
     torch.manual_seed(0)
     x, labels = torch.randn(shape), torch.randint(10, shape[:1])
 
     def losses_of(model: nn.Module) -> Tensor:
         return functional.cross_entropy(model(x), labels, reduction="none")
 
-    return {side: build(make().train(), losses_of) for side, build in SIDES.items()}
+    return {
+        side: build(build_model(experiment).train(), losses_of) for side, build in SIDES.items()
+    }
 
 
 def time_step(step: Step) -> float:
@@ -158,7 +165,7 @@ def main() -> None:
             found = Comparison(name, times, plain)
             low, high = found.interval
             lines.append(
-                f"| {model} | {' x '.join(map(str, MODELS[model][1]))} | {name} "
+                f"| {model} | {' x '.join(map(str, MODELS[model]))} | {name} "
                 f"| {found.ratio:.2f} | {low:.2f} to {high:.2f} "
                 f"| {peaks[name] / 2**20:.0f} | {peaks[name] / peaks['plain']:.2f} |"
             )
