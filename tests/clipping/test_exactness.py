@@ -42,7 +42,7 @@ def build(kind: str, bias: bool, variant: str, dtype: torch.dtype) -> Small:
 
 
 VARIANTS = ("plain", "frozen", "checkpoint")
-CASES = one_in(4, (17, 1, 100), VARIANTS, KINDS)
+CASES = one_in(5, (17, 1, 100), VARIANTS, KINDS)
 CASES += [
     pytest.param(*case, marks=pytest.mark.slow) for case in product((256, 1000), VARIANTS, KINDS)
 ]

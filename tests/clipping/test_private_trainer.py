@@ -126,7 +126,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path) -> None:
     options |= {"learning_rate": 0.01, "lr_scheduler_type": "linear"}
     whole = make("bert", tmp_path, **options)
     whole.train()
-    for stopped in (1, 2, 4):  # within an epoch of two steps, and between two
+    for stopped in (1, 4):  # within an epoch of two steps, and between two
         again = make("bert", tmp_path / "again", **options)
         again.privacy.noise_generator.manual_seed(8)
         again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stopped}"))

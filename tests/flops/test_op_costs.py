@@ -121,23 +121,6 @@ def test_products_of_groups_cost_what_all_of_them_do() -> None:
     assert shape_of(torch.ones(2, 3, 5), torch.ones(2, 5, 7)) == (2, 3, 7, 5)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_each_gradient_of_a_convolution_costs_as_much_as_forward(groups) -> None:
-    """3 samples of 5 x 4 places; at each, 3 x 3 x 4 / groups elements meet 8 channels."""
-    x, weight = torch.ones(3, 4, 9, 8), torch.ones(8, 4 // groups, 3, 3)
-    options = ([2, 2], [1, 1], [1, 1], False, [0, 0], groups)
-    y = aten.convolution(x, weight, None, *options)
-    flops = 2 * 3 * 20 * 9 * 4 // groups * 8
-
-    def price(func, *args) -> int:
-        return learn_rule(func.default).price(args, {}, func(*args))[0].flops
-
-    assert price(aten.convolution, x, weight, None, *options) == flops
-    for mask in ([True, False, False], [False, True, False], [True, True, False]):
-        given = (y, x, weight, None, *options, mask)
-        assert price(aten.convolution_backward, *given) == flops * sum(mask)
-
-
 def test_a_product_without_a_formula_says_so() -> None:
     known, unknown = aten.mm.default, aten._weight_int8pack_mm.default
     a, b = torch.ones(4, 32), torch.ones(32, 16)
