@@ -161,3 +161,57 @@ def test_swin_is_exact(way) -> None:
         images = torch.randn(B, 3, 32, 32)
         losses_of = lambda images: model(images).logits.square().sum(1)  # noqa: E731
         assert_exact(way, model, (images,), losses_of, bound=0.1, tolerance=1e-8)
+
+
+class InChunks(nn.Module):
+    """Cuts long inputs into chunks, and puts chunks before samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def losses(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).tanh()
+        B, T, d = y.shape
+        n = max(1, T // 4)
+        if n > 1:
+            y = y.view(B, n, T // n, d).transpose(0, 1).reshape(n * B, T // n, d)
+        y = self.middle(y)
+        if n > 1:
+            y = y.view(n, B, T // n, d).transpose(0, 1).reshape(B, T, d)
+        return self.last(y.tanh()).square().sum((1, 2))
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_another_graph_is_verified_again(way) -> None:
+    """As many chunks as samples: then the end of the path is as long as the batch."""
+    model = InChunks()
+    clipping = way(model, 1.0)
+    for _ in range(2):
+        clipping.backward(model.losses(torch.randn(3, 3, 3)))
+        model.zero_grad()
+    assert clipping.first_batch_verified
+
+    with pytest.raises(UnsupportedError, match="middle"):
+        clipping.backward(model.losses(torch.randn(2, 8, 3)))
+
+
+class TokensFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 6), nn.Linear(6, 6)
+
+    def losses(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tanh().transpose(0, 1)).tanh().square().sum((0, 2))
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_a_batch_that_was_refused_verifies_nothing(way) -> None:
+    model = TokensFirst()
+    clipping = way(model, 1.0)
+    with pytest.raises(UnsupportedError, match="saw 3 samples, and there are 4 losses"):
+        clipping.backward(model.losses(torch.randn(4, 3, 3)))
+    assert not clipping.first_batch_verified
+    with pytest.raises(UnsupportedError, match="last"):
+        clipping.backward(model.losses(torch.randn(4, 4, 3)))

@@ -353,6 +353,7 @@ class Clipping(ABC):
         self.sample_norms = None
         self.nonfinite_samples = 0
         self.plan = {}
+        self._first_batches.begin()
         try:
             nodes = self._read_graph(losses)
             self._first_batches.verify(losses, self.handling, self._coverage)
@@ -386,6 +387,8 @@ class Clipping(ABC):
             for parameter in self._coverage:
                 parameter.grad = None  # part of a batch must not be applied
             self.shard_sums.forget()
+            if not self.ranks.is_sharded:  # whose ranks verify together
+                self._first_batches.undo()
             raise
         finally:
             self._losses = self._excluded = self._nonfinite = None
@@ -404,9 +407,10 @@ class Clipping(ABC):
         self._broadcasts = Broadcasts(
             nodes, len(losses), self._loose, self.name_of, layout, may_expand=is_alone
         )
-        layout.group()
         if is_alone:
-            self._first_batches.expect(self._broadcasts.ways | describe(self._batch_second))
+            layout.group()
+            ways = self._broadcasts.ways | layout.describe() | describe(self._batch_second)
+            self._first_batches.expect(ways)
         return nodes
 
     def verify_released(self) -> None:

@@ -66,12 +66,22 @@ class FirstBatches:
         self._looked_at = 0
         self._ways: set[str] = set()
         self._verified_ways: set[str] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Remember what is verified, before a batch."""
+        self._before = self.are_verified, self._looked_at, self._verified_ways
+
+    def undo(self) -> None:
+        """Forget what was verified on the last batch, because it was refused."""
+        self.are_verified, self._looked_at, self._verified_ways = self._before
 
     def expect(self, ways: set[str]) -> None:
         """Verify again where the coming batch is computed in a way that was not verified.
 
         Args:
-            ways: How values enter for all samples (``broadcasts``), and settings (``batch_axis``).
+            ways: How values enter for all samples (``broadcasts``), where samples come first
+                (``sample_major``), and settings (``batch_axis``).
         """
         self._ways = ways
         if self.are_verified and self._verified_ways is not None:

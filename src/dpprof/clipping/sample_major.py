@@ -4,13 +4,14 @@ Many models join samples and tokens before a layer, ``x.view(-1, d)``, or cut im
 Then the first axis has k entries of each sample. Its length alone proves nothing: tokens that
 were gathered for an expert may be as many. What proves it is a path of operators, to a tensor
 with one entry for each loss, that all keep entries in the order of their samples: those that
-reshape, those that treat each entry of the first axis apart, and layers. As for layers that see
-one entry for each sample, the code around them must keep samples apart; the first batch shows it.
+reshape, those that treat each entry of the first axis apart, and layers. The end of that path is
+known by its length alone, and code around layers must keep samples apart; so the first batch whose
+graph has these operators is verified (``first_batch``), and again wherever the graph changes.
 
 Shape legend: B samples, k entries of each, T tokens, d width.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -148,6 +149,19 @@ class SampleMajor:
             elif self.holds(node):
                 self._receivers.append((node, node.receive))
                 node.receive = partial(_receive_grouped, node.receive, self._samples)
+
+    def describe(self) -> set[str]:
+        """Tell by which operators this batch was proven to be in order; nothing if none was asked.
+
+        Lengths are not in it: the same code on another batch is described alike.
+        """
+        if not self._found:
+            return set()
+        names = Counter(
+            (node.name(), *(below.name() for below, _ in node.next_functions if below is not None))
+            for node in self._nodes
+        )
+        return {f"samples first, in graph {hash(frozenset(names.items()))}"}
 
     def remove(self) -> None:
         """Change no more backward passes."""
