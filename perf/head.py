@@ -121,6 +121,7 @@ def main() -> None:
             lines.append(_lay_out(shape, head, found))
             if head == "kept" and found.ratio > LIMIT:
                 failures.append(f"{shape}, a step: {found.ratio:.2f}, more than {LIMIT}")
+    lines += ["", *(f"* missed: {one}" for one in failures)] if failures else []
     publish(__doc__, "\n".join(lines), arguments.output)
     end("slower than claimed", failures)
 

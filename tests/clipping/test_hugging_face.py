@@ -21,8 +21,9 @@ from dpprof.clipping.patching import is_patched
 from dpprof.clipping.rules import find_rule
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.batches import make_batch
-from dpprof.methods.training_step import Batch, sample_losses
+from dpprof.methods.training_step import Batch
 from dpprof.models.build import apply_dtype, build_model
+from dpprof.models.sample_losses import sample_losses
 from dpprof.planning.stand_ins import StandIn
 from dpprof.spec.architecture import Architecture
 from dpprof.verification.float32_islands import lift_float32

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from dpprof.clipping.private_trainer import (  # noqa: E402 (it needs transformers)
     PrivacyArguments,
     PrivateTrainer,
-    mean_cross_entropy,
+    read_losses,
 )
 
 SAMPLES, T, V, BOUND = 12, 6, 17, 0.3
@@ -255,7 +255,7 @@ def test_what_makes_the_guarantee_false_is_refused_by_name(name, tmp_path) -> No
 def test_a_sample_without_labels_has_the_loss_zero() -> None:
     labels = torch.tensor([[-100, -100, -100], [1, 0, 2]])
     logits = torch.randn(2, 3, 4)
-    losses = mean_cross_entropy(logits, labels, shifts=False, smoothing=0.1)
+    losses = read_losses(logits, labels, shifts=False, smoothing=0.1)
 
     assert losses[0] == 0
     expected = functional.cross_entropy(logits[1], labels[1], label_smoothing=0.1)
@@ -264,4 +264,4 @@ def test_a_sample_without_labels_has_the_loss_zero() -> None:
 
 def test_labels_that_are_no_ids_are_refused() -> None:
     with pytest.raises(ValueError, match="labels must be ids of shape"):
-        mean_cross_entropy(torch.randn(2, 1), torch.randn(2), shifts=False)
+        read_losses(torch.randn(2, 1), torch.randn(2), shifts=False)

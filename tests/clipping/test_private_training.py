@@ -147,6 +147,14 @@ def test_a_budget_has_the_noise_that_opacus_finds(
     assert found == pytest.approx(expected, rel=0.02)
 
 
+def test_a_budget_that_no_noise_keeps_is_refused_in_its_own_terms() -> None:
+    budget = {"noise_multiplier": None, "epsilon": 1e-4, "delta": 1e-9, "steps": 8}
+    with pytest.raises(
+        ValueError, match=r"keeps epsilon 0\.0001 at delta 1e-09 for 8 steps that dr"
+    ):
+        prepare(Model().double(), **budget, accountant="rdp")
+
+
 def test_no_step_follows_the_last_one_that_was_planned() -> None:
     model = Model().double()
     budget = {"noise_multiplier": None, "epsilon": 5.0, "delta": 1e-3, "steps": 3}

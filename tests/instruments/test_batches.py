@@ -6,8 +6,8 @@ from factory import make_experiment
 
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.batches import make_batch
-from dpprof.methods.training_step import UNLABELLED, sample_losses
 from dpprof.models.build import build_model
+from dpprof.models.sample_losses import UNLABELLED, sample_losses
 from dpprof.spec.registry import UnsupportedError
 
 B, T = 3, 20

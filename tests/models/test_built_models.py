@@ -7,9 +7,9 @@ from transformers import OPTForCausalLM
 
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.batches import make_batch
-from dpprof.methods.training_step import UNLABELLED, sample_losses
 from dpprof.models.build import apply_dtype, build_model
 from dpprof.models.hugging_face import build_hugging_face
+from dpprof.models.sample_losses import UNLABELLED, sample_losses
 from dpprof.spec.registry import UnsupportedError
 
 LLAMA = {"model": "hf:tiny-llama", "batch_size": 4, "seq_len": 12}

@@ -4,6 +4,7 @@ import importlib
 import warnings
 from typing import Any
 
+from dpprof.accounting.search import BeyondReachError
 from dpprof.clipping.optimizer import NoisyOptimizer
 
 ACCOUNTANTS = ("prv", "rdp")
@@ -98,9 +99,14 @@ def find_noise(epsilon: float, delta: float, steps: int, rate: float, accountant
     _import_opacus()
     noise = importlib.import_module("dpprof.accounting.noise")
     plan = importlib.import_module("dpprof.accounting.plan")
-    found: float = noise.find_noise_multiplier(
-        plan.Schedule(round(1 / rate), 1, steps), epsilon, delta, accountant
-    )
+    of = plan.Schedule(round(1 / rate), 1, steps)  # one of so many samples: the same rate
+    try:
+        found: float = noise.find_noise_multiplier(of, epsilon, delta, accountant)
+    except BeyondReachError as error:
+        raise BeyondReachError(
+            f"no noise multiplier keeps epsilon {epsilon:g} at delta {delta:g} for {steps:,} steps "
+            f"that draw each sample with probability {rate:.3g}, by {accountant}"
+        ) from error
     return found
 
 

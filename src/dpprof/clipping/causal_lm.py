@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.head import IGNORED, linear_cross_entropy
+from dpprof.clipping.head import linear_cross_entropy
 from dpprof.models.heads import Head, describe_head, find_config, hidden_states_of
+from dpprof.models.sample_losses import UNLABELLED, mean_over_labels, shift_labels
 from dpprof.spec.registry import UnsupportedError
 
 _SAME = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -75,12 +76,11 @@ def _compute(
     head = _find_head(model)
     with hidden_states_of(head.layer) as given:
         model(input_ids=input_ids, **inputs)
-    next_BT = torch.nn.functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
+    next_BT = shift_labels(labels_BT)
     losses_BT = linear_cross_entropy(
         given[0], head.layer, next_BT, softcap=head.softcap, scale=head.scale, **options
     )
-    counts_B = (next_BT != IGNORED).sum(1).clamp(min=1)
-    return losses_BT.sum(1) / counts_B
+    return mean_over_labels(losses_BT, next_BT)
 
 
 def _find_head(model: nn.Module) -> Head:
@@ -91,7 +91,7 @@ def _find_head(model: nn.Module) -> Head:
 @torch.no_grad()
 def _verify(model: nn.Module, input_ids: Tensor, labels_BT: Tensor, inputs: dict[str, Any]) -> None:
     """Compare one sample's loss with the model's own; without a labelled sample nothing is said."""
-    labelled = (labels_BT[:, 1:] != IGNORED).any(1).nonzero().flatten().tolist()
+    labelled = (labels_BT[:, 1:] != UNLABELLED).any(1).nonzero().flatten().tolist()
     if not labelled:
         return
     some = slice(labelled[0], labelled[0] + 1)

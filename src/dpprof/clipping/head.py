@@ -33,19 +33,16 @@ from dpprof.clipping.contributions import (
 )
 from dpprof.clipping.layers import Receive, apply, autocast_dtype
 from dpprof.clipping.patching import is_patched_now
+from dpprof.models.sample_losses import UNLABELLED
 from dpprof.norms import placement, triton_ops
 from dpprof.norms.linear import fill_grams
 from dpprof.norms.tiles import accumulator_of, spans
 from dpprof.records.births import allocates
-from dpprof.spec.registry import UnsupportedError
 
 CHUNK_BYTES = 2**28
 """About how much the logits of a chunk take, in the dtype of sums."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-IGNORED = -100
-"""By default the label of tokens without a loss, as in PyTorch."""
 
 
 class Beside(NamedTuple):
@@ -60,7 +57,7 @@ class HeadLoss(NamedTuple):
     """The cross-entropy of a head's outputs with labels."""
 
     labels_BT: Tensor
-    ignore_index: int = IGNORED
+    ignore_index: int = UNLABELLED
     label_smoothing: float = 0.0
     softcap: float | None = None
     scale: float = 1.0
@@ -73,7 +70,7 @@ def linear_cross_entropy(
     head: nn.Module,
     labels_BT: Tensor,
     *,
-    ignore_index: int = IGNORED,
+    ignore_index: int = UNLABELLED,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     scale: float = 1.0,
@@ -135,62 +132,6 @@ def linear_cross_entropy(
         losses_BT: Tensor = layer(x_BTd, loss=loss)
         return losses_BT
     return run_head(layer, None, x_BTd, loss)
-
-
-def is_loss_with_head(module: nn.Module) -> bool:
-    """Tell whether a module is PyTorch's ``LinearCrossEntropyLoss``, which 2.13 brought."""
-    loss = getattr(nn, "LinearCrossEntropyLoss", None)
-    return loss is not None and type(module) is loss
-
-
-def refuse_other_loss(layer: nn.Module) -> None:
-    """Refuse PyTorch's ``LinearCrossEntropyLoss`` where ``linear_cross_entropy`` is another loss.
-
-    Raises:
-        UnsupportedError: It joins samples, weights classes, or has several outputs for a row.
-    """
-    given: Any = layer
-    for name, value, only in (
-        ("reduction", given.reduction, "none"),
-        ("weight", given.weight, None),
-        ("out_features", given.out_features, ()),
-    ):
-        if isinstance(value, Tensor) or value != only:
-            raise UnsupportedError(
-                f"LinearCrossEntropyLoss is clipped with {name}={only!r} alone, and its {name} is "
-                f"{value!r}; or use dpprof.clipping.linear_cross_entropy with its linear layer"
-            )
-
-
-def run_linear_cross_entropy_loss(layer: nn.Module, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002
-    """Run PyTorch's ``LinearCrossEntropyLoss`` as ``linear_cross_entropy``.
-
-    Args:
-        layer: The loss.
-        input: (B, d).
-        target: (B,) ids.
-
-    Returns:
-        (B,)
-
-    Raises:
-        ValueError: The shapes are others, as for class probabilities.
-    """
-    given: Any = layer
-    if input.dim() != 2 or target.dim() != 1:  # noqa: PLR2004
-        shapes = f"{tuple(input.shape)} and {tuple(target.shape)}"
-        raise ValueError(
-            f"LinearCrossEntropyLoss is clipped with inputs (B, d) and ids (B,), and got {shapes}; "
-            "for (B, T, d) use dpprof.clipping.linear_cross_entropy with its linear layer"
-        )
-    losses_B1 = linear_cross_entropy(
-        input[:, None],
-        given.linear,
-        target[:, None],
-        ignore_index=IGNORED if given.ignore_index is None else given.ignore_index,
-        label_smoothing=given.label_smoothing,
-    )
-    return losses_B1[:, 0]
 
 
 def _refuse_other_layer(head: nn.Module) -> None:

@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dpprof.clipping.budget import Spent, find_noise, verify_budget, warn_of_delta
 from dpprof.clipping.causal_lm import causal_lm_losses
-from dpprof.clipping.head import IGNORED
 from dpprof.clipping.poisson_batches import PoissonLoader, refuse_related
 from dpprof.clipping.private_optimizer import Part, PrivateOptimizer
 from dpprof.clipping.private_training import METHODS
+from dpprof.models.sample_losses import sample_losses, shift_labels
 
 _STATE = "private.pt"
 _QUANTILES = (0.1, 0.5, 0.9)
@@ -75,7 +74,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     """A ``Trainer`` whose steps are private.
 
     A step draws each sample with the probability
-    ``per_device_train_batch_size * gradient_accumulation_steps * ranks / samples``, and runs
+    ``per_device_train_batch_size * gradient_accumulation_steps / samples``, and runs
     ``per_device_train_batch_size`` samples at a time. Each sample's loss is the mean over its own
     labelled tokens. Evaluation, callbacks, schedulers and checkpoints are those of ``Trainer``; a
     resumed run ends with the same bits. What is logged (losses, norms, the share that was clipped)
@@ -149,23 +148,18 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
-        part, ranks = self.args.per_device_train_batch_size, self.args.world_size
+        part = self.args.per_device_train_batch_size
         loader: DataLoader[Any] = DataLoader(
             dataset,
-            batch_size=part * self._accumulation * ranks,
+            batch_size=part * self._accumulation,
             shuffle=True,
             collate_fn=collate,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
-        poisson = PoissonLoader(
-            loader,
-            max_batch_size=part,
-            generator=self.privacy.sampling_generator,
-            rank=self.args.process_index,
-            ranks=ranks,
-        )
+        generator = self.privacy.sampling_generator
+        poisson = PoissonLoader(loader, max_batch_size=part, generator=generator)
         self.spent.sample_rate = poisson.sample_rate
         warn_of_delta(self.privacy.delta, poisson.samples)
         self._steps = _Steps(poisson)
@@ -230,8 +224,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             if not part.is_empty:
                 total += losses.detach().sum()
                 samples += len(losses)
-                assert optimizer.clipping.sample_norms is not None
-                self._norms.append(optimizer.clipping.sample_norms)
+                self._note_norms(optimizer.clipping.sample_norms)
             if not part.is_last:
                 optimizer.step()  # which only adds up
                 optimizer.zero_grad()
@@ -262,7 +255,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             if prepare is not None and "decoder_input_ids" not in inputs:
                 inputs["decoder_input_ids"] = prepare(labels=labels)
         logits = model(**inputs).logits
-        return mean_cross_entropy(
+        return read_losses(
             logits, labels, shifts=is_causal, smoothing=self.args.label_smoothing_factor
         )
 
@@ -290,6 +283,11 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 logs["epsilon"] = round(self.spent.epsilon(), 4)
         super().log(logs, *inputs, **named)
 
+    def _note_norms(self, norms_B: Tensor | None) -> None:
+        """Keep norms until they are logged; a run that never logs keeps none."""
+        if norms_B is not None and self.args.logging_strategy != "no":
+            self._norms.append(norms_B)
+
     def _describe_norms(self) -> dict[str, float]:
         if not self._norms:
             return {}
@@ -307,13 +305,13 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         super()._save_optimizer_and_scheduler(output_dir)
         assert self._steps is not None
         state = {"loader": self._steps.loader.state_dict(), "history": self.spent.history}
-        torch.save(state, self._name_state(output_dir))
+        torch.save(state, Path(output_dir, _STATE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        file = self._name_state(checkpoint)
+        file = Path(checkpoint, _STATE)
         if not file.exists():
             raise ValueError(
                 f"{checkpoint} has no {file.name}: it was saved by another Trainer, and to resume "
@@ -324,15 +322,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self._steps.loader.load_state_dict(state["loader"])
         self.spent.history = [tuple(one) for one in state["history"]]
 
-    def _name_state(self, folder: str) -> Path:
-        rank = f"-{self.args.process_index}" if self.args.world_size > 1 else ""
-        path = Path(folder, _STATE)
-        return path.with_stem(path.stem + rank)
 
-
-def mean_cross_entropy(
-    logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: float = 0.0
-) -> Tensor:
+def read_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: float = 0.0) -> Tensor:
     """Compute each sample's mean cross-entropy over its own labelled tokens; (B,).
 
     Args:
@@ -349,16 +340,8 @@ def mean_cross_entropy(
             f"labels must be ids of shape {tuple(logits.shape[:-1])}, and are "
             f"{tuple(labels.shape)} {labels.dtype}; give PrivateTrainer losses_of"
         )
-    if labels.dim() == 1:
-        return functional.cross_entropy(
-            logits.float(), labels, reduction="none", label_smoothing=smoothing
-        )
-    if shifts:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    losses_BT = functional.cross_entropy(
-        logits.float().transpose(1, -1), labels, reduction="none", label_smoothing=smoothing
-    )
-    return losses_BT.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+    labels = shift_labels(labels) if shifts else labels
+    return sample_losses(logits.float(), labels, label_smoothing=smoothing)
 
 
 def _is_causal(model: nn.Module) -> bool:

@@ -15,13 +15,7 @@ from dpprof.clipping.convolutions import run_convolution, run_transposed_convolu
 from dpprof.clipping.coverage import refuse_wrapper, trained_in
 from dpprof.clipping.embedding_bag import run_embedding_bag
 from dpprof.clipping.group_norms import run_group_norm, run_instance_norm
-from dpprof.clipping.head import (
-    HeadLoss,
-    is_loss_with_head,
-    refuse_other_loss,
-    run_head,
-    run_linear_cross_entropy_loss,
-)
+from dpprof.clipping.head import HeadLoss, run_head
 from dpprof.clipping.layers import (
     Receive,
     run_conv1d,
@@ -31,6 +25,11 @@ from dpprof.clipping.layers import (
     run_rms_norm,
 )
 from dpprof.clipping.layers_without_rule import run_any_layer, run_any_layer_on
+from dpprof.clipping.loss_with_head import (
+    is_loss_with_head,
+    refuse_other_loss,
+    run_linear_cross_entropy_loss,
+)
 from dpprof.clipping.patching import PatchedLayer, calls_forward_of, is_patched
 from dpprof.clipping.recurrent import run_cell, run_opacus_recurrent, run_recurrent
 from dpprof.clipping.rms_norms import Recognised, recognise

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dpprof.devices.device import Device
-from dpprof.methods.training_step import UNLABELLED, Batch
+from dpprof.methods.training_step import Batch
+from dpprof.models.sample_losses import UNLABELLED
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError

@@ -16,8 +16,8 @@ from dpprof.flops.counter import FlopCounter
 from dpprof.flops.model_flops import model_flops_per_token
 from dpprof.instruments.batches import make_batch
 from dpprof.memory.fake_tensors import fake_tensors
-from dpprof.methods.training_step import sample_losses
 from dpprof.models.build import build_model, find_attention_size
+from dpprof.models.sample_losses import sample_losses
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
 

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from dpprof.clipping.head import linear_cross_entropy
-from dpprof.methods.training_step import UNLABELLED, TrainingStep, mean_over_labels, sample_losses
+from dpprof.methods.training_step import TrainingStep
 from dpprof.models.heads import find_known_head, hidden_states_of
+from dpprof.models.sample_losses import UNLABELLED, mean_over_labels, sample_losses
 
 
 def losses_of(step: TrainingStep, labels_BT: Tensor, *inputs: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import Optimizer
 
 from dpprof.models.distribute import distribute
+from dpprof.models.sample_losses import sample_losses
 from dpprof.norms.code_paths import Watch
 from dpprof.records.births import Function
 from dpprof.records.result import NormChoice
@@ -29,9 +29,6 @@ from dpprof.records.terms import Component, Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import FLAT
 from dpprof.spec.registry import UnsupportedError
-
-UNLABELLED = -100
-"""The label of a token that the loss ignores, as in PyTorch's cross-entropy."""
 
 Enter = Callable[[Phase], None]
 """Called when a phase begins; the phase lasts until the next one or the end of the step."""
@@ -240,26 +237,3 @@ class TrainingStep(ABC):
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean of the samples' losses; a scalar."""
     return sample_losses(logits, labels).mean()
-
-
-def sample_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return each sample's cross-entropy, the mean over its labelled tokens where there are any.
-
-    A sample without labels has the loss 0.
-
-    Args:
-        logits: (B, T, V), or (B, V) where samples have classes.
-        labels: (B, T) or (B,).
-
-    Returns:
-        (B,).
-    """
-    losses = functional.cross_entropy(
-        logits.flatten(0, -2), labels.flatten(), ignore_index=UNLABELLED, reduction="none"
-    )
-    return losses if labels.dim() == 1 else mean_over_labels(losses.view(labels.shape), labels)
-
-
-def mean_over_labels(losses_BT: Tensor, labels_BT: Tensor) -> Tensor:
-    """Return each sample's mean over its labelled tokens, (B,), of losses that are 0 elsewhere."""
-    return losses_BT.sum(1) / (labels_BT != UNLABELLED).sum(1).clamp(min=1)

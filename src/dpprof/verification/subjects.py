@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.batches import make_batch
-from dpprof.methods.training_step import UNLABELLED, Batch
+from dpprof.methods.training_step import Batch
 from dpprof.models.build import apply_dtype, build_model
+from dpprof.models.sample_losses import UNLABELLED
 from dpprof.planning.shrinking import shrink
 from dpprof.planning.stand_ins import StandIn
 from dpprof.records.verdict import BUILT_IN, Scenario
