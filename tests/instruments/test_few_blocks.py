@@ -27,13 +27,11 @@ FIRST = (
     {"method": "opacus-functorch"},
     {"method": "opacus-fast-gradient-clipping", "parallel": "kind=ddp,world_size=4"},
     {"method": "flash-bk", "parallel": "kind=fsdp,world_size=8", "dtype": "bfloat16"},
-    {"method": "flash-bk", "hf": "llama", "checkpointing": "non-reentrant"},
-    {"method": "flash-bk", "hf": "gpt-neox", "lora": "rank=2"},
-    {"method": "standard", "hf": "opt", "dtype": "bfloat16"},
+    {"method": "standard", "hf": "llama", "checkpointing": "non-reentrant"},
     {"method": "opacus-hooks", "hf": "gpt2"},
     {"method": "flash", "hf": "qwen2", "batch_size": 9, "optimizer": "adamw-fused"},
     {"method": "flash-bk", "execution": "graph"},
-    {"method": "flash-bk", "hf": "llama", "lora": "rank=2", "head": "chunked"},
+    {"method": "flash-bk", "hf": "gpt-neox", "lora": "rank=2", "head": "chunked"},
 )
 """Every way in which the records of different experiments differ, at least once."""
 
