@@ -1,6 +1,7 @@
 """A head without logits has the losses, norms and clipped sums of one with logits."""
 
 import math
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from dpprof.clipping import (
     head,
     linear_cross_entropy,
 )
+from dpprof.norms.code_paths import Way
 from dpprof.spec.registry import UnsupportedError
 
 B, T, D, V = 5, 7, 6, 11
@@ -141,6 +143,40 @@ def test_gradients_are_measured_and_summed_to_the_same_bits(way, dtype, monkeypa
     assert again
     for at, g_NV in enumerate(again):
         assert torch.equal(g_NV, in_forward[at % 3])
+
+
+@pytest.mark.parametrize("excluded", [0, 1])
+def test_kept_output_gradients_turn_into_those_of_samples_and_are_freed(
+    excluded, monkeypatch
+) -> None:
+    """With more tokens than columns the gradients of samples are smaller."""
+    made, left = [], []
+    make, release = head._make_kept, head._Kept.release
+
+    def watch(*given):
+        kept_NV = make(*given)
+        made.append(weakref.ref(kept_NV))
+        return kept_NV
+
+    def count(*given):
+        release(*given)
+        left.append(sum(one() is not None for one in made))
+
+    monkeypatch.setattr(head, "_make_kept", watch)
+    monkeypatch.setattr(head._Kept, "release", count)
+    ids, labels, weights = batch()
+    model = Model(keep=True).double()
+    counted = (ids[excluded:], labels[excluded:], weights[excluded:])
+    norms, expected, _ = one_by_one(model.with_logits, model, counted, 0.1)
+    weights[:excluded] = math.inf
+    clipping = BookKeeping(model, 0.1)
+    clipping.backward(model.in_chunks(ids, labels, weights))
+
+    assert clipping.plan["head.weight"].way is Way.KEPT
+    assert len(made) in {1, B}
+    assert left == list(reversed(range(len(made))))
+    torch.testing.assert_close(clipping.sample_norms[excluded:], norms, rtol=1e-10, atol=0)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-10, atol=1e-13)
 
 
 def adapt(model: Model) -> Model:

@@ -8,6 +8,7 @@ from opacus.schedulers import ExponentialNoise
 from small_models import EVERY, batch, build, gradients, private
 from torch import nn
 
+from dpprof.clipping import noise
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.noise import NoiseOfStep
 from dpprof.norms import triton_ops
@@ -187,3 +188,14 @@ def test_what_the_kernel_cannot_take_gets_noise_from_pytorch(summed, monkeypatch
     NoiseOfStep(0.5, 4, lambda _: torch.Generator().manual_seed(3)).add_to(summed)
 
     torch.testing.assert_close(summed, 0.25 + drawn, rtol=0, atol=1e-7)
+
+
+def test_on_a_cpu_parts_of_a_sum_get_their_noise_one_after_the_other(monkeypatch) -> None:
+    monkeypatch.setattr(noise, "DRAWN_AT_ONCE", 32)
+    generator = torch.Generator().manual_seed(3)
+    drawn = [torch.normal(0.0, 0.5, (count,), generator=generator) for count in (32, 32, 16)]
+    summed = torch.ones(8, 10)
+
+    NoiseOfStep(0.5, 4, lambda _: torch.Generator().manual_seed(3)).add_to(summed)
+
+    torch.testing.assert_close(summed.flatten(), 0.25 + torch.cat(drawn), rtol=0, atol=1e-7)

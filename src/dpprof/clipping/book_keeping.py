@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from dpprof.clipping.contributions import (
     ChunkedProduct,
     Convolution,
+    Kept,
     Lookup,
     Product,
     SampleGradients,
-    Summable,
     may_join,
 )
 from dpprof.clipping.engine import Clipping, Enter, make_weights
@@ -53,7 +53,7 @@ class BookKeeping(Clipping):
 
     def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
         super().__init__(model, max_grad_norm, **options)
-        self._kept: list[tuple[nn.Parameter, Summable]] = []
+        self._kept: list[tuple[nn.Parameter, Kept]] = []
         self._versions: dict[int, int] = {}
 
     def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
@@ -75,7 +75,7 @@ class BookKeeping(Clipping):
     def _sum_vectors(self, factors_B: Tensor) -> None:
         """Sum the kept gradients of all vectors of a GPU at once: each takes a launch otherwise."""
         vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
-        others: list[tuple[nn.Parameter, Summable]] = []
+        others: list[tuple[nn.Parameter, Kept]] = []
         for parameter, contribution in self._kept:
             if isinstance(contribution, SampleGradients) and may_join(parameter, contribution[0]):
                 gradients = contribution.gradients
@@ -88,7 +88,7 @@ class BookKeeping(Clipping):
 
     def _reduce_kept(self, factors_B: Tensor) -> None:
         """Compute and reduce sums in the order of backward, which all ranks share."""
-        kept: dict[nn.Parameter, list[Summable]] = defaultdict(list)
+        kept: dict[nn.Parameter, list[Kept]] = defaultdict(list)
         while self._kept:
             parameter, contribution = self._kept.pop()
             kept[parameter].append(contribution)
@@ -97,12 +97,12 @@ class BookKeeping(Clipping):
                 self._sum(parameter, contribution, factors_B)
             self.shard_sums.close(parameter)
 
-    def _keep(self, parameter: nn.Parameter, contribution: Summable) -> None:
+    def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
         for tensor in _exposed(contribution):
             self._versions[id(tensor)] = tensor._version  # noqa: SLF001 (it has no public name)
         self._kept.append((parameter, contribution))
 
-    def _sum(self, parameter: nn.Parameter, contribution: Summable, factors_B: Tensor) -> None:
+    def _sum(self, parameter: nn.Parameter, contribution: Kept, factors_B: Tensor) -> None:
         """Add a kept contribution to the sum, unless a hook wrote it since its norm was found."""
         for tensor in _exposed(contribution):
             if tensor._version != self._versions[id(tensor)]:  # noqa: SLF001
@@ -113,7 +113,7 @@ class BookKeeping(Clipping):
         self._add_to_grad(parameter, contribution, factors_B)
 
 
-def _exposed(contribution: Summable) -> list[Tensor]:
+def _exposed(contribution: Kept) -> list[Tensor]:
     """List the tensors of a contribution that other code has too."""
     if not isinstance(contribution, Product | ChunkedProduct | Convolution | Lookup):
         return []

@@ -9,6 +9,7 @@ contributes.
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ def samples_in_a_chunk(T: int, p: int, itemsize: int) -> int:
 
 
 class ChunkedProduct(NamedTuple):
-    """A ``Product`` whose output gradients are computed when they are needed, and again."""
+    """A ``Product`` whose output gradients are there, or computed, for some samples at a time."""
 
     x_BTd: Tensor
     gradients_of: Callable[[slice], Tensor]
@@ -105,10 +106,21 @@ class ChunkedProduct(NamedTuple):
     incoming_BT: Tensor | None = None
     """By what the inputs are multiplied in place of the output gradients, where these are kept."""
 
+    release: Callable[[slice], None] | None = None
+    """Frees what is kept of some samples, as ``parts`` yields them, where nothing needs it again;
+    None where output gradients are not kept."""
+
     @property
     def is_rounded(self) -> bool:
         """As of ``Product``."""
         return _is_rounded(self.x_BTd)
+
+    @property
+    def outlasts_gradients(self) -> bool:
+        """Whether kept output gradients take at least the bytes of the per-sample gradients."""
+        _, T, d = self.x_BTd.shape
+        of_gradients = accumulator_of(self.x_BTd.dtype).itemsize * d
+        return self.release is not None and of_gradients <= self.x_BTd.element_size() * T
 
     def parts(self) -> Iterator[tuple[slice, Product]]:
         """Compute the product of some samples after the other."""
@@ -118,12 +130,7 @@ class ChunkedProduct(NamedTuple):
 
     def sum(self, weights_B: Tensor) -> Tensor:
         """Compute the weighted sum over samples."""
-        total: Tensor | None = None
-        for some, product in self.parts():
-            summed = product.sum(weights_B[some])
-            total = summed if total is None else total.add_(summed)
-        assert total is not None
-        return total
+        return _add_up(product.sum(weights_B[some]) for some, product in self.parts())
 
     def largest(self) -> Tensor:
         """Compute the largest output gradient of each token; (B, T, 1)."""
@@ -302,6 +309,36 @@ class SampleGradients(NamedTuple):
         return summed.view(self.gradients.shape[1:])
 
 
+class GradientsInParts(NamedTuple):
+    """The per-sample gradients themselves, of some samples after the other."""
+
+    parts: tuple[SampleGradients, ...]
+
+    def sum(self, weights_B: Tensor) -> Tensor:
+        """Compute the weighted sum over samples."""
+        return _add_up(part.sum(weights_B[some]) for some, part in self._spans())
+
+    def without(self, excluded_B: Tensor) -> "GradientsInParts":
+        """Return it with some samples set to zero."""
+        excluded_B11 = excluded_B.to(self.parts[0].gradients.device)[:, None, None]
+        filled = [
+            SampleGradients(part.gradients.masked_fill(excluded_B11[some], 0))
+            for some, part in self._spans()
+        ]
+        return GradientsInParts(tuple(filled))
+
+    def _spans(self) -> Iterator[tuple[slice, SampleGradients]]:
+        """Yield the samples of each part, and the part."""
+        start = 0
+        for part in self.parts:
+            yield slice(start, start := start + len(part.gradients)), part
+
+
+def _add_up(parts: Iterable[Tensor]) -> Tensor:
+    """Add parts up in the memory of the first; there is at least one."""
+    return functools.reduce(Tensor.add_, parts)
+
+
 Direct = Shift | Scale | SampleGradients
 """Their per-sample gradients are always materialised: they are small, or known no other way."""
 
@@ -309,6 +346,15 @@ Summable = Product | ChunkedProduct | Convolution | Lookup | SampleGradients
 """Their weighted sum can be computed."""
 
 Contribution = Summable | Direct
+
+Kept = Summable | GradientsInParts
+"""What is kept until the norms are known."""
+
+
+def device_of(kept: Kept) -> torch.device:
+    """Return the device of what is kept."""
+    first = kept.parts[0] if isinstance(kept, GradientsInParts) else kept
+    return first[0].device
 
 
 def materialise_vector(contribution: Contribution) -> Summable:
@@ -323,9 +369,9 @@ def may_join(parameter: Tensor, gradients: Tensor) -> bool:
     return parameter.dim() == 1 and placement.is_cuda(gradients)
 
 
-def zero_samples(contribution: Summable, excluded_B: Tensor) -> Summable:
+def zero_samples(contribution: Kept, excluded_B: Tensor) -> Kept:
     """Set some samples to zero. A weight of zero is not enough: 0 times NaN is NaN."""
-    if isinstance(contribution, ChunkedProduct):
+    if isinstance(contribution, ChunkedProduct | GradientsInParts):
         return contribution.without(excluded_B)
 
     def fill(part: Tensor) -> Tensor:

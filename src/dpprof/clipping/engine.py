@@ -24,8 +24,9 @@ from dpprof.clipping.batch_axis import describe, find_batch_second
 from dpprof.clipping.broadcasts import Broadcasts
 from dpprof.clipping.calls import LayerCall
 from dpprof.clipping.contributions import (
+    Kept,
     SampleGradients,
-    Summable,
+    device_of,
     refuse_computed_again,
     zero_samples,
 )
@@ -436,7 +437,7 @@ class Clipping(ABC):
         """Add the sum of clipped gradients to ``.grad``, and set ``sample_norms``."""
 
     @abstractmethod
-    def _keep(self, parameter: nn.Parameter, contribution: Summable) -> None:
+    def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
         """Keep a contribution for the clipped sum, unless another pass computes it again."""
 
     def _find_reused(self, nodes: Sequence[Any]) -> Collection[nn.Parameter]:
@@ -624,15 +625,13 @@ class Clipping(ABC):
         return factors_B.masked_fill(nonfinite_B, 0)
 
     @torch.no_grad()
-    def _add_to_grad(
-        self, parameter: nn.Parameter, contribution: Summable, factors_B: Tensor
-    ) -> None:
+    def _add_to_grad(self, parameter: nn.Parameter, contribution: Kept, factors_B: Tensor) -> None:
         """Sum a contribution over samples, scaled by clipping factors, and add that."""
         if self._excluded is not None:
             contribution = zero_samples(contribution, self._excluded)
         if not len(factors_B):  # it belongs to no sample
             return
-        factors_B = factors_B.to(contribution[0].device)
+        factors_B = factors_B.to(device_of(contribution))
         summed = contribution.sum(factors_B).view(parameter.shape)
         if self.ranks.is_sharded:
             self.shard_sums.add(parameter, summed)
@@ -644,10 +643,10 @@ class Clipping(ABC):
         self, vectors: Sequence[tuple[nn.Parameter, Tensor]], factors_B: Tensor
     ) -> None:
         """Sum the per-sample gradients of vectors, (B, p) each, over samples; add the sums."""
-        joined: Summable = SampleGradients(torch.cat([one for _, one in vectors], dim=1))
+        joined: Kept = SampleGradients(torch.cat([one for _, one in vectors], dim=1))
         if self._excluded is not None:
             joined = zero_samples(joined, self._excluded)
-        summed = joined.sum(factors_B.to(joined[0].device))
+        summed = joined.sum(factors_B.to(device_of(joined)))
         sizes = [gradients.shape[1] for _, gradients in vectors]
         # Views of one tensor would share its version, by which each sum is recognised.
         own = [summed.new_empty(size) for size in sizes]

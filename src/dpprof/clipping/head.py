@@ -17,6 +17,7 @@ and these.
 Shape legend: B samples, T tokens, N tokens of a chunk, d width of the hidden states, V vocabulary.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -207,10 +208,14 @@ class _Operands(NamedTuple):
         return self.rows(slice(some.start * T, some.stop * T))
 
     @allocates("logits_and_loss")
-    def multiply(self) -> Tensor:
+    def multiply(self, out_NV: Tensor | None) -> Tensor:
         """Compute the products, (N, V), in the dtype of ``x_Nd``."""
         dtype = self.x_Nd.dtype
-        z_NV = functional.linear(self.x_Nd, self.weight.to(dtype), _cast(self.bias, dtype))
+        weight_dV = self.weight.to(dtype).t()
+        if self.bias is None:
+            z_NV = torch.mm(self.x_Nd, weight_dV, out=out_NV)
+        else:
+            z_NV = torch.addmm(self.bias.to(dtype), self.x_Nd, weight_dV, out=out_NV)
         if self.beside_Nk is not None:
             assert self.beside_weight is not None
             beside = self.beside_Nk.to(dtype), self.beside_weight.to(dtype)
@@ -230,6 +235,7 @@ def _find_losses(
     *,
     incoming_N: Tensor | None = None,
     differentiates: bool = True,
+    out_NV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the losses of a chunk's rows, and their gradients of the product.
 
@@ -239,11 +245,12 @@ def _find_losses(
         loss: The loss.
         incoming_N: What the gradients are multiplied by.
         differentiates: Whether gradients are needed.
+        out_NV: Where products are written, and gradients that have its dtype.
 
     Returns:
         (N,) in the dtype of sums, 0 where a label is ignored; and (N, V), or None.
     """
-    z_NV = operands.multiply()
+    z_NV = operands.multiply(out_NV)
     if differentiates and triton_ops.is_fused(z_NV):
         given = (loss.ignore_index, loss.label_smoothing, loss.scale, loss.softcap)
         found_N = triton_ops.differentiate_cross_entropy_(z_NV, labels_N, incoming_N, *given)
@@ -338,22 +345,53 @@ def _rows_at_once(weight: Tensor, dtype: torch.dtype) -> int:
     return max(1, CHUNK_BYTES // (weight.shape[0] * accumulator_of(dtype).itemsize))
 
 
+class _Kept:
+    """Gradients of a head's outputs that forward keeps, of some samples after the other."""
+
+    def __init__(self, x_BTd: Tensor, p: int) -> None:
+        self.T = x_BTd.shape[1]
+        self._at_once = samples_in_a_chunk(self.T, p, x_BTd.element_size())
+        self._parts: list[Tensor | None] = []
+
+    @property
+    def rows(self) -> int:
+        """How many rows come at once."""
+        return self.T * self._at_once
+
+    def make(self, x_Nd: Tensor, weight: Tensor) -> Tensor:
+        """Allocate those of the next rows, (N, V)."""
+        part_NV = _make_kept(x_Nd, weight)
+        self._parts.append(part_NV)
+        return part_NV
+
+    def of(self, some: slice) -> Tensor:
+        """Return those of some samples that came at once, (b, T, V)."""
+        at, start = divmod(some.start, self._at_once)
+        part_NV = self._parts[at]
+        assert part_NV is not None
+        part_bTV: Tensor = part_NV.view(-1, self.T, part_NV.shape[1])
+        return part_bTV[start : start + some.stop - some.start]
+
+    def release(self, some: slice) -> None:
+        """Free those of samples that came at once."""
+        self._parts[some.start // self._at_once] = None
+
+
 class _FromGradients(NamedTuple):
     """What forward finds from the gradients of the head's outputs; None where nothing needs it."""
 
     of_input_Nd: Tensor | None
     of_beside_Nk: Tensor | None
-    kept_NV: Tensor | None
     grams_BTT: Tensor | None
 
-    def take(self, g_NV: Tensor, some: slice, operands: _Operands) -> None:
+    def take(self, g_NV: Tensor, some: slice, operands: _Operands, kept_NV: Tensor | None) -> None:
         """Take the gradients of some tokens."""
         if self.grams_BTT is not None:
             T = self.grams_BTT.shape[1]
             samples = slice(some.start // T, some.stop // T)
             fill_grams(g_NV.view(-1, T, g_NV.shape[1]), self.grams_BTT[samples])
-        if self.kept_NV is not None:
-            g_NV = self.kept_NV[some].copy_(g_NV)
+        if kept_NV is not None and kept_NV.dtype != g_NV.dtype:  # else they are there already
+            g_NV = kept_NV.copy_(g_NV)
         products = (
             (self.of_input_Nd, operands.weight),
             (self.of_beside_Nk, operands.beside_weight),
@@ -362,11 +400,19 @@ class _FromGradients(NamedTuple):
             if found is not None and weight is not None:
                 torch.mm(g_NV.to(found.dtype), weight.to(found.dtype), out=found[some])
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether anything needs gradients."""
-        needs = (self.of_input_Nd, self.of_beside_Nk, self.kept_NV)
-        return any(one is not None for one in needs)
+
+def _spans_with_kept(
+    x_Nd: Tensor, weight: Tensor, at_once: int, kept: _Kept | None
+) -> Iterator[tuple[slice, Tensor | None]]:
+    """Yield the rows of each chunk, and where their gradients are kept."""
+    if kept is None:
+        for some in spans(len(x_Nd), at_once):
+            yield some, None
+        return
+    for part in spans(len(x_Nd), kept.rows):
+        kept_NV = kept.make(x_Nd[part], weight)
+        for some in spans(len(kept_NV), at_once):
+            yield slice(part.start + some.start, part.start + some.stop), kept_NV[some]
 
 
 class _Head(torch.autograd.Function):
@@ -393,29 +439,32 @@ class _Head(torch.autograd.Function):
         of_beside_Nk = None
         if beside_Nk is not None and ctx.needs_input_grad[6]:
             of_beside_Nk = torch.empty_like(beside_Nk)
-        kept_NV = _make_kept(x_Nd, weight) if loss.keep and is_trained else None
+        kept = _Kept(x_BTd, len(weight)) if loss.keep and is_trained else None
         grams_BTT = None
-        if receive is not None and of_input_Nd is not None and ctx.needs_input_grad[1]:
+        is_clipped = receive is not None and of_input_Nd is not None and ctx.needs_input_grad[1]
+        if is_clipped and kept is None:
             whole = T * samples_in_a_chunk(T, weight.shape[0], x_BTd.element_size())
             if whole <= at_once and _may_find_norm(x_BTd):
                 at_once, grams_BTT = whole, _make_grams(x_BTd)
-        found = _FromGradients(of_input_Nd, of_beside_Nk, kept_NV, grams_BTT)
-        for some in spans(len(x_Nd), at_once):
+        found = _FromGradients(of_input_Nd, of_beside_Nk, grams_BTT)
+        is_needed = kept is not None or of_input_Nd is not None or of_beside_Nk is not None
+        for some, kept_NV in _spans_with_kept(x_Nd, weight, at_once, kept):
             given = (operands.rows(some), labels_N[some], loss)
-            losses_N[some], g_NV = _find_losses(*given, differentiates=found.is_needed)
+            losses_N[some], g_NV = _find_losses(*given, differentiates=is_needed, out_NV=kept_NV)
             if g_NV is not None:
-                found.take(g_NV, some, operands)
+                found.take(g_NV, some, operands, kept_NV)
             del g_NV
         saved = (x_BTd, beside[0]) if is_trained else (None, None)
         ctx.save_for_backward(labels_BT, *saved, *found)
         ctx.weights, ctx.loss, ctx.receive = (weight, bias, *beside[1:]), loss, receive
+        ctx.kept = kept  # unlike saved tensors, backward can free some samples' of these
         own = [one for one in (weight, bias) if one is not None]
         ctx.clipped = [] if receive is None else own
         return losses_N.view(labels_BT.shape)
 
     @staticmethod
     def backward(ctx: Any, g_BT: Tensor) -> Any:
-        labels_BT, x_BTd, beside_BTk, *found, kept_NV, grams_BTT = ctx.saved_tensors
+        labels_BT, x_BTd, beside_BTk, *found, grams_BTT = ctx.saved_tensors
         of_input, of_beside = (
             None if one is None else one.view(*g_BT.shape, -1) * g_BT[:, :, None].to(one.dtype)
             for one in found
@@ -426,7 +475,7 @@ class _Head(torch.autograd.Function):
             beside_Nk = None if beside_BTk is None else beside_BTk.detach().flatten(0, 1)
             x_Nd = x_BTd.detach().flatten(0, 1)
             operands = _Operands(x_Nd, weight, bias, beside_Nk, *beside)
-            chunks = _Chunks(operands, labels_BT, g_BT, ctx.loss, kept_NV)
+            chunks = _Chunks(operands, labels_BT, g_BT, ctx.loss, ctx.kept)
             if ctx.receive is None:
                 of_parameters = chunks.sum_plainly(ctx.needs_input_grad[1:3])
             else:
@@ -446,15 +495,15 @@ class _Chunks(NamedTuple):
     labels_BT: Tensor
     g_BT: Tensor
     loss: HeadLoss
-    kept_NV: Tensor | None
+    kept: _Kept | None
 
     @allocates("logits_and_loss")
     def gradients_of(self, some: slice) -> Tensor:
         """Return the gradients of the head's outputs, (b, T, V), in the dtype of its inputs."""
-        if self.kept_NV is not None:
-            kept_BTV = self.kept_NV.view(*self.labels_BT.shape, -1)
-            scaled_bTV = torch.empty_like(kept_BTV[some])
-            return torch.mul(kept_BTV[some], self.g_BT[some][:, :, None], out=scaled_bTV)
+        if self.kept is not None:
+            kept_bTV = self.kept.of(some)
+            scaled_bTV = torch.empty_like(kept_bTV)
+            return torch.mul(kept_bTV, self.g_BT[some][:, :, None], out=scaled_bTV)
         b, T = self.labels_BT[some].shape
         operands = self.operands.samples(some, T)
         x_Nd, weight = operands.x_Nd, operands.weight
@@ -480,10 +529,10 @@ class _Chunks(NamedTuple):
         """
         V, read, g_BT = len(self.operands.weight), (self.labels_BT, self.g_BT), self.g_BT
         x_BTd = self.inputs_BTd
-        if self.kept_NV is not None:
-            kept_BTV = self.kept_NV.view(*g_BT.shape, V)
+        if self.kept is not None:
             x_BTd = torch.mul(x_BTd, g_BT[:, :, None], out=torch.empty_like(x_BTd))
-            return ChunkedProduct(x_BTd, kept_BTV.__getitem__, V, read, grams_BTT, g_BT)
+            kept = self.kept
+            return ChunkedProduct(x_BTd, kept.of, V, read, None, g_BT, kept.release)
         if grams_BTT is not None:
             grams_BTT = grams_BTT * (g_BT[:, :, None] * g_BT[:, None, :])
         return ChunkedProduct(x_BTd, self.gradients_of, V, read, grams_BTT)

@@ -12,8 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dpprof.norms import triton_ops
+from dpprof.norms import placement, triton_ops
+from dpprof.norms.tiles import spans
 from dpprof.records.births import allocates
+
+DRAWN_AT_ONCE = 2**22
+"""Elements of noise that a CPU holds."""
 
 GeneratorOn = Callable[[torch.device], torch.Generator | None]
 """Returns what noise on a device is drawn from; None for PyTorch's own generator."""
@@ -49,8 +53,20 @@ class NoiseOfStep:
             triton_ops.add_noise_(summed, key, self._count, self._std, 1 / self._size)
             self._count += 1
         else:
-            noise = draw_noise(self._std, summed, generator)
-            torch.add(noise, summed, alpha=1 / self._size, out=summed)
+            for part in _split(summed):
+                noise = draw_noise(self._std, part, generator)
+                torch.add(noise, part, alpha=1 / self._size, out=part)
+
+
+def _split(summed: Tensor) -> tuple[Tensor, ...]:
+    """Split a sum into parts that get their noise one after the other.
+
+    On a CPU each draw is as slow as its memory is new; on a GPU each is a launch.
+    """
+    if placement.is_cuda(summed) or not summed.is_contiguous():
+        return (summed,)
+    flat = summed.view(-1)
+    return tuple(flat[some] for some in spans(len(flat), DRAWN_AT_ONCE))
 
 
 def _has_kernel(summed: Tensor) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.contributions import Summable
+from dpprof.clipping.contributions import Kept
 from dpprof.clipping.coverage import trained_in
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.layers import Contributions
@@ -74,7 +74,7 @@ class PerLayerClipping(Clipping):
             self.remove()
             raise UnsupportedError("per-layer clipping does not work with several ranks yet")
         self._layer_count = sum(bool(trained_in(layer)) for layer in model.modules())
-        self._kept: dict[nn.Parameter, Summable] = {}
+        self._kept: dict[nn.Parameter, Kept] = {}
         self._norms: list[Tensor] = []
 
     @property
@@ -100,7 +100,7 @@ class PerLayerClipping(Clipping):
             self._norms.clear()
             self._kept.clear()
 
-    def _keep(self, parameter: nn.Parameter, contribution: Summable) -> None:
+    def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
         self._kept[parameter] = contribution
 
     def _find_reused(self, _nodes: Sequence[Any]) -> Collection[nn.Parameter]:

@@ -17,10 +17,11 @@ from dpprof.clipping.contributions import (
     Contribution,
     Convolution,
     Direct,
+    GradientsInParts,
+    Kept,
     Lookup,
     Product,
     SampleGradients,
-    Summable,
     may_join,
     merge_uses,
 )
@@ -35,7 +36,7 @@ from dpprof.norms.tiles import square
 from dpprof.records.births import allocates
 from dpprof.spec.registry import UnsupportedError
 
-Keep = Callable[[nn.Parameter, Summable], None]
+Keep = Callable[[nn.Parameter, Kept], None]
 
 
 class BatchAxisError(UnsupportedError, ValueError):
@@ -202,7 +203,11 @@ class SampleNorms:
                 measured = self._run(layer, way, WAYS[way], (x_BTd, g_BTp))
             case ChunkedProduct():
                 rounded = contribution.is_rounded
-                way = self._choose(parameter, contribution, contribution.p, keeps=False)
+                keeps = self._keeps and parameter not in self._reused
+                keeps &= contribution.outlasts_gradients
+                way = self._choose(parameter, contribution, contribution.p, keeps=keeps)
+                if way is Way.KEPT:
+                    return self._materialise_chunks(layer, parameter, contribution)
                 measured = self._measure_chunks(layer, way, contribution)
             case Convolution(x, g, kernel):
                 rounded = contribution.is_rounded
@@ -246,6 +251,23 @@ class SampleNorms:
         parts = [self._run(layer, way, WAYS[way], part[:2]) for _, part in product.parts()]
         joined: GramSums | Squares = _join(parts)
         return joined
+
+    def _materialise_chunks(
+        self, layer: nn.Module, parameter: nn.Parameter, product: ChunkedProduct
+    ) -> Callable[[], Tensor]:
+        """Turn kept output gradients into per-sample gradients, which take no more memory."""
+        assert product.release is not None
+        parts = []
+        for some, part in product.parts():
+            gradients = self._watch(layer, Way.KEPT, part.materialise, part[:2])
+            parts.append(SampleGradients(gradients, is_own=True))
+            del part  # it has what is freed
+            product.release(some)
+        self._keep(parameter, GradientsInParts(tuple(parts)))
+        found_B = torch.cat([square(part.gradients) for part in parts])
+        self._added.append(Squares(found_B, None, None))
+        self._tell(parameter, found_B)
+        return lambda: found_B
 
     def _choose(
         self, parameter: nn.Parameter, product: Product | ChunkedProduct, p: int, *, keeps: bool

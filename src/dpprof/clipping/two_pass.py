@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dpprof.clipping.contributions import Summable, materialise_vector
+from dpprof.clipping.contributions import GradientsInParts, Kept, materialise_vector
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.layers import Contributions
 from dpprof.clipping.projections import Projections
@@ -72,8 +72,9 @@ class FlashClipping(Clipping):
         finally:
             self._projections = None
 
-    def _keep(self, parameter: nn.Parameter, contribution: Summable) -> None:
+    def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
         assert self._projections is not None
+        assert not isinstance(contribution, GradientsInParts)  # nothing is kept
         self._projections.note(parameter, contribution, is_measured=True)
 
     def _add_layer(
