@@ -59,11 +59,25 @@ class WithLoss(nn.Module):
         return linear_cross_entropy(given[0], head, labels_BT, keep=self.keep)
 
 
+class WithScales(nn.Module):
+    """A model with parameters of its own beside its layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.scales, self.shift = (nn.Parameter(torch.ones(V)) for _ in range(2))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.model(*inputs) * self.scales + self.shift
+
+
 def build(case: Case) -> nn.Module:
     """Build a model in float64, the same on every rank."""
     torch.manual_seed(0)
     model: dict[str, Any] = {"vocab_size": V, "d_model": D, "layers": 2, "heads": 2}
-    if case.model != "ours":
+    if case.model == "bert":
+        model = {"hf": "tiny-bert", "vocab_size": V, "task": "masked-lm"}
+    elif case.model not in ("ours", "beside"):
         name = "tiny-llama" if case.model == "adapters" else f"tiny-{case.model}"
         model = {"hf": name, "vocab_size": V, "tie_word_embeddings": case.tied}
     settings = {"method": "flash", "device": "cpu", "batch_size": 1, "seq_len": T, "model": model}
@@ -71,6 +85,8 @@ def build(case: Case) -> nn.Module:
     if case.model == "adapters":
         settings["lora"] = "rank=2,target_modules=all-linear"
     built: Any = build_model(Experiment.model_validate(settings))
+    if case.model == "beside":
+        built = WithScales(built)
     if case.model == "ours" and case.tied:
         built.head.weight = built.token_embedding.weight
     for module in built.modules():
@@ -105,7 +121,7 @@ def losses_of(model: nn.Module, case: Case, samples: list[int], *, alone: bool =
     if not samples and (alone or case.kind == "ddp"):
         return torch.zeros(0)
     ids_BT, labels_BT = (part[samples or [0]] for part in draw_data())
-    masks = [] if case.model == "ours" else [torch.ones_like(ids_BT)]
+    masks = [] if case.model in ("ours", "beside") else [torch.ones_like(ids_BT)]
     if case.head != "logits":
         return model(labels_BT, ids_BT, *masks).mean(1)[: len(samples)]
     logits_BTV = model(ids_BT, *masks)

@@ -38,6 +38,7 @@ QUICK = [
     (2, Case("ours", "flash", "fsdp", tied=True, checkpointing=True, reshard=False), UNEVEN),
     (2, Case("ours", "flash-bk", "fsdp", tied=True, head="kept"), UNEVEN),
     (2, Case("ours", "flash", "ddp", head="chunked"), UNEVEN),
+    (2, Case("beside", "flash-bk", "ddp"), UNEVEN),
 ]
 EVERY = [
     (size, Case(model, way, kind, tied, checkpointing, reshard), steps)
@@ -56,6 +57,12 @@ EVERY += [
     for kind in KINDS_OF_RANKS
     for tied in (False, True)
     for head in (("kept",) if kind == "fsdp" else ("chunked", "kept"))
+]
+EVERY += [
+    (2, Case(model, way, "ddp", checkpointing=checkpointing), IN_PARTS)
+    for model in ("beside", "bert")
+    for way in WAYS
+    for checkpointing in (False, True)
 ]
 
 

@@ -92,6 +92,12 @@ def part_sharded() -> nn.Module:
     return model
 
 
+def with_scale() -> nn.Module:
+    model = Small()
+    model.scale = nn.Parameter(torch.ones(2))
+    return fully_shard(model)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "CPU offload": (
         lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
@@ -101,6 +107,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tensor parallel": (tensor_parallel, "that is not fully_shard's"),
     "tensor parallel and sharded": (tensor_parallel_and_sharded, "tensor-parallel parameters"),
     "ignored parameters": (with_ignored, r"last\.weight is trained and not sharded"),
+    "a parameter beside layers": (with_scale, "cannot be clipped under fully_shard yet"),
     "part": (part_sharded, r"last\.weight is trained and not sharded"),
     "FSDP1": (
         lambda: FullyShardedDataParallel(Small(), device_id=torch.device("cpu")),
@@ -192,6 +199,8 @@ def test_the_sample_of_a_batch_without_samples_leaves_nothing_even_if_it_is_not_
 
 
 def test_per_layer_clipping_and_check() -> None:
+    with pytest.raises(UnsupportedError, match="as_one works neither under fully_shard nor with"):
+        BookKeeping(sharded(), 1.0, as_one=["first"])
     with pytest.raises(UnsupportedError, match="per-layer clipping does not work with several"):
         PerLayerClipping(sharded(), 1.0)
     with pytest.raises(ValueError, match="check the model before fully_shard"):

@@ -205,12 +205,12 @@ class Clipping(ABC):
     def _find_choices(
         self, rules: dict[nn.Module, Found], as_one: Collection[str]
     ) -> dict[nn.Module, Choice]:
-        """Find the modules that may run as one layer, where one rank trains all layers flatly."""
-        if self.knows_modules and self.ranks.size == 1 and not self.ranks.is_sharded:
+        """Find the modules that may run as one layer, where nothing is sharded or by layers."""
+        if self.knows_modules and not self.ranks.is_sharded:
             return find_choices(self.model, rules, as_one)
         if as_one:
             raise UnsupportedError(
-                "as_one works neither on several ranks nor with per-layer clipping yet"
+                "as_one works neither under fully_shard nor with per-layer clipping yet"
             )
         return {}
 
@@ -495,12 +495,13 @@ class Clipping(ABC):
         )
 
     def _refuse_loose(self) -> None:
-        """Refuse parameters beside layers where several ranks train."""
-        if self._loose and (self.ranks.size > 1 or self.ranks.is_sharded):
+        """Refuse parameters beside layers that are sharded."""
+        if self._loose and self.ranks.is_sharded:
             raise UnsupportedError(
                 f"{type(next(iter(self._loose.values()))).__name__} has parameters of its own "
-                "beside those of the layers in it, which several ranks cannot clip yet; move them "
-                "to a layer that contains no others, or freeze them"
+                "beside those of the layers in it, which cannot be clipped under fully_shard yet; "
+                "use DistributedDataParallel, move them to a layer that contains no others, or "
+                "freeze them"
             )
 
     def _stash(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
