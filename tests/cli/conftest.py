@@ -4,8 +4,9 @@ import pytest
 from factory import make_capacity, write_synthetic
 from scripts import ASKED, HERE, call
 
+from dpprof.answers.advise import list_questions
 from dpprof.cli.advise import read_options
-from dpprof.cli.capacities import read_capacity_options
+from dpprof.cli.capacities import read_question
 from dpprof.planning.code_digest import code_digest
 
 STEP_S = {"standard": 1.0, "flash-bk": 1.5}
@@ -16,7 +17,9 @@ def keep_capacities():
     """Write a capacity, as found by the present code, for each experiment of options of advise."""
 
     def keep(path, options, recorded_of) -> None:
-        for experiment in read_capacity_options(read_options(options)):
+        asked = read_question(read_options(options)) | {"again": None}
+        fields = {k: v for k, v in asked.items() if v is not None}
+        for experiment in list_questions(fields, fields.pop("methods")):
             digest, found = code_digest("capacity", experiment), recorded_of(experiment)
             told = {"recorded": found} if found else {"outcome": "oom", "message": "too large"}
             write_synthetic(path, experiment, instrument="capacity", code_digest=digest, **told)

@@ -66,9 +66,9 @@ class Batch:
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Return the batch with a function applied to each tensor."""
         known = (self.mask_BT, self.decoder_BT)
-        mapped = (None if tensor is None else function(tensor) for tensor in known)
+        mask_BT, decoder_BT = (None if one is None else function(one) for one in known)
         others = tuple(map(function, self.others))
-        return Batch(function(self.x), function(self.labels), *mapped, others=others)
+        return Batch(function(self.x), function(self.labels), mask_BT, decoder_BT, others)
 
 
 class ClipGroup(NamedTuple):

@@ -25,9 +25,9 @@ def build_model(experiment: Experiment, *, is_reduced: bool = False) -> nn.Modul
     The registry's object is ``Dimensions``, or a function from the experiment to a module that maps
     token ids (B, T) to logits (B, T, V), or images (B, channels, ``image_size``, ``image_size``) to
     logits (B, classes); or to three: a model, a function from a batch to each sample's loss, and a
-    batch, which make a ``WithLosses``. The parameters that the experiment does not train are frozen; with
-    ``parameters_dtype: bfloat16`` they are bfloat16 already, so that a device never holds them in
-    float32.
+    batch, which make a ``WithLosses``. The parameters that the experiment does not train are
+    frozen; with ``parameters_dtype: bfloat16`` they are bfloat16 already, so that a device never
+    holds them in float32.
 
     Args:
         experiment: The model, and how it is built.

@@ -49,7 +49,9 @@ class WithLosses(nn.Module):
             kinds = ", ".join(type(one).__name__ for one in parts)
             raise EntryPointError(
                 "models",
-                experiment.model_name if not isinstance(experiment.model, str) else experiment.model,
+                experiment.model_name
+                if not isinstance(experiment.model, str)
+                else experiment.model,
                 f"returned ({kinds}), and the three are a torch.nn.Module, a function of the batch "
                 "that returns each sample's loss, and a batch: tensors, samples first",
             )

@@ -341,7 +341,7 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def model_name(self) -> str:
-        """The preset's name, ``custom`` for dimensions, ``hf-gpt2-lora16``, or ``module-function``."""
+        """A name for files: the preset's, ``custom``, ``hf-gpt2-lora16`` or ``module-function``."""
         if isinstance(self.model, str):
             return re.sub(r"[^a-z0-9]+", "-", self.model.lower()).strip("-")
         if not isinstance(self.model, Architecture):

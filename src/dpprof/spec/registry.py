@@ -9,8 +9,8 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
-import tomllib
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
