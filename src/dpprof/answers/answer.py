@@ -41,8 +41,20 @@ class Answer(ABC):
         """Return the sentence, and the columns of the table that say most."""
         table = self.table()
         short = table[[name for name in self._short if table[name].notna().any()]]
-        rows = short.to_html(index=False, border=0, na_rep="", float_format="{:,.4g}".format)
+        rows = short.map(_format).to_html(index=False, border=0)
         return f"<p>{escape(self.sentence)}</p>\n{rows}"
+
+
+def _format(value: Any) -> str:
+    """Return a cell as text: whole numbers and large ones without decimals."""
+    if value is None or value != value:  # noqa: PLR0124 (what is not a number)
+        return ""
+    if isinstance(value, int | float):
+        return f"{value:,.0f}" if value == round(value) or abs(value) >= _LARGE else f"{value:.3g}"
+    return str(value)
+
+
+_LARGE = 100
 
 
 def load_figure(name: str, key: str) -> Callable[..., Any]:

@@ -65,7 +65,7 @@ class Priced(Answer):
         """
         draw: Callable[..., Figure] = load_figure("budget", "plot")
         setting = {k: v for k, v in axes_of(self._asked).items() if k not in self.table()}
-        return draw({"budget": self.table().assign(**setting)})
+        return draw({"budget": self.table().assign(**setting, parameters_total=1)})
 
     def to_json(self) -> str:
         """Return the budget and its price with each method."""

@@ -11,7 +11,8 @@ import pkgutil
 import resource
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -55,22 +56,30 @@ def work_on_rank(
 
 
 def work_here(experiment: Experiment, instrument: str, mark: PhaseMark) -> WorkerAnswer:
-    """Run a prediction in this process, and leave its generators and limits as they were.
+    """Run a prediction in this process, which stays as it was.
 
     Raises:
         KeyboardInterrupt: The user has interrupted it.
     """
-    import torch  # noqa: PLC0415 (the user's function needs it, too)
-
-    limits, generator = resource.getrlimit(resource.RLIMIT_DATA), torch.default_generator
-    # A seed would reach CUDA's generators, also those that do not exist yet.
-    with torch.random.fork_rng(devices=[]), substitute(torch, "manual_seed", lambda _: generator):
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    with undisturbed():
         answer = run(experiment, instrument, mark)
     resource.setrlimit(resource.RLIMIT_DATA, limits)
     gc.unfreeze()  # garbage of before may be collected again
     if answer.error is not None and answer.error.kind == "KeyboardInterrupt":
         raise KeyboardInterrupt
     return answer
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Leave PyTorch's generators as they are, whatever a prediction within seeds and draws."""
+    import torch  # noqa: PLC0415 (the prediction needs it, too)
+
+    generator = torch.default_generator
+    # A seed would reach CUDA's generators, also those that do not exist yet.
+    with torch.random.fork_rng(devices=[]), substitute(torch, "manual_seed", lambda _: generator):
+        yield
 
 
 def _join(experiment: Experiment, rank: int, store_fd: int) -> None:

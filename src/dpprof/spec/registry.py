@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
@@ -80,12 +81,14 @@ def _entries(group: Group) -> dict[str, EntryPoint]:
 _lent: dict[str, Callable[[Experiment], Any]] = {}
 """Functions of this process that build models, by name; no other process has them."""
 
+_numbers = itertools.count(1)
+
 
 @contextlib.contextmanager
 def lent(build: Callable[[Experiment], Any]) -> Iterator[str]:
     """Give a function of this process that builds a model a name, within this context."""
     told = "".join(one if one.isalnum() else "_" for one in getattr(build, "__name__", "model"))
-    name = f"here:{told.strip('_')[:60]}_{id(build)}"
+    name = f"here:{told.strip('_')[:60]}_{next(_numbers)}"  # never again another's
     _lent[name] = build
     try:
         yield name
