@@ -10,7 +10,19 @@ if TYPE_CHECKING:
     from dpprof.answers.capacity import capacity as capacity
     from dpprof.answers.estimate import estimate as estimate
     from dpprof.answers.explain import explain as explain
+    from dpprof.answers.predictions import PredictionError as PredictionError
     from dpprof.answers.verify import verify as verify
+    from dpprof.spec.validation import InputError as InputError
 
-__all__ = ["advise", "budget", "capacity", "estimate", "explain", "verify"]
-__getattr__ = import_at_first_use(__name__, {one: f"{__name__}.answers.{one}" for one in __all__})
+_MODULES = {
+    "InputError": "dpprof.spec.validation",
+    "PredictionError": "dpprof.answers.predictions",
+    "advise": "dpprof.answers.advise",
+    "budget": "dpprof.answers.budget",
+    "capacity": "dpprof.answers.capacity",
+    "estimate": "dpprof.answers.estimate",
+    "explain": "dpprof.answers.explain",
+    "verify": "dpprof.answers.verify",
+}
+__all__ = list(_MODULES)
+__getattr__ = import_at_first_use(__name__, _MODULES)

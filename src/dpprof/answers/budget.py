@@ -100,7 +100,7 @@ def budget(
         >>> where = {"target": "h100", "seq_len": 64, "accountant": "rdp"}
         >>> told = dpprof.budget("tiny", methods=["flash-bk"], **where, **spent)
         >>> told.budget.noise.planned.steps
-        122
+        1954
     """
     privacy = read_privacy({k: v for k, v in given.items() if k in Privacy.model_fields})
     others = {name: one for name, one in given.items() if name not in Privacy.model_fields}

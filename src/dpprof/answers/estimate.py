@@ -85,7 +85,7 @@ def estimate(
         >>> import dpprof
         >>> told = dpprof.estimate("tiny", "flash-bk", batch_size=4, seq_len=64, target="h100")
         >>> told.result.memory.at_peak.phase
-        'norm'
+        'backward'
     """
     with naming({"model": model, "method": method, **experiment}) as fields:
         asked = make_experiment(fields)

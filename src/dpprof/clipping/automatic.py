@@ -9,8 +9,7 @@ Shape legend: B batch.
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch.amp.autocast_mode import autocast
 from torch.optim import SGD, Optimizer
 from torch.overrides import TorchFunctionMode
 
+from dpprof.models.with_losses import standing_in
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import Experiment
@@ -173,25 +173,10 @@ def _build_copy(
     ]
 
     def losses_of_twin(*tensors: Tensor) -> Tensor:
-        with _standing_in(model, twin), _OnCpu(), substitute(autocast, "__init__", _cast_on_cpu):
+        with standing_in(model, twin), _OnCpu(), substitute(autocast, "__init__", _cast_on_cpu):
             return first.losses_of(*tensors)
 
     return twin, losses_of_twin, many
-
-
-@contextmanager
-def _standing_in(model: nn.Module, twin: nn.Module) -> Iterator[None]:
-    """Let every call of a module within be one of its twin's; the modules keep all else."""
-    with ExitStack() as restored:
-        for one, other in zip(model.modules(), twin.modules(), strict=True):
-            attributes, missing = vars(one), object()
-            before = attributes.get("forward", missing)
-            attributes["forward"] = other
-            if before is missing:
-                restored.callback(attributes.pop, "forward")
-            else:
-                restored.callback(attributes.__setitem__, "forward", before)
-        yield
 
 
 class _OnCpu(TorchFunctionMode):

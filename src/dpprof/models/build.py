@@ -114,12 +114,12 @@ def _build(experiment: Experiment, *, is_reduced: bool) -> nn.Module:
         return Transformer(
             recipe, experiment.seq_len, experiment.attention, experiment.checkpointing
         )
-    name = experiment.model_name
+    name = str(experiment.model)  # of the registry
     if not callable(recipe):
         raise EntryPointError("models", name, "is no function from an experiment to a model")
     model = recipe(experiment)
     if isinstance(model, tuple):
-        model = WithLosses.of(model, experiment)
+        model = WithLosses.of(model, name)
     if not isinstance(model, nn.Module):
         raise EntryPointError(
             "models",

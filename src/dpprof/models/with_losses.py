@@ -3,13 +3,13 @@
 Shape legend: B batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import EntryPointError, UnsupportedError
 
 
@@ -27,11 +27,20 @@ class WithLosses(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self._losses_of, self._batch = losses_of, batch
+        self._batch = batch
+
+        def losses_by(own: nn.Module, *tensors: Tensor) -> Tensor:
+            if own is model:
+                return losses_of(*tensors)
+            # A copy: ``losses_of`` still calls the model that it was copied from.
+            with standing_in(model, own):
+                return losses_of(*tensors)
+
+        self._losses_by = losses_by
 
     @classmethod
-    def of(cls, parts: tuple[Any, ...], experiment: Experiment) -> Self:
-        """Return the module of what a function has returned.
+    def of(cls, parts: tuple[Any, ...], name: str) -> Self:
+        """Return the module of what the function of a name has returned.
 
         Raises:
             EntryPointError: It is no model, function and batch.
@@ -49,9 +58,7 @@ class WithLosses(nn.Module):
             kinds = ", ".join(type(one).__name__ for one in parts)
             raise EntryPointError(
                 "models",
-                experiment.model_name
-                if not isinstance(experiment.model, str)
-                else experiment.model,
+                name,
                 f"returned ({kinds}), and the three are a torch.nn.Module, a function of the batch "
                 "that returns each sample's loss, and a batch: tensors, samples first",
             )
@@ -63,7 +70,7 @@ class WithLosses(nn.Module):
         Raises:
             UnsupportedError: There is not one loss for each sample.
         """
-        losses_B = self._losses_of(*batch)
+        losses_B = self._losses_by(self.model, *batch)
         if losses_B.shape != batch[0].shape[:1]:
             raise UnsupportedError(
                 f"the loss has the shape {tuple(losses_B.shape)} for {len(batch[0])} samples; "
@@ -87,3 +94,18 @@ class WithLosses(nn.Module):
             one[:count].to(device, dtype if one.is_floating_point() else one.dtype)
             for one in self._batch
         ]
+
+
+@contextmanager
+def standing_in(model: nn.Module, twin: nn.Module) -> Iterator[None]:
+    """Let every call of a module within be one of its twin's; the modules keep all else."""
+    with ExitStack() as restored:
+        for one, other in zip(model.modules(), twin.modules(), strict=True):
+            attributes, missing = vars(one), object()
+            before = attributes.get("forward", missing)
+            attributes["forward"] = other
+            if before is missing:
+                restored.callback(attributes.pop, "forward")
+            else:
+                restored.callback(attributes.__setitem__, "forward", before)
+        yield
