@@ -8,7 +8,7 @@ from factory import make_experiment
 from torch import nn
 from torch.nn import functional
 
-from dpprof.clipping import automatic
+from dpprof.clipping import automatic, linear_cross_entropy
 from dpprof.clipping.automatic import FirstBatch, choose_method, compare
 from dpprof.instruments.estimate import estimate
 from dpprof.models.build import build_model
@@ -53,6 +53,27 @@ def predicted(monkeypatch):
 
     monkeypatch.setattr(automatic, "_predict", keep)
     return found
+
+
+class HeadInChunks(Loop):
+    """Losses that call a part of the model, and take the weight of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(V, 16), nn.Linear(16, 16))
+        self.model = nn.Sequential(self.body, nn.Linear(16, V))
+
+    def losses_of(self, tokens, labels):
+        return linear_cross_entropy(self.body(tokens), self.model[1], labels).mean(1)
+
+
+def test_parts_of_the_model_may_be_called_and_read(predicted) -> None:
+    loop = HeadInChunks()
+    chosen, _ = compare(loop.model, loop.draw(), **HERE)
+
+    assert all(0 < step_s < 1 and fits for step_s, fits in predicted.values())
+    assert chosen in predicted
+    assert loop.model[0] is loop.body
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.slow), torch.bfloat16])

@@ -98,14 +98,14 @@ class WithLosses(nn.Module):
 
 @contextmanager
 def standing_in(model: nn.Module, twin: nn.Module) -> Iterator[None]:
-    """Let every call of a module within be one of its twin's; the modules keep all else."""
+    """Let each module of a model be its twin within, in calls and attributes, and restore it."""
     with ExitStack() as restored:
-        for one, other in zip(model.modules(), twin.modules(), strict=True):
-            attributes, missing = vars(one), object()
-            before = attributes.get("forward", missing)
-            attributes["forward"] = other
-            if before is missing:
-                restored.callback(attributes.pop, "forward")
-            else:
-                restored.callback(attributes.__setitem__, "forward", before)
+        for one, other in zip(list(model.modules()), list(twin.modules()), strict=True):
+            attributes = vars(one)
+            restored.callback(attributes.update, dict(attributes))
+            restored.callback(attributes.clear)
+            # Calls of the twin run its hooks.
+            hooks = {name: type(own)() for name, own in vars(other).items() if "hooks" in name}
+            attributes.clear()
+            attributes.update({**vars(other), **hooks, "forward": other})
         yield
