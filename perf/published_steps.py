@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dpprof.cli.options import make_experiment
+from dpprof.answers.questions import make_experiment
 from dpprof.instruments.estimate import trace_steps
 from dpprof.memory.events import Op
 from dpprof.records.result import PredictedTime

@@ -13,19 +13,19 @@ from factory import (
 )
 from scripts import ASKED, HERE, MODEL, ROOT, call
 
-from dpprof.cli.advise import (
+from dpprof.answers.advise import list_questions
+from dpprof.instruments.estimate import estimate
+from dpprof.planning.code_digest import verdict_digest
+from dpprof.records.advice import Advice, Option
+from dpprof.records.result import read_result
+from dpprof.report.terminal.advice import (
     compare_heads,
     explain_batches,
     explain_safety,
     format_advice,
     format_winners,
     list_smallest_ranks,
-    read_options,
 )
-from dpprof.instruments.estimate import estimate
-from dpprof.planning.code_digest import verdict_digest
-from dpprof.records.advice import Advice, Option
-from dpprof.records.result import read_result
 from dpprof.spec import registry
 
 WHERE = "64 tokens, bfloat16, on h100"
@@ -260,7 +260,9 @@ def test_what_a_head_without_logits_brings_is_said() -> None:
 
 @pytest.mark.parametrize("given", [["best"], ["logits", "chunked", "kept"]])
 def test_the_best_head_is_looked_for_among_all(given) -> None:
-    assert read_options(["--head", *given]).head == ["logits", "chunked", "kept"]
+    sizes = {"model": "tiny", "seq_len": 8, "target": "l4", "head": given}
+    asked = list_questions(sizes, ["flash-bk"])
+    assert [one.head for one in asked] == ["logits", "chunked", "kept"]
 
 
 GRID = ["--model", MODEL, *HERE, "--methods", "standard", "flash-bk", "flash", "--seq-len", "8"]

@@ -20,8 +20,8 @@ from dpprof.accounting.plan import Schedule, describe_noise
 from dpprof.analysis.advice.budget import make_budget
 from dpprof.analysis.tables.frames import read_table
 from dpprof.cli import tables
-from dpprof.cli.budget import explain_choice, format_budget
 from dpprof.launch import accounting_run
+from dpprof.report.terminal.budget import explain_choice, format_budget
 
 SPENT = ["--samples=1e4", "--tokens=4e5", "--epsilon", "8", "6", "--delta=1e-5"]
 

@@ -4,8 +4,9 @@ import argparse
 
 import pytest
 
-from dpprof.cli.options import add_experiment_options, make_experiment, read_given
-from dpprof.spec.validation import InputError
+from dpprof.answers.questions import make_experiment
+from dpprof.cli.options import add_experiment_options, read_given
+from dpprof.spec.validation import InputError, spelling_options
 
 
 def read(*options: str):
@@ -51,7 +52,7 @@ def test_images_take_a_size_and_no_length() -> None:
     ],
 )
 def test_bad_options_are_one_sentence(options, said) -> None:
-    with pytest.raises(InputError) as refusal:
+    with spelling_options(), pytest.raises(InputError) as refusal:
         read(*options)
 
     assert str(refusal.value).startswith(said)

@@ -7,8 +7,8 @@ import pytest
 from factory import write_synthetic_verdict
 from scripts import call, run
 
-from dpprof.cli import verify
-from dpprof.cli.options import make_experiment
+from dpprof.answers import verify
+from dpprof.answers.questions import make_experiment
 from dpprof.planning.stand_ins import StandIn
 from dpprof.spec.fine_tuning import Padding
 

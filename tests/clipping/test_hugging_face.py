@@ -12,7 +12,7 @@ from small_models import FLAT, assert_exact, is_clear
 from torch import nn
 from transformers import OPTForCausalLM
 
-from dpprof.cli.options import make_experiment
+from dpprof.answers.questions import make_experiment
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.coverage import trained_in
 from dpprof.clipping.layers import run_embedding

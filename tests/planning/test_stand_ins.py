@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from dpprof.cli.options import make_experiment
+from dpprof.answers.questions import make_experiment
 from dpprof.planning.artifacts import VERDICT
 from dpprof.planning.code_digest import verdict_digest, verified_as
 from dpprof.planning.planner import files_beyond, make_plan, write_plan

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from dpprof.cli.options import make_experiment
+from dpprof.answers.questions import make_experiment
 from dpprof.planning.stand_ins import StandIn
 from dpprof.records.verdict import TOLERANCE, judge
 from dpprof.spec import registry

@@ -4,9 +4,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from dpprof.planning.code_digest import verified_as
+from dpprof.records.advice import Option
+from dpprof.records.budget import MethodCost
 from dpprof.records.record import ResultError
 from dpprof.records.verdict import Standing, read_verdict
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.mechanisms import is_other_mechanism
 
 DAGGER = "\N{DAGGER}"
 """Marks methods that are not verified, wherever their numbers are shown."""
@@ -72,3 +75,12 @@ def _read(root: Path, model: str, method: str, attention: str, digest: str | Non
 def sign(name: str, marks: Marks) -> str:
     """Return the signs that a method bears; empty for most."""
     return "".join(one for one, methods in marks.items() if name in methods)
+
+
+def find_signs(methods: Iterable[Option | MethodCost]) -> Marks:
+    """Return the methods that bear each sign."""
+    known = list(methods)
+    return {
+        DAGGER: [one.method for one in known if not one.verified],
+        DOUBLE_DAGGER: [one.method for one in known if is_other_mechanism(one.mechanism)],
+    }

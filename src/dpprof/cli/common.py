@@ -2,18 +2,17 @@
 
 import argparse
 import contextlib
-import importlib
 import io
 import os
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dpprof.launch.device_lock import DeviceBusyError
 from dpprof.records.record import ResultError
 from dpprof.spec.registry import EntryPointError
-from dpprof.spec.validation import InputError, one_of
+from dpprof.spec.validation import InputError, one_of, spelling_options
 from dpprof.system.console import fail, keep_log, printable, say, shorten_lines
 from dpprof.system.files import write_atomically
 
@@ -92,20 +91,6 @@ def path_ending_in(endings: Sequence[str]) -> Callable[[str], Path]:
     return read
 
 
-def load_figure(name: str, option: str) -> Callable[..., Any]:
-    """Return what draws a figure.
-
-    Raises:
-        InputError: Matplotlib is not installed; ``option`` asked for the figure.
-    """
-    try:
-        draw: Callable[..., Any] = importlib.import_module(f"dpprof.figures.{name}").draw
-    except ModuleNotFoundError as error:
-        why = f"{error.name} is not installed; pip install 'dpprof[report]'"
-        raise InputError(f"{option}: {why}") from None
-    return draw
-
-
 def save_figure(figure: Any, output: Path) -> None:
     """Write a drawn figure, in the format of the file's ending.
 
@@ -117,18 +102,6 @@ def save_figure(figure: Any, output: Path) -> None:
     write_atomically(output, drawn.getvalue())
 
 
-def lay_out(rows: Sequence[Sequence[str]], texts: Container[int] = (0,)) -> list[str]:
-    """Return the lines of a table; the columns at ``texts`` are set flush left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if at in texts else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
 @contextlib.contextmanager
 def ending_in_a_sentence(what: str = "", *, status: int = 1) -> Iterator[None]:
     """End the script with one sentence where its input or a file causes an error.
@@ -138,7 +111,8 @@ def ending_in_a_sentence(what: str = "", *, status: int = 1) -> Iterator[None]:
     stays busy ends it with status 75, of what may succeed later.
     """
     try:
-        yield
+        with spelling_options():
+            yield
     except BrokenPipeError:
         raise
     except (InputError, ResultError, EntryPointError, OSError) as error:

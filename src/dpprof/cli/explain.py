@@ -5,50 +5,25 @@ batch sizes, models, targets; recorded or predicted. The bars lead from B's peak
 to the difference of the two with 0 bytes left.
 """
 
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from dpprof.analysis.difference.difference import Difference, explain_difference
-from dpprof.analysis.difference.waterfall import LEVELS, list_holdings
+from dpprof.analysis.difference.waterfall import LEVELS
+from dpprof.answers.answer import load_figure
+from dpprof.answers.explain import explain
 from dpprof.cli.common import (
     DRAWINGS,
     Parser,
     ending_in_a_sentence,
-    load_figure,
     path,
     path_ending_in,
     positive,
     save_figure,
 )
-from dpprof.records.record import ResultError
-from dpprof.records.result import Result, read_result
-from dpprof.report.terminal.difference import Detail, render_text, say
-from dpprof.spec.validation import InputError
+from dpprof.spec.validation import spell
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable
 
-FORMATS: dict[str, Callable[[Difference, Detail], str]] = {
-    "text": render_text,
-    "json": lambda difference, _: json.dumps(difference.as_json(), indent=1),
-}
-
-
-def read(file: Path) -> Result:
-    """Read a result, and check that it records what was live at the peak.
-
-    Raises:
-        InputError: It is no such result; the message names the file.
-        OSError: The file cannot be read.
-    """
-    try:
-        result = read_result(file)
-        list_holdings(result)
-    except ResultError as error:  # its own message says to delete the file, whatever it is
-        raise InputError(f"{file}: {error.problem}") from None
-    except InputError as error:
-        raise InputError(f"{file}: {error}") from None
-    return result
+FORMATS = ("text", "json")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("b", type=path, metavar="B.json", help="the result to compare it with")
     parser.add_argument(
         "--format",
-        choices=list(FORMATS),
+        choices=FORMATS,
         default="text",
         help="what is printed; json has every level and the timelines (default: text)",
     )
@@ -94,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     with ending_in_a_sentence():
         if arguments.output is not None:
+            load_figure("waterfall", spell("output"))
             check_writable(arguments.output)
-        a, b = arguments.a, arguments.b
-        if a.exists() and b.exists() and a.samefile(b):
-            raise InputError(f"{b}: A and B are the same file; name two results")
-        difference = explain_difference(read(a), read(b))
+        explained = explain(arguments.a, arguments.b)
         if arguments.output is not None:
-            draw = load_figure("waterfall", "--output")
-            save_figure(draw(difference, say(difference)), arguments.output)
-    detail = Detail(arguments.depth, arguments.top, arguments.every_layer)
-    print(printable(FORMATS[arguments.format](difference, detail)))
+            save_figure(explained.plot(), arguments.output)
+    if arguments.format == "json":
+        print(printable(explained.to_json()))
+    else:
+        every_layer = arguments.every_layer
+        print(printable(explained.text(arguments.depth, arguments.top, every_layer=every_layer)))

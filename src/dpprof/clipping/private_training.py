@@ -1,6 +1,7 @@
 """Private training in one call: clipping, noise, Poisson batches and accounting together."""
 
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dpprof.clipping.automatic import FirstBatch, choose_method
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.budget import Spent, find_noise, verify_budget, warn_of_delta
 from dpprof.clipping.engine import Clipping
@@ -15,12 +17,8 @@ from dpprof.clipping.poisson_batches import PoissonLoader, find_sample_rate, ref
 from dpprof.clipping.private_optimizer import PrivateOptimizer
 from dpprof.clipping.two_pass import FlashClipping
 
-METHODS: dict[str, type[Clipping]] = {
-    "auto": BookKeeping,
-    "flash-bk": BookKeeping,
-    "flash": FlashClipping,
-}
-"""By their names in ``dpprof advise``; ``auto`` is the one that is fastest on nearly every GPU."""
+METHODS: dict[str, type[Clipping]] = {"flash-bk": BookKeeping, "flash": FlashClipping}
+"""By their names in ``dpprof advise``."""
 
 
 class PrivateTraining:
@@ -129,7 +127,9 @@ def make_private(
         delta: Of the guarantee, less than one over the number of samples.
         epochs: Of ``len(data_loader)`` steps each.
         steps: How many steps are planned.
-        method: One of ``METHODS``: ``flash-bk`` is the fastest, ``flash`` needs less memory.
+        method: ``flash-bk`` is the fastest on nearly every GPU, ``flash`` needs less memory;
+            ``auto`` predicts both and takes the faster one that fits (``choose_method``), which
+            takes seconds and needs ``losses_of`` and a known GPU, and is ``flash-bk`` elsewhere.
         max_batch_size: The most samples at a time; a batch with more comes in parts.
         accountant: ``prv``, or ``rdp``, which spends more.
         check: Whether the clipped gradient of a first batch is compared with those of its single
@@ -170,8 +170,8 @@ def make_private(
         >>> optimizer.steps
         2
     """
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, and is {method!r}")
+    if method not in (known := ("auto", *METHODS)):
+        raise ValueError(f"method must be one of {', '.join(known)}, and is {method!r}")
     verify_budget(noise_multiplier, epsilon, delta, accountant=accountant)
     if check and losses_of is None:
         raise ValueError("give losses_of, so that a first batch can be checked; or check=False")
@@ -184,12 +184,18 @@ def make_private(
         planned = _plan_steps(epochs, steps, round(1 / rate))
         noise_multiplier = find_noise(epsilon, delta, planned, rate, accountant)
     assert noise_multiplier is not None
+    draw = None if losses_of is None else cache(partial(_draw_first, losses_of, data_loader))
+    if method == "auto":
+        usual = samples // round(1 / rate)
+        method = choose_method(model, optimizer, draw, max_batch_size or usual)
     clipping = METHODS[method](model, max_grad_norm)
     try:
         _refuse_parts_of_shards(clipping, max_batch_size)
         if check:
-            assert losses_of is not None
-            _check(clipping, losses_of, data_loader, max_batch_size)
+            assert draw is not None
+            first = draw()
+            most = max(2, max_batch_size or samples)  # one shows nothing
+            clipping.check(first.losses_of, *(part[:most] for part in first.batch))
         private = PrivateOptimizer(
             optimizer,
             clipping,
@@ -239,25 +245,15 @@ def _plan_steps(epochs: int | None, steps: int | None, steps_of_epoch: int) -> i
     return int(planned)
 
 
-def _check(
-    clipping: Clipping,
-    losses_of: Callable[..., Tensor],
-    data_loader: DataLoader[Any],
-    max_batch_size: int | None,
-) -> None:
-    """Compare the clipped gradient of a few samples with those of each alone."""
+def _draw_first(losses_of: Callable[..., Tensor], data_loader: DataLoader[Any]) -> FirstBatch:
+    """Return a first batch as its parts, and the losses as a function of these."""
     with torch.random.fork_rng(devices=[]):
         batch = next(iter(data_loader))
-    most = max(2, max_batch_size or len(cast("Any", data_loader.dataset)))  # one shows nothing
     if isinstance(batch, dict):
         names = list(batch)
-        clipping.check(
-            lambda *parts: losses_of(**dict(zip(names, parts, strict=True))),
-            *(batch[name][:most] for name in names),
-        )
-        return
-    parts = batch if isinstance(batch, list | tuple) else [batch]
-    clipping.check(losses_of, *(part[:most] for part in parts))
+        by_name = lambda *parts: losses_of(**dict(zip(names, parts, strict=True)))  # noqa: E731
+        return FirstBatch(by_name, list(batch.values()))
+    return FirstBatch(losses_of, batch if isinstance(batch, list | tuple) else [batch])
 
 
 def _get_state(device: torch.device) -> Tensor:

@@ -50,8 +50,8 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     for position, (axis, panel) in enumerate(zip(axes, shown, strict=True)):
         run = panel.rows.iloc[0]
         step = instants.loc[[tuple(run[RUN_KEY])]]
-        _draw_areas(axis, step, BYTE_UNITS[unit], highest * VISIBLE)
-        mark_phases(axis, _phases_of(step), step["ops"].max(), _LETTER * columns)
+        draw_areas(axis, step, BYTE_UNITS[unit], highest * VISIBLE)
+        mark_phases(axis, find_phases(step), step["ops"].max(), _LETTER * columns)
         _mark_peak(axis, step, run, unit, columns)
         axis.set_ylim(0, highest / BYTE_UNITS[unit] * _HEADROOM)
         axis.set_xlim(0, step["ops"].max())
@@ -72,7 +72,8 @@ def _rank(rows: pd.DataFrame) -> tuple[Any, ...]:
     return rows["method"].nunique(), real, *size
 
 
-def _draw_areas(axis: Axes, step: pd.DataFrame, unit: int, least: float) -> None:
+def draw_areas(axis: Axes, step: pd.DataFrame, unit: int, least: float) -> None:
+    """Stack the owners that hold more than ``least`` bytes at some instant of a step."""
     names = [name for name in COMPONENT_COLOURS if (step[name] > least).any()]
     hatches: Any = [HATCHES.get(name) for name in names]
     axis.stackplot(
@@ -113,7 +114,7 @@ def mark_phases(
         )
 
 
-def _phases_of(step: pd.DataFrame) -> Iterator[tuple[str, int, int]]:
+def find_phases(step: pd.DataFrame) -> Iterator[tuple[str, int, int]]:
     """Yield each phase with its first operator and the first operator of the next phase."""
     entered = step[step["phase"] != step["phase"].shift()]
     ends = [*entered["ops"].iloc[1:], step["ops"].max()]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dpprof.devices.device import Device
 from dpprof.methods.training_step import Batch
 from dpprof.models.sample_losses import UNLABELLED
+from dpprof.models.with_losses import WithLosses
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
@@ -32,6 +33,8 @@ def make_batch(
     are uniform, and as many as its last linear layer tells apart. A Hugging Face model that reads
     text gets a mask; a sample shorter than ``seq_len`` is padded, and padding has no labels.
 
+    A ``WithLosses`` brings its own.
+
     Args:
         model: The model.
         device: Where the batch will be.
@@ -39,10 +42,14 @@ def make_batch(
         batch_size: The batch size instead of the experiment's.
 
     Raises:
-        UnsupportedError: The model has no such layer.
+        UnsupportedError: The model has no such layer, or brings fewer samples.
     """
     count = experiment.batch_size if batch_size is None else batch_size
     where = device.torch_device
+    own = next((one for one in model.modules() if isinstance(one, WithLosses)), None)
+    if own is not None:
+        first, *others = own.take(count, _dtype_of_numbers(experiment), where)
+        return Batch(first, first.flatten(1)[:, 0] if first.dim() > 1 else first, others=(*others,))
     if experiment.image_size is not None:
         return _draw_images(model, experiment, count, where)
     batch = _draw_text(model, experiment, count, where)
@@ -58,9 +65,12 @@ def _draw_images(
     first = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
     channels = 3 if first is None else first.in_channels
     shape = (count, channels, experiment.image_size, experiment.image_size)
-    dtype = torch.float64 if experiment.dtype == "float64" else torch.float32
-    pixels = torch.randn(shape, dtype=dtype).to(device)
+    pixels = torch.randn(shape, dtype=_dtype_of_numbers(experiment)).to(device)
     return Batch(pixels, _draw(_count_classes(model), (count,), device))
+
+
+def _dtype_of_numbers(experiment: Experiment) -> torch.dtype:
+    return torch.float64 if experiment.dtype == "float64" else torch.float32
 
 
 def _draw_text(model: nn.Module, experiment: Experiment, count: int, device: torch.device) -> Batch:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.reduction import DupFd
+from types import ModuleType
 from typing import IO, Any
 
 from dpprof.launch.child import Assignment, carry_out
@@ -49,7 +50,8 @@ class Forks:
         printed, end = os.pipe()
         files = map(_Descriptors, (assignment.descriptors, pass_fds, (end,)))
         process = self._context.Process(target=_carry_out, args=(assignment, *files))
-        process.start()
+        with _lock, _without_main():
+            process.start()
         os.close(end)
         return Forked(process), os.fdopen(printed, "rb")
 
@@ -68,6 +70,17 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
         for name in variables.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Let no child that starts within run this process's script again, as multiprocessing does."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 class Forked:

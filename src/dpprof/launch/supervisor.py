@@ -3,6 +3,7 @@
 It imports no torch, so it starts fast, and a crash of a measurement does not affect it.
 """
 
+import pkgutil
 import signal
 import tempfile
 import time
@@ -21,7 +22,7 @@ from dpprof.launch.gpu_contention import (
     refuse_busy,
     tell_others,
 )
-from dpprof.launch.isolated import Isolation, Terminated, isolate
+from dpprof.launch.isolated import Ended, Isolation, Terminated, isolate
 from dpprof.launch.protocol import TRACES, PhaseMark, WorkerAnswer
 from dpprof.launch.scheduler import (
     MAX_ATTEMPTS,
@@ -44,13 +45,13 @@ from dpprof.records.result import (
     interrupted_path,
 )
 from dpprof.spec.experiment import Experiment
-from dpprof.spec.registry import PREDICTIONS
+from dpprof.spec.registry import PREDICTIONS, is_lent
 from dpprof.system.child_output import Sink
 from dpprof.system.console import say
 from dpprof.system.files import write_atomically
 from dpprof.system.hardware import available_cores
 
-_WORK = "dpprof.launch.worker:work"
+_WORK, _WORK_HERE = "dpprof.launch.worker:work", "dpprof.launch.worker:work_here"
 
 _SIGNALS_SPREAD_S = 2.0
 """A scheduler signals every process of a job, the worker perhaps before its supervisor."""
@@ -106,16 +107,20 @@ def _attempt(
         descriptor = phase_file.fileno()
         mark = PhaseMark(descriptor)
         try:
-            ended = isolation.run(
-                WorkerAnswer,
-                _WORK,
-                experiment.model_dump_json(),
-                instrument,
-                descriptor,
-                timeout_s=experiment.timeout_s,
-                sink=sink,
-                pass_fds=(descriptor,),
-                forks=forks,
+            ended = (
+                _run_here(experiment, instrument, mark)
+                if is_lent(experiment.model)
+                else isolation.run(
+                    WorkerAnswer,
+                    _WORK,
+                    experiment.model_dump_json(),
+                    instrument,
+                    descriptor,
+                    timeout_s=experiment.timeout_s,
+                    sink=sink,
+                    pass_fds=(descriptor,),
+                    forks=forks,
+                )
             )
             if ended.returncode == -signal.SIGTERM and scheduler_job():
                 time.sleep(_SIGNALS_SPREAD_S)
@@ -147,6 +152,13 @@ def _attempt(
         others_after=after,
     )
     return _Tried(attempt, report.measurement)
+
+
+def _run_here(experiment: Experiment, instrument: str, mark: PhaseMark) -> Ended[WorkerAnswer]:
+    """Run a prediction of a model that only this process can build."""
+    start = time.monotonic()
+    answer = pkgutil.resolve_name(_WORK_HERE)(experiment, instrument, mark)
+    return Ended(answer, 0, False, "", time.monotonic() - start, 0.0)
 
 
 def supervise(

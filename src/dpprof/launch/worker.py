@@ -1,16 +1,18 @@
 """The worker process of an experiment: runs one instrument and reports the result or the failure.
 
 The supervisor calls ``work`` in a child process, and a worker of several ranks ``work_on_rank`` in
-one for each. A worker returns a report unless its process dies; then its parent judges it by how
-the process ended.
+one for each. A model that only the supervisor's process can build is for ``work_here``. A worker
+returns a report unless its process dies; then its parent judges it by how the process ended.
 """
 
+import gc
 import os
 import pkgutil
 import resource
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -22,6 +24,7 @@ from dpprof.spec.experiment import Experiment
 from dpprof.system.imports import collecting_no_garbage
 from dpprof.system.messages import KIND_LIMIT, shorten
 from dpprof.system.out_of_memory import is_out_of_memory, requested_bytes
+from dpprof.system.substitutes import substitute
 
 _IMPORT = "dpprof.instruments.setup:import_method"
 """Imports all that an experiment needs."""
@@ -50,6 +53,33 @@ def work_on_rank(
     report = run(experiment, instrument, PhaseMark(phase_fd), join)
     _lift_memory_limit()
     return report
+
+
+def work_here(experiment: Experiment, instrument: str, mark: PhaseMark) -> WorkerAnswer:
+    """Run a prediction in this process, which stays as it was.
+
+    Raises:
+        KeyboardInterrupt: The user has interrupted it.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    with undisturbed():
+        answer = run(experiment, instrument, mark)
+    resource.setrlimit(resource.RLIMIT_DATA, limits)
+    gc.unfreeze()  # garbage of before may be collected again
+    if answer.error is not None and answer.error.kind == "KeyboardInterrupt":
+        raise KeyboardInterrupt
+    return answer
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Leave PyTorch's generators as they are, whatever a prediction within seeds and draws."""
+    import torch  # noqa: PLC0415 (the prediction needs it, too)
+
+    generator = torch.default_generator
+    # A seed would reach CUDA's generators, also those that do not exist yet.
+    with torch.random.fork_rng(devices=[]), substitute(torch, "manual_seed", lambda _: generator):
+        yield
 
 
 def _join(experiment: Experiment, rank: int, store_fd: int) -> None:

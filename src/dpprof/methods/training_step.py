@@ -50,21 +50,25 @@ class Batch:
     decoder_BT: Tensor | None = None
     """For models with an encoder and a decoder: the ids that the decoder gets, (B, T) int64."""
 
+    others: tuple[Tensor, ...] = ()
+    """Of a model that computes its losses: what it gets beside ``x``. It takes no labels."""
+
     def __iter__(self) -> Iterator[Tensor]:
-        each = (self.x, self.labels, self.mask_BT, self.decoder_BT)
+        each = (self.x, self.labels, self.mask_BT, self.decoder_BT, *self.others)
         return (tensor for tensor in each if tensor is not None)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """The inputs of the model, samples first."""
-        others = (self.mask_BT, self.decoder_BT)
+        others = (self.mask_BT, self.decoder_BT, *self.others)
         return (self.x, *(tensor for tensor in others if tensor is not None))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Return the batch with a function applied to each tensor."""
-        others = (self.mask_BT, self.decoder_BT)
-        mapped = (None if tensor is None else function(tensor) for tensor in others)
-        return Batch(function(self.x), function(self.labels), *mapped)
+        known = (self.mask_BT, self.decoder_BT)
+        mask_BT, decoder_BT = (None if one is None else function(one) for one in known)
+        others = tuple(map(function, self.others))
+        return Batch(function(self.x), function(self.labels), mask_BT, decoder_BT, others)
 
 
 class ClipGroup(NamedTuple):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dpprof.models.heads import find_head
 from dpprof.models.transformer import Transformer
+from dpprof.models.with_losses import WithLosses
 from dpprof.spec import registry
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Dimensions, Experiment
@@ -23,9 +24,10 @@ def build_model(experiment: Experiment, *, is_reduced: bool = False) -> nn.Modul
 
     The registry's object is ``Dimensions``, or a function from the experiment to a module that maps
     token ids (B, T) to logits (B, T, V), or images (B, channels, ``image_size``, ``image_size``) to
-    logits (B, classes). The parameters that the experiment does not train are frozen; with
-    ``parameters_dtype: bfloat16`` they are bfloat16 already, so that a device never holds them in
-    float32.
+    logits (B, classes); or to three: a model, a function from a batch to each sample's loss, and a
+    batch, which make a ``WithLosses``. The parameters that the experiment does not train are
+    frozen; with ``parameters_dtype: bfloat16`` they are bfloat16 already, so that a device never
+    holds them in float32.
 
     Args:
         experiment: The model, and how it is built.
@@ -112,13 +114,18 @@ def _build(experiment: Experiment, *, is_reduced: bool) -> nn.Module:
         return Transformer(
             recipe, experiment.seq_len, experiment.attention, experiment.checkpointing
         )
-    name = experiment.model_name
+    name = str(experiment.model)  # of the registry
     if not callable(recipe):
         raise EntryPointError("models", name, "is no function from an experiment to a model")
     model = recipe(experiment)
+    if isinstance(model, tuple):
+        model = WithLosses.of(model, name)
     if not isinstance(model, nn.Module):
         raise EntryPointError(
-            "models", name, f"returned {type(model).__name__} and not a torch.nn.Module"
+            "models",
+            name,
+            f"returned {type(model).__name__} and not a torch.nn.Module, or a tuple of one, a "
+            "function of the batch that returns each sample's loss, and a batch",
         )
     return model
 

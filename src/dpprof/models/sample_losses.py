@@ -16,13 +16,16 @@ def sample_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     A sample without labels has the loss 0.
 
     Args:
-        logits: (B, T, V), or (B, V) where samples have classes.
+        logits: (B, T, V), or (B, V) where samples have classes; or the losses themselves, (B,), of
+            a model that computes them (``WithLosses``).
         labels: (B, T) or (B,).
         label_smoothing: The share of the target that all ids have alike.
 
     Returns:
         (B,).
     """
+    if logits.dim() == 1:
+        return logits
     losses = functional.cross_entropy(
         logits.flatten(0, -2),
         labels.flatten(),

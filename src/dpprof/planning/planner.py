@@ -37,7 +37,7 @@ from dpprof.planning.stand_ins import StandIn
 from dpprof.records.ceilings import device_name
 from dpprof.records.result import result_path
 from dpprof.spec import registry
-from dpprof.spec.experiment import Experiment
+from dpprof.spec.experiment import Experiment, refuse_code
 from dpprof.spec.privacy import Privacy
 from dpprof.spec.registry import PREDICTIONS, refuse_target
 from dpprof.spec.sweep import Config, Run, expand, given, parse_config
@@ -159,6 +159,7 @@ def _check_names(config: Config) -> None:
         for key, group in registry.NAMING.items():
             for name in given(grid).get(key, []):
                 if isinstance(name, str):
+                    refuse_code(name, f"{where}.{key}")
                     registry.check(group, name, f"{where}.{key}")
 
 

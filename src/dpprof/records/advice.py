@@ -91,6 +91,11 @@ class Advice(Part):
     """The same for the model without adapters, where that was asked too."""
 
     @property
+    def sides(self) -> "list[Advice]":
+        """The advice as asked, and that for the model without adapters, if there is one."""
+        return [self, *([] if self.whole is None else [self.whole])]
+
+    @property
     def best(self) -> Option | None:
         """The private method with the highest predicted speed; None where none fits."""
         return next((option for option in self.options if option.verdict == "first"), None)

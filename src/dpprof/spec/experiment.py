@@ -1,5 +1,6 @@
 """One point of a sweep: frozen, validated, and named by a digest of its content."""
 
+import re
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +37,9 @@ from dpprof.system.files import canonical_json, sha256_hex
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
 """Allowed names of models, methods and instruments: safe in a path, a shell and a report."""
+
+CODE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.]{0,99}:[A-Za-z_][A-Za-z0-9_]{0,99}$"
+"""A function that builds a model, as ``package.module:function``; no file names one."""
 
 ID_PATTERN = r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}"
 
@@ -86,8 +90,9 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 _ModelInput = Name | Annotated[str, Field(pattern=f"^{PREFIX}.")] | Dimensions | _Overrides
 """How a model may be written."""
 
+_NameOrCode = Annotated[str, Field(pattern=f"{NAME_PATTERN}|{CODE_PATTERN}")]
 Model = Annotated[
-    Annotated[Name, Tag(NAME_TAG)]
+    Annotated[_NameOrCode, Tag(NAME_TAG)]
     | Annotated[Dimensions, Tag(DIMENSIONS_TAG)]
     | Annotated[Architecture, Tag(ARCHITECTURE_TAG)],
     Discriminator(
@@ -336,9 +341,11 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def model_name(self) -> str:
-        """The preset's name, ``custom`` for a mapping of dimensions, or ``hf-gpt2-lora16``."""
+        """A name for files: the preset's, ``custom``, ``hf-gpt2-lora16`` or ``module-function``."""
+        if isinstance(self.model, str):
+            return re.sub(r"[^a-z0-9]+", "-", self.model.lower()).strip("-")
         if not isinstance(self.model, Architecture):
-            return self.model if isinstance(self.model, str) else "custom"
+            return "custom"
         return self.model.slug + ("" if self.lora is None else f"-lora{self.lora.rank}")
 
     @property
@@ -401,6 +408,26 @@ def _spell(target: str | Target) -> str:
     return target if isinstance(target, str) else "as a mapping"
 
 
+def is_code(model: Any) -> bool:
+    """Return whether a model is a function of the user's own, as ``package.module:function``."""
+    return isinstance(model, str) and ":" in model
+
+
+def refuse_code(model: Any, key: str) -> None:
+    """Refuse the user's own code as a model where a file names it.
+
+    Raises:
+        InputError: It is such code; the message names the key.
+    """
+    if is_code(model):
+        raise refuse(
+            key,
+            model,
+            "a file runs no code; give it on the command line or from Python, or declare an entry "
+            "point (docs/how-to/profile-my-model.md)",
+        )
+
+
 def read_spec(path: Path) -> Experiment:
     """Read a spec file.
 
@@ -410,4 +437,5 @@ def read_spec(path: Path) -> Experiment:
     experiment = read_model(path, Experiment, "the spec of an experiment")
     if path.stem != experiment.id:
         raise InputError(f"{path}: was edited: its content belongs to {experiment.id}")
+    refuse_code(experiment.model, f"{path}: model")
     return experiment

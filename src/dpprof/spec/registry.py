@@ -5,16 +5,19 @@ look-up imports nothing that the names refer to, so planning needs no torch.
 """
 
 import ast
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
+import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Literal
 
-from dpprof.spec.experiment import Experiment
+from dpprof.spec.experiment import Experiment, is_code
 from dpprof.spec.validation import one_of, refuse
 from dpprof.system.hardware import available_cores, interchangeable_gpus, why_no_cuda
 from dpprof.system.paths import find_checkout
@@ -48,10 +51,12 @@ class EntryPointError(ImportError):
     """
 
     def __init__(self, group: Group, name: str, problem: str) -> None:
-        entry, declared_by = _entries(group)[name], distribution_of(group, name)
+        entry, declared_by = _entry(group, name), distribution_of(group, name)
         super().__init__(
-            f"the entry point {name!r} of {declared_by} in dpprof.{group} names {entry.value}, "
-            f"which {problem}"
+            f"the model is {name}, which {problem}"
+            if is_code(name)
+            else f"the entry point {name!r} of {declared_by} in dpprof.{group} names "
+            f"{entry.value}, which {problem}"
         )
 
 
@@ -73,13 +78,49 @@ def _entries(group: Group) -> dict[str, EntryPoint]:
     return entries
 
 
+_lent: dict[str, Callable[[Experiment], Any]] = {}
+"""Functions of this process that build models, by name; no other process has them."""
+
+_numbers = itertools.count(1)
+
+
+@contextlib.contextmanager
+def lent(build: Callable[[Experiment], Any]) -> Iterator[str]:
+    """Give a function of this process that builds a model a name, within this context."""
+    told = "".join(one if one.isalnum() else "_" for one in getattr(build, "__name__", "model"))
+    name = f"here:{told.strip('_')[:60]}_{next(_numbers)}"  # never again another's
+    _lent[name] = build
+    try:
+        yield name
+    finally:
+        del _lent[name]
+
+
+def is_lent(model: Any) -> bool:
+    """Return whether a model is built by a function that only this process has."""
+    return isinstance(model, str) and model in _lent
+
+
+def _entry(group: Group, name: str) -> EntryPoint:
+    """Return a name's entry point; a function of the user's own is one.
+
+    Its module may be in the working folder, which comes last on the search path.
+    """
+    entries = _entries(group)
+    if group != "models" or not is_code(name):
+        return entries[name]
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    return EntryPoint(name, name, f"dpprof.{group}")
+
+
 def _declared_here(entry: EntryPoint) -> bool:
     return entry.module.partition(".")[0] == "dpprof"
 
 
 def is_own(group: Group, name: str) -> bool:
     """Return whether a name is dpprof's own and not another package's."""
-    return _declared_here(_entries(group)[name])
+    return _declared_here(_entry(group, name))
 
 
 def names(group: Group) -> list[str]:
@@ -89,7 +130,7 @@ def names(group: Group) -> list[str]:
 
 def modules(group: Group, of: Iterable[str]) -> list[str]:
     """Return the modules that names refer to."""
-    return [_entries(group)[name].module for name in of]
+    return [_entry(group, name).module for name in of]
 
 
 def names_by_key() -> dict[str, list[str]]:
@@ -103,7 +144,10 @@ def check(group: Group, name: str, key: str) -> None:
     Raises:
         InputError: The name does not exist; the message names key, value and existing names.
     """
-    if name not in _entries(group):
+    if group == "models" and is_code(name):
+        if not is_lent(name) and source_file(group, name) is None:
+            raise refuse(key, name, "there is no such module, here or installed")
+    elif name not in _entries(group):
         if (group, name) in RENAMED:
             raise refuse(key, name, f"it is called {RENAMED[group, name]} now")
         raise refuse(key, name, one_of(names(group), name))
@@ -131,7 +175,9 @@ def load(group: Group, name: str) -> Any:
         EntryPointError: It cannot be imported; the message names its package and the reason.
         UnsupportedError: The imported module raises it.
     """
-    entry = _entries(group)[name]
+    if name in _lent:
+        return _lent[name]
+    entry = _entry(group, name)
     try:
         return entry.load()
     except (MemoryError, UnsupportedError):
@@ -150,8 +196,9 @@ def source_file(group: Group, name: str) -> Path | None:
     Raises:
         InputError: Nothing has this name here, as where the package of a result is not installed.
     """
-    check(group, name, group)
-    top, *rest = _entries(group)[name].module.split(".")
+    if not is_code(name):
+        check(group, name, group)
+    top, *rest = _entry(group, name).module.split(".")
     found = importlib.util.find_spec(top)
     if found is None or found.origin is None:
         return None
@@ -167,7 +214,7 @@ def caption(group: Group, name: str) -> str:
     file = source_file(group, name)
     if file is None:
         return name
-    wanted = _entries(group)[name].attr
+    wanted = _entry(group, name).attr
     for node in ast.parse(file.read_bytes()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == wanted:
             text = ast.get_docstring(node) or name
@@ -177,7 +224,7 @@ def caption(group: Group, name: str) -> str:
 
 def distribution_of(group: Group, name: str) -> str:
     """Return the distribution and version that declare a name; ``dpprof`` for its own."""
-    distribution = _entries(group)[name].dist
+    distribution = _entry(group, name).dist
     return f"{distribution.name} {distribution.version}" if distribution else "dpprof"
 
 

@@ -1,10 +1,12 @@
 """Error messages for bad input: one sentence with the key, the value and what is allowed."""
 
+import contextlib
 import difflib
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,7 +118,7 @@ def explain(
     """Return one sentence per problem that pydantic found, and the number of problems beyond ten.
 
     ``model`` is what was validated, for its allowed keys; ``names`` are those that exist, by
-    key. With ``options``, keys are spelled as options, ``--batch-size`` for ``batch_size``.
+    key. With ``options``, keys are spelled as ``spell`` spells them.
     """
     missing: dict[str, list[str]] = {}
     sentences: dict[str, None] = {}
@@ -128,10 +130,10 @@ def explain(
             sentences[_sentence(problem, model, options, names or {})] = None
     for parent, absent in missing.items():
         if parent:
-            where = option_name(parent) if options else parent
+            where = spell(parent) if options else parent
             sentences[f"{where}: missing {', '.join(absent)}"] = None
         else:
-            told = map(option_name, absent) if options else absent
+            told = map(spell, absent) if options else absent
             sentences[f"missing: {', '.join(told)}"] = None
     return InputError("\n".join(limit_lines(list(sentences))))
 
@@ -178,8 +180,26 @@ def _sentence(
         message = one_of(named, value)
     if not key and problem["type"] == "value_error":
         return message  # keys contradict one another, and the message names them
-    spelled = option_name(key) if options else key
+    spelled = spell(key) if options else key
     return str(refuse(spelled or "the configuration", value, message))
+
+
+_in_a_command: ContextVar[bool] = ContextVar("in_a_command", default=False)
+
+
+@contextlib.contextmanager
+def spelling_options() -> Iterator[None]:
+    """Let ``spell`` spell keys as the options of a command, within this context."""
+    token = _in_a_command.set(True)
+    try:
+        yield
+    finally:
+        _in_a_command.reset(token)
+
+
+def spell(key: str) -> str:
+    """Return a key as the user gave it: an option in a command, else a keyword of Python."""
+    return option_name(key) if _in_a_command.get() else key
 
 
 def option_name(key: str) -> str:

@@ -26,7 +26,8 @@ class PlacedGroup(NamedTuple):
 def sample_gradients(model: nn.Module, inputs: Sequence[Tensor], labels_BT: Tensor) -> list[Tensor]:
     """Return every sample's gradient of its mean cross-entropy over labelled tokens.
 
-    ``inputs`` are what the model gets, samples first.
+    ``inputs`` are what the model gets, samples first. A model that computes losses, (B,), needs no
+    cross-entropy.
 
     Returns:
         One (B, P) for each trainable parameter, in the order of ``model.parameters()``.
@@ -35,7 +36,7 @@ def sample_gradients(model: nn.Module, inputs: Sequence[Tensor], labels_BT: Tens
 
     def loss(parameters: dict[str, Tensor], labels_T: Tensor, *sample: Tensor) -> Tensor:
         logits_1TV = functional_call(model, parameters, tuple(one[None] for one in sample))
-        return functional.cross_entropy(logits_1TV[0], labels_T)
+        return _loss(logits_1TV[0], labels_T)
 
     gradient = grad(loss)
     try:
@@ -47,12 +48,16 @@ def sample_gradients(model: nn.Module, inputs: Sequence[Tensor], labels_BT: Tens
     return [samples[name].flatten(1) for name in trainable]
 
 
+def _loss(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    return functional.cross_entropy(logits_TV, labels_T) if logits_TV.dim() else logits_TV
+
+
 def _one_by_one(model: nn.Module, inputs: Sequence[Tensor], labels_BT: Tensor) -> list[Tensor]:
     """Return the same by autograd, from one sample after the other."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     samples = []
     for labels_T, *sample in zip(labels_BT, *inputs, strict=True):
-        loss = functional.cross_entropy(model(*(one[None] for one in sample))[0], labels_T)
+        loss = _loss(model(*(one[None] for one in sample))[0], labels_T)
         # A model may not use all of its parameters.
         samples.append(torch.autograd.grad(loss, parameters, materialize_grads=True))
     return [torch.stack(each).flatten(1) for each in zip(*samples, strict=True)]

@@ -18,6 +18,7 @@ from dpprof.methods.opacus.refusals import tell_refusals
 from dpprof.methods.training_step import Batch, Enter
 from dpprof.records.births import Function
 from dpprof.records.terms import Component
+from dpprof.spec.registry import UnsupportedError
 
 
 class ReportsPhases:
@@ -90,6 +91,11 @@ class OpacusTwoPass(OpacusStep):
         self.module.enter = enter
         enter("forward")
         logits = self.module(*batch.inputs)
+        if logits.dim() == 1:
+            raise UnsupportedError(
+                f"{self.experiment.method} computes the loss itself, cross-entropy of logits, and "
+                "the model comes with a loss of its own"
+            )
         # Of samples that have classes, the criterion's losses are those of samples already.
         shape = {"shape": logits.shape} if batch.labels.dim() > 1 else {}
         loss = self.criterion(logits.flatten(0, -2), batch.labels.flatten(), **shape)

@@ -1,0 +1,1 @@
+"""The answers of dpprof as functions: the commands print them, and Python has them as objects."""
