@@ -141,7 +141,8 @@ class NoisyOptimizer(Optimizer):
         """How many batches got noise."""
 
         ranks = clipping.ranks
-        self._made_with = self.settings | {"rank": ranks.rank, "number of ranks": ranks.size}
+        made_with = {"rank": ranks.rank, "number of ranks": ranks.size}
+        self._made_with = self.settings | made_with | {"stability": clipping.stability}
         self._batches_before = clipping.batches
         self._bound: float | None = None
         self._is_noised = False
@@ -264,6 +265,7 @@ class NoisyOptimizer(Optimizer):
             )
             settings: dict[str, float | str] = {
                 **{name: value or 0 for name, value in self.settings.items()},
+                "stability": self.clipping.stability or 0,
                 "the number of steps": self.steps,
                 "the trained parameters": "\n".join(trained),
             }

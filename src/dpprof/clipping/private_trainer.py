@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dpprof.clipping.budget import Spent, find_noise, verify_budget, warn_of_delta
 from dpprof.clipping.causal_lm import causal_lm_losses
+from dpprof.clipping.factor import find_stability
 from dpprof.clipping.poisson_batches import PoissonLoader, refuse_related
 from dpprof.clipping.private_optimizer import Part, PrivateOptimizer
 from dpprof.clipping.private_training import METHODS
@@ -33,6 +34,8 @@ class PrivacyArguments:
         epsilon: The budget of the whole training, which needs ``delta``.
         delta: Of the guarantee, less than one over the number of samples.
         method: ``flash-bk`` (``auto``) or ``flash``.
+        clipping: ``flat`` or ``normalised``, as of ``make_private``.
+        stability: Of normalised clipping, by default 0.01.
         accountant: ``prv`` or ``rdp``.
         head: Of causal language models: ``logits``, or ``chunked`` or ``kept`` for
             ``causal_lm_losses``.
@@ -45,6 +48,8 @@ class PrivacyArguments:
     epsilon: float | None = None
     delta: float | None = None
     method: str = "auto"
+    clipping: str = "flat"
+    stability: float | None = None
     accountant: str = "prv"
     head: str = "logits"
     sampling_generator: torch.Generator | None = None
@@ -115,6 +120,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         )
         if privacy.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, not {privacy.method!r}")
+        find_stability(privacy.clipping, privacy.stability)
         if privacy.head not in ("logits", "chunked", "kept"):
             raise ValueError(f"head must be logits, chunked or kept, and is {privacy.head!r}")
         super().__init__(*inputs, **named)
@@ -185,7 +191,11 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             assert privacy.delta is not None
             budget = (privacy.epsilon, privacy.delta, self.state.max_steps)
             noise = find_noise(*budget, rate, privacy.accountant)
-        self._clipping = METHODS[privacy.method](self.model, privacy.max_grad_norm)
+        self._clipping = METHODS[privacy.method](
+            self.model,
+            privacy.max_grad_norm,
+            stability=find_stability(privacy.clipping, privacy.stability),
+        )
         self.optimizer = PrivateOptimizer(
             inner,
             self._clipping,
@@ -298,8 +308,10 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             return {}
         quantiles = torch.quantile(found, torch.tensor(_QUANTILES)).tolist()
         names = (f"sample_norm_{round(100 * share)}%" for share in _QUANTILES)
-        clipped = float((found > self.privacy.max_grad_norm).float().mean())
-        return {"clipped_share": clipped, **dict(zip(names, quantiles, strict=True))}
+        described = dict(zip(names, quantiles, strict=True))
+        if self.privacy.clipping == "flat":  # normalised clipping scales every sample
+            described["clipped_share"] = float((found > self.privacy.max_grad_norm).float().mean())
+        return described
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

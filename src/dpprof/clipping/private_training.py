@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.budget import Spent, find_noise, verify_budget, warn_of_delta
 from dpprof.clipping.engine import Clipping
+from dpprof.clipping.factor import find_stability
 from dpprof.clipping.poisson_batches import PoissonLoader, find_sample_rate, refuse_related
 from dpprof.clipping.private_optimizer import PrivateOptimizer
 from dpprof.clipping.two_pass import FlashClipping
@@ -106,6 +107,8 @@ def make_private(
     epochs: int | None = None,
     steps: int | None = None,
     method: str = "auto",
+    clipping: str = "flat",
+    stability: float | None = None,
     max_batch_size: int | None = None,
     accountant: str = "prv",
     check: bool = True,
@@ -130,6 +133,9 @@ def make_private(
         epochs: Of ``len(data_loader)`` steps each.
         steps: How many steps are planned.
         method: One of ``METHODS``: ``flash-bk`` is the fastest, ``flash`` needs less memory.
+        clipping: ``flat`` scales long gradients to C, ``normalised`` all gradients to less than C
+            (AUTO-S, ``factor``): another mechanism with the same noise and accounting.
+        stability: The gamma of normalised clipping, by default 0.01.
         max_batch_size: The most samples at a time; a batch with more comes in parts.
         accountant: ``prv``, or ``rdp``, which spends more.
         check: Whether the clipped gradient of a first batch is compared with those of its single
@@ -172,6 +178,7 @@ def make_private(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, and is {method!r}")
+    stability = find_stability(clipping, stability)
     verify_budget(noise_multiplier, epsilon, delta, accountant=accountant)
     if check and losses_of is None:
         raise ValueError("give losses_of, so that a first batch can be checked; or check=False")
@@ -184,15 +191,15 @@ def make_private(
         planned = _plan_steps(epochs, steps, round(1 / rate))
         noise_multiplier = find_noise(epsilon, delta, planned, rate, accountant)
     assert noise_multiplier is not None
-    clipping = METHODS[method](model, max_grad_norm)
+    clipped = METHODS[method](model, max_grad_norm, stability=stability)
     try:
-        _refuse_parts_of_shards(clipping, max_batch_size)
+        _refuse_parts_of_shards(clipped, max_batch_size)
         if check:
             assert losses_of is not None
-            _check(clipping, losses_of, data_loader, max_batch_size)
+            _check(clipped, losses_of, data_loader, max_batch_size)
         private = PrivateOptimizer(
             optimizer,
-            clipping,
+            clipped,
             noise_multiplier=noise_multiplier,
             expected_batch_size=samples // round(1 / rate),
             generator=noise_generator,
@@ -201,13 +208,13 @@ def make_private(
         loader = PoissonLoader(
             data_loader,
             max_batch_size=max_batch_size,
-            generator=_of_this_rank(clipping, sampling_generator),
-            rank=clipping.ranks.rank,
-            ranks=clipping.ranks.size,
+            generator=_of_this_rank(clipped, sampling_generator),
+            rank=clipped.ranks.rank,
+            ranks=clipped.ranks.size,
         )
         loader.optimizer = private
     except BaseException:
-        clipping.remove()
+        clipped.remove()
         raise
     private.planned_steps = planned
     return PrivateTraining(model, private, loader, Spent(rate, delta, accountant))
