@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -17,10 +18,10 @@ from dpprof.clipping.causal_lm import causal_lm_losses
 from dpprof.clipping.factor import find_stability
 from dpprof.clipping.poisson_batches import PoissonLoader, refuse_related
 from dpprof.clipping.private_optimizer import Part, PrivateOptimizer
-from dpprof.clipping.private_training import METHODS
+from dpprof.clipping.private_training import METHODS, make_sampling_generator
+from dpprof.clipping.ranks import Ranks, is_distributed
 from dpprof.models.sample_losses import sample_losses, shift_labels
 
-_STATE = "private.pt"
 _QUANTILES = (0.1, 0.5, 0.9)
 
 
@@ -39,6 +40,7 @@ class PrivacyArguments:
         accountant: ``prv`` or ``rdp``.
         head: Of causal language models: ``logits``, or ``chunked`` or ``kept`` for
             ``causal_lm_losses``.
+        check: Whether ``losses_of`` is checked on two samples (``Clipping.check``), in one process.
         sampling_generator: Draws the samples; by default the operating system seeds one.
         noise_generator: Draws the noise; likewise.
     """
@@ -52,6 +54,7 @@ class PrivacyArguments:
     stability: float | None = None
     accountant: str = "prv"
     head: str = "logits"
+    check: bool = True
     sampling_generator: torch.Generator | None = None
     noise_generator: torch.Generator | None = None
 
@@ -79,11 +82,13 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     """A ``Trainer`` whose steps are private.
 
     A step draws each sample with the probability
-    ``per_device_train_batch_size * gradient_accumulation_steps / samples``, and runs
-    ``per_device_train_batch_size`` samples at a time. Each sample's loss is the mean over its own
-    labelled tokens. Evaluation, callbacks, schedulers and checkpoints are those of ``Trainer``; a
-    resumed run ends with the same bits. What is logged (losses, norms, the share that was clipped)
-    is that of the samples, and not private; epsilon is logged beside it.
+    ``per_device_train_batch_size * gradient_accumulation_steps * world_size / samples``, and runs
+    ``per_device_train_batch_size`` samples at a time. Under ``torchrun`` each rank draws samples of
+    its own, and ``DistributedDataParallel`` runs the model. Each sample's loss is the mean over its
+    own labelled tokens. Evaluation, callbacks, schedulers and checkpoints are those of ``Trainer``;
+    a resumed run ends with the same bits. What is logged (losses, norms, the share that was
+    clipped) is that of the samples, of rank 0 where there are several, and not private; epsilon is
+    logged beside it.
 
     Args:
         privacy: The settings.
@@ -126,6 +131,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         super().__init__(*inputs, **named)
         refuse_arguments(self.args, self)
         refuse_related(privacy.sampling_generator, privacy.noise_generator)
+        self._ranks = Ranks()
+        if self.args.world_size > 1:
+            self._ranks = Ranks(distributed.group.WORLD, self.args.device)
         self._steps: _Steps | None = None
         self._clipping: Any = None
         self.spent = Spent(0.0, privacy.delta, privacy.accountant)
@@ -157,15 +165,20 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         part = self.args.per_device_train_batch_size
         loader: DataLoader[Any] = DataLoader(
             dataset,
-            batch_size=part * self._accumulation,
+            batch_size=part * self._accumulation * self._ranks.size,
             shuffle=True,
             collate_fn=collate,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
-        generator = self.privacy.sampling_generator
-        poisson = PoissonLoader(loader, max_batch_size=part, generator=generator)
+        poisson = PoissonLoader(
+            loader,
+            max_batch_size=part,
+            generator=make_sampling_generator(self._ranks, self.privacy.sampling_generator),
+            rank=self._ranks.rank,
+            ranks=self._ranks.size,
+        )
         self.spent.sample_rate = poisson.sample_rate
         warn_of_delta(self.privacy.delta, poisson.samples)
         self._steps = _Steps(poisson)
@@ -191,11 +204,15 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             assert privacy.delta is not None
             budget = (privacy.epsilon, privacy.delta, self.state.max_steps)
             noise = find_noise(*budget, rate, privacy.accountant)
+        if self._ranks.size > 1:  # here, and not by accelerate, so that the clipping knows it
+            self.model_wrapped: nn.Module = DistributedDataParallel(self.model)
         self._clipping = METHODS[privacy.method](
-            self.model,
+            self.model_wrapped,
             privacy.max_grad_norm,
             stability=find_stability(privacy.clipping, privacy.stability),
         )
+        if privacy.check and self.losses_of is not None and self._ranks.size == 1:
+            self._check_losses()
         self.optimizer = PrivateOptimizer(
             inner,
             self._clipping,
@@ -207,6 +224,18 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self.optimizer.spent = self.spent
         self._steps.loader.optimizer = self.optimizer
         return self.optimizer
+
+    def _check_losses(self) -> None:
+        """Compare the clipped gradient of the first two samples with those of each alone."""
+        assert self._steps is not None
+        inputs = self._prepare_inputs(self._steps.loader.load(range(2)))
+        names = [name for name, one in inputs.items() if isinstance(one, Tensor)]
+
+        def losses_of(*parts: Tensor) -> Tensor:
+            given = {**inputs, **dict(zip(names, parts, strict=True))}
+            return self.compute_sample_losses(self.model, given)
+
+        self._clipping.check(losses_of, *(inputs[name] for name in names))
 
     def train(self, *inputs: Any, **named: Any) -> Any:
         """Train, as ``Trainer`` does; afterwards the model is as it was, without clipping."""
@@ -316,23 +345,45 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         assert self._steps is not None
-        state = {"loader": self._steps.loader.state_dict(), "history": self.spent.history}
-        torch.save(state, Path(output_dir, _STATE))
+        state = {
+            "loader": self._steps.loader.state_dict(),
+            "privacy": self.private_optimizer.state_dict()["privacy"],
+            "history": self.spent.history,
+        }
+        Path(output_dir).mkdir(parents=True, exist_ok=True)  # rank 0 may not have come so far
+        torch.save(state, Path(output_dir, self._name_of_rank("private", "pt")))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        """Load all that a resumed run needs, or refuse: it would repeat noise on other samples."""
         if checkpoint is None:
             return
-        file = Path(checkpoint, _STATE)
-        if not file.exists():
-            raise ValueError(
-                f"{checkpoint} has no {file.name}: it was saved by another Trainer, and to resume "
-                "from it would draw samples and noise that its accountant does not know"
-            )
-        state = torch.load(file, weights_only=True)
+        own, random = self._name_of_rank("private", "pt"), self._name_of_rank("rng_state", "pth")
+        for name in (own, random, "optimizer.pt", "scheduler.pt"):
+            if not Path(checkpoint, name).exists():
+                raise ValueError(
+                    f"{checkpoint} has no {name}: it was saved by another Trainer, or not to the "
+                    "end, and to resume from it would draw samples and noise that its accountant "
+                    "does not know"
+                )
+        state, optimizer, scheduler = (
+            torch.load(Path(checkpoint, name), map_location="cpu", weights_only=True)
+            for name in (own, "optimizer.pt", "scheduler.pt")
+        )
+        self.private_optimizer.load_state_dict(optimizer | {"privacy": state["privacy"]})
+        self.lr_scheduler.load_state_dict(scheduler)
         assert self._steps is not None
         self._steps.loader.load_state_dict(state["loader"])
         self.spent.history = [tuple(one) for one in state["history"]]
+        if self.private_optimizer.steps != self.state.global_step:
+            raise ValueError(
+                f"{checkpoint} is of {self.private_optimizer.steps:,} private steps, and its "
+                f"trainer_state.json of {self.state.global_step:,}; resume from another checkpoint"
+            )
+
+    def _name_of_rank(self, stem: str, suffix: str) -> str:
+        """Name a file that each of several ranks has, as ``Trainer`` does."""
+        rank = f"_{self._ranks.rank}" if self._ranks.size > 1 else ""
+        return f"{stem}{rank}.{suffix}"
 
 
 def read_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: float = 0.0) -> Tensor:
@@ -382,12 +433,23 @@ def refuse_arguments(args: Any, trainer: Trainer) -> None:
         ),
         "auto_find_batch_size": (args.auto_find_batch_size, "it repeats steps"),
         "deepspeed": (args.deepspeed is not None, "it is not supported"),
-        "fsdp": (bool(args.fsdp), "it is not supported yet; use the loop of private-training.md"),
-        "world_size": (args.world_size > 1, "several processes are not supported yet"),
+        "fsdp": (
+            bool(args.fsdp) or any(map(is_distributed, trainer.model.parameters())),
+            "it is not supported yet; use the loop of private-training.md",
+        ),
+        "parallelism_config": (args.parallelism_config is not None, "it is not supported"),
+        "include_num_input_tokens_seen": (
+            args.world_size > 1 and args.include_num_input_tokens_seen != "no",
+            "ranks have other numbers of parts",
+        ),
         "n_gpu": (args.n_gpu > 1, "DataParallel copies the model; show one GPU"),
         "compute_loss_func": (
             trainer.compute_loss_func is not None,
             "it gets sums over the batch; use losses_of",
+        ),
+        "compute_loss": (
+            type(trainer).compute_loss is not Trainer.compute_loss,
+            "training does not call it; use losses_of",
         ),
     }
     for name, (is_set, why) in refused.items():

@@ -14,6 +14,7 @@ from dpprof.clipping.engine import Clipping
 from dpprof.clipping.factor import find_stability
 from dpprof.clipping.poisson_batches import PoissonLoader, find_sample_rate, refuse_related
 from dpprof.clipping.private_optimizer import PrivateOptimizer
+from dpprof.clipping.ranks import Ranks
 from dpprof.clipping.two_pass import FlashClipping
 
 METHODS: dict[str, type[Clipping]] = {
@@ -208,7 +209,7 @@ def make_private(
         loader = PoissonLoader(
             data_loader,
             max_batch_size=max_batch_size,
-            generator=_of_this_rank(clipped, sampling_generator),
+            generator=make_sampling_generator(clipped.ranks, sampling_generator),
             rank=clipped.ranks.rank,
             ranks=clipped.ranks.size,
         )
@@ -228,9 +229,9 @@ def _refuse_parts_of_shards(clipping: Clipping, max_batch_size: int | None) -> N
         )
 
 
-def _of_this_rank(clipping: Clipping, source: torch.Generator | None) -> torch.Generator | None:
+def make_sampling_generator(ranks: Ranks, source: torch.Generator | None) -> torch.Generator | None:
     """Make a rank's source of samples, which no other rank has; that of the caller for one rank."""
-    own = clipping.ranks.make_generator(source)
+    own = ranks.make_generator(source)
     if own is None or own.device.type == "cpu":
         return own
     return torch.Generator().manual_seed(own.initial_seed())  # samples are drawn on the CPU

@@ -1,0 +1,65 @@
+"""``PrivateTrainer`` on two ranks trains what one process trains with the joint batches."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from rank_pool import RankPool
+from small_models import one_by_one
+
+pytest.importorskip("transformers")
+
+import parallel_trainer  # noqa: E402 (it needs transformers)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Of its own: its processes act as those of ``torchrun``."""
+    made = RankPool(2)
+    yield made
+    made.close()
+
+
+def test_a_step_sums_the_clipped_gradients_of_all_ranks(pool, tmp_path) -> None:
+    ranks = pool.compute(parallel_trainer.train, tmp_path, 0.0, max_steps=1)
+    for rank, one in enumerate(ranks):
+        assert all(sample % 2 == rank for sample in one.drawn[0])  # each has samples of its own
+        assert torch.equal(one.before, ranks[0].before)
+        assert torch.equal(one.after, ranks[0].after)
+        assert one.history == [(0.0, 1 / 3, 1)]
+    chosen = [sample for one in ranks for sample in one.drawn[0]]
+    model, rows = parallel_trainer.build(), parallel_trainer.draw()
+    batch = [torch.stack([rows[at][name] for at in chosen]) for name in ("input_ids", "labels")]
+
+    def one_loss(ids, labels):
+        return model(input_ids=ids, labels=labels).loss
+
+    _, expected, _ = one_by_one(one_loss, model, batch, bound=parallel_trainer.BOUND)
+    found = (ranks[0].before - ranks[0].after).double() * parallel_trainer.EXPECTED
+
+    assert len(chosen) > 2
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_noise_is_added_once_and_a_killed_run_ends_with_the_same_bits(pool, tmp_path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 1}
+    whole = pool.compute(parallel_trainer.train, tmp_path, 1.0, **options)
+    silent = pool.compute(parallel_trainer.train, tmp_path / "silent", 0.0, max_steps=1)
+    first = pool.compute(parallel_trainer.train, tmp_path / "first", 1.0, max_steps=1)
+    assert first[0].drawn == silent[0].drawn
+    noise = (first[0].after - silent[0].after) * parallel_trainer.EXPECTED / parallel_trainer.BOUND
+    assert float(noise.std()) == pytest.approx(1, abs=5 / (2 * len(noise)) ** 0.5)
+    for name in ("checkpoint-1", "checkpoint-2"):
+        again = pool.compute(parallel_trainer.train, tmp_path, 1.0, name)
+        for one, other in zip(again, whole, strict=True):
+            assert torch.equal(one.after, whole[0].after)
+            assert one.history == other.history == [(1.0, 1 / 3, 3)]
+            assert one.drawn == other.drawn[int(name[-1]) :]
+    epsilons = [[entry["epsilon"] for entry in one.logged] for one in whole]
+    assert epsilons[0] == epsilons[1] == sorted(epsilons[0])
+
+
+def test_what_ranks_cannot_do_is_refused_by_name(pool, tmp_path) -> None:
+    options = {"include_num_input_tokens_seen": "all", "max_steps": 1}
+    for error in pool.run(parallel_trainer.train, tmp_path, 1.0, **options):
+        assert "include_num_input_tokens_seen is not allowed" in str(error)
