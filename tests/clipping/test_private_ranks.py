@@ -9,7 +9,7 @@ from small_models import one_by_one
 
 pytest.importorskip("transformers")
 
-import parallel_trainer  # noqa: E402 (it needs transformers)
+import parallel_trainer
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """``PrivateTrainer``: transformers' ``Trainer`` with private steps."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,11 @@ from dpprof.clipping.ranks import Ranks, is_distributed
 from dpprof.models.sample_losses import sample_losses, shift_labels
 
 _QUANTILES = (0.1, 0.5, 0.9)
+
+_OF_PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "seq_lengths"}
+"""What collators give that pack samples."""
+
+_UNPACKED = "give each sample a row of its own, padded (packing=False, padding_free=False)"
 
 
 @dataclass(frozen=True)
@@ -271,6 +276,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
     def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Compute one loss for each sample, in autocast's dtype where ``bf16`` is set; (B,)."""
+        _refuse_packed(inputs)
         with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16):
             if self.losses_of is not None:
                 return self.losses_of(model, inputs)
@@ -411,6 +417,25 @@ def _is_causal(model: nn.Module) -> bool:
     base = getattr(model, "get_base_model", None)
     inner = model if base is None else base()
     return type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _refuse_packed(inputs: Mapping[str, Any]) -> None:
+    """Refuse rows that hold several samples: a row would count as one, and share its bound.
+
+    Raises:
+        ValueError: There are some.
+    """
+    names = _OF_PACKING & set(inputs)
+    if names:
+        raise ValueError(f"{min(names)} is of packed samples; {_UNPACKED}")
+    positions = inputs.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2:  # noqa: PLR2004
+        return
+    mask = inputs.get("attention_mask")
+    given = torch.ones_like(positions) if mask is None or mask.dim() != 2 else mask  # noqa: PLR2004
+    is_pair = (given[:, 1:] != 0) & (given[:, :-1] != 0)
+    if (is_pair & (positions[:, 1:] <= positions[:, :-1])).any():
+        raise ValueError(f"position_ids begin again within a row of packed samples; {_UNPACKED}")
 
 
 def refuse_arguments(args: Any, trainer: Trainer) -> None:
