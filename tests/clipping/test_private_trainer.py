@@ -236,7 +236,9 @@ def test_a_budget_is_kept_and_logged(tmp_path) -> None:
     logged = [one for one in trainer.state.log_history if "loss" in one]
 
     assert 3.9 < trainer.spent.epsilon() <= 4.0
-    assert [one["epsilon"] for one in logged] == sorted(one["epsilon"] for one in logged)
+    epsilons = [one["epsilon"] for one in logged if "epsilon" in one]  # as often as it is cheap
+    assert epsilons == sorted(epsilons)
+    assert "epsilon" in logged[0]
     assert logged[-1]["epsilon"] == pytest.approx(trainer.spent.epsilon(), abs=1e-4)
     assert all(0 <= one["clipped_share"] <= 1 for one in logged if "clipped_share" in one)
     assert any(one["sample_norm_50%"] > 0 for one in logged if "sample_norm_50%" in one)

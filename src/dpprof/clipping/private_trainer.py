@@ -1,6 +1,7 @@
 """``PrivateTrainer``: transformers' ``Trainer`` with private steps."""
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,13 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dpprof.clipping.budget import Spent, find_noise, verify_budget, warn_of_delta
+from dpprof.clipping.budget import (
+    Spent,
+    find_noise,
+    import_opacus,
+    verify_budget,
+    warn_of_delta,
+)
 from dpprof.clipping.causal_lm import causal_lm_losses
 from dpprof.clipping.factor import find_stability
 from dpprof.clipping.poisson_batches import PoissonLoader, refuse_related
@@ -92,8 +99,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     its own, and ``DistributedDataParallel`` runs the model. Each sample's loss is the mean over its
     own labelled tokens. Evaluation, callbacks, schedulers and checkpoints are those of ``Trainer``;
     a resumed run ends with the same bits. What is logged (losses, norms, the share that was
-    clipped) is that of the samples, of rank 0 where there are several, and not private; epsilon is
-    logged beside it.
+    clipped) is that of the samples, of rank 0 where there are several, and not private. Epsilon is
+    logged beside it, as often as its computation takes a hundredth of the time, and at the end.
 
     Args:
         privacy: The settings.
@@ -143,6 +150,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self._clipping: Any = None
         self.spent = Spent(0.0, privacy.delta, privacy.accountant)
         self._norms: list[Tensor] = []
+        self._told_at = self._telling_took_s = 0.0
+        """When epsilon was logged last, and how long its computation took."""
+
         self._accumulation = self.args.gradient_accumulation_steps
         # A step is one element of the loader, and the loader goes on where a checkpoint was saved.
         self.args = copy.copy(self.args)
@@ -203,6 +213,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         inner = super().create_optimizer(model)
         assert self._steps is not None
         privacy, rate = self.privacy, self._steps.loader.sample_rate
+        if privacy.delta is not None:
+            import_opacus()  # epsilon will be logged
         noise = privacy.noise_multiplier
         if noise is None:
             assert privacy.epsilon is not None
@@ -324,9 +336,19 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         """Log the norms of samples since the last time, and what was spent."""
         if "loss" in logs:
             logs |= self._describe_norms()
-            if self.privacy.delta is not None and self.spent.history:
+            if self._epsilon_is_due():
+                start = time.monotonic()
                 logs["epsilon"] = round(self.spent.epsilon(), 4)
+                self._told_at = time.monotonic()
+                self._telling_took_s = self._told_at - start
         super().log(logs, *inputs, **named)
+
+    def _epsilon_is_due(self) -> bool:
+        """Tell whether to compute epsilon: at the end, and before as long as that costs 1 %."""
+        if self.privacy.delta is None or not self.spent.history:
+            return False
+        is_last = self.state.global_step >= self.state.max_steps
+        return is_last or time.monotonic() - self._told_at >= 100 * self._telling_took_s
 
     def _note_norms(self, norms_B: Tensor | None) -> None:
         """Keep norms until they are logged; a run that never logs keeps none."""
