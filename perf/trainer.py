@@ -124,6 +124,7 @@ def compare(*, adapters: bool, pairs: int) -> Comparison:
                 gradient_accumulation_steps=PARTS,
                 max_steps=WARMUP_STEPS + STEPS_OF_PAIR * pairs,
                 learning_rate=1e-3,
+                optim="adamw_torch",
                 logging_steps=STEPS_OF_PAIR,
                 save_strategy="no",
                 report_to=[],
@@ -150,7 +151,7 @@ def compare_loops(pairs: int) -> Comparison:
 def main() -> None:
     """Run from the command line."""
     parser = make_parser(__doc__)
-    parser.add_argument("--pairs", **at_least(MIN_PAIRS, 12))
+    parser.add_argument("--pairs", **at_least(MIN_PAIRS, 10))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = [compare_loops(arguments.pairs)]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor, distributed, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from dpprof.clipping import PrivacyArguments, PrivateTrainer
 
@@ -68,6 +69,19 @@ class Watched(PrivateTrainer):
                 drawn += [rows.index(tuple(row)) for row in batch["input_ids"].tolist()]
         self.drawn = [*getattr(self, "drawn", []), drawn]
         return super().training_step(model, inputs, *given)
+
+
+def run_loop(loop: str) -> tuple[Tensor, Tensor, float]:
+    """Run the loop of a document; returns the weights before and after, and epsilon."""
+    if distributed.is_initialized():
+        act_as_torchrun()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(V, 4), nn.Linear(4, V))
+    ids = torch.randint(V, (40, T))
+    names: dict[str, Any] = {"model": model, "before": weights(model)}
+    names["data_loader"] = DataLoader(TensorDataset(ids, ids), batch_size=20, shuffle=True)
+    exec(loop, names)  # noqa: S102
+    return names["before"], weights(model), names["private"].epsilon_spent()
 
 
 def train(folder: Path, noise: float, resume: str | None = None, **options: Any) -> Trained:

@@ -4,12 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from documents import PRIVATE_TRAINING, find_code
 from rank_pool import RankPool
 from small_models import one_by_one
 
 pytest.importorskip("transformers")
 
 import parallel_trainer
+
+LOOP = find_code(PRIVATE_TRAINING, "Accelerator")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +44,21 @@ def test_a_step_sums_the_clipped_gradients_of_all_ranks(pool, tmp_path) -> None:
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
+def test_the_loop_under_accelerate_trains_in_one_process() -> None:
+    before, after, epsilon = parallel_trainer.run_loop(LOOP)
+    assert not torch.equal(before, after)
+    assert 2.9 < epsilon <= 3
+
+
+@pytest.mark.slow
+def test_the_loop_under_accelerate_trains_on_several_ranks(pool) -> None:
+    (before, after, epsilon), other = pool.compute(parallel_trainer.run_loop, LOOP)
+    assert torch.equal(other[1], after)
+    assert not torch.equal(before, after)
+    assert 2.9 < epsilon == other[2] <= 3
+
+
+@pytest.mark.slow
 def test_noise_is_added_once_and_a_killed_run_ends_with_the_same_bits(pool, tmp_path) -> None:
     options = {"save_strategy": "steps", "save_steps": 1}
     whole = pool.compute(parallel_trainer.train, tmp_path, 1.0, **options)

@@ -153,6 +153,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self._told_at = self._telling_took_s = 0.0
         """When epsilon was logged last, and how long its computation took."""
 
+        self._flops_of_token: int | None = None
         self._accumulation = self.args.gradient_accumulation_steps
         # A step is one element of the loader, and the loader goes on where a checkpoint was saved.
         self.args = copy.copy(self.args)
@@ -317,10 +318,13 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         )
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Add up those of the parts."""
-        return sum(
-            super(PrivateTrainer, self).floating_point_ops(part) for part, _ in inputs["parts"]
-        )
+        """Multiply those of one token, which take long to find, by the tokens of all parts."""
+        main = getattr(self.model, "main_input_name", "input_ids")
+        if self._flops_of_token is None:
+            one = {main: torch.empty(1, device="meta")}
+            self._flops_of_token = int(super().floating_point_ops(one))
+        tokens: int = sum(part[main].numel() for part, _ in inputs["parts"] if main in part)
+        return self._flops_of_token * tokens
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         for part, _ in inputs["parts"]:
