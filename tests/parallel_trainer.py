@@ -6,7 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from parallel_training import whole
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpprof.clipping import PrivacyArguments, PrivateTrainer
@@ -45,8 +48,8 @@ def draw() -> list[dict[str, Tensor]]:
 
 
 def weights(model: nn.Module) -> Tensor:
-    """Join all parameters."""
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    """Join all parameters, whole."""
+    return torch.cat([whole(parameter).flatten() for parameter in model.parameters()])
 
 
 def act_as_torchrun() -> None:
@@ -84,10 +87,17 @@ def run_loop(loop: str) -> tuple[Tensor, Tensor, float]:
     return names["before"], weights(model), names["private"].epsilon_spent()
 
 
-def train(folder: Path, noise: float, resume: str | None = None, **options: Any) -> Trained:
+def train(
+    folder: Path, noise: float, resume: str | None = None, *, shards: bool = False, **options: Any
+) -> Trained:
     """Train; resume from a checkpoint of the folder."""
     act_as_torchrun()
     model = build()
+    if shards:
+        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     before = weights(model)
     settings = {
         "per_device_train_batch_size": 1,

@@ -23,8 +23,9 @@ def pool() -> Iterator[RankPool]:
     made.close()
 
 
-def test_a_step_sums_the_clipped_gradients_of_all_ranks(pool, tmp_path) -> None:
-    ranks = pool.compute(parallel_trainer.train, tmp_path, 0.0, max_steps=1)
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_step_sums_the_clipped_gradients_of_all_ranks(pool, tmp_path, shards) -> None:
+    ranks = pool.compute(parallel_trainer.train, tmp_path, 0.0, max_steps=1, shards=shards)
     for rank, one in enumerate(ranks):
         assert all(sample % 2 == rank for sample in one.drawn[0])  # each has samples of its own
         assert torch.equal(one.before, ranks[0].before)
@@ -76,7 +77,32 @@ def test_noise_is_added_once_and_a_killed_run_ends_with_the_same_bits(pool, tmp_
     assert whole[0].logged[-1]["epsilon"] == whole[1].logged[-1]["epsilon"] > 0
 
 
-def test_what_ranks_cannot_do_is_refused_by_name(pool, tmp_path) -> None:
-    options = {"include_num_input_tokens_seen": "all", "max_steps": 1}
-    for error in pool.run(parallel_trainer.train, tmp_path, 1.0, **options):
-        assert "include_num_input_tokens_seen is not allowed" in str(error)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("include_num_input_tokens_seen", {"include_num_input_tokens_seen": "all"}),
+        ("save_strategy", {"save_strategy": "steps", "shards": True}),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_by_name(pool, tmp_path, name, options) -> None:
+    for error in pool.run(parallel_trainer.train, tmp_path, 1.0, max_steps=1, **options):
+        assert f"{name} is not allowed" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_a_sharded_model_trains_as_a_replicated_one(pool, tmp_path, noise) -> None:
+    """Over steps with other numbers of parts on each rank; noise is drawn for other elements."""
+    options = {"max_steps": 9}
+    (one, other), (plain, _) = (
+        pool.compute(parallel_trainer.train, tmp_path, noise, shards=shards, **options)
+        for shards in (True, False)
+    )
+    assert any(len(a) != len(b) for a, b in zip(one.drawn, other.drawn, strict=True))
+    assert torch.equal(one.after, other.after)
+    assert one.history == plain.history == [(noise, 1 / 3, 9)]
+    if noise == 0:
+        torch.testing.assert_close(one.after, plain.after, rtol=0, atol=1e-5)
+    else:
+        moved = (one.after - one.before) * parallel_trainer.EXPECTED / parallel_trainer.BOUND / 3
+        assert float(moved.std()) == pytest.approx(1, abs=0.15)  # nine steps of noise, mostly

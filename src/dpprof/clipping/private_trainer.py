@@ -72,11 +72,18 @@ class PrivacyArguments:
 
 
 class _Steps:
-    """Joins the parts of a batch: a ``Trainer`` takes one step for each element."""
+    """Joins the parts of a batch: a ``Trainer`` takes one step for each element.
 
-    def __init__(self, loader: PoissonLoader) -> None:
+    Args:
+        loader: Hands out parts.
+        device: None where ranks do not wait for each other; otherwise of the tensor by which they
+            agree on the number of parts.
+    """
+
+    def __init__(self, loader: PoissonLoader, device: torch.device | None) -> None:
         self.loader = loader
         self.dataset = range(loader.samples)  # whose length the Trainer asks for
+        self._device = device
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -86,8 +93,16 @@ class _Steps:
         for batch, part in self.loader.parts():
             parts.append((batch, part))
             if part.is_last:
-                yield {"parts": parts}
+                yield {"parts": parts if self._device is None else self._fill_up(parts)}
                 parts = []
+
+    def _fill_up(self, parts: list[tuple[Any, Part]]) -> list[tuple[Any, Part]]:
+        """Add parts without samples, until there are as many as on the rank with the most."""
+        most = torch.tensor(len(parts), device=self._device)
+        distributed.all_reduce(most, distributed.ReduceOp.MAX)
+        batch, part = parts[-1]
+        filled = parts + [(batch, part._replace(is_empty=True))] * (int(most) - len(parts))
+        return [(b, p._replace(is_last=at == len(filled))) for at, (b, p) in enumerate(filled, 1)]
 
 
 class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no types here
@@ -95,12 +110,14 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
     A step draws each sample with the probability
     ``per_device_train_batch_size * gradient_accumulation_steps * world_size / samples``, and runs
-    ``per_device_train_batch_size`` samples at a time. Under ``torchrun`` each rank draws samples of
-    its own, and ``DistributedDataParallel`` runs the model. Each sample's loss is the mean over its
-    own labelled tokens. Evaluation, callbacks, schedulers and checkpoints are those of ``Trainer``;
-    a resumed run ends with the same bits. What is logged (losses, norms, the share that was
-    clipped) is that of the samples, of rank 0 where there are several, and not private. Epsilon is
-    logged beside it, as often as its computation takes a hundredth of the time, and at the end.
+    ``per_device_train_batch_size`` samples at a time. Each sample's loss is the mean over its own
+    labelled tokens. Evaluation, callbacks, schedulers and checkpoints are those of ``Trainer``; a
+    resumed run ends with the same bits. What is logged (losses, norms, the share that was clipped)
+    is that of the samples, of rank 0 where there are several, and not private. Epsilon is logged
+    beside it, as often as its computation takes a hundredth of the time, and at the end.
+
+    Under ``torchrun`` each rank draws samples of its own, and ``DistributedDataParallel`` runs the
+    model, unless ``fully_shard`` sharded it before.
 
     Args:
         privacy: The settings.
@@ -143,6 +160,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         super().__init__(*inputs, **named)
         refuse_arguments(self.args, self)
         refuse_related(privacy.sampling_generator, privacy.noise_generator)
+        self._is_sharded = any(map(is_distributed, self.model.parameters()))
+        self.is_distributed_loading_by_transformers |= self._is_sharded  # accelerate leaves it so
         self._ranks = Ranks()
         if self.args.world_size > 1:
             self._ranks = Ranks(distributed.group.WORLD, self.args.device)
@@ -197,7 +216,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         )
         self.spent.sample_rate = poisson.sample_rate
         warn_of_delta(self.privacy.delta, poisson.samples)
-        self._steps = _Steps(poisson)
+        self._steps = _Steps(poisson, self.args.device if self._is_sharded else None)
         return self._steps
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -222,7 +241,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             assert privacy.delta is not None
             budget = (privacy.epsilon, privacy.delta, self.state.max_steps)
             noise = find_noise(*budget, rate, privacy.accountant)
-        if self._ranks.size > 1:  # here, and not by accelerate, so that the clipping knows it
+        if (
+            self._ranks.size > 1 and not self._is_sharded
+        ):  # here, and not by accelerate, so that the clipping knows it
             self.model_wrapped: nn.Module = DistributedDataParallel(self.model)
         self._clipping = METHODS[privacy.method](
             self.model_wrapped,
@@ -464,12 +485,13 @@ def _refuse_packed(inputs: Mapping[str, Any]) -> None:
         raise ValueError(f"position_ids begin again within a row of packed samples; {_UNPACKED}")
 
 
-def refuse_arguments(args: Any, trainer: Trainer) -> None:
+def refuse_arguments(args: Any, trainer: Any) -> None:
     """Refuse what ``Trainer`` offers and a private step cannot have.
 
     Raises:
         ValueError: The first such argument, by name.
     """
+    is_sharded = any(map(is_distributed, trainer.model.parameters()))
     refused = {
         "max_grad_norm": (args.max_grad_norm not in (0.0, 1.0), "PrivacyArguments has the bound"),
         "dataloader_drop_last": (args.dataloader_drop_last, "it leaves samples out"),
@@ -485,8 +507,16 @@ def refuse_arguments(args: Any, trainer: Trainer) -> None:
         "auto_find_batch_size": (args.auto_find_batch_size, "it repeats steps"),
         "deepspeed": (args.deepspeed is not None, "it is not supported"),
         "fsdp": (
-            bool(args.fsdp) or any(map(is_distributed, trainer.model.parameters())),
-            "it is not supported yet; use the loop of private-training.md",
+            bool(args.fsdp),
+            "accelerate would shard the model after it is clipped; call fully_shard before",
+        ),
+        "save_strategy": (
+            is_sharded and args.save_strategy != "no",
+            "a sharded model has no checkpoints yet",
+        ),
+        "PrivacyArguments.head": (
+            is_sharded and trainer.privacy.head != "logits",
+            "a sharded model computes its logits",
         ),
         "parallelism_config": (args.parallelism_config is not None, "it is not supported"),
         "include_num_input_tokens_seen": (
