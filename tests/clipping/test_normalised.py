@@ -168,6 +168,22 @@ def test_what_cannot_be_bounded_is_refused(case) -> None:
     assert clipping.max_grad_norm == C
 
 
+@pytest.mark.parametrize("way", FLAT)
+def test_float16_is_refused(way) -> None:
+    model = nn.Linear(5, 3)
+    for dtype in (torch.bfloat16, torch.float16):
+        clipping = way(model, C, stability=GAMMA)
+        with torch.autocast("cpu", dtype):
+            losses = model(torch.ones(2, 5)).float().sum(1)
+        if dtype is torch.bfloat16:
+            clipping.backward(losses)
+            clipping.remove()
+            model.zero_grad()
+            continue
+        with pytest.raises(UnsupportedError, match="for which float16 has too small a range"):
+            clipping.backward(losses)
+
+
 def test_a_state_of_another_clipping_is_refused() -> None:
     first, other = nn.Linear(3, 2), nn.Linear(3, 2)
     state = private(BookKeeping(first, C), first).state_dict()

@@ -252,6 +252,21 @@ def test_evaluation_and_bfloat16_run_as_usual(tmp_path) -> None:
     assert math.isfinite(metrics["eval_loss"])
 
 
+def test_checkpointed_layers_train_the_same(tmp_path) -> None:
+    weights = []
+    for checkpointing in (False, True):
+        trainer = make("llama, LoRA", tmp_path, gradient_checkpointing=checkpointing)
+        trainer.train()
+        weights.append(trained(trainer.model))
+
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
+    model = trainer.model.get_base_model()
+    tokens = trainer.state.total_flos / 6 / model.num_parameters(exclude_embeddings=True)
+    assert (
+        tokens == T * (torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1)) < 0.5).sum()
+    )
+
+
 def test_losses_may_be_ones_own(tmp_path) -> None:
     seen = []
 

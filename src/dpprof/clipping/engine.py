@@ -26,6 +26,7 @@ from dpprof.clipping.contributions import (
     SampleGradients,
     Summable,
     refuse_computed_again,
+    refuse_float16,
     zero_samples,
 )
 from dpprof.clipping.coverage import Coverage, trained_in
@@ -480,6 +481,8 @@ class Clipping(ABC):
         trained = [pair for pair in owned if pair[0].requires_grad]
         if self.ranks.is_sharded:
             refuse_computed_again(trained)
+        if self._stability is not None:
+            refuse_float16(trained)
         if self.shard_sums.is_counting:
             for parameter, _ in trained:
                 self.shard_sums.count(parameter)
@@ -534,6 +537,8 @@ class Clipping(ABC):
             # A copy: a hook may write what autograd still has.
             own = gradients.reshape(len(gradients), *parameter.shape or (1,)).clone()
             contribution = SampleGradients(own)
+            if self._stability is not None:
+                refuse_float16([(parameter, contribution)])
             self._handler(self._loose[parameter], [(parameter, contribution)])
 
     def _hook_leaves(self) -> None:
