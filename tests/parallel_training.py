@@ -43,6 +43,7 @@ class Case(NamedTuple):
     checkpointing: bool = False
     reshard: bool = True
     head: str = "logits"
+    stability: float | None = None
 
 
 class WithLoss(nn.Module):
@@ -145,7 +146,7 @@ def train(
     model: nn.Module, case: Case, steps: list[Parts], *, alone: bool = False, bound: float = BOUND
 ) -> Trained:
     """Train without noise, each batch in parts."""
-    clipping = WAYS[case.way](model, bound)
+    clipping = WAYS[case.way](model, bound, stability=case.stability)
     sgd = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     optimizer = NoisyOptimizer(sgd, clipping, noise_multiplier=0.0, expected_batch_size=EXPECTED)
     sums, norms = [], []

@@ -3,6 +3,7 @@
 Shape legend: B samples, T tokens, d width, V vocabulary.
 """
 
+import functools
 import itertools
 
 import torch
@@ -17,6 +18,7 @@ from dpprof.clipping.two_pass import FlashClipping
 
 FLAT = [FlashClipping, BookKeeping]
 EVERY = [*FLAT, PerLayerClipping]
+NORMALISED = [functools.partial(way, stability=0.01) for way in FLAT]
 
 V = 6
 """So few ids that tokens repeat."""

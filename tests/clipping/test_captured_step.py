@@ -9,7 +9,7 @@ import pytest
 import torch
 from documents import FULL_SPEED, find_code
 from simulated_graphs import SimulatedGraphs, simulated_graphs
-from small_models import EVERY, Scale, Small
+from small_models import EVERY, NORMALISED, Scale, Small
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam
 from torch.utils.data import DataLoader, TensorDataset
@@ -85,7 +85,7 @@ def assert_same(one: Training, other: Training) -> None:
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("way", EVERY)
+@pytest.mark.parametrize("way", [*EVERY, *NORMALISED])
 def test_batches_of_any_size_train_as_in_a_loop(way, optimizer) -> None:
     captured, loop = (Training(way, optimizer) for _ in range(2))
     was_captured = []
@@ -112,7 +112,7 @@ def test_full_parts_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
-@pytest.mark.parametrize("way", EVERY)
+@pytest.mark.parametrize("way", [*EVERY, NORMALISED[1]])
 def test_a_sample_that_is_not_finite_is_excluded_and_counted(way, value) -> None:
     captured, loop = (Training(way) for _ in range(2))
     xs = batches(6, 6, 6, 6, 6)

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import small_models
 import torch
-from small_models import EVERY, Scale, batch, gradients, private
+from small_models import EVERY, NORMALISED, Scale, batch, gradients, private
 from torch import nn
 
 from dpprof.clipping.per_layer import PerLayerClipping
@@ -28,7 +28,7 @@ def inputs(B: int = 4, T: int = 6) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("place", [nullcontext, as_if_on_cuda])
-@pytest.mark.parametrize("way", EVERY)
+@pytest.mark.parametrize("way", [*EVERY, *NORMALISED])
 @pytest.mark.parametrize("value", BAD)
 def test_a_sample_that_is_not_finite_adds_nothing_and_costs_the_others_nothing(
     value, way, place, monkeypatch

@@ -39,6 +39,8 @@ QUICK = [
     (2, Case("ours", "flash-bk", "fsdp", tied=True, head="kept"), UNEVEN),
     (2, Case("ours", "flash", "ddp", head="chunked"), UNEVEN),
     (2, Case("beside", "flash-bk", "ddp"), UNEVEN),
+    (2, Case("ours", "flash", "fsdp", stability=0.01), IN_PARTS),
+    (2, Case("ours", "flash-bk", "ddp", stability=0.01), UNEVEN),
 ]
 EVERY = [
     (size, Case(model, way, kind, tied, checkpointing, reshard), steps)

@@ -1,9 +1,11 @@
 """``PrivateTrainer``: gradients of one sample at a time; runs that resume to the same bits."""
 
 import math
+import shutil
 
 import pytest
 import torch
+from opacus.accountants import RDPAccountant
 from small_models import one_by_one
 from torch import Tensor, nn
 from torch.nn import functional
@@ -15,6 +17,7 @@ from dpprof.clipping.private_trainer import (  # noqa: E402 (it needs transforme
     PrivateTrainer,
     read_losses,
 )
+from dpprof.verification import WrongTrainingError  # noqa: E402
 
 SAMPLES, T, V, BOUND = 12, 6, 17, 0.3
 SIZES = {"vocab_size": V, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
@@ -36,6 +39,8 @@ def build(kind: str) -> nn.Module:
     if kind == "bert":
         config = transformers.BertConfig(**SIZES, **NO_DROPOUT, num_labels=3)
         return transformers.BertForSequenceClassification(config)
+    if kind == "masked":
+        return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **NO_DROPOUT))
     config = transformers.T5Config(
         vocab_size=V,
         d_model=8,
@@ -102,7 +107,11 @@ def trained(model: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "head"),
-    [("llama, LoRA", "logits"), ("llama, LoRA", "kept"), ("bert", "logits"), ("t5", "logits")],
+    [
+        ("llama, LoRA", "logits"),
+        ("llama, LoRA", "kept"),
+        *((kind, "logits") for kind in ("bert", "masked", "t5")),
+    ],
 )
 def test_a_step_in_parts_sums_the_clipped_gradients_of_single_samples(kind, head, tmp_path) -> None:
     model, rows = build(kind), draw(kind)
@@ -120,32 +129,104 @@ def test_a_step_in_parts_sums_the_clipped_gradients_of_single_samples(kind, head
     assert trainer.private_optimizer.steps == 1
 
 
+def pad(rows) -> dict[str, Tensor]:
+    """Collate rows of any length, as collators for supervised fine-tuning do."""
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    return {
+        name: nn.utils.rnn.pad_sequence([r[name] for r in rows], True, value)
+        for name, value in fill.items()
+    }
+
+
+@pytest.mark.parametrize("clipping", ["flat", "normalised"])
+def test_padded_samples_stay_apart(clipping, tmp_path) -> None:
+    kind, gamma = "llama, LoRA", 0.05
+    model = build(kind)
+    rows = [{n: x[: 3 + at % 4] for n, x in row.items()} for at, row in enumerate(draw(kind))]
+    drawn = torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1)) < 0.5
+    before, expected = trained(model), 0
+    for row in (row for row, chosen in zip(rows, drawn, strict=True) if chosen):
+        sample = [row[name][None] for name in ("input_ids", "labels", "attention_mask")]
+        if (sample[1][:, 1:] == -100).all():
+            continue
+        (norm,), own, _ = one_by_one(lambda *one: one_loss(model, *one), model, sample, math.inf)
+        divisor = norm + gamma if clipping == "normalised" else max(norm + 1e-6, BOUND)
+        expected = expected + own * BOUND / divisor
+    privacy = {"clipping": clipping, "stability": gamma if clipping == "normalised" else None}
+    trainer = make(kind, tmp_path, model=model, data=rows, privacy=privacy)
+    trainer.data_collator = pad
+    trainer.train()
+
+    found = (before - trained(model)) * (SAMPLES / 2)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    assert ("clipped_share" in trainer.state.log_history[0]) == (clipping == "flat")
+
+
+PACKED = {
+    "a row that joins samples": (
+        lambda rows: {n: torch.cat([r[n] for r in rows])[None] for n in rows[0]},
+        "a collator that packs samples joins them",
+    ),
+    "positions that begin again": (
+        lambda rows: pad(rows) | {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * len(rows))},
+        "position_ids begin again within a row of packed samples",
+    ),
+    "lengths": (
+        lambda rows: pad(rows) | {"seq_lengths": torch.tensor([[3, 3]] * len(rows))},
+        "seq_lengths is of packed samples; give each sample a row of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_packed_samples_are_refused(case, tmp_path) -> None:
+    collate, message = PACKED[case]
+    trainer = make("llama, LoRA", tmp_path, per_device_train_batch_size=6)
+    trainer.data_collator = collate
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_positions_of_padded_samples_are_not_taken_for_packed_ones(left, tmp_path) -> None:
+    trainer = make("llama, LoRA", tmp_path)
+    batch = {name: torch.stack([r[name] for r in draw("")[:2]]) for name in draw("")[0]}
+    batch["attention_mask"][0, slice(0, 2) if left else slice(4, None)] = 0
+    positions = (batch["attention_mask"].cumsum(1) - 1).masked_fill(batch["attention_mask"] == 0, 1)
+
+    assert len(trainer.compute_sample_losses(trainer.model, batch | {"position_ids": positions}))
+
+
 def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path) -> None:
     options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"}
     options |= {"privacy": {"noise_multiplier": 1.0, "delta": 1e-2, "accountant": "rdp"}}
     options |= {"learning_rate": 0.01, "lr_scheduler_type": "linear"}
     whole = make("bert", tmp_path, **options)
     whole.train()
-    for stopped in (1, 4):  # within an epoch of two steps, and between two
-        again = make("bert", tmp_path / "again", **options)
+    for stopped in (1, 2, 3, 4):  # within an epoch of two steps, and between two
+        again = make("bert", tmp_path / "again", **options | {"save_strategy": "no"})
         again.privacy.noise_generator.manual_seed(8)
         again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stopped}"))
 
         assert torch.equal(trained(again.model), trained(whole.model))
         assert again.spent.history == whole.spent.history == [(1.0, 0.5, 5)]
+    accountant = RDPAccountant()
+    accountant.history = [(1.0, 0.5, 5)]
+    assert whole.spent.epsilon() == accountant.get_epsilon(delta=1e-2)
 
 
 def test_dropout_is_resumed_too(tmp_path) -> None:
-    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
     models = []
-    for resume in (None, str(tmp_path / "checkpoint-2")):
+    for resume in (None, *(str(tmp_path / f"checkpoint-{at}") for at in (1, 2))):
         torch.manual_seed(0)
         config = transformers.BertConfig(**SIZES, num_labels=3)
         model = transformers.BertForSequenceClassification(config)
         make("bert", tmp_path, model=model, **options).train(resume_from_checkpoint=resume)
         models.append(trained(model))
 
-    assert torch.equal(*models)
+    assert torch.equal(models[1], models[0])
+    assert torch.equal(models[2], models[0])
 
 
 def test_a_budget_is_kept_and_logged(tmp_path) -> None:
@@ -155,7 +236,9 @@ def test_a_budget_is_kept_and_logged(tmp_path) -> None:
     logged = [one for one in trainer.state.log_history if "loss" in one]
 
     assert 3.9 < trainer.spent.epsilon() <= 4.0
-    assert [one["epsilon"] for one in logged] == sorted(one["epsilon"] for one in logged)
+    epsilons = [one["epsilon"] for one in logged if "epsilon" in one]  # as often as it is cheap
+    assert epsilons == sorted(epsilons)
+    assert "epsilon" in logged[0]
     assert logged[-1]["epsilon"] == pytest.approx(trainer.spent.epsilon(), abs=1e-4)
     assert all(0 <= one["clipped_share"] <= 1 for one in logged if "clipped_share" in one)
     assert any(one["sample_norm_50%"] > 0 for one in logged if "sample_norm_50%" in one)
@@ -169,6 +252,21 @@ def test_evaluation_and_bfloat16_run_as_usual(tmp_path) -> None:
     assert math.isfinite(metrics["eval_loss"])
 
 
+def test_checkpointed_layers_train_the_same(tmp_path) -> None:
+    weights = []
+    for checkpointing in (False, True):
+        trainer = make("llama, LoRA", tmp_path, gradient_checkpointing=checkpointing)
+        trainer.train()
+        weights.append(trained(trainer.model))
+
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
+    model = trainer.model.get_base_model()
+    tokens = trainer.state.total_flos / 6 / model.num_parameters(exclude_embeddings=True)
+    assert (
+        tokens == T * (torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1)) < 0.5).sum()
+    )
+
+
 def test_losses_may_be_ones_own(tmp_path) -> None:
     seen = []
 
@@ -179,6 +277,28 @@ def test_losses_may_be_ones_own(tmp_path) -> None:
     make("bert", tmp_path, losses_of=losses_of).train()
     assert seen
     assert max(seen) <= 2
+
+
+def test_losses_of_ones_own_that_mix_samples_are_found_by_the_check(tmp_path) -> None:
+    def losses_of(model, inputs) -> Tensor:
+        losses = model(input_ids=inputs["input_ids"]).logits.square().mean(1)
+        return losses / (inputs["input_ids"] > 3).sum()
+
+    with pytest.raises(WrongTrainingError, match="in the batch is 1/2 of its loss alone"):
+        make("bert", tmp_path, losses_of=losses_of).train()
+    make("bert", tmp_path, losses_of=losses_of, privacy={"check": False}).train()
+
+
+class OwnLoss(PrivateTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def test_a_compute_loss_of_ones_own_is_refused(tmp_path) -> None:
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    privacy = PrivacyArguments(max_grad_norm=1.0, noise_multiplier=1.0)
+    with pytest.raises(ValueError, match="compute_loss is not allowed in private training: train"):
+        OwnLoss(build("bert"), args, train_dataset=draw("bert"), privacy=privacy)
 
 
 def test_a_trainer_trains_once_and_leaves_a_plain_model(tmp_path) -> None:
@@ -211,25 +331,31 @@ def test_label_smoothing_reaches_a_head_without_logits(tmp_path) -> None:
     torch.testing.assert_close(*losses)
 
 
-def test_a_packed_collator_is_refused(tmp_path) -> None:
-    trainer = make("llama, LoRA", tmp_path, per_device_train_batch_size=6)
-
-    def pack(rows) -> dict[str, Tensor]:
-        return {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
-
-    trainer.data_collator = pack
-    with pytest.raises(ValueError, match="a collator that packs samples joins them"):
-        trainer.train()
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The checkpoint of a run of one step."""
+    folder = tmp_path_factory.mktemp("saved")
+    make("bert", folder, save_strategy="steps", save_steps=1).train()
+    return folder / "checkpoint-1"
 
 
-def test_a_checkpoint_of_another_trainer_is_refused(tmp_path) -> None:
-    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    make("bert", tmp_path, **options).train()
-    (tmp_path / "checkpoint-1" / "private.pt").unlink()
-    with pytest.raises(ValueError, match=r"checkpoint-1 has no private\.pt: it was saved by"):
-        make("bert", tmp_path, **options).train(
-            resume_from_checkpoint=str(tmp_path / "checkpoint-1")
-        )
+@pytest.mark.parametrize("lost", ["private.pt", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_checkpoint_that_is_not_whole_is_refused(lost, saved, tmp_path) -> None:
+    """Such as one of another Trainer, or of a run that was killed while it saved."""
+    checkpoint = tmp_path / "checkpoint-1"
+    shutil.copytree(saved, checkpoint, ignore=shutil.ignore_patterns(lost))
+    with pytest.raises(ValueError, match=rf"checkpoint-1 has no {lost}: it was saved by another"):
+        make("bert", tmp_path, max_steps=2).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_checkpoint_of_two_runs_is_refused(saved, tmp_path) -> None:
+    checkpoint = shutil.copytree(saved, tmp_path / "checkpoint-1")
+    state = checkpoint / "trainer_state.json"
+    state.write_text(state.read_text().replace('"global_step": 1', '"global_step": 0'))
+    with pytest.raises(
+        ValueError, match=r"is of 1 private steps, and its trainer_state\.json of 0"
+    ):
+        make("bert", tmp_path, max_steps=2).train(resume_from_checkpoint=str(checkpoint))
 
 
 REFUSED = {
@@ -238,7 +364,10 @@ REFUSED = {
     "train_sampling_strategy": {"train_sampling_strategy": "group_by_length"},
     "use_liger_kernel": {"use_liger_kernel": True},
     "auto_find_batch_size": {"auto_find_batch_size": True},
+    "fp16": {"fp16": True},
     "method": {"privacy": {"method": "ghost"}},
+    "clipping": {"privacy": {"clipping": "auto"}},
+    "stability": {"privacy": {"stability": 0.1}},
     "head": {"privacy": {"head": "small"}},
     "accountant": {"privacy": {"accountant": "gdp"}},
     "noise_multiplier": {"privacy": {"epsilon": 1.0, "delta": 1e-3}},

@@ -47,7 +47,7 @@ class Spent:
             raise ValueError("epsilon needs a delta, and none was given for this training")
         if not self.history:
             return 0.0
-        accountant = _import_opacus().create_accountant(mechanism=self.accountant)
+        accountant = import_opacus().create_accountant(mechanism=self.accountant)
         accountant.history = list(self.history)
         return float(accountant.get_epsilon(delta=delta))
 
@@ -96,7 +96,7 @@ def find_noise(epsilon: float, delta: float, steps: int, rate: float, accountant
         ImportError: Opacus is not installed.
         BeyondReachError: No noise multiplier keeps it.
     """
-    _import_opacus()
+    import_opacus()
     noise = importlib.import_module("dpprof.accounting.noise")
     plan = importlib.import_module("dpprof.accounting.plan")
     of = plan.Schedule(round(1 / rate), 1, steps)  # one of so many samples: the same rate
@@ -110,7 +110,7 @@ def find_noise(epsilon: float, delta: float, steps: int, rate: float, accountant
     return found
 
 
-def _import_opacus() -> Any:
+def import_opacus() -> Any:
     """Import Opacus's accountants, which takes as long as PyTorch does.
 
     Raises:

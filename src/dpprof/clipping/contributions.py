@@ -170,6 +170,20 @@ def refuse_computed_again(contributions: Iterable[tuple[Any, Any]]) -> None:
             )
 
 
+def refuse_float16(contributions: Iterable[tuple[Any, Any]]) -> None:
+    """Refuse numbers that overflow where a sum makes them larger, as normalised clipping may.
+
+    Raises:
+        UnsupportedError: There are some.
+    """
+    for _, one in contributions:
+        if any(isinstance(part, Tensor) and part.dtype == torch.float16 for part in one):
+            raise UnsupportedError(
+                "normalised clipping makes short gradients longer, for which float16 has too small "
+                "a range; use bfloat16, or flat clipping"
+            )
+
+
 class Convolution(NamedTuple):
     """Of the weight of a convolution, (O, C / groups, ...) as ``norms.convolution`` names them."""
 

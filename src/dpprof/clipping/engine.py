@@ -7,7 +7,6 @@ losses.
 import functools
 import importlib
 import itertools
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,11 +27,12 @@ from dpprof.clipping.contributions import (
     SampleGradients,
     device_of,
     refuse_computed_again,
+    refuse_float16,
     zero_samples,
 )
 from dpprof.clipping.coverage import Coverage, trained_in
 from dpprof.clipping.distribution import find_ranks
-from dpprof.clipping.factor import clip_factor
+from dpprof.clipping.factor import clip_factor, verify_bound
 from dpprof.clipping.first_batch import FirstBatches, Handler
 from dpprof.clipping.graph import nodes_behind
 from dpprof.clipping.layers import Contributions, count_uses
@@ -72,6 +72,8 @@ class Clipping(ABC):
             parameter may be frozen at any time; one that is thawed, added, replaced or tied
             later needs a new ``Clipping``, and until then ``backward`` refuses the step.
         max_grad_norm: Bound C, positive and finite.
+        stability: None for flat clipping. A number gamma makes it normalised clipping (AUTO-S),
+            which multiplies each sample's gradient by C / (norm + gamma): ``factor``.
         first_batch: ``verified`` spends one more backward on the first batch of two samples or
             more, and refuses it where samples are mixed between layers (the module
             ``first_batch`` says what that proves); ``trusted`` does not.
@@ -119,17 +121,21 @@ class Clipping(ABC):
     knows_modules = True
     """Whether parameters of modules that contain layers can be clipped."""
 
+    _disabled = False
+
     def __init__(
         self,
         model: nn.Module,
         max_grad_norm: float,
         *,
+        stability: float | None = None,
         first_batch: str = "verified",
         public_buffers: Collection[str] = (),
         batch_second: Collection[str] = (),
         as_one: Collection[str] = (),
     ) -> None:
         self.model = model
+        self._stability = stability
         self.max_grad_norm = max_grad_norm
         self.sample_norms: Tensor | None = None
         """(B,) norms of the last batch's gradients, before clipping."""
@@ -161,7 +167,6 @@ class Clipping(ABC):
         self._handler: Handler | None = None
         self._is_running = threading.Lock()
         self._changed: list[tuple[nn.Module, Tensor]] = []
-        self._disabled = False
         self._losses: Tensor | None = None
         self._excluded: Tensor | None = None
         self._nonfinite: Tensor | None = None
@@ -239,9 +244,13 @@ class Clipping(ABC):
 
     @max_grad_norm.setter
     def max_grad_norm(self, bound: float) -> None:
-        if not (math.isfinite(bound) and bound > 0):
-            raise ValueError(f"max_grad_norm must be positive and finite, and is {bound}")
+        verify_bound(bound, self._stability)
         self._max_grad_norm = float(bound)
+
+    @property
+    def stability(self) -> float | None:
+        """The gamma of normalised clipping; None for flat clipping."""
+        return self._stability
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -473,6 +482,8 @@ class Clipping(ABC):
         trained = [pair for pair in owned if pair[0].requires_grad]
         if self.ranks.is_sharded:
             refuse_computed_again(trained)
+        if self._stability is not None:
+            refuse_float16(trained)
         if self.shard_sums.is_counting:
             for parameter, _ in trained:
                 self.shard_sums.count(parameter)
@@ -528,6 +539,8 @@ class Clipping(ABC):
             # A copy: a hook may write what autograd still has.
             own = gradients.reshape(len(gradients), *parameter.shape or (1,)).clone()
             contribution = SampleGradients(own)
+            if self._stability is not None:
+                refuse_float16([(parameter, contribution)])
             self._handler(self._loose[parameter], [(parameter, contribution)])
 
     def _hook_leaves(self) -> None:
@@ -609,7 +622,7 @@ class Clipping(ABC):
     def _compute_factors(self, norms_B: Tensor, bound: float) -> Tensor:
         """Compute clipping factors; samples that are not finite get 0, and are excluded."""
         assert self._losses is not None
-        factors_B = clip_factor(norms_B, bound)
+        factors_B = clip_factor(norms_B, bound, self._stability)
         nonfinite_B = ~(norms_B.isfinite() & self._losses.to(norms_B.device).isfinite())
         if self.deferral is not None:
             self.deferral.flag(nonfinite_B)

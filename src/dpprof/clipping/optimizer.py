@@ -17,6 +17,7 @@ from dpprof.clipping.engine import Clipping
 from dpprof.clipping.noise import NoiseOfStep, draw_secure_noise
 from dpprof.clipping.ranks import distinct_part
 from dpprof.clipping.sums import bound_of
+from dpprof.clipping.unnoised_steps import refuse_unnoised_steps
 
 HOOK = "_clipping_noise_hook"
 """The attribute of an optimizer with the hook that refuses steps without noise."""
@@ -48,7 +49,8 @@ class NoisyOptimizer(Optimizer):
     a copy each for ``.grad``, ``.summed_grad`` and their sum.
 
     Args:
-        optimizer: Any PyTorch optimizer; from now on it refuses to step without this noise.
+        optimizer: Any PyTorch optimizer; from now on it refuses to step without this noise, and so
+            does any other optimizer on sums of these parameters.
         clipping: The clipping of the gradients; its bound also scales the noise.
         noise_multiplier: Standard deviation of the noise over the bound; finite, 0 for none.
         expected_batch_size: The mean batch size of Poisson sampling, over all ranks.
@@ -141,13 +143,15 @@ class NoisyOptimizer(Optimizer):
         """How many batches got noise."""
 
         ranks = clipping.ranks
-        self._made_with = self.settings | {"rank": ranks.rank, "number of ranks": ranks.size}
+        made_with = {"rank": ranks.rank, "number of ranks": ranks.size}
+        self._made_with = self.settings | made_with | {"stability": clipping.stability}
         self._batches_before = clipping.batches
         self._bound: float | None = None
         self._is_noised = False
         if hasattr(optimizer, HOOK):  # of an earlier NoisyOptimizer around it
             getattr(optimizer, HOOK).remove()
         setattr(optimizer, HOOK, optimizer.register_step_pre_hook(self._require_noise))
+        refuse_unnoised_steps()
 
     param_groups: Any = _attribute_of(_INNER, "param_groups", "The original optimizer's groups.")
     state: Any = _attribute_of(_INNER, "state", "The original optimizer's state.")
@@ -264,6 +268,7 @@ class NoisyOptimizer(Optimizer):
             )
             settings: dict[str, float | str] = {
                 **{name: value or 0 for name, value in self.settings.items()},
+                "stability": self.clipping.stability or 0,
                 "the number of steps": self.steps,
                 "the trained parameters": "\n".join(trained),
             }

@@ -58,6 +58,11 @@ class PerLayerClipping(Clipping):
     why_once = "and per-layer clipping clips each use by itself"
 
     def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
+        if options.get("stability") is not None:
+            raise UnsupportedError(
+                "per-layer clipping is not normalised (stability) yet; use BookKeeping or "
+                "FlashClipping"
+            )
         super().__init__(model, max_grad_norm, **options)
         if self._shared:
             name = self.name_of(next(iter(self._shared)))

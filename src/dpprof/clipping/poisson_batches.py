@@ -8,7 +8,7 @@ sample that stands for a batch without samples.
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, cast
 
 import torch
@@ -161,6 +161,10 @@ class PoissonLoader:
                 self._state = part.state
                 self._done = (self._done + 1) % len(self)
             yield batch, part
+
+    def load(self, indices: Iterable[int]) -> Any:
+        """Load and collate some samples, which nothing drew."""
+        return self._loader.collate_fn([self._loader.dataset[at] for at in indices])
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the next batch begins."""

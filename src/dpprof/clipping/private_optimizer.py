@@ -1,10 +1,12 @@
 """The optimizer of ``make_private``: a loop calls its ``backward``, and it keeps to a budget."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dpprof.clipping.budget import Spent
+from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
 
 
@@ -25,6 +27,14 @@ class PrivateOptimizer(NoisyOptimizer):
 
     Every part that a ``PoissonLoader`` hands out goes through ``backward`` and ``step``; otherwise
     the parts of two batches could meet in one step, and a sample count twice.
+
+    Args:
+        optimizer: Of all trained parameters of the model, and of no others.
+        clipping: Of the model.
+        settings: As of ``NoisyOptimizer``.
+
+    Raises:
+        ValueError: The optimizer has other parameters, or a setting is out of its range.
     """
 
     planned_steps: int | None = None
@@ -36,6 +46,10 @@ class PrivateOptimizer(NoisyOptimizer):
     _part: Part | None = None
     _clipped: int | None = None
     """The clipping's count of batches after the last ``backward`` of this."""
+
+    def __init__(self, optimizer: Optimizer, clipping: Clipping, **settings: Any) -> None:
+        _refuse_other_parameters(optimizer, clipping)
+        super().__init__(optimizer, clipping, **settings)
 
     def take_part(self, part: Part) -> None:
         """Prepare for the coming part of a batch.
@@ -116,3 +130,26 @@ class PrivateOptimizer(NoisyOptimizer):
         self._refuse_beyond_plan()
         self.clipping.backward(losses[:0] if part.is_empty else losses)
         self._part, self._clipped = None, self.clipping.batches
+
+
+def _refuse_other_parameters(optimizer: Optimizer, clipping: Clipping) -> None:
+    """Refuse an optimizer of other parameters than the model trains."""
+    if hasattr(optimizer, "optimizer"):
+        raise ValueError(
+            f"{type(optimizer).__name__} wraps an optimizer, and may skip its steps; give the "
+            "optimizer inside, optimizer.optimizer"
+        )
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in given:
+        if parameter.requires_grad and not clipping.clips(parameter):
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model "
+                "does not train; make the optimizer last, once the model is as it is trained"
+            )
+    there = set(given)
+    for parameter in clipping.parameters:
+        if parameter not in there:
+            raise ValueError(
+                f"{clipping.name_of(parameter)} is trained, and the optimizer does not have it; "
+                "one optimizer trains the whole model, so add the parameter, or freeze it"
+            )

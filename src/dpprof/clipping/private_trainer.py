@@ -1,26 +1,40 @@
 """``PrivateTrainer``: transformers' ``Trainer`` with private steps."""
 
 import copy
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dpprof.clipping.budget import Spent, find_noise, verify_budget, warn_of_delta
+from dpprof.clipping.budget import (
+    Spent,
+    find_noise,
+    import_opacus,
+    verify_budget,
+    warn_of_delta,
+)
 from dpprof.clipping.causal_lm import causal_lm_losses
+from dpprof.clipping.factor import find_stability
 from dpprof.clipping.poisson_batches import PoissonLoader, refuse_related
 from dpprof.clipping.private_optimizer import Part, PrivateOptimizer
-from dpprof.clipping.private_training import METHODS
+from dpprof.clipping.private_training import METHODS, make_sampling_generator
+from dpprof.clipping.ranks import Ranks, is_distributed
 from dpprof.models.sample_losses import sample_losses, shift_labels
 
-_STATE = "private.pt"
 _QUANTILES = (0.1, 0.5, 0.9)
+
+_OF_PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "seq_lengths"}
+"""What collators give that pack samples."""
+
+_UNPACKED = "give each sample a row of its own, padded (packing=False, padding_free=False)"
 
 
 @dataclass(frozen=True)
@@ -33,9 +47,12 @@ class PrivacyArguments:
         epsilon: The budget of the whole training, which needs ``delta``.
         delta: Of the guarantee, less than one over the number of samples.
         method: ``flash-bk`` (``auto``) or ``flash``.
+        clipping: ``flat`` or ``normalised``, as of ``make_private``.
+        stability: Of normalised clipping, by default 0.01.
         accountant: ``prv`` or ``rdp``.
         head: Of causal language models: ``logits``, or ``chunked`` or ``kept`` for
             ``causal_lm_losses``.
+        check: Whether ``losses_of`` is checked on two samples (``Clipping.check``), in one process.
         sampling_generator: Draws the samples; by default the operating system seeds one.
         noise_generator: Draws the noise; likewise.
     """
@@ -45,18 +62,28 @@ class PrivacyArguments:
     epsilon: float | None = None
     delta: float | None = None
     method: str = "auto"
+    clipping: str = "flat"
+    stability: float | None = None
     accountant: str = "prv"
     head: str = "logits"
+    check: bool = True
     sampling_generator: torch.Generator | None = None
     noise_generator: torch.Generator | None = None
 
 
 class _Steps:
-    """Joins the parts of a batch: a ``Trainer`` takes one step for each element."""
+    """Joins the parts of a batch: a ``Trainer`` takes one step for each element.
 
-    def __init__(self, loader: PoissonLoader) -> None:
+    Args:
+        loader: Hands out parts.
+        device: None where ranks do not wait for each other; otherwise of the tensor by which they
+            agree on the number of parts.
+    """
+
+    def __init__(self, loader: PoissonLoader, device: torch.device | None) -> None:
         self.loader = loader
         self.dataset = range(loader.samples)  # whose length the Trainer asks for
+        self._device = device
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -66,19 +93,31 @@ class _Steps:
         for batch, part in self.loader.parts():
             parts.append((batch, part))
             if part.is_last:
-                yield {"parts": parts}
+                yield {"parts": parts if self._device is None else self._fill_up(parts)}
                 parts = []
+
+    def _fill_up(self, parts: list[tuple[Any, Part]]) -> list[tuple[Any, Part]]:
+        """Add parts without samples, until there are as many as on the rank with the most."""
+        most = torch.tensor(len(parts), device=self._device)
+        distributed.all_reduce(most, distributed.ReduceOp.MAX)
+        batch, part = parts[-1]
+        filled = parts + [(batch, part._replace(is_empty=True))] * (int(most) - len(parts))
+        return [(b, p._replace(is_last=at == len(filled))) for at, (b, p) in enumerate(filled, 1)]
 
 
 class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no types here
     """A ``Trainer`` whose steps are private.
 
     A step draws each sample with the probability
-    ``per_device_train_batch_size * gradient_accumulation_steps / samples``, and runs
+    ``per_device_train_batch_size * gradient_accumulation_steps * world_size / samples``, and runs
     ``per_device_train_batch_size`` samples at a time. Each sample's loss is the mean over its own
     labelled tokens. Evaluation, callbacks, schedulers and checkpoints are those of ``Trainer``; a
     resumed run ends with the same bits. What is logged (losses, norms, the share that was clipped)
-    is that of the samples, and not private; epsilon is logged beside it.
+    is that of the samples, of rank 0 where there are several, and not private. Epsilon is logged
+    beside it, as often as its computation takes a hundredth of the time, and at the end.
+
+    Under ``torchrun`` each rank draws samples of its own, and ``DistributedDataParallel`` runs the
+    model, unless ``fully_shard`` sharded it before.
 
     Args:
         privacy: The settings.
@@ -115,15 +154,25 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         )
         if privacy.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, not {privacy.method!r}")
+        find_stability(privacy.clipping, privacy.stability)
         if privacy.head not in ("logits", "chunked", "kept"):
             raise ValueError(f"head must be logits, chunked or kept, and is {privacy.head!r}")
         super().__init__(*inputs, **named)
         refuse_arguments(self.args, self)
         refuse_related(privacy.sampling_generator, privacy.noise_generator)
+        self._is_sharded = any(map(is_distributed, self.model.parameters()))
+        self.is_distributed_loading_by_transformers |= self._is_sharded  # accelerate leaves it so
+        self._ranks = Ranks()
+        if self.args.world_size > 1:
+            self._ranks = Ranks(distributed.group.WORLD, self.args.device)
         self._steps: _Steps | None = None
         self._clipping: Any = None
         self.spent = Spent(0.0, privacy.delta, privacy.accountant)
         self._norms: list[Tensor] = []
+        self._told_at = self._telling_took_s = 0.0
+        """When epsilon was logged last, and how long its computation took."""
+
+        self._flops_of_token: int | None = None
         self._accumulation = self.args.gradient_accumulation_steps
         # A step is one element of the loader, and the loader goes on where a checkpoint was saved.
         self.args = copy.copy(self.args)
@@ -151,18 +200,23 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         part = self.args.per_device_train_batch_size
         loader: DataLoader[Any] = DataLoader(
             dataset,
-            batch_size=part * self._accumulation,
+            batch_size=part * self._accumulation * self._ranks.size,
             shuffle=True,
             collate_fn=collate,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
-        generator = self.privacy.sampling_generator
-        poisson = PoissonLoader(loader, max_batch_size=part, generator=generator)
+        poisson = PoissonLoader(
+            loader,
+            max_batch_size=part,
+            generator=make_sampling_generator(self._ranks, self.privacy.sampling_generator),
+            rank=self._ranks.rank,
+            ranks=self._ranks.size,
+        )
         self.spent.sample_rate = poisson.sample_rate
         warn_of_delta(self.privacy.delta, poisson.samples)
-        self._steps = _Steps(poisson)
+        self._steps = _Steps(poisson, self.args.device if self._is_sharded else None)
         return self._steps
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -179,13 +233,25 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         inner = super().create_optimizer(model)
         assert self._steps is not None
         privacy, rate = self.privacy, self._steps.loader.sample_rate
+        if privacy.delta is not None:
+            import_opacus()  # epsilon will be logged
         noise = privacy.noise_multiplier
         if noise is None:
             assert privacy.epsilon is not None
             assert privacy.delta is not None
             budget = (privacy.epsilon, privacy.delta, self.state.max_steps)
             noise = find_noise(*budget, rate, privacy.accountant)
-        self._clipping = METHODS[privacy.method](self.model, privacy.max_grad_norm)
+        if (
+            self._ranks.size > 1 and not self._is_sharded
+        ):  # here, and not by accelerate, so that the clipping knows it
+            self.model_wrapped: nn.Module = DistributedDataParallel(self.model)
+        self._clipping = METHODS[privacy.method](
+            self.model_wrapped,
+            privacy.max_grad_norm,
+            stability=find_stability(privacy.clipping, privacy.stability),
+        )
+        if privacy.check and self.losses_of is not None and self._ranks.size == 1:
+            self._check_losses()
         self.optimizer = PrivateOptimizer(
             inner,
             self._clipping,
@@ -197,6 +263,18 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self.optimizer.spent = self.spent
         self._steps.loader.optimizer = self.optimizer
         return self.optimizer
+
+    def _check_losses(self) -> None:
+        """Compare the clipped gradient of the first two samples with those of each alone."""
+        assert self._steps is not None
+        inputs = self._prepare_inputs(self._steps.loader.load(range(2)))
+        names = [name for name, one in inputs.items() if isinstance(one, Tensor)]
+
+        def losses_of(*parts: Tensor) -> Tensor:
+            given = {**inputs, **dict(zip(names, parts, strict=True))}
+            return self.compute_sample_losses(self.model, given)
+
+        self._clipping.check(losses_of, *(inputs[name] for name in names))
 
     def train(self, *inputs: Any, **named: Any) -> Any:
         """Train, as ``Trainer`` does; afterwards the model is as it was, without clipping."""
@@ -232,6 +310,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
     def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Compute one loss for each sample, in autocast's dtype where ``bf16`` is set; (B,)."""
+        _refuse_packed(inputs)
         with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16):
             if self.losses_of is not None:
                 return self.losses_of(model, inputs)
@@ -260,10 +339,13 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         )
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Add up those of the parts."""
-        return sum(
-            super(PrivateTrainer, self).floating_point_ops(part) for part, _ in inputs["parts"]
-        )
+        """Multiply those of one token, which take long to find, by the tokens of all parts."""
+        main = getattr(self.model, "main_input_name", "input_ids")
+        if self._flops_of_token is None:
+            one = {main: torch.empty(1, device="meta")}
+            self._flops_of_token = int(super().floating_point_ops(one))
+        tokens: int = sum(part[main].numel() for part, _ in inputs["parts"] if main in part)
+        return self._flops_of_token * tokens
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         for part, _ in inputs["parts"]:
@@ -279,9 +361,19 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         """Log the norms of samples since the last time, and what was spent."""
         if "loss" in logs:
             logs |= self._describe_norms()
-            if self.privacy.delta is not None and self.spent.history:
+            if self._epsilon_is_due():
+                start = time.monotonic()
                 logs["epsilon"] = round(self.spent.epsilon(), 4)
+                self._told_at = time.monotonic()
+                self._telling_took_s = self._told_at - start
         super().log(logs, *inputs, **named)
+
+    def _epsilon_is_due(self) -> bool:
+        """Tell whether to compute epsilon: at the end, and before as long as that costs 1 %."""
+        if self.privacy.delta is None or not self.spent.history:
+            return False
+        is_last = self.state.global_step >= self.state.max_steps
+        return is_last or time.monotonic() - self._told_at >= 100 * self._telling_took_s
 
     def _note_norms(self, norms_B: Tensor | None) -> None:
         """Keep norms until they are logged; a run that never logs keeps none."""
@@ -298,29 +390,53 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             return {}
         quantiles = torch.quantile(found, torch.tensor(_QUANTILES)).tolist()
         names = (f"sample_norm_{round(100 * share)}%" for share in _QUANTILES)
-        clipped = float((found > self.privacy.max_grad_norm).float().mean())
-        return {"clipped_share": clipped, **dict(zip(names, quantiles, strict=True))}
+        described = dict(zip(names, quantiles, strict=True))
+        if self.privacy.clipping == "flat":  # normalised clipping scales every sample
+            described["clipped_share"] = float((found > self.privacy.max_grad_norm).float().mean())
+        return described
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         assert self._steps is not None
-        state = {"loader": self._steps.loader.state_dict(), "history": self.spent.history}
-        torch.save(state, Path(output_dir, _STATE))
+        state = {
+            "loader": self._steps.loader.state_dict(),
+            "privacy": self.private_optimizer.state_dict()["privacy"],
+            "history": self.spent.history,
+        }
+        Path(output_dir).mkdir(parents=True, exist_ok=True)  # rank 0 may not have come so far
+        torch.save(state, Path(output_dir, self._name_of_rank("private", "pt")))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        """Load all that a resumed run needs, or refuse: it would repeat noise on other samples."""
         if checkpoint is None:
             return
-        file = Path(checkpoint, _STATE)
-        if not file.exists():
-            raise ValueError(
-                f"{checkpoint} has no {file.name}: it was saved by another Trainer, and to resume "
-                "from it would draw samples and noise that its accountant does not know"
-            )
-        state = torch.load(file, weights_only=True)
+        own, random = self._name_of_rank("private", "pt"), self._name_of_rank("rng_state", "pth")
+        for name in (own, random, "optimizer.pt", "scheduler.pt"):
+            if not Path(checkpoint, name).exists():
+                raise ValueError(
+                    f"{checkpoint} has no {name}: it was saved by another Trainer, or not to the "
+                    "end, and to resume from it would draw samples and noise that its accountant "
+                    "does not know"
+                )
+        state, optimizer, scheduler = (
+            torch.load(Path(checkpoint, name), map_location="cpu", weights_only=True)
+            for name in (own, "optimizer.pt", "scheduler.pt")
+        )
+        self.private_optimizer.load_state_dict(optimizer | {"privacy": state["privacy"]})
+        self.lr_scheduler.load_state_dict(scheduler)
         assert self._steps is not None
         self._steps.loader.load_state_dict(state["loader"])
         self.spent.history = [tuple(one) for one in state["history"]]
+        if self.private_optimizer.steps != self.state.global_step:
+            raise ValueError(
+                f"{checkpoint} is of {self.private_optimizer.steps:,} private steps, and its "
+                f"trainer_state.json of {self.state.global_step:,}; resume from another checkpoint"
+            )
+
+    def _name_of_rank(self, stem: str, suffix: str) -> str:
+        """Name a file that each of several ranks has, as ``Trainer`` does."""
+        rank = f"_{self._ranks.rank}" if self._ranks.size > 1 else ""
+        return f"{stem}{rank}.{suffix}"
 
 
 def read_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: float = 0.0) -> Tensor:
@@ -350,12 +466,32 @@ def _is_causal(model: nn.Module) -> bool:
     return type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-def refuse_arguments(args: Any, trainer: Trainer) -> None:
+def _refuse_packed(inputs: Mapping[str, Any]) -> None:
+    """Refuse rows that hold several samples: a row would count as one, and share its bound.
+
+    Raises:
+        ValueError: There are some.
+    """
+    names = _OF_PACKING & set(inputs)
+    if names:
+        raise ValueError(f"{min(names)} is of packed samples; {_UNPACKED}")
+    positions = inputs.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2:  # noqa: PLR2004
+        return
+    mask = inputs.get("attention_mask")
+    given = torch.ones_like(positions) if mask is None or mask.dim() != 2 else mask  # noqa: PLR2004
+    is_pair = (given[:, 1:] != 0) & (given[:, :-1] != 0)
+    if (is_pair & (positions[:, 1:] <= positions[:, :-1])).any():
+        raise ValueError(f"position_ids begin again within a row of packed samples; {_UNPACKED}")
+
+
+def refuse_arguments(args: Any, trainer: Any) -> None:
     """Refuse what ``Trainer`` offers and a private step cannot have.
 
     Raises:
         ValueError: The first such argument, by name.
     """
+    is_sharded = any(map(is_distributed, trainer.model.parameters()))
     refused = {
         "max_grad_norm": (args.max_grad_norm not in (0.0, 1.0), "PrivacyArguments has the bound"),
         "dataloader_drop_last": (args.dataloader_drop_last, "it leaves samples out"),
@@ -370,12 +506,31 @@ def refuse_arguments(args: Any, trainer: Trainer) -> None:
         ),
         "auto_find_batch_size": (args.auto_find_batch_size, "it repeats steps"),
         "deepspeed": (args.deepspeed is not None, "it is not supported"),
-        "fsdp": (bool(args.fsdp), "it is not supported yet; use the loop of private-training.md"),
-        "world_size": (args.world_size > 1, "several processes are not supported yet"),
+        "fsdp": (
+            bool(args.fsdp),
+            "accelerate would shard the model after it is clipped; call fully_shard before",
+        ),
+        "save_strategy": (
+            is_sharded and args.save_strategy != "no",
+            "a sharded model has no checkpoints yet",
+        ),
+        "PrivacyArguments.head": (
+            is_sharded and trainer.privacy.head != "logits",
+            "a sharded model computes its logits",
+        ),
+        "parallelism_config": (args.parallelism_config is not None, "it is not supported"),
+        "include_num_input_tokens_seen": (
+            args.world_size > 1 and args.include_num_input_tokens_seen != "no",
+            "ranks have other numbers of parts",
+        ),
         "n_gpu": (args.n_gpu > 1, "DataParallel copies the model; show one GPU"),
         "compute_loss_func": (
             trainer.compute_loss_func is not None,
             "it gets sums over the batch; use losses_of",
+        ),
+        "compute_loss": (
+            type(trainer).compute_loss is not Trainer.compute_loss,
+            "training does not call it; use losses_of",
         ),
     }
     for name, (is_set, why) in refused.items():

@@ -13,8 +13,10 @@ from dpprof.clipping.automatic import FirstBatch, choose_method
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.budget import Spent, find_noise, verify_budget, warn_of_delta
 from dpprof.clipping.engine import Clipping
+from dpprof.clipping.factor import find_stability
 from dpprof.clipping.poisson_batches import PoissonLoader, find_sample_rate, refuse_related
 from dpprof.clipping.private_optimizer import PrivateOptimizer
+from dpprof.clipping.ranks import Ranks
 from dpprof.clipping.two_pass import FlashClipping
 
 METHODS: dict[str, type[Clipping]] = {"flash-bk": BookKeeping, "flash": FlashClipping}
@@ -104,6 +106,8 @@ def make_private(
     epochs: int | None = None,
     steps: int | None = None,
     method: str = "auto",
+    clipping: str = "flat",
+    stability: float | None = None,
     max_batch_size: int | None = None,
     accountant: str = "prv",
     check: bool = True,
@@ -130,6 +134,9 @@ def make_private(
         method: ``flash-bk`` is the fastest on nearly every GPU, ``flash`` needs less memory;
             ``auto`` predicts both and takes the faster one that fits (``choose_method``), which
             takes seconds and needs ``losses_of`` and a known GPU, and is ``flash-bk`` elsewhere.
+        clipping: ``flat`` scales long gradients to C, ``normalised`` all gradients to less than C
+            (AUTO-S, ``factor``): another mechanism with the same noise and accounting.
+        stability: The gamma of normalised clipping, by default 0.01.
         max_batch_size: The most samples at a time; a batch with more comes in parts.
         accountant: ``prv``, or ``rdp``, which spends more.
         check: Whether the clipped gradient of a first batch is compared with those of its single
@@ -172,6 +179,7 @@ def make_private(
     """
     if method not in (known := ("auto", *METHODS)):
         raise ValueError(f"method must be one of {', '.join(known)}, and is {method!r}")
+    stability = find_stability(clipping, stability)
     verify_budget(noise_multiplier, epsilon, delta, accountant=accountant)
     if check and losses_of is None:
         raise ValueError("give losses_of, so that a first batch can be checked; or check=False")
@@ -188,17 +196,17 @@ def make_private(
     if method == "auto":
         usual = samples // round(1 / rate)
         method = choose_method(model, optimizer, draw, max_batch_size or usual)
-    clipping = METHODS[method](model, max_grad_norm)
+    clipped = METHODS[method](model, max_grad_norm, stability=stability)
     try:
-        _refuse_parts_of_shards(clipping, max_batch_size)
+        _refuse_parts_of_shards(clipped, max_batch_size)
         if check:
             assert draw is not None
             first = draw()
             most = max(2, max_batch_size or samples)  # one shows nothing
-            clipping.check(first.losses_of, *(part[:most] for part in first.batch))
+            clipped.check(first.losses_of, *(part[:most] for part in first.batch))
         private = PrivateOptimizer(
             optimizer,
-            clipping,
+            clipped,
             noise_multiplier=noise_multiplier,
             expected_batch_size=samples // round(1 / rate),
             generator=noise_generator,
@@ -207,13 +215,13 @@ def make_private(
         loader = PoissonLoader(
             data_loader,
             max_batch_size=max_batch_size,
-            generator=_of_this_rank(clipping, sampling_generator),
-            rank=clipping.ranks.rank,
-            ranks=clipping.ranks.size,
+            generator=make_sampling_generator(clipped.ranks, sampling_generator),
+            rank=clipped.ranks.rank,
+            ranks=clipped.ranks.size,
         )
         loader.optimizer = private
     except BaseException:
-        clipping.remove()
+        clipped.remove()
         raise
     private.planned_steps = planned
     return PrivateTraining(model, private, loader, Spent(rate, delta, accountant))
@@ -227,9 +235,9 @@ def _refuse_parts_of_shards(clipping: Clipping, max_batch_size: int | None) -> N
         )
 
 
-def _of_this_rank(clipping: Clipping, source: torch.Generator | None) -> torch.Generator | None:
+def make_sampling_generator(ranks: Ranks, source: torch.Generator | None) -> torch.Generator | None:
     """Make a rank's source of samples, which no other rank has; that of the caller for one rank."""
-    own = clipping.ranks.make_generator(source)
+    own = ranks.make_generator(source)
     if own is None or own.device.type == "cpu":
         return own
     return torch.Generator().manual_seed(own.initial_seed())  # samples are drawn on the CPU

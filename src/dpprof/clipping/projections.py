@@ -8,13 +8,13 @@ longer side. The direction is drawn anew for each batch, by a generator of its o
 is linear in G, so the uses of a parameter add up, and a linear layer with inputs X and output
 gradients Y needs no G: ``Y^T (X u)``. Gradients of vectors are compared as they are.
 
-What it proves: let D be the difference between the two gradients of a sample, over max(norm, C).
-The sample contributes at most ``C (1 + |D|)``, beside rounding. The square of the projection of D
-has the expectation |D|^2, and a batch is refused where its root exceeds ``MAX_DIFFERENCE``. The
-worst D has rank one; it passes where u is nearly orthogonal to it, with a probability of about
-``limit / |D|``. In float32 that is 0.4 % for a sample that exceeds C by a sixteenth, and 0.02 % for
-2 C. Others, and differences in several layers, samples or steps, are seen more surely. It is no
-proof where a model knows the direction.
+What it proves: let D be the difference between the two gradients of a sample, over max(norm, C), or
+max(norm, gamma) in normalised clipping. The sample contributes at most ``C (1 + |D|)``, beside
+rounding. The square of the projection of D has the expectation |D|^2, and a batch is refused where
+its root exceeds ``MAX_DIFFERENCE``. The worst D has rank one; it passes where u is nearly
+orthogonal to it, with a probability of about ``limit / |D|``. In float32 that is 0.4 % for a sample
+that exceeds C by a sixteenth, and 0.02 % for 2 C. Others, and differences in several layers,
+samples or steps, are seen more surely. It is no proof where a model knows the direction.
 
 Cost for a linear layer of d x p over T tokens, each time: 2 B T (d + p) FLOPs, and one read of
 inputs and output gradients. Memory: B min(d, p) numbers for each matrix, B p for each vector.
@@ -84,17 +84,18 @@ class Projections:
 
     @torch.no_grad()
     @allocates("norm_samples")
-    def compare(self, norms_B: Tensor, bound: float, excluded_B: Tensor | None) -> Tensor:
+    def compare(self, norms_B: Tensor, least: float, excluded_B: Tensor | None) -> Tensor:
         """Tell which samples' gradients differ too much; (B,).
 
         Args:
             norms_B: Of the samples' gradients, as measured.
-            bound: C.
+            least: What shorter gradients are compared with: C, or the stability of normalised
+                clipping, which makes short gradients longer.
             excluded_B: Samples that contribute nothing; None for none.
         """
         on_device = [one.to(norms_B.device) for one in self._differences.values()]
         moved_B = torch.cat(on_device, dim=1).square_().sum(1).sqrt_()
-        differs_B = ~(moved_B <= self._limit * norms_B.clamp(min=bound))
+        differs_B = ~(moved_B <= self._limit * norms_B.clamp(min=least))
         if excluded_B is not None:
             differs_B &= ~excluded_B
         return differs_B

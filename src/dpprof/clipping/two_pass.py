@@ -94,7 +94,8 @@ class FlashClipping(Clipping):
         if self._projections is None:
             return
         assert self.sample_norms is not None
-        differs_B = self._projections.compare(self.sample_norms, self.max_grad_norm, self._excluded)
+        least = self.stability or self.max_grad_norm
+        differs_B = self._projections.compare(self.sample_norms, least, self._excluded)
         if self.deferral is not None:
             self.deferral.flag(differs_B)
             return

@@ -286,7 +286,7 @@ class _Check:
 
     def _compare(self, samples: Samples, taken: StepEffects) -> None:
         loop = self.loop
-        expected = clip(samples, loop.groups, loop.divisor)
+        expected = clip(samples, loop.groups, loop.divisor, stability=loop.stability)
         first, worst = find_difference(taken.given, expected, self.limit)
         if self.hides_layers and first is not None:
             raise ValueError(
@@ -340,7 +340,7 @@ class _Check:
         with loop.dropout_on():
             taken = self._take(self.batch)
         self._compare_norms(samples, taken, _DRAWN_AGAIN)
-        expected = clip(samples, loop.groups, loop.divisor)
+        expected = clip(samples, loop.groups, loop.divisor, stability=loop.stability)
         first, worst = find_difference(taken.given, expected, self.limit)
         if first is not None:
             raise WrongTrainingError(

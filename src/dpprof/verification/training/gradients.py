@@ -6,6 +6,7 @@ Shape legend: B samples.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -98,12 +99,26 @@ def _differentiate_each(loop: Loop, losses: Iterator[Tensor] | Tensor) -> Sample
     return Samples(torch.tensor(values, dtype=torch.float64), stacked)
 
 
-def clip(samples: Samples, groups: Groups, divisor: float, *, scale: float = 1.0) -> Gradients:
-    """Compute the sum of clipped gradients over a divisor; ``scale`` multiplies each before."""
+def clip(
+    samples: Samples,
+    groups: Groups,
+    divisor: float,
+    *,
+    scale: float = 1.0,
+    stability: float | None = None,
+) -> Gradients:
+    """Compute the sum of clipped gradients over a divisor; ``scale`` multiplies each before.
+
+    ``stability`` is that of normalised clipping.
+    """
     sums = {}
     for parameters, bound in groups:
         norms_B = scale * samples.norms(parameters)
-        factors_B = scale * (bound / (norms_B + _EPSILON)).clamp(max=1.0) / divisor
+        if stability is None:
+            factors_B = (bound / (norms_B + _EPSILON)).clamp(max=1.0)
+        else:
+            factors_B = bound / (norms_B + stability)
+        factors_B = scale * factors_B / divisor
         for parameter in parameters:
             own = samples.gradients[parameter]
             sums[parameter] = torch.tensordot(factors_B.to(own), own, dims=1)
@@ -158,6 +173,7 @@ def diagnose(loop: Loop, samples: Samples, given: Gradients, limit: float) -> st
 
 def _mistakes(loop: Loop, samples: Samples) -> Iterator[tuple[Gradients, str]]:
     count, groups, divisor = len(samples.losses_B), loop.groups, loop.divisor
+    clip_as_set = partial(clip, stability=loop.stability)
     unclipped = [(parameters, math.inf) for parameters, _ in groups]
     bound = math.hypot(*(one for _, one in groups))
     for scale, share, why in (
@@ -165,14 +181,14 @@ def _mistakes(loop: Loop, samples: Samples) -> Iterator[tuple[Gradients, str]]:
         (count, f"{count} times", "the loss sums over the batch where a mean is expected"),
     ):
         reason = f"each sample's gradient is {share} its own before it is clipped: {why}"
-        yield clip(samples, groups, divisor, scale=scale), reason
+        yield clip_as_set(samples, groups, divisor, scale=scale), reason
     for by in (divisor, count):
         yield clip(samples, unclipped, by), "no sample's gradient is clipped"
     for by in sorted({divisor, float(count), 1.0}):
         batch = {p: total[None] for p, total in clip(samples, unclipped, by).items()}
         for after in {1.0, divisor}:
             yield (
-                clip(Samples(samples.losses_B[:1], batch), groups, after),
+                clip_as_set(Samples(samples.losses_B[:1], batch), groups, after),
                 "the gradient of the batch is clipped as a whole, and not that of each sample",
             )
     for factor in (2.0, 0.5, float(count), 1 / count):
@@ -181,10 +197,10 @@ def _mistakes(loop: Loop, samples: Samples) -> Iterator[tuple[Gradients, str]]:
             f"samples are clipped to a bound of {factor * bound:g}, and the noise is for one of "
             f"{bound:g}"
         )
-        yield clip(samples, others, divisor), reason
+        yield clip_as_set(samples, others, divisor), reason
     for by, how in ((1.0, "not divided"), (divisor**2, "divided twice")):
         reason = f"the sum of clipped gradients is {how} by the expected batch size, {divisor:g}"
-        yield clip(samples, groups, by), reason
+        yield clip_as_set(samples, groups, by), reason
 
 
 def find_shared_layer(loop: Loop, batch: TrainingBatch) -> str | None:

@@ -211,6 +211,11 @@ class Loop:
         return [(self.trained, float(self.private.max_grad_norm))]
 
     @property
+    def stability(self) -> float | None:
+        """That of normalised clipping; None for flat clipping."""
+        return None if self.clipping is None else self.clipping.stability
+
+    @property
     def noise(self) -> float:
         """The standard deviation of the noise in the gradients that the optimizer is given."""
         private = self.private

@@ -1,0 +1,32 @@
+"""Refuses steps of other optimizers on clipped sums, which have no noise yet.
+
+A second optimizer of the same parameters, or one of an earlier loop, would apply the sums that wait
+in ``.grad`` between ``backward`` and the private step. PyTorch calls one hook before every step of
+every optimizer.
+"""
+
+import functools
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from dpprof.clipping.sums import bound_of
+
+
+@functools.cache
+def refuse_unnoised_steps() -> None:
+    """Watch all optimizers from now on."""
+    register_optimizer_step_pre_hook(_refuse_clipped_sums)
+
+
+def _refuse_clipped_sums(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            # Only a NoisyOptimizer's parameters have a summed_grad.
+            if parameter.grad is None or not hasattr(parameter, "summed_grad"):
+                continue
+            if bound_of(parameter.grad) is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} was asked to step on gradients without noise; "
+                    "call step() of the NoisyOptimizer of these parameters, and of no other"
+                )

@@ -1,0 +1,191 @@
+"""Normalised clipping: every sample contributes C norm / (norm + gamma), which is less than C."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from small_models import FLAT, KINDS, batch, build, gradients, one_by_one, private
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from dpprof.clipping import BookKeeping, FlashClipping, PerLayerClipping, UnsupportedError
+from dpprof.clipping.factor import LEAST_STABILITY
+from dpprof.norms.rounding import TOLERATED
+from dpprof.verification import check
+
+C, GAMMA = 0.8, 0.05
+
+
+def normalised(model: nn.Module, samples, losses_of, bound: float = C, gamma: float = GAMMA):
+    """Sum each sample's gradient times C / (norm + gamma), by ordinary autograd."""
+    total = torch.zeros(())
+    for sample in zip(*samples, strict=True):
+        _, gradient, _ = one_by_one(losses_of, model, [part[None] for part in sample], math.inf)
+        total = total + gradient * bound / (gradient.norm() + gamma)
+    return total
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize(("kind", "bias"), KINDS[::3])
+def test_it_is_that_of_single_samples(way, kind, bias) -> None:
+    model = build(kind, bias=bias)
+    expected = normalised(model, batch(), model.losses)
+    clipping = way(model, C, stability=GAMMA)
+    clipping.backward(model.losses(*batch()))
+
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
+    assert clipping.sample_norms[-1] == 0  # and contributes zero
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_a_batch_in_parts_is_the_whole_one(way) -> None:
+    ids, labels, weights = batch(6)
+    model = build()
+    expected = normalised(model, (ids, labels, weights), model.losses)
+    clipping = way(model, C, stability=GAMMA)
+    optimizer = private(clipping, model, lr=0.0)
+    for at in (0, 2, 4):
+        part = slice(at, at + 2)
+        optimizer.signal_skip_step(at < 4)
+        clipping.backward(model.losses(ids[part], labels[part], weights[part]))
+        optimizer.step()
+        if at < 4:
+            optimizer.zero_grad()
+
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
+
+
+def squares(model: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
+    return scale * model(x).sum((1, 2))
+
+
+SCALES = [0.0, *(10.0**power for power in (-40, -30, -20, -12, -6, -3, 0, 3, 6, 12, 18, 30, 38))]
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("gamma", [LEAST_STABILITY, 1.0])
+@pytest.mark.parametrize("where", ["inputs", "losses", "both ways"])
+def test_samples_of_any_size_contribute_less_than_the_bound(way, gamma, where) -> None:
+    """Squares overflow and underflow; ways to norms with the Gram matrix, kept and direct."""
+    for scale in SCALES:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(96, 200), nn.Tanh(), nn.Linear(200, 3), nn.PReLU())
+        clipping = way(model, C, stability=gamma)
+        x, by = torch.randn(2, 6, 96), torch.ones(2)
+        if where != "losses":
+            x[0] *= scale
+        if where != "inputs":
+            by[0] *= scale if where == "losses" else 1 / max(scale, 1e-38)
+        by[1] = 0  # the other sample contributes nothing
+        clipping.backward(squares(model, x, by))
+        moved = gradients(model).norm()
+
+        assert moved <= C * (1 + TOLERATED[torch.float32])
+        if clipping.nonfinite_samples:
+            assert moved == 0
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_long_gradients_reach_the_bound_and_short_ones_stay_in_proportion(way) -> None:
+    model = nn.Linear(4, 1, bias=False).double()
+    for norm in (1e-9, 0.05, 3.0, 1e9):
+        model.zero_grad()
+        clipping = way(model, C, stability=GAMMA)
+        clipping.backward(model(torch.full((1, 4), norm / 2, dtype=torch.float64))[:, 0])
+        clipping.remove()
+
+        contributed = float(gradients(model).norm())
+        assert contributed == pytest.approx(C * norm / (norm + GAMMA), rel=1e-9)
+        assert contributed < C
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_noise_is_that_of_flat_clipping(way) -> None:
+    model = nn.Linear(100, 200, bias=False)
+    clipping = way(model, C, stability=GAMMA)
+    optimizer = private(clipping, model, noise_multiplier=2.0)
+    clipping.backward(torch.zeros(0))
+    optimizer.step()
+
+    assert float(gradients(model).std()) == pytest.approx(2 * C, rel=0.03)
+
+
+def test_passes_that_differ_are_refused_however_short_the_gradients_are() -> None:
+    """Flat clipping would add them as they are, far below C; here they are made longer."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def losses_of(x: Tensor) -> Tensor:
+        hidden = checkpoint(
+            lambda x: functional.dropout(last(first(x)), 0.5),
+            x,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        return 1e-3 * hidden.square().sum(1)
+
+    model = nn.ModuleList([first, last])
+    clipping = FlashClipping(model, 1e6, stability=GAMMA, first_batch="trusted")
+    with pytest.raises(RuntimeError, match="was summed than measured"):
+        clipping.backward(losses_of(torch.randn(8, 5)))
+
+
+def test_check_knows_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().sum(1)
+
+    found = check(
+        model, loss, (torch.randn(4, 5).double(),), BookKeeping(model, C, stability=GAMMA)
+    )
+    assert found.max_relative_error < 1e-9
+
+
+REFUSED = {
+    "zero": (partial(BookKeeping, stability=0.0), C, "at least 0.000976562 at max_grad_norm 0.8"),
+    "below": (partial(BookKeeping, stability=9e-4), C, "and is 0.0009: norms of shorter gradients"),
+    "negative": (partial(FlashClipping, stability=-1.0), C, "stability must be finite and at"),
+    "nan": (partial(BookKeeping, stability=math.nan), C, "and is nan"),
+    "infinite": (partial(BookKeeping, stability=math.inf), C, "and is inf"),
+    "factor": (partial(BookKeeping, stability=0.01), 1e12, "at least 0.909"),
+    "per layer": (partial(PerLayerClipping, stability=0.01), C, "per-layer clipping is not normal"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_bounded_is_refused(case) -> None:
+    way, bound, message = REFUSED[case]
+    model = nn.Linear(3, 2)
+    with pytest.raises((ValueError, UnsupportedError), match=message):
+        way(model, bound)
+    clipping = BookKeeping(model, C, stability=0.01)  # nothing was left behind
+    with pytest.raises(ValueError, match=r"at least 0\.909"):
+        clipping.max_grad_norm = 1e12
+    assert clipping.max_grad_norm == C
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_float16_is_refused(way) -> None:
+    model = nn.Linear(5, 3)
+    for dtype in (torch.bfloat16, torch.float16):
+        clipping = way(model, C, stability=GAMMA)
+        with torch.autocast("cpu", dtype):
+            losses = model(torch.ones(2, 5)).float().sum(1)
+        if dtype is torch.bfloat16:
+            clipping.backward(losses)
+            clipping.remove()
+            model.zero_grad()
+            continue
+        with pytest.raises(UnsupportedError, match="for which float16 has too small a range"):
+            clipping.backward(losses)
+
+
+def test_a_state_of_another_clipping_is_refused() -> None:
+    first, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    state = private(BookKeeping(first, C), first).state_dict()
+    with pytest.raises(ValueError, match=r"made with stability None, and this one with 0\.01"):
+        private(BookKeeping(other, C, stability=0.01), other).load_state_dict(state)

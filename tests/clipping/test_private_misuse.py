@@ -1,0 +1,301 @@
+"""Loops and objects that would not be private, each refused with a sentence."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from one_call import D, Model, load, prepare, seeded, train
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+from dpprof.clipping import UnsupportedError, suggest_max_grad_norm
+
+BUDGET = {"noise_multiplier": None, "epsilon": 5.0, "delta": 1e-3, "accountant": "rdp"}
+
+
+class Stream(IterableDataset[Tensor]):
+    """Samples without numbers."""
+
+    def __iter__(self):
+        return iter(())
+
+
+class Mixing(Model):
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().losses(x, y).detach().mean() * super().losses(x, y)
+
+
+class Counting(Model):
+    """Divides by a number of the whole batch, as a loss by ``num_items_in_batch`` does."""
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().losses(x, y) / (x > 0).sum()
+
+
+def step(change, **options: Any) -> None:
+    """Take a step of a loop in which something is wrong."""
+    model = Model().double()
+    private = prepare(model, **options)
+    for batch in private.data_loader:
+        change(model, private.optimizer, batch)
+        return
+
+
+def after_forward(change):
+    """Do something between forward and backward."""
+
+    def run(model, optimizer, batch) -> None:
+        losses = model.losses(*batch)
+        change(model, losses)
+        optimizer.backward(losses)
+
+    return lambda: step(run)
+
+
+def after_backward(change):
+    """Do something between backward and step."""
+
+    def run(model, optimizer, batch) -> None:
+        optimizer.backward(model.losses(*batch))
+        change(model, optimizer)
+        optimizer.step()
+
+    return lambda: step(run)
+
+
+def thaw_later() -> None:
+    model = Model().double()
+    model.layers[0].requires_grad_(False)
+    private = prepare(model, optimizer=torch.optim.SGD(model.layers[2].parameters()))
+    model.layers[0].requires_grad_(True)
+    train(private, model)
+
+
+def make_private_twice() -> None:
+    model = Model().double()
+    prepare(model)
+    prepare(model)
+
+
+def replace_after_the_optimizer() -> None:
+    model = Model().double()
+    optimizer = torch.optim.SGD(model.parameters())
+    model.layers[2] = nn.Linear(7, 1).double()
+    prepare(model, optimizer=optimizer)
+
+
+def wrap_by_accelerate() -> None:
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model = Model().double()
+    prepare(model, optimizer=accelerator.prepare(torch.optim.SGD(model.parameters())))
+
+
+def let_accelerate_skip_steps() -> None:
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model = Model().double()
+    private = prepare(model)
+    optimizer = accelerator.prepare(private.optimizer)
+    with pytest.MonkeyPatch.context() as patch:  # the state is one for the whole process
+        patch.setattr(accelerator, "gradient_accumulation_steps", 2)
+        patch.setattr(accelerator.gradient_state, "sync_gradients", True)
+        for batch in private.data_loader:
+            with accelerator.accumulate(model):
+                private.optimizer.backward(model.losses(*batch))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def scale_losses() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+
+    def run(model, optimizer, batch) -> None:
+        optimizer.backward(scaler.scale(model.losses(*batch).float()))
+        scaler.step(optimizer)
+
+    step(run)
+
+
+def lose_packed_samples() -> None:
+    model = Model().double()
+
+    def losses_of(x: Tensor, y: Tensor) -> Tensor:
+        return (model.layers(x.view(len(x), -1, D))[:, :, 0] - y.view(len(y), -1)).square().mean(1)
+
+    private = prepare(model, check=False, data_loader=load(collate_fn=pack_rows))
+    for batch in private.data_loader:
+        private.optimizer.backward(losses_of(*batch))
+
+
+def pack_rows(rows) -> list[Tensor]:
+    x, y = zip(*rows, strict=True)
+    return [torch.cat(x)[None], torch.stack(y)[None]]
+
+
+def skip_a_step() -> None:
+    model = Model().double()
+    private = prepare(model)
+    for batch in private.data_loader:
+        private.optimizer.backward(model.losses(*batch))
+
+
+def train_on_other_samples() -> None:
+    model = Model().double()
+    private = prepare(model)
+    for batch in load():
+        private.optimizer.backward(model.losses(*batch))
+
+
+def train_twice_on_a_batch() -> None:
+    def run(model, optimizer, batch) -> None:
+        for _ in range(2):
+            optimizer.backward(model.losses(*batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step(run)
+
+
+def turn_noise_down() -> None:
+    model = Model().double()
+    private = prepare(model, **BUDGET, steps=4)
+    private.optimizer.noise_multiplier /= 2
+    train(private, model)
+
+
+def take_more_steps() -> None:
+    model = Model().double()
+    train(prepare(model, **BUDGET, steps=3), model)
+
+
+def draw_noise_like_samples() -> None:
+    prepare(Model().double(), sampling_generator=seeded(5), noise_generator=seeded(5))
+
+
+def draw_noise_after_samples() -> None:
+    one = seeded(5)
+    prepare(Model().double(), sampling_generator=one, noise_generator=one)
+
+
+def weigh_samples() -> None:
+    sampler = WeightedRandomSampler([1.0] * 24, 24)
+    prepare(Model().double(), data_loader=load(shuffle=False, sampler=sampler))
+
+
+def step_another(model, _optimizer) -> None:
+    torch.optim.SGD(model.parameters()).step()
+
+
+def warn_of_delta() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare(Model().double(), delta=0.1)
+
+
+MISUSES = {
+    "a sampler that is not Poisson": (weigh_samples, "a WeightedRandomSampler chooses samples in"),
+    "a stream": (
+        lambda: prepare(Model().double(), data_loader=DataLoader(Stream(), batch_size=2)),
+        "an IterableDataset has none",
+    ),
+    "drop_last": (
+        lambda: prepare(Model().double(), data_loader=load(drop_last=True)),
+        "drop_last=True leaves samples out",
+    ),
+    "a delta above one over the samples": (warn_of_delta, "delta 0.1 is at least 1/24"),
+    "made private twice": (make_private_twice, "already replaced, maybe by another Clipping"),
+    "an optimizer of a part": (
+        lambda: prepare(m := Model().double(), optimizer=torch.optim.SGD(m.layers[0].parameters())),
+        r"layers\.2\.weight is trained, and the optimizer does not have it",
+    ),
+    "an optimizer of other parameters": (
+        replace_after_the_optimizer,
+        r"a parameter of shape \(1, 7\) that the model does not train; make the optimizer last",
+    ),
+    "an optimizer in accelerate's": (wrap_by_accelerate, "AcceleratedOptimizer wraps an optimizer"),
+    "another optimizer steps": (
+        after_backward(step_another),
+        "SGD was asked to step on gradients without noise; call step",
+    ),
+    "the optimizer inside steps": (
+        after_backward(lambda _, optimizer: optimizer.original_optimizer.step()),
+        "SGD was asked to step on gradients without noise",
+    ),
+    "steps that accelerate skips": (let_accelerate_skip_steps, "the part before had no backward"),
+    "thawed later": (thaw_later, r"layers\.0\.weight"),
+    "packed samples": (lose_packed_samples, "a collator that packs samples joins them"),
+    "a mean over the batch": (
+        lambda: step(lambda m, optimizer, batch: optimizer.backward(m.losses(*batch).mean())),
+        r"one loss for each of \d+ samples, and losses have shape \(\)",
+    ),
+    "loss.backward()": (
+        after_forward(lambda _, losses: losses.mean().backward()),
+        r"call backward\(losses\) of its Clipping in place of loss\.backward\(\)",
+    ),
+    "samples that are mixed": (lambda: prepare(Mixing().double()), "or the loss mixes samples"),
+    "a count of the batch's tokens": (
+        lambda: prepare(Counting().double()),
+        "or the loss mixes samples",
+    ),
+    "another mode before backward": (
+        after_forward(lambda model, _: model.eval()),
+        r"changed between forward and backward \(training was True, and is False\)",
+    ),
+    "weights written before backward": (
+        after_forward(lambda model, _: nn.init.zeros_(model.layers[0].weight)),
+        "weight was changed in place",
+    ),
+    "clip_grad_norm_": (
+        after_backward(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
+        "changed after it was clipped; change neither",
+    ),
+    "GradScaler": (scale_losses, "GradScaler does not work with clipping"),
+    "a step without backward": (
+        lambda: step(lambda _, optimizer, __: optimizer.step()),
+        "no batch was clipped since the last step",
+    ),
+    "backward without a step": (skip_a_step, "the part before had no backward and step"),
+    "backward of the clipping": (
+        lambda: step(
+            lambda m, optimizer, batch: (
+                optimizer.clipping.backward(m.losses(*batch)),
+                optimizer.step(),
+            )
+        ),
+        r"call backward\(losses\) of this optimizer",
+    ),
+    "samples of another loader": (train_on_other_samples, "not drawn by the private data loader"),
+    "a batch twice": (train_twice_on_a_batch, "or were clipped before"),
+    "less noise than planned": (turn_noise_down, "planned with a noise multiplier of"),
+    "more steps than planned": (take_more_steps, "planned for 3 steps, and these are done"),
+    "noise that follows from samples": (draw_noise_like_samples, "draw the same numbers"),
+    "noise of the samples' generator": (draw_noise_after_samples, "draw the same numbers"),
+    "a bound from private norms": (
+        lambda: suggest_max_grad_norm(m := Model(), m.losses, *next(iter(load()))),
+        "norms of private samples are private",
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_it_is_refused_with_a_sentence(misuse) -> None:
+    attempt, message = MISUSES[misuse]
+    with pytest.raises(Exception, match=message) as raised:
+        attempt()
+    kinds = RuntimeError | ValueError | TypeError | UserWarning | UnsupportedError
+    assert isinstance(raised.value, kinds)
+
+
+def test_a_loss_that_mixes_may_be_trusted() -> None:
+    prepare(Mixing().double(), check=False)
+
+
+def test_a_bound_of_public_data_is_their_median_norm() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    x = torch.tensor([[1.0, 0.0], [0.0, 4.0], [3.0, 4.0]])  # and these are the gradients
+    found = suggest_max_grad_norm(model, lambda x: model(x)[:, 0], x, data_is_public=True)
+
+    assert found.max_grad_norm == 4
+    assert found.quantiles == pytest.approx({0.1: 1.6, 0.25: 2.5, 0.5: 4, 0.75: 4.5, 0.9: 4.8})
+    assert model.weight.grad is None
+    model(x).sum().backward()  # it is a plain model again

@@ -1,0 +1,108 @@
+"""``PrivateTrainer`` on two ranks trains what one process trains with the joint batches."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from documents import PRIVATE_TRAINING, find_code
+from rank_pool import RankPool
+from small_models import one_by_one
+
+pytest.importorskip("transformers")
+
+import parallel_trainer
+
+LOOP = find_code(PRIVATE_TRAINING, "Accelerator")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Of its own: its processes act as those of ``torchrun``."""
+    made = RankPool(2)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_step_sums_the_clipped_gradients_of_all_ranks(pool, tmp_path, shards) -> None:
+    ranks = pool.compute(parallel_trainer.train, tmp_path, 0.0, max_steps=1, shards=shards)
+    for rank, one in enumerate(ranks):
+        assert all(sample % 2 == rank for sample in one.drawn[0])  # each has samples of its own
+        assert torch.equal(one.before, ranks[0].before)
+        assert torch.equal(one.after, ranks[0].after)
+        assert one.history == [(0.0, 1 / 3, 1)]
+    chosen = [sample for one in ranks for sample in one.drawn[0]]
+    model, rows = parallel_trainer.build(), parallel_trainer.draw()
+    batch = [torch.stack([rows[at][name] for at in chosen]) for name in ("input_ids", "labels")]
+
+    def one_loss(ids, labels):
+        return model(input_ids=ids, labels=labels).loss
+
+    _, expected, _ = one_by_one(one_loss, model, batch, bound=parallel_trainer.BOUND)
+    found = (ranks[0].before - ranks[0].after).double() * parallel_trainer.EXPECTED
+
+    assert len(chosen) > 2
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_the_loop_under_accelerate_trains_in_one_process() -> None:
+    before, after, epsilon = parallel_trainer.run_loop(LOOP)
+    assert not torch.equal(before, after)
+    assert 2.9 < epsilon <= 3
+
+
+@pytest.mark.slow
+def test_the_loop_under_accelerate_trains_on_several_ranks(pool) -> None:
+    (before, after, epsilon), other = pool.compute(parallel_trainer.run_loop, LOOP)
+    assert torch.equal(other[1], after)
+    assert not torch.equal(before, after)
+    assert 2.9 < epsilon == other[2] <= 3
+
+
+@pytest.mark.slow
+def test_noise_is_added_once_and_a_killed_run_ends_with_the_same_bits(pool, tmp_path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 1}
+    whole = pool.compute(parallel_trainer.train, tmp_path, 1.0, **options)
+    silent = pool.compute(parallel_trainer.train, tmp_path / "silent", 0.0, max_steps=1)
+    first = pool.compute(parallel_trainer.train, tmp_path / "first", 1.0, max_steps=1)
+    assert first[0].drawn == silent[0].drawn
+    noise = (first[0].after - silent[0].after) * parallel_trainer.EXPECTED / parallel_trainer.BOUND
+    assert float(noise.std()) == pytest.approx(1, abs=5 / (2 * len(noise)) ** 0.5)
+    for name in ("checkpoint-1", "checkpoint-2"):
+        again = pool.compute(parallel_trainer.train, tmp_path, 1.0, name)
+        for one, other in zip(again, whole, strict=True):
+            assert torch.equal(one.after, whole[0].after)
+            assert one.history == other.history == [(1.0, 1 / 3, 3)]
+            assert one.drawn == other.drawn[int(name[-1]) :]
+    assert whole[0].logged[-1]["epsilon"] == whole[1].logged[-1]["epsilon"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("include_num_input_tokens_seen", {"include_num_input_tokens_seen": "all"}),
+        ("save_strategy", {"save_strategy": "steps", "shards": True}),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_by_name(pool, tmp_path, name, options) -> None:
+    for error in pool.run(parallel_trainer.train, tmp_path, 1.0, max_steps=1, **options):
+        assert f"{name} is not allowed" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_a_sharded_model_trains_as_a_replicated_one(pool, tmp_path, noise) -> None:
+    """Over steps with other numbers of parts on each rank; noise is drawn for other elements."""
+    options = {"max_steps": 9}
+    (one, other), (plain, _) = (
+        pool.compute(parallel_trainer.train, tmp_path, noise, shards=shards, **options)
+        for shards in (True, False)
+    )
+    assert any(len(a) != len(b) for a, b in zip(one.drawn, other.drawn, strict=True))
+    assert torch.equal(one.after, other.after)
+    assert one.history == plain.history == [(noise, 1 / 3, 9)]
+    if noise == 0:
+        torch.testing.assert_close(one.after, plain.after, rtol=0, atol=1e-5)
+    else:
+        moved = (one.after - one.before) * parallel_trainer.EXPECTED / parallel_trainer.BOUND / 3
+        assert float(moved.std()) == pytest.approx(1, abs=0.15)  # nine steps of noise, mostly
