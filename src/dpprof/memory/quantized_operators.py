@@ -9,11 +9,16 @@ its own kernel runs in place of the first for few tokens, by rules that depend o
 Shape legend: M tokens of all samples, K inputs, N outputs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dpprof.memory.events import Workspace
+from dpprof.system.substitutes import substitute
 
 
 def multiply_4bit(
@@ -57,6 +62,37 @@ def multiply_8bit(
         return scaled
     copied: Tensor = torch.ops.aten._to_copy(scaled, dtype=dtype)  # noqa: SLF001 (see above)
     return copied
+
+
+@contextmanager
+def products_of_cuda() -> Iterator[None]:
+    """Have layers of int8 take the product that they take on CUDA, whatever tensors they get."""
+    if "bitsandbytes" not in sys.modules:
+        yield
+        return
+    product: Any = sys.modules["bitsandbytes.autograd._functions"].MatMul8bitLt
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, state: Any) -> Any:
+        return product.apply(x, weight, None, bias, state)
+
+    with substitute(sys.modules["bitsandbytes"], "matmul", multiply):
+        yield
+
+
+def optimizer_workspaces() -> dict[Any, Workspace]:
+    """Return what bitsandbytes' optimizers allocate within an operator on a CPU, by packet.
+
+    Both moments in float32, the scaled gradient, a square root and its quotient; of a parameter
+    that keeps moments in float32 the last three. None on CUDA, where one kernel does it. Source:
+    ``backends/cpu/ops.py``.
+    """
+    if "bitsandbytes" not in sys.modules:
+        return {}
+    ops = torch.ops.bitsandbytes
+    return {
+        ops.optimizer_update_8bit_blockwise: lambda _, gradient, *__: (5 * 4 * gradient.numel(),),
+        ops.optimizer_update_32bit: lambda _, gradient, *__: (3 * 4 * gradient.numel(),),
+    }
 
 
 PARTS: Mapping[str, Callable[..., Any]] = {

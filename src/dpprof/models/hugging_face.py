@@ -10,6 +10,7 @@ Shape legend: B batch, T tokens, D width, V vocabulary, C classes.
 
 import importlib
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -174,6 +175,7 @@ def import_architecture(experiment: Experiment) -> None:
 
 def _import_peft() -> Any:
     """Import peft, which only adapters need."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which it imports where there is one
     try:
         return importlib.import_module("peft")
     except ImportError as error:
