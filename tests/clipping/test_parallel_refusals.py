@@ -92,6 +92,14 @@ def part_sharded() -> nn.Module:
     return model
 
 
+def quantised_and_sharded() -> nn.Module:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = Small()
+    model.first = bitsandbytes.nn.Linear4bit(3, 4, bias=False, quant_type="nf4").to("cpu")
+    fully_shard(model.first)
+    return fully_shard(model)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "CPU offload": (
         lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
@@ -101,6 +109,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tensor parallel": (tensor_parallel, "that is not fully_shard's"),
     "tensor parallel and sharded": (tensor_parallel_and_sharded, "tensor-parallel parameters"),
     "ignored parameters": (with_ignored, r"last\.weight is trained and not sharded"),
+    "quantised": (quantised_and_sharded, "Linear4bit loses the scales of its weight under fully"),
     "part": (part_sharded, r"last\.weight is trained and not sharded"),
     "FSDP1": (
         lambda: FullyShardedDataParallel(Small(), device_id=torch.device("cpu")),

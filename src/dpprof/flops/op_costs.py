@@ -72,6 +72,9 @@ _OF_BITSANDBYTES: dict[str, Callable[..., ProductShape]] = {
 }
 """By name, because they exist only once bitsandbytes is imported."""
 
+_NO_PRODUCTS = ("bitsandbytes.int8_mm_dequant",)
+"""Operators that scale the result of a product, which their name holds."""
+
 _PRODUCT = re.compile(r"\w*mm|(add)?mv|matmul|linear|v?dot|addr|einsum|conv(olution|[123]d)?|rnn")
 """Matches a word in the name of an operator that is a product."""
 
@@ -367,6 +370,8 @@ def _find_family(packet: Any, functional: Any) -> OpFamily:
 
 def _find_product(functional: Any) -> OpFamily | None:
     """Return the family of a product, known by its name, unless it only calls others."""
+    if str(functional) in _NO_PRODUCTS:
+        return None
     words = functional.__name__.split("_")
     family: OpFamily = "attention" if "attention" in words else "matmul"
     if functional in flop_registry:

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dpprof.records.births import allocates
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
-from dpprof.spec.quantization import Quantization
 from dpprof.spec.registry import UnsupportedError
 from dpprof.system.substitutes import substitute
 
@@ -168,22 +167,13 @@ def count_elements(parameter: Tensor) -> int:
     return parameter.numel() if state is None else int(state.shape.numel())
 
 
-def format_of(layer: nn.Module) -> Quantization | None:
-    """Return the format of a layer's weight; None where bitsandbytes did not quantise it."""
-    weight = getattr(layer, "weight", None)
-    state = getattr(weight, "quant_state", None)
-    if state is not None:
-        found: Quantization = f"{state.quant_type}{'-double' if state.nested else ''}"  # type: ignore[assignment]
-        return found
-    return "int8" if hasattr(weight, "SCB") else None
-
-
 def scales_of(layer: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors by which a layer's quantised weight is scaled; no parameter holds them."""
-    weight = getattr(layer, "weight", None)
+    weight = layer._parameters.get("weight")  # noqa: SLF001 (adapters have a property of this name)
+    if weight is None or not is_quantized(weight):
+        return
     state = getattr(weight, "quant_state", None)
-    holders = [state, getattr(state, "state2", None), getattr(layer, "state", None), weight]
-    for holder in holders if is_quantized(weight) else ():  # type: ignore[arg-type]
+    for holder in (state, getattr(state, "state2", None), getattr(layer, "state", None), weight):
         for name in ("absmax", "code", "offset", "SCB"):
             found = vars(holder).get(name) if holder is not None else None
             if isinstance(found, Tensor):
