@@ -1,4 +1,4 @@
-"""Clipping beside quantised frozen layers: exact, and refused where samples depend on each other."""
+"""Clipping beside quantised frozen layers: exact, or refused where samples mix."""
 
 from functools import partial
 
@@ -7,7 +7,9 @@ import torch
 from quantized_models import B, bitsandbytes, build_qlora, losses_of, quantized_layers
 from small_models import assert_exact, one_by_one
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from dpprof.clipping import make_private
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.clipping.quantized_layers import refuse_quantized
@@ -69,7 +71,9 @@ def gradient_of_first(model: nn.Module, batch, rows: slice) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "fp4-double", "int8"])
-def test_a_gradient_is_the_same_whatever_other_samples_a_batch_has(quantization, monkeypatch) -> None:
+def test_a_gradient_is_the_same_whatever_other_samples_a_batch_has(
+    quantization, monkeypatch
+) -> None:
     like_cuda(monkeypatch)
     model, batch = build_qlora("llama", quantization)
     alone, beside = (gradient_of_first(model, batch, slice(n)) for n in (1, B))
@@ -111,7 +115,10 @@ def frozen(layer: nn.Module) -> nn.Module:
     ("make", "said"),
     [
         (lambda: frozen(int8(6.0)), "Linear8bitLt has a threshold of 6.0: columns of its input"),
-        (lambda: int8(has_fp16_weights=True), "of Linear8bitLt is trained, and a layer with a quan"),
+        (
+            lambda: int8(has_fp16_weights=True),
+            "of Linear8bitLt is trained, and a layer with a quan",
+        ),
         (lambda: nf4().to("cpu"), "bias of Linear4bit is trained, and a layer with a quantised"),
     ],
 )
@@ -144,7 +151,7 @@ def test_a_threshold_that_is_set_later_is_refused_at_the_next_forward() -> None:
     model(torch.ones(2, 64))
     model[0].state.threshold = 6.0
 
-    with pytest.raises(UnsupportedError, match="has a threshold of 6.0"):
+    with pytest.raises(UnsupportedError, match=r"has a threshold of 6\.0"):
         model(torch.ones(2, 64))
 
 
@@ -165,6 +172,25 @@ def test_gradients_are_the_same_after_an_evaluation() -> None:
     with pytest.raises(RuntimeError, match="packed for inference") as refusal:
         model(x)
     assert "\n" not in str(refusal.value)
+
+
+def test_make_private_trains_adapters_over_a_quantised_base() -> None:
+    model, batch = build_qlora("llama", "nf4")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trained]
+    loader = DataLoader(TensorDataset(*batch), batch_size=2)
+    optimizer = bitsandbytes.optim.AdamW8bit(trained)
+    of_model = partial(losses_of, model)
+    private = make_private(
+        model, optimizer, loader, of_model, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    model, optimizer, loader = private
+    for rows in loader:
+        optimizer.backward(of_model(*rows))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert all(not torch.equal(p, old) for p, old in zip(trained, before, strict=True))
 
 
 def test_after_remove_the_layers_are_what_they_were() -> None:

@@ -43,7 +43,9 @@ SLOW += [("gpt2", "flash-bk", base) for base in BASES]
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
     ids=str,
 )
-def test_an_estimate_equals_what_is_recorded_and_who_owns_it_is_known(model, method, fields) -> None:
+def test_an_estimate_equals_what_is_recorded_and_who_owns_it_is_known(
+    model, method, fields
+) -> None:
     usual = {"seq_len": 24, "noise_multiplier": 0.1, "method": method, "quantization": None}
     real, fake = record_and_estimate(make_qlora(model, **usual | fields))
 

@@ -38,7 +38,12 @@ def loaded(quantization: str, folder) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "quantization", ["nf4-double", "int8", *(pytest.param(one, marks=pytest.mark.slow) for one in ("nf4", "fp4", "fp4-double"))]
+    "quantization",
+    [
+        "nf4-double",
+        "int8",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("nf4", "fp4", "fp4-double")),
+    ],
 )
 def test_a_base_is_what_transformers_loads(quantization, tmp_path) -> None:
     """The same layers, with the same bytes, where both begin with the same float weights."""

@@ -9,12 +9,12 @@ scale their inputs by the largest element of a batch, which no gradient shows.
 """
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from dpprof.clipping.coverage import trained_in
-from dpprof.clipping.patching import PatchedLayer
 from dpprof.spec.registry import UnsupportedError
 from dpprof.system.substitutes import substitute
 
@@ -79,20 +79,17 @@ def run_quantized(layer: Any, *inputs: Tensor) -> Tensor:
         UnsupportedError: It mixes samples by now.
         RuntimeError: Its weight was packed before, and gives no gradients any more.
     """
-    assert isinstance(layer, PatchedLayer)
     refuse_quantized(layer)
-    weight: Any = layer.weight  # type: ignore[attr-defined]
-    if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
+    original = layer.original
+    if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
         raise RuntimeError(
-            f"the weight of {layer.original.__name__} was packed for inference, by a forward in "
-            "eval() on this CPU, and bitsandbytes computes no gradients with it; load the model "
-            "again, and make the Clipping before you evaluate"
+            f"the weight of {original.__name__} was packed for inference, by a forward in eval() "
+            "on this CPU, and bitsandbytes computes no gradients with it; load the model again, "
+            "and make the Clipping before you evaluate"
         )
-    if not hasattr(layer, _PACKS):
-        y: Tensor = layer.original.forward(layer, *inputs)  # type: ignore[arg-type]
-        return y
-    with substitute(layer, _PACKS, value=False):
-        y = layer.original.forward(layer, *inputs)  # type: ignore[arg-type]
+    packs = getattr(layer, _PACKS, None)
+    with nullcontext() if packs is None else substitute(layer, _PACKS, value=False):
+        y: Tensor = original.forward(layer, *inputs)
     return y
 
 

@@ -21,7 +21,7 @@ from dpprof.memory.events import Workspace
 from dpprof.system.substitutes import substitute
 
 
-def multiply_4bit(
+def multiply_4bit(  # noqa: PLR0917 (as the operator)
     x_MK: Tensor,
     packed: Tensor,
     shape: Sequence[int],
@@ -41,12 +41,14 @@ def multiply_4bit(
         del scales
     w_NK = ops.dequantize_4bit(packed, absmax, blocksize, quant_type, shape, x_MK.dtype)
     # Within a mode, functional.linear would be one operator, and not the product that it calls.
-    rows_MK = (x_MK if x_MK.is_contiguous() else x_MK.clone(memory_format=torch.contiguous_format)).view(-1, x_MK.shape[-1])
+    rows_MK = (
+        x_MK if x_MK.is_contiguous() else x_MK.clone(memory_format=torch.contiguous_format)
+    ).view(-1, x_MK.shape[-1])
     y_MN = rows_MK.mm(w_NK.t()) if bias is None else torch.addmm(bias, rows_MK, w_NK.t())
     return y_MN.view(*x_MK.shape[:-1], -1)
 
 
-def multiply_8bit(
+def multiply_8bit(  # noqa: PLR0917 (as the operator)
     x_MK: Tensor,
     w_NK: Tensor,
     row_stats: Tensor,

@@ -1,7 +1,8 @@
-"""Quantised frozen weights of linear layers, by bitsandbytes, as transformers and peft prepare them.
+"""Quantised frozen weights of linear layers, by bitsandbytes.
 
-The layers that transformers would quantise are replaced by bitsandbytes', and their weights, which
-are random here, are quantised in the dtype that the experiment computes in. Embeddings, norms and
+As transformers and peft prepare them: the layers that transformers would quantise are replaced by
+bitsandbytes', and their weights, which are random here, are quantised in the dtype that the
+experiment computes in. Embeddings, norms and
 the head stay in float32, as peft's ``prepare_model_for_kbit_training`` casts them.
 """
 
@@ -159,7 +160,7 @@ def is_quantized(parameter: Tensor) -> bool:
 
 
 def count_elements(parameter: Tensor) -> int:
-    """Return the elements of a parameter; of a quantised one those of the weight that it stands for.
+    """Return the elements of a parameter, or of the weight that it stands for.
 
     Two elements of 4 bits share a byte.
     """

@@ -20,8 +20,8 @@ from pydantic_core import PydanticCustomError
 from dpprof.spec.architecture import PREFIX, Architecture, resolve
 from dpprof.spec.fine_tuning import AsLora, AsPadding, Trainable
 from dpprof.spec.parallel import AsParallel
-from dpprof.spec.quantization import NONE, Quantization
 from dpprof.spec.quantities import Count, NotNegative, Positive, Seed, Size, refuse_bool
+from dpprof.spec.quantization import NONE, Quantization
 from dpprof.spec.target import Dtype, Target
 from dpprof.spec.tasks import OWN_IMAGE_SIZES, Task
 from dpprof.spec.validation import (
@@ -158,8 +158,8 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     optimizer: Literal["adamw", "adamw-fused", "adamw-8bit", "adafactor", "sgd"] = Field(
         "adamw",
         description="the optimizer that applies the gradient; adamw-fused is PyTorch's AdamW with "
-        "fused=True, which reads and writes each number once; adamw-8bit is bitsandbytes' AdamW8bit; "
-        "adafactor is PyTorch's Adafactor",
+        "fused=True, which reads and writes each number once; adamw-8bit is bitsandbytes' "
+        "AdamW8bit; adafactor is PyTorch's Adafactor",
     )
     attention: Literal["sdpa", "eager", "opacus"] = Field(
         "sdpa",
@@ -335,14 +335,18 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
         if self.base_format is None:
             return self
         if not isinstance(self.model, Architecture):
-            raise ValueError(f"quantization requires a Hugging Face model, as {PREFIX}NAME")
+            raise ValueError(  # noqa: TRY004 (pydantic's way)
+                f"quantization requires a Hugging Face model, as {PREFIX}NAME"
+            )
         if self.lora is None:
             raise ValueError(
                 f"quantization {self.base_format} requires lora, such as lora: {{rank: 16}}: a "
                 "quantised weight cannot be trained"
             )
         if self.dtype == "float64":
-            raise ValueError("quantization requires a dtype of at most 32 bits, and dtype is float64")
+            raise ValueError(
+                "quantization requires a dtype of at most 32 bits, and dtype is float64"
+            )
         if self.parallel is not None and self.parallel.kind == "fsdp":
             raise ValueError(
                 "quantization works with parallel ddp, and not with fsdp: shards of a quantised "
@@ -356,13 +360,13 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
             return self
         if self.execution == "graph":
             raise ValueError(
-                f"optimizer {self.optimizer} counts its steps on the host, which a CUDA graph would "
-                "not repeat; use adamw or sgd with execution graph"
+                f"optimizer {self.optimizer} counts its steps on the host, which a CUDA graph "
+                "would not repeat; use adamw or sgd with execution graph"
             )
         if self.parallel is not None and self.parallel.kind == "fsdp":
             raise ValueError(
-                f"optimizer {self.optimizer} keeps states of whole parameters, and fsdp shards them; "
-                "use adamw or sgd with fsdp"
+                f"optimizer {self.optimizer} keeps states of whole parameters, and fsdp shards "
+                "them; use adamw or sgd with fsdp"
             )
         return self
 
