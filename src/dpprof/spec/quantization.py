@@ -38,6 +38,9 @@ def read_quantization(stated: Any) -> Quantization | None:
             f"its weights are quantised by {method}, and adapters are trained here over nf4, fp4 "
             "and int8 of bitsandbytes alone (load_in_4bit or load_in_8bit in quantization_config)"
         )
+    skipped = stated.get("llm_int8_skip_modules") or []
+    if not (isinstance(skipped, list | tuple) and all(isinstance(one, str) for one in skipped)):
+        raise ValueError("its llm_int8_skip_modules must be a list of modules' names")
     return _read_8bit(stated) if is_8bit else _read_4bit(stated)
 
 
