@@ -12,8 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from dpprof.instruments.estimate import estimate
 from dpprof.memory.events import Op
 from dpprof.memory.quantized_operators import optimizer_workspaces
+from dpprof.models import quantized
 from dpprof.models.build import build_model
-from dpprof.models.quantized import scales_of
+from dpprof.models.quantized import import_bitsandbytes, scales_of
 from dpprof.records.result import Measurement
 
 MODELS, METHODS = ("llama", "qwen2", "gemma2"), ("standard", "flash-bk", "flash")
@@ -36,6 +37,11 @@ SLOW += [
     for method in ("per-layer", "microbatch", "opacus-hooks", "opacus-ghost", "opacus-functorch")
 ]
 SLOW += [("gpt2", "flash-bk", base) for base in BASES]
+SLOW += [
+    ("llama", method, one)
+    for method in ("opacus-hooks", "opacus-ghost", "opacus-functorch", "microbatch")
+    for one in OPTIMIZERS
+]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +99,14 @@ def test_states_of_optimizers_take_the_bytes_that_they_state() -> None:
     for optimizer, nbytes in expected.items():
         experiment = make_qlora("llama", None, lora=None, optimizer=optimizer)
         assert most(experiment)[0]["optimizer_state"] == nbytes
+
+
+def test_the_first_prediction_of_a_process_may_be_of_an_8_bit_optimizer() -> None:
+    """Its map needs elements, which are computed before tensors are fake."""
+    for cached in (import_bitsandbytes, quantized._find_dynamic_map):
+        cached.cache_clear()
+
+    assert most(make_qlora("llama", None, optimizer="adamw-8bit"))[0]["optimizer_state"] > 0
 
 
 @pytest.mark.parametrize("elements", [300, 70_000])

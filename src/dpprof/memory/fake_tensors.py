@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeight
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dpprof.models.quantized import make_dynamic_map
+from dpprof.models.quantized import import_bitsandbytes, make_dynamic_map
 from dpprof.spec.registry import UnsupportedError
 from dpprof.system.substitutes import substitute
 
@@ -88,7 +88,7 @@ def _fake_optimizers() -> Iterator[None]:
             function = _as_if_known(getattr(adafactor, name))
             within.enter_context(substitute(adafactor, name, function))
         if "bitsandbytes" in sys.modules:  # its 8-bit optimizers make a map, of its elements
-            functional = sys.modules["bitsandbytes"].functional
+            functional = import_bitsandbytes().functional
             within.enter_context(substitute(functional, "create_dynamic_map", make_dynamic_map))
         yield
 

@@ -9,7 +9,7 @@ the head stay in float32, as peft's ``prepare_model_for_kbit_training`` casts th
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ def import_bitsandbytes() -> Any:
     )
     for function in dequantizing:
         allocates("dequantized_weights")(function)
+    for signed in (True, False):  # before predictions replace what computes it
+        _find_dynamic_map(signed=signed)
     return found
 
 
@@ -142,16 +144,10 @@ def make_dynamic_map(signed: bool = True, *_: Any, **__: Any) -> Tensor:
 @functools.cache
 def _find_dynamic_map(*, signed: bool) -> list[float]:
     """Compute them apart from any mode, because it needs elements."""
+    functional = importlib.import_module("bitsandbytes.functional")
     with _disable_current_modes(), torch.device("cpu"):
-        values: list[float] = _create_map()(signed=signed).tolist()
+        values: list[float] = functional.create_dynamic_map(signed=signed).tolist()
     return values
-
-
-@functools.cache
-def _create_map() -> Callable[..., Tensor]:
-    """Return bitsandbytes' function, which predictions replace while they run."""
-    found: Callable[..., Tensor] = import_bitsandbytes().functional.create_dynamic_map
-    return found
 
 
 def is_quantized(parameter: Tensor) -> bool:
