@@ -98,6 +98,14 @@ def with_scale() -> nn.Module:
     return fully_shard(model)
 
 
+def quantised_and_sharded() -> nn.Module:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = Small()
+    model.first = bitsandbytes.nn.Linear4bit(3, 4, bias=False, quant_type="nf4").to("cpu")
+    fully_shard(model.first)
+    return fully_shard(model)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "CPU offload": (
         lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
@@ -108,6 +116,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tensor parallel and sharded": (tensor_parallel_and_sharded, "tensor-parallel parameters"),
     "ignored parameters": (with_ignored, r"last\.weight is trained and not sharded"),
     "a parameter beside layers": (with_scale, "cannot be clipped under fully_shard yet"),
+    "quantised": (quantised_and_sharded, "Linear4bit loses the scales of its weight under fully"),
     "part": (part_sharded, r"last\.weight is trained and not sharded"),
     "FSDP1": (
         lambda: FullyShardedDataParallel(Small(), device_id=torch.device("cpu")),

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import tempfile
 
 import pytest
 import torch
@@ -36,6 +37,8 @@ def build(kind: str) -> nn.Module:
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.1)
         return model
+    if kind == "llama, QLoRA":
+        return load_qlora()
     if kind == "bert":
         config = transformers.BertConfig(**SIZES, **NO_DROPOUT, num_labels=3)
         return transformers.BertForSequenceClassification(config)
@@ -53,6 +56,24 @@ def build(kind: str) -> nn.Module:
         pad_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config)
+
+
+def load_qlora() -> nn.Module:
+    """Load a model in 4 bits and add adapters, as users of QLoRA do."""
+    pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2)
+    in_4_bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    with tempfile.TemporaryDirectory() as folder:
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=in_4_bits, device_map="cpu"
+        )
+    model = peft.prepare_model_for_kbit_training(
+        model, gradient_checkpointing_kwargs={"use_reentrant": False}
+    )
+    settings = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    return peft.get_peft_model(model, settings)
 
 
 def draw(kind: str) -> list[dict[str, Tensor]]:
@@ -110,6 +131,7 @@ def trained(model: nn.Module) -> Tensor:
     [
         ("llama, LoRA", "logits"),
         ("llama, LoRA", "kept"),
+        ("llama, QLoRA", "logits"),
         *((kind, "logits") for kind in ("bert", "masked", "t5")),
     ],
 )

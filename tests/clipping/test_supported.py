@@ -50,6 +50,25 @@ class Multiplier(Between):
         return super().forward(x @ self.own)
 
 
+class AwqLoraLinear(nn.Linear):
+    """Stands for peft's adapter of a layer that AWQ quantised."""
+
+    __module__ = "peft.tuners.lora.awq"
+
+    def __init__(self) -> None:
+        super().__init__(D, D)
+
+
+def over_quantized(bits: int, **options) -> nn.Module:
+    """A layer of bitsandbytes between two that are trained."""
+    layers = pytest.importorskip("bitsandbytes").nn
+    if bits == 4:
+        layer = layers.Linear4bit(D, D, bias=False, quant_type="nf4")
+    else:
+        layer = layers.Linear8bitLt(D, D, **{"bias": False, "has_fp16_weights": False} | options)
+    return Between(layer.to("cpu"))
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -224,6 +243,8 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(D, D), lambda inside, x: checkpoint(inside, x, use_reentrant=False)
     ),
     "LoRA by adding two linear layers": Lora,
+    "LoRA over a base in 4 bits": lambda: over_quantized(4),
+    "LoRA over a base in int8": lambda: over_quantized(8),
     "bfloat16 autocast": lambda: Between(
         nn.Linear(D, D), lambda inside, x: in_bfloat16(lambda: inside(x)).float()
     ),
@@ -394,6 +415,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     "`GradScaler`": lambda: step_twice_clipped(scaled=True),
     "float16 losses": lambda: BookKeeping(nn.Linear(D, D), 1.0).backward(torch.zeros(3).half()),
     "`DistributedDataParallel` of a part of the model": in_data_parallel,
+    "int8 with a threshold": lambda: clip(over_quantized(8, threshold=6.0)),
+    "base in another quantised format": lambda: clip(AwqLoraLinear()),
+    "quantised weight that is trained": lambda: clip(over_quantized(8, has_fp16_weights=True)),
     "`DataParallel`": lambda: clip(nn.DataParallel(nn.Linear(D, D))),
     "several batches before a step": lambda: step_twice_clipped(scaled=False),
 }

@@ -75,7 +75,7 @@ def test_even_with_every_component_no_legend_is_cut(lengths, tmp_path) -> None:
     width, height = canvas.get_width_height()
     assert 0 <= box.x0 < box.x1 <= width
     assert 0 <= box.y0 < box.y1 <= height
-    assert len(figure.legends[0].get_texts()) == 18
+    assert len(figure.legends[0].get_texts()) == 20
     for axis in figure.axes:
         assert axis.get_window_extent().height > 20
 

@@ -32,6 +32,7 @@ BY_KEY: dict[str, list[Any]] = {
     "trainable": ["((", "lora", "", 1, True, {}, [["x"]]],
     "padding": [*NO_NUMBER, {}, 1, {"fraction": "\x1b[2J"}],
     "parameters_dtype": [*NO_NAME, "bfloat16", "half", {}],
+    "quantization": [*(name for name in NO_NAME if name is not None), "nf4", "gptq", {}],
     "busy_gpu": [*NO_NAME, "wait", True, {}],
     **{key: [*NO_NAME, {}] for key in ("method", "optimizer", "attention", "checkpointing")},
     **dict.fromkeys(("batch_size", "seq_len", "warmup_steps", "timed_steps"), NO_COUNT),

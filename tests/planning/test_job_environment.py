@@ -59,7 +59,7 @@ def test_the_shipped_environment_pins_the_versions_of_the_lock() -> None:
     locked = {name.lower(): version for name, version in re.findall(r"(?m)^(\S+)==(\S+)$", lock)}
     pinned = dict(job_environment._PIN.findall(ENVIRONMENT.read_text()))
 
-    assert len(pinned) == 15
+    assert len(pinned) == 16
     assert pinned == {name: locked[name] for name in pinned}
 
 

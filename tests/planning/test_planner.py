@@ -122,7 +122,7 @@ def test_specs_are_canonical_and_named_by_content(folder) -> None:
         spec = json.loads((folder / spec_path(experiment.id)).read_text())
         later = {"wait_for_idle_gpu_s": 0.0, "lora": None, "trainable": None, "padding": None}
         later |= {"parameters_dtype": "float32", "busy_gpu": "run", "parallel": None}
-        later |= {"execution": "eager", "head": "logits", "image_size": None}
+        later |= {"execution": "eager", "head": "logits", "image_size": None, "quantization": None}
         assert spec | later == experiment.model_dump(mode="json")
 
 

@@ -28,6 +28,15 @@ def test_sizes_of_one_architecture_share_a_verdict() -> None:
     assert label("hf:gpt2", padding="0.1") == label("hf:gpt2", padding="0.7")
 
 
+def test_a_quantised_base_shares_the_verdict_of_the_float_one() -> None:
+    """Verdicts are about float64, which no format of 8 bits or less holds."""
+    usual = label("hf:gpt2", lora="rank=8")
+    stated = "{hf: gpt2, quantization_config: {load_in_4bit: true}}"
+
+    assert label("hf:gpt2", lora="rank=8", quantization="nf4") == usual
+    assert label(stated, lora="rank=8") == usual
+
+
 @pytest.mark.parametrize(
     ("model", "fields", "start"),
     [

@@ -31,6 +31,9 @@ COMPLETE = {
     "memory_limit_bytes": None,
 }
 FINE_TUNING = {"lora", "trainable", "padding", "parameters_dtype"}
+GPTQ = {"hf": "tiny-llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+IN_4_BITS = {"hf": "tiny-llama", "quantization_config": NF4}
 
 
 def test_id_is_a_readable_stem_and_the_digest_of_the_canonical_json() -> None:
@@ -126,6 +129,33 @@ def test_a_mapping_of_dimensions_has_the_stem_custom() -> None:
         ({"trainable": {}}, "trainable: {} is not allowed; it must be a valid string"),
         ({"trainable": "lora"}, "trainable lora requires lora, such as lora: {rank: 16}"),
         ({"parameters_dtype": "bfloat16"}, "requires dtype bfloat16, but dtype is float32"),
+        ({"quantization": "gptq"}, "quantization: 'gptq' is not allowed; it must be 'nf4', 'nf4-"),
+        ({"quantization": "nf4"}, "quantization requires a Hugging Face model, as hf:NAME"),
+        (
+            {"lora": None, "trainable": None, "quantization": "int8"},
+            "quantization int8 requires lora, such as lora: {rank: 16}: a quantised weight cannot",
+        ),
+        (
+            {"lora": "rank=2", "quantization": "nf4", "dtype": "float64"},
+            "quantization requires a dtype of at most 32 bits, and dtype is float64",
+        ),
+        (
+            {"lora": "rank=2", "quantization": "nf4", "parallel": "kind=fsdp,world_size=2"},
+            "quantization works with parallel ddp, and not with fsdp",
+        ),
+        (
+            {"lora": "rank=2", "model": IN_4_BITS, "quantization": "int8"},
+            "the model's quantization_config says nf4 already; leave quantization out",
+        ),
+        ({"model": GPTQ}, "its weights are quantised by gptq, and adapters are trained here over"),
+        (
+            {"optimizer": "adamw-8bit", "parallel": "kind=fsdp,world_size=2"},
+            "optimizer adamw-8bit keeps states of whole parameters, and fsdp shards them",
+        ),
+        (
+            {"optimizer": "adafactor", "execution": "graph", "device": "cuda"},
+            "optimizer adafactor counts its steps on the host, which a CUDA graph would not repeat",
+        ),
         (
             {"parallel": "fsdp"},
             "parallel: 'fsdp' is not allowed; it must be a mapping, or pairs such as ",

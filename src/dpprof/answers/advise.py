@@ -215,8 +215,8 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _without_lora(experiment: Experiment) -> Experiment | None:
-    """Return the experiment that trains the whole model; None where this one does already."""
-    if experiment.lora is None:
-        return None
-    others = {"lora": None, "trainable": None}
+    """Return the experiment that trains the whole model; None where there is no other such."""
+    if experiment.lora is None or experiment.base_format != experiment.quantization:
+        return None  # the model's own config says that its weights are quantised
+    others = {"lora": None, "trainable": None, "quantization": None}
     return Experiment.model_validate(experiment.model_dump() | others)

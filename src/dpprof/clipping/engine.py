@@ -178,7 +178,9 @@ class Clipping(ABC):
 
         self._first_batches = FirstBatches(first_batch, self.ranks, self._name_of_layer)
         self._batch_second = find_batch_second(model, batch_second)
-        rules = find_rules(model, self.ranks.wrapper, self._batch_second)
+        rules = find_rules(
+            model, self.ranks.wrapper, self._batch_second, is_sharded=self.ranks.is_sharded
+        )
         self._choices = self._find_choices(rules, as_one)
         self._layers = [*rules, *self._choices]
         own = {

@@ -31,6 +31,7 @@ from dpprof.clipping.loss_with_head import (
     run_linear_cross_entropy_loss,
 )
 from dpprof.clipping.patching import PatchedLayer, calls_forward_of, is_patched
+from dpprof.clipping.quantized_layers import is_quantized, refuse_quantized, run_quantized
 from dpprof.clipping.recurrent import run_cell, run_opacus_recurrent, run_recurrent
 from dpprof.clipping.rms_norms import Recognised, recognise
 from dpprof.spec.registry import UnsupportedError
@@ -107,7 +108,11 @@ _TOKENWISE: Mapping[LayerRule, int] = {
 
 
 def find_rules(
-    model: nn.Module, wrapper: nn.Module | None, second: Mapping[nn.Module, Settings]
+    model: nn.Module,
+    wrapper: nn.Module | None,
+    second: Mapping[nn.Module, Settings],
+    *,
+    is_sharded: bool = False,
 ) -> dict[nn.Module, Found]:
     """Find the rule of each layer that is trained.
 
@@ -115,6 +120,7 @@ def find_rules(
         model: The model.
         wrapper: Of its modules the one that may distribute it.
         second: The modules that may have the batch on their second axis (``batch_axis``).
+        is_sharded: Whether ``fully_shard`` shards the model.
 
     Raises:
         UnsupportedError: A layer has none, or the model cannot be clipped.
@@ -124,6 +130,7 @@ def find_rules(
         if layer is not wrapper:
             refuse_wrapper(layer)
         refuse_mixing(layer)
+        refuse_quantized(layer, is_sharded=is_sharded)
         found = find_rule(layer) if _is_run(layer) else None
         _refuse_hooks(layer)
         if found is not None:
@@ -187,7 +194,8 @@ def find_rewritten(model: nn.Module) -> dict[nn.Module, Callable[..., Tensor]]:
     """Find modules without trained parameters of their own that run otherwise while clipped.
 
     Returns:
-        What runs each: a frozen batch normalisation, or a loss whose head is trained.
+        What runs each: a frozen batch normalisation, a quantised layer, or a loss whose head is
+        trained.
 
     Raises:
         UnsupportedError: A loss is not one for each sample.
@@ -196,6 +204,8 @@ def find_rewritten(model: nn.Module) -> dict[nn.Module, Callable[..., Tensor]]:
     for module in model.modules():
         if isinstance(module, BATCH_NORM):
             found[module] = partial(run_frozen_norm, module)
+        elif is_quantized(module):
+            found[module] = partial(run_quantized, module)
         elif is_loss_with_head(module) and any(p.requires_grad for p in module.parameters()):
             refuse_other_loss(module)
             found[module] = partial(run_linear_cross_entropy_loss, module)

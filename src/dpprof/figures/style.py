@@ -41,6 +41,8 @@ SERIES_COLOURS = _PALETTE
 
 COMPONENT_COLOURS: dict[str, str] = {
     "parameters": _PALETTE[0],
+    "quantization_scales": "#0F0FB4",
+    "dequantized_weights": "#87E1FF",
     "gradients": _PALETTE[4],
     "optimizer_state": "#332288",
     "saved_activations": _PALETTE[2],

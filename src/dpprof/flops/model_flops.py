@@ -7,6 +7,8 @@ of 2 d T. A causal mask is not discounted, nor is anything that is computed agai
 
 from torch import nn
 
+from dpprof.models.quantized import count_elements
+
 
 def model_flops_per_token(module: nn.Module, *, seq_len: int, layers: int, d_model: int) -> int:
     """Return the FLOPs that a step of a dense transformer needs for each token, forward and back.
@@ -29,5 +31,5 @@ def model_flops_per_token(module: nn.Module, *, seq_len: int, layers: int, d_mod
         for parameter in layer.parameters(recurse=False)
         if parameter.dim() > 1
     }
-    products = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights)
+    products = sum((6 if one.requires_grad else 4) * count_elements(one) for one in weights)
     return products + 12 * layers * d_model * seq_len

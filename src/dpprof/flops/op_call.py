@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dpprof.models.quantized import import_bitsandbytes
+
 _PLAIN = (bool, int, float, str, type(None))
 _LEFT_OUT = ("device", "generator", "pin_memory")
 
@@ -72,6 +74,8 @@ def read_call(
         AttributeError: This PyTorch has no such operator.
     """
     name, args, kwargs = json.loads(call)
+    if name.startswith("bitsandbytes."):
+        import_bitsandbytes()  # which defines it
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part)

@@ -67,6 +67,14 @@ _CPU_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
     for suffix in ("", "_backward")
 }
 
+_OF_BITSANDBYTES: dict[str, Callable[..., ProductShape]] = {
+    "bitsandbytes.int8_linear_matmul": lambda a, b: (1, a.shape[:-1].numel(), *b.shape),
+}
+"""By name, because they exist only once bitsandbytes is imported."""
+
+_NO_PRODUCTS = ("bitsandbytes.int8_mm_dequant",)
+"""Operators that scale the result of a product, which their name holds."""
+
 _PRODUCT = re.compile(r"\w*mm|(add)?mv|matmul|linear|v?dot|addr|einsum|conv(olution|[123]d)?|rnn")
 """Matches a word in the name of an operator that is a product."""
 
@@ -158,6 +166,7 @@ _UNTAGGED: tuple[tuple[str, OpFamily], ...] = (
     (r"diag_embed|diagonal_backward|(tril|triu)_indices|_nested_select_backward", "copy"),
     (r"glu|hardswish|log_sigmoid|prelu|floor_divide|scale|quant|lstm|gru", "elementwise"),
     (r"^(complex|polar|_add_relu)$", "elementwise"),
+    (r"^optimizer_update_", "optimizer"),
 )
 """Families by name of operators whose tags do not say what they do; the first pattern decides."""
 
@@ -283,7 +292,7 @@ def learn_rule(func: Any) -> OperatorRule:
         or _only_answers(func)
         or func.namespace in ("prim", "profiler"),
         family=_find_family(packet, functional),
-        shape_of=_SHAPES.get(functional),
+        shape_of=_SHAPES.get(functional) or _OF_BITSANDBYTES.get(str(packet)),
         arguments=tuple(argument.name for argument in func._schema.arguments),  # noqa: SLF001
         mutated=frozenset(mutated),
         overwrites=functional in _WRITES_ONLY or _fills_out(func),
@@ -361,6 +370,8 @@ def _find_family(packet: Any, functional: Any) -> OpFamily:
 
 def _find_product(functional: Any) -> OpFamily | None:
     """Return the family of a product, known by its name, unless it only calls others."""
+    if str(functional) in _NO_PRODUCTS:
+        return None
     words = functional.__name__.split("_")
     family: OpFamily = "attention" if "attention" in words else "matmul"
     if functional in flop_registry:

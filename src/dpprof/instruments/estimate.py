@@ -88,7 +88,7 @@ class Traces:
         if self._why_whole:
             return 0
         experiment = self._experiment
-        copies = 2 if experiment.optimizer == "sgd" else 4
+        copies = 4 if experiment.optimizer in ("adamw", "adamw-fused") else 2
         is_sharded = experiment.parallel is not None and experiment.parallel.kind == "fsdp"
         ranks = experiment.world_size if is_sharded else 1
         return copies * self._blocks.trained_bytes // ranks

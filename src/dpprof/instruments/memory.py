@@ -28,6 +28,7 @@ from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.cuda_workspaces import Processors, cuda_workspaces
 from dpprof.memory.fake_operators import FakeOperators
 from dpprof.memory.fake_tensors import fake_ranks, fake_tensors
+from dpprof.memory.quantized_operators import optimizer_workspaces
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.summary import (
     simulate_allocator,
@@ -169,7 +170,7 @@ def _record_cpu(call: FakeOperators | None = None) -> Recorder:
     return Recorder(
         is_there=lambda tensor, _: tensor.device.type == "cpu",
         call=call,
-        workspaces=CPU_WORKSPACES,
+        workspaces={**CPU_WORKSPACES, **optimizer_workspaces()},
     )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import distributed, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from dpprof.devices.device import Device
 from dpprof.devices.selection import open_device
@@ -15,6 +15,7 @@ from dpprof.instruments.batches import make_batch
 from dpprof.instruments.census import TensorHolders
 from dpprof.methods.training_step import Batch, Enter, TrainingStep
 from dpprof.models.build import apply_dtype, build_model
+from dpprof.models.quantized import count_elements, import_bitsandbytes
 from dpprof.models.transformer import find_attention
 from dpprof.records.result import ModelFacts
 from dpprof.records.terms import Phase
@@ -87,6 +88,8 @@ def import_method(experiment: Experiment) -> type[TrainingStep]:
         registry.load("models", experiment.model)
     if isinstance(experiment.model, Architecture):
         importlib.import_module("dpprof.models.hugging_face").import_architecture(experiment)
+    if experiment.optimizer == "adamw-8bit":
+        import_bitsandbytes()
     find_attention(experiment.attention)
     if experiment.parallel is not None and experiment.parallel.kind == "fsdp":
         importlib.import_module("torch.distributed.fsdp")
@@ -117,7 +120,7 @@ def set_up(
     model = build_model(experiment).to(device.torch_device)
     model = apply_dtype(model, experiment, device.torch_device).train()
     facts = ModelFacts(
-        parameters_total=sum(p.numel() for p in model.parameters()),
+        parameters_total=sum(map(count_elements, model.parameters())),
         parameters_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         parameters_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
     )
@@ -142,6 +145,11 @@ def _make_optimizer(experiment: Experiment, parameters: Sequence[nn.Parameter]) 
     rate = experiment.learning_rate
     if experiment.optimizer == "sgd":
         return SGD(parameters, lr=rate)
+    if experiment.optimizer == "adafactor":
+        return Adafactor(parameters, lr=rate)
+    if experiment.optimizer == "adamw-8bit":
+        in_8_bits: Optimizer = import_bitsandbytes().optim.AdamW8bit(parameters, lr=rate)
+        return in_8_bits
     is_graph = experiment.execution == "graph"  # which counts steps on the device
     fused = True if experiment.optimizer == "adamw-fused" else None
     return AdamW(parameters, lr=rate, capturable=is_graph, fused=fused)

@@ -15,6 +15,7 @@ from dpprof.memory.owners import BACKPROPS, DP_ACTIVATIONS, LOGITS, SAVED
 from dpprof.memory.recorder import Recorder
 from dpprof.methods.tensors import tensors_in
 from dpprof.methods.training_step import Batch, Enter, TrainingStep
+from dpprof.models.quantized import scales_of
 from dpprof.norms.code_paths import CodePath, Watch
 from dpprof.records.terms import Phase
 
@@ -65,6 +66,9 @@ class StepObserver:
             recorder.give_role(parameter, "parameters", layer)
         for name, buffer in model.named_buffers():
             recorder.give_role(buffer, "parameters", _name_layer(name))
+        for name, module in model.named_modules():
+            for scales in scales_of(module):
+                recorder.give_role(scales, "quantization_scales", name)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -116,6 +120,9 @@ class StepObserver:
         for key, of_one in self._step.optimizer.state.items():
             for tensor in tensors_in(of_one):
                 give_role(tensor, "optimizer_state", self._layers.get(key))
+        inner = getattr(self._step.optimizer, "original_optimizer", self._step.optimizer)
+        for tensor in tensors_in(vars(inner).get("name2qmap")):  # of bitsandbytes, for all states
+            give_role(tensor, "optimizer_state")
         for module in self._names:
             for tensor in tensors_in(vars(module).get("activations")):
                 give_role(tensor, DP_ACTIVATIONS)

@@ -4,9 +4,11 @@ A fake tensor has a shape, a dtype and a storage's size, but no elements. ``fake
 what fails for such tensors in private steps; ``fake_ranks`` stands in for the other ranks.
 """
 
+import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeight
 from torch.utils._python_dispatch import _disable_current_modes
 
+from dpprof.models.quantized import import_bitsandbytes, make_dynamic_map
 from dpprof.spec.registry import UnsupportedError
 from dpprof.system.substitutes import substitute
 
@@ -40,7 +43,9 @@ def _apply_to_fake(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
     applied: dict[Tensor, nn.Parameter] = {}
     for one in module.modules() if recurse else (module,):
         for name, parameter in one.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter not in applied:
+            if not parameter.is_floating_point():  # quantised: it has attributes, and stays
+                applied[parameter] = parameter
+            elif parameter not in applied:
                 with torch.no_grad():
                     new = nn.Parameter(fn(parameter), requires_grad=parameter.requires_grad)
                 applied[parameter] = new
@@ -63,6 +68,31 @@ class _FakeExpandedWeight(ExpandedWeight):
             return torch.Tensor._make_subclass(cls, carrier, require_grad=True)  # noqa: SLF001
 
 
+def _as_if_known(step: Callable[..., None]) -> Callable[..., None]:
+    """Let an optimizer read 1 where it reads an element: it does the same, whatever it reads."""
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        with substitute(Tensor, "item", lambda _: 1.0):
+            step(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _fake_optimizers() -> Iterator[None]:
+    """Let optimizers run that need elements of tensors."""
+    # By name in sys.modules: torch.optim removes this module from its own attributes.
+    adafactor = importlib.import_module("torch.optim._adafactor")
+    with ExitStack() as within:
+        for name in ("_single_tensor_adafactor", "_multi_tensor_adafactor"):
+            function = _as_if_known(getattr(adafactor, name))
+            within.enter_context(substitute(adafactor, name, function))
+        if "bitsandbytes" in sys.modules:  # its 8-bit optimizers make a map, of its elements
+            functional = import_bitsandbytes().functional
+            within.enter_context(substitute(functional, "create_dynamic_map", make_dynamic_map))
+        yield
+
+
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Make every tensor fake that is created within.
@@ -77,6 +107,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         substitute(nn.Module, "_apply", _apply_to_fake),
         substitute(per_sample_grad, "ExpandedWeight", _FakeExpandedWeight),
         substitute(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor),
+        _fake_optimizers(),
         FakeTensorMode() as mode,
     ):
         # Opacus copies gradients with deepcopy, which would copy this mode too. A subclass does not

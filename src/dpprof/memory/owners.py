@@ -21,6 +21,7 @@ DP_ACTIVATIONS = "dp_activations"
 
 _FIRST: tuple[Component, ...] = (
     "parameters",
+    "quantization_scales",
     "inputs",
     "optimizer_state",
     "per_sample_gradients",
@@ -44,7 +45,7 @@ _THEN: dict[str, Component] = {
 }
 """Other roles, and the component while autograd does not keep the storage."""
 
-_PRODUCTS = ("mm", "bmm", "baddbmm")
+_PRODUCTS = ("mm", "bmm", "baddbmm", "addmm")
 
 
 class Owner(NamedTuple):
@@ -66,7 +67,9 @@ def find_owner(
         temporary: Whether it was freed in the phase in which it was allocated.
     """
     declared = None if storage.code is None else births.get(storage.code)
-    if declared is not None:
+    # The same code of bitsandbytes allocates what it multiplies the copy with, and the product.
+    is_other = storage.op in _PRODUCTS or len(storage.shape) > 2  # noqa: PLR2004 (a matrix)
+    if declared is not None and not (declared == "dequantized_weights" and is_other):
         return Owner(declared, "identity" if declared in storage.roles else "birthplace")
     component = _by_identity(storage.roles, storage.module, saved=saved)
     if component is not None:

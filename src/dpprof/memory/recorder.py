@@ -37,7 +37,9 @@ from dpprof.memory.events import (
 )
 from dpprof.memory.exchanged_tensors import Roles, around_propagation, find_roles, takes_dtensors
 from dpprof.memory.in_place_backward import INTO_FRESH, count_engines_references, find_in_place
+from dpprof.memory.quantized_operators import PARTS
 from dpprof.methods.tensors import tensors_in
+from dpprof.models.quantized import scales_of
 from dpprof.norms.code_paths import CodePath, finds_norms
 from dpprof.records.births import HELPERS
 from dpprof.records.terms import Phase
@@ -179,6 +181,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for child in module.children():
             self.load(child)
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        own += tuple(scales_of(module))
         for tensor in own:
             self._note_allocation(own_part(tensor), "_to_copy")
 
@@ -226,7 +229,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args) if device is None else device
         if takes_dtensors(types):
             return NotImplemented
+        if self.recording and func.namespace == "bitsandbytes" and func._opname in PARTS:  # noqa: SLF001
+            with self._again():
+                return PARTS[func._opname](*args, **(kwargs or {}))  # noqa: SLF001 (no public name)
         return self._run(func, args, kwargs or {})
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Record operators that are called within, although an operator is being recorded."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not self.recording:

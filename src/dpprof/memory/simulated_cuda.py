@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from dpprof.memory import attention_backends
+from dpprof.memory.quantized_operators import products_of_cuda
 from dpprof.norms.placement import as_if_on_cuda
 from dpprof.records.terms import Phase
 from dpprof.system.substitutes import substitute
@@ -149,6 +150,7 @@ def like_cuda(compute_capability: str) -> Iterator[dict[str, str]]:
     # Optimizers decide by these whether to update all parameters at once, and where they count.
     with (
         as_if_on_cuda(),
+        products_of_cuda(),
         substitute(optimizers, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"]),
         substitute(optimizers, "_foreach_supported_types", types),
         substitute(adam, "_get_capturable_supported_devices", lambda **_: ["cpu"]),

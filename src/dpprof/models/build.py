@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dpprof.models.heads import find_head
+from dpprof.models.quantized import is_quantized
 from dpprof.models.transformer import Transformer
 from dpprof.models.with_losses import WithLosses
 from dpprof.spec import registry
@@ -58,6 +59,11 @@ def _choose_trainable(model: nn.Module, experiment: Experiment) -> None:
         allowed = f"allowed: {', '.join(PARTS)}, or a regular expression that matches a name"
         raise UnsupportedError(f"trainable {part!r} matches no parameter; {allowed}")
     for parameter in model.parameters():
+        if parameter in trained and is_quantized(parameter):
+            raise UnsupportedError(
+                f"trainable {part!r} asks for quantised weights, which cannot be trained; train "
+                "adapters, by trainable lora, or leave quantization out"
+            )
         parameter.requires_grad_(parameter in trained)
 
 
@@ -74,7 +80,8 @@ def _store_frozen_in_16_bits(model: nn.Module) -> None:
         own = list(layer.parameters(recurse=False))
         trains_a_vector = any(one.requires_grad and one.dim() == 1 for one in own)
         for parameter in own:
-            if not (parameter.requires_grad or (parameter.dim() == 1 and trains_a_vector)):
+            is_left = parameter.requires_grad or not parameter.is_floating_point()
+            if not (is_left or (parameter.dim() == 1 and trains_a_vector)):
                 parameter.data = parameter.data.bfloat16()
 
 

@@ -10,6 +10,7 @@ Shape legend: B batch, T tokens, D width, V vocabulary, C classes.
 
 import importlib
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
+from dpprof.models.quantized import import_bitsandbytes, quantize
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
@@ -167,10 +169,13 @@ def import_architecture(experiment: Experiment) -> None:
         raise UnsupportedError(f"{config.model_type} needs what is missing: {error}") from error
     if experiment.lora is not None:
         _import_peft()
+    if experiment.base_format is not None:
+        import_bitsandbytes()
 
 
 def _import_peft() -> Any:
     """Import peft, which only adapters need."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which it imports where there is one
     try:
         return importlib.import_module("peft")
     except ImportError as error:
@@ -179,6 +184,8 @@ def _import_peft() -> Any:
 
 def build_hugging_face(experiment: Experiment) -> HuggingFaceModel:
     """Build an experiment's Hugging Face model, with its adapters, on the CPU, in float32.
+
+    Weights of linear layers that the experiment quantises are quantised.
 
     Raises:
         UnsupportedError: The architecture has no class for the task, or the model cannot be built
@@ -202,6 +209,8 @@ def build_hugging_face(experiment: Experiment) -> HuggingFaceModel:
         ) from error
     _refuse_many_tokens(experiment, model)
     _keep_batch_first(model)
+    if experiment.base_format is not None:
+        quantize(model, experiment)
     if experiment.lora is not None:
         _add_adapters(model, experiment)
     if experiment.checkpointing != "none":
@@ -232,6 +241,7 @@ def read_config(architecture: Architecture) -> Any:
     kind, task = architecture.model_type, architecture.trained_for
     given = architecture.config
     del given["model_type"]
+    given.pop("quantization_config", None)  # weights are quantised here, and not as they are read
     if kind not in transformers.CONFIG_MAPPING:
         raise UnsupportedError(
             f"transformers {transformers.__version__} knows no architecture {kind}"

@@ -179,10 +179,14 @@ def code_digest(instrument: str, experiment: Experiment) -> str:
 
 
 def model_libraries(experiment: Experiment) -> tuple[str, ...]:
-    """Return the distributions that build the experiment's model, besides dpprof and torch."""
-    if not isinstance(experiment.model, Architecture):
-        return ()
-    return ("transformers", *(() if experiment.lora is None else ("peft",)))
+    """Return the distributions that a training depends on, besides dpprof, torch and Opacus."""
+    in_8_bits = experiment.base_format is not None or experiment.optimizer == "adamw-8bit"
+    needed = {
+        "transformers": isinstance(experiment.model, Architecture),
+        "peft": experiment.lora is not None,
+        "bitsandbytes": in_8_bits,
+    }
+    return tuple(name for name, is_needed in needed.items() if is_needed)
 
 
 @functools.cache

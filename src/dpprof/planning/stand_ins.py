@@ -42,6 +42,7 @@ class StandIn(BaseModel, frozen=True, extra="forbid"):
         if not isinstance(experiment.model, Architecture):
             return None
         config, lora = experiment.model.config, experiment.lora
+        config.pop("quantization_config", None)  # a verdict is about float64
         kind = experiment.model.model_type
         usual = "all" if lora is None else "lora"
         small = shrink(config) if can_shrink(config) else config

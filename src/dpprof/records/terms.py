@@ -10,6 +10,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 Component = Literal[
     "parameters",
+    "quantization_scales",
+    "dequantized_weights",
     "gradients",
     "optimizer_state",
     "saved_activations",

@@ -18,6 +18,7 @@ from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from dpprof.spec.quantization import Quantization, read_quantization
 from dpprof.spec.tasks import IMAGE_SIZE, Task, usual_task
 from dpprof.spec.validation import one_of
 from dpprof.system.files import canonical_json, read_json
@@ -38,7 +39,6 @@ _ABOUT_FILES = {
 
 _REFUSED = {
     "auto_map": "its config names code of its own, and dpprof runs no code from a config",
-    "quantization_config": "its weights are quantised, and only float weights are trained here",
 }
 """Keys of a config that make a model one that cannot be built from the config alone."""
 
@@ -86,6 +86,11 @@ class Architecture(BaseModel, frozen=True, extra="allow"):
     def trained_for(self) -> Task:
         """``task``, settled."""
         return self.task or usual_task(self.model_type)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """The format of its weights that the config states; None where they are not quantised."""
+        return read_quantization(self.config.get("quantization_config"))
 
     @property
     def image_size(self) -> int | None:
@@ -157,6 +162,7 @@ def _make(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     for key, why in _REFUSED.items():
         if config.get(key):
             raise ValueError(why)
+    read_quantization(config.get("quantization_config"))
     if not isinstance(config.get("model_type"), str):
         why = "its config has no model_type, which names the architecture"
         raise ValueError(why)  # noqa: TRY004 (pydantic's way)

@@ -22,6 +22,7 @@ from dpprof.spec.architecture import PREFIX, Architecture, resolve
 from dpprof.spec.fine_tuning import AsLora, AsPadding, Trainable
 from dpprof.spec.parallel import AsParallel
 from dpprof.spec.quantities import Count, NotNegative, Positive, Seed, Size, refuse_bool
+from dpprof.spec.quantization import NONE, Quantization
 from dpprof.spec.target import Dtype, Target
 from dpprof.spec.tasks import OWN_IMAGE_SIZES, Task
 from dpprof.spec.validation import (
@@ -110,9 +111,10 @@ For = Annotated[
         "flops_per_s and bandwidth_bytes_per_s",
     ),
 ]
+_None = Literal["none"]
 _LATER = (
     *("wait_for_idle_gpu_s", "busy_gpu", "lora", "trainable", "padding", "parameters_dtype"),
-    *("parallel", "execution", "head", "image_size"),
+    *("parallel", "execution", "head", "image_size", "quantization"),
 )
 """Keys that came after the first results."""
 
@@ -158,10 +160,11 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
         description="float32; tf32 (float32 with TF32 matrix products, CUDA only); bfloat16 "
         "(autocast, parameters stay float32); float64",
     )
-    optimizer: Literal["adamw", "adamw-fused", "sgd"] = Field(
+    optimizer: Literal["adamw", "adamw-fused", "adamw-8bit", "adafactor", "sgd"] = Field(
         "adamw",
         description="the optimizer that applies the gradient; adamw-fused is PyTorch's AdamW with "
-        "fused=True, which reads and writes each number once",
+        "fused=True, which reads and writes each number once; adamw-8bit is bitsandbytes' "
+        "AdamW8bit; adafactor is PyTorch's Adafactor",
     )
     attention: Literal["sdpa", "eager", "opacus"] = Field(
         "sdpa",
@@ -242,6 +245,16 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
         "model, which is measured and not predicted)",
     )
 
+    quantization: Annotated[
+        Quantization | None,
+        BeforeValidator(lambda one: None if one == NONE else one, Quantization | _None | None),
+    ] = Field(
+        None,
+        description="format of a Hugging Face model's frozen linear layers, by bitsandbytes: nf4, "
+        "nf4-double (the scales are quantised too), fp4, fp4-double or int8; none, or null: as the "
+        "config's quantization_config says, else not quantised",
+    )
+
     @field_validator("image_size", mode="before")
     @classmethod
     def _settle_image_size(cls, value: Any, info: ValidationInfo) -> Any:
@@ -317,6 +330,51 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
             )
         return self
 
+    @model_validator(mode="after")
+    def _refuse_quantization(self) -> Self:
+        stated = self.model.quantization if isinstance(self.model, Architecture) else None
+        if None not in (stated, self.quantization) and stated != self.quantization:
+            raise ValueError(
+                f"the model's quantization_config says {stated} already; leave quantization out"
+            )
+        if self.base_format is None:
+            return self
+        if not isinstance(self.model, Architecture):
+            raise ValueError(  # noqa: TRY004 (pydantic's way)
+                f"quantization requires a Hugging Face model, as {PREFIX}NAME"
+            )
+        if self.lora is None:
+            raise ValueError(
+                f"quantization {self.base_format} requires lora, such as lora: {{rank: 16}}: a "
+                "quantised weight cannot be trained"
+            )
+        if self.dtype == "float64":
+            raise ValueError(
+                "quantization requires a dtype of at most 32 bits, and dtype is float64"
+            )
+        if self.parallel is not None and self.parallel.kind == "fsdp":
+            raise ValueError(
+                "quantization works with parallel ddp, and not with fsdp: shards of a quantised "
+                "weight lose its scales"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_optimizer(self) -> Self:
+        if self.optimizer not in ("adamw-8bit", "adafactor"):
+            return self
+        if self.execution == "graph":
+            raise ValueError(
+                f"optimizer {self.optimizer} counts its steps on the host, which a CUDA graph "
+                "would not repeat; use adamw or sgd with execution graph"
+            )
+        if self.parallel is not None and self.parallel.kind == "fsdp":
+            raise ValueError(
+                f"optimizer {self.optimizer} keeps states of whole parameters, and fsdp shards "
+                "them; use adamw or sgd with fsdp"
+            )
+        return self
+
     @cached_property
     def canonical(self) -> str:
         """The spec: these fields as canonical JSON.
@@ -341,12 +399,13 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def model_name(self) -> str:
-        """A name for files: the preset's, ``custom``, ``hf-gpt2-lora16`` or ``module-function``."""
+        """A name for files: the preset's, ``custom``, ``hf-gpt2-lora16-nf4`` or ``module-function``."""
         if isinstance(self.model, str):
             return re.sub(r"[^a-z0-9]+", "-", self.model.lower()).strip("-")
         if not isinstance(self.model, Architecture):
             return "custom"
-        return self.model.slug + ("" if self.lora is None else f"-lora{self.lora.rank}")
+        adapters = "" if self.lora is None else f"-lora{self.lora.rank}"
+        return self.model.slug + adapters + (f"-{self.base_format}" if self.base_format else "")
 
     @property
     def task(self) -> Task:
@@ -379,6 +438,12 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     def world_size(self) -> int:
         """The number of ranks that train the model."""
         return 1 if self.parallel is None else self.parallel.world_size
+
+    @property
+    def base_format(self) -> Quantization | None:
+        """``quantization``, settled; None where nothing is quantised."""
+        stated = self.model.quantization if isinstance(self.model, Architecture) else None
+        return self.quantization or stated
 
     @property
     def trained(self) -> str:

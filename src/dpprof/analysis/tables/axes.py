@@ -40,6 +40,7 @@ def axes_of(experiment: Experiment) -> dict[str, Any]:
         "target": target_text(experiment),
         "lora": None if experiment.lora is None else experiment.lora.text,
         "padding": None if padding is None else padding.fraction,
+        "quantization": experiment.base_format,
         "parallel": None if experiment.parallel is None else experiment.parallel.text,
     }
     return {name: fields[name] for name in AXES} | texts
@@ -47,7 +48,9 @@ def axes_of(experiment: Experiment) -> dict[str, Any]:
 
 def name_model(row: Any) -> str:
     """Return the model of a row of axes, whether it has adapters, and on how many ranks it is."""
-    adapters = " with LoRA" if isinstance(row.get("lora"), str) else ""
+    base = row.get("quantization")
+    over = f" over {base}" if isinstance(base, str) else ""
+    adapters = f" with LoRA{over}" if isinstance(row.get("lora"), str) else ""
     ranks = row.get("parallel")
     return f"{row['model']}{adapters}" + (f", {ranks}" if isinstance(ranks, str) else "")
 

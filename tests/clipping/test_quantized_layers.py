@@ -1,0 +1,200 @@
+"""Clipping beside quantised frozen layers: exact, or refused where samples mix."""
+
+from functools import partial
+
+import pytest
+import torch
+from quantized_models import B, bitsandbytes, build_qlora, losses_of, quantized_layers
+from small_models import assert_exact, one_by_one
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpprof.clipping import make_private
+from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.per_layer import PerLayerClipping
+from dpprof.clipping.quantized_layers import refuse_quantized
+from dpprof.clipping.two_pass import FlashClipping
+from dpprof.spec.registry import UnsupportedError
+
+QUICK = [("llama", "nf4-double", BookKeeping), ("gemma2", "int8", FlashClipping)]
+SLOW = [
+    pytest.param(name, quantization, way, marks=pytest.mark.slow)
+    for name in ("llama", "qwen2", "gemma2", "opt")
+    for quantization in ("nf4", "nf4-double", "fp4", "fp4-double", "int8")
+    for way in (BookKeeping, FlashClipping)
+    if (name, quantization, way) not in QUICK
+]
+
+
+def like_cuda(monkeypatch) -> None:
+    """Have int8 layers quantise their inputs too, as on a GPU, by bitsandbytes' own code."""
+    product = bitsandbytes.autograd._functions.MatMul8bitLt
+    run = lambda x, w, bias, state: product.apply(x, w, None, bias, state)  # noqa: E731
+    monkeypatch.setattr(bitsandbytes, "matmul", run)
+
+
+@pytest.mark.parametrize(("name", "quantization", "way"), [*QUICK, *SLOW])
+def test_each_sample_is_clipped_as_it_would_be_alone(name, quantization, way) -> None:
+    model, batch = build_qlora(name, quantization)
+
+    # The base computes in float32, of which a product over at most 80 numbers rounds this much.
+    assert_exact(way, model, batch, partial(losses_of, model), tolerance=3e-6)
+
+
+def test_each_sample_is_clipped_alone_where_its_inputs_are_quantised_too(monkeypatch) -> None:
+    like_cuda(monkeypatch)
+    model, batch = build_qlora("llama", "int8")
+
+    assert_exact(BookKeeping, model, batch, partial(losses_of, model), tolerance=3e-6)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_samples_of_any_size_stay_within_the_bound(quantization) -> None:
+    """One whose norm is beyond float32 is excluded, and counted."""
+    model, batch = build_qlora("llama", quantization)
+    sizes, bound = torch.tensor([1e-30, 1e30, 1e15, 1.0]), 0.1
+    norms, _, _ = one_by_one(partial(losses_of, model), model, batch)
+    clipping = BookKeeping(model, bound)
+    clipping.backward(losses_of(model, *batch) * sizes)
+    grads = [p.grad.double().flatten() for p in model.parameters() if p.requires_grad]
+
+    assert clipping.nonfinite_samples == 1
+    assert torch.cat(grads).norm() <= 2 * bound * (1 + 1e-6)  # of the two that are finite and large
+    expected = norms.float()[2:] * sizes[2:]
+    assert torch.allclose(clipping.sample_norms[2:], expected, rtol=1e-5)
+
+
+def gradient_of_first(model: nn.Module, batch, rows: slice) -> torch.Tensor:
+    loss = losses_of(model, *(one[rows] for one in batch))[0]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.cat([one.flatten() for one in torch.autograd.grad(loss, trained)])
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "fp4-double", "int8"])
+def test_a_gradient_is_the_same_whatever_other_samples_a_batch_has(
+    quantization, monkeypatch
+) -> None:
+    like_cuda(monkeypatch)
+    model, batch = build_qlora("llama", quantization)
+    alone, beside = (gradient_of_first(model, batch, slice(n)) for n in (1, B))
+    few = 1e-6 * alone.norm()  # float32 products of more rows add in another order
+
+    assert alone.norm() > 0
+    assert (alone - beside).norm() <= few
+
+
+def test_with_a_threshold_a_gradient_would_depend_on_other_samples(monkeypatch) -> None:
+    """Which is why it is refused: beside another sample this one is rounded otherwise."""
+    like_cuda(monkeypatch)
+    model, batch = build_qlora("llama", "int8")
+    for layer in quantized_layers(model).values():
+        layer.state.threshold = 2.0
+    alone, beside = (gradient_of_first(model, batch, slice(n)) for n in (1, 2))
+
+    assert (alone - beside).norm() > 1e-4 * alone.norm()
+
+
+def small(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(layer, nn.Linear(64, 2))
+
+
+def int8(threshold: float = 0.0, **options) -> nn.Module:
+    options = {"has_fp16_weights": False} | options
+    return bitsandbytes.nn.Linear8bitLt(64, 64, threshold=threshold, **options)
+
+
+def nf4() -> nn.Module:
+    return bitsandbytes.nn.Linear4bit(64, 64, quant_type="nf4", compute_dtype=torch.float32)
+
+
+def frozen(layer: nn.Module) -> nn.Module:
+    return layer.requires_grad_(False).to("cpu")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: frozen(int8(6.0)), "Linear8bitLt has a threshold of 6.0: columns of its input"),
+        (
+            lambda: int8(has_fp16_weights=True),
+            "of Linear8bitLt is trained, and a layer with a quan",
+        ),
+        (lambda: nf4().to("cpu"), "bias of Linear4bit is trained, and a layer with a quantised"),
+    ],
+)
+@pytest.mark.parametrize("way", [BookKeeping, PerLayerClipping])
+def test_what_mixes_samples_or_trains_a_quantised_weight_is_refused(make, said, way) -> None:
+    with pytest.raises(UnsupportedError) as refusal:
+        way(small(make()), 1.0)
+
+    assert said in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_other_formats_are_refused_by_name() -> None:
+    model = small(nn.Linear(64, 64).requires_grad_(False))
+    model.quantization_method = "gptq"
+    adapter = type("AwqLoraLinear", (nn.Module,), {"__module__": "peft.tuners.lora.awq"})
+    tensor = type("Float8Tensor", (nn.Parameter,), {"__module__": "torchao.quantization"})
+    layer = nn.Linear(2, 2)
+    layer.weight = tensor(torch.ones(2, 2), requires_grad=False)
+
+    for module, name in ((model, "gptq"), (adapter(), "awq"), (layer, "torchao")):
+        with pytest.raises(UnsupportedError, match=f"is quantised by {name}, of which it is not"):
+            refuse_quantized(module)
+    refuse_quantized(nn.Linear(2, 2))
+
+
+def test_a_threshold_that_is_set_later_is_refused_at_the_next_forward() -> None:
+    model = small(frozen(int8()))
+    BookKeeping(model, 1.0)
+    model(torch.ones(2, 64))
+    model[0].state.threshold = 6.0
+
+    with pytest.raises(UnsupportedError, match=r"has a threshold of 6\.0"):
+        model(torch.ones(2, 64))
+
+
+def test_gradients_are_the_same_after_an_evaluation() -> None:
+    """Some CPUs pack a weight for inference, and then nothing flows back through it."""
+    model = nn.Sequential(nn.Linear(64, 64), frozen(nf4()))
+    clipping, x = BookKeeping(model, 1.0), torch.randn(2, 64)
+    clipping.backward(model(x).sum(1))
+    before = clipping.sample_norms
+    with torch.no_grad():
+        model.eval()(x)
+    model.train().zero_grad()
+    clipping.backward(model(x).sum(1))
+
+    assert before.min() > 0
+    assert torch.equal(clipping.sample_norms, before)
+    model[1].weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(RuntimeError, match="packed for inference") as refusal:
+        model(x)
+    assert "\n" not in str(refusal.value)
+
+
+def test_make_private_trains_adapters_over_a_quantised_base() -> None:
+    model, batch = build_qlora("llama", "nf4")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trained]
+    loader = DataLoader(TensorDataset(*batch), batch_size=2)
+    optimizer = bitsandbytes.optim.AdamW8bit(trained)
+    of_model = partial(losses_of, model)
+    private = make_private(
+        model, optimizer, loader, of_model, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    model, optimizer, loader = private
+    for rows in loader:
+        optimizer.backward(of_model(*rows))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert all(not torch.equal(p, old) for p, old in zip(trained, before, strict=True))
+
+
+def test_after_remove_the_layers_are_what_they_were() -> None:
+    model = small(frozen(nf4()))
+    BookKeeping(model, 1.0).remove()
+
+    assert type(model[0]) is bitsandbytes.nn.Linear4bit

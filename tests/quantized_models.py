@@ -1,0 +1,46 @@
+"""Small Hugging Face models with adapters over a quantised base."""
+
+from typing import Any
+
+import pytest
+import torch
+from factory import make_experiment
+from torch import Tensor, nn
+
+from dpprof.devices.cpu import Cpu
+from dpprof.instruments.batches import make_batch
+from dpprof.models.build import build_model
+from dpprof.models.sample_losses import sample_losses
+from dpprof.spec.experiment import Experiment
+
+bitsandbytes: Any = pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+
+B, T = 4, 7
+
+
+def make_qlora(name: str, quantization: str | None, **fields: Any) -> Experiment:
+    usual = {"model": f"hf:tiny-{name}", "lora": {"rank": 2}, "batch_size": B, "seq_len": T}
+    return make_experiment(**usual | {"quantization": quantization} | fields)
+
+
+def quantized_layers(model: nn.Module) -> dict[str, Any]:
+    kinds = bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt
+    return {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
+
+
+def build_qlora(name: str, quantization: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Build a model whose adapters are not zero, and a batch of ids, labels and masks."""
+    experiment = make_qlora(name, quantization)
+    torch.manual_seed(0)
+    model = build_model(experiment).train()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.3)
+    batch = make_batch(model, Cpu(), experiment)
+    assert batch.mask_BT is not None
+    return model, (batch.x, batch.labels, batch.mask_BT)
+
+
+def losses_of(model: nn.Module, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return sample_losses(model(ids, mask), labels)
