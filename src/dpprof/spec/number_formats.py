@@ -7,15 +7,16 @@ SHORT = ("bfloat16", "float16")
 no number between 65,504 and infinity or between 0 and 6e-8."""
 
 
-def refuse_loss_scale(scale: float) -> None:
-    """Refuse a scale of losses that rounds what it scales.
+def refuse_loss_scale(scale: float) -> float:
+    """Return a scale of losses, unless it rounds what it scales.
 
     Raises:
-        ValueError: It is no power of two from 1 to 2^64.
+        ValueError: It is no power of two from 1 to 2^32.
     """
-    is_in_range = math.isfinite(scale) and 1 <= scale <= 2**64
+    is_in_range = math.isfinite(scale) and 1 <= scale <= 2**32
     if not is_in_range or math.frexp(scale)[0] != 0.5:  # noqa: PLR2004 (of every power of two)
         raise ValueError(
-            f"loss_scale must be a power of two from 1 to 2^64, so that it rounds nothing, and is "
+            f"loss_scale must be a power of two from 1 to 2^32, so that it rounds nothing, and is "
             f"{scale:g}; 65536 is usual"
         )
+    return float(scale)
