@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dpprof.clipping import BookKeeping, FlashClipping, NoisyOptimizer, PerLayerClipping
-from dpprof.clipping.engine import Clipping
+from dpprof.clipping.contributions import Product
+from dpprof.norms.placement import as_if_on_cuda
 
 WAYS = (BookKeeping, FlashClipping)
 SLOW_BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.slow)
@@ -162,7 +163,20 @@ def test_scales_that_round_are_refused() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_check_covers_float16(way) -> None:
     model = make(2.0**-10)
-    clipping: Clipping = way(model, 1e-3, loss_scale=SCALE)
+    clipping = way(model, 1e-3, loss_scale=SCALE)
     losses_of = torch.autocast("cpu", torch.float16)(model.losses)
 
     assert "gradient" in str(clipping.check(losses_of, *draw()))
+
+
+def test_a_gpu_sums_weighted_float16_in_float32() -> None:
+    """A weight of 2^-30 makes nothing of a number in float16, and a 2^-30th of one in float32."""
+    x_BTd, g_BTp = (torch.rand(2, 3, n).half() for n in (4, 5))
+    weights_B = torch.tensor([2.0**-30, 2.0**-20])
+    with as_if_on_cuda():
+        product = Product(x_BTd, g_BTp)
+        assert not product.is_rounded
+        found = product.sum(weights_B)
+
+    exact = torch.einsum("b,btp,btd->pd", weights_B.double(), g_BTp.double(), x_BTd.double())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)

@@ -10,7 +10,7 @@ import argparse
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -40,6 +40,7 @@ from dpprof.cli.common import (
 from dpprof.records.advice import Advice, OneMoreSample, Option
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
+from dpprof.spec import registry
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.tasks import name_size, name_units
 from dpprof.spec.validation import one_of, refuse
@@ -200,9 +201,18 @@ def format_advice(advice: Advice) -> str:
             least = option.smallest_batch_size or 1
             smallest = f"takes at least {least:,} samples" if least > 1 else None
             messages += [(option.method + trained, why) for why in (option.message, smallest)]
-    lines = [sentence for side in sides for sentence in _recommend(side)]
+    lines = [sentence for side in sides for sentence in _recommend(side)] + _tell_prices(sides)
     lines += [*_lay_out(advice, names), *group_messages(messages), *explain_signs(signs)]
     return "\n".join([*lines, *_tell_memory(advice), f"Time: {advice.sure_of_time}."])
+
+
+def _tell_prices(sides: Iterable[Advice]) -> list[str]:
+    """Say what dtypes cost on a GPU that has no units for them."""
+    known, prices = registry.names("targets"), {}
+    for one in sides:
+        target = registry.load("targets", one.target) if one.target in known else None
+        prices[one.dtype] = None if target is None else target.price_of(one.dtype)
+    return [f"{dtype}: {price}." for dtype, price in prices.items() if price]
 
 
 def _tell_memory(advice: Advice) -> list[str]:
@@ -260,7 +270,7 @@ def format_winners(advices: Sequence[Advice]) -> str:
         if side.one_more_sample is not None
     ]
     largest = max(sides, key=lambda one: (one.budget_bytes is not None, one.parallel or ""))
-    lines += [*explain_signs(signs), *_tell_memory(largest)]
+    lines += [*_tell_prices(sides), *explain_signs(signs), *_tell_memory(largest)]
     times = dict.fromkeys(side.sure_of_time for side in sides)
     is_known = any(one is not None and one.tokens_per_s is not None for one in winners)
     units = name_units(sides[0].image_size)

@@ -24,6 +24,7 @@ from dpprof.cli.common import (
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_result
 from dpprof.report.terminal.difference import Detail, render_text, say
+from dpprof.spec.number_formats import KEPT_LOGITS
 from dpprof.spec.validation import InputError
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable
@@ -98,9 +99,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         a, b = arguments.a, arguments.b
         if a.exists() and b.exists() and a.samefile(b):
             raise InputError(f"{b}: A and B are the same file; name two results")
-        difference = explain_difference(read(a), read(b))
+        results = read(a), read(b)
+        difference = explain_difference(*results)
         if arguments.output is not None:
             draw = load_figure("waterfall", "--output")
             save_figure(draw(difference, say(difference)), arguments.output)
     detail = Detail(arguments.depth, arguments.top, arguments.every_layer)
     print(printable(FORMATS[arguments.format](difference, detail)))
+    if arguments.format == "text":
+        for side, result in zip((difference.a, difference.b), results, strict=True):
+            if result.experiment.keep_logits:
+                print(printable(f"{side.name}: {KEPT_LOGITS}."))

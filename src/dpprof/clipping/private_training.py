@@ -112,6 +112,7 @@ def make_private(
     sampling_generator: torch.Generator | None = None,
     noise_generator: torch.Generator | None = None,
     secure_mode: bool = False,
+    loss_scale: float = 1.0,
 ) -> PrivateTraining:
     """Make an ordinary training loop private.
 
@@ -137,6 +138,7 @@ def make_private(
         sampling_generator: Draws the samples; by default the operating system seeds one.
         noise_generator: Draws the noise; likewise.
         secure_mode: Draw noise that withstands floating point attacks.
+        loss_scale: What losses are multiplied with for backward in float16 (``Clipping``).
 
     Returns:
         Model, optimizer and data loader, which it unpacks to, with ``epsilon_spent`` and
@@ -184,7 +186,7 @@ def make_private(
         planned = _plan_steps(epochs, steps, round(1 / rate))
         noise_multiplier = find_noise(epsilon, delta, planned, rate, accountant)
     assert noise_multiplier is not None
-    clipping = METHODS[method](model, max_grad_norm)
+    clipping = METHODS[method](model, max_grad_norm, loss_scale=loss_scale)
     try:
         _refuse_parts_of_shards(clipping, max_batch_size)
         if check:

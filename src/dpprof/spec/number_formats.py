@@ -6,6 +6,11 @@ SHORT = ("bfloat16", "float16")
 """Dtypes of 16 bits: bfloat16 has float32's range and 8 bits of precision, float16 has 11 bits, and
 no number between 65,504 and infinity or between 0 and 6e-8."""
 
+KEPT_LOGITS = (
+    "logits are kept through backward and the optimizer's step, as out = model(...) does; "
+    "loss = model(...).loss frees them"
+)
+
 
 def refuse_loss_scale(scale: float) -> float:
     """Return a scale of losses, unless it rounds what it scales.
