@@ -39,6 +39,11 @@ CHOICES = {
     "odd heads": (ask(width=20), AttentionGpu("9.0", NEWER), "flash"),
     "odd heads in float32": (ask(FLOAT, width=6), AttentionGpu("9.0", NEWER), "math"),
     "one token": (ask(queries=1, keys=1), AttentionGpu("9.0", NEWER), "flash"),
+    "turing": (ask(HALF), AttentionGpu("7.5"), "efficient"),
+    "volta, a mask": (ask(HALF, mask=MASK), AttentionGpu("7.0"), "efficient"),
+    "turing in bfloat16": (ask(), AttentionGpu("7.5"), "math"),
+    "turing, odd heads": (ask(HALF, width=20), AttentionGpu("7.5"), "math"),
+    "turing, odd heads in float32": (ask(FLOAT, width=6), AttentionGpu("7.5"), "efficient"),
     "a causal rectangle on ampere": (ask(keys=8, causal=True), AttentionGpu("8.0"), "efficient"),
 }
 

@@ -21,6 +21,11 @@ REFUSED = {
 LORA, PADDED = {"lora": {"rank": 2}}, {"padding": {"fraction": 0.3}}
 
 
+def in_16_bits(dtype: str, **fields) -> dict:
+    """Compute in the dtype of parameters, without autocast."""
+    return {"dtype": dtype, "parameters_dtype": dtype, "autocast": False, **fields}
+
+
 def make(model, method: str, **fields):
     name = f"hf:tiny-{model}" if isinstance(model, str) else model
     usual = {"batch_size": 3, "seq_len": 24, "noise_multiplier": 0.1}
@@ -30,6 +35,7 @@ def make(model, method: str, **fields):
 QUICK = [
     ("gpt2", "flash-bk", PADDED),
     ("llama", "opacus-ghost", LORA | PADDED),
+    ("llama", "flash-bk", in_16_bits("float16", loss_scale=1024, keep_logits=True, **LORA)),
 ]
 SLOW = [
     (model, method, lora | padding)
@@ -40,6 +46,15 @@ SLOW += [
     ("llama", "standard", LORA | {"dtype": "bfloat16", "parameters_dtype": "bfloat16"}),
     ("llama", "flash-bk", LORA | {"checkpointing": "non-reentrant"}),
     ("llama", "microbatch", PADDED),
+    ("llama", "flash", {"dtype": "float16", "loss_scale": 1024} | PADDED),
+    ("llama", "standard", {"dtype": "float16", "head": "chunked"}),
+]
+SLOW += [
+    (model, method, in_16_bits(dtype, **fields))
+    for model in ("llama", "qwen2", "gemma2")
+    for method in ("standard", "flash-bk", "flash")
+    for dtype in ("bfloat16", "float16")
+    for fields in (LORA, {"trained_dtype": dtype}, LORA | {"trained_dtype": dtype})
 ]
 
 

@@ -16,7 +16,7 @@ from dpprof.planning.planner import (
     read_manifest,
     write_plan,
 )
-from dpprof.spec.target import DTYPES
+from dpprof.spec.target import RATED
 from dpprof.spec.validation import InputError
 from dpprof.system.hardware import Gpu
 
@@ -260,7 +260,7 @@ def test_a_target_settles_the_device_whatever_is_here() -> None:
 
 def test_a_target_may_be_a_mapping_and_is_one_value() -> None:
     mapping = {"memory_bytes": "24GiB", "flops_per_s": 1e14, "bandwidth_bytes_per_s": 1e12}
-    spelled_out = mapping | {"flops_per_s": dict.fromkeys(DTYPES, 1e14)}
+    spelled_out = mapping | {"flops_per_s": dict.fromkeys(RATED, 1e14)}
     sweep = SWEEP | {"instruments": "estimate", "target": ["h200", mapping, spelled_out]}
     plan = plan_of({"sweeps": {"s": sweep}})
 

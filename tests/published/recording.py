@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from dpprof.instruments.memory import tracing
 from dpprof.memory.caching_allocator import CachingAllocator
@@ -27,6 +28,19 @@ class Tape:
     def mark(self, name: str) -> None:
         """Name the present instant."""
         self.marks[name] = len(self._recorder.events)
+
+    def load(self, build: Callable[..., Any], *given: Any) -> Any:
+        """Build a model on the host, and load it: what is frozen, and then what is trained."""
+        self._recorder.recording = False
+        model = build(*given)
+        held = [nn.Module(), nn.Module()]
+        for number, buffer in enumerate(model.buffers()):
+            held[0].register_buffer(f"buffer_{number}", buffer)
+        for number, parameter in enumerate(model.parameters()):
+            held[parameter.requires_grad].register_parameter(f"parameter_{number}", parameter)
+        for module in held:
+            self._recorder.load(module)
+        return model
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:

@@ -1,15 +1,20 @@
 """Predictions against what others measured on their GPUs, and the page that shows them."""
 
 import re
+from statistics import median
 
 import pytest
 from published.cases import CASES, DATA, SOURCES, Case
+from published.finetuning import HEADER, QUICK, RUNS, Run
 from published.replays import REPLAYS, Replay
 
 PAGE = (DATA.parents[2] / "docs" / "validation.md").read_text(encoding="utf-8")
 MIB = 2**20
 COUNTERS = {"rounded": "requested", "allocated": "allocated", "reserved": "reserved"}
 LIMITS = 0.01, 0.1, 0.5, 2.0
+WORST_PEAK, MEDIAN_PEAK, MEDIAN_RESERVED = 0.5, 0.1, 3.0
+"""Percent by which fine-tunings may differ."""
+
 EXPLAINED_FROM = 0.5
 """Percent from which a case says why it differs."""
 
@@ -105,3 +110,33 @@ def test_the_page_shows_every_case_and_counts_them() -> None:
     assert f"Of {len(CASES)} published numbers, predictions agree: {counts}." in " ".join(
         PAGE.split()
     )
+
+
+def check_run(run: Run) -> None:
+    peaks = {name: value for name, value in run.differences.items() if name != "reserved"}
+
+    assert {name: value for name, value in peaks.items() if abs(value) > WORST_PEAK} == {}
+    assert run.line in PAGE
+
+
+def test_a_fine_tuning_on_a_t4_has_the_predicted_peaks() -> None:
+    run = next(run for run in RUNS if run.id == QUICK)
+
+    check_run(run)
+    assert abs(run.differences["reserved"]) < MEDIAN_RESERVED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.id)
+def test_each_fine_tuning_on_a_t4_has_the_predicted_peaks(run: Run) -> None:
+    check_run(run)
+
+
+@pytest.mark.slow
+def test_half_of_the_fine_tunings_on_a_t4_are_predicted_almost_exactly() -> None:
+    found = [run.differences for run in RUNS]
+
+    assert HEADER in PAGE
+    for name in ("forward", "backward", "optimizer", "peak"):
+        assert median(abs(one[name]) for one in found) < MEDIAN_PEAK
+    assert median(abs(one["reserved"]) for one in found) < MEDIAN_RESERVED

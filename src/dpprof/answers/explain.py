@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from dpprof.analysis.difference.difference import Difference, explain_difference
+from dpprof.analysis.difference.difference import explain_difference
 from dpprof.analysis.difference.waterfall import list_holdings
 from dpprof.answers.answer import Answer, load_figure
 from dpprof.answers.estimate import Predicted
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_result
 from dpprof.report.terminal.difference import Detail, render_text, say
+from dpprof.spec.number_formats import KEPT_LOGITS
 from dpprof.spec.validation import InputError
 
 if TYPE_CHECKING:
@@ -28,8 +29,12 @@ class Explained(Answer):
 
     _short: ClassVar = ("component", "a_bytes", "b_bytes", "difference_bytes")
 
-    def __init__(self, difference: Difference) -> None:
-        self.difference = difference
+    def __init__(self, a: Result, b: Result) -> None:
+        self.difference = explain_difference(a, b)
+        sides = ((self.difference.a, a), (self.difference.b, b))
+        self._advice = [
+            f"{side.name}: {KEPT_LOGITS}." for side, one in sides if one.experiment.keep_logits
+        ]
 
     @property
     def sentence(self) -> str:
@@ -41,7 +46,8 @@ class Explained(Answer):
 
     def text(self, depth: str = "layer", top: int = 5, *, every_layer: bool = False) -> str:
         """Return what ``dpprof explain`` prints with the options of these names."""
-        return render_text(self.difference, Detail(depth, top, every_layer))
+        text = render_text(self.difference, Detail(depth, top, every_layer))
+        return "\n".join([text, *self._advice])
 
     def table(self) -> "pd.DataFrame":
         """Return the bytes of both peaks by component; the differences leave 0 bytes."""
@@ -92,7 +98,7 @@ def explain(a: Peak, b: Peak) -> Explained:
     files = [Path(one) for one in (a, b) if isinstance(one, str | Path)]
     if len(files) > 1 and all(one.exists() for one in files) and files[0].samefile(files[1]):
         raise InputError(f"{files[1]}: A and B are the same file; name two results")
-    return Explained(explain_difference(_find(a), _find(b)))
+    return Explained(_find(a), _find(b))
 
 
 def _find(peak: Peak) -> Result:

@@ -27,7 +27,7 @@ from dpprof.clipping.contributions import (
     SampleGradients,
     may_join,
 )
-from dpprof.clipping.engine import Clipping, Enter, make_weights
+from dpprof.clipping.engine import Clipping, Enter
 from dpprof.clipping.sample_norms import SampleNorms
 
 
@@ -60,7 +60,7 @@ class BookKeeping(Clipping):
         try:
             enter("backward")
             with self.handling(norms.add):
-                torch.autograd.backward(losses, make_weights(losses))
+                torch.autograd.backward(losses, self._make_weights(losses))
             enter("clip")
             factors_B = self._finish(norms)
             if self.ranks.is_sharded:

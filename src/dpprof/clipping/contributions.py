@@ -20,7 +20,7 @@ from dpprof.norms import placement, triton_ops
 from dpprof.norms.convolution import Kernel, sample_gradients, sum_weighted
 from dpprof.norms.float32_products import allows_tf32, convolutions_allow_tf32
 from dpprof.norms.scale import scale_gradients
-from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, multiply, spans
+from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, may_weigh, multiply, spans
 from dpprof.spec.registry import UnsupportedError
 
 
@@ -46,7 +46,7 @@ class Product(NamedTuple):
         """Compute the weighted sum over samples; the weights scale the narrower operand."""
         x, g = self.x_BTd, self.g_BTp
         weights_B11 = weights_B[:, None, None]
-        if placement.is_cuda(x) or x.dtype == accumulator_of(x.dtype):
+        if may_weigh(x):
             if x.shape[2] <= g.shape[2]:
                 x = _weigh(x, weights_B)
             else:
@@ -75,8 +75,8 @@ def _weigh(x_BTd: Tensor, weights_B: Tensor) -> Tensor:
 
 
 def _is_rounded(x: Tensor) -> bool:
-    is_short = x.dtype != accumulator_of(x.dtype)
-    return placement.is_cuda(x) and (is_short or (x.dtype is torch.float32 and allows_tf32()))
+    is_float32 = x.dtype in (torch.float32, torch.float16)  # which is cast
+    return placement.is_cuda(x) and (x.dtype is torch.bfloat16 or (is_float32 and allows_tf32()))
 
 
 AT_ONCE_BYTES = 2**28

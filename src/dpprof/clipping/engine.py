@@ -42,9 +42,10 @@ from dpprof.clipping.released_state import ReleasedState
 from dpprof.clipping.rules import Found, LayerRule, find_rewritten, find_rules
 from dpprof.clipping.sample_major import SampleMajor
 from dpprof.clipping.sample_norms import SampleNorms
-from dpprof.clipping.sums import add_to_grad, bound_of, own_part
+from dpprof.clipping.sums import add_to_grad, bound_of, dtype_of_sum, own_part
 from dpprof.norms.code_paths import CodePath, Watch
 from dpprof.records.births import allocates
+from dpprof.spec.number_formats import refuse_loss_scale
 from dpprof.spec.registry import UnsupportedError
 from dpprof.system.substitutes import substitute
 
@@ -82,6 +83,9 @@ class Clipping(ABC):
         batch_second: Names of modules, as in ``named_modules()``, whose layers get the batch on
             their second axis, (T, B, d). Modules of PyTorch and Opacus with ``batch_first=False``
             say so themselves, for the layers directly in them too.
+        loss_scale: What losses are multiplied with for backward, a power of two; clipping factors
+            are divided by it, so the sum stays the same. In float16 small gradients vanish without
+            one: 65536 is usual. A sample that overflows is excluded.
         as_one: Names of modules, such as ``"layers.*.mixer"``, that run as one layer each, without
             the rules of the layers inside. They get and return samples first (``as_one``).
 
@@ -123,6 +127,9 @@ class Clipping(ABC):
 
     _disabled = False
 
+    batches = 0
+    """How many batches were clipped: every ``backward`` that was not refused."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -133,6 +140,7 @@ class Clipping(ABC):
         public_buffers: Collection[str] = (),
         batch_second: Collection[str] = (),
         as_one: Collection[str] = (),
+        loss_scale: float = 1.0,
     ) -> None:
         self.model = model
         self._stability = stability
@@ -141,13 +149,11 @@ class Clipping(ABC):
         """(B,) norms of the last batch's gradients, before clipping."""
 
         self.nonfinite_samples = 0
-        """Samples of the last batch that were excluded: their loss or norm was not finite."""
+        """Samples of the last batch that were excluded: their loss or norm was not finite, also
+        because it overflowed in 16 bits."""
 
         self.nonfinite_samples_total = 0
         """The same over all batches."""
-
-        self.batches = 0
-        """How many batches were clipped: every ``backward`` that was not refused."""
 
         self.plan: dict[str, WayChoice] = {}
         """How the last norms of each matrix were found, by its name, and why."""
@@ -176,7 +182,10 @@ class Clipping(ABC):
         self.shard_sums = ShardSums(self.ranks)
         """Sums that are not in ``.grad`` yet, under ``fully_shard``."""
 
-        self._first_batches = FirstBatches(first_batch, self.ranks, self._name_of_layer)
+        self._loss_scale = refuse_loss_scale(loss_scale)
+        self._first_batches = FirstBatches(
+            first_batch, self._loss_scale, self.ranks, self._name_of_layer
+        )
         self._batch_second = find_batch_second(model, batch_second)
         rules = find_rules(
             model, self.ranks.wrapper, self._batch_second, is_sharded=self.ranks.is_sharded
@@ -200,7 +209,7 @@ class Clipping(ABC):
         self._stashed: dict[nn.Parameter, tuple[Tensor | None, Tensor]] = {}
         """While autograd adds up a loose parameter's gradient: what was there, and what it adds."""
 
-        self._refuse_loose()
+        self._refuse_for_ranks(own)
         self._coverage = Coverage(own, self.ranks)
         self._shared = self._coverage.verify(model)
         self._released = ReleasedState(model, self.ranks.own, self.clips, public_buffers)
@@ -253,6 +262,11 @@ class Clipping(ABC):
     def stability(self) -> float | None:
         """The gamma of normalised clipping; None for flat clipping."""
         return self._stability
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with for backward."""
+        return self._loss_scale
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -507,14 +521,21 @@ class Clipping(ABC):
             "head, as Liger's does, use dpprof.clipping.linear_cross_entropy"
         )
 
-    def _refuse_loose(self) -> None:
-        """Refuse parameters beside layers that are sharded."""
+    def _refuse_for_ranks(self, own: Mapping[nn.Module, Mapping[str, nn.Parameter]]) -> None:
+        """Refuse parameters beside layers that are sharded, and shards in 16 bits."""
         if self._loose and self.ranks.is_sharded:
             raise UnsupportedError(
                 f"{type(next(iter(self._loose.values()))).__name__} has parameters of its own "
                 "beside those of the layers in it, which cannot be clipped under fully_shard yet; "
                 "use DistributedDataParallel, move them to a layer that contains no others, or "
                 "freeze them"
+            )
+
+        trained = (one for parameters in own.values() for one in parameters.values())
+        if self.ranks.is_sharded and any(dtype_of_sum(one) != one.dtype for one in trained):
+            raise UnsupportedError(
+                "under fully_shard trained parameters need float32, because their sums have their "
+                "dtype; let MixedPrecisionPolicy(param_dtype=...) gather them in 16 bits"
             )
 
     def _stash(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
@@ -603,10 +624,20 @@ class Clipping(ABC):
         """Set ``sample_norms`` once backward is over, and return the clipping factors; (B,)."""
         self._refuse_changed_outputs()
         norms.add_reused()
-        self.sample_norms = norms.compute()
+        self.sample_norms = self._compute_norms(norms)
         if self.ranks.is_sharded:
             self.shard_sums.agree(self._coverage.names)
         return self._compute_factors(self.sample_norms, self.max_grad_norm)
+
+    def _compute_norms(self, norms: SampleNorms) -> Tensor:
+        """Compute the norms of gradients as they are without ``loss_scale``; (B,)."""
+        norms_B = norms.compute()
+        return norms_B if self._loss_scale == 1 else norms_B / self._loss_scale
+
+    @allocates("norm_samples")
+    def _make_weights(self, losses_B: Tensor) -> Tensor:
+        """Return the gradient with which the losses are differentiated; (B,)."""
+        return torch.full_like(losses_B, self._loss_scale)
 
     def _refuse_changed_outputs(self) -> None:
         """Refuse layers whose outputs were others when they ran again in backward."""
@@ -622,9 +653,16 @@ class Clipping(ABC):
         self._changed.clear()
 
     def _compute_factors(self, norms_B: Tensor, bound: float) -> Tensor:
-        """Compute clipping factors; samples that are not finite get 0, and are excluded."""
+        """Compute clipping factors; samples that are not finite get 0, and are excluded.
+
+        They are divided by ``loss_scale``, with which what they scale is multiplied.
+        """
         assert self._losses is not None
         factors_B = clip_factor(norms_B, bound, self._stability)
+        if self._loss_scale != 1:
+            factors_B = factors_B / self._loss_scale
+            # A smaller number may have been rounded up.
+            factors_B = factors_B.masked_fill(factors_B < torch.finfo(factors_B.dtype).tiny, 0)
         nonfinite_B = ~(norms_B.isfinite() & self._losses.to(norms_B.device).isfinite())
         if self.deferral is not None:
             self.deferral.flag(nonfinite_B)
@@ -652,7 +690,7 @@ class Clipping(ABC):
         if self.ranks.is_sharded:
             self.shard_sums.add(parameter, summed)
         else:
-            add_to_grad(parameter, summed.to(parameter.dtype), self.max_grad_norm)
+            add_to_grad(parameter, summed.to(dtype_of_sum(parameter)), self.max_grad_norm)
 
     @torch.no_grad()
     def _add_vectors_to_grad(
@@ -668,7 +706,7 @@ class Clipping(ABC):
         own = [summed.new_empty(size) for size in sizes]
         torch._foreach_copy_(own, torch.split(summed, sizes))
         for (parameter, _), part in zip(vectors, own, strict=True):
-            add_to_grad(parameter, part.to(parameter.dtype), self.max_grad_norm)
+            add_to_grad(parameter, part.to(dtype_of_sum(parameter)), self.max_grad_norm)
 
 
 def _run(
@@ -692,9 +730,3 @@ def _make_uncompiled() -> Callable[..., Any]:
     reason = "a layer that is clipped cannot be compiled; leave out fullgraph=True"
     uncompiled: Callable[..., Any] = torch.compiler.disable(_run, reason=reason)  # type: ignore[no-untyped-call]
     return uncompiled
-
-
-@allocates("norm_samples")
-def make_weights(losses_B: Tensor) -> Tensor:
-    """Return the gradient with which the losses are differentiated: ones, (B,)."""
-    return torch.ones_like(losses_B)

@@ -51,6 +51,7 @@ class FirstBatches:
 
     Args:
         what: One of ``FIRST_BATCH``.
+        loss_scale: What losses are multiplied with for backward.
         ranks: Under ``fully_shard`` all run backward together, and share their findings.
         name_of: Names a layer.
 
@@ -58,11 +59,13 @@ class FirstBatches:
         ValueError: ``what`` is another word.
     """
 
-    def __init__(self, what: str, ranks: Ranks, name_of: Callable[[nn.Module], str]) -> None:
+    def __init__(
+        self, what: str, loss_scale: float, ranks: Ranks, name_of: Callable[[nn.Module], str]
+    ) -> None:
         if what not in FIRST_BATCH:
             raise ValueError(f"first_batch must be one of {FIRST_BATCH}, and is {what!r}")
         self.are_verified = what == "trusted"
-        self._ranks, self._name_of = ranks, name_of
+        self._ranks, self._name_of, self._loss_scale = ranks, name_of, loss_scale
         self._looked_at = 0
         self._ways: set[str] = set()
         self._verified_ways: set[str] | None = None
@@ -106,7 +109,7 @@ class FirstBatches:
         """
         if self.are_verified or not losses.requires_grad or isinstance(losses, FakeTensor):
             return
-        batch, ranks = _Batch(losses, self._name_of), self._ranks
+        batch, ranks = _Batch(losses, self._loss_scale, self._name_of), self._ranks
         if batch.sample is None and not ranks.is_sharded:
             return
         with _random_state_kept(parameters), handling(batch.look):
@@ -122,7 +125,9 @@ class FirstBatches:
 class _Batch:
     """Looks at one backward of one sample's loss."""
 
-    def __init__(self, losses: Tensor, name_of: Callable[[nn.Module], str]) -> None:
+    def __init__(
+        self, losses: Tensor, loss_scale: float, name_of: Callable[[nn.Module], str]
+    ) -> None:
         self._name_of = name_of
         self._samples = len(losses)
         finite = losses.detach().isfinite().nonzero().flatten().tolist()
@@ -133,7 +138,7 @@ class _Batch:
         """The gradient with which the losses are differentiated; (B,)."""
 
         if self.sample is not None:
-            self.weights[self.sample] = 1
+            self.weights[self.sample] = loss_scale
         self.problem: str | None = None
         """What is wrong with the first layer, in the order of backward, where something is."""
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.noise import NoiseOfStep, draw_secure_noise
 from dpprof.clipping.ranks import distinct_part
-from dpprof.clipping.sums import bound_of
+from dpprof.clipping.sums import bound_of, dtype_of_sum
 from dpprof.clipping.unnoised_steps import refuse_unnoised_steps
 
 HOOK = "_clipping_noise_hook"
@@ -200,8 +200,9 @@ class NoisyOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Refuse ``GradScaler.step``, which reads this first."""
         raise RuntimeError(
-            "GradScaler does not work with clipping: it scales losses, and every norm with them; "
-            "use bfloat16, which needs no scaling"
+            "GradScaler does not work with clipping: it scales every norm, and skips a step where "
+            "one sample overflows, which shows that sample; give the Clipping a fixed loss_scale, "
+            "such as 65536, or use bfloat16, which needs none"
         )
 
     @property
@@ -249,7 +250,9 @@ class NoisyOptimizer(Optimizer):
         for parameter in self.params:
             if parameter.grad is None:
                 if parameter.summed_grad is None:  # a batch without samples
-                    parameter.summed_grad = torch.zeros_like(parameter)
+                    parameter.summed_grad = torch.zeros_like(
+                        parameter, dtype=dtype_of_sum(parameter)
+                    )
             elif parameter.summed_grad is None:
                 parameter.summed_grad = parameter.grad
             else:
@@ -277,7 +280,7 @@ class NoisyOptimizer(Optimizer):
         add = self._add_secure_noise_to if self.secure_mode else noise.add_to
         for parameter in self.params:
             summed, parameter.summed_grad = parameter.summed_grad, None
-            parameter.grad = ranks.release_sum(summed, add)
+            parameter.grad = ranks.release_sum(summed, add).to(parameter.dtype)
         self._bound = None
         self._is_noised = True
         self.steps += 1

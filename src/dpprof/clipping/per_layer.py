@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dpprof.clipping.contributions import Kept
 from dpprof.clipping.coverage import trained_in
-from dpprof.clipping.engine import Clipping, Enter, make_weights
+from dpprof.clipping.engine import Clipping, Enter
 from dpprof.clipping.layers import Contributions
 from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.spec.registry import UnsupportedError
@@ -97,7 +97,7 @@ class PerLayerClipping(Clipping):
         enter("backward")
         try:
             with self.handling(partial(self._clip_layer, norms)):
-                torch.autograd.backward(losses, make_weights(losses))
+                torch.autograd.backward(losses, self._make_weights(losses))
             if not self._norms:
                 raise RuntimeError("the losses depend on no trained parameter")
             self.sample_norms = torch.stack(self._norms, dim=1)
@@ -115,7 +115,7 @@ class PerLayerClipping(Clipping):
         self, norms: SampleNorms, layer: nn.Module, contributions: Contributions
     ) -> None:
         norms.add(layer, contributions)
-        norms_B = norms.compute()
+        norms_B = self._compute_norms(norms)
         self._norms.append(norms_B)
         factors_B = self._compute_factors(norms_B, self.bound)
         for parameter, _ in contributions:

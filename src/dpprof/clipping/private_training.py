@@ -114,6 +114,7 @@ def make_private(
     sampling_generator: torch.Generator | None = None,
     noise_generator: torch.Generator | None = None,
     secure_mode: bool = False,
+    loss_scale: float = 1.0,
 ) -> PrivateTraining:
     """Make an ordinary training loop private.
 
@@ -144,6 +145,7 @@ def make_private(
         sampling_generator: Draws the samples; by default the operating system seeds one.
         noise_generator: Draws the noise; likewise.
         secure_mode: Draw noise that withstands floating point attacks.
+        loss_scale: What losses are multiplied with for backward in float16 (``Clipping``).
 
     Returns:
         Model, optimizer and data loader, which it unpacks to, with ``epsilon_spent`` and
@@ -196,7 +198,7 @@ def make_private(
     if method == "auto":
         usual = samples // round(1 / rate)
         method = choose_method(model, optimizer, draw, max_batch_size or usual)
-    clipped = METHODS[method](model, max_grad_norm, stability=stability)
+    clipped = METHODS[method](model, max_grad_norm, stability=stability, loss_scale=loss_scale)
     try:
         _refuse_parts_of_shards(clipped, max_batch_size)
         if check:

@@ -38,9 +38,8 @@ from dpprof.clipping.contributions import (
     SampleGradients,
     Summable,
 )
-from dpprof.norms import placement
 from dpprof.norms.convolution import project_rows
-from dpprof.norms.tiles import accumulator_of, multiply
+from dpprof.norms.tiles import accumulator_of, may_weigh, multiply
 from dpprof.records.births import allocates, allocates_for_its_caller
 
 MAX_DIFFERENCE = {torch.float32: 2.0**-12, torch.float64: 2.0**-32}
@@ -88,9 +87,9 @@ class Projections:
         """Tell which samples' gradients differ too much; (B,).
 
         Args:
-            norms_B: Of the samples' gradients, as measured.
-            least: What shorter gradients are compared with: C, or the stability of normalised
-                clipping, which makes short gradients longer.
+            norms_B: Of the samples' gradients, as measured; scaled as these are.
+            least: What shorter gradients are compared with, scaled likewise: C, or the stability of
+                normalised clipping, which makes short gradients longer.
             excluded_B: Samples that contribute nothing; None for none.
         """
         on_device = [one.to(norms_B.device) for one in self._differences.values()]
@@ -186,5 +185,5 @@ def _meet(sides_BTn: Tensor, u: Tensor) -> Tensor:
 @allocates_for_its_caller
 def _weigh(shares_BT: Tensor, sides_BTn: Tensor) -> Tensor:
     """Sum the tokens of each sample by their shares; (B, n), at least float32."""
-    exact = sides_BTn.dtype if placement.is_cuda(sides_BTn) else accumulator_of(sides_BTn.dtype)
+    exact = sides_BTn.dtype if may_weigh(sides_BTn) else accumulator_of(sides_BTn.dtype)
     return multiply(shares_BT[:, None].to(exact), sides_BTn)[:, 0]

@@ -27,10 +27,21 @@ def bound_of(gradient: Tensor) -> float | None:
     return bound if version == _version(gradient) else None
 
 
+def dtype_of_sum(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's clipped sum: at least float32."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
 @torch.no_grad()
 def add_to_grad(parameter: nn.Parameter, summed: Tensor, bound: float) -> None:
-    """Add a clipped sum of the parameter's dtype to ``.grad``, and mark that."""
+    """Add a clipped sum to ``.grad``, and mark that.
+
+    That of a parameter in 16 bits is in float32, until noise was added: rounded to 16 bits, it
+    could move by more than one sample contributes.
+    """
     if parameter.grad is None:
+        if summed.dtype != parameter.dtype:
+            parameter.grad_dtype = None
         parameter.grad = summed
     elif bound_of(parameter.grad) != bound:
         raise RuntimeError(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.contributions import GradientsInParts, Kept, materialise_vector
-from dpprof.clipping.engine import Clipping, Enter, make_weights
+from dpprof.clipping.engine import Clipping, Enter
 from dpprof.clipping.layers import Contributions
 from dpprof.clipping.projections import Projections
 from dpprof.clipping.sample_norms import SampleNorms
@@ -62,12 +62,12 @@ class FlashClipping(Clipping):
         try:
             enter("backward")
             with self.handling(norms.add):
-                torch.autograd.backward(losses, make_weights(losses), retain_graph=True)
+                torch.autograd.backward(losses, self._make_weights(losses), retain_graph=True)
             enter("clip")
             factors_B = self._finish(norms)
             enter("second_backward")
             with self.handling(partial(self._add_layer, factors_B)):
-                torch.autograd.backward(losses, make_weights(losses))
+                torch.autograd.backward(losses, self._make_weights(losses))
             self._refuse_difference()
         finally:
             self._projections = None
@@ -95,7 +95,8 @@ class FlashClipping(Clipping):
             return
         assert self.sample_norms is not None
         least = self.stability or self.max_grad_norm
-        differs_B = self._projections.compare(self.sample_norms, least, self._excluded)
+        scaled = (self.sample_norms * self.loss_scale, least * self.loss_scale)
+        differs_B = self._projections.compare(*scaled, self._excluded)
         if self.deferral is not None:
             self.deferral.flag(differs_B)
             return

@@ -157,7 +157,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     traces = Traces(experiment, enter, describing=False)
     capacity = _find(method, batches := _Batches(experiment, traces, budget, least))
     if capacity is None:
-        raise MemoryError(_explain(experiment, batches))
+        raise MemoryError(_explain(experiment, batches, _count_parameters(traces, least)))
     if not traces.confirms(capacity.stated_batch_size):
         traces.stop_interpolating()
         capacity = _find(method, _Batches(experiment, traces, budget, least))
@@ -377,11 +377,24 @@ def _find_budget(experiment: Experiment, target: Target | None) -> int:
     return int(target.memory_bytes)
 
 
-def _explain(experiment: Experiment, batches: _Batches) -> str:
+def _count_parameters(traces: Traces, batch_size: int) -> int:
+    """Return the bytes of the parameters, of each rank of several."""
+    model, experiment = traces.trace(batch_size).facts.model, traces.experiment
+    is_sharded = experiment.parallel is not None and experiment.parallel.kind == "fsdp"
+    return model.parameters_bytes // (experiment.world_size if is_sharded else 1)
+
+
+def _explain(experiment: Experiment, batches: _Batches, parameters_bytes: int) -> str:
     needed, there = (f"{size / 2**20:,.0f} MiB" for size in (batches.find_need(), batches.budget))
     least = batches.least
     samples = "one sample" if least == 1 else f"its smallest batch, {least:,} samples"
     return (
         f"{experiment.model_name} with {experiment.method} needs {needed} for {samples} of "
         f"{experiment.seq_len:,} tokens, and there are {there}"
+        + (
+            f"; its parameters alone take {parameters_bytes / 2**20:,.0f} MiB: store them in 16 "
+            "bits (parameters_dtype), or take a larger card or several (parallel)"
+            if parameters_bytes > batches.budget
+            else ""
+        )
     )

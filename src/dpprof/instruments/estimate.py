@@ -68,7 +68,7 @@ class Traces:
     """
 
     def __init__(self, experiment: Experiment, enter: Enter, *, describing: bool = True) -> None:
-        self._experiment = experiment
+        self.experiment = experiment
         self._enter = enter
         self._describing = describing
         self._traced: dict[tuple[int, int], Traced] = {}
@@ -87,7 +87,7 @@ class Traces:
         """Trained parameters, their gradients and the optimizer's moments; 0 where unknown."""
         if self._why_whole:
             return 0
-        experiment = self._experiment
+        experiment = self.experiment
         copies = 4 if experiment.optimizer in ("adamw", "adamw-fused") else 2
         is_sharded = experiment.parallel is not None and experiment.parallel.kind == "fsdp"
         ranks = experiment.world_size if is_sharded else 1
@@ -169,7 +169,7 @@ class Traces:
             return Footprint.of(self._trace_whole(batch_size, str(error)).recording)
 
     def _trace_whole(self, batch_size: int, why: str) -> Traced:
-        experiment = self._experiment.model_copy(update={"batch_size": batch_size})
+        experiment = self.experiment.model_copy(update={"batch_size": batch_size})
         return trace_whole(
             experiment, self._enter, f"all were traced: {why}", describing=self._describing
         )
@@ -177,7 +177,7 @@ class Traces:
     def _trace(self, batch_size: int, blocks: int) -> Traced:
         key = batch_size, blocks
         if key not in self._traced:
-            experiment = self._experiment.model_copy(update={"batch_size": batch_size})
+            experiment = self.experiment.model_copy(update={"batch_size": batch_size})
             few = with_blocks(experiment, blocks)
             self._traced[key] = trace_whole(few, self._enter, describing=self._describing)
         return self._traced[key]

@@ -47,6 +47,7 @@ from dpprof.records.terms import Component
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import CPU_TARGET, Experiment
+from dpprof.spec.number_formats import KEPT_LOGITS
 from dpprof.spec.registry import EntryPointError, UnsupportedError
 from dpprof.spec.target import Target
 from dpprof.step_time.predict import predict_time
@@ -305,6 +306,11 @@ def state_estimate(traced: Traced, experiment: Experiment) -> Measurement:
     memory = state_memory(experiment, traced.first, steady, None, real=False, allocator=allocator)
     if traced.recording.is_graph:
         memory.assumed["graph"] = _GRAPH
+    price = None if target is None else target.price_of(experiment.dtype)
+    if price:
+        memory.assumed[experiment.dtype] = price
+    if experiment.keep_logits:
+        memory.assumed["logits"] = KEPT_LOGITS
     if traced.from_blocks:
         memory.assumed["blocks"] = traced.from_blocks
     return state(experiment, traced.facts, steady, memory=memory, ceilings=target)

@@ -33,7 +33,8 @@ def count_model_flops(experiment: Experiment, module: nn.Module) -> int | None:
             return None
         plain = {"method": "standard", "batch_size": 1, "parallel": None, "target": None}
         plain |= {"quantization": None, "optimizer": "adamw"}
-        plain |= {"checkpointing": "none", "dtype": "float32", "parameters_dtype": "float32"}
+        plain |= {"checkpointing": "none", "dtype": "float32", "autocast": True}
+        plain |= {"parameters_dtype": "float32", "trained_dtype": "float32"}
         flops = _count_sample(experiment.model_copy(update=plain))
         return None if flops is None else experiment.batch_size * flops
     attention = find_attention_size(experiment, module)

@@ -116,6 +116,13 @@ def set_up(
                 f"{experiment.method} does not run with {name} {given}; it runs with "
                 f"{', '.join(known)}"
             )
+    if not method.knows_formats and (
+        experiment.loss_scale != 1 or experiment.trained_dtype != "float32"
+    ):
+        raise UnsupportedError(
+            f"{experiment.method} knows neither loss_scale nor trained_dtype: it sums gradients as "
+            "they come, in the dtype of the parameters"
+        )
     torch.manual_seed(experiment.seed)
     model = build_model(experiment).to(device.torch_device)
     model = apply_dtype(model, experiment, device.torch_device).train()

@@ -2,7 +2,7 @@
 
 The choice follows PyTorch (ATen/native/transformers/cuda/sdp_utils.cpp, ``priority_order`` and the
 ``can_use_..._attention``) for dense tensors. Left out are nested tensors, and GPUs of compute
-capability below 8.0.
+capability below 7.0.
 
 Shape legend: B samples, H heads, G heads of keys and values, M queries, N keys, K head width.
 """
@@ -19,6 +19,9 @@ aten = torch.ops.aten
 Backend = Literal["cudnn", "flash", "efficient", "math"]
 
 _REDUCED = (torch.bfloat16, torch.float16)
+_AMPERE = 8
+"""The first major compute capability with flash attention and units for bfloat16."""
+
 _PREFERS_CUDNN = ("9.0", "10.0")
 _NEWER_THAN = 91500
 """PyTorch prefers cuDNN's attention in versions above this (``check_prefer_cudnn_attention``)."""
@@ -92,6 +95,10 @@ def _list_obstacles(
     strict = torch.are_deterministic_algorithms_enabled()
     strict = strict and not torch.is_deterministic_algorithms_warn_only_enabled()
     aligned = 8 if dtype in _REDUCED else 4
+    is_old = int(gpu.compute_capability.partition(".")[0]) < _AMPERE
+    if is_old and dtype is torch.float32:
+        aligned = 1  # no tensor core multiplies it (``minimum_gemm_alignment``)
+    too_old = "needs compute capability 8.0"
     shares_heads = call.q_BHMK.shape[1] != call.k_BGNK.shape[1]
     return {
         "cudnn": [
@@ -102,6 +109,7 @@ def _list_obstacles(
             (no_sequence, "does not take sequences of one token"),
         ],
         "flash": [
+            (is_old, too_old),
             (dtype not in _REDUCED, "needs 16 bits"),
             (call.mask is not None, "does not take a mask"),
             (max(widths) > 256, "needs heads of at most 256"),  # noqa: PLR2004
@@ -110,6 +118,7 @@ def _list_obstacles(
         ],
         "efficient": [
             (dtype not in (*_REDUCED, torch.float32), "needs 32 bits at most"),
+            (is_old and dtype is torch.bfloat16, f"in bfloat16 {too_old}"),
             (shares_heads, "needs as many heads of keys as of queries"),
             (any(width % aligned for width in widths), f"needs heads of a multiple of {aligned}"),
         ],

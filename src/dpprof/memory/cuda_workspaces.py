@@ -210,6 +210,7 @@ def cuda_workspaces(processors: Processors | None) -> Mapping[Any, Workspace]:
     always: dict[Any, Workspace] = {
         **attention_backends.WORKSPACES,
         aten.embedding_dense_backward: _embedding_backward,
+        aten._softmax_backward_data: _softmax_backward,  # noqa: SLF001
     }
     if processors is None:
         return always
@@ -232,6 +233,11 @@ def _reduction(
     is_all = dim is None or isinstance(dim, bool)  # a flag may stand in place of axes
     dims = () if is_all else (dim,) if isinstance(dim, int) else dim
     return reduction_buffers(x, dims, size(x, dim), processors, vector)
+
+
+def _softmax_backward(gradient: Tensor, *_: Any, **__: Any) -> Sequence[int]:
+    """Return the product of gradient and result, which is summed (SoftMax.cu)."""
+    return (gradient.numel() * gradient.element_size(),)
 
 
 def _embedding_backward(

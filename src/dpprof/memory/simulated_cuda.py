@@ -66,6 +66,16 @@ Their kernels convert each element as they read it, without a copy."""
 
 _CONVERTING = _IN_FLOAT32 | _INTO_FLOAT32
 
+_FUSED: dict[Any, Any] = {
+    **dict.fromkeys((functional.softmax, torch.softmax, Tensor.softmax), torch._softmax),  # noqa: SLF001
+    **dict.fromkeys(
+        (functional.log_softmax, torch.log_softmax, Tensor.log_softmax),
+        torch._log_softmax,  # noqa: SLF001
+    ),
+}
+"""Functions that read float16, and no bfloat16, and write float32 without a copy in between
+(SoftMax.cpp)."""
+
 
 class _CudaFunctions(TorchFunctionMode):
     """Calls the functions that CUDA would call."""
@@ -87,6 +97,10 @@ class _CudaFunctions(TorchFunctionMode):
                 args = (args[0].float(), *args[1:])
             elif kwargs.get("dtype") is None:
                 kwargs = {**kwargs, "dtype": torch.float32}
+        if func in _FUSED and kwargs.get("dtype") is torch.float32:
+            x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+            if x.dtype is torch.float16 and dim is not None:
+                return _FUSED[func](x, dim, half_to_float=True)
         return self._instead.get(func, func)(*args, **kwargs)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:

@@ -248,7 +248,7 @@ def state_compute(
         dp_flop_multiplier=executed / model_flops if model_flops else None,
         mfu=None,
         hfu=None,
-        peak_flops_per_s=ceilings and ceilings.flops_per_s.get(dtype),
+        peak_flops_per_s=ceilings and ceilings.peak(dtype),
         peak_source=ceilings and ceilings.source,
         roofline_step_s=ceilings and bound_step_s(step.ops, dtype, ceilings),
         reason=_explain_unknown(experiment, model_flops, ceilings, step),
@@ -293,7 +293,7 @@ def bound_step_s(ops: Iterable[Op], dtype: Dtype, ceilings: Target) -> float:
         moved = sum(size for _, size in (*op.reads, *op.writes))
         bound = moved / ceilings.bandwidth_bytes_per_s
         if op.cost.family in COUNTED:
-            peak = ceilings.flops_per_s.get(ceiling_of(op.cost.dtype, dtype))
+            peak = ceilings.peak(ceiling_of(op.cost.dtype, dtype))
             if peak is not None:
                 bound = max(bound, op.cost.flops / peak)
         total += bound

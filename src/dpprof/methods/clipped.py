@@ -33,6 +33,7 @@ class ClippedStep(TrainingStep):
     parallel_kinds: ClassVar[Collection[str]] = ("ddp", "fsdp")
     executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
     heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
+    knows_formats: ClassVar[bool] = True
     clipping_type: type[Clipping]
     optimizer: NoisyOptimizer
     attributes: ClassVar[Mapping[str, Component]] = {"summed_grad": "summed_gradients"}
@@ -41,7 +42,12 @@ class ClippedStep(TrainingStep):
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         super().__init__(model, experiment)
-        self.clipping = self.clipping_type(model, experiment.max_grad_norm, first_batch="trusted")
+        self.clipping = self.clipping_type(
+            model,
+            experiment.max_grad_norm,
+            first_batch="trusted",
+            loss_scale=experiment.loss_scale,
+        )
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Wrap the optimizer in one that adds noise, which the experiment's seed decides."""

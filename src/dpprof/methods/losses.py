@@ -1,10 +1,10 @@
 """The losses of a step whose head may be computed in chunks."""
 
-import torch
 from torch import Tensor
 
 from dpprof.clipping.head import linear_cross_entropy
 from dpprof.methods.training_step import TrainingStep
+from dpprof.models.build import autocasting
 from dpprof.models.heads import find_known_head, hidden_states_of
 from dpprof.models.sample_losses import UNLABELLED, mean_over_labels, sample_losses
 
@@ -24,8 +24,7 @@ def losses_of(step: TrainingStep, labels_BT: Tensor, *inputs: Tensor) -> Tensor:
     with hidden_states_of(head.layer) as given:
         step.module(*inputs)
     (hidden_BTd,) = given
-    is_short = experiment.dtype == "bfloat16"
-    with torch.autocast(hidden_BTd.device.type, torch.bfloat16, enabled=is_short):
+    with autocasting(experiment, hidden_BTd.device.type):
         losses_BT = linear_cross_entropy(
             hidden_BTd,
             head.layer,

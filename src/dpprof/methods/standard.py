@@ -3,6 +3,8 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
+import torch
+
 from dpprof.clipping.cuda_graphs import CudaGraphs, make_capturable
 from dpprof.methods.losses import losses_of
 from dpprof.methods.training_step import Batch, ClipGroup, Enter, TrainingStep
@@ -16,13 +18,18 @@ class Standard(TrainingStep):
     parallel_kinds = ("ddp", "fsdp")
     executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
     heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
+    knows_formats: ClassVar[bool] = True
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave the gradient of the mean loss in ``.grad``."""
         enter("forward")
         loss = losses_of(self, batch.labels, *batch.inputs).mean()
         enter("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
+        scale = self.experiment.loss_scale
+        torch.autograd.backward(loss if scale == 1 else scale * loss)
+        if scale != 1:
+            found = [p.grad for p in self.module.parameters() if p.grad is not None]
+            torch._foreach_div_(found, scale)
 
     def capture(self, batch: Batch) -> Callable[[], object]:
         """Return what runs the step as one CUDA graph."""

@@ -127,6 +127,9 @@ class TrainingStep(ABC):
     heads: ClassVar[Collection[str]] = ("logits",)
     """The ways of ``head`` in which the method's step runs."""
 
+    knows_formats: ClassVar[bool] = False
+    """Whether the method's step knows ``loss_scale``, and trained parameters in 16 bits."""
+
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         self.module = model
         self.experiment = experiment

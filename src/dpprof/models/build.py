@@ -14,6 +14,7 @@ from dpprof.spec import registry
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Dimensions, Experiment
 from dpprof.spec.fine_tuning import PARTS
+from dpprof.spec.number_formats import SHORT
 from dpprof.spec.registry import EntryPointError, UnsupportedError
 
 _PATTERNS = {"all": "", "lora": r"(^|\.)lora_", "bias": r"(^|\.)bias$"}
@@ -27,8 +28,8 @@ def build_model(experiment: Experiment, *, is_reduced: bool = False) -> nn.Modul
     token ids (B, T) to logits (B, T, V), or images (B, channels, ``image_size``, ``image_size``) to
     logits (B, classes); or to three: a model, a function from a batch to each sample's loss, and a
     batch, which make a ``WithLosses``. The parameters that the experiment does not train are
-    frozen; with ``parameters_dtype: bfloat16`` they are bfloat16 already, so that a device never
-    holds them in float32.
+    frozen. Parameters that ``parameters_dtype`` and ``trained_dtype`` store in 16 bits have them
+    already, so that a device never holds them in float32.
 
     Args:
         experiment: The model, and how it is built.
@@ -42,8 +43,11 @@ def build_model(experiment: Experiment, *, is_reduced: bool = False) -> nn.Modul
     model = _build(experiment, is_reduced=is_reduced)
     if experiment.trained != "all" or experiment.lora is not None:
         _choose_trainable(model, experiment)
-    if experiment.parameters_dtype == "bfloat16":
-        _store_frozen_in_16_bits(model)
+    if experiment.trained_dtype != "float32":
+        for parameter in model.parameters():  # positions and the like keep their dtype
+            parameter.data = parameter.data.to(getattr(torch, experiment.trained_dtype))
+    elif experiment.parameters_dtype != "float32":
+        _store_frozen(model, getattr(torch, experiment.parameters_dtype))
     return model
 
 
@@ -74,7 +78,7 @@ def _find_trained(model: nn.Module, part: str) -> set[nn.Parameter]:
     return {p for name, p in model.named_parameters() if re.search(pattern, name)}
 
 
-def _store_frozen_in_16_bits(model: nn.Module) -> None:
+def _store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert frozen parameters, but no vector with a trained one: norms take only one dtype."""
     for layer in model.modules():
         own = list(layer.parameters(recurse=False))
@@ -82,31 +86,44 @@ def _store_frozen_in_16_bits(model: nn.Module) -> None:
         for parameter in own:
             is_left = parameter.requires_grad or not parameter.is_floating_point()
             if not (is_left or (parameter.dim() == 1 and trains_a_vector)):
-                parameter.data = parameter.data.bfloat16()
+                parameter.data = parameter.data.to(dtype)
 
 
 def apply_dtype(model: nn.Module, experiment: Experiment, device: torch.device) -> nn.Module:
     """Return a model, already on its device, with the experiment's precision.
 
-    float64 converts parameters. bfloat16 is autocast of the forward pass: parameters, gradients and
-    optimizer state stay float32, and the backward pass uses the forward pass's dtypes. Logits are
-    converted to float32, so the loss is float32. float32 and tf32 change nothing here; tf32 is a
-    setting of the device. ``parameters_dtype`` is applied where the model is built. Of FSDP it is a
-    policy in place of autocast (``distribute``).
+    float64 converts parameters. bfloat16 and float16 are autocast of the forward pass, unless
+    ``autocast`` is false: gradients and optimizer state have the parameters' dtypes, and the
+    backward pass uses the forward pass's dtypes. Logits are converted to float32, so the loss is
+    float32. float32 and tf32 change nothing here; tf32 is a setting of the device.
+    ``parameters_dtype`` and ``trained_dtype`` are applied where the model is built. Of FSDP dtype
+    is a policy in place of autocast (``distribute``).
     """
     if experiment.dtype == "float64":
         return model.double()
     is_sharded = experiment.parallel is not None and experiment.parallel.kind == "fsdp"
-    if experiment.dtype == "bfloat16" and not is_sharded:
+    is_short = experiment.dtype in SHORT and not is_sharded
+    if is_short or experiment.keep_logits:
         forward = model.forward
+        kept: list[Tensor] = []
 
-        def forward_in_bfloat16(*inputs: Tensor) -> Tensor:
-            with torch.autocast(device.type, dtype=torch.bfloat16):
+        def forward_as_asked(*inputs: Tensor) -> Tensor:
+            kept.clear()
+            with autocasting(experiment, device.type):
                 logits_BTV: Tensor = forward(*inputs)
-            return logits_BTV.float()
+            if experiment.keep_logits:
+                kept.append(logits_BTV)
+            return logits_BTV.float() if is_short else logits_BTV
 
-        model.forward = forward_in_bfloat16
+        model.forward = forward_as_asked
     return model
+
+
+def autocasting(experiment: Experiment, device_type: str) -> torch.autocast:
+    """Return the context of a forward pass."""
+    dtype = experiment.autocast_dtype
+    enabled = dtype is not None
+    return torch.autocast(device_type, getattr(torch, dtype or "bfloat16"), enabled=enabled)
 
 
 def _build(experiment: Experiment, *, is_reduced: bool) -> nn.Module:

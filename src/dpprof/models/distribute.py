@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dpprof.records.births import allocates
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.number_formats import SHORT
 
 # DDP's reducer allocates its buckets in these two.
 for _function in ("_ddp_init_helper", "_pre_forward"):
@@ -20,7 +21,7 @@ for _function in ("_ddp_init_helper", "_pre_forward"):
 def distribute(model: nn.Module, experiment: Experiment, device: torch.device) -> nn.Module:
     """Return the model for this rank of the default process group.
 
-    fsdp shards each block, then what is left. In bfloat16 it gathers parameters in bfloat16 and
+    fsdp shards each block, then what is left. In 16 bits it gathers parameters in 16 bits and
     reduces in float32, in place of autocast; logits are float32.
 
     Args:
@@ -51,8 +52,9 @@ def prepare_sharding(
     # Opacus copies layers with deepcopy, and a fake parameter's mesh cannot be copied.
     mesh.__deepcopy__ = lambda _: mesh  # type: ignore[attr-defined]
     of_parts = of_all = MixedPrecisionPolicy()
-    if experiment.dtype == "bfloat16":
-        policy: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    if experiment.dtype in SHORT:
+        dtype = getattr(torch, experiment.dtype)
+        policy: dict[str, Any] = {"param_dtype": dtype, "reduce_dtype": torch.float32}
         of_parts = MixedPrecisionPolicy(**policy)
         of_all = MixedPrecisionPolicy(**policy, output_dtype=torch.float32)
 

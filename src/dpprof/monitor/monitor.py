@@ -218,7 +218,7 @@ def find_datasheet_peak(dtype: Dtype | None) -> Quantity:
         return Quantity(None, missing + f"there is no data sheet of {name}")
     if dtype is None:
         return Quantity(None, missing + "neither was dtype")
-    peak = target.flops_per_s.get(dtype)
+    peak = target.peak(dtype)
     return Quantity(peak, "" if peak else missing + f"the data sheet of {name} lacks {dtype}")
 
 

@@ -37,6 +37,16 @@ def accumulator_of(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def may_weigh(x: Tensor) -> bool:
+    """Tell whether the weighted operand of a sum keeps its dtype; else it is cast to float32.
+
+    On CUDA bfloat16 does: its range is float32's. A weighted operand in float16 could vanish, and
+    its rounding error would not be relative to it.
+    """
+    is_wide = placement.is_cuda(x) and x.dtype is torch.bfloat16
+    return is_wide or x.dtype == accumulator_of(x.dtype)
+
+
 def spans(total: int, size: int) -> Iterator[slice]:
     """Split ``range(total)`` into slices of at most ``size``."""
     for start in range(0, total, size):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dpprof.records.step_costs import Attribution
 from dpprof.records.terms import Evidence
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.number_formats import SHORT
 
 JOINED = "joined in tables"
 """The reason of a null figure that needs the result of another process."""
@@ -16,10 +17,10 @@ SMALL_CHANGE_BYTES = 64 * 2**10
 def bound_bytes(experiment: Experiment, allocator_peak_bytes: int) -> int:
     """Return the largest gap that counts as reconciled.
 
-    It is 0.1 % of the allocator's peak; 0.5 % in bfloat16, whose products need scratch memory that
+    It is 0.1 % of the allocator's peak; 0.5 % in 16 bits, whose products need scratch memory that
     depends on the processor, and on CUDA, where libraries allocate too.
     """
-    share = 0.005 if experiment.device == "cuda" or experiment.dtype == "bfloat16" else 0.001
+    share = 0.005 if experiment.device == "cuda" or experiment.dtype in SHORT else 0.001
     return max(SMALL_CHANGE_BYTES, int(share * allocator_peak_bytes))
 
 

@@ -2,8 +2,18 @@
 
 Memory is the device's total that PyTorch reports in public logs (the least where drivers differ),
 minus the memory of a CUDA context and its libraries. Compute and bandwidth are the data sheets'
-dense figures, because training does not use the sparse ones, which are twice as high. A test
-computes the peaks again from processors and clocks; a sparse figure fails it.
+dense figures, because training does not use the sparse ones, which are twice as high. GeForce cards
+add up products of 16 bits in float32 at half the speed of adding them up in 16 bits; PyTorch adds
+up in float32. A test computes the peaks again from processors and clocks; a sparse figure fails it.
+
+Volta and Turing have neither TF32 nor bfloat16: their products run as float32's, which is an upper
+bound for bfloat16.
+
+Where totals are in issues: T4 Zheng-Chong/CatVTON 133; V100 kchengiva/Shift-GCN 34 (16 GB) and
+liucongg/ChatGLM-Finetuning 73 (32 GB); RTX 3060 Kunhao-Liu/StyleGaussian 12; RTX 3090
+vllm-project/vllm 16343; RTX 5090 TrajectoryCrafter/TrajectoryCrafter 20; RTX PRO 6000 antirez/ds4
+431. An A5000 has as much memory as an RTX 3090 (24,564 MiB by nvidia-smi, 24,576 by older drivers).
+A10G and A6000: logs in public repositories, 22.06 and 47.40 GiB.
 """
 
 from dpprof.spec.target import Dtype, Target
@@ -12,19 +22,23 @@ _CONTEXT = 600 * 2**20
 """Memory of a CUDA context with cuBLAS and cuDNN loaded: reports give 300 to 450 MiB for the bare
 context (pytorch#109888, unsloth-zoo#1053), and the libraries' kernels add to that."""
 
+_CONTEXT_OF_T4 = 141 * 2**20
+"""The same, measured in training (fitcheck-llm 0.3.1)."""
+
 
 def _gpu(  # noqa: PLR0917 (a row of a table)
     total_bytes: float,
     gb_per_s: float,
     at: str,
-    tflops: tuple[float, float, float, float],
+    tflops: tuple[float, ...],
     cc: str,
     multiprocessors: int,
+    context: int = _CONTEXT,
 ) -> Target:
-    dtypes: tuple[Dtype, ...] = ("float64", "float32", "tf32", "bfloat16")
+    dtypes: tuple[Dtype, ...] = ("float64", "float32", "tf32", "bfloat16", "float16")
     return Target(
-        memory_bytes=int(total_bytes) - _CONTEXT,
-        flops_per_s={name: value * 1e12 for name, value in zip(dtypes, tflops, strict=True)},
+        memory_bytes=int(total_bytes) - context,
+        flops_per_s={name: value * 1e12 for name, value in zip(dtypes, tflops, strict=False)},
         bandwidth_bytes_per_s=gb_per_s * 1e9,
         compute_capability=cc,
         multiprocessors=multiprocessors,
@@ -69,6 +83,42 @@ RTX_4090 = _gpu(
     "8.9",
     128,
 )
+A10G = _gpu(22.06 * 2**30, 600, "A10G data sheet", (0.55, 35, 35, 70), "8.6", 80)
+A5000 = _gpu(23.68 * 2**30, 768, "RTX A5000 data sheet", (0.43, 27.8, 55.6, 111.1), "8.6", 64)
+A6000 = _gpu(47.40 * 2**30, 768, "RTX A6000 data sheet", (0.6, 38.7, 77.4, 154.8), "8.6", 84)
+RTX_3060 = _gpu(
+    11.75 * 2**30, 360, "GeForce RTX 3060 12 GB specifications", (0.2, 12.7, 12.7, 25.5), "8.6", 28
+)
+RTX_3090 = _gpu(
+    23.68 * 2**30,
+    936,
+    "Ampere GA102 GPU architecture white paper, table of the RTX 3090",
+    (0.56, 35.6, 35.6, 71),
+    "8.6",
+    82,
+)
+RTX_5090 = _gpu(
+    31.36 * 2**30,
+    1792,
+    "RTX Blackwell GPU architecture white paper, appendix on the RTX 5090",
+    (1.64, 104.8, 104.8, 209.5),
+    "12.0",
+    170,
+)
+RTX_PRO_6000 = _gpu(
+    94.97 * 2**30,
+    1792,
+    "RTX PRO 6000 Blackwell Workstation Edition data sheet",
+    (1.97, 126, 251.9, 503.8),
+    "12.0",
+    188,
+)
+T4 = _gpu(
+    14_912 * 2**20, 320, "T4 data sheet", (0.25, 8.1, 8.1, 8.1, 65), "7.5", 40, _CONTEXT_OF_T4
+)
+_V100 = (900, "V100 data sheet, SXM2", (7.8, 15.7, 15.7, 15.7, 125), "7.0", 80)
+V100 = _gpu(15.78 * 2**30, *_V100)
+V100_32GB = _gpu(31.74 * 2**30, *_V100)
 
 CPU = None
 """This machine: it needs no model of libraries and has no data sheet."""
@@ -85,7 +135,17 @@ _BY_DEVICE_NAME = {
     "NVIDIA L40S": L40S,
     "NVIDIA L4": L4,
     "NVIDIA GeForce RTX 4090": RTX_4090,
+    "NVIDIA A10G": A10G,
+    "NVIDIA RTX A5000": A5000,
+    "NVIDIA RTX A6000": A6000,
+    "NVIDIA GeForce RTX 3090": RTX_3090,
+    "NVIDIA GeForce RTX 5090": RTX_5090,
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": RTX_PRO_6000,
+    "Tesla T4": T4,
+    "Tesla V100-SXM2-16GB": V100,
+    "Tesla V100-SXM2-32GB": V100_32GB,
 }
+"""Without the RTX 3060, whose boards of 8 and of 12 GB have one name."""
 
 
 def find_by_device_name(name: str | None) -> Target | None:

@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from dpprof.spec.architecture import PREFIX, Architecture, resolve
 from dpprof.spec.fine_tuning import AsLora, AsPadding, Trainable
+from dpprof.spec.number_formats import SHORT, refuse_loss_scale
 from dpprof.spec.parallel import AsParallel
 from dpprof.spec.quantities import Count, NotNegative, Positive, Seed, Size, refuse_bool
 from dpprof.spec.quantization import NONE, Quantization
@@ -115,6 +116,7 @@ _None = Literal["none"]
 _LATER = (
     *("wait_for_idle_gpu_s", "busy_gpu", "lora", "trainable", "padding", "parameters_dtype"),
     *("parallel", "execution", "head", "image_size", "quantization"),
+    *("trained_dtype", "autocast", "loss_scale", "keep_logits"),
 )
 """Keys that came after the first results."""
 
@@ -157,8 +159,8 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     )
     dtype: Dtype = Field(
         "float32",
-        description="float32; tf32 (float32 with TF32 matrix products, CUDA only); bfloat16 "
-        "(autocast, parameters stay float32); float64",
+        description="float32; tf32 (float32 with TF32 matrix products, CUDA only); bfloat16 or "
+        "float16 (autocast, parameters stay float32 unless other keys say so); float64",
     )
     optimizer: Literal["adamw", "adamw-fused", "adamw-8bit", "adafactor", "sgd"] = Field(
         "adamw",
@@ -229,9 +231,28 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
         "padding in a batch, or a mapping with the key fraction; null: every sample has seq_len "
         "tokens",
     )
-    parameters_dtype: Literal["float32", "bfloat16"] = Field(
+    parameters_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="dtype of parameters that are not trained: float32, or that of dtype"
+    )
+    trained_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
-        description="dtype of parameters that are not trained; those that are trained are float32",
+        description="dtype of trained parameters, their gradients and the optimizer's state, "
+        "without a copy in float32: float32, or that of dtype",
+    )
+    autocast: bool = Field(
+        True,
+        description="whether a dtype of 16 bits is autocast's; false: the parameters have it, and "
+        "everything is computed in the dtype of its operands",
+    )
+    loss_scale: Positive = Field(
+        1.0,
+        description="what losses are multiplied with for backward in float16, a power of two; the "
+        "gradients are divided by it",
+    )
+    keep_logits: bool = Field(
+        False,
+        description="whether logits, as the model computed them, live until the next step, as in "
+        "out = model(...); false: they are freed in forward, as in loss = model(...).loss",
     )
     parallel: AsParallel | None = Field(
         None,
@@ -324,10 +345,6 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
             raise ValueError("padding requires a model that reads text, and this one reads images")
         if self.trainable == "lora" and self.lora is None:
             raise ValueError("trainable lora requires lora, such as lora: {rank: 16}")
-        if self.parameters_dtype == "bfloat16" and self.dtype != "bfloat16":
-            raise ValueError(
-                f"parameters_dtype bfloat16 requires dtype bfloat16, but dtype is {self.dtype}"
-            )
         return self
 
     @model_validator(mode="after")
@@ -375,6 +392,40 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
             )
         return self
 
+    @model_validator(mode="after")
+    def _refuse_number_formats(self) -> Self:
+        for name in ("parameters_dtype", "trained_dtype"):
+            stored = getattr(self, name)
+            if stored not in ("float32", self.dtype):
+                raise ValueError(
+                    f"{name} {stored} requires dtype {stored}, but dtype is {self.dtype}"
+                )
+        if self.trained_dtype not in ("float32", self.parameters_dtype):
+            raise ValueError(
+                f"trained_dtype {self.trained_dtype} requires parameters_dtype {self.trained_dtype}"
+            )
+        if not self.autocast:
+            self._refuse_without_autocast()
+        if self.loss_scale != 1 and self.dtype != "float16":
+            raise ValueError(f"loss_scale requires dtype float16, but dtype is {self.dtype}")
+        refuse_loss_scale(self.loss_scale)
+        if self.keep_logits and (self.head != "logits" or self.parallel is not None):
+            raise ValueError("keep_logits requires head logits, and one process")
+        return self
+
+    def _refuse_without_autocast(self) -> None:
+        if self.parallel is not None and self.parallel.kind == "fsdp":
+            raise ValueError("autocast false does not work with fsdp, which casts by its policy")
+        if self.dtype not in SHORT:
+            raise ValueError(f"autocast false requires dtype {' or '.join(SHORT)}")
+        if self.parameters_dtype != self.dtype:
+            raise ValueError(f"autocast false requires parameters_dtype {self.dtype}")
+        if self.trained_dtype != self.dtype and self.trained != "lora":
+            raise ValueError(
+                f"autocast false requires trained_dtype {self.dtype}, or adapters that alone are "
+                "trained: an operator takes operands of one dtype"
+            )
+
     @cached_property
     def canonical(self) -> str:
         """The spec: these fields as canonical JSON.
@@ -399,13 +450,18 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def model_name(self) -> str:
-        """A name for files: the preset's, ``custom``, ``hf-gpt2-lora16-nf4`` or ``module-function``."""
+        """A name for files: a preset, ``custom``, ``hf-gpt2-lora16-nf4`` or ``module-function``."""
         if isinstance(self.model, str):
             return re.sub(r"[^a-z0-9]+", "-", self.model.lower()).strip("-")
         if not isinstance(self.model, Architecture):
             return "custom"
         adapters = "" if self.lora is None else f"-lora{self.lora.rank}"
         return self.model.slug + adapters + (f"-{self.base_format}" if self.base_format else "")
+
+    @property
+    def autocast_dtype(self) -> Dtype | None:
+        """The dtype of autocast, of 16 bits; None without it."""
+        return self.dtype if self.autocast and self.dtype in SHORT else None
 
     @property
     def task(self) -> Task:

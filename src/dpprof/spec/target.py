@@ -8,16 +8,22 @@ from pydantic import BaseModel, BeforeValidator, Field
 from dpprof.spec.quantities import Positive, Size
 from dpprof.system.files import canonical_json
 
-Dtype = Literal["float32", "tf32", "bfloat16", "float64"]
+Dtype = Literal["float32", "tf32", "bfloat16", "float64", "float16"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
+RATED: tuple[Dtype, ...] = ("float32", "tf32", "bfloat16", "float64")
+"""Dtypes that have peaks of their own; float16 has bfloat16's where a target does not say more."""
 
 _CEILINGS: Mapping[str, Dtype] = {
     "bfloat16": "bfloat16",
-    "float16": "bfloat16",
+    "float16": "float16",
     "float64": "float64",
     "int8": "bfloat16",  # a lower bound: units for int8 are faster where there are some
 }
+
+_TENSOR_CORES_IN_BFLOAT16 = 8
+"""From this major compute capability on, GPUs multiply bfloat16, and PyTorch has flash attention
+(NVIDIA A100 architecture white paper; sdp_utils.cpp)."""
 
 
 def ceiling_of(op_dtype: str, dtype: Dtype) -> Dtype:
@@ -31,7 +37,7 @@ def ceiling_of(op_dtype: str, dtype: Dtype) -> Dtype:
 
 
 _FOR_EVERY_DTYPE = BeforeValidator(
-    lambda value: value if isinstance(value, Mapping) else dict.fromkeys(DTYPES, value)
+    lambda value: value if isinstance(value, Mapping) else dict.fromkeys(RATED, value)
 )
 """Ceilings by dtype; a single number counts for every dtype."""
 
@@ -53,6 +59,21 @@ class Target(BaseModel, frozen=True, extra="forbid"):
         "left out where this is not given",
     )
     source: str = Field("the config", description="source of the figures")
+
+    def peak(self, dtype: Dtype) -> float | None:
+        """Return the dense FLOP/s of matrix products of a dtype; None if unknown."""
+        found = self.flops_per_s.get(dtype)
+        return self.flops_per_s.get("bfloat16") if found is None and dtype == "float16" else found
+
+    def price_of(self, dtype: Dtype) -> str | None:
+        """Say what a dtype costs on a GPU that has no units for it; None for one that has."""
+        is_old = int(self.compute_capability.partition(".")[0]) < _TENSOR_CORES_IN_BFLOAT16
+        if dtype != "bfloat16" or not is_old:
+            return None
+        return (
+            f"compute capability {self.compute_capability} has no units for bfloat16: products run "
+            "at most as fast as in float32, and attention keeps every score; use float16"
+        )
 
     def __hash__(self) -> int:
         """Return a hash of the content, because the mapping of ceilings has no hash."""

@@ -37,7 +37,7 @@ MEMORY = Estimate(0.88, 0.1)
 2^24 elements on (perf/measured_steps.md, which has all figures that are measured here)."""
 
 WIDENING = Estimate(0.58, 0.1)
-"""The same of copies of bfloat16 to float32: measured, 0.57 to 0.59."""
+"""The same of copies of 16 bits to float32: measured in bfloat16, 0.57 to 0.59."""
 
 OPTIMIZERS = Estimate(0.78, 0.1)
 """The same of operators on all parameters at once: measured, 0.69 to 0.84."""
@@ -146,7 +146,7 @@ CLOCKS = 0.05
 
 
 def _share_of_bandwidth(cost: Cost) -> Estimate:
-    if cost.op == "_to_copy" and cost.dtype == "bfloat16":
+    if cost.op == "_to_copy" and cost.dtype in ("bfloat16", "float16"):
         return WIDENING
     if cost.op == "dpprof.add_noise_":
         return NOISE
@@ -210,10 +210,10 @@ class GpuModel:
         bytes_per_s = self._target.bandwidth_bytes_per_s
         own_peaks = PeakRates(self._peak(dtype), bytes_per_s)
         bound = float(bound_s(shape, _ITEMSIZES.get(dtype, 4), own_peaks))
-        bfloat16 = self._target.flops_per_s.get("bfloat16")
-        if self._products is None or bfloat16 is None:
+        in_16_bits = self._target.peak("float16")
+        if self._products is None or in_16_bits is None:
             return OpTime(bound / UNKNOWN_PRODUCTS.value, UNKNOWN_PRODUCTS.spread, "data sheet")
-        peaks = PeakRates(bfloat16, bytes_per_s)
+        peaks = PeakRates(in_16_bits, bytes_per_s)
         found = self._products.predict(shape, _ITEMSIZES["bfloat16"], peaks)
         if not self._is_own:
             found = found._replace(spread=2 * found.spread, basis="extrapolated")
@@ -233,12 +233,13 @@ class GpuModel:
         return OpTime(seconds, math.hypot(spread, CONVOLUTIONS.spread), "data sheet")
 
     def _on_tensor_cores(self, op_dtype: str) -> bool:
-        return ceiling_of(op_dtype, self._dtype) in ("bfloat16", "tf32")
+        ceiling = ceiling_of(op_dtype, self._dtype)
+        return ceiling in ("bfloat16", "float16", "tf32") and not self._target.price_of(ceiling)
 
     def _predict_attention(self, cost: Cost, sizes: AttentionShape, streamed_s: float) -> OpTime:
         major = self._target.compute_capability.partition(".")[0]
         # In float32 there is neither FlashAttention nor a tensor core, whatever products use.
-        in_float32 = self._target.flops_per_s.get("float32")
+        in_float32 = self._target.peak("float32")
         if cost.dtype == "float32" and in_float32 is not None:
             peak, major = in_float32, "8"
         else:
@@ -253,7 +254,7 @@ class GpuModel:
 
     def _peak(self, op_dtype: str) -> float:
         ceiling = ceiling_of(op_dtype, self._dtype)
-        found = self._target.flops_per_s.get(ceiling)
+        found = self._target.peak(ceiling)
         if found is None:
             raise UnknownTimeError(f"the target's flops_per_s has no {ceiling}")
         return found

@@ -184,7 +184,7 @@ def _ceilings_rows(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
             "figure": "flops_per_s",
             "measured": product and product.flops_per_s,
             "size": product and product.size,
-            "datasheet": sheet and sheet.flops_per_s.get(dtype),
+            "datasheet": sheet and sheet.peak(dtype),
             "reason": ceilings.reasons.get(f"matmul.{dtype}"),
         }
     copies = ceilings.bandwidth

@@ -27,7 +27,7 @@ class OpacusEw(OpacusPerSample):
     grad_sample_mode = "ew"
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
-        if experiment.dtype == "bfloat16":
+        if experiment.autocast_dtype is not None:
             raise UnsupportedError("PyTorch's expanded weights do not work under autocast")
         if experiment.checkpointing != "none":
             raise UnsupportedError("PyTorch's expanded weights do not work under checkpointing")

@@ -37,7 +37,7 @@ class OpacusPerLayer(OpacusHooks):
     clipping = "per_layer"
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
-        if experiment.dtype == "bfloat16":
+        if experiment.autocast_dtype is not None:
             raise UnsupportedError("Opacus's per-layer optimizer does not work under autocast")
         super().__init__(model, experiment)
 

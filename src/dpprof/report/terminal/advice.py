@@ -1,7 +1,7 @@
 """What `dpprof advise` says, as text."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dpprof.analysis.advice.advice import BEST
 from dpprof.analysis.difference.waterfall import format_size, name_component
@@ -9,6 +9,7 @@ from dpprof.analysis.standings import find_signs, sign
 from dpprof.records.advice import Advice, OneMoreSample, Option
 from dpprof.records.result import Result
 from dpprof.report.terminal.layout import explain_signs, format_number, group_messages, lay_out
+from dpprof.spec import registry
 from dpprof.spec.tasks import name_size, name_units
 from dpprof.system.numbers import three_digits
 
@@ -177,6 +178,15 @@ def format_advice(advice: Advice) -> str:
     return "\n".join([*lines, *_tell_memory(advice), f"Time: {advice.sure_of_time}."])
 
 
+def _tell_prices(sides: Iterable[Advice]) -> list[str]:
+    """Say what dtypes cost on a GPU that has no units for them."""
+    known, prices = registry.names("targets"), {}
+    for one in sides:
+        target = registry.load("targets", one.target) if one.target in known else None
+        prices[one.dtype] = None if target is None else target.price_of(one.dtype)
+    return [f"{dtype}: {price}." for dtype, price in prices.items() if price]
+
+
 def _tell_memory(advice: Advice) -> list[str]:
     if advice.budget_bytes is None:
         return []
@@ -232,7 +242,7 @@ def format_winners(advices: Sequence[Advice]) -> str:
         if side.one_more_sample is not None
     ]
     largest = max(sides, key=lambda one: (one.budget_bytes is not None, one.parallel or ""))
-    lines += [*explain_signs(signs), *_tell_memory(largest)]
+    lines += [*_tell_prices(sides), *explain_signs(signs), *_tell_memory(largest)]
     times = dict.fromkeys(side.sure_of_time for side in sides)
     is_known = any(one is not None and one.tokens_per_s is not None for one in winners)
     units = name_units(sides[0].image_size)

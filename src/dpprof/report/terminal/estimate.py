@@ -27,6 +27,8 @@ def format_estimate(result: Result) -> str:
     ]
     if memory.allocator is not None:
         lines += _format_allocator(memory.allocator)
+    told = (memory.assumed.get(key) for key in (experiment.dtype, "logits"))
+    lines += [f"        {text}" for text in told if text]
     if compute is not None:
         times = compute.dp_flop_multiplier
         over = "" if times is None else f", {times:.2f} times what the model needs"

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.released_state import is_same
+from dpprof.clipping.sums import dtype_of_sum
 from dpprof.system.substitutes import substitute
 
 Gradients = dict[nn.Parameter, Tensor]
@@ -238,10 +239,16 @@ class Loop:
             yield self.model
 
     def differentiate(self, losses: Tensor, *, retain_graph: bool = False) -> Gradients:
-        """Compute the ordinary gradient of losses; zeros where they depend on no parameter."""
+        """Compute the ordinary gradient of losses; zeros where they depend on no parameter.
+
+        The losses are scaled as the clipping scales them, and the gradients scaled back.
+        """
+        scale = 1.0 if self.clipping is None else self.clipping.loss_scale
         found = torch.autograd.grad(
-            losses.sum(), self.trained, retain_graph=retain_graph, materialize_grads=True
+            scale * losses.sum(), self.trained, retain_graph=retain_graph, materialize_grads=True
         )
+        if scale != 1:
+            found = tuple(one.to(dtype_of_sum(one)) / scale for one in found)
         return dict(zip(self.trained, found, strict=True))
 
     @contextmanager
@@ -320,6 +327,8 @@ class Loop:
                 f"one step on a batch steps the optimizer {len(given)} times, and an accountant "
                 "counts each"
             )
+        if self.clipping is not None:
+            squares = {p: one / self.clipping.loss_scale**2 for p, one in squares.items()}
         return StepEffects(given[0], moved, mode.in_16_bits, squares) if given else None
 
     @torch.no_grad()
