@@ -31,7 +31,7 @@ def run_cell(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
     if value is not None:
         shown = {"text/plain": split(repr(value))}
         if hasattr(value, "_repr_html_"):
-            shown["text/html"] = split(value._repr_html_())  # noqa: SLF001 (the protocol's name)
+            shown["text/html"] = split(value._repr_html_())
         outputs.append({"output_type": "display_data", "metadata": {}, "data": shown})
     return outputs
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from dpprof.spec.experiment import Experiment, is_code
 from dpprof.spec.validation import one_of, refuse
@@ -81,19 +82,23 @@ def _entries(group: Group) -> dict[str, EntryPoint]:
 _lent: dict[str, Callable[[Experiment], Any]] = {}
 """Functions of this process that build models, by name; no other process has them."""
 
-_numbers = itertools.count(1)
+_count = itertools.count(1)
+_numbers: WeakKeyDictionary[Callable[[Experiment], Any], int] = WeakKeyDictionary()
+"""A number for each such function, which no other one gets."""
 
 
 @contextlib.contextmanager
 def lent(build: Callable[[Experiment], Any]) -> Iterator[str]:
-    """Give a function of this process that builds a model a name, within this context."""
+    """Give a function of this process that builds a model its name, within this context."""
+    if build not in _numbers:
+        _numbers[build] = next(_count)
     told = "".join(one if one.isalnum() else "_" for one in getattr(build, "__name__", "model"))
-    name = f"here:{told.strip('_')[:60]}_{next(_numbers)}"  # never again another's
+    name = f"here:{told.strip('_')[:60]}_{_numbers[build]}"
     _lent[name] = build
     try:
         yield name
     finally:
-        del _lent[name]
+        _lent.pop(name, None)
 
 
 def is_lent(model: Any) -> bool:
