@@ -35,7 +35,8 @@ def render_notebook(notebook: Path) -> str:
         for output in cell.get("outputs", ()):
             shown = output.get("data", {})
             text = "".join(output.get("text") or shown["text/plain"])
-            parts.append("".join(shown.get("text/html", f"```text\n{text}\n```")))
+            html = "".join(shown.get("text/html", f"```text\n{text}\n```"))
+            parts.append(html.replace('<table class="dataframe">', "<table>"))  # the site's style
     return "\n\n".join(parts) + "\n"
 
 
