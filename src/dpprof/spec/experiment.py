@@ -342,10 +342,10 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     @property
     def model_name(self) -> str:
         """A name for files: the preset's, ``custom``, ``hf-gpt2-lora16`` or ``module-function``."""
-        if isinstance(self.model, str):
-            return re.sub(r"[^a-z0-9]+", "-", self.model.lower()).strip("-")
+        if is_code(self.model):
+            return re.sub(r"[^a-z0-9]+", "-", str(self.model).lower())[-60:].strip("-") or "code"
         if not isinstance(self.model, Architecture):
-            return "custom"
+            return self.model if isinstance(self.model, str) else "custom"
         return self.model.slug + ("" if self.lora is None else f"-lora{self.lora.rank}")
 
     @property

@@ -13,6 +13,7 @@ import itertools
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Literal
@@ -107,16 +108,10 @@ def is_lent(model: Any) -> bool:
 
 
 def _entry(group: Group, name: str) -> EntryPoint:
-    """Return a name's entry point; a function of the user's own is one.
-
-    Its module may be in the working folder, which comes last on the search path.
-    """
-    entries = _entries(group)
-    if group != "models" or not is_code(name):
-        return entries[name]
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
-    return EntryPoint(name, name, f"dpprof.{group}")
+    """Return a name's entry point; a function of the user's own is one."""
+    if group == "models" and is_code(name):
+        return EntryPoint(name, name, f"dpprof.{group}")
+    return _entries(group)[name]
 
 
 def _declared_here(entry: EntryPoint) -> bool:
@@ -176,6 +171,9 @@ def refuse_target(experiment: Experiment, instrument: str, key: str) -> None:
 def load(group: Group, name: str) -> Any:
     """Return the object that a name refers to, after importing it.
 
+    The module of the user's own code may be in the working folder, which comes last on the search
+    path from then on.
+
     Raises:
         EntryPointError: It cannot be imported; the message names its package and the reason.
         UnsupportedError: The imported module raises it.
@@ -183,6 +181,8 @@ def load(group: Group, name: str) -> Any:
     if name in _lent:
         return _lent[name]
     entry = _entry(group, name)
+    if is_code(name) and (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     try:
         return entry.load()
     except (MemoryError, UnsupportedError):
@@ -205,6 +205,8 @@ def source_file(group: Group, name: str) -> Path | None:
         check(group, name, group)
     top, *rest = _entry(group, name).module.split(".")
     found = importlib.util.find_spec(top)
+    if found is None and is_code(name):
+        found = PathFinder.find_spec(top, [str(Path.cwd())])
     if found is None or found.origin is None:
         return None
     if not rest:
