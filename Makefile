@@ -44,6 +44,7 @@ examples: install
 	  python examples/$$one.py > .example.log; cat .example.log; grep --quiet '^epsilon [0-9]' .example.log; \
 	done; rm .example.log
 	torchrun --nproc-per-node 2 examples/two_ranks.py
+	python examples/run_notebook.py examples/private_finetuning.ipynb
 
 # Style, types, import rules and the workflow's own linter.
 lint: install

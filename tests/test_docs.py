@@ -71,7 +71,7 @@ def is_there(name: str) -> bool:
     _, *parts = name.split(".")
     if len(parts) == 1 and parts[0] in get_args(registry.Group):
         return True
-    for depth in range(len(parts), 0, -1):
+    for depth in range(len(parts), -1, -1):
         module = ROOT.joinpath("src", "dpprof", *parts[:depth])
         files = [one for one in (module.with_suffix(".py"), module / "__init__.py") if one.exists()]
         if files:

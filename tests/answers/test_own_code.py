@@ -174,7 +174,7 @@ WRONG = {
     "two": (return_two, "returned (Linear, Tensor), and the three are a torch.nn.Module"),
     "mean": (return_mean, "the loss has the shape () for 8 samples; return one loss for each"),
     "few": (return_few, "the function's batch has 2 samples, and 8 are asked for"),
-    "nothing": (lambda _: None, "returned NoneType and not a torch.nn.Module, or a tuple"),
+    "nothing": (lambda _: None, "returned NoneType and not a torch.nn.Module"),
 }
 
 

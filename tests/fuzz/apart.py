@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from judging import Kind, judge
 
-from dpprof.cli import ceilings, estimate, profile, verify
+from dpprof.answers import predictions, verify
+from dpprof.cli import ceilings, profile
 from dpprof.cli.main import COMMANDS, import_command, main
 from dpprof.planning.planner import make_plan, write_plan
 from dpprof.report.page.write import bundle_charts
@@ -88,7 +89,7 @@ def prepare() -> None:
     for name in COMMANDS:
         import_command(name)
     bundle_charts()
-    profile.supervise = estimate.supervise = lambda *given, **_: measure(given[3])
+    profile.supervise = predictions.supervise = lambda *given, **_: measure(given[3])
     verify.verify_apart = lambda _model, _method, output: measure(output)
     ceilings.measure_apart = lambda _device, output, *_: measure(output)
 

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from dpprof.spec.privacy import Privacy
-from dpprof.spec.validation import InputError, explain
+from dpprof.spec.validation import InputError, explain, spelling_options
 
 USUAL = {"samples": "1e6", "tokens": "2e9", "epsilon": 8, "delta": "1e-7"}
 
@@ -55,7 +55,8 @@ def test_bad_input_is_one_sentence(case) -> None:
     with pytest.raises(ValidationError) as error:
         Privacy.model_validate(USUAL | change)
 
-    said = str(explain(error.value, Privacy, options=True))
+    with spelling_options():
+        said = str(explain(error.value, Privacy, options=True))
 
     assert said.startswith(sentence)
     assert "\n" not in said

@@ -87,7 +87,7 @@ def choose_method(
 
 def _find_gpu(model: nn.Module) -> tuple[Target, str, int]:
     """Return what is known of the model's GPU, its name, and its bytes."""
-    device = next(model.parameters()).device
+    device = next((one.device for one in model.parameters()), torch.device("cpu"))
     if distributed.is_initialized() and distributed.get_world_size() > 1:
         raise _NotPredictedError("how long ranks take to communicate is not predicted")
     if device.type != "cuda":

@@ -46,7 +46,7 @@ class PrivacyArguments:
         noise_multiplier: Standard deviation of the noise over C; or give ``epsilon``.
         epsilon: The budget of the whole training, which needs ``delta``.
         delta: Of the guarantee, less than one over the number of samples.
-        method: ``flash-bk`` or ``flash``, which needs less memory.
+        method: ``flash-bk`` (``auto``) or ``flash``, which needs less memory.
         clipping: ``flat`` or ``normalised``, as of ``make_private``.
         stability: Of normalised clipping, by default 0.01.
         accountant: ``prv`` or ``rdp``.
@@ -61,7 +61,7 @@ class PrivacyArguments:
     noise_multiplier: float | None = None
     epsilon: float | None = None
     delta: float | None = None
-    method: str = "flash-bk"
+    method: str = "auto"
     clipping: str = "flat"
     stability: float | None = None
     accountant: str = "prv"

@@ -19,8 +19,12 @@ from dpprof.clipping.private_optimizer import PrivateOptimizer
 from dpprof.clipping.ranks import Ranks
 from dpprof.clipping.two_pass import FlashClipping
 
-METHODS: dict[str, type[Clipping]] = {"flash-bk": BookKeeping, "flash": FlashClipping}
-"""By their names in ``dpprof advise``."""
+METHODS: dict[str, type[Clipping]] = {
+    "auto": BookKeeping,
+    "flash-bk": BookKeeping,
+    "flash": FlashClipping,
+}
+"""By their names in ``dpprof advise``; ``auto`` is the default, where nothing is predicted."""
 
 
 class PrivateTraining:
@@ -179,8 +183,8 @@ def make_private(
         >>> optimizer.steps
         2
     """
-    if method not in (known := ("auto", *METHODS)):
-        raise ValueError(f"method must be one of {', '.join(known)}, and is {method!r}")
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, and is {method!r}")
     stability = find_stability(clipping, stability)
     verify_budget(noise_multiplier, epsilon, delta, accountant=accountant)
     if check and losses_of is None:

@@ -18,6 +18,7 @@ from dpprof.instruments.batches import make_batch
 from dpprof.memory.fake_tensors import fake_tensors
 from dpprof.models.build import build_model, find_attention_size
 from dpprof.models.sample_losses import sample_losses
+from dpprof.spec import registry
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
 
@@ -35,7 +36,9 @@ def count_model_flops(experiment: Experiment, module: nn.Module) -> int | None:
         plain |= {"quantization": None, "optimizer": "adamw"}
         plain |= {"checkpointing": "none", "dtype": "float32", "autocast": True}
         plain |= {"parameters_dtype": "float32", "trained_dtype": "float32"}
-        flops = _count_sample(experiment.model_copy(update=plain))
+        is_lent = registry.is_lent(experiment.model)  # what it builds may change
+        count = _count_sample.__wrapped__ if is_lent else _count_sample
+        flops = count(experiment.model_copy(update=plain))
         return None if flops is None else experiment.batch_size * flops
     attention = find_attention_size(experiment, module)
     if attention is None:

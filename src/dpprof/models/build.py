@@ -146,10 +146,7 @@ def _build(experiment: Experiment, *, is_reduced: bool) -> nn.Module:
         model = WithLosses.of(model, name)
     if not isinstance(model, nn.Module):
         raise EntryPointError(
-            "models",
-            name,
-            f"returned {type(model).__name__} and not a torch.nn.Module, or a tuple of one, a "
-            "function of the batch that returns each sample's loss, and a batch",
+            "models", name, f"returned {type(model).__name__} and not a torch.nn.Module"
         )
     return model
 

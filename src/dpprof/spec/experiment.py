@@ -451,10 +451,10 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     @property
     def model_name(self) -> str:
         """A name for files: a preset, ``custom``, ``hf-gpt2-lora16-nf4`` or ``module-function``."""
-        if isinstance(self.model, str):
-            return re.sub(r"[^a-z0-9]+", "-", self.model.lower()).strip("-")
+        if is_code(self.model):
+            return re.sub(r"[^a-z0-9]+", "-", str(self.model).lower())[-60:].strip("-") or "code"
         if not isinstance(self.model, Architecture):
-            return "custom"
+            return self.model if isinstance(self.model, str) else "custom"
         adapters = "" if self.lora is None else f"-lora{self.lora.rank}"
         return self.model.slug + adapters + (f"-{self.base_format}" if self.base_format else "")
 

@@ -13,9 +13,11 @@ import itertools
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from dpprof.spec.experiment import Experiment, is_code
 from dpprof.spec.validation import one_of, refuse
@@ -81,19 +83,23 @@ def _entries(group: Group) -> dict[str, EntryPoint]:
 _lent: dict[str, Callable[[Experiment], Any]] = {}
 """Functions of this process that build models, by name; no other process has them."""
 
-_numbers = itertools.count(1)
+_count = itertools.count(1)
+_numbers: WeakKeyDictionary[Callable[[Experiment], Any], int] = WeakKeyDictionary()
+"""A number for each such function, which no other one gets."""
 
 
 @contextlib.contextmanager
 def lent(build: Callable[[Experiment], Any]) -> Iterator[str]:
-    """Give a function of this process that builds a model a name, within this context."""
+    """Give a function of this process that builds a model its name, within this context."""
+    if build not in _numbers:
+        _numbers[build] = next(_count)
     told = "".join(one if one.isalnum() else "_" for one in getattr(build, "__name__", "model"))
-    name = f"here:{told.strip('_')[:60]}_{next(_numbers)}"  # never again another's
+    name = f"here:{told.strip('_')[:60]}_{_numbers[build]}"
     _lent[name] = build
     try:
         yield name
     finally:
-        del _lent[name]
+        _lent.pop(name, None)
 
 
 def is_lent(model: Any) -> bool:
@@ -102,16 +108,10 @@ def is_lent(model: Any) -> bool:
 
 
 def _entry(group: Group, name: str) -> EntryPoint:
-    """Return a name's entry point; a function of the user's own is one.
-
-    Its module may be in the working folder, which comes last on the search path.
-    """
-    entries = _entries(group)
-    if group != "models" or not is_code(name):
-        return entries[name]
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
-    return EntryPoint(name, name, f"dpprof.{group}")
+    """Return a name's entry point; a function of the user's own is one."""
+    if group == "models" and is_code(name):
+        return EntryPoint(name, name, f"dpprof.{group}")
+    return _entries(group)[name]
 
 
 def _declared_here(entry: EntryPoint) -> bool:
@@ -171,6 +171,9 @@ def refuse_target(experiment: Experiment, instrument: str, key: str) -> None:
 def load(group: Group, name: str) -> Any:
     """Return the object that a name refers to, after importing it.
 
+    The module of the user's own code may be in the working folder, which comes last on the search
+    path from then on.
+
     Raises:
         EntryPointError: It cannot be imported; the message names its package and the reason.
         UnsupportedError: The imported module raises it.
@@ -178,6 +181,8 @@ def load(group: Group, name: str) -> Any:
     if name in _lent:
         return _lent[name]
     entry = _entry(group, name)
+    if is_code(name) and (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     try:
         return entry.load()
     except (MemoryError, UnsupportedError):
@@ -200,6 +205,8 @@ def source_file(group: Group, name: str) -> Path | None:
         check(group, name, group)
     top, *rest = _entry(group, name).module.split(".")
     found = importlib.util.find_spec(top)
+    if found is None and is_code(name):
+        found = PathFinder.find_spec(top, [str(Path.cwd())])
     if found is None or found.origin is None:
         return None
     if not rest:
