@@ -291,7 +291,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         num_items_in_batch: Any = None,  # noqa: ARG002 (each sample has its own mean)
     ) -> Tensor:
         """Clip and add up the gradients of a batch, part by part; return the mean loss."""
-        model.train()
+        if not model.training:  # a layer that was frozen in eval() stays so
+            model.train()
         optimizer = self.private_optimizer
         total = torch.zeros((), device=self.args.device)
         samples = 0
@@ -320,8 +321,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         labels = inputs.pop("labels", None)
         if labels is None:
             raise ValueError("the inputs have no labels; give PrivateTrainer losses_of")
-        unwrapped = self.accelerator.unwrap_model(model)
-        is_causal = _is_causal(unwrapped)
+        is_causal = _is_causal(self.model)
         if self.privacy.head != "logits":
             if not is_causal:
                 raise ValueError(f"head {self.privacy.head} is for causal language models alone")
@@ -329,8 +329,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             smoothing = self.args.label_smoothing_factor
             options = {"keep": keep, "label_smoothing": smoothing, **inputs}
             return causal_lm_losses(model, options.pop("input_ids"), labels, **options)
-        if getattr(unwrapped.config, "is_encoder_decoder", False):
-            prepare = getattr(unwrapped, "prepare_decoder_input_ids_from_labels", None)
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            prepare = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
             if prepare is not None and "decoder_input_ids" not in inputs:
                 inputs["decoder_input_ids"] = prepare(labels=labels)
         logits = model(**inputs).logits
