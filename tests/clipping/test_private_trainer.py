@@ -268,7 +268,10 @@ def test_a_budget_is_kept_and_logged(tmp_path) -> None:
 
 def test_evaluation_and_bfloat16_run_as_usual(tmp_path) -> None:
     trainer = make("bert", tmp_path, bf16=True, max_steps=2, privacy={"noise_multiplier": 1.0})
+    trainer.model.bert.embeddings.eval()  # and so it stays
     trainer.train()
+    assert trainer.model.bert.encoder.training
+    assert not trainer.model.bert.embeddings.training
     metrics = trainer.evaluate(draw("bert"))
 
     assert math.isfinite(metrics["eval_loss"])

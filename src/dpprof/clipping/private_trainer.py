@@ -158,9 +158,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         if privacy.head not in ("logits", "chunked", "kept"):
             raise ValueError(f"head must be logits, chunked or kept, and is {privacy.head!r}")
         super().__init__(*inputs, **named)
-        refuse_arguments(self.args, self)
-        refuse_related(privacy.sampling_generator, privacy.noise_generator)
         self._is_sharded = any(map(is_distributed, self.model.parameters()))
+        refuse_arguments(self.args, self, is_sharded=self._is_sharded)
+        refuse_related(privacy.sampling_generator, privacy.noise_generator)
         self.is_distributed_loading_by_transformers |= self._is_sharded  # accelerate leaves it so
         self._ranks = Ranks()
         if self.args.world_size > 1:
@@ -241,9 +241,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             assert privacy.delta is not None
             budget = (privacy.epsilon, privacy.delta, self.state.max_steps)
             noise = find_noise(*budget, rate, privacy.accountant)
-        if (
-            self._ranks.size > 1 and not self._is_sharded
-        ):  # here, and not by accelerate, so that the clipping knows it
+        if self._ranks.size > 1 and not self._is_sharded:
+            # Here, and not by accelerate, so that the clipping knows it.
             self.model_wrapped: nn.Module = DistributedDataParallel(self.model)
         self._clipping = METHODS[privacy.method](
             self.model_wrapped,
@@ -291,7 +290,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         num_items_in_batch: Any = None,  # noqa: ARG002 (each sample has its own mean)
     ) -> Tensor:
         """Clip and add up the gradients of a batch, part by part; return the mean loss."""
-        model.train()
+        if not model.training:  # a layer that was frozen in eval() stays so
+            model.train()
         optimizer = self.private_optimizer
         total = torch.zeros((), device=self.args.device)
         samples = 0
@@ -320,8 +320,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         labels = inputs.pop("labels", None)
         if labels is None:
             raise ValueError("the inputs have no labels; give PrivateTrainer losses_of")
-        unwrapped = self.accelerator.unwrap_model(model)
-        is_causal = _is_causal(unwrapped)
+        is_causal = _is_causal(self.model)
         if self.privacy.head != "logits":
             if not is_causal:
                 raise ValueError(f"head {self.privacy.head} is for causal language models alone")
@@ -329,8 +328,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             smoothing = self.args.label_smoothing_factor
             options = {"keep": keep, "label_smoothing": smoothing, **inputs}
             return causal_lm_losses(model, options.pop("input_ids"), labels, **options)
-        if getattr(unwrapped.config, "is_encoder_decoder", False):
-            prepare = getattr(unwrapped, "prepare_decoder_input_ids_from_labels", None)
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            prepare = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
             if prepare is not None and "decoder_input_ids" not in inputs:
                 inputs["decoder_input_ids"] = prepare(labels=labels)
         logits = model(**inputs).logits
@@ -485,13 +484,12 @@ def _refuse_packed(inputs: Mapping[str, Any]) -> None:
         raise ValueError(f"position_ids begin again within a row of packed samples; {_UNPACKED}")
 
 
-def refuse_arguments(args: Any, trainer: Any) -> None:
+def refuse_arguments(args: Any, trainer: Any, *, is_sharded: bool) -> None:
     """Refuse what ``Trainer`` offers and a private step cannot have.
 
     Raises:
         ValueError: The first such argument, by name.
     """
-    is_sharded = any(map(is_distributed, trainer.model.parameters()))
     refused = {
         "max_grad_norm": (args.max_grad_norm not in (0.0, 1.0), "PrivacyArguments has the bound"),
         "dataloader_drop_last": (args.dataloader_drop_last, "it leaves samples out"),
@@ -505,9 +503,9 @@ def refuse_arguments(args: Any, trainer: Any) -> None:
             "its loss joins samples; use PrivacyArguments(head='chunked')",
         ),
         "auto_find_batch_size": (args.auto_find_batch_size, "it repeats steps"),
-        "deepspeed": (args.deepspeed is not None, "it is not supported"),
+        "deepspeed": (trainer.is_deepspeed_enabled, "it is not supported"),
         "fsdp": (
-            bool(args.fsdp),
+            bool(args.fsdp) or trainer.is_fsdp_enabled,
             "accelerate would shard the model after it is clipped; call fully_shard before",
         ),
         "save_strategy": (

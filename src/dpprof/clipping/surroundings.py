@@ -20,6 +20,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from dpprof.clipping.optimizer import HOOK, NoisyOptimizer
 from dpprof.clipping.patching import patch_of
+from dpprof.clipping.unnoised_steps import refuse_clipped_sums
 from dpprof.norms.float32_products import allows_tf32
 
 _PLAIN = (int, float, bool, str, type(None))
@@ -93,7 +94,15 @@ def describe_options(optimizer: NoisyOptimizer) -> list[Any]:
 def _hooks_of_steps(optimizer: NoisyOptimizer) -> list[Any]:
     module = importlib.import_module("torch.optim.optimizer")
     own = optimizer.original_optimizer
-    return [getattr(own, name) for name in _OF_STEPS] + [getattr(module, name) for name in _GLOBAL]
+    of_all = [
+        {
+            key: hook
+            for key, hook in getattr(module, name).items()
+            if hook is not refuse_clipped_sums
+        }
+        for name in _GLOBAL
+    ]
+    return [getattr(own, name) for name in _OF_STEPS] + of_all
 
 
 def may_capture_step(optimizer: NoisyOptimizer) -> bool:

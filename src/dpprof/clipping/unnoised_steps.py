@@ -16,16 +16,19 @@ from dpprof.clipping.sums import bound_of
 @functools.cache
 def refuse_unnoised_steps() -> None:
     """Watch all optimizers from now on."""
-    register_optimizer_step_pre_hook(_refuse_clipped_sums)
+    register_optimizer_step_pre_hook(refuse_clipped_sums)
 
 
-def _refuse_clipped_sums(optimizer: Optimizer, *_: Any) -> None:
+def refuse_clipped_sums(optimizer: Optimizer, *_: Any) -> None:
+    """Refuse an optimizer's step if a parameter of a ``NoisyOptimizer`` has a sum without noise.
+
+    Raises:
+        RuntimeError: One has.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            # Only a NoisyOptimizer's parameters have a summed_grad.
-            if parameter.grad is None or not hasattr(parameter, "summed_grad"):
-                continue
-            if bound_of(parameter.grad) is not None:
+            is_noisy = hasattr(parameter, "summed_grad")  # which a NoisyOptimizer gives it
+            if is_noisy and parameter.grad is not None and bound_of(parameter.grad) is not None:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} was asked to step on gradients without noise; "
                     "call step() of the NoisyOptimizer of these parameters, and of no other"
