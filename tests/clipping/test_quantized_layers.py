@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import peft
 import pytest
 import torch
 from quantized_models import B, bitsandbytes, build_qlora, losses_of, quantized_layers
@@ -143,6 +144,20 @@ def test_other_formats_are_refused_by_name() -> None:
         with pytest.raises(UnsupportedError, match=f"is quantised by {name}, of which it is not"):
             refuse_quantized(module)
     refuse_quantized(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_adapters_that_compute_with_the_quantised_weight_itself_are_refused(quantization) -> None:
+    model, batch = build_qlora("llama", quantization)
+    dora = peft.LoraConfig(r=2, target_modules=["o_proj"], use_dora=True)
+    peft.inject_adapter_in_model(dora, model.model, adapter_name="dora")
+    clipping = BookKeeping(model, 1.0)
+
+    with pytest.raises(
+        UnsupportedError, match=r"o_proj computes with .* of a Linear[48]bit"
+    ) as told:
+        clipping.backward(losses_of(model, *batch))
+    assert "\n" not in str(told.value)
 
 
 def test_a_threshold_that_is_set_later_is_refused_at_the_next_forward() -> None:
