@@ -5,7 +5,7 @@ from functools import partial
 import peft
 import pytest
 import torch
-from quantized_models import B, bitsandbytes, build_qlora, losses_of, quantized_layers
+from quantized_models import B, bitsandbytes, build_qlora, losses_of, quantized_layers, step_of_rank
 from small_models import assert_exact, one_by_one
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -206,6 +206,15 @@ def test_make_private_trains_adapters_over_a_quantised_base() -> None:
         optimizer.zero_grad()
 
     assert all(not torch.equal(p, old) for p, old in zip(trained, before, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["nf4-double", "int8"])
+def test_replicas_on_two_ranks_take_the_step_of_one(quantization, pools) -> None:
+    steps = pools[2].compute(step_of_rank, quantization, 0.3)
+
+    for moved, expected in steps:
+        assert (moved - expected).norm() <= 5e-6 * expected.norm()
 
 
 def test_after_remove_the_layers_are_what_they_were() -> None:
