@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 from factory import make_experiment
-from torch import Tensor, nn
+from small_models import one_by_one, private
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.batches import make_batch
 from dpprof.models.build import build_model
@@ -44,3 +47,23 @@ def build_qlora(name: str, quantization: str) -> tuple[nn.Module, tuple[Tensor, 
 
 def losses_of(model: nn.Module, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return sample_losses(model(ids, mask), labels)
+
+
+def step_of_rank(quantization: str, bound: float) -> tuple[Tensor, Tensor]:
+    """Take a step on this rank's half of a batch.
+
+    Returns:
+        How far the trained parameters went, and where one sample after another would take them.
+    """
+    model, batch = build_qlora("llama", quantization)
+    _, total, _ = one_by_one(lambda *rows: losses_of(model, *rows), model, batch, bound)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trained]
+    replica = DistributedDataParallel(model)
+    clipping = BookKeeping(replica, bound)
+    optimizer = private(clipping, model, expected_batch_size=B, generator=torch.Generator())
+    rows = [one.chunk(2)[distributed.get_rank()] for one in batch]
+    clipping.backward(losses_of(replica, *rows))
+    optimizer.step()
+    moved = [old - p.detach() for p, old in zip(trained, before, strict=True)]
+    return torch.cat([one.flatten() for one in moved]) * B, total

@@ -2,9 +2,10 @@
 
 from functools import partial
 
+import peft
 import pytest
 import torch
-from quantized_models import B, bitsandbytes, build_qlora, losses_of, quantized_layers
+from quantized_models import B, bitsandbytes, build_qlora, losses_of, quantized_layers, step_of_rank
 from small_models import assert_exact, one_by_one
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -145,6 +146,20 @@ def test_other_formats_are_refused_by_name() -> None:
     refuse_quantized(nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_adapters_that_compute_with_the_quantised_weight_itself_are_refused(quantization) -> None:
+    model, batch = build_qlora("llama", quantization)
+    dora = peft.LoraConfig(r=2, target_modules=["o_proj"], use_dora=True)
+    peft.inject_adapter_in_model(dora, model.model, adapter_name="dora")
+    clipping = BookKeeping(model, 1.0)
+
+    with pytest.raises(
+        UnsupportedError, match=r"o_proj computes with .* of a Linear[48]bit"
+    ) as told:
+        clipping.backward(losses_of(model, *batch))
+    assert "\n" not in str(told.value)
+
+
 def test_a_threshold_that_is_set_later_is_refused_at_the_next_forward() -> None:
     model = small(frozen(int8()))
     BookKeeping(model, 1.0)
@@ -191,6 +206,15 @@ def test_make_private_trains_adapters_over_a_quantised_base() -> None:
         optimizer.zero_grad()
 
     assert all(not torch.equal(p, old) for p, old in zip(trained, before, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["nf4-double", "int8"])
+def test_replicas_on_two_ranks_take_the_step_of_one(quantization, pools) -> None:
+    steps = pools[2].compute(step_of_rank, quantization, 0.3)
+
+    for moved, expected in steps:
+        assert (moved - expected).norm() <= 5e-6 * expected.norm()
 
 
 def test_after_remove_the_layers_are_what_they_were() -> None:

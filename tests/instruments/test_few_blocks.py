@@ -16,6 +16,7 @@ OPACUS = tuple(
     for name in ("hooks", "functorch", "ew", "ghost", "fast-gradient-clipping", "per-layer")
 )
 HUGGING_FACE = ("gpt2", "llama", "qwen2", "mistral", "gpt-neox", "opt", "phi", "gemma2")
+ON_THIS_CPU = {"device": "cpu", "target": "cpu"}
 FIRST = (
     {"method": "standard", "checkpointing": "reentrant"},
     {"method": "flash-bk", "dtype": "bfloat16", "seq_len": 48},
@@ -90,6 +91,12 @@ def _combine_executions():
     for method, optimizer in itertools.product(OWN[:3], ("adamw", "adamw-fused", "sgd")):
         for execution in ("eager", "graph"):
             yield {"method": method, "optimizer": optimizer, "execution": execution}
+    over = {"hf": "llama", "lora": "rank=2", "dtype": "bfloat16"}
+    for method, base in itertools.product(OWN[:3], ("nf4-double", "fp4", "int8")):
+        for optimizer, place in (("adamw-8bit", {}), ("adafactor", ON_THIS_CPU)):
+            yield {"method": method, **over, "quantization": base, "optimizer": optimizer, **place}
+    for method, optimizer in itertools.product(OWN[:3], ("adamw-8bit", "adafactor")):
+        yield {"method": method, "optimizer": optimizer}
     for method, batch_size in itertools.product(OWN[:4], (1, 2, 5, 33)):
         yield {"method": method, "head": "chunked", "batch_size": batch_size}
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from dpprof.models.blocks import find_blocks
 from dpprof.models.build import build_model
+from dpprof.models.heads import find_known_head
 from dpprof.models.quantized import (
     count_elements,
     import_bitsandbytes,
@@ -103,6 +104,15 @@ def test_a_config_that_says_so_is_quantised_as_it_says() -> None:
     assert experiment.base_format == "nf4"
     assert len(found) == 6 * 2
     assert not any("gate_proj" in name for name in found)
+
+
+def test_a_head_that_is_quantised_is_not_run_in_chunks() -> None:
+    stated = {"load_in_4bit": True, "llm_int8_skip_modules": []}
+    model = {"hf": "tiny-llama", "quantization_config": stated}
+    experiment = make_qlora("llama", None, model=model, head="chunked")
+
+    with pytest.raises(UnsupportedError, match="needs a Linear, and the head is Linear4bit"):
+        find_known_head(build_model(experiment), experiment)
 
 
 def test_blocks_of_a_quantised_model_are_equal() -> None:

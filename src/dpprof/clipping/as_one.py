@@ -28,6 +28,7 @@ from dpprof.clipping.graph import nodes_behind
 from dpprof.clipping.layers import Receive, multiply
 from dpprof.clipping.layers_without_rule import run_any_layer, versions_of
 from dpprof.clipping.patching import PatchedLayer, unpatch_layer
+from dpprof.clipping.quantized_layers import is_quantized
 from dpprof.clipping.rules import Found
 from dpprof.clipping.sample_major import find_users
 from dpprof.spec.registry import UnsupportedError
@@ -60,7 +61,7 @@ class Choice:
             UnsupportedError: It is to run as one layer and cannot.
         """
         if self.is_one:
-            return run_any_layer(layer, receive, *inputs, **named)
+            return self._run_as_one(layer, receive, *inputs, **named)
         given = _tensors_in((inputs, named))
         versions = versions_of(given)
         assert isinstance(layer, PatchedLayer)
@@ -75,8 +76,18 @@ class Choice:
                     self._refuse("changes its inputs in place")
                 if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # noqa: SLF001
                     self._refuse("is checkpointed, so what it does shows too late")
-                return run_any_layer(layer, receive, *inputs, **named)
+                return self._run_as_one(layer, receive, *inputs, **named)
         return returned
+
+    def _run_as_one(self, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any) -> Any:
+        held = next(filter(is_quantized, layer.modules()), None)
+        if held is not None:  # whose product torch.func cannot transform
+            raise UnsupportedError(
+                f"{self._name} computes with its parameters in a way that no rule knows, and with "
+                f"the quantised weight of a {type(held).__name__}; use plain LoRA there, or a base "
+                "that is not quantised"
+            )
+        return run_any_layer(layer, receive, *inputs, **named)
 
     def _refuse(self, why: str) -> None:
         self.is_one = None

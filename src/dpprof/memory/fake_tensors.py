@@ -84,9 +84,8 @@ def _fake_optimizers() -> Iterator[None]:
     # By name in sys.modules: torch.optim removes this module from its own attributes.
     adafactor = importlib.import_module("torch.optim._adafactor")
     with ExitStack() as within:
-        for name in ("_single_tensor_adafactor", "_multi_tensor_adafactor"):
-            function = _as_if_known(getattr(adafactor, name))
-            within.enter_context(substitute(adafactor, name, function))
+        name = "_single_tensor_adafactor"
+        within.enter_context(substitute(adafactor, name, _as_if_known(getattr(adafactor, name))))
         if "bitsandbytes" in sys.modules:  # its 8-bit optimizers make a map, of its elements
             functional = import_bitsandbytes().functional
             within.enter_context(substitute(functional, "create_dynamic_map", make_dynamic_map))

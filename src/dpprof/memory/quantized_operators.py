@@ -41,9 +41,9 @@ def multiply_4bit(  # noqa: PLR0917 (as the operator)
         del scales
     w_NK = ops.dequantize_4bit(packed, absmax, blocksize, quant_type, shape, x_MK.dtype)
     # Within a mode, functional.linear would be one operator, and not the product that it calls.
-    rows_MK = (
-        x_MK if x_MK.is_contiguous() else x_MK.clone(memory_format=torch.contiguous_format)
-    ).view(-1, x_MK.shape[-1])
+    if not x_MK.is_contiguous():
+        x_MK = x_MK.clone(memory_format=torch.contiguous_format)
+    rows_MK = x_MK.view(-1, x_MK.shape[-1])
     y_MN = rows_MK.mm(w_NK.t()) if bias is None else torch.addmm(bias, rows_MK, w_NK.t())
     return y_MN.view(*x_MK.shape[:-1], -1)
 

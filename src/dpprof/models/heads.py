@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from dpprof.models.quantized import is_quantized
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
 
@@ -58,7 +59,7 @@ def find_known_head(model: nn.Module, experiment: Experiment) -> Head:
     if kind is not None and kind not in KNOWN:
         raise UnsupportedError(f"head chunked knows no {kind}; it knows {', '.join(KNOWN)}")
     head = describe_head(model, kind)
-    if not isinstance(head.layer, nn.Linear):
+    if not isinstance(head.layer, nn.Linear) or is_quantized(head.layer.weight):
         raise UnsupportedError(
             f"head chunked needs a Linear, and the head is {type(head.layer).__name__}"
         )

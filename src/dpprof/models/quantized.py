@@ -2,8 +2,8 @@
 
 As transformers and peft prepare them: the layers that transformers would quantise are replaced by
 bitsandbytes', and their weights, which are random here, are quantised in the dtype that the
-experiment computes in. Embeddings, norms and
-the head stay in float32, as peft's ``prepare_model_for_kbit_training`` casts them.
+experiment computes in. Embeddings, norms and the head stay in float32, as peft's
+``prepare_model_for_kbit_training`` casts them.
 """
 
 import functools
