@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -281,7 +282,7 @@ def autocast(run, dtype: torch.dtype):
 class InShort(Between):
     """All parameters in float16, as all that is computed but losses."""
 
-    options = {"loss_scale": 16}
+    options: ClassVar = {"loss_scale": 16}
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__(inside)
