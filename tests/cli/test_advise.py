@@ -51,6 +51,15 @@ def option(method: str, verdict: str, batch: int | None = None, **others) -> Opt
     return Option(method=method, verdict=verdict, private=method != "standard", **fits | others)
 
 
+def test_a_dtype_without_units_on_the_card_has_its_price_told() -> None:
+    on_t4 = make(option("flash-bk", "first", 8), target="t4")
+    (line,) = (one for one in format_advice(on_t4).splitlines() if "no units" in one)
+
+    assert line.startswith("bfloat16: compute capability 7.5 has no units for bfloat16: products")
+    assert line in format_winners([on_t4, on_t4]).splitlines()
+    assert "no units" not in format_advice(make(option("flash-bk", "first", 8)))
+
+
 def test_one_table_says_what_fits() -> None:
     searched = option("standard", "baseline", 9, limited_by="search")
     lines = format_advice(make(option("flash-bk", "first", 8), searched)).splitlines()

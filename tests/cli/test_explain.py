@@ -58,6 +58,16 @@ def test_the_sentence_comes_first_and_bars_follow(a, b, capsys) -> None:
     assert lines[-1] == "Equal in both: parameters (800 bytes)."
 
 
+def test_a_run_that_keeps_its_logits_says_so_and_what_to_write(b, tmp_path, capsys) -> None:
+    kept = make_experiment(method="flash", keep_logits=True)
+    recorded = make_held(SIZES["flash"], "head")
+    write_synthetic(tmp_path, kept, instrument="memory", recorded=recorded)
+    last = told(capsys, result_path(tmp_path, "memory", kept.id, 0), b).splitlines()[-1]
+
+    assert last.startswith("flash")
+    assert last.endswith("loss = model(...).loss frees them.")
+
+
 def test_depth_is_the_innermost_level(a, b, capsys) -> None:
     components = told(capsys, a, b, "--depth", "component")
     operators = told(capsys, a, b, "--depth", "operator")

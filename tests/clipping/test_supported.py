@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -246,8 +247,12 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "LoRA over a base in 4 bits": lambda: over_quantized(4),
     "LoRA over a base in int8": lambda: over_quantized(8),
     "bfloat16 autocast": lambda: Between(
-        nn.Linear(D, D), lambda inside, x: in_bfloat16(lambda: inside(x)).float()
+        nn.Linear(D, D), lambda inside, x: autocast(lambda: inside(x), torch.bfloat16).float()
     ),
+    "float16 autocast": lambda: Between(
+        nn.Linear(D, D), lambda inside, x: autocast(lambda: inside(x), torch.float16).float()
+    ),
+    "parameters in 16 bits": lambda: InShort(nn.Linear(D, D)),
     "`torch.compile` of the model": lambda: Between(nn.Linear(D, D)),
     "`MultiheadAttention`": lambda: Between(
         nn.MultiheadAttention(D, 2, batch_first=True, add_bias_kv=True), attend
@@ -290,9 +295,22 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def in_bfloat16(run):
-    with torch.autocast("cpu", torch.bfloat16):
+def autocast(run, dtype: torch.dtype):
+    with torch.autocast("cpu", dtype):
         return run()
+
+
+class InShort(Between):
+    """All parameters in float16, as all that is computed but losses."""
+
+    options: ClassVar = {"loss_scale": 16}
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__(inside)
+        self.half()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.half()).float()
 
 
 def step_twice_clipped(scaled: bool) -> None:
@@ -449,7 +467,7 @@ def test_what_is_said_to_be_exact_is(what, way) -> None:
     checked = clipping.check(lambda x: run(x).tanh().square().sum((1, 2)), x)
 
     assert checked.samples == B
-    assert checked.max_relative_error < (0.05 if "bfloat16" in what else 1e-4)
+    assert checked.max_relative_error < (0.05 if re.search("16 ", what) else 1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")

@@ -31,7 +31,7 @@ def test_if_the_child_fails_nulls_have_the_reason(tmp_path, failing) -> None:
 
     why = "the measurement's process ended with exit code 1 before it could answer"
     assert set(ceilings.reasons.values()) == {why, UNNAMED}
-    assert [*ceilings.matmul.values(), ceilings.bandwidth] == [None] * 5
+    assert [*ceilings.matmul.values(), ceilings.bandwidth] == [None] * 6
     assert device_name(ceilings.device) == device_name(describe_cpu(1))
 
 

@@ -222,6 +222,7 @@ def test_not_to_wait_and_not_to_refuse_leave_ids_what_they_were() -> None:
     usual = make_experiment()
     later = {"wait_for_idle_gpu_s", "busy_gpu", "lora", "trainable", "padding", "parameters_dtype"}
     later |= {"parallel", "execution", "head", "image_size", "quantization"}
+    later |= {"trained_dtype", "autocast", "loss_scale", "keep_logits"}
     spelled = usual.model_dump(mode="json", exclude=later)
 
     assert usual.canonical == canonical_json(spelled)

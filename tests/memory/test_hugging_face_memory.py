@@ -54,7 +54,8 @@ SLOW += [
     for model in ("llama", "qwen2", "gemma2")
     for method in ("standard", "flash-bk", "flash")
     for dtype in ("bfloat16", "float16")
-    for fields in (LORA, {"trained_dtype": dtype}, LORA | {"trained_dtype": dtype})
+    for whole in ({"trained_dtype": dtype, "optimizer": "sgd" if dtype == "float16" else "adamw"},)
+    for fields in (LORA, whole, LORA | whole)
 ]
 
 

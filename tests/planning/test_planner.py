@@ -123,6 +123,8 @@ def test_specs_are_canonical_and_named_by_content(folder) -> None:
         later = {"wait_for_idle_gpu_s": 0.0, "lora": None, "trainable": None, "padding": None}
         later |= {"parameters_dtype": "float32", "busy_gpu": "run", "parallel": None}
         later |= {"execution": "eager", "head": "logits", "image_size": None, "quantization": None}
+        later |= {"trained_dtype": "float32", "autocast": True, "loss_scale": 1.0}
+        later |= {"keep_logits": False}
         assert spec | later == experiment.model_dump(mode="json")
 
 

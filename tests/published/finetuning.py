@@ -1,17 +1,20 @@
-"""LoRA as fitcheck-llm measured it on a T4, and what is predicted for each run.
+"""Fine-tuning as others measured it on a T4 and an A100, and what is predicted for each run.
 
-``python -m published.finetuning`` prints the table of docs/validation.md.
+``python -m published.finetuning`` prints the tables of docs/validation.md.
 """
 
 import json
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from published.cases import DATA
-from published.programs.hugging_face import training
-from published.recording import Recording, record
+from published.programs.hugging_face import trainer, training
+from published.recording import Recording, record, record_step
 
 from dpprof.spec import registry
+from dpprof.step_time.predict import predict_step
 
 _CONTENT = json.loads((DATA / "finetuning.json").read_text())
 _STEPS = 2
@@ -89,5 +92,69 @@ QUICK = "t4-sweep-2026-09-15/39"
 
 RUNS = [Run(**fields) for fields in _CONTENT["runs"]]
 
+TRAINER_HEADER = """\
+| model | trained | B x T | peak, MiB | predicted | difference | step, s | predicted | difference |
+| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"""
+_ADAPTERS = "rank=16,alpha=16,dropout=0.1,target_modules=q_proj+k_proj+v_proj+o_proj"
+
+
+@cache
+def _record_trainer(run: "TrainerRun") -> tuple[float, float]:
+    """Return the predicted peak in MiB, and the seconds of a step."""
+    target = registry.load("targets", "a100")
+    in_short = {"dtype": "bfloat16", "parameters_dtype": "bfloat16", "autocast": False}
+    adapters = {"lora": _ADAPTERS} if run.trained == "LoRA" else {"trained_dtype": "bfloat16"}
+    with TemporaryDirectory() as folder:
+        config = Path(folder, "config.json")
+        config.write_text(json.dumps(_CONTENT["trainer_models"][run.model]))
+        settings: dict[str, Any] = {
+            "loss": run.loss,
+            "batch_size": run.batch_size,
+            "seq_len": run.seq_len,
+            "model": f"hf:{config}",
+            **in_short,
+            **adapters,
+        }
+        peak = record(trainer, target, **settings).peak("allocated", "last step")
+        step = predict_step(record_step(trainer, target, **settings), "bfloat16", target)
+    return peak, step.median
+
+
+class TrainerRun(NamedTuple):
+    """What one run of transformers' Trainer on an A100 showed."""
+
+    id: str
+    model: str
+    loss: str
+    trained: str
+    batch_size: int
+    seq_len: int
+    peak: float
+    """MiB."""
+
+    seconds: float
+    """Of a step."""
+
+    @property
+    def differences(self) -> tuple[float, float]:
+        """By how many percent the predicted peak differs, and the time of a step."""
+        peak, seconds = _record_trainer(self)
+        return 100 * (peak / self.peak - 1), 100 * (seconds / self.seconds - 1)
+
+    @property
+    def line(self) -> str:
+        """The run in the table."""
+        peak, seconds = _record_trainer(self)
+        of_peak, of_time = self.differences
+        return (
+            f"| {self.model} | {self.trained} | {self.batch_size} x {self.seq_len:,} "
+            f"| {self.peak:,.1f} | {peak:,.1f} | {of_peak:+.3f} % | {self.seconds:.3f} "
+            f"| {seconds:.3f} | {of_time:+.1f} % |"
+        )
+
+
+TRAINER_RUNS = [TrainerRun(**fields) for fields in _CONTENT["trainer_runs"]]
+
 if __name__ == "__main__":
     print(HEADER, *(run.line for run in RUNS), sep="\n")
+    print(TRAINER_HEADER, *(run.line for run in TRAINER_RUNS), sep="\n")

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 from published.cases import CASES, DATA, SOURCES, Case
-from published.finetuning import HEADER, QUICK, RUNS, Run
+from published.finetuning import HEADER, QUICK, RUNS, TRAINER_HEADER, TRAINER_RUNS, Run
 from published.replays import REPLAYS, Replay
 
 PAGE = (DATA.parents[2] / "docs" / "validation.md").read_text(encoding="utf-8")
@@ -13,6 +13,7 @@ MIB = 2**20
 COUNTERS = {"rounded": "requested", "allocated": "allocated", "reserved": "reserved"}
 LIMITS = 0.01, 0.1, 0.5, 2.0
 WORST_PEAK, MEDIAN_PEAK, MEDIAN_RESERVED = 0.5, 0.1, 3.0
+MEDIAN_PEAK_OF_TRAINER, WORST_TIME = 3.0, 15.0
 """Percent by which fine-tunings may differ."""
 
 EXPLAINED_FROM = 0.5
@@ -140,3 +141,12 @@ def test_half_of_the_fine_tunings_on_a_t4_are_predicted_almost_exactly() -> None
     for name in ("forward", "backward", "optimizer", "peak"):
         assert median(abs(one[name]) for one in found) < MEDIAN_PEAK
     assert median(abs(one["reserved"]) for one in found) < MEDIAN_RESERVED
+
+
+@pytest.mark.slow
+def test_fine_tunings_by_the_trainer_have_the_predicted_peaks_and_times() -> None:
+    assert TRAINER_HEADER in PAGE
+    assert [run.id for run in TRAINER_RUNS if run.line not in PAGE] == []
+    peaks, seconds = zip(*(run.differences for run in TRAINER_RUNS), strict=True)
+    assert median(map(abs, peaks)) < MEDIAN_PEAK_OF_TRAINER
+    assert max(map(abs, seconds)) < WORST_TIME

@@ -83,6 +83,7 @@ def test_what_was_not_measured_is_null_with_the_reason() -> None:
             "matmul.tf32",
             "matmul.bfloat16",
             "matmul.float64",
+            "matmul.float16",
             "bandwidth",
             "launch_latency_s",
         ],

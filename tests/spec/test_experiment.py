@@ -269,3 +269,37 @@ def test_a_spec_that_is_no_spec_is_refused(tmp_path) -> None:
 
     with pytest.raises(InputError, match=r"x\.json: is not the spec of an experiment \(missing"):
         read_spec(path)
+
+
+SHORT = {"dtype": "float16", "parameters_dtype": "float16", "trained_dtype": "float16"}
+SHORT |= {"optimizer": "sgd"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"parameters_dtype": "float16"}, "requires dtype float16, but dtype is float32"),
+        ({"dtype": "bfloat16", "parameters_dtype": "float16"}, "but dtype is bfloat16"),
+        (SHORT | {"parameters_dtype": "float32"}, "requires parameters_dtype float16"),
+        (SHORT | {"optimizer": "adamw"}, "trained_dtype float16 requires optimizer sgd"),
+        ({"autocast": False}, "autocast false requires dtype bfloat16 or float16"),
+        ({"autocast": False, "dtype": "float16"}, "requires parameters_dtype float16"),
+        (SHORT | {"autocast": False, "trained_dtype": "float32"}, "or adapters that alone are"),
+        (SHORT | {"autocast": False, "parallel": "kind=fsdp,world_size=2"}, "with fsdp"),
+        ({"loss_scale": 2}, "loss_scale requires dtype float16, but dtype is float32"),
+        (SHORT | {"loss_scale": 1000}, "must be a power of two from 1 to 2^32, .* is 1000"),
+        ({"keep_logits": True, "head": "chunked"}, "keep_logits requires head logits"),
+    ],
+)
+def test_number_formats_that_contradict_each_other_are_refused(fields, said) -> None:
+    with pytest.raises(ValidationError, match=said.replace("^", r"\^")):
+        make_experiment(**fields)
+
+
+def test_formats_change_the_id_and_their_defaults_do_not() -> None:
+    usual = {"autocast": True, "loss_scale": 1, "trained_dtype": "float32", "keep_logits": False}
+
+    assert make_experiment(**usual).id == make_experiment().id
+    assert make_experiment(**SHORT).id != make_experiment(**SHORT | {"loss_scale": 2}).id
+    assert make_experiment(**SHORT).autocast_dtype == "float16"
+    assert make_experiment(**SHORT, autocast=False).autocast_dtype is None

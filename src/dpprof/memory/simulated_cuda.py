@@ -74,7 +74,7 @@ _FUSED: dict[Any, Any] = {
     ),
 }
 """Functions that read float16, and no bfloat16, and write float32 without a copy in between
-(SoftMax.cpp)."""
+(SoftMax.cpp). Autocast gives them that dtype (autocast_mode.h)."""
 
 
 class _CudaFunctions(TorchFunctionMode):
@@ -92,15 +92,14 @@ class _CudaFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _FUSED and _is_widened(args[0], kwargs.get("dtype")):
+            dim = args[1] if len(args) > 1 else kwargs["dim"]
+            return _FUSED[func](args[0], dim, half_to_float=True)
         if func in _CONVERTING and torch.is_autocast_enabled("cpu") and _is_reduced(args[:1]):
             if func in _IN_FLOAT32:
                 args = (args[0].float(), *args[1:])
             elif kwargs.get("dtype") is None:
                 kwargs = {**kwargs, "dtype": torch.float32}
-        if func in _FUSED and kwargs.get("dtype") is torch.float32:
-            x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
-            if x.dtype is torch.float16 and dim is not None:
-                return _FUSED[func](x, dim, half_to_float=True)
         return self._instead.get(func, func)(*args, **kwargs)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +137,12 @@ def _cast(x: Any) -> Any:
     if not (is_cast and torch.is_autocast_enabled("cpu")):
         return x
     return x.to(torch.get_autocast_dtype("cpu"))
+
+
+def _is_widened(x: Tensor, dtype: torch.dtype | None) -> bool:
+    """Tell whether a function of float16 has a result in float32, which autocast asks for too."""
+    asks = dtype is torch.float32 or (dtype is None and torch.is_autocast_enabled("cpu"))
+    return x.dtype is torch.float16 and asks
 
 
 def _is_reduced(args: Any) -> bool:

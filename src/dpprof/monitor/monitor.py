@@ -40,8 +40,8 @@ class Monitor:
             ``dpprof.monitor.model_flops_per_token`` computes them for a transformer.
         peak_flops_per_s: Dense peak of this process's device; by default that of the current CUDA
             device's data sheet, for ``dtype``.
-        dtype: Dtype of matrix products: ``float32``, ``tf32``, ``bfloat16`` (float16 has the same
-            peak) or ``float64``.
+        dtype: Dtype of matrix products: ``float32``, ``tf32``, ``bfloat16``, ``float16`` or
+            ``float64``.
         sinks: Where metrics are written; without any they are only in ``metrics``.
         first_step: The number of the first step, if training is resumed.
         clock: Returns increasing seconds.

@@ -404,6 +404,11 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(
                 f"trained_dtype {self.trained_dtype} requires parameters_dtype {self.trained_dtype}"
             )
+        if self.trained_dtype == "float16" and self.optimizer != "sgd":
+            raise ValueError(
+                "trained_dtype float16 requires optimizer sgd: the second moments of AdamW and its "
+                "epsilon vanish in float16, and parameters become NaN"
+            )
         if not self.autocast:
             self._refuse_without_autocast()
         if self.loss_scale != 1 and self.dtype != "float16":

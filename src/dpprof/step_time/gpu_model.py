@@ -133,6 +133,8 @@ and 0.89 (RTX 4090, apache/tvm's tl_doc/flash_perf.md); backward 0.77, 0.80 (RTX
 """
 
 _ATTENTION_SPREAD = 0.2
+"""Twice that for architectures of which no figure was found; they take the A100's shares."""
+
 _HALF_TOKENS = (100, 256)
 """With as many tokens, attention forward and backward reaches half of its speed over long
 sequences: flash-attention's pull request 2688 (H100) and issue 1589 (B200), 512 to 8,192 tokens."""
@@ -250,7 +252,8 @@ class GpuModel:
         share *= 1.0 if sizes.width >= _FULL_WIDTH else _NARROW
         flops = cost.flops / (2 * CAUSAL) if sizes.is_causal else cost.flops
         seconds = max(flops / (peak * share), streamed_s / MEMORY.value)
-        return OpTime(seconds, _ATTENTION_SPREAD, "data sheet")
+        spread = _ATTENTION_SPREAD if major in _FLASH else 2 * _ATTENTION_SPREAD
+        return OpTime(seconds, spread, "data sheet")
 
     def _peak(self, op_dtype: str) -> float:
         ceiling = ceiling_of(op_dtype, self._dtype)
