@@ -198,8 +198,8 @@ _PARTIAL_RESULTS: dict[Any, Callable[[Tensor, Any], int]] = {
 
 UNKNOWN_WORKSPACES = dict.fromkeys(
     ("convolution", "convolution_backward"),
-    "unknown, and counted as 0 bytes beside copies into its layout: cuDNN chooses an algorithm, and "
-    "with it the workspace, where it runs; this is freed before the next operator",
+    "unknown, and counted as 0 bytes beside copies into its layout: cuDNN chooses an algorithm, "
+    "and with it the workspace, where it runs; this is freed before the next operator",
 )
 """Why no workspace is counted for an operator, by its name."""
 
