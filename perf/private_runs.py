@@ -181,6 +181,11 @@ class _Training(NamedTuple):
         known = {"model": self.model, "method": self.method, "size": self.size}
         return known | {"steps": self.steps, "optimizer": self.source.optimizer}
 
+    @property
+    def is_experiment(self) -> bool:
+        """Whether dpprof's commands take it; otherwise it is a program."""
+        return self.model in MODELS and not self.method.startswith("two-passes")
+
     def experiment(self, batch_size: int) -> Experiment:
         """Describe a Hugging Face model as dpprof's commands do."""
         model = dict(MODELS[self.model])
@@ -215,7 +220,7 @@ def _record(training: _Training, batch_size: int) -> Any:
 def _milliseconds(training: _Training, batch_size: int) -> float:
     """Predict the time of a sample."""
     source = training.source
-    if training.model in MODELS:
+    if training.is_experiment:
         ops = trace_steps(training.experiment(batch_size), ignore).steady.ops
     else:
         ops = _record(training, batch_size).ops
@@ -224,30 +229,20 @@ def _milliseconds(training: _Training, batch_size: int) -> float:
 
 @cache
 def _largest(training: _Training) -> int:
-    """Find the largest batch for which the simulated allocator finds room; 0 for none."""
-    if training.model in MODELS:
+    """Find the largest batch for which the simulated allocator finds room; 0 for none.
+
+    Of a program it is where a line through what two batches reserve reaches the memory: such rows
+    were read off figures. Where the source tries powers of 2, each is tried.
+    """
+    if training.is_experiment:
         measured = capacity.measure(training.experiment(1), ignore).capacity
         assert measured is not None
         return measured.batch_size
     budget = training.source.find_target().memory_bytes
-    if training.source is SOURCES[_DOUBLING]:
-        return _largest_power(training, _SMALLEST.get(training.model, 64), budget)
-    by_size = capacity.search(lambda B: _bytes(training, B, "allocated"), budget, {})
-    if by_size is None:
-        return 0
-
-    def guess() -> int:
-        return by_size * budget // _bytes(training, by_size, "reserved")
-
-    found = capacity.back_off(lambda B: _fits(training, B, budget), by_size, guess)
-    return found or 0
-
-
-def _largest_power(training: _Training, least: int, budget: int) -> int:
-    """Find the largest batch that is the smallest one doubled some times; 0 for none."""
-    first, second = (_bytes(training, batch, "reserved") for batch in (least, 2 * least))
-    by_line = least * (1 + (budget - first) / (second - first))
-    batch = least * 2 ** max(int(math.log2(max(by_line, least) / least)), 0)
+    if training.source is not SOURCES[_DOUBLING]:
+        return int(_by_line(training, 128, budget))
+    least = _SMALLEST.get(training.model, 64)
+    batch = least * 2 ** max(int(math.log2(max(_by_line(training, least, budget) / least, 1))), 0)
     while _fits(training, batch, budget):
         batch *= 2
     while batch >= least and not _fits(training, batch, budget):
@@ -255,8 +250,12 @@ def _largest_power(training: _Training, least: int, budget: int) -> int:
     return batch if batch >= least else 0
 
 
-def _bytes(training: _Training, batch_size: int, counter: str) -> int:
-    return int(2**20 * _record(training, batch_size).peak(counter))
+def _by_line(training: _Training, least: int, budget: int) -> float:
+    """Return the batch for which a line through two small ones reserves all memory."""
+    first, second = (
+        2**20 * _record(training, batch).peak("reserved") for batch in (least, 2 * least)
+    )
+    return least * (1 + (budget - first) / (second - first))
 
 
 def _fits(training: _Training, batch_size: int, budget: int) -> bool:
@@ -291,7 +290,7 @@ def predict(row: Row) -> float:
 
 
 def _holds(training: _Training, batch_size: int) -> bool:
-    if training.model in MODELS:
+    if training.is_experiment:
         return batch_size <= _largest(training)
     return _fits(training, batch_size, training.source.find_target().memory_bytes)
 

@@ -123,6 +123,26 @@ def test_programs_of_other_methods_clip_each_sample(monkeypatch, method) -> None
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_ghost_clipping_knows_the_layers_of_gpt2(monkeypatch) -> None:
+    """Tied to nothing, and with a token that comes twice."""
+    monkeypatch.setattr(private, "_BOUND", bound := 0.5)
+    monkeypatch.setattr(private, "_SIGMA", 0.0)
+    monkeypatch.setitem(private._GPT2, "gpt2", (8, 1, 2))
+    torch.manual_seed(0)
+    model = private._Gpt2("gpt2").double().eval()
+    ids, labels = torch.tensor([[5, 7, 5, 9], [1, 2, 3, 4]]), torch.randint(50, (2, 3))
+    task = private.Task(model, ids, labels)
+    expected = clipped_sum(task, bound)
+    before = [p.detach().clone() for p in model.parameters()]
+    private._apply("two-passes/ghost", task, torch.optim.SGD(model.parameters(), lr=1.0)).run(
+        _NoTape()
+    )
+
+    for old, new, one in zip(before, model.parameters(), expected, strict=True):
+        torch.testing.assert_close(old - new.detach(), one / 2, rtol=1e-4, atol=1e-7)
+
+
 def parse(line: str) -> tuple[str, ...]:
     return tuple(cell.strip() for cell in line.strip("|").split("|"))
 

@@ -27,27 +27,20 @@ def _add_into(x: Tensor, other: Tensor, **options: Any) -> Tensor:
     return out if x.shape == other.shape == out.shape else aten.add.out(x, other, **options)
 
 
-def _norm_groups(x: Tensor, *rest: Any) -> Any:
-    """Return contiguous results on CUDA (aten/src/ATen/native/group_norm.cpp)."""
-    return aten.native_group_norm.default(x.contiguous() if is_simulated() else x, *rest)
-
-
-def _norm_groups_backward(gradient: Tensor, x: Tensor, *rest: Any) -> Any:
-    """Return a contiguous gradient on CUDA, as above."""
-    x = x.contiguous() if is_simulated() else x
-    return aten.native_group_norm_backward.default(gradient, x, *rest)
-
-
 _INSTEAD: dict[Any, Callable[..., Any]] = {
-    aten.native_group_norm.default: _norm_groups,
-    aten.native_group_norm_backward.default: _norm_groups_backward,
     aten.unique_dim.default: _unique_worst_case,
     aten.add.out: _add_into,
     aten._foreach_sqrt.default: lambda xs: [*map(aten.empty_like.default, xs)],  # noqa: SLF001
 }
-"""What to run instead of operators whose result's shape depends on elements, whose result is laid
-out otherwise on CUDA, or that PyTorch decomposes for fake tensors, which takes most of a trace's
-time."""
+"""What to run instead of operators whose result's shape depends on elements, or that PyTorch
+decomposes for fake tensors, which takes most of a trace's time."""
+
+_CONTIGUOUS_ON_CUDA = {
+    aten.native_group_norm.default: 1,
+    aten.native_group_norm_backward.default: 2,
+}
+"""How many first arguments CUDA makes contiguous before it computes a result laid out as they are
+(aten/src/ATen/native/group_norm.cpp)."""
 
 _DEPENDS_ON_MORE = {
     torch.Tag.data_dependent_output,
@@ -122,6 +115,9 @@ class FakeOperators:
         """Return what an operator returns."""
         if func in _INSTEAD:
             return _INSTEAD[func](*args, **kwargs)
+        if func in _CONTIGUOUS_ON_CUDA and is_simulated():
+            count = _CONTIGUOUS_ON_CUDA[func]
+            args = (*(x.contiguous() for x in args[:count]), *args[count:])
         described = [func, torch.get_default_dtype(), _default_device(), *kwargs]
         given: list[FakeTensor] = []
         if not self._describe((*args, *kwargs.values()), described, given):

@@ -13,6 +13,7 @@ from published.programs import image_models
 from published.recording import Tape
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from dpprof.methods.training_step import Batch
 from dpprof.spec import registry
@@ -31,7 +32,12 @@ class Task(NamedTuple):
     labels: Tensor
 
     def losses(self, reduction: str) -> Tensor:
-        return functional.cross_entropy(self.model(self.x), self.labels, reduction=reduction)
+        """Return the losses of samples, summed over their tokens, or the sum of all."""
+        logits = self.model(self.x)
+        if self.labels.dim() == 1:
+            return functional.cross_entropy(logits, self.labels, reduction=reduction)
+        losses_BT = functional.cross_entropy(logits.transpose(1, 2), self.labels, reduction="none")
+        return losses_BT.sum() if reduction == "sum" else losses_BT.sum(dim=1)
 
 
 class _Bert(nn.Module):
@@ -54,6 +60,34 @@ class _Bert(nn.Module):
         return logits
 
 
+_GPT2 = {"gpt2": (768, 12, 12), "gpt2-medium": (1024, 24, 16), "gpt2-large": (1280, 36, 20)}
+"""Width, layers and heads."""
+
+
+class _Gpt2(nn.Module):
+    """GPT-2 with dropout, eager attention and a head of its own; predicts each next token."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415
+
+        D, layers, heads = _GPT2[name]
+        config = GPT2Config(
+            n_embd=D,
+            n_layer=layers,
+            n_head=heads,
+            tie_word_embeddings=False,
+            attn_implementation="eager",
+            use_cache=False,
+        )
+        self.inner = GPT2LMHeadModel(config)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        places_BT = torch.arange(ids_BT.shape[1]).expand(ids_BT.shape)
+        logits_BTV: Tensor = self.inner(ids_BT, position_ids=places_BT).logits
+        return logits_BTV[:, :-1].contiguous()
+
+
 def _fix(channels: int) -> nn.Module:
     """Return what Opacus's ``ModuleValidator.fix`` replaces batch norm with."""
     return nn.GroupNorm(min(32, channels), channels)
@@ -62,6 +96,9 @@ def _fix(channels: int) -> nn.Module:
 def _build(name: str, size: int, B: int, *, is_private: bool) -> Task:
     kind, _, of = name.partition("/")
     labels = torch.empty(B, dtype=torch.int64)
+    if kind in _GPT2:
+        ids_BT = torch.zeros(B, size, dtype=torch.int64)
+        return Task(_Gpt2(kind), ids_BT, torch.zeros(B, size - 1, dtype=torch.int64))
     if kind == "bert":
         return Task(_Bert(), torch.zeros(B, size, dtype=torch.int64), labels)
     vgg_without_norm = nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 10))
@@ -194,7 +231,7 @@ class _Fork:
 
 
 class _TwoPasses:
-    """Three methods of private_vision: norms in one backward pass, the sum in a second.
+    """Methods of private_vision and private-transformers: norms in one backward pass, then the sum.
 
     A layer's norms come from per-sample gradients ("per-layer"), from products of its inputs and
     of its gradients with themselves ("ghost"), or from what needs fewer numbers ("mixed").
@@ -213,7 +250,12 @@ class _TwoPasses:
             )
             self._norms.append(self._norm_of_columns(columns, gradient.flatten(2)))
             biases = gradient.flatten(2).sum(dim=2)
-        elif isinstance(layer, nn.Linear):
+        elif isinstance(layer, nn.Embedding):
+            differs_BTT = ~x[:, :, None].eq(x[:, None, :])
+            products = torch.bmm(gradient, gradient.transpose(-1, -2))
+            self._norms.append(products.masked_fill(differs_BTT, 0).sum(dim=(1, 2)).sqrt())
+            return
+        elif isinstance(layer, nn.Linear | Conv1D):
             self._norms.append(self._norm_of_rows(x, gradient))
             biases = gradient.flatten(1, -2).sum(dim=1) if gradient.dim() > 2 else gradient
         else:
