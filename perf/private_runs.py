@@ -255,7 +255,7 @@ def _by_line(training: _Training, least: int, budget: int) -> float:
     first, second = (
         2**20 * _record(training, batch).peak("reserved") for batch in (least, 2 * least)
     )
-    return least * (1 + (budget - first) / (second - first))
+    return float(least * (1 + (budget - first) / (second - first)))
 
 
 def _fits(training: _Training, batch_size: int, budget: int) -> bool:
