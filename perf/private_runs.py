@@ -210,7 +210,7 @@ def _record(training: _Training, batch_size: int) -> Any:
     return import_module("published.recording").record(
         import_module("published.programs.private").training,
         training.source.find_target(),
-        with_handles=False,
+        with_handles=False,  # every source's PyTorch was older than 1.13
         B=batch_size,
         **training.settings,
     )
