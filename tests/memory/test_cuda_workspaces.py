@@ -110,3 +110,49 @@ def test_many_short_rows_leave_partial_gradients_of_a_norm() -> None:
     assert partial_gradients(2**17, 64, [True, True, False]) == [2**12 * 64 * 4]
     assert partial_gradients(2**16, 64, [True, True, True]) == []  # too few rows
     assert partial_gradients(2**17, 4096, [True, True, True]) == []  # wide enough as it is
+
+
+LAST = torch.channels_last
+CONTIGUOUS = torch.contiguous_format
+
+
+@pytest.mark.parametrize(
+    ("of_x", "of_weight", "of_gradient", "forward", "backward"),
+    [
+        (CONTIGUOUS, CONTIGUOUS, CONTIGUOUS, [], []),
+        (LAST, LAST, LAST, [], []),
+        (LAST, LAST, CONTIGUOUS, [], ["gradient"]),
+        # One of them with the channels last is enough for all (ConvUtils.h).
+        (CONTIGUOUS, LAST, LAST, ["x"], ["x"]),
+        (LAST, CONTIGUOUS, CONTIGUOUS, ["weight"], ["gradient", "weight"]),
+    ],
+)
+def test_a_convolution_copies_what_is_laid_out_otherwise(
+    of_x, of_weight, of_gradient, forward, backward
+) -> None:
+    x = _on_meta(2, 3, 8, 8).to(memory_format=of_x)
+    weight = _on_meta(5, 3, 3, 3).to(memory_format=of_weight)
+    gradient = _on_meta(2, 5, 6, 6).to(memory_format=of_gradient)
+    sizes = {"x": 4 * 2 * 3 * 8 * 8, "weight": 4 * 5 * 3 * 3 * 3, "gradient": 4 * 2 * 5 * 6 * 6}
+    take = cuda_workspaces(None)
+
+    assert list(take[aten.convolution](x, weight)) == [sizes[name] for name in forward]
+    found = take[aten.convolution_backward](gradient, x, weight)
+    assert list(found) == [sizes[name] for name in backward]
+
+
+def test_a_convolution_in_float64_wants_its_channels_second() -> None:
+    x = _on_meta(2, 3, 8, 8, dtype=torch.float64).to(memory_format=LAST)
+    weight = _on_meta(5, 3, 3, 3, dtype=torch.float64)
+    assert cuda_workspaces(None)[aten.convolution](x, weight) == [8 * 2 * 3 * 8 * 8]
+
+
+def test_a_group_norm_copies_its_input_and_gradient_if_the_channels_are_last() -> None:
+    x, last = _on_meta(2, 6, 4, 4), _on_meta(2, 6, 4, 4).to(memory_format=LAST)
+    take = cuda_workspaces(None)
+    size = 4 * 2 * 6 * 4 * 4
+
+    assert take[aten.native_group_norm](x) == []
+    assert take[aten.native_group_norm](last) == [size]
+    assert take[aten.native_group_norm_backward](x, last) == [size]
+    assert take[aten.native_group_norm_backward](last, last) == [size, size]

@@ -1,11 +1,14 @@
 """Operators on fake tensors return the same when they are remembered."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpprof.memory.fake_operators import FakeOperators
+from dpprof.norms.placement import as_if_on_cuda
 
 aten = torch.ops.aten
 
@@ -91,3 +94,20 @@ def test_what_a_result_depends_on_is_told_apart() -> None:
         assert run(aten.add.Scalar, (x.int(), 1.0), {}).dtype == torch.float32
         assert run(aten.sum.default, (x,), {"dtype": torch.float64}).dtype == torch.float64
         assert run(aten.sum.default, (x,), {}).dtype == torch.float32
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_group_norm_returns_contiguous_results_on_cuda(on_cuda) -> None:
+    """As group_norm.cpp has it; on a CPU results are laid out as the input."""
+    with FakeTensorMode() as mode, as_if_on_cuda() if on_cuda else nullcontext():
+        x = torch.empty(2, 6, 4, 5).to(memory_format=torch.channels_last)
+        run = FakeOperators(mode)
+        sizes = 2, 6, 20, 3
+        out, mean, rstd = run(aten.native_group_norm.default, (x, None, None, *sizes, 1e-5), {})
+        gradient = torch.empty_like(out)
+        given = (gradient, x, mean, rstd, None, *sizes, [True, False, False])
+        [of_x, *_] = run(aten.native_group_norm_backward.default, given, {})
+
+    assert out.is_contiguous() is on_cuda
+    assert of_x.is_contiguous() is on_cuda
+    assert out.is_contiguous(memory_format=torch.channels_last) is not on_cuda

@@ -26,8 +26,9 @@ class Tape:
         self.marks: dict[str, int] = {}
 
     def mark(self, name: str) -> None:
-        """Name the present instant."""
+        """Name the present instant; operators are recorded from ``last step`` to the next one."""
         self.marks[name] = len(self._recorder.events)
+        self._recorder.counting = name == "last step"
 
     def load(self, build: Callable[..., Any], *given: Any) -> Any:
         """Build a model on the host, and load it: what is frozen, and then what is trained."""
@@ -45,9 +46,20 @@ class Tape:
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
         """Say which phase of a step runs within: in ``step``, scalars live on the host."""
-        self._recorder.enter(name)
+        self.enter(name)
         yield
-        self._recorder.enter("forward")
+        self.enter("forward")
+
+    def enter(self, name: Phase) -> None:
+        """Say that a phase begins."""
+        self._recorder.enter(name)
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Leave operators within out of a step's."""
+        counting, self._recorder.counting = self._recorder.counting, False
+        yield
+        self._recorder.counting = counting
 
 
 class Recording:
@@ -56,11 +68,15 @@ class Recording:
     Args:
         changes: Key and signed bytes, in order; negative bytes free the key.
         marks: Instants by name, as the number of changes before them.
+        ops: The operators of the last step.
     """
 
-    def __init__(self, changes: list[tuple[int, int]], marks: dict[str, int]) -> None:
+    def __init__(
+        self, changes: list[tuple[int, int]], marks: dict[str, int], ops: list[Op]
+    ) -> None:
         self.changes = changes
         self.marks = marks
+        self.ops = ops
 
     @cached_property
     def rounded(self) -> np.ndarray:
@@ -99,9 +115,20 @@ class Recording:
         return float(values[self.marks[since] : self.marks[until] + 1].max()) / MIB
 
 
-def record(program: Callable[..., None], target: Target, **settings: Any) -> Recording:
-    """Run a program under fake tensors as if on a target."""
+def record(
+    program: Callable[..., None], target: Target, *, with_handles: bool = True, **settings: Any
+) -> Recording:
+    """Run a program under fake tensors as if on a target.
+
+    Args:
+        program: What to run.
+        target: The GPU.
+        with_handles: Whether PyTorch allocates the workspaces of cuBLAS, as it does since 1.13.
+        **settings: Of the program.
+    """
     with tracing(target) as recorder:
+        if not with_handles:
+            recorder.handles = {}
         tape = Tape(recorder)
         tape.mark("start")
         recorder.enter("forward")
@@ -110,20 +137,9 @@ def record(program: Callable[..., None], target: Target, **settings: Any) -> Rec
     return _shorten(recorder, tape.marks)
 
 
-class _CountingTape(Tape):
-    """Has operators recorded from the mark ``last step`` to the next one."""
-
-    def mark(self, name: str) -> None:
-        super().mark(name)
-        self._recorder.counting = name == "last step"
-
-
 def record_step(program: Callable[..., None], target: Target, **settings: Any) -> list[Op]:
     """Run a program under fake tensors as if on a target; returns its last step's operators."""
-    with tracing(target) as recorder:
-        recorder.enter("forward")
-        program(_CountingTape(recorder), **settings)
-    return [event for event in recorder.events if isinstance(event, Op)]
+    return record(program, target, **settings).ops
 
 
 def _shorten(recorder: Recorder, marks: dict[str, int]) -> Recording:
@@ -137,4 +153,5 @@ def _shorten(recorder: Recorder, marks: dict[str, int]) -> Recording:
             case Freed(number):
                 changes.append((number, -recorder.storages[number].nbytes))
         instants[index] = len(changes)
-    return Recording(changes, {name: instants[index] for name, index in marks.items()})
+    ops = [event for event in recorder.events if isinstance(event, Op)]
+    return Recording(changes, {name: instants[index] for name, index in marks.items()}, ops)

@@ -5,8 +5,11 @@ partial results in a buffer, with a counter for each group of blocks. Source:
 aten/src/ATen/native/cuda/Reduce.cuh (``setReduceConfig``, ``global_memory_size``), and
 layer_norm_kernel.cu for normalisation.
 
-Left out: scratch memory of sorting and scanning, which CUB chooses, and what cuDNN needs beyond a
-lower bound.
+Group norm copies tensors that are not contiguous (group_norm.cpp). cuDNN's convolutions copy those
+whose layout is not the one they compute in (ConvUtils.h, ``cudnn_conv_suggest_memory_format``).
+
+Left out: scratch memory of sorting and scanning, which CUB chooses, and what cuDNN needs beyond
+copies and a lower bound.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -195,8 +198,8 @@ _PARTIAL_RESULTS: dict[Any, Callable[[Tensor, Any], int]] = {
 
 UNKNOWN_WORKSPACES = dict.fromkeys(
     ("convolution", "convolution_backward"),
-    "unknown, and counted as 0 bytes: cuDNN chooses an algorithm, and with it the workspace, where "
-    "it runs; this is freed before the next operator",
+    "unknown, and counted as 0 bytes beside copies into its layout: cuDNN chooses an algorithm, "
+    "and with it the workspace, where it runs; this is freed before the next operator",
 )
 """Why no workspace is counted for an operator, by its name."""
 
@@ -209,6 +212,10 @@ def cuda_workspaces(processors: Processors | None) -> Mapping[Any, Workspace]:
     """
     always: dict[Any, Workspace] = {
         **attention_backends.WORKSPACES,
+        aten.convolution: _convolution,
+        aten.convolution_backward: _convolution_backward,
+        aten.native_group_norm: _group_norm,
+        aten.native_group_norm_backward: _group_norm_backward,
         aten.embedding_dense_backward: _embedding_backward,
         aten._softmax_backward_data: _softmax_backward,  # noqa: SLF001
     }
@@ -218,6 +225,40 @@ def cuda_workspaces(processors: Processors | None) -> Mapping[Any, Workspace]:
         **{packet: partial(_reduction, packet, processors) for packet in _PARTIAL_RESULTS},
         aten.native_layer_norm_backward: partial(_norm_backward, processors),
     }
+
+
+def _copies(layout: torch.memory_format, *given: Tensor) -> Sequence[int]:
+    """Return the bytes of copies of the tensors that are laid out otherwise."""
+    return [
+        x.numel() * x.element_size() for x in given if not x.is_contiguous(memory_format=layout)
+    ]
+
+
+def _group_norm(x: Tensor, *_: Any) -> Sequence[int]:
+    return _copies(torch.contiguous_format, x)
+
+
+def _group_norm_backward(gradient: Tensor, x: Tensor, *_: Any) -> Sequence[int]:
+    return _copies(torch.contiguous_format, gradient, x)
+
+
+def _convolution(x: Tensor, weight: Tensor, *_: Any) -> Sequence[int]:
+    return _copies(_layout_of_convolution(x, weight), x, weight)
+
+
+def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *_: Any) -> Sequence[int]:
+    return _copies(_layout_of_convolution(x, weight), gradient, x, weight)
+
+
+def _layout_of_convolution(x: Tensor, weight: Tensor) -> torch.memory_format:
+    """Return the layout with the channels last where the input or the weight has it."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last is None or torch.float64 in {x.dtype, weight.dtype}:
+        return torch.contiguous_format
+    given = (
+        one.is_contiguous(memory_format=last) and not one.is_contiguous() for one in (x, weight)
+    )
+    return last if any(given) else torch.contiguous_format
 
 
 def _reduction(

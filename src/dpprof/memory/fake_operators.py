@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from dpprof.norms.placement import is_simulated
+
 aten = torch.ops.aten
 
 
@@ -32,6 +34,13 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
 }
 """What to run instead of operators whose result's shape depends on elements, or that PyTorch
 decomposes for fake tensors, which takes most of a trace's time."""
+
+_CONTIGUOUS_ON_CUDA = {
+    aten.native_group_norm.default: 1,
+    aten.native_group_norm_backward.default: 2,
+}
+"""How many first arguments CUDA makes contiguous before it computes a result laid out as they are
+(aten/src/ATen/native/group_norm.cpp)."""
 
 _DEPENDS_ON_MORE = {
     torch.Tag.data_dependent_output,
@@ -106,6 +115,9 @@ class FakeOperators:
         """Return what an operator returns."""
         if func in _INSTEAD:
             return _INSTEAD[func](*args, **kwargs)
+        if func in _CONTIGUOUS_ON_CUDA and is_simulated():
+            count = _CONTIGUOUS_ON_CUDA[func]
+            args = (*(x.contiguous() for x in args[:count]), *args[count:])
         described = [func, torch.get_default_dtype(), _default_device(), *kwargs]
         given: list[FakeTensor] = []
         if not self._describe((*args, *kwargs.values()), described, given):
