@@ -53,11 +53,12 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def act_as_torchrun() -> None:
-    """Set what ``torchrun`` sets."""
+    """Set what ``torchrun`` and ``accelerate launch --cpu`` set."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # the group is there already
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # as accelerate launch --cpu sets
 
 
 class Watched(PrivateTrainer):
