@@ -8,7 +8,7 @@ from factory import make_experiment
 from torch import nn
 from torch.nn import functional
 
-from dpprof.clipping import automatic, linear_cross_entropy
+from dpprof.clipping import BookKeeping, automatic, linear_cross_entropy
 from dpprof.clipping.automatic import FirstBatch, choose_method, compare
 from dpprof.instruments.estimate import estimate
 from dpprof.models.build import build_model
@@ -74,6 +74,10 @@ def test_parts_of_the_model_may_be_called_and_read(predicted) -> None:
     assert all(0 < step_s < 1 and fits for step_s, fits in predicted.values())
     assert chosen in predicted
     assert loop.model[0] is loop.body
+    first = loop.draw()
+    clipping = BookKeeping(loop.model, 0.1)  # as make_private goes on
+    clipping.check(first.losses_of, *first.batch)
+    clipping.remove()
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.slow), torch.bfloat16])

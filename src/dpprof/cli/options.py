@@ -19,6 +19,8 @@ TASK_HELP = (
     "usual for its architecture)"
 )
 
+_CODE = "or package.module:function, code of your own, which no file may name"
+
 
 def add_experiment_options(
     parser: argparse.ArgumentParser,
@@ -31,6 +33,7 @@ def add_experiment_options(
     Those in ``several`` take one or more values, and collect those of every time they are given.
     ``notes`` adds to the description of a field.
     """
+    notes = {"model": _CODE} | dict(notes)
     group = parser.add_argument_group("experiment")
     for name, field in Experiment.model_fields.items():
         if name in leave_out:
