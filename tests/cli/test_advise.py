@@ -518,7 +518,7 @@ BAD = {
     ),
     "an unknown dtype of two": (
         ["--target=l4", "--dtype", "float32", "half"],
-        "--dtype: 'half' is not allowed; it must be 'float32', 'tf32', 'bfloat16' or 'float64'",
+        "--dtype: 'half' is not allowed; it must be 'float32', 'tf32', 'bfloat16', 'float64'",
     ),
     "a method twice": (
         ["--target=l4", "--methods", "flash", "standard", "flash"],

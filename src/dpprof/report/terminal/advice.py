@@ -173,7 +173,7 @@ def format_advice(advice: Advice) -> str:
             least = option.smallest_batch_size or 1
             smallest = f"takes at least {least:,} samples" if least > 1 else None
             messages += [(option.method + trained, why) for why in (option.message, smallest)]
-    lines = [sentence for side in sides for sentence in recommend(side)]
+    lines = [sentence for side in sides for sentence in recommend(side)] + _tell_prices(sides)
     lines += [*_lay_out(advice, names), *group_messages(messages), *explain_signs(signs)]
     return "\n".join([*lines, *_tell_memory(advice), f"Time: {advice.sure_of_time}."])
 
