@@ -12,7 +12,8 @@ training in chunks; ``norms.linear`` for the norm of what is computed again.
 FLOPs of a head of d x V over N tokens: 4 N d V where it is frozen, as with logits; where it is
 trained 10 N d V and the norm, for 6 N d V and the norm with logits, or where gradients are kept.
 Where gradients are not rounded, forward finds the Gram matrices for the norm too, and it is 8 N d V
-and these.
+and these. Book-keeping turns kept gradients into those of samples, d V numbers each, where these
+take no more bytes: then the norm costs hardly anything.
 
 Shape legend: B samples, T tokens, N tokens of a chunk, d width of the hidden states, V vocabulary.
 """
