@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping import BookKeeping, FlashClipping, NoisyOptimizer, PerLayerClipping
+from dpprof.clipping import (
+    BookKeeping,
+    FlashClipping,
+    NoisyOptimizer,
+    PerLayerClipping,
+    linear_cross_entropy,
+)
 from dpprof.clipping.contributions import Product
 from dpprof.norms.placement import as_if_on_cuda
 
@@ -180,3 +186,30 @@ def test_a_gpu_sums_weighted_float16_in_float32() -> None:
 
     exact = torch.einsum("b,btp,btd->pd", weights_B.double(), g_BTp.double(), x_BTd.double())
     torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2 * D])
+def test_a_head_without_logits_overflows_no_sooner_than_one_with_them(way, keep, tokens) -> None:
+    """The gradient of the only token's loss is the scale, which is infinite in float16."""
+    found, excluded = [], []
+    for with_logits in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, 9, bias=False))
+        with torch.no_grad():
+            model[0].weight.mul_(8)
+        clipping = way(model, BOUND, loss_scale=SCALE)
+        x, labels = torch.randn(B, tokens, D), torch.zeros(B, tokens, dtype=torch.int64)
+        with torch.autocast("cpu", torch.float16):
+            if with_logits:
+                logits = model(x).float().transpose(1, 2)
+                losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+            else:
+                losses = linear_cross_entropy(model[0](x), model[1], labels, keep=keep)
+        clipping.backward(losses.mean(1))
+        excluded.append(clipping.nonfinite_samples)
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+
+    assert excluded[0] == excluded[1] < B
+    assert (found[0] - found[1]).norm() < 16 * torch.finfo(torch.float16).eps * found[0].norm()

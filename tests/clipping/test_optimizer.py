@@ -190,6 +190,46 @@ def test_what_the_kernel_cannot_take_gets_noise_from_pytorch(summed, monkeypatch
     torch.testing.assert_close(summed, 0.25 + drawn, rtol=0, atol=1e-7)
 
 
+def test_a_parameter_without_elements_does_not_stop_a_step() -> None:
+    model = nn.Sequential(nn.Linear(0, 3), nn.Linear(3, 2))
+    clipping = BookKeeping(model, 1.0)
+    optimizer = private(clipping, model, noise_multiplier=1.0)
+    clipping.backward(model(torch.ones(2, 0)).sum(1))
+    optimizer.step()
+    assert optimizer.steps == 1
+
+
+def test_a_converted_sum_is_no_clipped_sum_any_more() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    clipping = BookKeeping(model, 1.0)
+    optimizer = private(clipping, model, noise_multiplier=1.0)
+    clipping.backward(model(torch.ones(2, 3))[:, 0])
+    model.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="changed after it was clipped"):
+        optimizer.step()
+
+
+def test_parameters_of_no_noisy_optimizer_wait_for_noise_too() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    clipping = BookKeeping(model, 1.0)
+    private(clipping, model[0], noise_multiplier=1.0)
+    other = torch.optim.SGD(model[1].parameters())
+    clipping.backward(model(torch.ones(2, 3))[:, 0])
+    with pytest.raises(RuntimeError, match="SGD was asked to step on gradients without noise"):
+        other.step()
+
+
+def test_noise_is_that_of_the_bound_that_sums_were_clipped_to() -> None:
+    model = nn.Linear(3, 1)
+    clipping = BookKeeping(model, 1.0)
+    optimizer = private(clipping, model, noise_multiplier=1.0)
+    clipping.backward(model(torch.ones(2, 3))[:, 0])
+    optimizer.accumulate()
+    clipping.max_grad_norm = 1e-6
+    with pytest.raises(RuntimeError, match=r"max_grad_norm changed from 1\.0 to 1e-06"):
+        optimizer.add_noise()
+
+
 def test_on_a_cpu_parts_of_a_sum_get_their_noise_one_after_the_other(monkeypatch) -> None:
     monkeypatch.setattr(noise, "DRAWN_AT_ONCE", 32)
     generator = torch.Generator().manual_seed(3)

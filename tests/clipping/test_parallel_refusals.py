@@ -207,6 +207,14 @@ def test_the_sample_of_a_batch_without_samples_leaves_nothing_even_if_it_is_not_
     assert clipping.sample_norms.shape == (0,)
 
 
+def test_a_sharded_model_that_was_converted_to_16_bits_later() -> None:
+    model = sharded()
+    clipping = BookKeeping(model, 1.0)
+    model.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"became torch\.bfloat16 after this clipping"):
+        clipping.backward(squares(model, X.bfloat16()).float())
+
+
 def test_per_layer_clipping_and_check() -> None:
     with pytest.raises(UnsupportedError, match="as_one works neither under fully_shard nor with"):
         BookKeeping(sharded(), 1.0, as_one=["first"])

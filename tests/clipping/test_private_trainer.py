@@ -326,6 +326,85 @@ def test_a_compute_loss_of_ones_own_is_refused(tmp_path) -> None:
         OwnLoss(build("bert"), args, train_dataset=draw("bert"), privacy=privacy)
 
 
+class OwnLoader(PrivateTrainer):
+    def get_train_dataloader(self):
+        return super().get_train_dataloader()
+
+
+def test_a_loader_of_ones_own_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(globals(), "PrivateTrainer", OwnLoader)
+    with pytest.raises(ValueError, match="get_train_dataloader is not allowed in private training"):
+        make("bert", tmp_path)
+
+
+class Masked(transformers.GPT2LMHeadModel):
+    """A causal model by another name, whose loss is another one if asked."""
+
+    scale = 1.0
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        output = super().forward(input_ids, attention_mask=attention_mask, labels=labels)
+        if output.loss is not None:
+            output.loss = self.scale * output.loss
+        return output
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.1])
+def test_losses_are_the_models_own_or_refused(scale, tmp_path) -> None:
+    config = transformers.GPT2Config(
+        vocab_size=V, n_embd=8, n_layer=1, n_head=2, n_positions=T, pad_token_id=0
+    )
+    model = Masked(config)
+    model.scale = scale
+    trainer = make("masked", tmp_path, model=model)
+    if scale == 1:
+        trainer.train()
+        return
+    with pytest.raises(ValueError, match="Masked computes its loss otherwise than as the cross"):
+        trainer.train()
+
+
+def test_padding_on_the_left_is_refused_without_positions(tmp_path) -> None:
+    data = draw("bert")
+    data[0]["attention_mask"][0] = 0
+    trainer = make("bert", tmp_path)
+    batch = {name: torch.stack([row[name] for row in data[:2]]) for name in data[0]}
+    with pytest.raises(ValueError, match="attention_mask begins with padding"):
+        trainer.compute_sample_losses(trainer.model, batch)
+
+
+class Disturbing(transformers.TrainerCallback):
+    """Asks for the loader after each step, and saves before the second one if asked."""
+
+    def __init__(self, *, saves: bool) -> None:
+        self.saves, self.trainer = saves, None
+
+    def on_step_begin(self, *given, **_):
+        if self.saves and given[1].global_step == 1:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+    def on_step_end(self, *_, **__):
+        assert len(self.trainer.get_train_dataloader()) == 2
+
+
+def test_callbacks_do_not_part_the_noise_from_its_samples(tmp_path) -> None:
+    weights = []
+    for saves in (None, False):
+        trainer = make("bert", tmp_path, max_steps=3)
+        if saves is not None:
+            trainer.add_callback(watch := Disturbing(saves=saves))
+            watch.trainer = trainer
+        trainer.train()
+        weights.append(trained(trainer.model))
+    assert torch.equal(*weights)
+
+    trainer = make("bert", tmp_path, max_steps=3)
+    trainer.add_callback(watch := Disturbing(saves=True))
+    watch.trainer = trainer
+    with pytest.raises(RuntimeError, match="saved after a step alone, and here a batch was drawn"):
+        trainer.train()
+
+
 def test_a_trainer_trains_once_and_leaves_a_plain_model(tmp_path) -> None:
     trainer = make("bert", tmp_path)
     trainer.train()
@@ -390,6 +469,8 @@ REFUSED = {
     "use_liger_kernel": {"use_liger_kernel": True},
     "auto_find_batch_size": {"auto_find_batch_size": True},
     "fp16": {"fp16": True},
+    "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
+    "enable_jit_checkpoint": {"enable_jit_checkpoint": True},
     "method": {"privacy": {"method": "ghost"}},
     "clipping": {"privacy": {"clipping": "auto"}},
     "stability": {"privacy": {"stability": 0.1}},
@@ -417,5 +498,6 @@ def test_a_sample_without_labels_has_the_loss_zero() -> None:
 
 
 def test_labels_that_are_no_ids_are_refused() -> None:
-    with pytest.raises(ValueError, match="labels must be ids of shape"):
-        read_losses(torch.randn(2, 1), torch.randn(2), shifts=False)
+    for outputs, labels in ((4, torch.randn(2)), (1, torch.zeros(2, dtype=torch.int64))):
+        with pytest.raises(ValueError, match="labels must be ids of shape"):
+            read_losses(torch.randn(2, outputs), labels, shifts=False)

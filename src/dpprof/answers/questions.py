@@ -25,10 +25,14 @@ def naming(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """
     read_anew()
     fields = {name: value for name, value in given.items() if value is not None}
-    if not callable(fields.get("model")):
+    model = fields.get("model")
+    if hasattr(model, "state_dict"):
+        name = type(model).__name__
+        raise refuse(spell("model"), name, "give a function that builds and returns it")
+    if not callable(model):
         yield fields
         return
-    with registry.lent(fields["model"]) as name:
+    with registry.lent(model) as name:
         yield fields | {"model": name}
 
 

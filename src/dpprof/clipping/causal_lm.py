@@ -97,15 +97,10 @@ def _verify(model: nn.Module, input_ids: Tensor, labels_BT: Tensor, inputs: dict
         return
     some = slice(labelled[0], labelled[0] + 1)
     one = {name: x[some] if _has_samples(x, input_ids) else x for name, x in inputs.items()}
-    with _evaluated(model):
+    with evaluated(model):
         found = _compute(model, input_ids[some], labels_BT[some], one)[0]
         expected = model(input_ids=input_ids[some], labels=labels_BT[some], **one).loss
-    limit = _SAME.get(expected.dtype, _SAME_IN_16_BITS)
-    if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
-        limit = _SAME_IN_16_BITS
-    if torch.is_autocast_enabled(input_ids.device.type):
-        limit = _SAME_IN_16_BITS
-    if not abs(float(found) - float(expected)) <= limit * abs(float(expected)):
+    if not is_same_loss(model, found, expected):
         raise UnsupportedError(
             f"{type(model).__name__} computes its loss otherwise than as the cross-entropy of its "
             f"head's outputs: {float(expected):.6g}, and without logits it is {float(found):.6g}; "
@@ -118,8 +113,18 @@ def _has_samples(x: Any, input_ids: Tensor) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0 and len(x) == len(input_ids)
 
 
+def is_same_loss(model: nn.Module, found: Tensor, expected: Tensor) -> bool:
+    """Tell whether a loss is a model's own, but for rounding."""
+    limit = _SAME.get(expected.dtype, _SAME_IN_16_BITS)
+    if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
+        limit = _SAME_IN_16_BITS
+    if torch.is_autocast_enabled(found.device.type):
+        limit = _SAME_IN_16_BITS
+    return abs(float(found) - float(expected)) <= limit * abs(float(expected))
+
+
 @contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
+def evaluated(model: nn.Module) -> Iterator[None]:
     """Let nothing drop out inside the context."""
     trained = [module for module in model.modules() if module.training]
     model.eval()

@@ -163,7 +163,7 @@ def refuse_computed_again(contributions: Iterable[tuple[Any, Any]]) -> None:
         UnsupportedError: There are some.
     """
     for _, one in contributions:
-        if isinstance(one, ChunkedProduct) and one.incoming_BT is None:
+        if isinstance(one, ChunkedProduct) and one.release is None:
             raise UnsupportedError(
                 "under fully_shard a head that is trained keeps the gradients of its outputs: give "
                 "linear_cross_entropy keep=True"

@@ -357,7 +357,7 @@ class _Kept:
     @property
     def rows(self) -> int:
         """How many rows come at once."""
-        return self.T * self._at_once
+        return max(1, self.T * self._at_once)
 
     def make(self, x_Nd: Tensor, weight: Tensor) -> Tensor:
         """Allocate those of the next rows, (N, V)."""
@@ -467,8 +467,7 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, g_BT: Tensor) -> Any:
         labels_BT, x_BTd, beside_BTk, *found, grams_BTT = ctx.saved_tensors
         of_input, of_beside = (
-            None if one is None else one.view(*g_BT.shape, -1) * g_BT[:, :, None].to(one.dtype)
-            for one in found
+            None if one is None else _scale_rows(one.view(*g_BT.shape, -1), g_BT) for one in found
         )
         of_parameters: tuple[Tensor | None, Tensor | None] = (None, None)
         if x_BTd is not None:
@@ -489,6 +488,11 @@ class _Head(torch.autograd.Function):
         return of_input, *of_parameters, None, None, None, of_beside, None, None
 
 
+def _scale_rows(x_BTd: Tensor, g_BT: Tensor) -> Tensor:
+    """Multiply each token's row by a number; rounded to the rows' dtype once."""
+    return torch.mul(x_BTd, g_BT[:, :, None], out=torch.empty_like(x_BTd))
+
+
 class _Chunks(NamedTuple):
     """Computes the output gradients of some samples at a time, from those of the losses if kept."""
 
@@ -503,8 +507,7 @@ class _Chunks(NamedTuple):
         """Return the gradients of the head's outputs, (b, T, V), in the dtype of its inputs."""
         if self.kept is not None:
             kept_bTV = self.kept.of(some)
-            scaled_bTV = torch.empty_like(kept_bTV)
-            return torch.mul(kept_bTV, self.g_BT[some][:, :, None], out=scaled_bTV)
+            return _scale_rows(kept_bTV, self.g_BT[some])
         b, T = self.labels_BT[some].shape
         operands = self.operands.samples(some, T)
         x_Nd, weight = operands.x_Nd, operands.weight
@@ -526,13 +529,16 @@ class _Chunks(NamedTuple):
     def as_product(self, grams_BTT: Tensor | None) -> ChunkedProduct:
         """Return what the weight contributes; ``grams_BTT`` are of the losses' gradients.
 
-        What is kept stays as it is: the inputs are multiplied by the incoming gradients.
+        What is kept stays as it is: the inputs are multiplied by the incoming gradients, unless
+        those may overflow, as in float16.
         """
         V, read, g_BT = len(self.operands.weight), (self.labels_BT, self.g_BT), self.g_BT
         x_BTd = self.inputs_BTd
-        if self.kept is not None:
-            x_BTd = torch.mul(x_BTd, g_BT[:, :, None], out=torch.empty_like(x_BTd))
-            kept = self.kept
+        kept = self.kept
+        if kept is not None and x_BTd.dtype == torch.float16:
+            return ChunkedProduct(x_BTd, self.gradients_of, V, read, release=kept.release)
+        if kept is not None:
+            x_BTd = _scale_rows(x_BTd, g_BT)
             return ChunkedProduct(x_BTd, kept.of, V, read, None, g_BT, kept.release)
         if grams_BTT is not None:
             grams_BTT = grams_BTT * (g_BT[:, :, None] * g_BT[:, None, :])

@@ -63,7 +63,7 @@ def _split(summed: Tensor) -> tuple[Tensor, ...]:
 
     On a CPU each draw is as slow as its memory is new; on a GPU each is a launch.
     """
-    if placement.is_cuda(summed) or not summed.is_contiguous():
+    if placement.is_cuda(summed) or not summed.is_contiguous() or not summed.numel():
         return (summed,)
     flat = summed.view(-1)
     return tuple(flat[some] for some in spans(len(flat), DRAWN_AT_ONCE))

@@ -17,7 +17,7 @@ from dpprof.clipping.engine import Clipping
 from dpprof.clipping.noise import NoiseOfStep, draw_secure_noise
 from dpprof.clipping.ranks import distinct_part
 from dpprof.clipping.sums import bound_of, dtype_of_sum
-from dpprof.clipping.unnoised_steps import refuse_unnoised_steps
+from dpprof.clipping.unnoised_steps import AWAITS_NOISE, refuse_unnoised_steps
 
 HOOK = "_clipping_noise_hook"
 """The attribute of an optimizer with the hook that refuses steps without noise."""
@@ -130,6 +130,8 @@ class NoisyOptimizer(Optimizer):
         self._is_last_step_skipped = False
         for parameter in self.params:
             parameter.summed_grad = None
+        for clipped in clipping.parameters:  # also those of no optimizer yet
+            setattr(clipped, AWAITS_NOISE, True)
         self.clipping = clipping
         clipping.continues = self._will_skip
         clipping.shard_sums.forget()
@@ -262,7 +264,12 @@ class NoisyOptimizer(Optimizer):
         self._bound = self.max_grad_norm
 
     def add_noise(self) -> None:
-        """Add noise to the sums, divide by the expected batch size, and move them to ``.grad``."""
+        """Add noise to the sums, divide by the expected batch size, and move them to ``.grad``.
+
+        Raises:
+            RuntimeError: The bound is another than when the sums were clipped; or ranks disagree.
+        """
+        self._refuse_other_bound()
         ranks = self.clipping.ranks
         if ranks.size > 1:
             assert self.generator is not None
@@ -328,7 +335,7 @@ class NoisyOptimizer(Optimizer):
     def step_with_noise_in(self, gradients: Sequence[Tensor]) -> None:
         """Let the original optimizer step on gradients of ``params`` that have noise already."""
         for parameter, gradient in zip(self.params, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = gradient.to(parameter.dtype)
         self._is_noised = True
         self.original_optimizer.step()
 
@@ -470,13 +477,16 @@ class NoisyOptimizer(Optimizer):
                 "one; to split one batch, step after each part, with signal_skip_step() before all "
                 "but the last, as Opacus's BatchMemoryManager does"
             )
+        self._refuse_other_bound()
+        for parameter in self.every_parameter:
+            self._require_clipped(parameter)
+
+    def _refuse_other_bound(self) -> None:
         if self._bound not in (None, self.max_grad_norm):
             raise RuntimeError(
                 f"max_grad_norm changed from {self._bound} to {self.max_grad_norm} between the "
                 "parts of a batch"
             )
-        for parameter in self.every_parameter:
-            self._require_clipped(parameter)
 
     def _require_clipped(self, parameter: torch.nn.Parameter) -> None:
         name = self.clipping.name_of(parameter)

@@ -1,6 +1,7 @@
 """``PrivateTrainer``: transformers' ``Trainer`` with private steps."""
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from dpprof.clipping.budget import (
     verify_budget,
     warn_of_delta,
 )
-from dpprof.clipping.causal_lm import causal_lm_losses
+from dpprof.clipping.causal_lm import causal_lm_losses, evaluated, is_same_loss
 from dpprof.clipping.factor import find_stability
 from dpprof.clipping.poisson_batches import PoissonLoader, refuse_related
 from dpprof.clipping.private_optimizer import Part, PrivateOptimizer
@@ -31,8 +32,13 @@ from dpprof.models.sample_losses import sample_losses, shift_labels
 
 _QUANTILES = (0.1, 0.5, 0.9)
 
-_OF_PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "seq_lengths"}
+_OF_PACKING = {
+    *("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_q", "cu_seqlens_k", "seq_idx", "seq_lengths"),
+}
 """What collators give that pack samples."""
+
+_LOOKED_AT = 64
+"""Samples among which one with labels is looked for."""
 
 _UNPACKED = "give each sample a row of its own, padded (packing=False, padding_free=False)"
 
@@ -75,7 +81,8 @@ class _Steps:
     """Joins the parts of a batch: a ``Trainer`` takes one step for each element.
 
     Args:
-        loader: Hands out parts.
+        loader: Hands out parts. It may be ahead of the steps taken, where a state is not to be
+            saved.
         device: None where ranks do not wait for each other; otherwise of the tensor by which they
             agree on the number of parts.
     """
@@ -84,6 +91,8 @@ class _Steps:
         self.loader = loader
         self.dataset = range(loader.samples)  # whose length the Trainer asks for
         self._device = device
+        self.handed = 0
+        """Batches that were handed out; and those before this run."""
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -93,6 +102,7 @@ class _Steps:
         for batch, part in self.loader.parts():
             parts.append((batch, part))
             if part.is_last:
+                self.handed += 1
                 yield {"parts": parts if self._device is None else self._fill_up(parts)}
                 parts = []
 
@@ -109,7 +119,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     """A ``Trainer`` whose steps are private.
 
     A step draws each sample with the probability
-    ``per_device_train_batch_size * gradient_accumulation_steps * world_size / samples``, and runs
+    1 / ceil(samples / b), where b is
+    ``per_device_train_batch_size * gradient_accumulation_steps * world_size``, and runs
     ``per_device_train_batch_size`` samples at a time. Each sample's loss is the mean over its own
     labelled tokens. Evaluation, callbacks, schedulers and checkpoints are those of ``Trainer``; a
     resumed run ends with the same bits. What is logged (losses, norms, the share that was clipped)
@@ -189,10 +200,14 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return found
 
     def get_train_dataloader(self) -> Any:
-        """Return a loader whose elements are Poisson batches, in parts."""
+        """Return the loader of Poisson batches, each in parts; in training always the same."""
+        if self._clipping is not None:
+            return self._steps
         dataset, collate = self.train_dataset, self.data_collator
-        if dataset is None:
-            raise ValueError("PrivateTrainer needs a train_dataset")
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise ValueError(
+                "PrivateTrainer needs a train_dataset with a length and samples by index"
+            )
         if hasattr(dataset, "column_names"):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
@@ -249,7 +264,12 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             privacy.max_grad_norm,
             stability=find_stability(privacy.clipping, privacy.stability),
         )
-        if privacy.check and self.losses_of is not None and self._ranks.size == 1:
+        if self.losses_of is None and privacy.head == "logits":
+            self._verify_losses()
+            for module in self.model.modules() if self._is_sharded else ():
+                if hasattr(module, "reshard"):
+                    module.reshard()  # the outermost one stays gathered after forward
+        elif privacy.check and self.losses_of is not None and self._ranks.size == 1:
             self._check_losses()
         self.optimizer = PrivateOptimizer(
             inner,
@@ -266,6 +286,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     def _check_losses(self) -> None:
         """Compare the clipped gradient of the first two samples with those of each alone."""
         assert self._steps is not None
+        if self._steps.loader.samples < 2:  # noqa: PLR2004 (one shows nothing)
+            return
         inputs = self._prepare_inputs(self._steps.loader.load(range(2)))
         names = [name for name, one in inputs.items() if isinstance(one, Tensor)]
 
@@ -274,6 +296,30 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             return self.compute_sample_losses(self.model, given)
 
         self._clipping.check(losses_of, *(inputs[name] for name in names))
+
+    @torch.no_grad()
+    def _verify_losses(self) -> None:
+        """Compare the loss of the first sample that has one with the model's own, in ``eval()``.
+
+        Raises:
+            ValueError: It is another one.
+        """
+        assert self._steps is not None
+        loader = self._steps.loader
+        for at in range(min(loader.samples, _LOOKED_AT)):
+            inputs = self._prepare_inputs(loader.load(range(at, at + 1)))
+            with evaluated(self.model), self._autocast():
+                found = self._losses_of_labels(self.model, dict(inputs), smoothing=0.0)
+                expected = getattr(self.model(**inputs), "loss", None) if found else None
+                if not found:  # nothing is labelled
+                    continue
+                if expected is None or not is_same_loss(self.model, found[0], expected):
+                    raise ValueError(
+                        f"{type(self.model).__name__} computes its loss otherwise than as the "
+                        f"cross-entropy of its logits with labels: {expected}, and that is "
+                        f"{float(found):.6g}; give PrivateTrainer losses_of"
+                    )
+            return
 
     def train(self, *inputs: Any, **named: Any) -> Any:
         """Train, as ``Trainer`` does; afterwards the model is as it was, without clipping."""
@@ -311,12 +357,19 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Compute one loss for each sample, in autocast's dtype where ``bf16`` is set; (B,)."""
         _refuse_packed(inputs)
-        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16):
+        with self._autocast():
             if self.losses_of is not None:
                 return self.losses_of(model, inputs)
-            return self._losses_of_labels(model, dict(inputs)).float()
+            _refuse_left_padding(inputs)
+            smoothing = self.args.label_smoothing_factor
+            return self._losses_of_labels(model, dict(inputs), smoothing).float()
 
-    def _losses_of_labels(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16)
+
+    def _losses_of_labels(
+        self, model: nn.Module, inputs: dict[str, Any], smoothing: float
+    ) -> Tensor:
         labels = inputs.pop("labels", None)
         if labels is None:
             raise ValueError("the inputs have no labels; give PrivateTrainer losses_of")
@@ -325,7 +378,6 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             if not is_causal:
                 raise ValueError(f"head {self.privacy.head} is for causal language models alone")
             keep = self.privacy.head == "kept"
-            smoothing = self.args.label_smoothing_factor
             options = {"keep": keep, "label_smoothing": smoothing, **inputs}
             return causal_lm_losses(model, options.pop("input_ids"), labels, **options)
         if getattr(self.model.config, "is_encoder_decoder", False):
@@ -333,9 +385,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             if prepare is not None and "decoder_input_ids" not in inputs:
                 inputs["decoder_input_ids"] = prepare(labels=labels)
         logits = model(**inputs).logits
-        return read_losses(
-            logits, labels, shifts=is_causal, smoothing=self.args.label_smoothing_factor
-        )
+        return read_losses(logits, labels, shifts=is_causal, smoothing=smoothing)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Multiply those of one token, which take long to find, by the tokens of all parts."""
@@ -362,7 +412,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             logs |= self._describe_norms()
             if self._epsilon_is_due():
                 start = time.monotonic()
-                logs["epsilon"] = round(self.spent.epsilon(), 4)
+                epsilon = self.spent.epsilon()
+                up = math.ceil(epsilon * 1e4) / 1e4 if math.isfinite(epsilon) else epsilon
+                logs["epsilon"] = up
                 self._told_at = time.monotonic()
                 self._telling_took_s = self._told_at - start
         super().log(logs, *inputs, **named)
@@ -395,8 +447,13 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return described
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
         assert self._steps is not None
+        if self._steps.handed != self.private_optimizer.steps:
+            raise RuntimeError(
+                "a checkpoint can be saved after a step alone, and here a batch was drawn whose "
+                "step was not taken: a resumed run would add its noise to other samples"
+            )
+        super()._save_optimizer_and_scheduler(output_dir)
         state = {
             "loader": self._steps.loader.state_dict(),
             "privacy": self.private_optimizer.state_dict()["privacy"],
@@ -425,6 +482,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self.lr_scheduler.load_state_dict(scheduler)
         assert self._steps is not None
         self._steps.loader.load_state_dict(state["loader"])
+        self._steps.handed = self.private_optimizer.steps
         self.spent.history = [tuple(one) for one in state["history"]]
         if self.private_optimizer.steps != self.state.global_step:
             raise ValueError(
@@ -450,7 +508,8 @@ def read_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: floa
     Raises:
         ValueError: The labels are no ids, or their shape is another one.
     """
-    if labels.shape != logits.shape[:-1] or labels.is_floating_point():
+    is_other = labels.shape != logits.shape[:-1] or labels.is_floating_point()
+    if is_other or logits.shape[-1] == 1:  # one output is a regression's
         raise ValueError(
             f"labels must be ids of shape {tuple(logits.shape[:-1])}, and are "
             f"{tuple(labels.shape)} {labels.dtype}; give PrivateTrainer losses_of"
@@ -462,7 +521,24 @@ def read_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: floa
 def _is_causal(model: nn.Module) -> bool:
     base = getattr(model, "get_base_model", None)
     inner = model if base is None else base()
-    return type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    return any(one.__name__ in known for one in type(inner).__mro__)
+
+
+def _refuse_left_padding(inputs: Mapping[str, Any]) -> None:
+    """Refuse samples whose positions would begin after the padding, as long as the longest says.
+
+    Raises:
+        ValueError: There are some.
+    """
+    mask = inputs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or "position_ids" in inputs:  # noqa: PLR2004
+        return
+    if (mask[:, :1] == 0).any():
+        raise ValueError(
+            "attention_mask begins with padding, so that a sample's positions depend on the "
+            "longest one beside it; pad on the right, or give position_ids"
+        )
 
 
 def _refuse_packed(inputs: Mapping[str, Any]) -> None:
@@ -475,8 +551,9 @@ def _refuse_packed(inputs: Mapping[str, Any]) -> None:
     if names:
         raise ValueError(f"{min(names)} is of packed samples; {_UNPACKED}")
     positions = inputs.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.dim() != 2:  # noqa: PLR2004
+    if not isinstance(positions, Tensor) or positions.dim() < 2:  # noqa: PLR2004
         return
+    positions = positions.reshape(-1, *positions.shape[-2:])[0]  # (3, B, T) for images among text
     mask = inputs.get("attention_mask")
     given = torch.ones_like(positions) if mask is None or mask.dim() != 2 else mask  # noqa: PLR2004
     is_pair = (given[:, 1:] != 0) & (given[:, :-1] != 0)
@@ -503,6 +580,14 @@ def refuse_arguments(args: Any, trainer: Any, *, is_sharded: bool) -> None:
             "its loss joins samples; use PrivacyArguments(head='chunked')",
         ),
         "auto_find_batch_size": (args.auto_find_batch_size, "it repeats steps"),
+        "enable_jit_checkpoint": (
+            getattr(args, "enable_jit_checkpoint", False),
+            "it saves within a batch; save_steps saves after one",
+        ),
+        "neftune_noise_alpha": (
+            args.neftune_noise_alpha is not None,
+            "its noise depends on the longest sample of a batch",
+        ),
         "deepspeed": (trainer.is_deepspeed_enabled, "it is not supported"),
         "fsdp": (
             bool(args.fsdp) or trainer.is_fsdp_enabled,
@@ -531,6 +616,10 @@ def refuse_arguments(args: Any, trainer: Any, *, is_sharded: bool) -> None:
             "training does not call it; use losses_of",
         ),
     }
+    kept = {"create_optimizer": PrivateTrainer, "get_train_dataloader": PrivateTrainer}
+    for name, owner in {**kept, "_get_train_sampler": Trainer}.items():
+        is_other = getattr(type(trainer), name) is not getattr(owner, name)
+        refused[name] = (is_other, "a subclass overrides it, and PrivateTrainer has its own")
     for name, (is_set, why) in refused.items():
         if is_set:
             raise ValueError(f"{name} is not allowed in private training: {why}")

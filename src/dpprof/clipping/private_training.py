@@ -84,9 +84,10 @@ class PrivateTraining:
             RuntimeError: A batch is not finished, or the model is another one.
             ValueError: The state is of other settings, as ``NoisyOptimizer.load_state_dict`` says.
         """
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.model.load_state_dict(state["model"])
+        # First what refuses other data: an optimizer that was loaded would repeat its noise.
         self.data_loader.load_state_dict(state["data_loader"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.spent.history = [tuple(one) for one in state["history"]]
         for device in self._devices:
             _set_state(device, state["random"][str(device)])

@@ -43,7 +43,8 @@ def suggest_max_grad_norm(
         data_is_public: True says that nobody's privacy depends on these samples.
 
     Raises:
-        ValueError: It is not said that the data are public, or no sample has a finite norm.
+        ValueError: It is not said that the data are public, no sample has a finite norm, or half
+            have a norm of zero.
         UnsupportedError: As of ``Clipping``.
 
     Example:
@@ -73,4 +74,6 @@ def suggest_max_grad_norm(
         raise ValueError("no sample has a gradient with a finite norm")
     shares = torch.tensor(_QUANTILES, dtype=torch.float64, device=norms.device)
     quantiles = dict(zip(_QUANTILES, torch.quantile(norms, shares).tolist(), strict=True))
+    if not quantiles[0.5]:
+        raise ValueError("half of the samples have a gradient of zero, which no bound suits")
     return SuggestedBound(quantiles[0.5], quantiles)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
 from dpprof.clipping.ranks import AddNoise, Ranks
-from dpprof.clipping.sums import add_to_grad, own_part
+from dpprof.clipping.sums import add_to_grad, dtype_of_sum, own_part
 from dpprof.spec.registry import UnsupportedError
 
 _reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
@@ -117,6 +117,11 @@ class Shards(Ranks):
     def add_to_shard(self, parameter: nn.Parameter, total: Tensor | None, bound: float) -> None:
         """Reduce a sum over all ranks' samples, and add this rank's shard of it to ``.grad``."""
         assert isinstance(parameter, DTensor)
+        if dtype_of_sum(parameter) != parameter.dtype:
+            raise RuntimeError(
+                f"a parameter under fully_shard became {parameter.dtype} after this clipping was "
+                "made, and its sum would be rounded before noise; convert the model before that"
+            )
         shard = self._reduce(parameter, total).to(parameter.dtype)
         summed = DTensor.from_local(
             shard,

@@ -10,9 +10,12 @@ from torch import Tensor, nn
 _MARK = "_clipped"
 
 
-def _version(gradient: Tensor) -> tuple[int, int]:
-    """Return the version of a gradient, and of this rank's shard where it is a ``DTensor``."""
-    return gradient._version, own_part(gradient)._version  # noqa: SLF001
+def _version(gradient: Tensor) -> tuple[int, int, torch.dtype]:
+    """Return a gradient's version, that of this rank's shard of a ``DTensor``, and the dtype.
+
+    Converting a module writes ``.grad.data``, which leaves versions as they are.
+    """
+    return gradient._version, own_part(gradient)._version, gradient.dtype  # noqa: SLF001
 
 
 def own_part(gradient: Tensor) -> Tensor:

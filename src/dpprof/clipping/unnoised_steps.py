@@ -12,6 +12,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dpprof.clipping.sums import bound_of
 
+AWAITS_NOISE = "_awaits_noise"
+"""Set on every parameter whose clipping has a ``NoisyOptimizer``."""
+
 
 @functools.cache
 def refuse_unnoised_steps() -> None:
@@ -20,15 +23,15 @@ def refuse_unnoised_steps() -> None:
 
 
 def refuse_clipped_sums(optimizer: Optimizer, *_: Any) -> None:
-    """Refuse an optimizer's step if a parameter of a ``NoisyOptimizer`` has a sum without noise.
+    """Refuse an optimizer's step if a parameter has a sum that a ``NoisyOptimizer`` adds noise to.
 
     Raises:
         RuntimeError: One has.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            is_noisy = hasattr(parameter, "summed_grad")  # which a NoisyOptimizer gives it
-            if is_noisy and parameter.grad is not None and bound_of(parameter.grad) is not None:
+            awaits_noise = getattr(parameter, AWAITS_NOISE, False)
+            if awaits_noise and parameter.grad is not None and bound_of(parameter.grad) is not None:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} was asked to step on gradients without noise; "
                     "call step() of the NoisyOptimizer of these parameters, and of no other"
