@@ -168,3 +168,8 @@ def test_examples_run(name, tmp_path, monkeypatch) -> None:
 
     assert test.examples
     assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def test_what_is_no_result_cannot_be_explained() -> None:
+    with pytest.raises(dpprof.InputError, match="1 is no result: give a file, or what estimate"):
+        dpprof.explain(1, 2)

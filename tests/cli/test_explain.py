@@ -153,7 +153,7 @@ def test_a_copy_needs_the_same(a, tmp_path, capsys) -> None:
 
 
 WRONG = {
-    "no such file": (["nowhere.json"], r"error: \[Errno 2\] .*'nowhere.json'"),
+    "no such file": (["nowhere.json"], r"error: nowhere\.json: there is no such file; .*"),
     "a folder": (["."], r"error: \.: .*\(it is not a file\)"),
     "an empty path": ([""], r".*'' is not allowed; it must be a path"),
     "no lines": (["{b}", "--top", "0"], r".*'0' is not allowed; it must be 1, 2, 3 \.\.\."),

@@ -104,7 +104,12 @@ def explain(a: Peak, b: Peak) -> Explained:
 def _find(peak: Peak) -> Result:
     if isinstance(peak, str | Path):
         return read(Path(peak))
-    return peak.result if isinstance(peak, Predicted) else peak
+    found = peak.result if isinstance(peak, Predicted) else peak
+    if not isinstance(found, Result):
+        raise InputError(
+            f"{found!r} is no result: give a file, or what estimate or capacity returned"
+        )
+    return found
 
 
 def read(file: Path) -> Result:
@@ -114,6 +119,8 @@ def read(file: Path) -> Result:
         InputError: It is no such result; the message names the file.
         OSError: The file cannot be read.
     """
+    if not file.exists():
+        raise InputError(f"{file}: there is no such file; name the JSON file of a result")
     try:
         result = read_result(file)
         list_holdings(result)

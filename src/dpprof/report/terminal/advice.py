@@ -15,22 +15,17 @@ from dpprof.system.numbers import three_digits
 
 _SIZES = ("largest batch", "peak", "safe batch")
 
-
 _SPEED = "tokens/s"
-
 
 _FIGURES = (*_SIZES, _SPEED, "90 % interval", "FLOPs x")
 
-
 _MIB = 2**20
-
 
 _SAFE = {
     False: "the allocator never has to release its cache to find room",
     True: "a tenth of the memory is left",
 }
 """What a safe batch is, by whether a share of the memory is left."""
-
 
 _LARGE_SHARE = 0.1
 """Of a component that is said to bind."""
