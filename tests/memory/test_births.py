@@ -8,8 +8,9 @@ from memory_steps import keep, keep_once
 from torch import Tensor, nn
 
 from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.noise import draw_key, draw_secure_noise
+from dpprof.clipping.noise import draw_derived_noise, draw_key, draw_secure_noise
 from dpprof.memory.recorder import Recorder
+from dpprof.norms.normal_numbers import KEY_WORDS
 from dpprof.records.births import MARKED, allocates, codes_of, components_by_code
 from dpprof.records.terms import COMPONENTS
 from dpprof.spec import registry
@@ -31,7 +32,8 @@ def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
     seen = {storage.code for step in steps for storage in step._storages}
     with Recorder(is_there=lambda *_: True) as recorder:  # no method has a secure mode
         draw_secure_noise(1.0, torch.zeros(2), None)
-        draw_key(torch.device("cpu"), None)  # a GPU does
+        key = draw_key(torch.device("cpu"), None, KEY_WORDS)  # for sums larger than a tiny model's
+        draw_derived_noise(1.0, torch.zeros(2), key, 0)
         convolution = nn.Conv2d(64, 64, 3)  # no method's model has one
         clipping = BookKeeping(convolution, 1.0)
         clipping.backward(convolution(torch.ones(2, 64, 4, 4)).sum((1, 2, 3)))
