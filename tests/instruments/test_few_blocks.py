@@ -19,19 +19,14 @@ HUGGING_FACE = ("gpt2", "llama", "qwen2", "mistral", "gpt-neox", "opt", "phi", "
 ON_THIS_CPU = {"device": "cpu", "target": "cpu"}
 FIRST = (
     {"method": "standard", "checkpointing": "reentrant"},
-    {"method": "flash-bk", "dtype": "bfloat16", "seq_len": 48},
-    {"method": "flash", "optimizer": "sgd", "target": "a100"},
+    {"method": "flash-bk", "dtype": "bfloat16", "seq_len": 48, "execution": "graph"},
     {"method": "microbatch", "batch_size": 3},
     {"method": "per-layer", "target": "l40s"},
     {"method": "opacus-hooks", "attention": "opacus"},
     {"method": "flash-bk", "device": "cpu", "target": "cpu", "batch_size": 1},
-    {"method": "opacus-functorch"},
     {"method": "opacus-fast-gradient-clipping", "parallel": "kind=ddp,world_size=4"},
     {"method": "flash-bk", "parallel": "kind=fsdp,world_size=8", "dtype": "bfloat16"},
-    {"method": "standard", "hf": "llama", "checkpointing": "non-reentrant"},
-    {"method": "opacus-hooks", "hf": "gpt2"},
     {"method": "flash", "hf": "qwen2", "batch_size": 9, "optimizer": "adamw-fused"},
-    {"method": "flash-bk", "execution": "graph"},
     {"method": "flash-bk", "hf": "gpt-neox", "lora": "rank=2", "head": "chunked"},
 )
 """Every way in which the records of different experiments differ, at least once."""
