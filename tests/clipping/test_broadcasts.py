@@ -289,6 +289,11 @@ REFUSED = {
         lambda m, x: checkpoint(lambda x: x + m.own, x, use_reentrant=True),
         "own was used outside of its layer",
     ),
+    "multiplied in a part that is checkpointed": (
+        (D,),
+        lambda m, x: checkpoint(lambda x: x * m.own, x, use_reentrant=False),
+        "own enters for all samples inside of a checkpoint, by an operator whose operands",
+    ),
     "there and elsewhere": (
         (1, T, D),
         lambda m, x: checkpoint(lambda x: x + m.own, x + m.own, use_reentrant=True),

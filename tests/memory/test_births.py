@@ -8,7 +8,10 @@ from memory_steps import keep, keep_once
 from torch import Tensor, nn
 
 from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.contributions import SampleGradients
+from dpprof.clipping.engine import sum_whole
 from dpprof.clipping.noise import draw_key, draw_secure_noise
+from dpprof.clipping.shards import make_buffer
 from dpprof.memory.recorder import Recorder
 from dpprof.records.births import MARKED, allocates, codes_of, components_by_code
 from dpprof.records.terms import COMPONENTS
@@ -32,6 +35,8 @@ def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
     with Recorder(is_there=lambda *_: True) as recorder:  # no method has a secure mode
         draw_secure_noise(1.0, torch.zeros(2), None)
         draw_key(torch.device("cpu"), None)  # a GPU does
+        sum_whole(SampleGradients(torch.ones(2, 3)), torch.ones(2))  # ranks with shards do
+        make_buffer(torch.ones(2), 2, 3)
         convolution = nn.Conv2d(64, 64, 3)  # no method's model has one
         clipping = BookKeeping(convolution, 1.0)
         clipping.backward(convolution(torch.ones(2, 64, 4, 4)).sum((1, 2, 3)))
