@@ -2,8 +2,6 @@
 
 import io
 import weakref
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from parallel_training import (
     distribute,
     draw_data,
     losses_of,
+    make_mesh,
     named,
     train,
     whole,
@@ -25,12 +24,15 @@ from small_models import Small, draw
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
 from dpprof.clipping import shards
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.ranks import distinct_part
+from dpprof.flops.collectives import COLLECTIVES
 from dpprof.system.substitutes import substitute
 
 SIGMA, EXPECTED = 2.0, 4
@@ -71,8 +73,9 @@ def distribute_wide(make: type[Wide], kind: str) -> nn.Module:
     model = make()
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
-    fully_shard(model.blocks[0])
-    return fully_shard(model)
+    mesh = make_mesh(kind)
+    fully_shard(model.blocks[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def draw_noise(kind: str, *, seeded: bool) -> tuple[list[Tensor], int]:
@@ -106,34 +109,63 @@ def mix_samples(case: Case, counts: tuple[int, ...]) -> None:
     clipping.backward(model(torch.randn(counts[rank()], 100)))
 
 
-def count_collectives(case: Case, parts: Parts) -> tuple[Counter[str], int]:
-    """Count this clipping's collectives in a step; and the trained parameters."""
-    counts: Counter[str] = Counter()
-    sums: list[weakref.ref[Tensor]] = []
+class Collectives(TorchDispatchMode):
+    """Records the collectives that run within, and how many elements each was given."""
 
-    def counted(owner: Any, function: str, name: str) -> Callable[..., Any]:
-        original = getattr(owner, function)
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
 
-        def count(*arguments: Any, **named: Any) -> Any:
-            counts[name] += 1
-            if name == "reduce-scatter":
-                assert not any(one() is not None for one in sums), "a whole sum was not freed"
-                sums.append(weakref.ref(arguments[1]))
-            return original(*arguments, **named)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and note a collective."""
+        name = COLLECTIVES.get(func._opname) if func.namespace == "c10d" else None
+        if name is not None:
+            given = [one for one in tree_leaves(args) if isinstance(one, Tensor)]
+            self.calls.append((name, max(one.numel() for one in given)))
+        return func(*args, **(kwargs or {}))
 
-        return count
 
-    model, clipping, optimizer = prepare(case)
-    scatter = "_reduce_scatter"
-    with (
-        substitute(distributed, "all_reduce", counted(distributed, "all_reduce", "all-reduce")),
-        substitute(shards, scatter, counted(shards, scatter, "reduce-scatter")),
-    ):
-        for at, samples in enumerate(parts):
-            optimizer.signal_skip_step(at < len(parts) - 1)
-            clipping.backward(losses_of(model, case, samples))
-            optimizer.step()
-            optimizer.zero_grad()
+def record_collectives(case: Case, parts: Parts) -> tuple[list[Any], list[Any]]:
+    """Record the collectives of an ordinary step, and of a private one on a batch in parts.
+
+    Both are third ones: before, DDP plans its buckets, small ones here, and ranks verify a batch.
+    """
+    options = {"bucket_cap_mb": 0.004} if case.kind == "ddp" else {}
+    with substitute(distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1000):
+        found = [*_record_collectives(case, parts, options)]
+    return found[0], found[1]
+
+
+def _record_collectives(case: Case, parts: Parts, options: dict[str, Any]) -> list[list[Any]]:
+    ordinary = distribute(build(case), case, **options)
+    private, clipping, optimizer = prepare(case, distribute(build(case), case, **options))
+    for _ in range(3):
+        with Collectives() as of_ordinary:
+            losses_of(ordinary, case, [rank()]).sum().backward()
+        ordinary.zero_grad()
+        with Collectives() as of_private:
+            for at, samples in enumerate(parts):
+                optimizer.signal_skip_step(at < len(parts) - 1)
+                clipping.backward(losses_of(private, case, samples))
+                optimizer.step()
+                optimizer.zero_grad()
+    return [of_ordinary.calls, of_private.calls]
+
+
+def hold_one_sum(case: Case) -> tuple[list[int], int]:
+    """Count the whole sums that are there whenever one is copied to be reduced; and all sums."""
+    model, clipping, _ = prepare(case)
+    there: list[weakref.ref[Tensor]] = []
+    counts = []
+
+    def write(part: Any, summed: Tensor, *arguments: Any, **named: Any) -> None:
+        there.append(weakref.ref(summed))
+        counts.append(sum(one() is not None for one in there))
+        original(part, summed, *arguments, **named)
+
+    original = shards._write
+    with substitute(shards, "_write", write):
+        clipping.backward(losses_of(model, case, [0, 1]))
     return counts, len(list(model.parameters()))
 
 

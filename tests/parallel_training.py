@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -104,10 +104,19 @@ def distribute(model: nn.Module, case: Case, **options: Any) -> nn.Module:
     """Let all ranks train a model."""
     if case.kind == "ddp":
         return nn.parallel.DistributedDataParallel(model, **options)
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    mesh = make_mesh(case.kind)
     for block in find_blocks(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=case.reshard, **options)
     return fully_shard(model, mesh=mesh, reshard_after_forward=case.reshard, **options)
+
+
+def make_mesh(kind: str) -> DeviceMesh:
+    """Return all ranks as a mesh of shards, or of two replicas of shards."""
+    size = distributed.get_world_size()
+    if kind == "hsdp":
+        names = ("replicas", "shards")
+        return init_device_mesh("cpu", (2, size // 2), mesh_dim_names=names)
+    return init_device_mesh("cpu", (size,))
 
 
 def draw_data() -> tuple[Tensor, Tensor]:
@@ -180,8 +189,11 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor.clone()
     shards: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(shards, tensor.to_local())
-    (placement,) = tensor.placements
-    return torch.cat(shards, placement.dim)
+    *_, placement = tensor.placements
+    replicas = tensor.device_mesh.mesh.view(-1, tensor.device_mesh.shape[-1]).tolist()
+    found = [torch.cat([shards[rank] for rank in ranks], placement.dim) for ranks in replicas]
+    assert all(torch.equal(one, found[0]) for one in found), "replicas differ"
+    return found[0]
 
 
 def train_ranks(case: Case, steps: list[list[Parts]]) -> Trained:

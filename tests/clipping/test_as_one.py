@@ -5,13 +5,12 @@ Shape legend: B samples, T tokens, D width.
 
 import pytest
 import torch
-from small_models import FLAT, assert_exact, is_clear
+from small_models import FLAT, assert_exact, assert_exact_by_layer, is_clear
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.spec.registry import UnsupportedError
 
 B, T, D, EXPERTS = 3, 4, 6, 3
@@ -190,7 +189,10 @@ def test_a_declared_module_runs_as_one_layer(names, way) -> None:
     clipping.remove()
 
     declared = lambda *arguments: way(*arguments, as_one=names)  # noqa: E731
-    assert_exact(declared, model, (x,), bound=0.5)
+    assert_exact(declared, model, (x,), bound=0.5).remove()
+    model.zero_grad()
+    clipping = assert_exact_by_layer(model, (x,), model.losses, bound=0.1, as_one=names)
+    assert len(clipping.groups) == 3
 
 
 def test_checkpointing_needs_a_declaration() -> None:
@@ -205,11 +207,25 @@ def test_checkpointing_needs_a_declaration() -> None:
     assert_exact(declared, model, (x,), bound=0.5)
 
 
-def test_names_that_fit_nothing_and_other_ways_to_clip_are_refused() -> None:
+USED_TWICE = ("twice", "what a rule sees", "what a rule sees, checkpointed")
+"""What per-layer clipping refuses."""
+
+
+@pytest.mark.parametrize("samples", [1, B, T])
+@pytest.mark.parametrize("what", [one for one in EXACT if one not in USED_TWICE])
+def test_per_layer_clipping_clips_such_a_module_as_a_layer(what, samples) -> None:
+    torch.manual_seed(0)
+    model = EXACT[what]()
+    clipping = assert_exact_by_layer(model, (draw(samples),), model.losses, bound=0.1)
+
+    assert clipping.sample_norms.shape == (samples, len(clipping.groups))
+    own = [set(parameters) for parameters, _ in clipping.groups]
+    assert sum(map(len, own)) == len(list(model.parameters()))
+
+
+def test_names_that_fit_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"as_one has 'insde', which no module"):
         BookKeeping(Between(Product()), 0.5, as_one=["insde"])
-    with pytest.raises(UnsupportedError, match="as_one works neither"):
-        PerLayerClipping(Between(nn.Linear(D, D)), 0.5, as_one=["inside"])
 
 
 class Cache:

@@ -6,12 +6,12 @@ import peft
 import pytest
 import torch
 import transformers
-from small_models import FLAT, assert_exact, gradients, private
+from small_models import FLAT, assert_exact, assert_exact_by_layer, gradients, private
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping import BookKeeping, PerLayerClipping
+from dpprof.clipping import BookKeeping
 from dpprof.spec.registry import UnsupportedError
 
 B, T, D, V = 4, 7, 8, 50
@@ -289,6 +289,11 @@ REFUSED = {
         lambda m, x: checkpoint(lambda x: x + m.own, x, use_reentrant=True),
         "own was used outside of its layer",
     ),
+    "multiplied in a part that is checkpointed": (
+        (D,),
+        lambda m, x: checkpoint(lambda x: x * m.own, x, use_reentrant=False),
+        "own enters for all samples inside of a checkpoint, by an operator whose operands",
+    ),
     "there and elsewhere": (
         (1, T, D),
         lambda m, x: checkpoint(lambda x: x + m.own, x + m.own, use_reentrant=True),
@@ -320,9 +325,27 @@ def test_what_is_not_found_is_refused_by_name(what, way) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_per_layer_clipping_refuses_parameters_beside_layers() -> None:
-    with pytest.raises(UnsupportedError, match="own belongs to a module that no rule runs"):
-        PerLayerClipping(Model(*FORMS["added"]), 0.5)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [one for one in MODELS if "ImageClassification" in one])
+def test_models_are_exact_by_layer(name) -> None:
+    model = build(name)
+    side = model.config.image_size
+    images = torch.randn(B, 3, side, side).double()
+    run = functools.partial(losses_of, model)
+    assert_exact_by_layer(model, (images,), run, bound=0.5, tolerance=1e-8)
+
+
+@pytest.mark.parametrize("samples", [B, T])
+@pytest.mark.parametrize("form", FORMS)
+def test_per_layer_clipping_clips_a_parameter_beside_layers_by_itself(form, samples) -> None:
+    torch.manual_seed(0)
+    model = Model(*FORMS[form])
+    x = torch.randn(samples, T, D, dtype=torch.float64)
+
+    clipping = assert_exact_by_layer(model, (x,), model.losses, bound=0.01)
+    layers = [own for own, _ in clipping.groups if any(one is model.own for one in own)]
+    assert len(layers) == 1
+    assert len(layers[0]) in (1, len(list(model.parameters())))  # where the model runs as one layer
 
 
 def test_an_axis_that_becomes_as_long_as_the_batch_is_looked_at_again() -> None:

@@ -18,6 +18,7 @@ from dpprof.spec.registry import UnsupportedError
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 KINDS_OF_RANKS = ["ddp", "fsdp"]
+EVERY_KIND = [*KINDS_OF_RANKS, "hsdp"]
 UNEVEN = {
     2: [[[[0, 1, 2]], [[3]]], [[[]], [[4, 5]]], [[[6]], [[]]], [[[]], [[]]]],
     4: [[[[0, 1]], [[2]], [[]], [[3, 4, 5]]], [[[]], [[]], [[6]], [[]]]],
@@ -39,8 +40,10 @@ QUICK = [
     (2, Case("ours", "flash-bk", "fsdp", tied=True, head="kept"), UNEVEN),
     (2, Case("ours", "flash", "ddp", head="chunked"), UNEVEN),
     (2, Case("beside", "flash-bk", "ddp"), UNEVEN),
+    (2, Case("beside", "flash", "fsdp"), UNEVEN),
     (2, Case("ours", "flash", "fsdp", stability=0.01), IN_PARTS),
     (2, Case("ours", "flash-bk", "ddp", stability=0.01), UNEVEN),
+    (2, Case("ours", "flash-bk", "hsdp", tied=True, checkpointing=True), IN_PARTS),
 ]
 EVERY = [
     (size, Case(model, way, kind, tied, checkpointing, reshard), steps)
@@ -61,9 +64,17 @@ EVERY += [
     for head in (("kept",) if kind == "fsdp" else ("chunked", "kept"))
 ]
 EVERY += [
-    (2, Case(model, way, "ddp", checkpointing=checkpointing), IN_PARTS)
+    (size, Case("llama", way, "hsdp", tied, checkpointing), steps)
+    for size in (2, 4)
+    for way in WAYS
+    for tied, checkpointing in itertools.product((False, True), repeat=2)
+    for steps in (UNEVEN, IN_PARTS)
+]
+EVERY += [
+    (2, Case(model, way, kind, checkpointing=checkpointing), IN_PARTS)
     for model in ("beside", "bert")
     for way in WAYS
+    for kind in EVERY_KIND
     for checkpointing in (False, True)
 ]
 
@@ -127,7 +138,7 @@ def test_parameters_may_be_sharded_by_another_axis(pools, way) -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS_OF_RANKS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_each_element_gets_noise_once_and_no_two_ranks_draw_the_same(pools, kind, size) -> None:
     ranks = pools[size].compute(parallel_cases.draw_noise, kind, seeded=size == 2)
 
@@ -188,18 +199,48 @@ def test_seeds_of_ranks_differ_where_a_generator_of_the_cpu_looks() -> None:
         assert len({seed_of_rank(base, rank) % 2**32 for rank in range(5000)}) == 5000
 
 
+def by_name(calls: list[tuple[str, int]]) -> dict[str, tuple[int, int]]:
+    """Return how many collectives of a name there are, and of how many elements in all."""
+    sizes = {name: [n for other, n in calls if other == name] for name, _ in calls}
+    return {name: (len(found), sum(found)) for name, found in sizes.items()}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_as_many_collectives_as_in_ordinary_training_and_one_for_what_ranks_agree_on(
+    pools, kind, size
+) -> None:
+    case = Case("ours", "flash-bk", kind, tied=True)
+    for ordinary, private in pools[size].compute(parallel_cases.record_collectives, case, [[0, 1]]):
+        compared = [one for one in private if one[0] == "all-gather" and one[1] < 50]
+        assert len(compared) == (2 if kind == "hsdp" else 1)  # on each axis of the mesh
+        for one in compared:
+            private.remove(one)
+        found, expected = by_name(private), by_name(ordinary)
+        assert {name: calls for name, (calls, _) in found.items()} == {
+            name: calls for name, (calls, _) in expected.items()
+        }
+        for name, (_, elements) in expected.items():  # replicas add up no padding of shards
+            assert 0.9 * elements < found[name][1] <= elements
+        assert len(ordinary) >= 3
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("kind", "what"), [("ddp", "all-reduce"), ("fsdp", "reduce-scatter")])
 def test_a_batch_in_parts_is_reduced_once(pools, kind, what, way) -> None:
     case = Case("ours", way, kind, tied=True)
-    for counts, parameters in pools[2].compute(
-        parallel_cases.count_collectives, case, [[0, 1], [2], []]
+    for ordinary, private in pools[2].compute(
+        parallel_cases.record_collectives, case, [[0, 1], [2], []]
     ):
-        # Under FSDP ranks tell each other what they found on the first batch.
-        assert counts == {what: parameters} | ({"all-reduce": 2} if kind == "fsdp" else {})
+        assert by_name(private)[what] == by_name(ordinary)[what]
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_RANKS)
+def test_one_whole_sum_is_there_at_a_time(pools) -> None:
+    for counts, parameters in pools[2].compute(parallel_cases.hold_one_sum, Case()):
+        assert counts == [1] * parameters
+
+
+@pytest.mark.parametrize("kind", [*KINDS_OF_RANKS, pytest.param("hsdp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("change", "told"),
     [

@@ -8,7 +8,8 @@ from small_models import FLAT, is_clear, private, squares
 from torch import nn
 from torch.distributed import destroy_process_group
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
@@ -81,21 +82,20 @@ def with_ignored() -> nn.Module:
     return fully_shard(model, ignored_params={model.last.weight})
 
 
-def replicas_of_shards() -> nn.Module:
-    names = {"mesh_dim_names": ("replicas", "shards")}
-    return sharded(mesh=init_device_mesh("cpu", (1, 1), **names))
+def replicas_of_shards() -> DeviceMesh:
+    return init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))
+
+
+def part_replicated() -> nn.Module:
+    model = Small()
+    fully_shard(model.first, mesh=init_device_mesh("cpu", (1,)))
+    return fully_shard(model, mesh=replicas_of_shards())
 
 
 def part_sharded() -> nn.Module:
     model = Small()
     fully_shard(model.first)
     return model
-
-
-def with_scale() -> nn.Module:
-    model = Small()
-    model.scale = nn.Parameter(torch.ones(2))
-    return fully_shard(model)
 
 
 def quantised_and_sharded() -> nn.Module:
@@ -111,11 +111,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
         "with CPUOffloadPolicy does not work",
     ),
-    "HSDP": (replicas_of_shards, r"with a mesh of two axes, or replicas \(HSDP\)"),
+    "replicas alone": (
+        lambda: replicate_with_fsdp(Small(), mesh=replicas_of_shards()["replicas"]),
+        "with a mesh that is not of ranks with shards",
+    ),
+    "two meshes": (part_replicated, "fully_shard over several meshes of ranks"),
     "tensor parallel": (tensor_parallel, "that is not fully_shard's"),
     "tensor parallel and sharded": (tensor_parallel_and_sharded, "tensor-parallel parameters"),
     "ignored parameters": (with_ignored, r"last\.weight is trained and not sharded"),
-    "a parameter beside layers": (with_scale, "cannot be clipped under fully_shard yet"),
     "quantised": (quantised_and_sharded, "Linear4bit loses the scales of its weight under fully"),
     "part": (part_sharded, r"last\.weight is trained and not sharded"),
     "FSDP1": (
@@ -216,8 +219,6 @@ def test_a_sharded_model_that_was_converted_to_16_bits_later() -> None:
 
 
 def test_per_layer_clipping_and_check() -> None:
-    with pytest.raises(UnsupportedError, match="as_one works neither under fully_shard nor with"):
-        BookKeeping(sharded(), 1.0, as_one=["first"])
     with pytest.raises(UnsupportedError, match="per-layer clipping does not work with several"):
         PerLayerClipping(sharded(), 1.0)
     with pytest.raises(ValueError, match="check the model before fully_shard"):
@@ -288,3 +289,25 @@ def test_ddp_communicates_where_its_clipping_could_not_be_made() -> None:
     with pytest.raises(UnsupportedError, match="mixes samples"):
         BookKeeping(model, 1.0)
     assert model.require_backward_grad_sync
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda one: setattr(one, "noise_multiplier", 0.1), "noise_multiplier changed after"),
+        (lambda one: setattr(one, "expected_batch_size", 9), "expected_batch_size changed after"),
+        (lambda one: one.generator.manual_seed(1), "the seed of the noise changed after"),
+    ],
+)
+def test_a_setting_that_changes_between_backward_and_step(change, told) -> None:
+    """The ranks compared it in backward, so that a step has no collective of its own."""
+    model = sharded()
+    clipping = BookKeeping(model, 1.0)
+    generator = torch.Generator().manual_seed(5)
+    optimizer = private(clipping, model, noise_multiplier=1.0, generator=generator)
+    clipping.backward(squares(model, X))
+    change(optimizer)
+    before = [p.to_local().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=told):
+        optimizer.step()
+    assert all(map(torch.equal, before, (p.to_local() for p in model.parameters())))

@@ -6,9 +6,9 @@ for all samples (``broadcasts``), or multiply by ``functional.linear``, the laye
 their rules, which is cheaper. Otherwise the module as a whole runs as a layer without a rule.
 
 Its first forward decides: the graph of what it returned shows each use of its parameters. What was
-decided wrongly, because a later forward uses them otherwise, is refused in backward. ``as_one`` of
-``Clipping`` declares it for modules that nothing shows, such as those that give their layers tokens
-in the order of experts.
+decided wrongly, because a later forward uses them otherwise, is refused in backward. Under
+``fully_shard`` ranks decide together. ``as_one`` of ``Clipping`` declares it for modules that
+nothing shows, such as those that give their layers tokens in the order of experts.
 """
 
 import fnmatch
@@ -22,13 +22,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from dpprof.clipping.broadcasts import LOSSES, OF_ONE, follow
+from dpprof.clipping.broadcasts import LOSSES, follow
 from dpprof.clipping.coverage import trained_in
 from dpprof.clipping.graph import nodes_behind
 from dpprof.clipping.layers import Receive, multiply
 from dpprof.clipping.layers_without_rule import run_any_layer, versions_of
 from dpprof.clipping.patching import PatchedLayer, unpatch_layer
 from dpprof.clipping.quantized_layers import is_quantized
+from dpprof.clipping.ranks import Ranks, is_sharded_alone
 from dpprof.clipping.rules import Found
 from dpprof.clipping.sample_major import find_users
 from dpprof.spec.registry import UnsupportedError
@@ -43,13 +44,20 @@ class Choice:
         module: The module.
         name: Its name in the model.
         is_one: Whether it runs as one layer; None where its first forward shows it.
+        ranks: Run the module together.
+
+    Raises:
+        UnsupportedError: It is to run as one layer and cannot.
     """
 
-    def __init__(self, module: nn.Module, name: str, *, is_one: bool | None) -> None:
-        self._module, self._name = module, name
+    def __init__(self, module: nn.Module, name: str, *, is_one: bool | None, ranks: Ranks) -> None:
+        self._module, self._name, self._ranks = module, name, ranks
         self.is_one = is_one
         self.inside = {one for one in module.modules() if one is not module}
         """The modules in it."""
+
+        if is_one:
+            self._refuse_shards_inside()
 
         self.ruled: Collection[nn.Parameter] = ()
         """Parameters of layers that have a rule."""
@@ -79,7 +87,16 @@ class Choice:
                 return self._run_as_one(layer, receive, *inputs, **named)
         return returned
 
+    def _refuse_shards_inside(self) -> None:
+        if any(map(is_sharded_alone, self.inside)):
+            raise UnsupportedError(
+                f"{self._name} runs as one layer, and fully_shard shards modules in it by "
+                "themselves, whose parameters are not there where it runs again; shard it whole, "
+                "or with more around it"
+            )
+
     def _run_as_one(self, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any) -> Any:
+        self._refuse_shards_inside()
         held = next(filter(is_quantized, layer.modules()), None)
         if held is not None:  # whose product torch.func cannot transform
             raise UnsupportedError(
@@ -101,15 +118,23 @@ class Choice:
         until = {one.grad_fn for one in given if one.grad_fn is not None}
         nodes = list(nodes_behind(*returned, until=until))
         users = find_users(nodes)
-        trained = {p for p in self._module.parameters() if p.requires_grad}
-        uses = [one for one in nodes if getattr(one, "variable", None) in trained]
+        own = self._ranks.own
+        trained = {own(p) for p in self._module.parameters() if p.requires_grad}
+        leaves = [one for one in nodes if hasattr(one, "variable")]
+        uses = [one for one in leaves if own(one.variable) in trained]
         if uses:
-            self.is_one = any(self._is_unseen(one, users) for one in uses)
+            is_one = any(self._is_unseen(one, users) for one in uses)
+            # One sample alone, as on a rank without any, does not show what enters for all.
+            shows = any(len(one) > 1 for one in given if one.dim())
+            has_one, any_shows = self._ranks.any(is_one and shows, shows)
+            self.is_one = has_one if any_shows else is_one
 
     def _is_unseen(self, leaf: Any, users: Mapping[Any, list[tuple[Any, int]]]) -> bool:
         """Tell whether a parameter is used otherwise than by its rule, or for all samples."""
-        entries, others = follow(leaf, users, OF_ONE, 0, lambda _: True)
-        return bool(others - {LOSSES}) or (bool(entries) and leaf.variable in self.ruled)
+        entries, others = follow(leaf, users, 0, lambda _: True)
+        return bool(others - {LOSSES}) or (
+            bool(entries) and self._ranks.own(leaf.variable) in self.ruled
+        )
 
 
 def _tensors_in(values: Any) -> list[Tensor]:
@@ -143,7 +168,10 @@ class _LinearSeen(TorchFunctionMode):
 
 
 def find_choices(
-    model: nn.Module, rules: dict[nn.Module, Found], declared: Collection[str]
+    model: nn.Module,
+    rules: dict[nn.Module, Found],
+    declared: Collection[str],
+    ranks: Ranks,
 ) -> dict[nn.Module, Choice]:
     """Find the modules that may have to run as one layer, and those that are declared to.
 
@@ -152,8 +180,10 @@ def find_choices(
         rules: The rule of each layer; those of layers that turn out to be such modules, or to
             belong to one alone, are taken out.
         declared: Names of modules, with wildcards.
+        ranks: Run the model together.
 
     Raises:
+        UnsupportedError: A declared module cannot run as one layer.
         ValueError: A name fits no module.
     """
     names = {module: name for name, module in model.named_modules()}
@@ -164,13 +194,13 @@ def find_choices(
             raise ValueError(f"as_one has {pattern!r}, which no module of the model is named")
         for module in fitting:
             rules.pop(module, None)
-            choices[module] = Choice(module, names[module], is_one=True)
+            choices[module] = Choice(module, names[module], is_one=True, ranks=ranks)
     modules = dict(model.named_modules(remove_duplicate=False))
-    ruled = {p for layer in rules for p in trained_in(layer).values()}
+    ruled = {ranks.own(p) for layer in rules for p in trained_in(layer).values()}
     for name, module in modules.items():
         owner = _find_owner(module, [modules[one] for one in _enclosing(name)], rules)
         if owner is not None and "forward" not in vars(owner):
-            choices.setdefault(owner, Choice(owner, names[owner], is_one=None))
+            choices.setdefault(owner, Choice(owner, names[owner], is_one=None, ranks=ranks))
     for choice in choices.values():
         choice.ruled = ruled
     return choices

@@ -87,15 +87,17 @@ class BookKeeping(Clipping):
             self._add_vectors_to_grad(on_device, factors_B)
 
     def _reduce_kept(self, factors_B: Tensor) -> None:
-        """Compute and reduce sums in the order of backward, which all ranks share."""
+        """Compute and reduce sums, group by group."""
         kept: dict[nn.Parameter, list[Kept]] = defaultdict(list)
         while self._kept:
             parameter, contribution = self._kept.pop()
             kept[parameter].append(contribution)
-        for parameter in self.shard_sums.order:
+
+        def compute(parameter: nn.Parameter) -> None:
             for contribution in kept.pop(parameter, ()):
                 self._sum(parameter, contribution, factors_B)
-            self.shard_sums.close(parameter)
+
+        self.shard_sums.close_all(compute)
 
     def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
         for tensor in _exposed(contribution):

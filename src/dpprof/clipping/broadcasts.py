@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import _Holder
 
 from dpprof.clipping.sample_major import SampleMajor, kind_of, shape_of
 from dpprof.norms.tiles import accumulator_of
 from dpprof.spec.registry import UnsupportedError
 
-OF_ONE = {
+_OF_ONE = {
     *("Abs", "Cos", "Cumsum", "Exp", "Expm1", "Gelu", "Log", "Log1P", "LogSoftmax", "Mean", "Neg"),
     *("Pow", "Reciprocal", "Relu", "Rsqrt", "Rsub", "Sigmoid", "Silu", "Sin", "Softmax"),
     *("Softplus", "Sqrt", "Sum", "Tanh"),
@@ -136,9 +137,6 @@ class Broadcasts:
         nodes: Those behind the losses.
         samples: How many losses there are.
         leaves: Parameters that no layer's rule runs.
-        may_expand: Whether a value may be expanded along other axes before it gets a batch axis.
-            With as many entries there as samples that looks like a batch axis, so the batch has to
-            be verified (``ways``).
         name_of: Names a parameter.
         layout: Tells where samples come first.
 
@@ -153,11 +151,8 @@ class Broadcasts:
         leaves: Collection[nn.Parameter],
         name_of: Callable[[nn.Parameter], str],
         layout: SampleMajor,
-        *,
-        may_expand: bool = True,
     ) -> None:
         self._layout = layout
-        self._moving = OF_ONE if may_expand else OF_ONE - {"Expand"}
         self.of: dict[nn.Parameter, Broadcast] = {}
         """By leaf."""
 
@@ -186,8 +181,15 @@ class Broadcasts:
             entries: list[_Entry] = []
             others: set[str] = set()
         else:
-            entries, others = follow(
-                node, self._layout.above, self._moving, samples, self._layout.holds
+            entries, others = follow(node, self._layout.above, samples, self._layout.holds)
+        if any(
+            _is_read_once(one.node) or any(_is_read_once(n) for n, _ in one.moves)
+            for one in entries
+        ):
+            raise UnsupportedError(
+                f"{name} enters for all samples inside of a checkpoint, by an operator whose "
+                "operands a checkpoint hands out once, such as a product; name a module around it "
+                "that gets and returns samples in as_one=[...], do not checkpoint it, or freeze it"
             )
         self.ways |= {f"{name}: {one.describe()}" for one in entries}
         if leaf is None:
@@ -224,6 +226,13 @@ class Broadcasts:
         self.of.clear()
 
 
+def _is_read_once(node: Any) -> bool:
+    """Tell whether a node reads what a checkpoint computes again, and hands out once."""
+    saved = (getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_"))
+    each = (one for found in saved for one in (found if isinstance(found, tuple) else (found,)))
+    return any(isinstance(getattr(one, "data", None), _Holder) for one in each)
+
+
 def _is_value(node: Any, leaves: Collection[nn.Parameter]) -> bool:
     """Tell whether a node is that of a lookup, or of a leaf."""
     if isinstance(node, BackwardCFunction):
@@ -251,7 +260,6 @@ def _is_alike(user: Any, kind: str, operand: int, out: tuple[int, ...]) -> bool:
 def follow(
     value: Any,
     above: Mapping[Any, list[tuple[Any, int]]],
-    moving: Collection[str],
     samples: int,
     holds_samples: Callable[[Any], bool],
 ) -> tuple[list[_Entry], set[str]]:
@@ -260,7 +268,6 @@ def follow(
     Args:
         value: The node of a leaf, or of a lookup.
         above: The users of each node.
-        moving: Operators that may be between.
         samples: How many samples there are.
         holds_samples: Tells whether what a node returned has entries of each sample first.
     """
@@ -282,7 +289,7 @@ def follow(
             kind, out = kind_of(user), shape_of(user)
             if kind in _ENTERING and _is_repeated(kind, shape, out) and holds_samples(user):
                 entries.append(_Entry(user, operand, shape, samples, moves))
-            elif (kind in moving and len(user.next_functions) == 1) or (
+            elif (kind in _OF_ONE and len(user.next_functions) == 1) or (
                 out == shape and _is_alike(user, kind, operand, out)
             ):
                 waiting.append((user, [*moves, (user, operand)]))

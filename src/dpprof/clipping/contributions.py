@@ -21,6 +21,7 @@ from dpprof.norms.convolution import Kernel, sample_gradients, sum_weighted
 from dpprof.norms.float32_products import allows_tf32, convolutions_allow_tf32
 from dpprof.norms.scale import scale_gradients
 from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, may_weigh, multiply, spans
+from dpprof.records.births import allocates_for_its_caller
 from dpprof.spec.registry import UnsupportedError
 
 
@@ -42,6 +43,7 @@ class Product(NamedTuple):
         """Whether tensor cores multiply: they round operands of the sum to 16 bits or TF32."""
         return _is_rounded(self.x_BTd)
 
+    @allocates_for_its_caller
     def sum(self, weights_B: Tensor) -> Tensor:
         """Compute the weighted sum over samples; the weights scale the narrower operand."""
         x, g = self.x_BTd, self.g_BTp
@@ -128,6 +130,7 @@ class ChunkedProduct(NamedTuple):
         for some in spans(B, samples_in_a_chunk(T, self.p, self.x_BTd.element_size())):
             yield some, Product(self.x_BTd[some], self.gradients_of(some))
 
+    @allocates_for_its_caller
     def sum(self, weights_B: Tensor) -> Tensor:
         """Compute the weighted sum over samples."""
         return _add_up(product.sum(weights_B[some]) for some, product in self.parts())
@@ -218,6 +221,7 @@ class Convolution(NamedTuple):
         gradients = self.x if self.transposed else self.g
         return gradients.flatten(2).transpose(1, 2)
 
+    @allocates_for_its_caller
     def sum(self, weights_B: Tensor) -> Tensor:
         """Compute the weighted sum over samples; the weights scale the smaller operand."""
         return sum_weighted(self.x, self.g, self.kernel, weights_B)
@@ -239,6 +243,7 @@ class Lookup(NamedTuple):
             return self.g_BTd
         return self.g_BTd.masked_fill((self.ids_BT == self.padding)[:, :, None], 0)
 
+    @allocates_for_its_caller
     def sum(self, weights_B: Tensor) -> Tensor:
         """Compute the weighted sum over samples."""
         summed: Tensor = torch.ops.aten.embedding_dense_backward(
@@ -309,6 +314,7 @@ class SampleGradients(NamedTuple):
         """Return them."""
         return gradients
 
+    @allocates_for_its_caller
     def sum(self, weights_B: Tensor) -> Tensor:
         """Compute the weighted sum over samples; that of one sample may take its place."""
         flat = self.gradients.flatten(1)
@@ -328,6 +334,7 @@ class GradientsInParts(NamedTuple):
 
     parts: tuple[SampleGradients, ...]
 
+    @allocates_for_its_caller
     def sum(self, weights_B: Tensor) -> Tensor:
         """Compute the weighted sum over samples."""
         return _add_up(part.sum(weights_B[some]) for some, part in self._spans())
@@ -348,6 +355,7 @@ class GradientsInParts(NamedTuple):
             yield slice(start, start := start + len(part.gradients)), part
 
 
+@allocates_for_its_caller
 def _add_up(parts: Iterable[Tensor]) -> Tensor:
     """Add parts up in the memory of the first; there is at least one."""
     return functools.reduce(Tensor.add_, parts)

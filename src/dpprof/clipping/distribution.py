@@ -3,15 +3,15 @@
 Under DDP each rank has a replica of the model. ``DistributedDataParallel`` keeps its part of making
 replicas equal at the start. Its gradients are switched off, as ``no_sync`` does: each rank keeps
 the sum over its own samples, batch after batch, until the step. There each rank adds noise to its
-own part of the elements, and one all-reduce per parameter adds sums and noise. So the noise of the
-total has standard deviation sigma C exactly, no rank sees the total without it, and replicas get
-the same bits. A rank whose batch is empty has nothing to run.
+own part of the elements, and one all-reduce for each bucket adds sums and noise. So the noise of
+the total has standard deviation sigma C exactly, no rank sees the total without it, and replicas
+get the same bits. A rank whose batch is empty has nothing to run.
 """
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,7 +64,7 @@ class Replicas(Ranks):
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         assert wrapper.process_group is not None
-        super().__init__(wrapper.process_group, next(wrapper.parameters()).device)
+        super().__init__([wrapper.process_group], next(wrapper.parameters()).device)
         self.wrapper: Any = wrapper
         self._refuse_settings()
         self._before: dict[str, bool] = {}
@@ -91,15 +91,27 @@ class Replicas(Ranks):
         """Let the wrapper communicate again."""
         vars(self.wrapper).update(self._before)
 
-    def release_sum(self, summed: Tensor, add_noise: AddNoise) -> Tensor:
-        """Return the noised average over all ranks, of this rank's sum; the same bits on all."""
-        dtype = torch.promote_types(summed.dtype, torch.float32)
-        total = summed.to(dtype).contiguous()
-        flat = total.view(-1)
-        start, end = (len(flat) * at // self.size for at in (self.rank, self.rank + 1))
-        add_noise(flat[start:end], flat[:start], flat[end:])
-        distributed.all_reduce(total, group=self.group)
-        return total.to(summed.dtype)
+    def release_sums(
+        self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield parameters with their averages; the sums of a bucket travel together."""
+        parameters = list(sums)[::-1]
+        given = [sums[one] for one in parameters]
+        buckets = self._plan_buckets(given)
+        del given
+        for bucket in buckets:
+            together = [parameters[at] for at in bucket]
+            own = [sums.pop(one) for one in together]
+            released = self.release_among(self.groups[0], own, add_noise)
+            yield from zip(together, released, strict=True)
+
+    def _plan_buckets(self, sums: list[Tensor]) -> list[list[int]]:
+        """Return the places of sums by bucket, as DDP plans its own."""
+        ddp: Any = distributed  # which has no public names for these
+        limits = [ddp._DEFAULT_FIRST_BUCKET_BYTES, self.wrapper.bucket_bytes_cap]  # noqa: SLF001
+        buckets: list[list[int]]
+        buckets, _ = ddp._compute_bucket_assignment_by_size(sums, limits)  # noqa: SLF001
+        return buckets
 
     def _disarm(self) -> None:
         """Let the wrapper expect no gradients, also after a forward without a backward."""

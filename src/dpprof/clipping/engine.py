@@ -37,11 +37,12 @@ from dpprof.clipping.first_batch import FirstBatches, Handler
 from dpprof.clipping.graph import nodes_behind
 from dpprof.clipping.layers import Contributions, count_uses
 from dpprof.clipping.patching import patch_layer, unpatch_layer
-from dpprof.clipping.ranks import Ranks, ShardSums, refuse_other_wrapper
+from dpprof.clipping.ranks import Ranks, Settings, refuse_other_wrapper
 from dpprof.clipping.released_state import ReleasedState
 from dpprof.clipping.rules import Found, LayerRule, find_rewritten, find_rules
 from dpprof.clipping.sample_major import SampleMajor
 from dpprof.clipping.sample_norms import SampleNorms
+from dpprof.clipping.shard_sums import ShardSums
 from dpprof.clipping.sums import add_to_grad, bound_of, dtype_of_sum, own_part
 from dpprof.norms.code_paths import CodePath, Watch
 from dpprof.records.births import allocates
@@ -92,7 +93,7 @@ class Clipping(ABC):
     Raises:
         UnsupportedError: A layer has no exact per-sample gradient, or no rule, or the model is
             distributed otherwise than by ``DistributedDataParallel``, or ``fully_shard`` over one
-            group of ranks.
+            mesh of ranks.
         ValueError: C is not positive and finite, or another argument is out of its range.
 
     Formal guarantees: the sum has L2 sensitivity C when one sample is added or removed
@@ -121,9 +122,6 @@ class Clipping(ABC):
 
     keeps = False
     """Whether contributions are kept until the norms are known."""
-
-    knows_modules = True
-    """Whether parameters of modules that contain layers can be clipped."""
 
     _disabled = False
 
@@ -167,6 +165,9 @@ class Clipping(ABC):
         self.continues: Callable[[], bool] = lambda: False
         """Whether the coming batch is a part of one, and other parts follow."""
 
+        self.settings_of_step: Callable[[], Settings] = lambda: Settings({})
+        """What ranks must have alike in the coming step, which they compare in backward."""
+
         self.deferral: Deferral | None = None
         """If not None, nothing waits for the device: takes what only values show."""
 
@@ -190,13 +191,9 @@ class Clipping(ABC):
         rules = find_rules(
             model, self.ranks.wrapper, self._batch_second, is_sharded=self.ranks.is_sharded
         )
-        self._choices = self._find_choices(rules, as_one)
+        self._choices = find_choices(model, rules, as_one, self.ranks)
         self._layers = [*rules, *self._choices]
-        own = {
-            layer: {name: self.ranks.own(p) for name, p in trained_in(layer).items()}
-            for layer in model.modules()
-            if trained_in(layer)
-        }
+        own = self._list_own()
         self._loose = {
             parameter: layer
             for layer, parameters in own.items()
@@ -209,7 +206,6 @@ class Clipping(ABC):
         self._stashed: dict[nn.Parameter, tuple[Tensor | None, Tensor]] = {}
         """While autograd adds up a loose parameter's gradient: what was there, and what it adds."""
 
-        self._refuse_for_ranks(own)
         self._coverage = Coverage(own, self.ranks)
         self._shared = self._coverage.verify(model)
         self._released = ReleasedState(model, self.ranks.own, self.clips, public_buffers)
@@ -218,17 +214,24 @@ class Clipping(ABC):
         self._hook_leaves()
         self.ranks.take_over()
 
-    def _find_choices(
-        self, rules: dict[nn.Module, Found], as_one: Collection[str]
-    ) -> dict[nn.Module, Choice]:
-        """Find the modules that may run as one layer, where nothing is sharded or by layers."""
-        if self.knows_modules and not self.ranks.is_sharded:
-            return find_choices(self.model, rules, as_one)
-        if as_one:
+    def _list_own(self) -> dict[nn.Module, dict[str, nn.Parameter]]:
+        """List the trained parameters of each module that has some of its own.
+
+        Raises:
+            UnsupportedError: They are shards in 16 bits.
+        """
+        own = {
+            layer: {name: self.ranks.own(p) for name, p in trained_in(layer).items()}
+            for layer in self.model.modules()
+            if trained_in(layer)
+        }
+        trained = (one for parameters in own.values() for one in parameters.values())
+        if self.ranks.is_sharded and any(dtype_of_sum(one) != one.dtype for one in trained):
             raise UnsupportedError(
-                "as_one works neither under fully_shard nor with per-layer clipping yet"
+                "under fully_shard trained parameters need float32, because their sums have their "
+                "dtype; let MixedPrecisionPolicy(param_dtype=...) gather them in 16 bits"
             )
-        return {}
+        return own
 
     def _patch_layers(self, rules: Mapping[nn.Module, Found]) -> Collection[nn.Module]:
         """Let rules run layers; return the other modules that run otherwise."""
@@ -340,8 +343,8 @@ class Clipping(ABC):
         split a batch. If it raises, it leaves no gradient.
 
         Under ``DistributedDataParallel`` the sum is that of this rank's samples until the step.
-        Under ``fully_shard`` it is this rank's shard of the sum of all ranks' samples, unless a
-        ``NoisyOptimizer`` knows that other parts of the batch follow.
+        Under ``fully_shard`` it is this rank's shard of the sum of all ranks' samples, or of those
+        of its replica, unless a ``NoisyOptimizer`` knows that other parts of the batch follow.
 
         Args:
             losses: (B,) the loss of each sample, which depends on that sample alone; empty
@@ -427,16 +430,14 @@ class Clipping(ABC):
     def _read_graph(self, losses: Tensor) -> list[Any]:
         """Return the nodes behind the losses, and find what enters for all samples."""
         nodes = list(nodes_behind(losses))
-        # Ranks verify together, so what one of them finds in a later batch cannot be verified.
-        is_alone = not self.ranks.is_sharded
         layout = SampleMajor(nodes, len(losses))
+        leaves = {leaf for one in self._loose for leaf in self.ranks.leaves(one)}
         self._broadcasts = Broadcasts(
-            nodes, len(losses), self._loose, self.name_of, layout, may_expand=is_alone
+            nodes, len(losses), leaves, lambda one: self.name_of(self.ranks.own(one)), layout
         )
-        if is_alone:
-            layout.group()
-            ways = self._broadcasts.ways | layout.describe() | describe(self._batch_second)
-            self._first_batches.expect(ways)
+        layout.group()
+        ways = self._broadcasts.ways | layout.describe() | describe(self._batch_second)
+        self._first_batches.expect(ways)
         return nodes
 
     def verify_released(self) -> None:
@@ -498,13 +499,18 @@ class Clipping(ABC):
         trained = [pair for pair in owned if pair[0].requires_grad]
         if self.ranks.is_sharded:
             refuse_computed_again(trained)
-        if self._stability is not None:
-            refuse_float16(trained)
-        if self.shard_sums.is_counting:
-            for parameter, _ in trained:
-                self.shard_sums.count(parameter)
         if trained:
-            self._handler(layer, trained)
+            self._pass_on(layer, trained)
+
+    def _pass_on(self, layer: nn.Module, contributions: Contributions) -> None:
+        """Hand contributions of trained parameters over."""
+        assert self._handler is not None
+        if self._stability is not None:
+            refuse_float16(contributions)
+        if self.shard_sums.is_counting:
+            for parameter, _ in contributions:
+                self.shard_sums.count(parameter)
+        self._handler(layer, contributions)
 
     def _refuse_unclipped(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if gradient is None or self._disabled:
@@ -521,50 +527,37 @@ class Clipping(ABC):
             "head, as Liger's does, use dpprof.clipping.linear_cross_entropy"
         )
 
-    def _refuse_for_ranks(self, own: Mapping[nn.Module, Mapping[str, nn.Parameter]]) -> None:
-        """Refuse parameters beside layers that are sharded, and shards in 16 bits."""
-        if self._loose and self.ranks.is_sharded:
-            raise UnsupportedError(
-                f"{type(next(iter(self._loose.values()))).__name__} has parameters of its own "
-                "beside those of the layers in it, which cannot be clipped under fully_shard yet; "
-                "use DistributedDataParallel, move them to a layer that contains no others, or "
-                "freeze them"
-            )
-
-        trained = (one for parameters in own.values() for one in parameters.values())
-        if self.ranks.is_sharded and any(dtype_of_sum(one) != one.dtype for one in trained):
-            raise UnsupportedError(
-                "under fully_shard trained parameters need float32, because their sums have their "
-                "dtype; let MixedPrecisionPolicy(param_dtype=...) gather them in 16 bits"
-            )
-
-    def _stash(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    def _stash(self, leaf: nn.Parameter, gradient: Tensor | None) -> None:
         """Let autograd leave what it adds up of a loose parameter where nothing else is."""
         if gradient is None or self._disabled:
             return
         if self._handler is None:
-            self._refuse_unclipped(parameter, gradient)
-        self._stashed[parameter] = parameter.grad, gradient
-        parameter.grad = None
+            self._refuse_unclipped(self.ranks.own(leaf), gradient)
+        self._stashed[leaf] = leaf.grad, gradient
+        leaf.grad = None
 
-    def _take_loose(self, parameter: nn.Parameter) -> None:
+    def _take_loose(self, leaf: nn.Parameter) -> None:
         """Handle a loose parameter's per-sample gradients in place of their sum."""
-        if parameter not in self._stashed:
+        if leaf not in self._stashed:
             return
-        parameter.grad, gradient = self._stashed.pop(parameter)
-        found = self._broadcasts.of.get(parameter)
-        gradients = found.take(gradient) if found else None
+        leaf.grad, gradient = self._stashed.pop(leaf)
+        parameter = self.ranks.own(leaf)
+        gradients = self._find_loose(leaf, gradient)
         if gradients is None:
             self._refuse_unclipped(parameter, gradient)
         assert gradients is not None
-        assert self._handler is not None
         if parameter.requires_grad:  # it may have been frozen after forward
             # A copy: a hook may write what autograd still has.
             own = gradients.reshape(len(gradients), *parameter.shape or (1,)).clone()
-            contribution = SampleGradients(own)
-            if self._stability is not None:
-                refuse_float16([(parameter, contribution)])
-            self._handler(self._loose[parameter], [(parameter, contribution)])
+            self._pass_on(self._loose[parameter], [(parameter, SampleGradients(own))])
+
+    def _find_loose(self, leaf: nn.Parameter, gradient: Tensor) -> Tensor | None:
+        """Return a loose parameter's per-sample gradients, of the sum that autograd found."""
+        assert self._losses is not None
+        if not len(self._losses):  # of the sample that stands for a batch without
+            return gradient[None]
+        found = self._broadcasts.of.get(leaf)
+        return found.take(gradient) if found else None
 
     def _hook_leaves(self) -> None:
         """Watch everything that may get a gradient of a clipped parameter from autograd."""
@@ -574,7 +567,7 @@ class Clipping(ABC):
                     continue
                 if parameter in self._loose:
                     self._hooks[leaf] = [
-                        leaf.register_hook(partial(self._stash, parameter)),  # type: ignore[no-untyped-call]
+                        leaf.register_hook(partial(self._stash, leaf)),  # type: ignore[no-untyped-call]
                         leaf.register_post_accumulate_grad_hook(self._take_loose),  # type: ignore[no-untyped-call]
                     ]
                 else:
@@ -626,7 +619,9 @@ class Clipping(ABC):
         norms.add_reused()
         self.sample_norms = self._compute_norms(norms)
         if self.ranks.is_sharded:
-            self.shard_sums.agree(self._coverage.names)
+            late = self._first_batches.has_late_ways
+            self.shard_sums.agree(self._coverage.names, self.settings_of_step(), has_late_ways=late)
+            self._first_batches.refuse_late_ways()
         return self._compute_factors(self.sample_norms, self.max_grad_norm)
 
     def _compute_norms(self, norms: SampleNorms) -> Tensor:
@@ -686,11 +681,12 @@ class Clipping(ABC):
         if not len(factors_B):  # it belongs to no sample
             return
         factors_B = factors_B.to(device_of(contribution))
-        summed = contribution.sum(factors_B).view(parameter.shape)
         if self.ranks.is_sharded:
-            self.shard_sums.add(parameter, summed)
-        else:
-            add_to_grad(parameter, summed.to(dtype_of_sum(parameter)), self.max_grad_norm)
+            whole = sum_whole(contribution, factors_B).view(parameter.shape)
+            self.shard_sums.add(parameter, whole)
+            return
+        summed = contribution.sum(factors_B).view(parameter.shape)
+        add_to_grad(parameter, summed.to(dtype_of_sum(parameter)), self.max_grad_norm)
 
     @torch.no_grad()
     def _add_vectors_to_grad(
@@ -707,6 +703,12 @@ class Clipping(ABC):
         torch._foreach_copy_(own, torch.split(summed, sizes))
         for (parameter, _), part in zip(vectors, own, strict=True):
             add_to_grad(parameter, part.to(dtype_of_sum(parameter)), self.max_grad_norm)
+
+
+@allocates("unsharded_gradients")
+def sum_whole(contribution: Kept, factors_B: Tensor) -> Tensor:
+    """Sum a contribution over samples to what a reduce-scatter splits among ranks."""
+    return contribution.sum(factors_B)
 
 
 def _run(

@@ -69,6 +69,8 @@ class FirstBatches:
         self._looked_at = 0
         self._ways: set[str] = set()
         self._verified_ways: set[str] | None = None
+        self._are_other = False
+        self._asks = False
         self.begin()
 
     def begin(self) -> None:
@@ -87,9 +89,7 @@ class FirstBatches:
                 (``sample_major``), and settings (``batch_axis``).
         """
         self._ways = ways
-        if self.are_verified and self._verified_ways is not None:
-            self.are_verified = ways <= self._verified_ways
-            self._looked_at = self._looked_at if self.are_verified else 0
+        self._are_other = self._verified_ways is not None and not ways <= self._verified_ways
 
     def verify(
         self,
@@ -107,19 +107,56 @@ class FirstBatches:
         Raises:
             UnsupportedError: Samples are mixed.
         """
-        if self.are_verified or not losses.requires_grad or isinstance(losses, FakeTensor):
+        if not losses.requires_grad or isinstance(losses, FakeTensor):
+            return
+        if self.are_verified and self._is_due_again():
+            self.are_verified, self._looked_at = False, 0
+        if self.are_verified:
             return
         batch, ranks = _Batch(losses, self._loss_scale, self._name_of), self._ranks
         if batch.sample is None and not ranks.is_sharded:
             return
         with _random_state_kept(parameters), handling(batch.look):
             torch.autograd.backward(losses, batch.weights, retain_graph=True)
-        if ranks.any(batch.problem is not None):
+        is_wrong, is_incomplete, has_ways = ranks.any(
+            batch.problem is not None, not batch.is_complete, bool(self._ways)
+        )
+        if is_wrong:
             raise UnsupportedError(batch.problem or "another rank found that samples are mixed")
         self._looked_at += 1
-        self.are_verified = not ranks.any(not batch.is_complete) or self._looked_at == TRIES
+        self._asks |= has_ways
+        self.are_verified = not is_incomplete or self._looked_at == TRIES
         if self.are_verified:
             self._verified_ways = self._ways | (self._verified_ways or set())
+
+    def _is_due_again(self) -> bool:
+        """Tell whether a batch is computed in another way than those that were verified.
+
+        Ranks that run backward together ask each other where one of them found such ways before;
+        elsewhere they are refused (``refuse_late_ways``), so that other models need not ask.
+        """
+        if self._ranks.is_sharded and not self._asks:
+            return False
+        (is_due,) = self._ranks.any(self._are_other)
+        return is_due
+
+    @property
+    def has_late_ways(self) -> bool:
+        """Whether this batch has ways that ranks with shards did not ask each other about."""
+        return self._are_other and not self._asks and self._ranks.is_sharded
+
+    def refuse_late_ways(self) -> None:
+        """Refuse a batch that is computed in such ways.
+
+        Raises:
+            UnsupportedError: It is.
+        """
+        if self.has_late_ways:
+            raise UnsupportedError(
+                "code outside of layers lets values enter for all samples, or joins samples and "
+                f"tokens ({min(self._ways)}), as no earlier batch did, so ranks did not verify it; "
+                "begin with a batch of two samples or more on a rank that runs all of the model"
+            )
 
 
 class _Batch:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.noise import NoiseOfStep, draw_secure_noise
-from dpprof.clipping.ranks import distinct_part
+from dpprof.clipping.ranks import Settings, distinct_part
 from dpprof.clipping.sums import bound_of, dtype_of_sum
 from dpprof.clipping.unnoised_steps import AWAITS_NOISE, refuse_unnoised_steps
 
@@ -70,7 +70,8 @@ class NoisyOptimizer(Optimizer):
     unchanged: if a parameter is not clipped, is frozen but has a gradient, or has a gradient that
     changed after it was clipped; if not exactly one batch was clipped since the last step, because
     the accountant counts one; if the bound changed in between; if ranks have other settings.
-    With several ranks the batch is that of all ranks, and each element gets noise once.
+    With several ranks the batch is that of all ranks, and each element gets noise once. Under
+    ``fully_shard`` ranks compare their settings in ``backward``, so these must stay until the step.
 
     Noise does not follow ``torch.manual_seed``: a run that is started again with its seed would put
     the same noise on other batches, and the difference of two released models would have no noise.
@@ -134,6 +135,7 @@ class NoisyOptimizer(Optimizer):
             setattr(clipped, AWAITS_NOISE, True)
         self.clipping = clipping
         clipping.continues = self._will_skip
+        clipping.settings_of_step = self._settings_of_ranks
         clipping.shard_sums.forget()
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
@@ -248,7 +250,7 @@ class NoisyOptimizer(Optimizer):
         """Move clipped sums from ``.grad`` to ``.summed_grad``, which also sums skipped steps."""
         self._require_one_clipped_batch()
         if not self._will_skip():
-            self.clipping.shard_sums.reduce(self.max_grad_norm)
+            self.clipping.shard_sums.reduce_waiting(self.max_grad_norm)
         for parameter in self.params:
             if parameter.grad is None:
                 if parameter.summed_grad is None:  # a batch without samples
@@ -271,26 +273,32 @@ class NoisyOptimizer(Optimizer):
         """
         self._refuse_other_bound()
         ranks = self.clipping.ranks
-        if ranks.size > 1:
-            assert self.generator is not None
-            trained = (
-                f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params
-            )
-            settings: dict[str, float | str] = {
-                **{name: value or 0 for name, value in self.settings.items()},
-                "stability": self.clipping.stability or 0,
-                "the number of steps": self.steps,
-                "the trained parameters": "\n".join(trained),
-            }
-            ranks.agree(settings, distinct_part(self.generator))
+        if ranks.is_sharded:
+            self.clipping.shard_sums.refuse_other(self._settings_of_ranks())
+        elif ranks.size > 1:
+            ranks.agree(self._settings_of_ranks())
         noise = NoiseOfStep(self._std, self._divisor, self._generator_on)
         add = self._add_secure_noise_to if self.secure_mode else noise.add_to
+        sums = {parameter: parameter.summed_grad for parameter in self.params}
         for parameter in self.params:
-            summed, parameter.summed_grad = parameter.summed_grad, None
-            parameter.grad = ranks.release_sum(summed, add).to(parameter.dtype)
+            parameter.summed_grad = None
+        for parameter, averaged in ranks.release_sums(sums, add):
+            parameter.grad = averaged.to(parameter.dtype)
+            del averaged  # before the next one gets noise
         self._bound = None
         self._is_noised = True
         self.steps += 1
+
+    def _settings_of_ranks(self) -> Settings:
+        """Return what ranks must have alike before they step together."""
+        trained = (f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params)
+        alike: dict[str, float | str] = {
+            **{name: value or 0 for name, value in self.settings.items()},
+            "stability": self.clipping.stability or 0,
+            "the number of steps": self.steps,
+            "the trained parameters": "\n".join(trained),
+        }
+        return Settings(alike, None if self.generator is None else distinct_part(self.generator))
 
     @property
     def _divisor(self) -> float:

@@ -1,12 +1,11 @@
 """Per-layer clipping: each layer's part of a sample's gradient has a bound of its own.
 
 ANOTHER MECHANISM than flat clipping: it changes the direction of a sample's gradient, and
-equals flat clipping for no bound in general. Each of L layers (modules that own trainable
-parameters) is clipped to C / sqrt(L), so the whole sum still has L2 sensitivity C under
-adding or removing one sample, and noise of standard deviation sigma C costs as much privacy
-as with flat clipping. Sources: McMahan et al. 2018, "Learning Differentially Private
-Recurrent Language Models", section 2.3; He et al. 2023, "Exploring the Limits of
-Differentially Private Deep Learning with Group-wise Clipping".
+equals flat clipping for no bound in general. Each of L layers is clipped to C / sqrt(L), so the
+whole sum still has L2 sensitivity C under adding or removing one sample, and noise of standard
+deviation sigma C costs as much privacy as with flat clipping. Sources: McMahan et al. 2018,
+"Learning Differentially Private Recurrent Language Models", section 2.3; He et al. 2023, "Exploring
+the Limits of Differentially Private Deep Learning with Group-wise Clipping".
 
 A layer's norm is known as soon as backward has passed the layer, so one pass is enough and nothing
 is kept: 6 B T d p FLOPs and the norm, or 6 B T d p + 2 B d p where a per-sample gradient has fewer
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from dpprof.clipping.contributions import Kept
-from dpprof.clipping.coverage import trained_in
 from dpprof.clipping.engine import Clipping, Enter
 from dpprof.clipping.layers import Contributions
 from dpprof.clipping.sample_norms import SampleNorms
@@ -32,10 +30,11 @@ from dpprof.spec.registry import UnsupportedError
 class PerLayerClipping(Clipping):
     """Per-layer clipping in one backward pass: another mechanism than flat clipping.
 
-    Each of the L trained layers has the bound C / sqrt(L). ``sample_norms`` are (B, L), layers in
-    the order in which backward reaches them. A layer's gradient that is not finite is excluded; so
-    is every layer's gradient of a sample whose loss is not finite. Arguments and other errors:
-    ``Clipping``.
+    Each of the L trained layers has the bound C / sqrt(L). A module that runs as one layer
+    (``as_one``) counts as one, and so does each parameter of a module beside the layers in it.
+    ``sample_norms`` are (B, L) where all of them run, in the order in which backward reaches them.
+    A layer's gradient that is not finite is excluded; so is every layer's gradient of a sample
+    whose loss is not finite. Arguments and other errors: ``Clipping``.
 
     Raises:
         UnsupportedError: A parameter belongs to two layers.
@@ -54,7 +53,6 @@ class PerLayerClipping(Clipping):
     """
 
     keeps = True
-    knows_modules = False
     why_once = "and per-layer clipping clips each use by itself"
 
     def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
@@ -68,35 +66,49 @@ class PerLayerClipping(Clipping):
             name = self.name_of(next(iter(self._shared)))
             self.remove()
             raise UnsupportedError(f"{name} belongs to two layers; per-layer clipping needs one")
-        if self._loose:
-            name = self.name_of(next(iter(self._loose)))
-            self.remove()
-            raise UnsupportedError(
-                f"{name} belongs to a module that no rule runs, and per-layer clipping clips "
-                "layers; move it to a layer that contains no others, or freeze it"
-            )
         if self.ranks.size > 1 or self.ranks.is_sharded:
             self.remove()
             raise UnsupportedError("per-layer clipping does not work with several ranks yet")
-        self._layer_count = sum(bool(trained_in(layer)) for layer in model.modules())
         self._kept: dict[nn.Parameter, Kept] = {}
         self._norms: list[Tensor] = []
 
     @property
     def bound(self) -> float:
         """C / sqrt(L), the bound of each layer."""
-        return self.max_grad_norm / math.sqrt(self._layer_count)
+        return self.max_grad_norm / math.sqrt(len(self._list_layers()))
 
     @property
     def groups(self) -> list[tuple[list[nn.Parameter], float]]:
         """Each layer's trained parameters, and its bound."""
-        own = (list(trained_in(layer).values()) for layer in self.model.modules())
-        return [(parameters, self.bound) for parameters in own if parameters]
+        bound = self.bound
+        trained = ([p for p in own if p.requires_grad] for own in self._list_layers())
+        return [(own, bound) for own in trained if own]
+
+    def _list_layers(self) -> list[list[nn.Parameter]]:
+        """List the parameters that are clipped together, with those that were frozen since.
+
+        A module whose first forward has not shown how it runs counts as its layers and parameters,
+        which are at least as many.
+        """
+        ones = {module: one for module, one in self._choices.items() if one.is_one}
+        inside = {module for one in ones.values() for module in one.inside}
+        found: list[list[nn.Parameter]] = []
+        for module in self.model.modules():
+            if module in inside:
+                continue
+            if module in ones:
+                found.append([p for p in module.parameters() if self.clips(p)])
+                continue
+            own = [p for p in module.parameters(recurse=False) if self.clips(p)]
+            found += [[one] for one in own if one in self._loose]
+            found.append([one for one in own if one not in self._loose])
+        return [parameters for parameters in found if parameters]
 
     def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
         enter("backward")
+        count = len(self._list_layers())
         try:
-            with self.handling(partial(self._clip_layer, norms)):
+            with self.handling(partial(self._clip_layer, norms, count)):
                 torch.autograd.backward(losses, self._make_weights(losses))
             if not self._norms:
                 raise RuntimeError("the losses depend on no trained parameter")
@@ -112,11 +124,16 @@ class PerLayerClipping(Clipping):
         return ()  # a second use is refused
 
     def _clip_layer(
-        self, norms: SampleNorms, layer: nn.Module, contributions: Contributions
+        self, norms: SampleNorms, count: int, layer: nn.Module, contributions: Contributions
     ) -> None:
+        if len(self._norms) == count:
+            raise RuntimeError(
+                f"more than {count} layers contributed, so a sample could exceed the bound; "
+                "make a new clipping"
+            )
         norms.add(layer, contributions)
         norms_B = self._compute_norms(norms)
         self._norms.append(norms_B)
-        factors_B = self._compute_factors(norms_B, self.bound)
+        factors_B = self._compute_factors(norms_B, self.max_grad_norm / math.sqrt(count))
         for parameter, _ in contributions:
             self._add_to_grad(parameter, self._kept.pop(parameter), factors_B)

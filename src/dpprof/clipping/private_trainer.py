@@ -175,7 +175,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self.is_distributed_loading_by_transformers |= self._is_sharded  # accelerate leaves it so
         self._ranks = Ranks()
         if self.args.world_size > 1:
-            self._ranks = Ranks(distributed.group.WORLD, self.args.device)
+            self._ranks = Ranks([distributed.group.WORLD], self.args.device)
         self._steps: _Steps | None = None
         self._clipping: Any = None
         self.spent = Spent(0.0, privacy.delta, privacy.accountant)

@@ -3,9 +3,21 @@
 Each rank computes the whole gradient of its own samples, so no other rank needs their norms and
 clipping factors. No gradient of a parameter passes through autograd, so neither DDP's buckets nor
 FSDP's reduce-scatter carry one: the sums of clipped gradients are added here, undivided and in
-float32 at least. ``Replicas`` do it in the optimizer's step, where every rank adds the noise of its
-own part of the elements before the all-reduce; ``Shards`` in backward, parameter by parameter, onto
-the shards to which each rank adds noise, as soon as ``ShardSums`` says.
+float32 at least. The collectives of a step, beside those with which FSDP gathers parameters, in
+their order:
+
+* DDP (``Replicas``), in the optimizer's step: one all-gather of settings (``agree``); one
+  all-reduce for each bucket of DDP's size, last parameters first. Before it, every rank adds the
+  noise of its own part of the bucket's elements.
+* FSDP (``Shards``), in backward once norms are known: one all-gather of settings; one
+  reduce-scatter for each group of parameters that ``fully_shard`` shards together, as soon as all
+  sums of the group are there, in the order in which backward passed each group's last use
+  (``shard_sums``). In the step each rank adds noise to its shards. Before backward, an all-reduce
+  tells whether a batch is verified: on the first ones, and on all of a model in which values enter
+  for all samples at once (``first_batch``).
+* HSDP (``Shards`` with replicas), as FSDP among the ranks of a replica; settings are gathered
+  among replicas too. In the step, one all-reduce among replicas for each group, in the order of
+  the optimizer's parameters, with noise as under DDP.
 
 The guarantee rests on this: every rank clips to one bound, each element gets noise from one rank,
 and ranks' random numbers are independent. Before anything is applied, ranks compare what they are
@@ -13,15 +25,15 @@ set to (``agree``), and seeds come from rank 0 (``make_generator``).
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dpprof.clipping.sums import own_part
 from dpprof.spec.registry import UnsupportedError
 
 AddNoise = Callable[..., None]
@@ -31,11 +43,29 @@ _GOLDEN = 0x9E3779B9
 """Odd, so its multiples differ modulo 2^32; of a Weyl sequence."""
 
 
+class Settings(NamedTuple):
+    """What is the same on all ranks, by name, and the seed of this rank, which no other has."""
+
+    alike: Mapping[str, float | str]
+    seed: int | None = None
+
+
+class Reduction(Protocol):
+    """The sums over this rank's samples of parameters that are sharded together."""
+
+    def add(self, parameter: nn.Parameter, summed: Tensor) -> None:
+        """Take over a sum; several of a parameter are added up."""
+
+    def finish(self, bound: float) -> None:
+        """Reduce all onto the shards of all ranks; a parameter without a sum has zeros."""
+
+
 class Ranks:
     """The ranks that train one model; without a process group the one process alone.
 
     Args:
-        group: Their process group.
+        groups: Their process groups: one; or that of a replica's shards, and then that of the same
+            shard's replicas.
         device: Of the parameters.
     """
 
@@ -45,11 +75,12 @@ class Ranks:
     is_sharded = False
     """Whether sums are reduced onto shards in backward."""
 
-    def __init__(self, group: Any = None, device: torch.device | None = None) -> None:
-        self.group, self.device = group, device or torch.device("cpu")
+    def __init__(self, groups: Sequence[Any] = (), device: torch.device | None = None) -> None:
+        self.groups, self.device = groups, device or torch.device("cpu")
         self.rank, self.size = 0, 1
-        if group is not None:
-            self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        for group in groups:
+            self.rank += self.size * distributed.get_rank(group)
+            self.size *= distributed.get_world_size(group)
 
     def own(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that an optimizer trains, of one that a layer has at present.
@@ -80,38 +111,50 @@ class Ranks:
     def release(self) -> None:
         """Restore what was changed."""
 
-    def agree(self, settings: Mapping[str, float | str], seed: int | None = None) -> None:
+    def agree(self, settings: Settings) -> None:
         """Verify that all ranks have the same settings, and that no two have one seed.
 
         Raises:
             RuntimeError: They differ; every rank raises it.
         """
-        if self.group is None:
+        if not self.groups:
             return
-        own = [_number(setting) for setting in settings.values()] + [float(seed or 0)]
-        mine = torch.tensor(own, dtype=torch.float64, device=self.device)
-        gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        distributed.all_gather(gathered, mine, group=self.group)
+        numbers = [*map(_number, settings.alike.values()), float(settings.seed or 0)]
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        gathered = self._gather(mine)
         if isinstance(mine, FakeTensor):  # of a prediction, which has one rank and no elements
             return
-        *columns, seeds = zip(*(one.tolist() for one in gathered), strict=True)
-        for (name, setting), values in zip(settings.items(), columns, strict=True):
+        *columns, seeds = zip(*gathered.tolist(), strict=True)
+        for (name, setting), values in zip(settings.alike.items(), columns, strict=True):
             other = next((r for r, value in enumerate(values) if value != values[0]), None)
             if other is not None:
                 both = "" if isinstance(setting, str) else f": {values[0]:g} and {values[other]:g}"
                 raise RuntimeError(f"{name} differs between rank 0 and rank {other}{both}")
-        if seed is not None and len(set(seeds)) < self.size:
+        if settings.seed is not None and len(set(seeds)) < self.size:
             raise RuntimeError(
                 "two ranks draw noise from one seed, so their noise is not independent; leave the "
                 "optimizer's generator as it is"
             )
 
-    def any(self, holds: bool) -> bool:
-        """Tell whether something holds on this rank; where it is sharded, on any, and all ask."""
-        return holds
+    def _gather(self, mine: Tensor) -> Tensor:
+        """Return a row for each rank, in their order."""
+        rows = mine[None]
+        for group in self.groups:
+            parts = [torch.empty_like(rows) for _ in range(distributed.get_world_size(group))]
+            distributed.all_gather(parts, rows, group=group)
+            rows = torch.cat(parts)
+        return rows
 
-    def add_to_shard(self, parameter: nn.Parameter, total: Tensor | None, bound: float) -> None:
-        """Reduce a sum onto the shards of all ranks, of those that are sharded."""
+    def any(self, *holds: bool) -> list[bool]:
+        """Tell whether things hold on this rank; where it is sharded, on any, and all ask."""
+        return list(holds)
+
+    def group_of(self, parameter: nn.Parameter) -> int:
+        """Return the number of the parameters that are sharded together with one."""
+        raise NotImplementedError
+
+    def begin_reduction(self, parameters: Sequence[nn.Parameter]) -> "Reduction":
+        """Prepare to reduce the sums of parameters that are sharded together."""
         raise NotImplementedError
 
     def make_generator(self, source: torch.Generator | None) -> torch.Generator | None:
@@ -126,120 +169,50 @@ class Ranks:
         else:
             base = torch.randint(2**63 - 1, (1,), generator=source, device=source.device)
         base = base.to(self.device)
-        distributed.broadcast(base, group=self.group, group_src=0)
+        for group in self.groups:
+            distributed.broadcast(base, group=group, group_src=0)
         if isinstance(base, FakeTensor):
             return torch.Generator(self.device)
         seed = seed_of_rank(int(base), self.rank)
         return torch.Generator(self.device).manual_seed(seed)
 
-    def release_sum(self, summed: Tensor, add_noise: AddNoise) -> Tensor:
-        """Return the noised average over all ranks, of this rank's sum."""
-        add_noise(summed)
-        return summed
+    def release_sums(
+        self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield parameters, with the noised average over all ranks of this rank's sums.
 
-
-class ShardSums:
-    """The sums of one rank, until each is reduced.
-
-    A first pass counts the uses of each parameter. Once ranks agree on them, a sum is reduced as
-    soon as all its uses were added, in the same order on all ranks. The sums of the earlier parts
-    of a batch wait until its last part comes.
-
-    Args:
-        ranks: Reduces a sum.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._bound = 0.0
-        self._continues = False
-        self._uses: Counter[nn.Parameter] = Counter()
-        self._totals: dict[nn.Parameter, Tensor] = {}
-        self._waiting: dict[nn.Parameter, Tensor | None] = {}
-        """Of the earlier parts of a batch, by parameter; None for zeros."""
-
-        self.is_counting = False
-        """Whether a first pass counts uses."""
-
-    @property
-    def order(self) -> list[nn.Parameter]:
-        """The parameters that were used and are not reduced yet."""
-        return list(self._uses)
-
-    def start(self, bound: float, *, continues: bool) -> None:
-        """Start a part of a batch, clipped to a bound; where other parts come, its sums wait."""
-        self._verify(bound)
-        self._continues = continues
-        self.is_counting = True
-
-    def count(self, parameter: nn.Parameter) -> None:
-        """Count a use, in the first pass."""
-        self._uses[parameter] += 1
-
-    def agree(self, names: dict[nn.Parameter, str]) -> None:
-        """Compare with other ranks what was used, and how it is clipped."""
-        used = [f"{names[p]} {count}" for p, count in self._uses.items()]
-        self._ranks.agree(
-            {
-                "max_grad_norm": self._bound,
-                "whether this part of a batch is the last": float(self._continues),
-                "which layers ran, or their order,": "\n".join(used),
-            }
-        )
-        self.is_counting = False
-
-    def add(self, parameter: nn.Parameter, summed: Tensor) -> None:
-        """Add the sum of one use over this rank's samples."""
-        total = self._totals.get(parameter)
-        self._totals[parameter] = summed if total is None else total.add_(summed)
-
-    def end_use(self, parameter: nn.Parameter) -> None:
-        """Count a use in the second pass; the last closes the sum."""
-        self._uses[parameter] -= 1
-        if self._uses[parameter] == 0:
-            self.close(parameter)
-
-    def close(self, parameter: nn.Parameter) -> None:
-        """Reduce a sum and free it; or let it wait for the other parts of the batch."""
-        del self._uses[parameter]
-        total = self._totals.pop(parameter, None)
-        before = self._waiting.pop(parameter, None)
-        if total is not None and before is not None:
-            total.add_(before)
-        total = before if total is None else total
-        if self._continues:
-            self._waiting[parameter] = total
-        else:
-            self._ranks.add_to_shard(parameter, total, self._bound)
-
-    def finish(self) -> None:
-        """Verify that all sums are closed, and reduce those of other parts of the batch.
-
-        Raises:
-            RuntimeError: The two passes differ.
+        Args:
+            sums: Emptied, so that none outlives its average.
+            add_noise: Adds the noise.
         """
-        if self._uses or self._totals:
-            raise RuntimeError("the second backward pass used other parameters than the first")
-        if not self._continues:
-            self.reduce(self._bound)
+        for parameter in list(sums):
+            summed = sums.pop(parameter)
+            add_noise(own_part(summed))
+            yield parameter, summed
 
-    def reduce(self, bound: float) -> None:
-        """Reduce all sums that wait."""
-        self._verify(bound)
-        for parameter in list(self._waiting):
-            self._ranks.add_to_shard(parameter, self._waiting.pop(parameter), bound)
+    def release_among(self, group: Any, sums: list[Tensor], add_noise: AddNoise) -> list[Tensor]:
+        """Return the noised averages over a group's ranks of this rank's sums, in one all-reduce.
 
-    def forget(self) -> None:
-        """Free the sums of a batch that is not applied."""
-        for one in (self._uses, self._totals, self._waiting):
-            one.clear()
-        self.is_counting = False
+        Each rank adds noise to its own part of the elements, so no rank sees a total without it,
+        and all get the same bits.
 
-    def _verify(self, bound: float) -> None:
-        """Refuse another bound than that of the earlier parts."""
-        if self._waiting and self._bound != bound:
-            raise RuntimeError("max_grad_norm changed between the parts of a batch")
-        self._bound = bound
+        Args:
+            group: The ranks.
+            sums: Of one dtype; emptied.
+            add_noise: Adds the noise.
+        """
+        shapes = [one.shape for one in sums]
+        dtype = torch.promote_types(sums[0].dtype, torch.float32)
+        several = len(sums) > 1
+        flat = torch.cat([one.flatten() for one in sums]) if several else sums[0].reshape(-1)
+        flat = flat.to(dtype)
+        sums.clear()
+        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+        start, end = (len(flat) * at // size for at in (rank, rank + 1))
+        add_noise(flat[start:end], flat[:start], flat[end:])
+        distributed.all_reduce(flat, group=group)
+        parts = torch.split(flat, [shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def seed_of_rank(base: int, rank: int) -> int:
@@ -259,6 +232,11 @@ def distinct_part(generator: torch.Generator) -> int:
 def is_distributed(parameter: Tensor) -> bool:
     """Tell whether a tensor is a ``DTensor``, without importing that."""
     return hasattr(parameter, "placements")
+
+
+def is_sharded_alone(module: nn.Module) -> bool:
+    """Tell whether ``fully_shard`` was called on a module, without importing that."""
+    return hasattr(module, "_get_fsdp_state")
 
 
 def refuse_other_wrapper(ranks: Ranks) -> None:

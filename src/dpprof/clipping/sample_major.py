@@ -42,6 +42,9 @@ _BY_ENTRY = {
 }
 """Operators that treat each entry of the first axis apart, where its length stays the same."""
 
+_IDENTITY = "RegisterPostBackwardFunctionBackward"
+"""The node by which FSDP notices that backward has passed a module: it returns what it gets."""
+
 _ROWS_OF = {"Mm": 0, "Addmm": 1}
 """Which operand of a product of matrices has the rows of its output."""
 
@@ -60,11 +63,23 @@ def shape_of(node: Any, output: int = 0) -> tuple[int, ...]:
     )
 
 
+def edges_of(node: Any) -> list[tuple[Any, int]]:
+    """Return the nodes whose outputs an operator used, and which output; past FSDP's identities."""
+    found: list[tuple[Any, int]] = []
+    for below, output in node.next_functions:
+        while below is not None and below.name() == _IDENTITY:
+            below, output = below.next_functions[output]  # noqa: PLW2901
+        found.append((below, output))
+    return found
+
+
 def find_users(nodes: Iterable[Any]) -> dict[Any, list[tuple[Any, int]]]:
     """Return for each node those that use its output, and as which operand."""
     above: dict[Any, list[tuple[Any, int]]] = defaultdict(list)
     for node in nodes:
-        for operand, (below, _) in enumerate(node.next_functions):
+        if node.name() == _IDENTITY:
+            continue
+        for operand, (below, _) in enumerate(edges_of(node)):
             if below is not None:
                 above[below].append((node, operand))
     return above
@@ -111,7 +126,7 @@ class SampleMajor:
             if shape[:1] == (self._samples,):
                 is_proven |= not _is_of_a_leaf(node)
                 continue
-            below = [(one, node, at) for at, (one, _) in enumerate(node.next_functions)]
+            below = [(one, node, at) for at, (one, _) in enumerate(edges_of(node))]
             above = [(user, user, at) for user, at in self.above.get(node, ())]
             for next_node, user, operand in (*below, *above):
                 if next_node not in seen and next_node is not None and self._keeps(user, operand):
@@ -121,7 +136,7 @@ class SampleMajor:
 
     def _keeps(self, user: Any, operand: int) -> bool:
         """Tell whether an operator keeps its operand's entries in the order of samples."""
-        below, output = user.next_functions[operand]
+        below, output = edges_of(user)[operand]
         before, after = shape_of(below, output), shape_of(user)
         if not before or not after or before[0] % self._samples or after[0] % self._samples:
             return False

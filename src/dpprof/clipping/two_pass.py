@@ -82,6 +82,8 @@ class FlashClipping(Clipping):
     ) -> None:
         """Add what a layer contributes in the second pass to ``.grad``."""
         for parameter, found in contributions:
+            if self.ranks.is_sharded:
+                self.shard_sums.begin_use(parameter)
             contribution = materialise_vector(found)
             if self._projections is not None:
                 self._projections.note(parameter, contribution, is_measured=False)

@@ -1,8 +1,8 @@
 """Roles of the tensors that ranks exchange, and shapes of sharded tensors, for a recorder.
 
 FSDP copies shards into the buffer of an all-gather, and its output into the gathered parameters. It
-copies gradients into the buffer of a reduce-scatter, whose output is the shard's gradient. A sum of
-clipped gradients is itself the input of its reduce-scatter.
+copies gradients into the buffer of a reduce-scatter, whose output is the shards' gradients, and so
+does clipping with its sums.
 """
 
 import sys
@@ -27,7 +27,7 @@ def find_roles() -> dict[Any, Roles]:
     c10d, fsdp = torch.ops.c10d, torch.ops.fsdp
     roles: dict[Any, Roles] = {
         c10d._allgather_base_: {0: "communication_buffers", 1: "communication_buffers"},
-        c10d._reduce_scatter_base_: {1: "unsharded_gradients"},
+        c10d._reduce_scatter_base_: {1: "communication_buffers"},
         c10d.allreduce_: {0: "communication_buffers"},
     }
     if hasattr(fsdp, "chunk_cat"):
