@@ -26,7 +26,7 @@ from dpprof.clipping.broadcasts import LOSSES, OF_ONE, follow
 from dpprof.clipping.coverage import trained_in
 from dpprof.clipping.graph import nodes_behind
 from dpprof.clipping.layers import Receive, multiply
-from dpprof.clipping.layers_without_rule import run_any_layer, versions_of
+from dpprof.clipping.layers_without_rule import parametrizing_safely, run_any_layer, versions_of
 from dpprof.clipping.patching import PatchedLayer, unpatch_layer
 from dpprof.clipping.quantized_layers import is_quantized
 from dpprof.clipping.rules import Found
@@ -65,7 +65,8 @@ class Choice:
         given = _tensors_in((inputs, named))
         versions = versions_of(given)
         assert isinstance(layer, PatchedLayer)
-        with _LinearSeen(trained_in(layer).values(), receive) as seen:
+        own = trained_in(layer).values()
+        with parametrizing_safely(), _LinearSeen(own, receive) as seen:
             returned = layer.original.forward(layer, *inputs, **named)
         if self.is_one is None and torch.is_grad_enabled():
             self._decide(_tensors_in(returned), given)

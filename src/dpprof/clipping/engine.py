@@ -647,8 +647,10 @@ class Clipping(ABC):
             elif not isinstance(changed_B, FakeTensor) and any(changed_B.tolist()):
                 raise RuntimeError(
                     f"{self._name_of_layer(layer)} gave another output when it ran again for "
-                    "per-sample gradients: it has no rule, and draws numbers, counts its calls or "
-                    "reads what changed; move that out of the layer, or freeze its parameters"
+                    "per-sample gradients: it has no rule, and draws numbers, counts its calls, "
+                    "reads what changed or gets the entries of samples in another order; move that "
+                    "out of the layer, name a module around it that gets and returns samples in "
+                    "as_one=[...], or freeze its parameters"
                 )
         self._changed.clear()
 
