@@ -28,7 +28,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from dpprof.clipping.batch_axis import Settings, is_second
-from dpprof.clipping.contributions import SampleGradients
+from dpprof.clipping.contributions import SampleGradients, storage_of
 from dpprof.clipping.layers import Receive, apply, as_own, autocast_dtype
 from dpprof.clipping.patching import PatchedLayer
 from dpprof.clipping.sample_norms import BatchAxisError
@@ -133,12 +133,12 @@ class _AnyLayer(torch.autograd.Function):
                 f"{call.name} has no rule and changes its inputs in place; change copies, or "
                 "freeze its parameters"
             )
-        held = {_storage_of(one) for one in tensors}
+        held = {storage_of(one) for one in tensors}
         for at, y in enumerate(values):
             if isinstance(y, Tensor):
                 # In-place code after the layer must reach neither its inputs nor other outputs.
-                values[at] = y.clone() if _storage_of(y) in held else as_own(y)
-                held.add(_storage_of(values[at]))
+                values[at] = y.clone() if storage_of(y) in held else as_own(y)
+                held.add(storage_of(values[at]))
         outputs = [one for one in values if isinstance(one, Tensor)]
         real = _with_gradients(outputs)
         if not real or not all(y.dim() for y in real):
@@ -384,11 +384,6 @@ def turn(x: Any, axis: int) -> Any:
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """Return how often tensors were changed in place."""
     return [one._version for one in tensors]  # noqa: SLF001 (no public name)
-
-
-def _storage_of(x: Tensor) -> int:
-    storage: int = x.untyped_storage()._cdata  # noqa: SLF001 (no public name)
-    return storage
 
 
 def _shapes(tensors: Sequence[Tensor]) -> str:
