@@ -75,7 +75,7 @@ class Choice:
             if self.is_one:
                 if versions_of(given) != versions:
                     self._refuse("changes its inputs in place")
-                if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # noqa: SLF001
+                if _is_checkpointed():
                     self._refuse("is checkpointed, so what it does shows too late")
                 return self._run_as_one(layer, receive, *inputs, **named)
         return returned
@@ -111,6 +111,12 @@ class Choice:
         """Tell whether a parameter is used otherwise than by its rule, or for all samples."""
         entries, others = follow(leaf, users, OF_ONE, 0, lambda _: True)
         return bool(others - {LOSSES}) or (bool(entries) and leaf.variable in self.ruled)
+
+
+def _is_checkpointed() -> bool:
+    """Tell whether a checkpoint will run this code again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def _tensors_in(values: Any) -> list[Tensor]:
