@@ -9,6 +9,7 @@ import torch
 import transformers
 from small_models import FLAT, assert_exact
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import parametrize
 
 from dpprof.spec.registry import UnsupportedError
 from dpprof.verification.float32_islands import lift_float32
@@ -65,19 +66,23 @@ REFUSED = {
 """Lily mixes samples; P-tuning encodes its prompt once for all of them."""
 
 
-def build(config: peft.PeftConfig):
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+    "attn_implementation": "eager",
+    "use_cache": False,
+}
+
+
+def build(config: peft.PeftConfig, kind: str = "llama", **more):
     torch.manual_seed(0)
-    llama = transformers.LlamaConfig(
-        vocab_size=V,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        attn_implementation="eager",
-        use_cache=False,
-    )
-    model = peft.get_peft_model(transformers.LlamaForCausalLM(llama), config).double()
+    of_base = transformers.AutoConfig.for_model(kind, **SIZES, **more)
+    base = transformers.AutoModelForCausalLM.from_config(of_base)
+    model = peft.get_peft_model(base, config).double()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -92,11 +97,11 @@ def losses_of(model, ids, *tasks):
     return each.view(ids.shape).mean(1)
 
 
-def compare(model, way, *tasks) -> None:
+def compare(model, way, *tasks, **options) -> None:
     ids = torch.randint(2, V, (B, T))
     with lift_float32():
         losses = functools.partial(losses_of, model)
-        assert_exact(way, model, (ids, *tasks), losses, bound=0.05, tolerance=1e-8)
+        assert_exact(way, model, (ids, *tasks), losses, bound=0.05, tolerance=1e-8, **options)
     assert any(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
@@ -134,6 +139,33 @@ SOME = {
 @pytest.mark.parametrize("kind", SOME)
 def test_adapters_that_compute_with_their_parameters_are_exact(kind, way) -> None:
     compare(build(SOME[kind]), way)
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize(
+    "target",
+    [{"target_modules": "all-linear"}, {"target_parameters": ["experts.down_proj"], "r": 2}],
+    ids=str,
+)
+def test_adapters_of_experts_are_exact_and_leave_the_weights_as_they_are(target, way) -> None:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **target)
+    more = {"num_local_experts": 3, "num_key_value_heads": 2, "experts_implementation": "eager"}
+    model = build(config, "mixtral", **more)
+    frozen = {name: one.clone() for name, one in model.named_parameters() if "lora" not in name}
+
+    compare(model, way)
+
+    assert any("experts" in name for name, one in model.named_parameters() if one.requires_grad)
+    assert not any(map(parametrize.is_parametrized, model.modules()))
+    after = dict(model.named_parameters())
+    assert all(torch.equal(after[name], one) for name, one in frozen.items())
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_p_tuning_is_exact_where_the_whole_model_runs_as_one_layer(way) -> None:
+    config = peft.PromptEncoderConfig(task_type="CAUSAL_LM", **OPTIONS["P_TUNING"])
+    compare(build(config), way, as_one=[""])
 
 
 def test_dropout_in_such_adapters_is_refused() -> None:

@@ -96,6 +96,42 @@ def losses_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return outputs.logsumexp(1)
 
 
+class Chosen(nn.Module):
+    """Puts one value where a mask holds, and another where a second one does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.first, self.second = (nn.Parameter(torch.randn(1, 1, D)) for _ in range(2))
+
+    def losses(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.where(x > 1, self.first, self.linear(x))
+        y = torch.where(x[..., :1] > -1, y, self.second.tanh())
+        return y.square().sum((1, 2))
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("tokens", [T, B, 1])
+def test_a_value_that_a_mask_chooses_is_exact(tokens, way) -> None:
+    torch.manual_seed(0)
+    assert_exact(way, Chosen().double(), (2 * torch.randn(B, tokens, D).double(),))
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("tokens", [T, B])
+def test_t5_is_exact_with_padding(tokens, way) -> None:
+    model, ids = build("T5ForConditionalGeneration"), torch.randint(2, V, (B, tokens))
+    mask = torch.arange(tokens) < torch.arange(B)[:, None] + 1
+
+    def losses(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        named = {"attention_mask": mask, "decoder_attention_mask": mask}
+        logits = model(input_ids=ids, decoder_input_ids=ids, **named).logits
+        each = cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none")
+        return (each.view(ids.shape) * mask).sum(1)
+
+    assert_exact(way, model, (ids, mask), losses)
+
+
 @pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("tokens", [T, B])
 @pytest.mark.parametrize("name", MODELS)

@@ -79,6 +79,19 @@ def test_a_convolution_is_clipped_as_a_loop_clips_it(name, way) -> None:
     assert "1.weight" in clipping.plan  # its own rule
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("name", ["2 axes", "stride and dilation", "groups", "transposed, padded"])
+def test_few_samples_at_a_time_are_clipped_as_a_loop_clips_them(name, layout, monkeypatch) -> None:
+    monkeypatch.setattr(convolution, "WORKSPACE_BYTES", 0)
+    model, x = make(name)
+    model.to(memory_format=layout)
+
+    # The gradient of the first layer is made of that of the second one's input.
+    assert_exact(
+        *(BookKeeping, model, (x.to(memory_format=layout),)), losses_by(model), tolerance=1e-10
+    )
+
+
 def kernel_of(layer: nn.Module) -> Kernel:
     padding = (1,) * len(layer.stride) if isinstance(layer.padding, str) else layer.padding
     return Kernel(tuple(layer.weight.shape), layer.stride, padding, layer.dilation, layer.groups)
@@ -180,6 +193,32 @@ def test_the_cheapest_way_is_taken() -> None:
     assert wide.plan["weight"].flops == 2 * 64 * (36 * 36 + 16 * 16)
     assert depthwise.plan["weight"].way == "tiled product"
     assert depthwise.plan["weight"].flops == 2 * 16 * 9 * 64
+
+
+class Shortcut(nn.Module):
+    """Two convolutions of one input, whose outputs are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Conv2d(32, 32, 1), nn.Conv2d(32, 32, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        return self.narrow(y) + self.wide(y)
+
+
+def test_what_another_layer_keeps_is_kept_in_place_of_a_gradient() -> None:
+    """A gradient of 32 x 32 is smaller than 2 x 32 x 20 places, but takes memory of its own."""
+    torch.manual_seed(0)
+    model, x = Shortcut().double(), torch.randn(B, 32, 4, 5).double()
+    alone = BookKeeping(layer := nn.Conv2d(32, 32, 1), 1.0)
+    alone.backward(layer(x.float()).square().sum((1, 2, 3)))
+
+    clipping = assert_exact(BookKeeping, model, (x,), losses_by(model), tolerance=1e-10)
+
+    assert alone.plan["weight"].way == "kept product"
+    assert clipping.plan["wide.weight"].way == "tiled gram"
+    assert clipping.plan["narrow.weight"].way != "kept product"
 
 
 def with_numbers(layer: nn.Conv2d) -> nn.Module:

@@ -55,10 +55,7 @@ SLOW = [
     for model, method, padding in itertools.product(
         MODELS, registry.names("methods"), ({}, {"padding": 0.3})
     )
-    if (model, method) not in REFUSED
-    and not (padding and "seq_len" not in MODELS[model])
-    # Clipping sees the rows of T5's table of distances as samples where masks are added to them.
-    and not (padding and model == "t5" and method in ("flash", "flash-bk"))
+    if (model, method) not in REFUSED and not (padding and "seq_len" not in MODELS[model])
 ]
 SLOW += [
     ("vit", "flash-bk", {"checkpointing": "non-reentrant"}),

@@ -26,7 +26,7 @@ from dpprof.clipping.broadcasts import LOSSES, follow
 from dpprof.clipping.coverage import trained_in
 from dpprof.clipping.graph import nodes_behind
 from dpprof.clipping.layers import Receive, multiply
-from dpprof.clipping.layers_without_rule import run_any_layer, versions_of
+from dpprof.clipping.layers_without_rule import parametrizing_safely, run_any_layer, versions_of
 from dpprof.clipping.patching import PatchedLayer, unpatch_layer
 from dpprof.clipping.quantized_layers import is_quantized
 from dpprof.clipping.ranks import Ranks, is_sharded_alone
@@ -73,7 +73,8 @@ class Choice:
         given = _tensors_in((inputs, named))
         versions = versions_of(given)
         assert isinstance(layer, PatchedLayer)
-        with _LinearSeen(trained_in(layer).values(), receive) as seen:
+        own = trained_in(layer).values()
+        with parametrizing_safely(), _LinearSeen(own, receive) as seen:
             returned = layer.original.forward(layer, *inputs, **named)
         if self.is_one is None and torch.is_grad_enabled():
             self._decide(_tensors_in(returned), given)
@@ -82,7 +83,7 @@ class Choice:
             if self.is_one:
                 if versions_of(given) != versions:
                     self._refuse("changes its inputs in place")
-                if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # noqa: SLF001
+                if _is_checkpointed():
                     self._refuse("is checkpointed, so what it does shows too late")
                 return self._run_as_one(layer, receive, *inputs, **named)
         return returned
@@ -135,6 +136,12 @@ class Choice:
         return bool(others - {LOSSES}) or (
             bool(entries) and self._ranks.own(leaf.variable) in self.ruled
         )
+
+
+def _is_checkpointed() -> bool:
+    """Tell whether a checkpoint will run this code again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def _tensors_in(values: Any) -> list[Tensor]:

@@ -43,7 +43,7 @@ is alike for all samples is added, or a number multiplied."""
 
 LOSSES = "the losses"
 
-_ENTERING = {"Add", "Sub", "Mul", "Expand", "Repeat"}
+_ENTERING = {"Add", "Sub", "Mul", "Expand", "Repeat", "Where"}
 """Operators that may repeat an operand along the first axis."""
 
 
@@ -73,6 +73,9 @@ class _Entry(NamedTuple):
         kind = kind_of(self.node)
         if kind == "Mul":
             g = g * (self.node._saved_self if self.operand else self.node._saved_other)  # noqa: SLF001
+        elif kind == "Where":
+            is_first = self.node._saved_condition  # noqa: SLF001
+            g = g.masked_fill(is_first if self.operand else ~is_first, 0)
         elif self.operand and kind in _SUMS:
             alpha = self.node._saved_alpha  # noqa: SLF001
             g = g * (alpha if kind == "Add" else -alpha)

@@ -20,21 +20,18 @@ class LayerCall:
 
     Args:
         layer: It is about to run.
-        is_inside: Whether another layer runs it. Then forward may change its frozen parameters for
-            a while, as peft does with experts; ``released_state`` sees what it leaves.
     """
 
     __slots__ = ("_inside", "_layer", "_settings", "_versions")
 
-    def __init__(self, layer: nn.Module, *, is_inside: bool = False) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
         self._settings = read_settings(layer)
         # named_parameters lists no parameter twice
         own = [p for p in layer._parameters.values() if p is not None]  # noqa: SLF001
-        known = [p for p in own if p.requires_grad or not is_inside]
         # By storage too: layer.to(dtype) gives a parameter other data, in the same version.
-        self._versions = [(p, p._version, _storage_of(p)) for p in known]  # noqa: SLF001
-        self._inside = [LayerCall(child, is_inside=True) for child in layer.children()]
+        self._versions = [(p, p._version, _storage_of(p)) for p in own]  # noqa: SLF001
+        self._inside = [LayerCall(child) for child in layer.children()]
 
     def end(self) -> None:
         """Forget the settings that the call changed."""

@@ -379,6 +379,12 @@ def device_of(kept: Kept) -> torch.device:
     return first[0].device
 
 
+def storage_of(x: Tensor) -> int:
+    """Identify the memory that a tensor, and each view of it, holds."""
+    storage: int = x.untyped_storage()._cdata  # noqa: SLF001 (no public name)
+    return storage
+
+
 def materialise_vector(contribution: Contribution) -> Summable:
     """Compute the per-sample gradients of a vector; leave other contributions as they are."""
     if isinstance(contribution, Shift | Scale):

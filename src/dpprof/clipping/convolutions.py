@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from dpprof.clipping.contributions import Contribution, Convolution, Shift
 from dpprof.clipping.layers import Receive, apply, autocast_dtype
-from dpprof.norms.convolution import Kernel
+from dpprof.norms.convolution import Kernel, differentiate_input
 
 
 class _Options(NamedTuple):
@@ -47,17 +47,15 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        input_gradient = None
-        if ctx.needs_input_grad[0]:
-            input_gradient = torch.ops.aten.convolution_backward(
-                g, x, ctx.weight.to(g.dtype), None, *ctx.options, [True, False, False]
-            )[0]
         contributions: list[tuple[nn.Parameter, Contribution]] = []
         if ctx.needs_input_grad[1]:
             contributions.append((ctx.weight, _contribute(x.detach(), g, ctx.weight, ctx.options)))
         if ctx.needs_input_grad[2]:
             contributions.append((ctx.bias, Shift(g.flatten(2).transpose(1, 2))))
         ctx.receive(contributions)
+        input_gradient = None
+        if ctx.needs_input_grad[0]:
+            input_gradient = differentiate_input(x, g, ctx.weight.to(g.dtype), ctx.options)
         return input_gradient, None, None, None, None
 
 

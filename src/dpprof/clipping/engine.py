@@ -32,7 +32,7 @@ from dpprof.clipping.contributions import (
 )
 from dpprof.clipping.coverage import Coverage, trained_in
 from dpprof.clipping.distribution import find_ranks
-from dpprof.clipping.factor import clip_factor, verify_bound
+from dpprof.clipping.factor import scaled_factor, verify_bound
 from dpprof.clipping.first_batch import FirstBatches, Handler
 from dpprof.clipping.graph import nodes_behind
 from dpprof.clipping.layers import Contributions, count_uses
@@ -43,7 +43,12 @@ from dpprof.clipping.rules import Found, LayerRule, find_rewritten, find_rules
 from dpprof.clipping.sample_major import SampleMajor
 from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.clipping.shard_sums import ShardSums
-from dpprof.clipping.sums import add_to_grad, bound_of, dtype_of_sum, own_part
+from dpprof.clipping.sums import (
+    add_to_grad,
+    dtype_of_sum,
+    refuse_other_sums,
+    refuse_unclipped,
+)
 from dpprof.norms.code_paths import CodePath, Watch
 from dpprof.records.births import allocates
 from dpprof.spec.number_formats import refuse_loss_scale
@@ -377,7 +382,7 @@ class Clipping(ABC):
         self.ranks.verify()
         self._shared = self._coverage.verify(self.model)
         self._hook_leaves()
-        self._refuse_other_gradients()
+        refuse_other_sums(self._coverage, self.max_grad_norm, self.name_of)
         self._losses = losses.detach()
         self.sample_norms = None
         self.nonfinite_samples = 0
@@ -409,7 +414,8 @@ class Clipping(ABC):
                 self.sample_norms = losses.detach()
             self._refuse_changed_outputs()
             self.shard_sums.finish()
-            self._refuse_unclipped_sums()
+            self.ranks.refuse_unclipped()
+            refuse_unclipped(self._coverage, self.name_of)
             if self.deferral is None:
                 self.verify_released()
         except BaseException:
@@ -574,32 +580,6 @@ class Clipping(ABC):
                     refuse = partial(self._refuse_unclipped, parameter)
                     self._hooks[leaf] = [leaf.register_hook(refuse)]  # type: ignore[no-untyped-call]
 
-    def _refuse_unclipped_sums(self) -> None:
-        """Refuse to end a backward that left anything but clipped sums."""
-        self.ranks.refuse_unclipped()
-        for parameter in self._coverage:
-            gradient = parameter.grad
-            if gradient is not None and bound_of(gradient) is None:
-                raise RuntimeError(
-                    f"{self.name_of(parameter)} has a gradient that is not clipped; call "
-                    "backward(losses) of the Clipping alone"
-                )
-
-    def _refuse_other_gradients(self) -> None:
-        """Refuse a ``.grad`` that this clipping did not leave."""
-        for parameter in self._coverage:
-            gradient = parameter.grad
-            if gradient is None or bound_of(gradient) == self.max_grad_norm:
-                continue
-            if bound_of(gradient) is None and not own_part(gradient).any():
-                parameter.grad = None
-                continue
-            raise RuntimeError(
-                f"{self.name_of(parameter)} has a gradient that is not a sum of this clipping, or "
-                "was clipped to another bound, such as the last step's; call optimizer.zero_grad() "
-                "after each step"
-            )
-
     def handling(self, handler: Handler) -> AbstractContextManager[None]:
         """Let ``handler`` take the contributions of all layers inside the context."""
         return substitute(self, "_handler", handler)
@@ -642,22 +622,17 @@ class Clipping(ABC):
             elif not isinstance(changed_B, FakeTensor) and any(changed_B.tolist()):
                 raise RuntimeError(
                     f"{self._name_of_layer(layer)} gave another output when it ran again for "
-                    "per-sample gradients: it has no rule, and draws numbers, counts its calls or "
-                    "reads what changed; move that out of the layer, or freeze its parameters"
+                    "per-sample gradients: it has no rule, and draws numbers, counts its calls, "
+                    "reads what changed or gets the entries of samples in another order; move that "
+                    "out of the layer, name a module around it that gets and returns samples in "
+                    "as_one=[...], or freeze its parameters"
                 )
         self._changed.clear()
 
     def _compute_factors(self, norms_B: Tensor, bound: float) -> Tensor:
-        """Compute clipping factors; samples that are not finite get 0, and are excluded.
-
-        They are divided by ``loss_scale``, with which what they scale is multiplied.
-        """
+        """Compute clipping factors; samples that are not finite get 0, and are excluded."""
         assert self._losses is not None
-        factors_B = clip_factor(norms_B, bound, self._stability)
-        if self._loss_scale != 1:
-            factors_B = factors_B / self._loss_scale
-            # A smaller number may have been rounded up.
-            factors_B = factors_B.masked_fill(factors_B < torch.finfo(factors_B.dtype).tiny, 0)
+        factors_B = scaled_factor(norms_B, bound, self._stability, self._loss_scale)
         nonfinite_B = ~(norms_B.isfinite() & self._losses.to(norms_B.device).isfinite())
         if self.deferral is not None:
             self.deferral.flag(nonfinite_B)

@@ -42,6 +42,18 @@ def clip_factor(norm: Tensor, max_grad_norm: float, stability: float | None = No
     return torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0)
 
 
+def scaled_factor(
+    norm: Tensor, max_grad_norm: float, stability: float | None, loss_scale: float
+) -> Tensor:
+    """Compute the factor of what is ``loss_scale`` times a gradient of this norm."""
+    factor = clip_factor(norm, max_grad_norm, stability)
+    if loss_scale == 1:
+        return factor
+    factor = factor / loss_scale
+    # A smaller number may have been rounded up.
+    return factor.masked_fill(factor < torch.finfo(factor.dtype).tiny, 0)
+
+
 def find_stability(clipping: str, stability: float | None) -> float | None:
     """Return the stability of a clipping of ``CLIPPINGS``; None for flat clipping.
 

@@ -18,20 +18,23 @@ import enum
 import types
 import weakref
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from dpprof.clipping.batch_axis import Settings, is_second
-from dpprof.clipping.contributions import SampleGradients
+from dpprof.clipping.contributions import SampleGradients, storage_of
 from dpprof.clipping.layers import Receive, apply, as_own, autocast_dtype
 from dpprof.clipping.patching import PatchedLayer
 from dpprof.clipping.sample_norms import BatchAxisError
 from dpprof.norms.tiles import accumulator_of
 from dpprof.spec.registry import UnsupportedError
+from dpprof.system.substitutes import substitute
 
 _SAME = {torch.float64: 1e-8, torch.float32: 1e-3}
 """By how much of its norm an entry's output may differ when it is computed again, to rounding."""
@@ -43,6 +46,24 @@ _HERE = object()
 
 _not_mapped: weakref.WeakSet[type] = weakref.WeakSet()
 """Classes that ``torch.func`` cannot map over samples."""
+
+
+def parametrizing_safely() -> AbstractContextManager[None]:
+    """Let a parameter get a parametrization inside the context without a trace of it afterwards.
+
+    Peft's adapters of experts give the frozen weight one whenever they run. PyTorch sets the weight
+    to itself then, which ``released_state`` would take for a change. And under ``torch.func`` peft
+    fails, which would leave the weight parametrized; so it fails before.
+    """
+    set_to = parametrize._maybe_set  # noqa: SLF001 (it has no public name)
+
+    def set_to_other(one: Tensor, other: Tensor) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001
+            raise UnsupportedError("torch.func cannot register a parametrization")
+        if one is not other:
+            set_to(one, other)
+
+    return substitute(parametrize, "_maybe_set", set_to_other)
 
 
 class _Call(nn.Module):
@@ -81,7 +102,8 @@ class _Call(nn.Module):
         for place, tensor in zip(self._places, tensors, strict=True):
             flat[place] = turn(tensor, self._axis)
         inputs, named = pytree.tree_unflatten(flat, self._structure)
-        returned = self.layer.original.forward(self.layer, *inputs, **named)
+        with parametrizing_safely():
+            returned = self.layer.original.forward(self.layer, *inputs, **named)
         return pytree.tree_map(lambda one: turn(one, self._axis), returned)
 
     def run_with(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -111,12 +133,12 @@ class _AnyLayer(torch.autograd.Function):
                 f"{call.name} has no rule and changes its inputs in place; change copies, or "
                 "freeze its parameters"
             )
-        held = {_storage_of(one) for one in tensors}
+        held = {storage_of(one) for one in tensors}
         for at, y in enumerate(values):
             if isinstance(y, Tensor):
                 # In-place code after the layer must reach neither its inputs nor other outputs.
-                values[at] = y.clone() if _storage_of(y) in held else as_own(y)
-                held.add(_storage_of(values[at]))
+                values[at] = y.clone() if storage_of(y) in held else as_own(y)
+                held.add(storage_of(values[at]))
         outputs = [one for one in values if isinstance(one, Tensor)]
         real = _with_gradients(outputs)
         if not real or not all(y.dim() for y in real):
@@ -362,11 +384,6 @@ def turn(x: Any, axis: int) -> Any:
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """Return how often tensors were changed in place."""
     return [one._version for one in tensors]  # noqa: SLF001 (no public name)
-
-
-def _storage_of(x: Tensor) -> int:
-    storage: int = x.untyped_storage()._cdata  # noqa: SLF001 (no public name)
-    return storage
 
 
 def _shapes(tensors: Sequence[Tensor]) -> str:

@@ -24,6 +24,7 @@ from dpprof.clipping.contributions import (
     SampleGradients,
     may_join,
     merge_uses,
+    storage_of,
 )
 from dpprof.clipping.layers import Contributions
 from dpprof.norms import convolution
@@ -102,6 +103,9 @@ class SampleNorms:
 
         self._vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
         """Per-sample gradients of vectors that are kept, (B, ...)."""
+
+        self._stored: set[int] = set()
+        """The storages of inputs and output gradients that are kept as they are."""
 
         self._added: list[Squares] = []
         """What was added up already."""
@@ -216,6 +220,9 @@ class SampleNorms:
                     keeps=self._keeps,
                     on_tensor_cores=rounded,
                     becomes_sum=self._becomes_sum and self._keeps,
+                    kept_anyway=sum(
+                        one[0].numel() for one in (x, g) if storage_of(one) in self._stored
+                    ),
                 )
                 self.plan[self._name_of(parameter)] = choice
                 if choice.way is Way.KEPT:
@@ -231,6 +238,8 @@ class SampleNorms:
             case _:
                 return self._measure_gradients(layer, Way.DIRECT, parameter, contribution)
         self._keep(parameter, contribution)
+        if isinstance(contribution, Convolution):
+            self._stored.update(map(storage_of, contribution[:2]))
         if isinstance(measured, GramSums):
             figures, sizes = measured.sums_5B, tuple(measured[1:])
         else:

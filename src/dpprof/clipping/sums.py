@@ -4,6 +4,8 @@ Any code may write a parameter's ``.grad``. A step is private only if it applies
 so each sum is marked with its version counter and the bound that it was clipped to.
 """
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -53,3 +55,41 @@ def add_to_grad(parameter: nn.Parameter, summed: Tensor, bound: float) -> None:
     else:
         own_part(parameter.grad).add_(own_part(summed))
     setattr(parameter.grad, _MARK, (_version(parameter.grad), bound))
+
+
+def refuse_other_sums(
+    parameters: Iterable[nn.Parameter], bound: float, name_of: Callable[[nn.Parameter], str]
+) -> None:
+    """Refuse to add to a ``.grad`` that is no clipped sum to this bound; clear zeros.
+
+    Raises:
+        RuntimeError: There is one.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or bound_of(gradient) == bound:
+            continue
+        if bound_of(gradient) is None and not own_part(gradient).any():
+            parameter.grad = None
+            continue
+        raise RuntimeError(
+            f"{name_of(parameter)} has a gradient that is not a sum of this clipping, or was "
+            "clipped to another bound, such as the last step's; call optimizer.zero_grad() after "
+            "each step"
+        )
+
+
+def refuse_unclipped(
+    parameters: Iterable[nn.Parameter], name_of: Callable[[nn.Parameter], str]
+) -> None:
+    """Refuse to end a backward that left anything but clipped sums.
+
+    Raises:
+        RuntimeError: It did.
+    """
+    for parameter in parameters:
+        if parameter.grad is not None and bound_of(parameter.grad) is None:
+            raise RuntimeError(
+                f"{name_of(parameter)} has a gradient that is not clipped; call backward(losses) "
+                "of the Clipping alone"
+            )

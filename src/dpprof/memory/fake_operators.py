@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, _meta_registrations
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from dpprof.norms.placement import is_simulated
@@ -27,9 +27,19 @@ def _add_into(x: Tensor, other: Tensor, **options: Any) -> Tensor:
     return out if x.shape == other.shape == out.shape else aten.add.out(x, other, **options)
 
 
+def _multiply_groups(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, _bias: Any = None, out_dtype: Any = None
+) -> Tensor:
+    """Return the products of groups in any dtype; PyTorch's own knows bfloat16 alone."""
+    make: Any = _meta_registrations._create_grouped_mm_output_tensor  # noqa: SLF001 (no public name)
+    product: Tensor = make(a, b, offs, out_dtype or a.dtype)
+    return product
+
+
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     aten.unique_dim.default: _unique_worst_case,
     aten.add.out: _add_into,
+    aten._grouped_mm.default: _multiply_groups,  # noqa: SLF001
     aten._foreach_sqrt.default: lambda xs: [*map(aten.empty_like.default, xs)],  # noqa: SLF001
 }
 """What to run instead of operators whose result's shape depends on elements, or that PyTorch

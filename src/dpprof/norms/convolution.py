@@ -17,8 +17,8 @@ at all:
 
 A transposed convolution is the same with input and output gradient in each other's place.
 
-Where a gradient has no more elements than the sample's input and output gradient, book-keeping
-keeps it, as for a linear layer.
+Where a gradient has no more elements than the sample's input and output gradient, or than the one
+of them that no other layer keeps, book-keeping keeps it, as for a linear layer.
 
 Shape legend: B samples, C channels of the input, O of the output, L places, (...) axes of space.
 """
@@ -37,6 +37,7 @@ from dpprof.norms.code_paths import Way
 from dpprof.norms.linear import ON_TENSOR_CORES, GramSums, Price, WayChoice, sum_of_grams
 from dpprof.norms.rounding import Squares
 from dpprof.norms.tiles import (
+    BATCHES,
     WORKSPACE_BYTES,
     accumulator_of,
     multiply,
@@ -130,6 +131,34 @@ def differentiate_weight(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
         kernel.groups,
         [False, True, False],
     )[1]
+    return found
+
+
+def differentiate_input(x: Tensor, g: Tensor, weight: Tensor, options: Sequence[Any]) -> Tensor:
+    """Compute the gradient of the input.
+
+    On a CPU oneDNN copies what it reads and writes; so it gets few samples at a time where these
+    copies do not fit into the workspace, which is no slower.
+
+    Args:
+        x: The input.
+        g: The output gradient.
+        weight: The weight, in the dtype of ``g``.
+        options: Those of ``torch.convolution``, in its order, from ``stride`` on.
+    """
+
+    def differentiate(some: slice) -> Tensor:
+        found: Tensor = torch.ops.aten.convolution_backward(
+            g[some], x[some], weight, None, *options, [True, False, False]
+        )[0]
+        return found
+
+    copied = (2 * x.numel() + g.numel()) * accumulator_of(x.dtype).itemsize
+    if placement.is_cuda(x) or copied <= WORKSPACE_BYTES:
+        return differentiate(slice(None))
+    found = torch.empty_like(x)
+    for some in spans(len(x), -(-len(x) // BATCHES)):
+        found[some] = differentiate(some)
     return found
 
 
@@ -305,12 +334,20 @@ def _price_gram(kernel: Kernel, places: tuple[int, ...]) -> Price:
 
 
 def choose_way(
-    x: Tensor, g: Tensor, kernel: Kernel, *, keeps: bool, on_tensor_cores: bool, becomes_sum: bool
+    x: Tensor,
+    g: Tensor,
+    kernel: Kernel,
+    *,
+    keeps: bool,
+    on_tensor_cores: bool,
+    becomes_sum: bool,
+    kept_anyway: int = 0,
 ) -> WayChoice:
     """Choose the way to a convolution's norms.
 
-    ``keeps`` says whether contributions are kept for the weighted sum, and ``becomes_sum`` whether
-    a kept gradient becomes the sum.
+    ``keeps`` says whether contributions are kept for the weighted sum, ``becomes_sum`` whether a
+    kept gradient becomes the sum, and ``kept_anyway`` how many elements of a sample's input and
+    output gradient are kept for other layers already.
     """
     places = tuple(g.shape[2:])
     L, d, p = math.prod(places), kernel.width, kernel.shape[0]
@@ -327,7 +364,7 @@ def choose_way(
     # A GPU writes a gradient and reads it twice; otherwise it reads, weighs and reads operands.
     moved = 3 * x.element_size() * operands
     is_cheaper = ON_TENSOR_CORES * 12 * d * p <= flops[way] + ON_TENSOR_CORES * moved
-    is_smaller = d * p <= operands
+    is_smaller = d * p <= operands - kept_anyway
     if keeps and (becomes_sum or (is_smaller and (is_cheaper or not on_tensor_cores))):
         way = Way.KEPT
     return WayChoice(way, L, d, p, flops.get(way, product.flops), prices)
