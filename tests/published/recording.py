@@ -26,9 +26,10 @@ class Tape:
         self.marks: dict[str, int] = {}
 
     def mark(self, name: str) -> None:
-        """Name the present instant; operators are recorded from ``last step`` to the next one."""
+        """Name the present instant; operators count from ``last step`` to ``stepped``."""
         self.marks[name] = len(self._recorder.events)
-        self._recorder.counting = name == "last step"
+        if name in ("last step", "stepped"):
+            self._recorder.counting = name == "last step"
 
     def load(self, build: Callable[..., Any], *given: Any) -> Any:
         """Build a model on the host, and load it: what is frozen, and then what is trained."""

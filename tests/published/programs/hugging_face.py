@@ -37,15 +37,23 @@ def training(tape: Tape, *, steps: int, batch_size: int, seq_len: int, **fields:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     ids = torch.empty(batch_size, seq_len, dtype=torch.int64)
     with substitute(sdpa_attention, "use_gqa_in_sdpa", lambda *_, **__: False), _real_masks():
-        for _ in range(steps):
+        for step in range(steps):
+            if step == steps - 1:
+                tape.mark("last step")
             _step(tape, model, optimizer, ids)
 
 
-def _load(tape: Tape, fields: dict[str, Any], batch_size: int, seq_len: int) -> Any:
+def _load(
+    tape: Tape,
+    fields: dict[str, Any],
+    batch_size: int,
+    seq_len: int,
+    build: Callable[..., Any] = build_model,
+) -> Any:
     fixed = {"method": "standard", "device": "cuda", "batch_size": batch_size, "seq_len": seq_len}
     experiment = Experiment.model_validate({**fixed, **fields})
     load = tape.load if experiment.base_format is None else partial(_load_quantized, tape)
-    return load(build_model, experiment).model.train()
+    return load(build, experiment).model.train()
 
 
 def _load_quantized(tape: Tape, build: Callable[..., Any], experiment: Experiment) -> Any:
@@ -111,6 +119,9 @@ def _step(tape: Tape, model: Any, optimizer: torch.optim.Optimizer, ids: torch.T
 def trainer(tape: Tape, *, loss: str, batch_size: int, seq_len: int, **fields: Any) -> None:
     """Train two steps as the Trainer of early 2025, which frees a model's outputs in forward.
 
+    Of a quantised model trl converts the embedding and the head to bfloat16, and leaves norms in
+    float32 (``peft_module_casting_to_bf16``), so the residual stream is in float32 under autocast.
+
     Args:
         tape: Marks the last step.
         loss: How the model of that time made its loss: ``in 16 bits``, ``float32``, or ``float32
@@ -119,7 +130,9 @@ def trainer(tape: Tape, *, loss: str, batch_size: int, seq_len: int, **fields: A
         seq_len: Tokens of each.
         fields: Of the experiment that says what is built.
     """
-    model = _load(tape, {"checkpointing": "reentrant", **fields}, batch_size, seq_len)
+    is_quantized = fields.get("quantization") is not None
+    build = _build_with_short_head if is_quantized else build_model
+    model = _load(tape, {"checkpointing": "reentrant", **fields}, batch_size, seq_len, build)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained)
     ids = torch.empty(batch_size, seq_len, dtype=torch.int64)
@@ -127,7 +140,8 @@ def trainer(tape: Tape, *, loss: str, batch_size: int, seq_len: int, **fields: A
         for step in range(2):
             if step:
                 tape.mark("last step")
-            value = _old_loss(model, ids, loss)
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_quantized):
+                value = _old_loss(model, ids, loss)
             with tape.phase("backward"):
                 value.backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -135,6 +149,14 @@ def trainer(tape: Tape, *, loss: str, batch_size: int, seq_len: int, **fields: A
                 optimizer.step()
             optimizer.zero_grad()
             del value
+
+
+def _build_with_short_head(experiment: Experiment) -> Any:
+    model = build_model(experiment)
+    inner = model.model
+    for layer in (inner.get_input_embeddings(), inner.get_output_embeddings()):
+        layer.weight.data = layer.weight.data.bfloat16()
+    return model
 
 
 def _old_loss(model: Any, ids: Tensor, how: str) -> Tensor:
