@@ -31,8 +31,8 @@ _BASES: dict[str, dict[str, Any]] = {
 HEADER = """\
 | model | base | attention | B x T | peak, MiB | predicted | difference | forward | backward \
 | optimizer | reserved, MiB | predicted | difference | step, s | predicted | difference |
-| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: \
-| ---: |"""
+| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: \
+| ---: | ---: |"""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Find what the documentation asks of ``dpprof advise``, ``budget`` and ``fits``, and keep the answers."""
+"""Find what the documentation asks of ``advise``, ``budget`` and ``fits``; keep the answers."""
 
 import re
 import shlex

@@ -42,7 +42,9 @@ _AXES: dict[str, Callable[[Experiment], str]] = {
     "execution": lambda one: one.execution,
     "head": lambda one: one.head,
     "ranks": lambda one: "1" if one.parallel is None else one.parallel.text,
-    "trained": lambda one: "whole" if one.lora is None else f"LoRA {one.base_format or ''}".rstrip(),
+    "trained": lambda one: (
+        "whole" if one.lora is None else f"LoRA {one.base_format or ''}".rstrip()
+    ),
 }
 _FIGURES = {"largest batch": ">13", "safe batch": ">10", "speed": ">13", "after": ">9"}
 """What the progress says of a capacity, and how it is aligned."""

@@ -587,8 +587,7 @@ def refuse_arguments(args: Any, trainer: Any, *, is_sharded: bool) -> None:
         ),
         "fp16": (
             args.fp16,
-            "its GradScaler skips a step where one sample overflows; use bf16, or "
-            "PrivacyArguments(loss_scale=65536), which runs in float16",
+            "its GradScaler skips steps; PrivacyArguments(loss_scale=65536) runs in float16",
         ),
         "bf16": (
             args.bf16 and trainer.privacy.loss_scale is not None,

@@ -12,7 +12,7 @@ _NOTABLE = 2**20
 """Bytes from which it is said."""
 
 
-class LogitsWatch(FlopCounter):
+class LogitsWatch(FlopCounter):  # type: ignore[no-untyped-call]
     """Counts FLOPs, and follows what the head of a model computed: the logits of a softmax."""
 
     def __init__(self) -> None:
@@ -26,12 +26,15 @@ class LogitsWatch(FlopCounter):
         name = getattr(func, "_opname", "")
         if name in ("mm", "addmm", "bmm") and isinstance(out, Tensor):
             storage = out.untyped_storage()
-            self._products[out.shape[-1]] = StorageWeakRef(storage), storage.nbytes()
+            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._products[out.shape[-1]] = ref, storage.nbytes()
         elif name == "_log_softmax" and args[0].shape[-1] in self._products:
             self._logits.append(self._products[args[0].shape[-1]])
         return out
 
     def tell_held(self) -> str | None:
         """Return a sentence where logits are held still; None where they are free, or small."""
-        held = sum(nbytes for ref, nbytes in self._logits if not ref.expired())
+        held = 0
+        for ref, nbytes in self._logits:
+            held += 0 if ref.expired() else nbytes  # type: ignore[no-untyped-call]
         return f"{held / 2**20:,.0f} MiB of {KEPT_LOGITS}" if held >= _NOTABLE else None

@@ -34,7 +34,8 @@ class Monitor:
     """Measures a training loop, and writes metrics to sinks at every step.
 
     Where a loop still holds logits as a profiled step ends, the monitor warns once, with their size
-    and what to write instead. If a sink raises an exception, the monitor warns once and stops writing to it; training goes on.
+    and what to write instead. If a sink raises an exception, the monitor warns once and stops
+    writing to it; training goes on.
 
     Args:
         flops_profile_freq: Profile one of this many steps, beginning with the first.

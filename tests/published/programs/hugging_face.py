@@ -71,7 +71,9 @@ def _load_quantized(tape: Tape, build: Callable[..., Any], experiment: Experimen
         for name, one in model.named_parameters()
         if not one.requires_grad
     }
-    sizes = (count_elements(one) // 2 if layer else 2 * one.numel() for one, layer in frozen.values())
+    sizes = (
+        count_elements(one) // 2 if layer else 2 * one.numel() for one, layer in frozen.values()
+    )
     torch.empty(sum(sizes), dtype=torch.uint8)
     copies = {}
     for name in sorted(frozen, key=_in_natural_order):

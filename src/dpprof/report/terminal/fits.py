@@ -17,8 +17,8 @@ def format_fits(cells: Sequence[Mapping[str, Any]], tokens: float) -> str:
         tokens: For which hours and prices are told.
     """
     lines: list[str] = []
-    for target, of_target in groupby(cells, lambda cell: cell["target"]):
-        of_target = list(of_target)
+    for target, group in groupby(cells, lambda cell: cell["target"]):
+        of_target = list(group)
         lines += [f"{target}: the largest safe batches; hours for {tokens:,.0f} tokens"]
         lines += lay_out([("model", "trained", "tokens", *_COLUMNS), *map(_row, of_target)], (0, 1))
         lines += ["", "Each row by itself:", *(cell["command"] for cell in of_target), ""]
