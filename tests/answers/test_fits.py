@@ -1,8 +1,10 @@
 """What fits on a GPU, from Python and on the command line."""
 
 import json
+import runpy
 
 import pytest
+from fresh_process import ROOT
 
 import dpprof
 from dpprof.answers import fits as module
@@ -20,12 +22,12 @@ def folder(tmp_path, monkeypatch):
 
 
 REFUSED = {
-    "one of l4": ({"target": "l44"}, "--target: 'l44' is not allowed"),
+    "one of l4": ({"target": "l44"}, "target: 'l44' is not allowed"),
     "a CPU": ({"target": "cpu"}, "give a GPU's name"),
     "a target twice": ({"target": ["l4", "l4"]}, "give each value once"),
     "no target": ({"target": []}, "give a list with one value or more"),
-    "a way": ({"ways": ["DoRA"]}, "--ways: 'DoRA' is not allowed"),
-    "a model": ({"models": ["hf:llama-9"]}, "--model"),
+    "a way": ({"ways": ["DoRA"]}, "ways: 'DoRA' is not allowed"),
+    "a model": ({"models": ["hf:llama-9"]}, "model: 'hf:llama-9' is not allowed"),
     "a model of images": ({"models": ["hf:tiny-vit"]}, "no causal language model|seq_len"),
     "models as a text": ({"models": "hf:tiny-llama"}, "give a list with one value or more"),
     "no tokens": ({"tokens": 0}, "it must be a number above 0"),
@@ -73,3 +75,30 @@ def test_the_command_tells_batch_hours_and_price_and_how_to_ask_again(folder, ca
     again = dpprof.fits("l4", **SMALL)
     assert again.cells[0].batch_size == cell["batch_size"]
     assert len([*(folder / "results" / "capacity").glob("*.json")]) == 1  # kept, and used
+
+
+SCRIPT = runpy.run_path(str(ROOT / "workflow" / "scripts" / "what_fits.py"))
+
+
+def test_the_page_has_a_section_of_each_gpu_with_a_command_for_every_row() -> None:
+    page = SCRIPT["PAGE"].read_text(encoding="utf-8")
+    asked = [row for row in page.splitlines() if row.startswith("* `dpprof advise --model")]
+    each = len(module.MODELS) * len(module.WAYS) * len(module.SEQ_LENS)
+
+    for target, price in SCRIPT["PRICES"].items():
+        assert f"\ndpprof fits --target {target} --price-per-hour {price:g}\n" in page
+        assert sum(f"--target {target} " in row for row in asked) == each
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_is_predicted_today() -> None:
+    page = SCRIPT["PAGE"].read_text(encoding="utf-8")
+    found = {
+        target: dpprof.fits(target, price_per_hour=price).cells
+        for target, price in SCRIPT["PRICES"].items()
+    }
+    sections = [
+        SCRIPT["render"](name, SCRIPT["PRICES"][name], cells) for name, cells in found.items()
+    ]
+
+    assert SCRIPT["write"](sections) == page
