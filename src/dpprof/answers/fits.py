@@ -11,8 +11,9 @@ from dpprof.answers.answer import Answer
 from dpprof.answers.capacities import find_capacities
 from dpprof.answers.questions import make_experiment, refuse_repeated
 from dpprof.planning.code_digest import read_anew
+from dpprof.records.advice import Option
 from dpprof.records.result import Result
-from dpprof.report.terminal.fits import format_fits
+from dpprof.report.terminal.fits import METHOD, format_fits
 from dpprof.spec import registry
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.target import Target
@@ -28,7 +29,6 @@ MODELS = (
 """What is asked about where no models are named: 0.5 to 70 billion parameters."""
 
 SEQ_LENS = (1024, 4096)
-METHOD = "flash-bk"
 _SCALE = 65_536
 _ADAPTERS = {"lora": "rank=16,target_modules=all-linear"}
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -214,9 +214,16 @@ def _fill(
         tokens_per_s=speed,
         hours=hours,
         price=hours * price_per_hour if hours and price_per_hour else None,
-        message=None if option.safe_batch_size else option.message,
+        message=None if option.safe_batch_size else _explain(option),
         command=_spell_command(fields),
     )
+
+
+def _explain(option: Option) -> str | None:
+    """Say why no batch safely fits."""
+    if option.largest_batch_size:
+        return f"{option.largest_batch_size:,}, with nothing to spare"
+    return option.message
 
 
 def _spell_command(fields: Mapping[str, Any]) -> str:

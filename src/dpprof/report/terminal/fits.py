@@ -6,6 +6,7 @@ from typing import Any
 
 from dpprof.report.terminal.layout import format_number, lay_out
 
+METHOD = "flash-bk"
 _COLUMNS = ("batch", "peak, MiB", "tokens/s", "hours", "price")
 
 
@@ -19,7 +20,8 @@ def format_fits(cells: Sequence[Mapping[str, Any]], tokens: float) -> str:
     lines: list[str] = []
     for target, group in groupby(cells, lambda cell: cell["target"]):
         of_target = list(group)
-        lines += [f"{target}: the largest safe batches; hours for {tokens:,.0f} tokens"]
+        told = f"the largest safe batches of {METHOD}; hours for {tokens:,.0f} tokens"
+        lines += [f"{target}: {told}"]
         lines += lay_out([("model", "trained", "tokens", *_COLUMNS), *map(_row, of_target)], (0, 1))
         lines += ["", "Each row by itself:", *(cell["command"] for cell in of_target), ""]
     return "\n".join(lines).rstrip()
