@@ -10,7 +10,7 @@ from dpprof.answers.fits import Cell, fits
 from dpprof.report.terminal.fits import tell_markdown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "numbers" / "what-fits.md"
-PRICES = {"rtx-4090": 0.4}
+PRICES = {"rtx-4090": 0.4, "t4": 0.35}
 """The GPUs of the page, and what an hour of each is taken to cost."""
 
 _HEADER = """\
