@@ -78,9 +78,10 @@ perf: install
 schemas: install
 	python workflow/scripts/write_schemas.py
 
-# Answers to the questions that the documentation asks, kept in the package.
+# Answers to the questions that the documentation asks, kept in the package; and the page of what fits.
 answers: install
 	python workflow/scripts/answers.py
+	python workflow/scripts/what_fits.py
 
 # Newest versions that pyproject.toml allows, with torch pinned; review the diff.
 lock:

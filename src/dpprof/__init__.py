@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dpprof.answers.capacity import capacity as capacity
     from dpprof.answers.estimate import estimate as estimate
     from dpprof.answers.explain import explain as explain
+    from dpprof.answers.fits import fits as fits
     from dpprof.answers.predictions import PredictionError as PredictionError
     from dpprof.answers.verify import verify as verify
     from dpprof.spec.validation import InputError as InputError
@@ -22,6 +23,7 @@ _MODULES = {
     "capacity": "dpprof.answers.capacity",
     "estimate": "dpprof.answers.estimate",
     "explain": "dpprof.answers.explain",
+    "fits": "dpprof.answers.fits",
     "verify": "dpprof.answers.verify",
 }
 __all__ = list(_MODULES)

@@ -151,6 +151,23 @@ def test_a_step_in_parts_sums_the_clipped_gradients_of_single_samples(kind, head
     assert trainer.private_optimizer.steps == 1
 
 
+def test_float16_with_a_fixed_scale_trains_what_the_definition_says(tmp_path) -> None:
+    """Within the rounding of 11 bits; the losses of all samples are those of float32."""
+    model, rows = build("bert"), draw("bert")
+    drawn = torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1)) < 0.5
+    batch = [
+        torch.stack([row[name] for row in rows])[drawn]
+        for name in ("input_ids", "labels", "attention_mask")
+    ]
+    _, expected, _ = one_by_one(lambda *one: one_loss(model, *one), model, batch, bound=BOUND)
+    before = trained(model)
+    trainer = make("bert", tmp_path, model=model, privacy={"loss_scale": 65536.0})
+    trainer.train()
+
+    found = (before - trained(model)) * (SAMPLES / 2)
+    assert 0 < (found - expected).norm() <= 0.01 * expected.norm()
+
+
 def pad(rows) -> dict[str, Tensor]:
     """Collate rows of any length, as collators for supervised fine-tuning do."""
     fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
@@ -469,6 +486,8 @@ REFUSED = {
     "use_liger_kernel": {"use_liger_kernel": True},
     "auto_find_batch_size": {"auto_find_batch_size": True},
     "fp16": {"fp16": True},
+    "loss_scale must be a power of two": {"privacy": {"loss_scale": 3.0}},
+    "bf16": {"bf16": True, "privacy": {"loss_scale": 65536.0}},
     "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
     "enable_jit_checkpoint": {"enable_jit_checkpoint": True},
     "method": {"privacy": {"method": "ghost"}},

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from published.cases import DATA
 from published.programs.hugging_face import trainer, training
-from published.recording import Recording, record, record_step
+from published.recording import record
 
 from dpprof.spec import registry
 from dpprof.step_time.predict import predict_step
@@ -21,70 +21,76 @@ _STEPS = 2
 _PHASES = {"forward": "backward", "backward": "optimizer", "optimizer": "stepped"}
 """The marks at which phases begin and end."""
 
-_LORA = {"rank": 32, "alpha": 64, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+_TARGETS = "q_proj+k_proj+v_proj+o_proj"
 _BASES: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16", "parameters_dtype": "float16", "autocast": False},
+    "nf4": {"dtype": "float16", "quantization": "nf4"},
 }
 """What an experiment says of the frozen model, by its name in the data."""
 
 HEADER = """\
 | model | base | attention | B x T | peak, MiB | predicted | difference | forward | backward \
-| optimizer | reserved, MiB | predicted | difference |
-| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+| optimizer | reserved, MiB | predicted | difference | step, s | predicted | difference |
+| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: \
+| ---: | ---: |"""
 
 
 @cache
-def _record(run: str) -> Recording:
+def _predict(run: str) -> dict[str, float]:
+    """Predict the peaks of a run's phases, what it reserves, and the seconds of a step."""
     one = next(one for one in RUNS if one.id == run)
     attention = "eager" if one.attention == "eager" else "sdpa"
     sizes = {"batch_size": one.batch_size, "seq_len": one.seq_len}
-    model = _CONTENT["models"][one.model]
+    lora = f"rank={one.rank},target_modules={_TARGETS}"
+    fields = {"model": _CONTENT["models"][one.model], "lora": lora, "attention": attention}
     target = registry.load("targets", "t4")
-    fields = {**_BASES[one.base], "model": model, "lora": _LORA, "attention": attention}
-    return record(training, target, steps=_STEPS, **sizes, **fields)
+    recording = record(training, target, steps=_STEPS, **sizes, **_BASES[one.base], **fields)
+    peaks = {phase: recording.peak("allocated", phase, end) for phase, end in _PHASES.items()}
+    step = predict_step(recording.ops, "float16", target)
+    peaks |= {"peak": max(peaks.values()), "reserved": recording.at("reserved")}
+    return peaks | {"seconds": step.median, "low": step.low, "high": step.high}
 
 
 class Run(NamedTuple):
-    """What one run on a T4 showed; MiB."""
+    """What one run on a T4 showed."""
 
     id: str
     model: str
     base: str
     attention: str
+    rank: int
     batch_size: int
     seq_len: int
     measured: dict[str, float]
-    """Peaks of allocated memory in each phase, and what was reserved."""
+    """MiB: the peak of allocated memory, in each phase where that was read, and what was reserved;
+    and the seconds of a step, where that was measured."""
 
     @property
     def predicted(self) -> dict[str, float]:
-        """The same, predicted."""
-        recording = _record(self.id)
-        peaks = {phase: recording.peak("allocated", phase, end) for phase, end in _PHASES.items()}
-        return {**peaks, "reserved": recording.at("reserved")}
+        """The same, predicted; with the ends of the interval of seconds, ``low`` and ``high``."""
+        return _predict(self.id)
 
     @property
     def differences(self) -> dict[str, float]:
-        """By how many percent each prediction differs, and that of the peak."""
-        predicted = self.predicted
-        found = {name: 100 * (predicted[name] / was - 1) for name, was in self.measured.items()}
-        return {**found, "peak": 100 * (_peak(predicted) / _peak(self.measured) - 1)}
+        """By how many percent each prediction differs."""
+        now = self.predicted
+        return {name: 100 * (now[name] / was - 1) for name, was in self.measured.items()}
 
     @property
     def line(self) -> str:
         """The run in the table."""
         was, now, differs = self.measured, self.predicted, self.differences
         told = {name: f"{value:+.3f} %" for name, value in differs.items()}
-        phases = " | ".join(told[phase] for phase in _PHASES)
+        phases = " | ".join(told.get(phase, "") for phase in _PHASES)
+        seconds = " |  | "
+        if "seconds" in was:
+            seconds = f"{was['seconds']:.2f} | {now['seconds']:.2f} | {differs['seconds']:+.0f} %"
         return (
             f"| {self.model} | {self.base} | {self.attention} | {self.batch_size} x "
-            f"{self.seq_len:,} | {_peak(was):,.1f} | {_peak(now):,.1f} | {told['peak']} | {phases} "
-            f"| {was['reserved']:,.0f} | {now['reserved']:,.0f} | {told['reserved']} |"
+            f"{self.seq_len:,} | {was['peak']:,.1f} | {now['peak']:,.1f} | {told['peak']} | "
+            f"{phases} | {was['reserved']:,.0f} | {now['reserved']:,.0f} | {told['reserved']} "
+            f"| {seconds} |"
         )
-
-
-def _peak(of_phases: dict[str, float]) -> float:
-    return max(of_phases[phase] for phase in _PHASES)
 
 
 QUICK = "t4-sweep-2026-09-15/39"
@@ -95,15 +101,19 @@ RUNS = [Run(**fields) for fields in _CONTENT["runs"]]
 TRAINER_HEADER = """\
 | model | trained | B x T | peak, MiB | predicted | difference | step, s | predicted | difference |
 | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"""
-_ADAPTERS = "rank=16,alpha=16,dropout=0.1,target_modules=q_proj+k_proj+v_proj+o_proj"
+_ADAPTERS = f"rank=16,alpha=16,dropout=0.1,target_modules={_TARGETS}"
+_TRAINED: dict[str, dict[str, Any]] = {
+    "all": {"parameters_dtype": "bfloat16", "autocast": False, "trained_dtype": "bfloat16"},
+    "LoRA": {"parameters_dtype": "bfloat16", "autocast": False, "lora": _ADAPTERS},
+    "QLoRA": {"quantization": "nf4-double", "lora": _ADAPTERS},
+}
+"""What an experiment says of the model, by what the data says of what is trained."""
 
 
 @cache
 def _record_trainer(run: "TrainerRun") -> tuple[float, float]:
     """Return the predicted peak in MiB, and the seconds of a step."""
     target = registry.load("targets", "a100")
-    in_short = {"dtype": "bfloat16", "parameters_dtype": "bfloat16", "autocast": False}
-    adapters = {"lora": _ADAPTERS} if run.trained == "LoRA" else {"trained_dtype": "bfloat16"}
     with TemporaryDirectory() as folder:
         config = Path(folder, "config.json")
         config.write_text(json.dumps(_CONTENT["trainer_models"][run.model]))
@@ -112,12 +122,12 @@ def _record_trainer(run: "TrainerRun") -> tuple[float, float]:
             "batch_size": run.batch_size,
             "seq_len": run.seq_len,
             "model": f"hf:{config}",
-            **in_short,
-            **adapters,
+            "dtype": "bfloat16",
+            **_TRAINED[run.trained],
         }
-        peak = record(trainer, target, **settings).peak("allocated", "last step")
-        step = predict_step(record_step(trainer, target, **settings), "bfloat16", target)
-    return peak, step.median
+        recording = record(trainer, target, **settings)
+    step = predict_step(recording.ops, "bfloat16", target)
+    return recording.peak("allocated", "last step"), step.median
 
 
 class TrainerRun(NamedTuple):

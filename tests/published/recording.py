@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from dpprof.instruments.memory import tracing
 from dpprof.memory.caching_allocator import CachingAllocator
@@ -26,22 +26,32 @@ class Tape:
         self.marks: dict[str, int] = {}
 
     def mark(self, name: str) -> None:
-        """Name the present instant; operators are recorded from ``last step`` to the next one."""
+        """Name the present instant; operators count from ``last step`` to ``stepped``."""
         self.marks[name] = len(self._recorder.events)
-        self._recorder.counting = name == "last step"
+        if name in ("last step", "stepped"):
+            self._recorder.counting = name == "last step"
 
     def load(self, build: Callable[..., Any], *given: Any) -> Any:
         """Build a model on the host, and load it: what is frozen, and then what is trained."""
+        model = self.build(build, *given)
+        parameters = [*model.parameters()]
+        self.hold(*model.buffers(), *(one for one in parameters if not one.requires_grad))
+        self.hold(*(one for one in parameters if one.requires_grad))
+        return model
+
+    def build(self, build: Callable[..., Any], *given: Any) -> Any:
+        """Build a model on the host, and record nothing of it."""
         self._recorder.recording = False
         model = build(*given)
-        held = [nn.Module(), nn.Module()]
-        for number, buffer in enumerate(model.buffers()):
-            held[0].register_buffer(f"buffer_{number}", buffer)
-        for number, parameter in enumerate(model.parameters()):
-            held[parameter.requires_grad].register_parameter(f"parameter_{number}", parameter)
-        for module in held:
-            self._recorder.load(module)
+        self._recorder.recording = True
         return model
+
+    def hold(self, *tensors: Tensor) -> None:
+        """Say that tensors of the host are allocated on the device now."""
+        held = nn.Module()
+        for number, tensor in enumerate(tensors):
+            held.register_buffer(f"tensor_{number}", tensor.detach())
+        self._recorder.load(held)
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:

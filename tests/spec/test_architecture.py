@@ -49,7 +49,7 @@ def test_bundled_models_say_where_they_are_published() -> None:
     entries = yaml.safe_load((PACKAGE / "spec" / "architectures.yaml").read_text())
     real = [name for name in bundled_names() if not name.startswith("tiny")]
 
-    assert len(real) == 17
+    assert len(real) == 22
     for name in real:
         assert "https://huggingface.co/" in entries[name]["from"]
 

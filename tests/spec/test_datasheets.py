@@ -54,10 +54,14 @@ def test_a_card_without_tensor_cores_for_bfloat16_says_what_that_costs() -> None
         gpu = find_by_device_name(name)
         is_told = gpu.price_of("bfloat16") is not None
         assert is_told == (gpu.compute_capability in ("7.0", "7.5"))
-        assert gpu.price_of("float16") is None
+        assert gpu.price_of("float16") is gpu.price_of("float32") is None
+        assert (gpu.price_of("tf32") is not None) == is_told
     assert find_by_device_name("Tesla T4").price_of("bfloat16") == (
         "compute capability 7.5 has no units for bfloat16: products run at most as fast as in "
         "float32, and attention keeps every score; use float16"
+    )
+    assert find_by_device_name("Tesla T4").price_of("tf32") == (
+        "compute capability 7.5 has no units for TF32: products are those of float32; use float16"
     )
 
 

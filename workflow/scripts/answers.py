@@ -1,4 +1,4 @@
-"""Find what the documentation asks of ``dpprof advise`` and ``budget``, and keep the answers."""
+"""Find what the documentation asks of ``advise``, ``budget`` and ``fits``; keep the answers."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ from dpprof.records.record import write_record
 from dpprof.records.result import Result, read_result
 
 ROOT = Path(__file__).resolve().parents[2]
-_COMMAND = re.compile(r"^dpprof ((?:advise|budget) (?:.*\\\n)*.*)$", re.MULTILINE)
+_COMMAND = re.compile(r"^dpprof ((?:advise|budget|fits) (?:.*\\\n)*.*)$", re.MULTILINE)
 
 
 def find_questions() -> Iterator[list[str]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from dpprof.analysis.advice.advice import describe
 from dpprof.analysis.standings import read_standings
+from dpprof.analysis.tables.axes import target_text
 from dpprof.answers.predictions import predict
 from dpprof.answers.questions import multiply, refuse_repeated
 from dpprof.launch.forks import Forks
@@ -31,6 +32,8 @@ LISTS = ("dtype", "image_size", "seq_len", "checkpointing", "execution", "head")
 """Fields of which one may ask about several values: the first changes last."""
 
 _AXES: dict[str, Callable[[Experiment], str]] = {
+    "target": lambda one: target_text(one) or "",
+    "model": lambda one: one.model_name,
     "method": lambda one: one.method,
     "dtype": lambda one: one.dtype,
     "tokens": lambda one: f"{one.seq_len:,}",
@@ -39,7 +42,9 @@ _AXES: dict[str, Callable[[Experiment], str]] = {
     "execution": lambda one: one.execution,
     "head": lambda one: one.head,
     "ranks": lambda one: "1" if one.parallel is None else one.parallel.text,
-    "trained": lambda one: "whole" if one.lora is None else "LoRA",
+    "trained": lambda one: (
+        "whole" if one.lora is None else f"LoRA {one.base_format or ''}".rstrip()
+    ),
 }
 _FIGURES = {"largest batch": ">13", "safe batch": ">10", "speed": ">13", "after": ">9"}
 """What the progress says of a capacity, and how it is aligned."""
@@ -167,12 +172,12 @@ def _list_modules(experiments: Sequence[Experiment]) -> list[str]:
         "dpprof.instruments.capacity",
         *registry.modules("methods", methods),
     ]
-    model = experiments[0].model
-    if isinstance(model, Architecture):
-        kind = model.model_type
+    kinds = {one.model.model_type for one in experiments if isinstance(one.model, Architecture)}
+    for kind in sorted(kinds):
         modules += [f"transformers.models.{kind}.modeling_{kind}", "dpprof.models.hugging_face"]
-        modules += ["peft"] if any(one.lora for one in experiments) else []
-    return modules
+    modules += ["peft"] if any(one.lora for one in experiments) else []
+    modules += ["bitsandbytes"] if any(one.base_format for one in experiments) else []
+    return list(dict.fromkeys(modules))
 
 
 def _read_known(root: Path, experiment: Experiment) -> Result | None:

@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from dpprof.analysis.difference.difference import explain_difference
-from dpprof.analysis.difference.waterfall import list_holdings
+from dpprof.analysis.difference.waterfall import format_size, list_holdings
 from dpprof.answers.answer import Answer, load_figure
 from dpprof.answers.estimate import Predicted
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_result
 from dpprof.report.terminal.difference import Detail, render_text, say
-from dpprof.spec.number_formats import KEPT_LOGITS
+from dpprof.spec.architecture import Architecture
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.number_formats import KEPT_LOGITS, SHORT
 from dpprof.spec.validation import InputError
 
 if TYPE_CHECKING:
@@ -24,6 +26,18 @@ Peak = str | Path | Result | Predicted
 """A result, its file, or what ``estimate`` or ``capacity`` returned."""
 
 
+def _size_logits(experiment: Experiment) -> str:
+    """Return what logits of a batch take, as a sentence begins; nothing where no one says."""
+    model = experiment.model
+    known = model.config if isinstance(model, Architecture) else getattr(model, "__dict__", {})
+    vocabulary = known.get("vocab_size")
+    if experiment.task != "causal-lm" or vocabulary is None:
+        return ""
+    numbers = experiment.batch_size * experiment.seq_len * vocabulary
+    itemsize = 2 if experiment.dtype in SHORT else 8 if experiment.dtype == "float64" else 4
+    return f"{format_size(numbers * itemsize)} of "
+
+
 class Explained(Answer):
     """The difference of two peaks; ``difference`` has every level."""
 
@@ -33,7 +47,9 @@ class Explained(Answer):
         self.difference = explain_difference(a, b)
         sides = ((self.difference.a, a), (self.difference.b, b))
         self._advice = [
-            f"{side.name}: {KEPT_LOGITS}." for side, one in sides if one.experiment.keep_logits
+            f"{side.name}: {_size_logits(one.experiment)}{KEPT_LOGITS}."
+            for side, one in sides
+            if one.experiment.keep_logits
         ]
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from dpprof.answers.advise import Advised
 from dpprof.answers.budget import Priced
+from dpprof.answers.fits import Fits
 from dpprof.cli.common import Parser, path, positive
 from dpprof.cli.options import add_experiment_options, read_given
 from dpprof.system.console import printable
@@ -67,7 +68,9 @@ def read_question(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"model": None} | read_given(arguments) | others
 
 
-def ask(question: Callable[..., Advised | Priced], given: Mapping[str, Any]) -> Advised | Priced:
+def ask(
+    question: Callable[..., Advised | Priced | Fits], given: Mapping[str, Any]
+) -> Advised | Priced | Fits:
     """Ask a question; an interruption ends this process and its workers at once."""
     try:
         return question(**given)
@@ -75,7 +78,7 @@ def ask(question: Callable[..., Advised | Priced], given: Mapping[str, Any]) -> 
         os._exit(130)
 
 
-def print_answer(answer: Advised | Priced, arguments: argparse.Namespace) -> NoReturn:
+def print_answer(answer: Advised | Priced | Fits, arguments: argparse.Namespace) -> NoReturn:
     """Print an answer, write its JSON, and exit with status 1 where no batch safely fits.
 
     Raises:

@@ -29,6 +29,7 @@ from dpprof.clipping.private_optimizer import Part, PrivateOptimizer
 from dpprof.clipping.private_training import METHODS, make_sampling_generator
 from dpprof.clipping.ranks import Ranks, is_distributed
 from dpprof.models.sample_losses import sample_losses, shift_labels
+from dpprof.spec.number_formats import refuse_loss_scale
 
 _QUANTILES = (0.1, 0.5, 0.9)
 
@@ -58,6 +59,10 @@ class PrivacyArguments:
         accountant: ``prv`` or ``rdp``.
         head: Of causal language models: ``logits``, or ``chunked`` or ``kept`` for
             ``causal_lm_losses``.
+        loss_scale: Runs the model in float16 by autocast, for GPUs without units for bfloat16, and
+            multiplies losses with this power of two for backward (``Clipping``). Samples that
+            overflow are left out, and counted in ``Clipping.excluded_samples``. Evaluation stays in
+            the arguments' dtype.
         check: Whether ``losses_of`` is checked on two samples (``Clipping.check``), in one process.
         sampling_generator: Draws the samples; by default the operating system seeds one.
         noise_generator: Draws the noise; likewise.
@@ -72,6 +77,7 @@ class PrivacyArguments:
     stability: float | None = None
     accountant: str = "prv"
     head: str = "logits"
+    loss_scale: float | None = None
     check: bool = True
     sampling_generator: torch.Generator | None = None
     noise_generator: torch.Generator | None = None
@@ -168,6 +174,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         find_stability(privacy.clipping, privacy.stability)
         if privacy.head not in ("logits", "chunked", "kept"):
             raise ValueError(f"head must be logits, chunked or kept, and is {privacy.head!r}")
+        if privacy.loss_scale is not None:
+            refuse_loss_scale(privacy.loss_scale)
         super().__init__(*inputs, **named)
         self._is_sharded = any(map(is_distributed, self.model.parameters()))
         refuse_arguments(self.args, self, is_sharded=self._is_sharded)
@@ -263,6 +271,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             self.model_wrapped,
             privacy.max_grad_norm,
             stability=find_stability(privacy.clipping, privacy.stability),
+            loss_scale=privacy.loss_scale or 1.0,
         )
         if self.losses_of is None and privacy.head == "logits":
             self._verify_losses()
@@ -355,7 +364,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return total / max(1, samples)
 
     def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Compute one loss for each sample, in autocast's dtype where ``bf16`` is set; (B,)."""
+        """Compute one loss for each sample, by autocast where ``bf16`` or a scale is set; (B,)."""
         _refuse_packed(inputs)
         with self._autocast():
             if self.losses_of is not None:
@@ -365,7 +374,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             return self._losses_of_labels(model, dict(inputs), smoothing).float()
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16)
+        scaled = self.privacy.loss_scale is not None
+        dtype = torch.float16 if scaled else torch.bfloat16
+        return torch.autocast(self.args.device.type, dtype, enabled=scaled or self.args.bf16)
 
     def _losses_of_labels(
         self, model: nn.Module, inputs: dict[str, Any], smoothing: float
@@ -574,7 +585,14 @@ def refuse_arguments(args: Any, trainer: Any, *, is_sharded: bool) -> None:
             args.train_sampling_strategy != "random",
             "samples are drawn by chance alone, not by length or in order",
         ),
-        "fp16": (args.fp16, "losses would be scaled; use bf16"),
+        "fp16": (
+            args.fp16,
+            "its GradScaler skips steps; PrivacyArguments(loss_scale=65536) runs in float16",
+        ),
+        "bf16": (
+            args.bf16 and trainer.privacy.loss_scale is not None,
+            "PrivacyArguments.loss_scale runs the model in float16; leave one of them out",
+        ),
         "use_liger_kernel": (
             args.use_liger_kernel,
             "its loss joins samples; use PrivacyArguments(head='chunked')",

@@ -301,6 +301,9 @@ def _add_adapters(model: Any, experiment: Experiment) -> None:
             peft.inject_adapter_in_model(config, model)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UnsupportedError(f"lora: peft cannot add the adapters: {_one_line(error)}") from error
+    for parameter in model.parameters():  # those of quantised layers have the dtype of products
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
 
 
 def _checkpoint(model: Any, *, reentrant: bool) -> None:

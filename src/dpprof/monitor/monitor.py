@@ -22,6 +22,7 @@ from typing import Any, Self
 import torch
 
 from dpprof.flops.counter import FlopCounter
+from dpprof.monitor.kept_logits import LogitsWatch
 from dpprof.monitor.metrics import METRIC_NAMES, Metrics, Quantity, derive_metrics
 from dpprof.monitor.sinks import Sink
 from dpprof.spec.datasheets import find_by_device_name
@@ -32,7 +33,9 @@ from dpprof.spec.validation import one_of, refuse
 class Monitor:
     """Measures a training loop, and writes metrics to sinks at every step.
 
-    If a sink raises an exception, the monitor warns once and stops writing to it; training goes on.
+    Where a loop still holds logits as a profiled step ends, the monitor warns once, with their size
+    and what to write instead. If a sink raises an exception, the monitor warns once and stops
+    writing to it; training goes on.
 
     Args:
         flops_profile_freq: Profile one of this many steps, beginning with the first.
@@ -86,7 +89,7 @@ class Monitor:
         self._clock = clock
         self._lap_s = 0.0
         self._window: Counter[str] | None = None
-        self._warned = False
+        self._warned = self._told_of_logits = False
         self.metrics = None
 
     def __enter__(self) -> Self:
@@ -117,12 +120,13 @@ class Monitor:
         tokens = _check_count("tokens", tokens, least=0)
         number = self._next
         self._next += 1
-        counter = FlopCounter() if (number - self._first) % self._freq == 0 else None
+        counter = LogitsWatch() if (number - self._first) % self._freq == 0 else None
         try:
             elapsed_s = self._lap() if counter else 0.0
             with counter or nullcontext():
                 yield
             if counter:
+                self._warn_of_logits(counter)
                 self._measure(number, counter, elapsed_s, samples, tokens)
             elif self._window is not None:
                 self._window.update(steps=1, samples=samples, tokens=tokens)
@@ -130,6 +134,13 @@ class Monitor:
             self._window = None
             raise
         self._write(number)
+
+    def _warn_of_logits(self, watch: LogitsWatch) -> None:
+        """Warn once where the loop keeps logits: it needs as much more memory."""
+        held = None if self._told_of_logits else watch.tell_held()
+        if held is not None:
+            self._told_of_logits = True
+            warnings.warn(held, stacklevel=4)
 
     def close(self) -> None:
         """Close the sinks that have a ``close``; later steps are measured but not written."""

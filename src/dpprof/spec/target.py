@@ -68,8 +68,13 @@ class Target(BaseModel, frozen=True, extra="forbid"):
     def price_of(self, dtype: Dtype) -> str | None:
         """Say what a dtype costs on a GPU that has no units for it; None for one that has."""
         is_old = int(self.compute_capability.partition(".")[0]) < _TENSOR_CORES_IN_BFLOAT16
-        if dtype != "bfloat16" or not is_old:
+        if not is_old or dtype not in ("bfloat16", "tf32"):
             return None
+        if dtype == "tf32":
+            return (
+                f"compute capability {self.compute_capability} has no units for TF32: products are "
+                "those of float32; use float16"
+            )
         return (
             f"compute capability {self.compute_capability} has no units for bfloat16: products run "
             "at most as fast as in float32, and attention keeps every score; use float16"

@@ -55,11 +55,21 @@ _BY_FAMILY: dict[str, Estimate] = {
 0.46 to 0.49. Softmax, normalisation, sums and their backward passes were measured to reach 0.39 to
 0.70, and scatters, which count as lookups and gathers, 0.23 to 0.36."""
 
-_FLOAT32 = {"8.0": 0.85, "8.9": 0.63, "9.0": 0.78}
+_BANDWIDTH = {"7.5": 0.82}
+"""What copies reach of a bandwidth on these architectures, over what they reach elsewhere.
+
+On a T4, whose memory holds the codes of its error correction too: 220 GB/s of 320 (Jia et al. 2019,
+"Dissecting the NVidia Turing T4 GPU via Microbenchmarking") and 239.6 (NVIDIA's bandwidthTest,
+router-gao/cuda-demo), a share of 0.72 beside ``MEMORY``.
+"""
+
+_FLOAT32 = {"7.0": 0.89, "7.5": 0.53, "8.0": 0.85, "8.6": 0.65, "8.9": 0.63, "9.0": 0.78}
 """Share of the peak of large products in float32, by compute capability.
 
 zzc0721/torch-performance-test-data: ``torch.matmul`` of 4,096 and 8,192 rows and columns on an A100
-PCIe (issue 108), an RTX 4090 (78), an L20 (107) and an H100 (79).
+PCIe (issue 108), an RTX 4090 (78), an L20 (107) and an H100 (79); and its table of the best of
+several sizes: V100 13.6 and 14.5 TFLOPS (issue 140) of 15.7, T4 4.2 and 4.4 of 8.1, RTX 3090 24.8
+of 35.6, A6000 23.9 of 38.7, A40 23.7 of 37.4. A T4's 70 W do not carry its boost clock.
 """
 
 _TF32 = 0.8
@@ -146,6 +156,10 @@ _NARROW = 0.85
 CLOCKS = 0.05
 """Spread of all times of a device together: clocks, cooling and drivers differ."""
 
+_CLOCKS = {"7.5": 0.25}
+"""The same where a card's power carries its clock for moments only: a T4's 70 W leave it between
+585 and 1,590 MHz (data sheet; Jia et al. 2019 show how it falls)."""
+
 
 def _share_of_bandwidth(cost: Cost) -> Estimate:
     if cost.op == "_to_copy" and cost.dtype in ("bfloat16", "float16"):
@@ -172,6 +186,9 @@ class GpuModel:
         self._is_own = own is not None
         self._target = target
         self._dtype = dtype
+        self.clocks = _CLOCKS.get(target.compute_capability, CLOCKS)
+        self._bandwidth = target.bandwidth_bytes_per_s
+        self._bandwidth *= _BANDWIDTH.get(target.compute_capability, 1.0)
 
     def predict(self, cost: Cost, moved_bytes: int) -> OpTime:
         """Predict the device's time for one call of an operator.
@@ -183,7 +200,7 @@ class GpuModel:
         Raises:
             UnknownTimeError: It is a product or attention of a dtype whose peak is not known.
         """
-        streamed_s = moved_bytes / self._target.bandwidth_bytes_per_s
+        streamed_s = moved_bytes / self._bandwidth
         if cost.product is not None:
             found = self._predict_product(cost.product, cost.dtype)
             if not cost.is_aligned and self._on_tensor_cores(cost.dtype):
@@ -209,12 +226,14 @@ class GpuModel:
         return found._replace(seconds=found.seconds + KERNEL_S)
 
     def _predict_product(self, shape: ProductShape, dtype: str) -> OpTime:
-        bytes_per_s = self._target.bandwidth_bytes_per_s
+        bytes_per_s = self._bandwidth
         own_peaks = PeakRates(self._peak(dtype), bytes_per_s)
         bound = float(bound_s(shape, _ITEMSIZES.get(dtype, 4), own_peaks))
         in_16_bits = self._target.peak("float16")
         if self._products is None or in_16_bits is None:
-            return OpTime(bound / UNKNOWN_PRODUCTS.value, UNKNOWN_PRODUCTS.spread, "data sheet")
+            on_tensor_cores = self._on_tensor_cores(dtype)
+            share = UNKNOWN_PRODUCTS.value if on_tensor_cores else self._share_in_float32
+            return OpTime(bound / share, UNKNOWN_PRODUCTS.spread, "data sheet")
         peaks = PeakRates(in_16_bits, bytes_per_s)
         found = self._products.predict(shape, _ITEMSIZES["bfloat16"], peaks)
         if not self._is_own:
@@ -223,10 +242,13 @@ class GpuModel:
             return found
         # What a product takes beyond its bound is latency, which no arithmetic unit shortens.
         beyond = found.seconds - float(bound_s(shape, _ITEMSIZES["bfloat16"], peaks))
-        in_float32 = _FLOAT32.get(self._target.compute_capability, UNKNOWN_PRODUCTS.value)
-        share = _TF32 if self._on_tensor_cores(dtype) else in_float32
+        share = _TF32 if self._on_tensor_cores(dtype) else self._share_in_float32
         seconds = bound / share + max(beyond, 0.0)
         return OpTime(seconds, max(found.spread, _OTHER_SPREAD), "data sheet")
+
+    @property
+    def _share_in_float32(self) -> float:
+        return _FLOAT32.get(self._target.compute_capability, UNKNOWN_PRODUCTS.value)
 
     def _predict_convolution(self, cost: Cost) -> OpTime:
         found = [self._predict_product(shape, cost.dtype) for shape in cost.convolution]
@@ -243,7 +265,8 @@ class GpuModel:
         # In float32 there is neither FlashAttention nor a tensor core, whatever products use.
         in_float32 = self._target.peak("float32")
         if cost.dtype == "float32" and in_float32 is not None:
-            peak, major = in_float32, "8"
+            peak = in_float32 * self._share_in_float32 / _FLOAT32["9.0"]
+            major = "8"
         else:
             peak = self._peak(cost.dtype)
         forward, backward = _FLASH.get(major, _FLASH["8"])

@@ -20,7 +20,7 @@ from dpprof.records.result import PredictedTime, Time
 from dpprof.records.terms import BASES, Basis
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.target import Dtype, Target
-from dpprof.step_time.gpu_model import CLOCKS, NO_HOST, GpuModel
+from dpprof.step_time.gpu_model import NO_HOST, GpuModel
 from dpprof.step_time.op_time import Z_90, OpTime, UnknownTimeError
 from dpprof.step_time.operator_shape import moved_bytes, shape_of
 from dpprof.step_time.own_table import OwnTable, read_own_table
@@ -139,7 +139,7 @@ def predict_step(
     model = GpuModel(target, dtype)
     times = [model.predict(op.cost, moved_bytes(op)) for op in ops]
     host = NO_HOST if is_graph else model.host
-    run = partial(combine, host_s=host.value, host_spread=host.spread, common_spread=CLOCKS)
+    run = partial(combine, host_s=host.value, host_spread=host.spread, common_spread=model.clocks)
     return _state(ops, times, run)
 
 

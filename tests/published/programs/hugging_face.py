@@ -1,7 +1,9 @@
 """Fine-tuning of Hugging Face models, in a loop of PyTorch's or as transformers' Trainer does."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from transformers import masking_utils
 from transformers.integrations import sdpa_attention
 
 from dpprof.models.build import build_model
+from dpprof.models.quantized import count_elements, scales_of
 from dpprof.spec.experiment import Experiment
 from dpprof.system.substitutes import substitute
 
@@ -30,16 +33,65 @@ def training(tape: Tape, *, steps: int, batch_size: int, seq_len: int, **fields:
         fields: Of the experiment that says what is built.
     """
     model = _load(tape, {"checkpointing": "non-reentrant", **fields}, batch_size, seq_len)
+    model.get_input_embeddings().register_forward_hook(lambda *a: a[2].requires_grad_())
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     ids = torch.empty(batch_size, seq_len, dtype=torch.int64)
     with substitute(sdpa_attention, "use_gqa_in_sdpa", lambda *_, **__: False), _real_masks():
-        for _ in range(steps):
+        for step in range(steps):
+            if step == steps - 1:
+                tape.mark("last step")
             _step(tape, model, optimizer, ids)
 
 
-def _load(tape: Tape, fields: dict[str, Any], batch_size: int, seq_len: int) -> Any:
+def _load(
+    tape: Tape,
+    fields: dict[str, Any],
+    batch_size: int,
+    seq_len: int,
+    build: Callable[..., Any] = build_model,
+) -> Any:
     fixed = {"method": "standard", "device": "cuda", "batch_size": batch_size, "seq_len": seq_len}
-    return tape.load(build_model, Experiment.model_validate({**fixed, **fields})).model.train()
+    experiment = Experiment.model_validate({**fixed, **fields})
+    load = tape.load if experiment.base_format is None else partial(_load_quantized, tape)
+    return load(build, experiment).model.train()
+
+
+def _load_quantized(tape: Tape, build: Callable[..., Any], experiment: Experiment) -> Any:
+    """Load a model as transformers 5 quantises one on its way, and peft prepares it.
+
+    First the bytes that will stay are allocated and freed, so that one segment holds them
+    (``caching_allocator_warmup``). Then each weight is copied in 16 bits, in the order of its name;
+    where it is quantised the scales and it follow, and the copy is freed. Last, what is not
+    quantised is converted to float32, and adapters are made.
+    """
+    model = tape.build(build, experiment)
+    layers = {name: one for name, one in model.named_modules() if [*scales_of(one)]}
+    frozen = {
+        name.replace(".base_layer", ""): (one, layers.get(name.removesuffix(".weight")))
+        for name, one in model.named_parameters()
+        if not one.requires_grad
+    }
+    sizes = (
+        count_elements(one) // 2 if layer else 2 * one.numel() for one, layer in frozen.values()
+    )
+    torch.empty(sum(sizes), dtype=torch.uint8)
+    copies = {}
+    for name in sorted(frozen, key=_in_natural_order):
+        weight, layer = frozen[name]
+        copies[name] = torch.empty(count_elements(weight), dtype=torch.float16)
+        if layer is not None:
+            tape.hold(*scales_of(layer), weight)
+            del copies[name]
+    for name, (weight, layer) in frozen.items():
+        if layer is None:
+            tape.hold(weight)
+            del copies[name]
+    tape.hold(*(one for one in model.parameters() if one.requires_grad), *model.buffers())
+    return model
+
+
+def _in_natural_order(name: str) -> list[int | str]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 @contextmanager
@@ -53,6 +105,7 @@ def _real_masks() -> Iterator[None]:
 
 
 def _step(tape: Tape, model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:
+    optimizer.zero_grad()
     tape.mark("forward")
     out = model(input_ids=ids, labels=ids)
     tape.mark("backward")
@@ -62,11 +115,14 @@ def _step(tape: Tape, model: Any, optimizer: torch.optim.Optimizer, ids: torch.T
     with tape.phase("step"):
         optimizer.step()
     tape.mark("stepped")
-    optimizer.zero_grad()
+    del out
 
 
 def trainer(tape: Tape, *, loss: str, batch_size: int, seq_len: int, **fields: Any) -> None:
     """Train two steps as the Trainer of early 2025, which frees a model's outputs in forward.
+
+    Of a quantised model trl converts the embedding and the head to bfloat16, and leaves norms in
+    float32 (``peft_module_casting_to_bf16``), so the residual stream is in float32 under autocast.
 
     Args:
         tape: Marks the last step.
@@ -76,7 +132,9 @@ def trainer(tape: Tape, *, loss: str, batch_size: int, seq_len: int, **fields: A
         seq_len: Tokens of each.
         fields: Of the experiment that says what is built.
     """
-    model = _load(tape, {"checkpointing": "reentrant", **fields}, batch_size, seq_len)
+    is_quantized = fields.get("quantization") is not None
+    build = _build_with_short_head if is_quantized else build_model
+    model = _load(tape, {"checkpointing": "reentrant", **fields}, batch_size, seq_len, build)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained)
     ids = torch.empty(batch_size, seq_len, dtype=torch.int64)
@@ -84,7 +142,8 @@ def trainer(tape: Tape, *, loss: str, batch_size: int, seq_len: int, **fields: A
         for step in range(2):
             if step:
                 tape.mark("last step")
-            value = _old_loss(model, ids, loss)
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_quantized):
+                value = _old_loss(model, ids, loss)
             with tape.phase("backward"):
                 value.backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -92,6 +151,14 @@ def trainer(tape: Tape, *, loss: str, batch_size: int, seq_len: int, **fields: A
                 optimizer.step()
             optimizer.zero_grad()
             del value
+
+
+def _build_with_short_head(experiment: Experiment) -> Any:
+    model = build_model(experiment)
+    inner = model.model
+    for layer in (inner.get_input_embeddings(), inner.get_output_embeddings()):
+        layer.weight.data = layer.weight.data.bfloat16()
+    return model
 
 
 def _old_loss(model: Any, ids: Tensor, how: str) -> Tensor:

@@ -1,0 +1,104 @@
+"""What fits on a GPU, from Python and on the command line."""
+
+import json
+import runpy
+
+import pytest
+from fresh_process import ROOT
+
+import dpprof
+from dpprof.answers import fits as module
+from dpprof.cli.main import main
+from dpprof.report.terminal.fits import tell_need
+from dpprof.spec.validation import InputError
+
+SMALL = {"models": ["hf:tiny-llama"], "ways": ["whole"], "seq_lens": [64]}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+REFUSED = {
+    "one of l4": ({"target": "l44"}, "target: 'l44' is not allowed"),
+    "a CPU": ({"target": "cpu"}, "give a GPU's name"),
+    "a target twice": ({"target": ["l4", "l4"]}, "give each value once"),
+    "no target": ({"target": []}, "give a list with one value or more"),
+    "a way": ({"ways": ["DoRA"]}, "ways: 'DoRA' is not allowed"),
+    "a model": ({"models": ["hf:llama-9"]}, "model: 'hf:llama-9' is not allowed"),
+    "a model of images": ({"models": ["hf:tiny-vit"]}, "no causal language model|seq_len"),
+    "models as a text": ({"models": "hf:tiny-llama"}, "give a list with one value or more"),
+    "no tokens": ({"tokens": 0}, "it must be a number above 0"),
+    "a price": ({"price_per_hour": -1.0}, "it must be a number above 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_allowed_is_refused_in_a_sentence(case) -> None:
+    given, why = REFUSED[case]
+    with pytest.raises(InputError, match=why):
+        dpprof.fits(**{"target": "l4", **SMALL, **given})
+
+
+def test_a_card_without_units_for_bfloat16_is_asked_in_float16_with_a_scale() -> None:
+    asked = {name: module._ask(name, "hf:tiny-llama", "LoRA", 64) for name in ("t4", "l4")}
+
+    assert (asked["t4"]["dtype"], asked["t4"]["loss_scale"]) == ("float16", 65536)
+    assert asked["t4"]["parameters_dtype"] == "float16"
+    assert asked["l4"]["dtype"] == asked["l4"]["parameters_dtype"] == "bfloat16"
+    assert "loss_scale" not in asked["l4"]
+
+
+def test_what_one_sample_needs_is_read_from_the_sentence_that_refuses_it() -> None:
+    refused = "m with flash-bk needs 31,000 MiB for one sample of 64 tokens, and there are 14 MiB"
+
+    assert tell_need(refused) == "needs 31,000 MiB"
+    assert tell_need("no such layer") == "no such layer"
+
+
+@pytest.mark.slow
+def test_the_command_tells_batch_hours_and_price_and_how_to_ask_again(folder, capsys) -> None:
+    options = ["--models", "hf:tiny-llama", "--ways", "whole", "--seq-lens", "64"]
+    options += ["--tokens", "36e6", "--price-per-hour", "2", "--json", "fits.json"]
+    with pytest.raises(SystemExit) as ended:
+        main(["fits", "--target", "l4", *options])
+    assert ended.value.code == 0
+    [cell] = json.loads((folder / "fits.json").read_text())["cells"]
+    told = capsys.readouterr().out
+
+    assert cell["hours"] == pytest.approx(1e4 / cell["tokens_per_s"])
+    assert cell["price"] == pytest.approx(2 * cell["hours"])
+    assert cell["command"] in told
+    assert "dpprof advise --model hf:tiny-llama --target l4 --seq-len 64" in cell["command"]
+    again = dpprof.fits("l4", **SMALL)
+    assert again.cells[0].batch_size == cell["batch_size"]
+    assert len([*(folder / "results" / "capacity").glob("*.json")]) == 1  # kept, and used
+
+
+SCRIPT = runpy.run_path(str(ROOT / "workflow" / "scripts" / "what_fits.py"))
+
+
+def test_the_page_has_a_section_of_each_gpu_with_a_command_for_every_row() -> None:
+    page = SCRIPT["PAGE"].read_text(encoding="utf-8")
+    asked = [row for row in page.splitlines() if row.startswith("* `dpprof advise --model")]
+    each = len(module.MODELS) * len(module.WAYS) * len(module.SEQ_LENS)
+
+    for target, price in SCRIPT["PRICES"].items():
+        assert f"\ndpprof fits --target {target} --price-per-hour {price:g}\n" in page
+        assert sum(f"--target {target} " in row for row in asked) == each
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_is_predicted_today() -> None:
+    page = SCRIPT["PAGE"].read_text(encoding="utf-8")
+    found = {
+        target: dpprof.fits(target, price_per_hour=price).cells
+        for target, price in SCRIPT["PRICES"].items()
+    }
+    sections = [
+        SCRIPT["render"](name, SCRIPT["PRICES"][name], cells) for name, cells in found.items()
+    ]
+
+    assert SCRIPT["write"](sections) == page
