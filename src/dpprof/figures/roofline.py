@@ -10,12 +10,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
+from dpprof.analysis.tables.frames import least_of
 from dpprof.figures.panels import MAX_PANELS, Panel, Panels, split
 from dpprof.figures.style import (
     OP_KIND_COLOURS,
     PHASE_MARKERS,
     NothingToDrawError,
     sort_methods,
+    tell,
 )
 
 _LEAST_SHARE = 0.01
@@ -28,10 +30,8 @@ _AREA = 300.0
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Roofline: FLOP/s over FLOPs per byte, one point per op kind and phase.
 
-    The lines are the device's measured ceilings: copy bandwidth, and matrix products of the dtype
-    in use. A point's area is its share of the step's time; parts below 1 % have no point. FLOPs
-    include elementwise operators. Bytes count each read and write once, so caches can lift a point
-    above the slope.
+    Lines are the device's measured ceilings. A point's area is its share of the step's time; parts
+    below 1 % have none. Caches can lift a point above the slope.
     """
     known = tables["kernels"].dropna(
         subset=["arithmetic_intensity", "flops_per_s", "ceiling_flops_per_s", "ceiling_bytes_per_s"]
@@ -45,7 +45,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     panel = split(known, "", most=1).shown[-1]
     methods = sort_methods(panel.rows["method"])[:MAX_PANELS]
     shown = [Panel(name, panel.rows[panel.rows["method"] == name]) for name in methods]
-    figure, axes = Panels(shown, 0).lay_out(3, row_inches=1.7, sharex=True, sharey=True)
+    figure, axes = Panels(shown, 0).lay_out(3, row_inches=2.0, sharex=True, sharey=True)
     for axis, one in zip(axes, shown, strict=True):
         _draw_method(axis, one.rows)
         _dress(axis, panel.rows)
@@ -54,7 +54,20 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         axis.label_outer()
     figure.suptitle(panel.title, fontsize=8)
     _explain(figure, panel.rows)
+    tell(figure, _say_longest(panel.rows))
     return figure
+
+
+def _say_longest(rows: pd.DataFrame) -> str:
+    """Say how near the longest part of a step is to the ceiling above it."""
+    part = least_of(rows, "seconds", -1)
+    slope = part["ceiling_bytes_per_s"] * part["arithmetic_intensity"]
+    share = part["flops_per_s"] / min(slope, part["ceiling_flops_per_s"])
+    phase = str(part["phase"]).replace("_", " ")
+    return (
+        f"The longest part of a step, {part['op_kind']} in {phase} with {part['method']}, reaches "
+        f"{share:.0%} of the ceiling above it."
+    )
 
 
 def _draw_method(axis: Axes, rows: pd.DataFrame) -> None:
