@@ -1,12 +1,14 @@
-"""How full the pages of a report are: python tests/pages.py results/report.pdf."""
+"""How the pages of a report are laid out: python tests/pages.py results/report.pdf."""
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from pypdf import PageObject, PdfReader
 
-MOST_WHITE = 0.25
+MOST_WHITE = 1 / 3
 MOST_PAGES = 6
 
 
@@ -45,15 +47,36 @@ def find_appendix(path: Path) -> int:
     return next(n for n, page in lines if any(line.strip() == "Appendix" for line in page))
 
 
+def find_parted(path: Path) -> list[str]:
+    """Return the figures of report.json whose sentence and caption are on no page together."""
+    sections = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["sections"]
+    pictures = [b for one in sections for b in one["blocks"] if b["kind"] == "picture"]
+    pages = [_squeeze(page.extract_text()) for page in PdfReader(path).pages]
+    texts = {one["name"]: [_squeeze(one["said"]), _squeeze(one["caption"])] for one in pictures}
+    return [
+        name
+        for name, both in texts.items()
+        if not any(all(text in page for text in both) for page in pages)
+    ]
+
+
+def _squeeze(text: str) -> str:
+    return re.sub(r"[\s\u200b]", "", text)
+
+
 def main(path: Path) -> None:
-    """Fail where a page but the last is too empty, or the appendix begins too late."""
+    """Fail where a page but the last is too empty, a figure is parted, or the appendix is late."""
     white = [find_white(page) for page in PdfReader(path).pages]
     print(f"{path}: white", ", ".join(f"{share:.0%}" for share in white))
     empty = [n for n, share in enumerate(white[:-1], 1) if share > MOST_WHITE]
     began = find_appendix(path)
     print(f"{path}: the appendix begins on page {began}")
-    if empty or began > MOST_PAGES + 1:
-        sys.exit(f"{path}: too empty are pages {empty}; the appendix begins on page {began}")
+    parted = find_parted(path)
+    if empty or parted or began > MOST_PAGES + 1:
+        sys.exit(
+            f"{path}: too empty are pages {empty}; parted from their sentences are {parted}; the "
+            f"appendix begins on page {began}"
+        )
 
 
 if __name__ == "__main__":

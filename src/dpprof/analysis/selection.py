@@ -111,7 +111,7 @@ def find_trainings(tables: Tables) -> list[pd.DataFrame]:
     fits = advice["private"].astype(bool) & advice["safe_batch_size"].notna()
     found = []
     for rows in _group_by(TRAINING, advice.assign(ranks=ranks, fits=fits)):
-        by_target = [_on_fewest_ranks(on_it) for on_it in _group_by(["target"], rows)]
+        by_target = [_on_fewest_ranks(on_it) for _, on_it in rows.groupby(rows["target"].map(str))]
         found.append(pd.concat(by_target, ignore_index=True))
     return sorted(found, key=_rank_training)
 

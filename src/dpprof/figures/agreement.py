@@ -60,9 +60,9 @@ def say_agreement(known: pd.DataFrame) -> str:
     time = known.dropna(subset=["predicted_step_s", "median_step_s"])
     said = []
     if len(memory):
-        exact = int((memory["predicted_bytes"] == memory["measured_bytes"]).sum())
-        gap = (memory["predicted_bytes"] / memory["measured_bytes"] - 1).abs().max()
-        off = "" if exact == len(memory) else f" (largest gap {gap:.2%})"
+        gaps = (memory["predicted_bytes"] - memory["measured_bytes"]).abs().astype(float)
+        exact = int((gaps == 0).sum())
+        off = "" if exact == len(memory) else f" (the largest gap is {gaps.max():,.0f} bytes)"
         said.append(
             f"{exact:,} of {len(memory):,} predicted peaks are the measured ones to the byte{off}"
         )

@@ -12,6 +12,7 @@ from dpprof.analysis.tables.axes import name_model, name_size
 from dpprof.figures.labels import label_ends
 from dpprof.figures.panels import break_title
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure, spell_tick, tell
+from dpprof.spec.architecture import PREFIX
 from dpprof.spec.parallel import read_world_size
 
 _LABELS = {"safe_batch_size": "samples on each GPU", "tokens_per_s": "tokens/s of all GPUs"}
@@ -26,7 +27,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     its time is not predicted.
     """
     advice = tables["advice"]
-    known = advice.assign(ranks=advice["parallel"].map(read_world_size))
+    known = advice.sort_values("target").assign(ranks=advice["parallel"].map(read_world_size))
     axes = [*TRAINING, "target"]
     keys = [known[name].map(str) for name in axes]
     panels = [
@@ -75,5 +76,5 @@ def _say(panels: list[pd.DataFrame]) -> str:
         fitting = rows[rows["private"].astype(bool) & rows["safe_batch_size"].notna()]
         if len(fitting):
             said.append(f"{fitting['ranks'].min()} x {fitting['target'].iloc[0]}")
-    name = name_model(panels[0].iloc[0].drop("parallel"))
+    name = name_model(panels[0].iloc[0].drop("parallel")).removeprefix(PREFIX)
     return f"To train {name} privately takes at least {' or '.join(said)}." if said else ""

@@ -47,7 +47,15 @@ def name_gpus(row: Any) -> str:
 
 def name_tokens(noise: Any) -> str:
     """Return the training that a privacy budget is for, of a row of the table ``noise``."""
-    return f"{noise['tokens']:,.0f} tokens at epsilon {noise['epsilon']:g}"
+    return f"{spell_large(noise['tokens'])} tokens at epsilon {noise['epsilon']:g}"
+
+
+def spell_large(count: float) -> str:
+    """Return a large count in words, as ``2 billion``, where three digits are all that it has."""
+    for unit, size in (("billion", 1e9), ("million", 1e6)):
+        if count >= size and float(f"{count / size:.3g}") * size == count:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:,.0f}"
 
 
 def count_batch(row: Any) -> str:

@@ -67,6 +67,7 @@ def _tell_trainings(tables: Tables) -> Blocks:
     if not found:
         return []
     rows = pd.concat(found, ignore_index=True)
+    rows = rows[rows["private"].astype(bool)] if rows["private"].any() else rows
     noise = tables["noise"]
     columns = {
         "model": words(name_trained),
@@ -85,8 +86,8 @@ def _tell_trainings(tables: Tables) -> Blocks:
         "verified": words(_tell_verified),
     }
     caption = (
-        "Predicted. A batch is the largest that safely fits, on each GPU. x plain compares hours "
-        "with those of training without privacy."
+        "Predicted. A batch is the largest that safely fits each GPU. x plain is hours over those "
+        "of training without privacy."
     )
     if len(noise):
         one = noise[noise["chosen"]].iloc[0] if noise["chosen"].any() else noise.iloc[0]
@@ -175,8 +176,8 @@ def _tabulate(caption: str, columns: dict[str, Column], rows: pd.DataFrame, sour
         cells = {column.write(row) for _, row in rows.iterrows()}
         if cells == {"-"}:
             continue
-        if len(cells) == 1 and not column.numeric and heading not in {"method", "verified"}:
-            said.append(cells.pop())
+        if len(cells) == 1 and not column.numeric and heading != "method":
+            said.append(f"{heading} {cells.pop()}" if heading == "verified" else cells.pop())
         else:
             kept[heading] = column
     where = f" All rows: {', '.join(said)}." if said else ""

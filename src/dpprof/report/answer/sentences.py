@@ -105,10 +105,12 @@ def _tell_price(best: Any, noise: Any) -> str:
         f"{hours})"
     )
     if pd.notna(best["price"]):
-        said += f" and cost {significant(best['price'])}"
-    if pd.notna(best["hours_ratio"]):
-        said += f", {times(best['hours_ratio'])} as much as without privacy"
-    return said
+        hourly = best["price"] / best["gpu_hours"]
+        said += f" and cost {significant(best['price'])} (at {hourly:.4g} an hour)"
+    if pd.isna(best["hours_ratio"]):
+        return said
+    ratio = best["hours_ratio"]
+    return f"{said}, {'' if is_alike(ratio) else f'{times(ratio)} '}as much as without privacy"
 
 
 def _tell_here(rows: pd.DataFrame, tables: Tables) -> str:
