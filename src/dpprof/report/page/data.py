@@ -107,8 +107,10 @@ def _name_setting(row: Any, axes: list[str]) -> str:
 
 
 _SETTING = {name for name in AXES if name != "method"}
-_PRICED = ("safe_batch_size", "smallest_batch_size", "sample_s", "update_s", "tokens_per_s")
-_PRICED += ("tokens_per_s_low", "tokens_per_s_high", "gpu_hours", "price", "verdict", "verified")
+_PRICED = (
+    *("safe_batch_size", "smallest_batch_size", "sample_s", "update_s", "tokens_per_s"),
+    *("tokens_per_s_low", "tokens_per_s_high", "gpu_hours", "price", "verdict", "verified"),
+)
 
 
 def list_trainings(tables: Tables) -> pd.DataFrame:
