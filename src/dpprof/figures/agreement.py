@@ -28,7 +28,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         )
     panel = split(known, "", most=1).shown[0]
     rows = panel.sorted_by(panel.rows["predicted_bytes"].astype(float))
-    figure, axes = new_figure(2, row_inches=height_of(2 * len(rows)))
+    figure, axes = new_figure(2, row_inches=height_of(round(1.4 * len(rows))))
     memory, time = axes[0]
     names = list(map(str, rows.index))
     for axis, unit, pairs in (

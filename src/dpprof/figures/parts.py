@@ -25,6 +25,7 @@ from dpprof.figures.style import (
 
 MISSING = "no run of the instrument kernels succeeded"
 
+_FEW_METHODS = 6
 _MIB = 2**20
 _GIB = 2**30
 _MEMORY = "target's memory"
@@ -40,7 +41,7 @@ def draw_breakdown(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """
     peaks = compose_peaks(tables)
     missing = "no run of the instruments memory or estimate succeeded without a target"
-    panels = split(peaks[peaks["target"].isna()], missing, most=4)
+    panels = split(peaks[peaks["target"].isna()], missing, most=_most_panels(peaks))
     figure, drawn = stack_panels(panels, _OWNERS, COMPONENT_COLOURS, _MIB, _HERE)
     for axis, rows, sizes in drawn:
         measured = rows["allocator_peak_bytes"].astype(float) / _MIB
@@ -59,7 +60,7 @@ def draw_predicted(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """
     peaks = compose_peaks(tables)
     missing = "no run of the instrument estimate succeeded for a target"
-    panels = split(peaks[peaks["target"].notna()], missing, most=4)
+    panels = split(peaks[peaks["target"].notna()], missing, most=_most_panels(peaks))
     figure, drawn = stack_panels(panels, _OWNERS, COMPONENT_COLOURS, _GIB, "predicted peak (GiB)")
     for axis, rows, sizes in drawn:
         note(axis, sizes, over_baseline(sizes))
@@ -83,7 +84,9 @@ def draw_phases(tables: Mapping[str, pd.DataFrame]) -> Figure:
     experiments = tables["experiments"].merge(
         spread.join(_reach(measured)), left_on="experiment_id", right_index=True
     )
-    panels = split(experiments, "no run of the instrument phases succeeded", most=4)
+    panels = split(
+        experiments, "no run of the instrument phases succeeded", most=_most_panels(experiments)
+    )
     phases = {phase: phase for phase in PHASE_COLOURS if phase in experiments}
     figure, drawn = stack_panels(panels, phases, PHASE_COLOURS, 1e-3, "time of a step (ms)")
     for axis, rows, total in drawn:
@@ -112,7 +115,7 @@ def draw_op_kinds(tables: Mapping[str, pd.DataFrame]) -> Figure:
         raise NothingToDrawError(MISSING)
     traces = add_op_kinds(tables["traces"], tables["kernels"])
     parts = {name: f"{name}_s" for name in OP_KIND_COLOURS if f"{name}_s" in traces}
-    panels = split(median_over_processes(traces), MISSING, most=4)
+    panels = split(median_over_processes(traces), MISSING, most=_most_panels(traces))
     label = "time of a traced step (ms)"
     figure, drawn = stack_panels(panels, parts, OP_KIND_COLOURS, 1e-3, label)
     for axis, _, total in drawn:
@@ -120,6 +123,11 @@ def draw_op_kinds(tables: Mapping[str, pd.DataFrame]) -> Figure:
     share_legend(figure, OP_KIND_COLOURS)
     tell(figure, _say_largest(drawn, parts, "takes longest"))
     return figure
+
+
+def _most_panels(rows: pd.DataFrame) -> int:
+    """Return how many panels fit half a page: fewer where each has the bars of many methods."""
+    return 4 if rows["method"].nunique() <= _FEW_METHODS else 2
 
 
 def _say_largest(

@@ -23,7 +23,7 @@ _COSTS = {
     "bytes_moved": (2**20, "MiB moved per token"),
     "step_s": (1e-6, "time per token (µs)"),
 }
-_ROWS = 4
+_ROWS = 2
 _MAX_TICKS = 6
 _MOST_MARKS = 16
 """A line of more points shows marks at a few of them."""

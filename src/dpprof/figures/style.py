@@ -6,11 +6,15 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from dpprof.analysis.tables.axes import BASELINE
 
 COLUMN_INCHES = 3.4
 """Width of one column of a two-column paper; text is legible at this size."""
+
+_TICKS = 6
+"""The most parts of a linear axis; with more, labels would run into one another."""
 
 PAGE_INCHES = 9.0
 """A figure higher than this leaves no room for its caption on a page."""
@@ -199,6 +203,7 @@ def new_figure(
     figure = Figure(figsize=(width, row_inches * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     for axis in axes.flat:
+        axis.xaxis.set_major_locator(MaxNLocator(_TICKS if columns == 1 else _TICKS - 2))
         for side in (axis.xaxis, axis.yaxis):
             side.set_major_formatter(spell_tick)
     return figure, axes
