@@ -1,4 +1,4 @@
-// Every experiment, as a table that sorts and filters.
+// Every experiment, as a table that sorts and filters; `same` says a column's value where all have it.
 
 const openButton = (one) => make("button", { type: "button", class: "open", onclick: () => openExperiment(one.experiment_id) }, one.method);
 
@@ -7,13 +7,13 @@ const EXPERIMENT_COLUMNS = [
   { name: "median_step_s", title: "step (ms)", numeric: true, text: (value) => significant(known(value) ? value * 1e3 : null) },
   { name: "step_ratio", title: "over standard", numeric: true, text: (value) => fixed(value, 2) },
   { name: "peak_bytes", title: "peak", numeric: true, text: (value) => bytes(value) },
-  { name: "peak_kind", title: "of", text: words },
+  { name: "peak_kind", title: "of", same: "peak", text: words },
   { name: "peak_ratio", title: "over standard", numeric: true, text: (value) => fixed(value, 2) },
   { name: "recorded_bytes", title: "peak by owners", numeric: true, text: (value) => bytes(value) },
-  { name: "recorded_how", title: "is", text: words },
+  { name: "recorded_how", title: "is", same: "peak by owners", text: words },
   { name: "dp_flop_multiplier", title: "FLOPs over model's", numeric: true, text: (value) => fixed(value, 2) },
-  { name: "verified", title: "verified", text: yes },
-  { name: "outcome", title: "outcome", text: words },
+  { name: "verified", title: "verified", same: "verified", text: yes },
+  { name: "outcome", title: "outcome", same: "outcome", text: words },
 ];
 
 const SETTING_COLUMN = { name: "setting", title: "setting", text: visible };
@@ -47,8 +47,10 @@ function showTable(view, title, rows) {
   if (!rows.length) return;
   const [axes, same] = splitAxes(rows);
   const told = EXPERIMENT_COLUMNS.filter(({ name }) => rows.some((one) => known(one[name])));
-  const columns = [told[0], ...axes, ...told.slice(1)];
-  view.append(make("h3", {}, title), same ? make("p", { class: "about" }, `All: ${same}.`) : "", makeTable(title, columns, rows, { filter: true }));
+  const isSame = ({ name, same: of }) => of && rows.length > 1 && rows.every((one) => one[name] === rows[0][name]);
+  const columns = [told[0], ...axes, ...told.slice(1).filter((column) => !isSame(column))];
+  const all = [same, ...told.filter(isSame).map(({ name, same: of, text }) => `${of} ${text(rows[0][name])}`)].filter(Boolean).join(", ");
+  view.append(make("h3", {}, title), all ? make("p", { class: "about" }, `All: ${all}.`) : "", makeTable(title, columns, rows, { filter: true }));
 }
 
 function showExperiments() {
@@ -59,7 +61,7 @@ function showExperiments() {
   showTable(view, "Predicted for targets", experiments.filter((one) => known(one.target) && told(one)));
   if (trainings.length) {
     const used = TRAINING_COLUMNS.filter(({ name }) => trainings.some((one) => known(one[name])));
-    view.append(make("h3", {}, "Predicted: what fits, and what it costs"), makeTable("What fits, and what it costs", used, trainings), csvButton("trainings", () => trainings));
+    view.append(make("h3", {}, "Predicted: what fits, and what it costs"), makeTable("What fits, and what it costs", used, trainings), csvButton("trainings", () => trainings, "Save what fits as CSV"));
   }
-  view.append(csvButton("experiments", () => experiments));
+  view.append(csvButton("experiments", () => experiments, "Save all experiments as CSV"));
 }
