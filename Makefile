@@ -18,7 +18,7 @@ comma := ,
 INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report install test test-slow examples lint docs perf schemas answers lock clean
+.PHONY: report install test test-slow examples lint docs gallery perf schemas answers lock clean
 .DEFAULT_GOAL := report
 
 # What is asked instead; only Hugging Face's models get adapters.
@@ -71,6 +71,11 @@ lint: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 	@! grep --extended-regexp --recursive --include='*.html' '<(script|link|img|iframe)[^>]* (src|href)="?(https?:)?//' site
+
+# The documentation's gallery, of the thorough sweep: a quarter of an hour.
+gallery: install
+	snakemake --cores $(CORES) --configfile config/thorough.yaml
+	python workflow/scripts/gallery.py
 
 # What dpprof itself costs: a step beside a bare loop, recording memory, monitoring, reporting on
 # many results; how exact recorded memory is; and what its methods cost beside others.
