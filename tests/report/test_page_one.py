@@ -219,6 +219,14 @@ def test_a_budget_is_priced_in_the_answer_and_the_table(tmp_path) -> None:
     assert "in 100 steps of 64 samples" in table.caption
 
 
+def test_trainings_that_differ_in_a_setting_say_so(tmp_path) -> None:
+    ways = ("none", "reentrant")
+    page = page_of(tmp_path, *(fits("flash-bk", 1.0, checkpointing=way) for way in ways))
+    table = page.sections[0].blocks[0]
+
+    assert sorted(row[table.header.index("checkpointing")] for row in table.rows) == list(ways)
+
+
 def test_a_training_is_told_on_the_fewest_gpus_that_fit_it(tmp_path) -> None:
     ranks = {"kind": "fsdp", "world_size": 2}
     alone, whole = (

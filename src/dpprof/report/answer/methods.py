@@ -13,8 +13,9 @@ from dpprof.analysis.selection import (
     find_trainings,
 )
 from dpprof.analysis.tables.axes import name_size, name_speed
+from dpprof.analysis.tables.frames import varying_axes
 from dpprof.report.rendering.document import Blocks, Drawing, Picture, Section
-from dpprof.report.sections.tables import Column, amount, tabulate, three_digits, words
+from dpprof.report.sections.tables import Column, amount, tabulate, text, three_digits, words
 from dpprof.report.wording import (
     THIS_MACHINE,
     count_batch,
@@ -34,6 +35,12 @@ TITLE = "The methods side by side"
 
 _MOST_ROWS = 24
 """More leave no room for the figure; the appendix has all."""
+
+SAID = {
+    *("model", "lora", "trainable", "seq_len", "image_size", "dtype", "target", "device"),
+    *("parallel", "method", "batch_size"),
+}
+"""The axes that the columns of every training say."""
 
 _GIB = 2**30
 
@@ -69,10 +76,12 @@ def _tell_trainings(tables: Tables) -> Blocks:
     rows = pd.concat(found, ignore_index=True)
     rows = rows[rows["private"].astype(bool)] if rows["private"].any() else rows
     noise = tables["noise"]
+    others = varying_axes(rows, but=SAID)
     columns = {
         "model": words(name_trained),
         "size": words(name_size),
         "dtype": words(lambda row: row["dtype"]),
+        **{name.replace("_", " "): text(name) for name in others},
         "GPUs": words(name_gpus),
         "method": words(lambda row: row["method"]),
         "batch": Column(_tell_batch),
