@@ -23,6 +23,9 @@ from dpprof.figures.style import (
 _LEAST_SHARE = 0.01
 """Parts below this share of a step's time have no point."""
 
+_BESIDE = 3
+"""Panels beside one another."""
+
 _AREA = 300.0
 """Area, in square points, of the marker of a part that takes the whole step."""
 
@@ -45,7 +48,9 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     panel = split(known, "", most=1).shown[-1]
     methods = sort_methods(panel.rows["method"])[:MAX_PANELS]
     shown = [Panel(name, panel.rows[panel.rows["method"] == name]) for name in methods]
-    figure, axes = Panels(shown, 0).lay_out(3, row_inches=2.0, sharex=True, sharey=True)
+    figure, axes = Panels(shown, 0).lay_out(
+        _BESIDE, row_inches=2.0 if len(shown) <= _BESIDE else 1.4, sharex=True, sharey=True
+    )
     for axis, one in zip(axes, shown, strict=True):
         _draw_method(axis, one.rows)
         _dress(axis, panel.rows)

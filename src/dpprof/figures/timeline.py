@@ -1,5 +1,6 @@
 """Which owners hold memory at each moment of a step?"""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -45,9 +46,9 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     focus = max(settings.shown, key=lambda panel: _rank(panel.rows))
     rows = focus.sorted_by(focus.rows["peak_bytes"]).groupby(level=0, sort=False).head(1)
     shown = [Panel(str(method), rows.loc[[method]]) for method in rows.index]
-    columns = 3 if len(shown) > 4 else 2  # noqa: PLR2004 (two rows of two)
+    columns = min(4, max(2, math.ceil(len(shown) / 2)))  # two rows, or three of four
     figure, axes = Panels(shown, 0).lay_out(
-        columns, row_inches=1.5 if len(shown) <= 2 * columns else 1.2, sharey=True
+        columns, row_inches=1.5 if len(shown) <= 2 * columns else 1.0, sharey=True
     )
     highest = rows["peak_bytes"].max()
     unit = choose_byte_unit(highest)

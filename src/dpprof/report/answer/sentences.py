@@ -42,6 +42,9 @@ _GIB, _MIB, _MS = 2**30, 2**20, 1e-3
 _MOST = 2
 """The sentences of an answer."""
 
+_MOST_NAMED = 3
+"""More methods are counted, not named."""
+
 
 def tell_answer(tables: Tables) -> list[str]:
     """Return the answer in at most two sentences: trainings on targets, times here, peaks there.
@@ -82,7 +85,10 @@ def _tell_training(rows: pd.DataFrame, noise: pd.DataFrame) -> str:
         speed = best["tokens_per_s"] / plain["tokens_per_s"].iloc[0]
         said += f", {times(speed)} the speed of plain training"
     close = same.loc[same["verdict"] == "close", "method"]
-    return said + (f"; {listed(close)} may be as fast" if len(close) else "") + f"{failed}."
+    if len(close):
+        named = listed(close) if len(close) <= _MOST_NAMED else f"{len(close)} others"
+        said += f"; {named} may be as fast"
+    return f"{said}{failed}."
 
 
 def find_best(rows: pd.DataFrame) -> Any:
