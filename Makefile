@@ -1,23 +1,34 @@
 # `make` measures, reports and prints the answer, `make test` tests, `make test-slow` runs the tests
 # that take long, `make examples` trains, `make install` only sets up, `make docs` builds the documentation, `make perf` measures
 # what dpprof itself costs.
-# CONFIG=path replaces the default sweep; PYTHON chooses the interpreter; WORKERS says how many
+# MODEL, TARGET and EPSILON ask the default sweep about another model, GPU and budget, as in
+# make MODEL=hf:qwen2.5-0.5b TARGET=l40s; CONFIG=path replaces it. PYTHON chooses the interpreter; WORKERS says how many
 # processes share the tests.
 
 PYTHON ?= python3
 CONFIG ?=
+MODEL ?=
+TARGET ?=
+EPSILON ?=
 CORES ?= all
 WORKERS ?= 2
 
 VENV := .venv
+comma := ,
 INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report install test test-slow examples lint docs perf schemas answers lock clean
+.PHONY: report install test test-slow examples lint docs gallery perf schemas answers lock clean
 .DEFAULT_GOAL := report
 
+# What is asked instead; only Hugging Face's models get adapters.
+LEFT_OUT := from-scratch: none$(if $(filter hf:%,$(MODEL)),,$(comma) adapters: none)
+ASKED := $(if $(MODEL),'sweeps={$(LEFT_OUT)}') \
+  $(if $(MODEL)$(TARGET),'defaults={$(if $(MODEL),model: "$(MODEL)"$(comma)) $(if $(TARGET),target: "$(TARGET)")}') \
+  $(if $(EPSILON),'privacy={epsilon: $(EPSILON)}')
+
 report: install
-	snakemake --cores $(CORES) $(if $(CONFIG),--configfile $(CONFIG))
+	snakemake --cores $(CORES) $(if $(CONFIG),--configfile $(CONFIG)) $(if $(strip $(ASKED)),--config $(ASKED))
 	@awk '/^#/ { shown = NR == 1 || /Can I believe this/ } shown { gsub(/\\/, ""); print }' results/report.md
 
 install: $(INSTALLED)
@@ -60,6 +71,11 @@ lint: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 	@! grep --extended-regexp --recursive --include='*.html' '<(script|link|img|iframe)[^>]* (src|href)="?(https?:)?//' site
+
+# The documentation's gallery, of the thorough sweep: a quarter of an hour.
+gallery: install
+	snakemake --cores $(CORES) --configfile config/thorough.yaml
+	python workflow/scripts/gallery.py
 
 # What dpprof itself costs: a step beside a bare loop, recording memory, monitoring, reporting on
 # many results; how exact recorded memory is; and what its methods cost beside others.

@@ -10,11 +10,13 @@ from factory import (
     make_kernels,
     make_memory,
     make_noise,
+    make_predicted_time,
     tables_of_runs,
 )
 
 from dpprof.analysis.advice.budget import Planned
 from dpprof.spec import registry
+from dpprof.spec.parallel import Parallel
 
 FIGURES = registry.names("figures")
 
@@ -50,7 +52,13 @@ def tables_of(root, methods=METHODS, batch_sizes=(2, 4), seq_lens=(4, 8), **fiel
             (predicted, "estimate", {"recorded": recorded} | fields),
         ]
         if batch == batch_sizes[0]:
-            runs.append((predicted, "capacity", {"recorded": make_capacity()} | fields))
+            on_two = predicted.model_copy(update={"parallel": Parallel(kind="fsdp", world_size=2)})
+            foretold = recorded | {"time": make_predicted_time(0.01)}
+            runs += [
+                (predicted, "capacity", {"recorded": make_capacity()} | fields),
+                (on_two, "capacity", {"recorded": make_capacity()} | fields),
+                (experiment, "estimate", {"recorded": foretold} | fields),
+            ]
     planned = Planned(PRIVACY, {float(length): make_noise(length) for length in seq_lens})
     return tables_of_runs(root, *runs, ceilings={}, planned=planned)
 

@@ -98,6 +98,7 @@ def tables_of(root: Path, manifest: Manifest):
 
 def write_html(root: Path, tables) -> Path:
     """Write the page and return its path."""
+    (root / "results").mkdir(parents=True, exist_ok=True)
     write_page(build_document(tables, []), tables, root / "results")
     return root / "results" / "report.html"
 

@@ -1,4 +1,5 @@
 import re
+import runpy
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,12 @@ def test_links_and_anchors_lead_somewhere(page) -> None:
         link for link, target, anchor in links(page) if anchor and anchor not in anchors(target)
     ]
     assert lost == []
+
+
+def test_the_gallery_has_every_figure_with_its_question() -> None:
+    script = runpy.run_path(str(ROOT / "workflow" / "scripts" / "gallery.py"))
+
+    assert (DOCS / "gallery.md").read_text(encoding="utf-8") == script["write_page"]()
 
 
 @each_page

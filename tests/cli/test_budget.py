@@ -19,7 +19,6 @@ from dpprof.accounting.noise import plan_noise
 from dpprof.accounting.plan import Schedule, describe_noise
 from dpprof.analysis.advice.budget import make_budget
 from dpprof.analysis.tables.frames import read_table
-from dpprof.cli import tables
 from dpprof.launch import accounting_run
 from dpprof.report.terminal.budget import explain_choice, format_budget
 
@@ -29,12 +28,11 @@ SPENT = ["--samples=1e4", "--tokens=4e5", "--epsilon", "8", "6", "--delta=1e-5"]
 @pytest.fixture(autouse=True)
 def accounting_here(monkeypatch):
     """Ask the accountants in this process."""
-    for caller in (accounting_run, tables):
-        monkeypatch.setattr(
-            caller,
-            "account_apart",
-            lambda privacy, lengths: [plan_noise(privacy, t) for t in lengths],
-        )
+    monkeypatch.setattr(
+        accounting_run,
+        "account_apart",
+        lambda privacy, lengths: [plan_noise(privacy, t) for t in lengths],
+    )
 
 
 def test_a_budget_is_printed_and_written_for_programs(asked) -> None:

@@ -65,7 +65,9 @@ def test_each_line_has_the_predictions_and_ends_where_its_method_stops_fitting()
     ]
     assert (450, 1800) in reaches
     assert axis.get_xscale() == "log"
-    assert [label.get_text() for label in axis.get_xticklabels()] == list(map(str, LENGTHS))
+    assert [label.get_text() for label in axis.get_xticklabels()] == [
+        f"{length:,}" for length in LENGTHS
+    ]
     assert "no safe batch at any length: opacus-hooks" in axis.get_xlabel()
 
 

@@ -7,7 +7,12 @@ from factory import make_experiment, tables_of_runs
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from dpprof.figures.panels import split
-from dpprof.figures.style import OUTCOME_COLOURS, PHASE_COLOURS, NothingToDrawError
+from dpprof.figures.style import (
+    OUTCOME_COLOURS,
+    PHASE_COLOURS,
+    NothingToDrawError,
+    spell_tick,
+)
 from dpprof.records.terms import OUTCOMES, PHASES
 from dpprof.spec import registry
 
@@ -33,14 +38,19 @@ def test_no_text_is_clipped_and_no_panel_empty(name, drawn) -> None:
         assert inside, text.get_text()
 
 
-DIRECT = ("tradeoff", "batch-size", "seq-len", "cost")
-"""Figures whose methods are named beside points and lines."""
+DIRECT = ("tradeoff", "batch-size", "seq-len", "cost", "budget", "ranks", "agreement")
+"""Figures whose methods are named beside points, lines and bars."""
 
 AXES = {
     # What the panels say along x and y, in turn: a quantity with its unit, or what is ticked.
     "batch-size": [("batch size", "peak (MiB)"), ("batch size", "step time (ms)")],
-    "accuracy": [("allocator's peak (MiB)", "gap to the allocator (%)")],
-    "bound": [("time of a traced step (ms)", METHODS)],
+    "agreement": [("peak memory (MiB)", METHODS), ("step time (ms)", ("", ""))],
+    "ranks": [
+        ("GPUs", "samples on each GPU"),
+        ("GPUs", "samples on each GPU"),
+        ("GPUs", "tokens/s of all GPUs"),
+        ("GPUs", "tokens/s of all GPUs"),
+    ],
     "budget": [("epsilon", "GPU hours")],
     "cost": [
         ("sequence length (tokens)", "MFLOP per token"),
@@ -105,14 +115,35 @@ def test_only_failures_leave_nothing_to_draw(name, crashed) -> None:
 def test_failures_are_counted_by_the_figure_of_outcomes(crashed) -> None:
     axis = draw("outcomes", crashed).axes[0]
 
-    assert [patch.get_width() for patch in axis.patches] == [22, 22]
+    assert [patch.get_width() for patch in axis.patches] == [26, 26]
+
+
+COMPARED = {"tradeoff": "no two methods", "throughput": "no two methods"}
+"""Figures in which one method would be alone."""
 
 
 def test_one_method_once_is_enough(tmp_path) -> None:
     tables = tables_of(tmp_path, methods=["opacus-ghost"], batch_sizes=[2], seq_lens=[4])
 
-    for name in sorted(set(FIGURES) - GROWTH):
+    for name in sorted(set(FIGURES) - GROWTH - COMPARED.keys()):
         assert draw(name, tables).axes, name
+    for name, why in COMPARED.items():
+        with pytest.raises(NothingToDrawError, match=why):
+            draw(name, tables)
+
+
+@pytest.mark.parametrize("name", sorted({*FIGURES} - {"outcomes"}))
+def test_a_figure_has_a_sentence(name, drawn) -> None:
+    assert drawn(name).get_label().endswith(".")
+
+
+def test_a_tick_separates_thousands_and_counts_no_zeros() -> None:
+    assert [spell_tick(one) for one in (1e6, 1234.5, 0.3, 0.1 + 0.2)] == [
+        "1,000,000",
+        "1,234.5",
+        "0.3",
+        "0.3",
+    ]
 
 
 @pytest.mark.parametrize(

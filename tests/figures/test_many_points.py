@@ -3,10 +3,9 @@
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.collections import PolyCollection
 from matplotlib.container import ErrorbarContainer
 
-from dpprof.figures import accuracy
 from dpprof.figures.scaling import draw_batch_size, mark_some
 
 
@@ -57,32 +56,3 @@ def test_marks_stand_at_points_and_at_both_ends() -> None:
     assert mark_some(np.array([2.0] * 5 + [4.0] * 5)) is None
     assert mark_some(np.arange(1.0, 18.0))[0] == 0
     assert mark_some(np.arange(1.0, 18.0))[-1] == 16
-
-
-def peaks_of(count: int, worst: int) -> pd.DataFrame:
-    """Peaks whose gap is one per mille, and that of one ten percent."""
-    allocator = np.geomspace(2**20, 2**30, count).round()
-    gap = allocator / 1_000
-    gap[worst] = allocator[worst] / 10
-    return pd.DataFrame({"allocator_peak_bytes": allocator, "gap_bytes": gap}).assign(
-        instrument="memory", method="flash", bound_bytes=65_536
-    )
-
-
-def shown(peaks: pd.DataFrame) -> tuple[list[float], list[float]]:
-    (axis,) = accuracy.draw({"peaks": peaks}).axes
-    assert not [one for one in axis.collections if isinstance(one, PathCollection)]
-    (line,) = [one for one in axis.lines if one.get_linestyle() == "None"]
-    return list(line.get_xdata()), list(line.get_ydata())
-
-
-def test_up_to_five_hundred_peaks_are_all_shown() -> None:
-    assert len(shown(peaks_of(500, 7))[0]) == 500
-
-
-def test_of_many_peaks_the_largest_gap_of_each_part_is_shown() -> None:
-    sizes, gaps = shown(peaks_of(5_000, 4_321))
-
-    assert 24 <= len(sizes) <= 25
-    assert min(gaps) == pytest.approx(-10)
-    assert sizes[int(np.argmin(gaps))] == pytest.approx(2 ** (10 * 4_321 / 4_999), rel=1e-6)

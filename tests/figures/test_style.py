@@ -7,7 +7,6 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from dpprof.figures.style import (
-    BOUND_COLOURS,
     COMPONENT_COLOURS,
     HATCHES,
     OP_KIND_COLOURS,
@@ -59,7 +58,7 @@ def test_every_op_kind_has_a_colour_and_what_is_none_a_hatch() -> None:
     assert len(set(PHASE_MARKERS.values())) == len(PHASES)
 
 
-@pytest.mark.parametrize("colours", [COMPONENT_COLOURS, OP_KIND_COLOURS, BOUND_COLOURS])
+@pytest.mark.parametrize("colours", [COMPONENT_COLOURS, OP_KIND_COLOURS])
 @pytest.mark.parametrize("sight", SIGHTS)
 def test_colours_stay_apart(sight, colours) -> None:
     """A difference of 2.3 is just noticeable side by side; these may be far from each other."""

@@ -16,6 +16,7 @@ from dpprof.planning.planner import (
     read_manifest,
     write_plan,
 )
+from dpprof.records import answers
 from dpprof.spec.target import RATED
 from dpprof.spec.validation import InputError
 from dpprof.system.hardware import Gpu
@@ -275,6 +276,22 @@ def test_a_target_may_be_a_mapping_and_is_one_value() -> None:
     excluded = {"sweeps": {"s": sweep}, "exclude": [{"target": mapping}]}
     (kept,) = plan_of(excluded).experiments.values()
     assert kept.target == "h200"
+
+
+@pytest.mark.parametrize("current", [True, False])
+def test_an_answer_that_comes_with_the_package_is_no_more_to_do(
+    folder, monkeypatch, current
+) -> None:
+    plan = plan_of(PRICED)
+    (one,) = (a for a in plan.artifacts if a.path.parent.name == "capacity")
+    digest = one.code.digest() if current else "0" * 64
+    kept = f'{{"code_digest": "{digest}"}}'
+    monkeypatch.setattr(answers, "kept_answers", lambda: {one.path.name: kept})
+    write_plan(plan)
+
+    assert (folder / one.path).is_file() == current
+    if current:
+        assert (folder / one.path).stat().st_mtime_ns > one.code.path.stat().st_mtime_ns
 
 
 def test_a_bad_config_writes_nothing(folder) -> None:

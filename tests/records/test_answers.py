@@ -49,6 +49,12 @@ def test_each_question_of_the_documentation_has_its_answers(question, capsys) ->
     assert known >= {one.id for one in list_questions(fields, *(asked[k] for k in APART[:2]))}
 
 
+def test_the_default_sweep_has_its_answers() -> None:
+    _, asked = SCRIPT["plan_default_sweep"]()
+
+    assert {kept.experiment_id for kept in KEPT} >= {one.id for one in asked}
+
+
 def compare_with_fresh(kept: Result) -> None:
     """Compare all that a capacity says with what is found now."""
     fresh = measure(kept.experiment, lambda *_: None).model_dump(mode="json")

@@ -1,7 +1,10 @@
 """A browser for the tests of pages."""
 
 import pytest
+from asked import asked, keep_capacities
 from html_pages import find_chromium
+
+__all__ = ["asked", "keep_capacities"]
 
 
 @pytest.fixture(scope="module")

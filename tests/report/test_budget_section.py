@@ -58,7 +58,7 @@ def test_noise_then_hours_then_what_needs_care() -> None:
     noises, hours, care = tell_budget(noise(), budget)
 
     assert [row["used"] for row in table(noises)] == ["", "yes"]
-    assert table(noises)[1]["of the training"] == "1e-05"
+    assert table(noises)[1]["of the training"] == "10.0"
     assert table(noises)[0]["noise multiplier"] == "-"
     assert "(8, 1e-07)-differential privacy asks for, by the accountant prv" in noises.caption
     assert "which are 1.95 times the data" in noises.caption

@@ -173,6 +173,7 @@ def test_the_page_has_the_results_as_data_alone_and_allows_no_network(tmp_path) 
     assert "pwned" not in page
     assert rules.pop("script-src").count("'sha256-") == page.count("<script>") == 3
     assert rules.pop("style-src").startswith("'sha256-")
+    assert rules.pop("img-src") == "data:"
     assert rules == {"default-src": "'none'", "base-uri": "'none'", "form-action": "'none'"}
 
 

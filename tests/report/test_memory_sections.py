@@ -218,7 +218,10 @@ def test_what_was_measured_here_is_no_prediction(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("figure", "title"),
-    [("throughput", "Time"), ("accuracy", "Reconciled with the allocator")],
+    [
+        ("throughput", "Which method is fast, and which needs little memory"),
+        ("ranks", "How many GPUs it takes"),
+    ],
 )
 def test_figures_stand_with_what_they_show(figure, title, tmp_path) -> None:
     tables = tables_of_runs(tmp_path, kept(STANDARD), kept(on("l4", "standard"), "estimate"))

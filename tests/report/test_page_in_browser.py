@@ -2,17 +2,24 @@
 
 import itertools
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from browsing import SIZE, Opened
-from factory import make_experiment, write_runs
+from factory import make_experiment, make_manifest, write_runs
 from html_pages import METHODS, MIB, list_steps, record_rows, tables_of, write_html, write_results
+from scripts import ASKED, HERE, call
 
+from dpprof.accounting.plan import AtEpsilon, NoisePlan, describe_noise, schedule
+from dpprof.analysis.collection import collect
 from dpprof.analysis.difference.shared_axis import share_axis
 from dpprof.analysis.difference.waterfall import list_holdings, subtract
+from dpprof.analysis.tables.build import build_tables
+from dpprof.launch import accounting_run
 from dpprof.records.result import read_result
+from dpprof.system.numbers import three_digits
 
 HOSTILE = (
     "</script><script>pwned=1</script><img src=x onerror=pwned=1> {{7*7}} ${7*7} a\u202eb =1+1"
@@ -331,8 +338,88 @@ def test_everything_is_named_and_reachable_by_key(opened) -> None:
     links = opened.page.locator("nav a").evaluate_all(
         "(links) => links.map((link) => document.querySelector(link.getAttribute('href'))?.tagName)"
     )
-    assert len(links) == 10
+    assert len(links) == 11
     assert set(links) == {"SECTION"}
+
+
+def plan_given(privacy, lengths) -> list[NoisePlan]:
+    """Plan the batch that is given, with a noise that no accountant was asked for."""
+    told = []
+    for length in lengths:
+        of = schedule(privacy, length, privacy.batch_size)
+        first = {"epsilon": privacy.epsilon[0], "batch_size": of.batch_size, "tokens": None}
+        first |= {"noise_multiplier": 0.5, "same_batch_noise_multiplier": 0.5}
+        batches = [describe_noise(of, 0.5, None)]
+        told.append(
+            NoisePlan(
+                tokens_per_sample=length,
+                batches=batches,
+                batch_size=of.batch_size,
+                epsilons=[AtEpsilon(**first)],
+            )
+        )
+    return told
+
+
+TYPED = [
+    ("flash-bk", 64, 51_200, 2),
+    ("flash-bk", 63, 1_000_000, 0),
+    ("standard", 64, 51_200, 2.5),
+    ("standard", 1, 8_000, 1),
+    ("flash-bk", 4096, 2_000_000_000, 3.21),
+]
+
+
+def test_the_calculator_answers_as_budget_does(browser, asked, tmp_path, monkeypatch) -> None:
+    shutil.copytree(asked, tmp_path / "asked")
+    monkeypatch.setattr(accounting_run, "account_apart", plan_given)
+    files = sorted((tmp_path / "asked" / "results" / "capacity").glob("*.json"))
+    found = [(read_result(file).experiment, 0) for file in files]
+    tables = build_tables(
+        collect(make_manifest(*found, instrument="capacity"), tmp_path / "asked", partial=True)
+    )
+    opened = Opened(browser, write_html(tmp_path / "page", tables))
+    view = opened.page.locator("#calculator")
+    for method, batch, tokens, price in TYPED:
+        spent = [f"--batch-size={batch}", f"--tokens={tokens}", f"--price-per-hour={price}"]
+        spent += ["--samples=1e5", "--epsilon=8", "--delta=1e-6", "--json=budget.json"]
+        done = call("budget", *ASKED, *HERE, *spent, cwd=tmp_path / "asked")
+        assert done.returncode == 0, done.stderr
+        costs = json.loads((tmp_path / "asked" / "budget.json").read_text())["methods"]
+        (cost,) = (one for one in costs if one["method"] == method)
+        hours = [three_digits(cost[f"gpu_hours{end}"]) for end in ("", "_low", "_high")]
+
+        opened.choose("calculator", "Method", method)
+        for label, value in (
+            ("Samples in a step", batch),
+            ("Tokens", tokens),
+            ("Price of a GPU for an hour", price),
+        ):
+            view.get_by_label(label).fill(str(value))
+        assert view.get_by_role("status").inner_text() == (
+            f"{cost['steps']:,} steps take {hours[0]} GPU hours (90 % interval {hours[1]} to "
+            f"{hours[2]}) and cost {three_digits(cost['price'])}, with "
+            f"{cost['micro_batch_size']} samples at a time on one l4."
+        )
+    view.get_by_label("Tokens").fill("")
+    assert view.get_by_role("status").inner_text() == "Tokens: type a number above 0."
+    assert opened.told == []
+    opened.context.close()
+
+
+@pytest.mark.parametrize("width", [380, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_wrong(browser, results, width, scheme) -> None:
+    axe = pytest.importorskip("axe_playwright_python.base", reason="no axe-core here")
+    opened = Opened(browser, results / "report.html", color_scheme=scheme)
+    opened.page.set_viewport_size({"width": width, "height": 900})
+    opened.settle()
+    opened.page.evaluate(axe.AXE_SCRIPT)
+    found = opened.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+
+    told = [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]]
+    assert told == []
+    opened.context.close()
 
 
 def test_a_narrow_page_does_not_scroll_sideways(opened) -> None:

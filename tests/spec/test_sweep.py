@@ -39,6 +39,10 @@ def test_a_sweep_overrides_defaults() -> None:
     assert {run.experiment.seq_len for run in runs_of(changed(seq_len=[32, 64]))} == {32, 64}
 
 
+def test_a_sweep_that_is_none_is_left_out() -> None:
+    assert runs_of({**CONFIG, "sweeps": {**CONFIG["sweeps"], "other": "none"}}) == runs_of(CONFIG)
+
+
 def test_replicates_and_instruments_multiply_runs_not_experiments() -> None:
     runs = runs_of(changed(replicates=3, instruments=["clean", "other"]))
 
@@ -101,6 +105,7 @@ BAD = [
         "unknown key 'swep'; did you mean 'sweeps'? allowed: container, ",
     ),
     (CONFIG | {"sweeps": {}}, "sweeps: {} is not allowed; it must have at least 1 item"),
+    (CONFIG | {"sweeps": {"a": "none"}}, "sweeps: {} is not allowed; it must have at least 1 item"),
     (CONFIG | {"sweeps": {"a": None}}, "sweeps.a: None is not allowed; it must be a mapping"),
     (CONFIG | {"sweeps": {"../x": {}}}, "sweeps.../x: '../x' is not allowed; it must match"),
     (CONFIG | {"sweeps": {"\\input{x}": {}}}, r"sweeps.\\input{x}: '\\input{x}' is not allowed"),

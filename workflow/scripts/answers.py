@@ -1,5 +1,10 @@
-"""Find what the documentation asks of ``advise``, ``budget`` and ``fits``; keep the answers."""
+"""Find what the documentation and the default sweep ask, and keep the answers.
 
+The documentation asks ``dpprof advise``, ``budget`` and ``fits``; the default sweep asks for capacities, and
+for the noise of its privacy budget.
+"""
+
+import itertools
 import re
 import shlex
 import subprocess
@@ -8,9 +13,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from dpprof.answers.capacities import find_capacities
+from dpprof.launch.accounting_run import account_once
+from dpprof.planning.planner import Plan, make_plan
 from dpprof.records.answers import keep_answers
 from dpprof.records.record import write_record
 from dpprof.records.result import Result, read_result
+from dpprof.spec.config_files import read_config_file
+from dpprof.spec.experiment import Experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 _COMMAND = re.compile(r"^dpprof ((?:advise|budget|fits) (?:.*\\\n)*.*)$", re.MULTILINE)
@@ -23,13 +33,33 @@ def find_questions() -> Iterator[list[str]]:
             yield shlex.split(found.replace("\\\n", " "))
 
 
+def plan_default_sweep() -> tuple[Plan, list[Experiment]]:
+    """Return the default sweep, and the experiments whose capacities it asks for."""
+    plan = make_plan(read_config_file(ROOT / "config" / "config.yaml"))
+    runs = (run for run in plan.manifest.runs if run.instrument == "capacity")
+    return plan, [plan.experiments[run.id] for run in runs]
+
+
+def answer_default_sweep(root: Path) -> None:
+    """Find the capacities of the default sweep, model by model, and the noise of its budget."""
+    plan, asked = plan_default_sweep()
+    for model, alike in itertools.groupby(asked, key=lambda one: one.model_name):
+        print(f"the default sweep asks about {model}", flush=True)
+        find_capacities(list(alike), root, again=False)
+    if plan.config.privacy is not None:
+        lengths = sorted({one.tokens_per_sample for one in asked})
+        account_once(root, plan.config.privacy, lengths)
+
+
 def main() -> None:
     """Run from the command line."""
+    sys.path.pop(0)  # profile.py in this folder would hide the standard library's
     with tempfile.TemporaryDirectory() as folder:
         for arguments in find_questions():
             print(shlex.join(["dpprof", *arguments]), flush=True)
             # Some ask what does not fit, which is an answer too.
             subprocess.run([sys.executable, "-m", "dpprof", *arguments], cwd=folder, check=False)
+        answer_default_sweep(Path(folder))
         found = sorted(Path(folder, "results", "capacity").glob("*.json"))
         for path in found:
             _forget_machine(path)

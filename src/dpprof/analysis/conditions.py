@@ -167,9 +167,11 @@ def find_shared_hosts(results: Iterable[Result]) -> list[SharedHosts]:
     """
     hosts: dict[tuple[str, bool], list[_Use]] = defaultdict(list)
     for result in results:
+        if result.instrument in PREDICTIONS:  # those that come with the package have no host
+            continue
         device, host = result.device, result.provenance["host"].get("hostname")
         place = device.get("uuid") or device.get("pinned_to")
-        if place is None or host is None or result.instrument in PREDICTIONS:
+        if place is None or host is None:
             continue
         begin = dt.datetime.fromisoformat(result.started_at)
         end = begin + dt.timedelta(seconds=result.wall_s)

@@ -1,5 +1,6 @@
 """Which runs and settings figures and reports show, of the many that a sweep has."""
 
+import math
 from collections.abc import Callable, Mapping
 
 import pandas as pd
@@ -7,6 +8,13 @@ import pandas as pd
 from dpprof.analysis.groups import RECORDERS
 from dpprof.analysis.tables.axes import BASELINE, RUN_KEY, SETTING, WITHOUT_BATCH
 from dpprof.records.terms import COMPONENTS
+from dpprof.spec.parallel import read_world_size
+
+PRICE = ["gpu_hours", "gpu_hours_low", "gpu_hours_high", "price", "hours_ratio", "steps"]
+"""The figures of the table ``budget`` that say what a training costs."""
+
+TRAINING = [name for name in WITHOUT_BATCH if name not in ("target", "device", "parallel")]
+"""The axes of what is trained, wherever it is."""
 
 
 def choose_runs(runs: pd.DataFrame) -> pd.DataFrame:
@@ -91,13 +99,71 @@ def find_here(experiments: pd.DataFrame) -> pd.DataFrame:
     return ordered.drop_duplicates("method").reset_index(drop=True)
 
 
-def find_on_targets(tables: Tables) -> dict[str, pd.DataFrame]:
-    """Return capacity results by target, of one setting each; targets come before this machine.
+def find_trainings(tables: Tables) -> list[pd.DataFrame]:
+    """Return capacity results by what is trained, each with what the privacy budget costs.
 
-    The setting is one in which a method fits, of the largest model and the longest sequence.
+    Rows are options: of every target those on the fewest ranks on which a private method safely
+    fits. Their hours and price are those of the first epsilon. What fits a single GPU comes first,
+    then the largest model and the longest sequence.
     """
-    advice = _with_size(tables["advice"], tables["runs"])
-    return _choose_by_target(advice, WITHOUT_BATCH, _how_large)
+    advice = _with_size(_add_price(tables), tables["runs"])
+    ranks = advice["parallel"].map(read_world_size)
+    fits = advice["private"].astype(bool) & advice["safe_batch_size"].notna()
+    found = []
+    for rows in _group_by(TRAINING, advice.assign(ranks=ranks, fits=fits)):
+        by_target = [_on_fewest_ranks(on_it) for _, on_it in rows.groupby(rows["target"].map(str))]
+        found.append(pd.concat(by_target, ignore_index=True))
+    return sorted(found, key=_rank_training)
+
+
+def _add_price(tables: Tables) -> pd.DataFrame:
+    """Return options with hours and price at the first epsilon, unknown without a budget."""
+    advice, costs, noise = tables["advice"], tables["budget"], tables["noise"]
+    axes = [*WITHOUT_BATCH, "method"]
+    if len(noise):
+        planned = noise["epsilon"].iloc[0]
+        costs = costs[costs["epsilon"].isna() | costs["epsilon"].eq(planned)]
+    price = costs[PRICE].assign(_key=_join(costs, axes)).drop_duplicates("_key")
+    return advice.assign(_key=_join(advice, axes)).merge(price, how="left", on="_key")
+
+
+def _join(rows: pd.DataFrame, axes: list[str]) -> "pd.Series[str]":
+    """Return the axes of each row as one text, in which what is unknown equals what is unknown."""
+    return pd.Series(["|".join(map(str, row)) for row in rows[axes].to_numpy()], rows.index, str)
+
+
+def _on_fewest_ranks(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the options on the fewest ranks that fit a private method; on the most if none do."""
+    fitting = rows.loc[rows["fits"], "ranks"]
+    fewest = int(fitting.min() if len(fitting) else rows["ranks"].max())
+    return rows[rows["ranks"].eq(fewest)]
+
+
+def _rank_training(rows: pd.DataFrame) -> tuple[float, ...]:
+    ranks = rows.loc[rows["fits"], "ranks"]
+    fewest = float(ranks.min()) if len(ranks) else math.inf
+    return fewest, -_number(rows["model_size"].max()), -_number(rows["seq_len"].max())
+
+
+def find_agreement(tables: Tables) -> pd.DataFrame:
+    """Return the experiments of which this machine's peak or time is both predicted and measured.
+
+    ``predicted_bytes`` is the peak that ``estimate`` says, ``measured_bytes`` the allocator's;
+    ``predicted_step_s`` is with its interval beside ``median_step_s``.
+    """
+    estimated = ["experiment_id", "peak_bytes", "allocator_peak_bytes"]
+    timed = [f"predicted_step{end}_s" for end in ("", "_low", "_high")]
+    peaks, costs = (
+        tables[name].loc[lambda rows: rows["instrument"].eq("estimate") & rows["target"].isna()]
+        for name in ("peaks", "costs")
+    )
+    names = {"peak_bytes": "predicted_bytes", "allocator_peak_bytes": "measured_bytes"}
+    found = tables["experiments"].drop(columns=["peak_bytes"])
+    found = found.merge(peaks[estimated].rename(columns=names), on="experiment_id", how="left")
+    found = found.merge(costs[["experiment_id", *timed]], on="experiment_id", how="left")
+    of_memory = found["predicted_bytes"].notna() & found["measured_bytes"].notna()
+    of_time = found["predicted_step_s"].notna() & found["median_step_s"].notna()
+    return found[of_memory | of_time].reset_index(drop=True)
 
 
 def find_predicted(tables: Tables) -> dict[str, pd.DataFrame]:
@@ -146,12 +212,6 @@ def _how_much_is_known(rows: pd.DataFrame) -> tuple[float, ...]:
     replicated = _number(rows["processes"].gt(1).sum()) if "processes" in rows else 0.0
     tokens = _number(first["batch_size"] * first["seq_len"])
     return float(methods > 1), size, float(methods), replicated, tokens
-
-
-def _how_large(rows: pd.DataFrame) -> tuple[float, ...]:
-    fits = float(rows["largest_batch_size"].notna().any())
-    size = _number(rows["model_size"].max())
-    return fits, size, _number(rows["seq_len"].max()), float(rows["method"].nunique())
 
 
 def _rank_target(rows: pd.DataFrame) -> tuple[float, float, float]:

@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         caption = registry.caption("figures", arguments.figure)
         for one, methods in marked.items():
             caption += f" {one} {MEANINGS[one]}: {', '.join(methods)}."
-        drawing = Drawing(name=arguments.figure, caption=caption, missing=missing)
+        said = str(figure.get_label())
+        drawing = Drawing(name=arguments.figure, said=said, caption=caption, missing=missing)
         for output in arguments.output:
             if output.suffix == ".json":
                 write_atomically(output, drawing.model_dump_json() + "\n")

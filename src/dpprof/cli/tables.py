@@ -1,6 +1,7 @@
 """Read the results that a manifest lists and write tidy CSV tables."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from dpprof.analysis.advice.budget import Planned
 from dpprof.analysis.collection import Collected, collect
@@ -8,7 +9,7 @@ from dpprof.analysis.tables.build import TimelineFile, build_tables
 from dpprof.analysis.tables.columns import TABLES
 from dpprof.analysis.tables.frames import write_frame, write_sums
 from dpprof.cli.common import Parser, ending_in_a_sentence, path
-from dpprof.launch.accounting_run import account_apart
+from dpprof.launch.accounting_run import account_once
 from dpprof.launch.scheduler import drop_copies
 from dpprof.planning.artifacts import RESULTS
 from dpprof.planning.planner import Manifest, read_manifest
@@ -17,7 +18,7 @@ from dpprof.system.console import say
 from dpprof.system.files import open_atomically, write_atomically
 
 
-def _plan_noise(manifest: Manifest, collected: Collected) -> Planned | None:
+def _plan_noise(manifest: Manifest, collected: Collected, root: Path) -> Planned | None:
     """Compute the noise for the manifest's privacy budget; None where it has none."""
     if manifest.privacy is None:
         return None
@@ -26,7 +27,7 @@ def _plan_noise(manifest: Manifest, collected: Collected) -> Planned | None:
     if not lengths:
         return None
     try:
-        plans = account_apart(manifest.privacy, lengths)
+        plans = account_once(root, manifest.privacy, lengths)
     except InputError as error:
         return Planned(manifest.privacy, reason=str(error))
     return Planned(manifest.privacy, dict(zip(lengths, plans, strict=True)))
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         for error in collected.damaged:
             say(f"{error}; it is left out, since the report is partial")
-        planned = _plan_noise(manifest, collected)
+        planned = _plan_noise(manifest, collected, root)
         tables = build_tables(collected, planned)
         del tables["timeline"]  # it is written already
         for name, table in tables.items():

@@ -1,8 +1,9 @@
 """What do the memory at the peak and the time of a step consist of, and does it fit?"""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dpprof.analysis.selection import (
@@ -15,15 +16,16 @@ from dpprof.analysis.tables.axes import RUN_KEY
 from dpprof.figures.bars import bracket, note, over_baseline, share_legend, stack_panels
 from dpprof.figures.panels import split
 from dpprof.figures.style import (
-    BOUND_COLOURS,
     COMPONENT_COLOURS,
     OP_KIND_COLOURS,
     PHASE_COLOURS,
     NothingToDrawError,
+    tell,
 )
 
 MISSING = "no run of the instrument kernels succeeded"
 
+_FEW_METHODS = 6
 _MIB = 2**20
 _GIB = 2**30
 _MEMORY = "target's memory"
@@ -32,33 +34,33 @@ _OWNERS = {name: name for name in COMPONENT_COLOURS}
 
 
 def draw_breakdown(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Live memory by owner at the peak of a steady-state step; numbers are ratios to standard.
+    """Live memory by owner at the peak of a step; numbers are ratios to standard.
 
-    The instrument memory recorded it, or estimate predicted it where memory did not run. The tick
-    is the allocator's peak, measured by another process. Unattributed memory has no known owner.
+    It is recorded, or predicted where nothing was. The tick is the allocator's peak, measured by
+    another process.
     """
     peaks = compose_peaks(tables)
     missing = "no run of the instruments memory or estimate succeeded without a target"
-    panels = split(peaks[peaks["target"].isna()], missing, most=4)
+    panels = split(peaks[peaks["target"].isna()], missing, most=_most_panels(peaks))
     figure, drawn = stack_panels(panels, _OWNERS, COMPONENT_COLOURS, _MIB, _HERE)
     for axis, rows, sizes in drawn:
         measured = rows["allocator_peak_bytes"].astype(float) / _MIB
         axis.plot(measured, range(len(rows)), "|", color="black", markersize=9, markeredgewidth=1.5)
         note(axis, pd.concat([sizes, measured], axis=1).max(axis=1), over_baseline(sizes))
     share_legend(figure, COMPONENT_COLOURS)
+    tell(figure, _say_largest(drawn, _OWNERS, "holds most memory at the peak"))
     return figure
 
 
 def draw_predicted(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Predicted live memory by owner at the peak on a target; numbers are ratios to standard.
 
-    The dashed line is the memory that a training can allocate there. The instrument estimate
-    predicts the bytes of tensors without the device. The allocator reserves more: see the table of
-    predictions.
+    The dashed line is the memory that a training can allocate there. The allocator reserves more:
+    see Predicted peaks.
     """
     peaks = compose_peaks(tables)
     missing = "no run of the instrument estimate succeeded for a target"
-    panels = split(peaks[peaks["target"].notna()], missing, most=4)
+    panels = split(peaks[peaks["target"].notna()], missing, most=_most_panels(peaks))
     figure, drawn = stack_panels(panels, _OWNERS, COMPONENT_COLOURS, _GIB, "predicted peak (GiB)")
     for axis, rows, sizes in drawn:
         note(axis, sizes, over_baseline(sizes))
@@ -67,22 +69,24 @@ def draw_predicted(tables: Mapping[str, pd.DataFrame]) -> Figure:
             axis.axvline(memory, color="black", linestyle="--", linewidth=1, label=_MEMORY)
             axis.set_xlim(0, max(axis.get_xlim()[1], memory * 1.05))
     share_legend(figure, [*COMPONENT_COLOURS, _MEMORY])
+    tell(figure, _say_largest(drawn, _OWNERS, "needs most memory"))
     return figure
 
 
 def draw_phases(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Time of a step by phase; numbers are ratios of the sum to standard's.
 
-    Each part is the median over processes of medians over steps. The error bar spans the
-    smallest and the largest sum of a process. The processes wait for the device at the end of
-    each phase.
+    Parts are medians over steps and processes; error bars span the sums of processes, which wait
+    for the device at the end of each phase.
     """
     measured = tables["phases"]
     spread = spread_phases(measured)
     experiments = tables["experiments"].merge(
         spread.join(_reach(measured)), left_on="experiment_id", right_index=True
     )
-    panels = split(experiments, "no run of the instrument phases succeeded", most=4)
+    panels = split(
+        experiments, "no run of the instrument phases succeeded", most=_most_panels(experiments)
+    )
     phases = {phase: phase for phase in PHASE_COLOURS if phase in experiments}
     figure, drawn = stack_panels(panels, phases, PHASE_COLOURS, 1e-3, "time of a step (ms)")
     for axis, rows, total in drawn:
@@ -90,6 +94,7 @@ def draw_phases(tables: Mapping[str, pd.DataFrame]) -> Figure:
         bracket(axis, low, high)
         note(axis, pd.concat([total, high], axis=1).max(axis=1), over_baseline(total))
     share_legend(figure, PHASE_COLOURS)
+    tell(figure, _say_largest(drawn, phases, "takes longest"))
     return figure
 
 
@@ -103,34 +108,38 @@ def _reach(phases: pd.DataFrame) -> pd.DataFrame:
 def draw_op_kinds(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Time of a traced step by op kind (kind of operator); numbers are ratios to standard.
 
-    Norm computes the norms of per-sample gradients; einsum is every other contraction by einsum.
-    Clip is the rest of the phase clip, and optimizer is all of the phase step. Idle is time
-    without kernels: on a CPU it is Python, autograd and dispatch. All times include the tracer's
-    cost.
+    Norm computes per-sample norms, clip is the rest of the phase clip, and optimizer is all of the
+    phase step. Idle is time without kernels. All times include the tracer's cost.
     """
     if tables["kernels"].empty:
         raise NothingToDrawError(MISSING)
     traces = add_op_kinds(tables["traces"], tables["kernels"])
     parts = {name: f"{name}_s" for name in OP_KIND_COLOURS if f"{name}_s" in traces}
-    return _draw(traces, OP_KIND_COLOURS, parts)
-
-
-def draw_bound(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Compute-bound, memory-bound and idle time of a traced step; numbers are ratios to standard.
-
-    Kernels of one op kind in a phase are compute bound if their FLOPs would take longer than
-    their bytes at the measured ceilings, else memory bound. They may still be far from both
-    ceilings. Bytes are what operators must read and write, whether or not a cache serves them.
-    """
-    parts = {name: f"{name.replace(' ', '_')}_s" for name in BOUND_COLOURS}
-    return _draw(tables["traces"], BOUND_COLOURS, parts)
-
-
-def _draw(traces: pd.DataFrame, colours: Mapping[str, str], parts: Mapping[str, str]) -> Figure:
-    """Draw the parts of a step as stacked medians over processes; ``parts`` names their columns."""
-    panels = split(median_over_processes(traces), MISSING, most=4)
-    figure, drawn = stack_panels(panels, parts, colours, 1e-3, "time of a traced step (ms)")
+    panels = split(median_over_processes(traces), MISSING, most=_most_panels(traces))
+    label = "time of a traced step (ms)"
+    figure, drawn = stack_panels(panels, parts, OP_KIND_COLOURS, 1e-3, label)
     for axis, _, total in drawn:
         note(axis, total, over_baseline(total))
-    share_legend(figure, colours)
+    share_legend(figure, OP_KIND_COLOURS)
+    tell(figure, _say_largest(drawn, parts, "takes longest"))
     return figure
+
+
+def _most_panels(rows: pd.DataFrame) -> int:
+    """Return how many panels fit half a page: fewer where each has the bars of many methods."""
+    return 4 if rows["method"].nunique() <= _FEW_METHODS else 2
+
+
+def _say_largest(
+    drawn: Sequence[tuple[Axes, pd.DataFrame, "pd.Series[float]"]],
+    parts: Mapping[str, str],
+    does: str,
+) -> str:
+    """Say which bar of the last panel is the longest, and what its largest part is."""
+    _, rows, lengths = drawn[-1]
+    at = int(lengths.to_numpy().argmax())
+    sizes = rows[list(parts.values())].iloc[at].astype(float)
+    part = list(parts)[int(sizes.to_numpy().argmax())].replace("_", " ")
+    method, ratio = rows.index[at], over_baseline(lengths).iloc[at].removesuffix("x")
+    over = f", {ratio} times standard" if ratio and ratio != "1.00" else ""
+    return f"{method} {does}{over}: {sizes.max() / sizes.sum():.0%} is {part}."

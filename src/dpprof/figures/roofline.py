@@ -10,16 +10,21 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
+from dpprof.analysis.tables.frames import least_of
 from dpprof.figures.panels import MAX_PANELS, Panel, Panels, split
 from dpprof.figures.style import (
     OP_KIND_COLOURS,
     PHASE_MARKERS,
     NothingToDrawError,
     sort_methods,
+    tell,
 )
 
 _LEAST_SHARE = 0.01
 """Parts below this share of a step's time have no point."""
+
+_BESIDE = 3
+"""Panels beside one another."""
 
 _AREA = 300.0
 """Area, in square points, of the marker of a part that takes the whole step."""
@@ -28,10 +33,8 @@ _AREA = 300.0
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Roofline: FLOP/s over FLOPs per byte, one point per op kind and phase.
 
-    The lines are the device's measured ceilings: copy bandwidth, and matrix products of the dtype
-    in use. A point's area is its share of the step's time; parts below 1 % have no point. FLOPs
-    include elementwise operators. Bytes count each read and write once, so caches can lift a point
-    above the slope.
+    Lines are the device's measured ceilings. A point's area is its share of the step's time; parts
+    below 1 % have none. Caches can lift a point above the slope.
     """
     known = tables["kernels"].dropna(
         subset=["arithmetic_intensity", "flops_per_s", "ceiling_flops_per_s", "ceiling_bytes_per_s"]
@@ -45,7 +48,9 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     panel = split(known, "", most=1).shown[-1]
     methods = sort_methods(panel.rows["method"])[:MAX_PANELS]
     shown = [Panel(name, panel.rows[panel.rows["method"] == name]) for name in methods]
-    figure, axes = Panels(shown, 0).lay_out(3, row_inches=1.7, sharex=True, sharey=True)
+    figure, axes = Panels(shown, 0).lay_out(
+        _BESIDE, row_inches=2.0 if len(shown) <= _BESIDE else 1.4, sharex=True, sharey=True
+    )
     for axis, one in zip(axes, shown, strict=True):
         _draw_method(axis, one.rows)
         _dress(axis, panel.rows)
@@ -54,7 +59,20 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         axis.label_outer()
     figure.suptitle(panel.title, fontsize=8)
     _explain(figure, panel.rows)
+    tell(figure, _say_longest(panel.rows))
     return figure
+
+
+def _say_longest(rows: pd.DataFrame) -> str:
+    """Say how near the longest part of a step is to the ceiling above it."""
+    part = least_of(rows, "seconds", -1)
+    slope = part["ceiling_bytes_per_s"] * part["arithmetic_intensity"]
+    share = part["flops_per_s"] / min(slope, part["ceiling_flops_per_s"])
+    phase = str(part["phase"]).replace("_", " ")
+    return (
+        f"The longest part of a step, {part['op_kind']} in {phase} with {part['method']}, reaches "
+        f"{share:.0%} of the ceiling above it."
+    )
 
 
 def _draw_method(axis: Axes, rows: pd.DataFrame) -> None:

@@ -12,9 +12,10 @@ from matplotlib.ticker import NullLocator
 
 from dpprof.analysis.selection import choose_runs
 from dpprof.analysis.tables.axes import count_tokens
+from dpprof.analysis.tables.frames import least_of
 from dpprof.figures.labels import label_ends
 from dpprof.figures.panels import Panel, Panels, break_title, split
-from dpprof.figures.style import NothingToDrawError, method_style, new_figure
+from dpprof.figures.style import NothingToDrawError, method_style, new_figure, spell_tick, tell
 
 _LABELS = {"batch_size": "batch size", "seq_len": "sequence length (tokens)"}
 _COSTS = {
@@ -22,7 +23,7 @@ _COSTS = {
     "bytes_moved": (2**20, "MiB moved per token"),
     "step_s": (1e-6, "time per token (µs)"),
 }
-_ROWS = 4
+_ROWS = 2
 _MAX_TICKS = 6
 _MOST_MARKS = 16
 """A line of more points shows marks at a few of them."""
@@ -33,8 +34,7 @@ _MARKS = 8
 def draw_batch_size(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Peak memory and step time over the batch size, all else equal.
 
-    Points are medians over processes. Error bars are 95 % bootstrap intervals over processes;
-    along lines of more than 16 points they are bands, and eight of the points have a mark.
+    Points are medians over processes, error bars or bands 95 % intervals.
     """
     return _draw(tables["experiments"], "batch_size")
 
@@ -42,8 +42,7 @@ def draw_batch_size(tables: Mapping[str, pd.DataFrame]) -> Figure:
 def draw_seq_len(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Peak memory and step time over the sequence length, all else equal.
 
-    Points are medians over processes. Error bars are 95 % bootstrap intervals over processes;
-    along lines of more than 16 points they are bands, and eight of the points have a mark.
+    Points are medians over processes, error bars or bands 95 % intervals.
     """
     return _draw(tables["experiments"], "seq_len")
 
@@ -61,7 +60,24 @@ def _draw(experiments: pd.DataFrame, along: str) -> Figure:
         dress(time, panel, along, "step time (ms)")
     panels.note_hidden_panels(figure)
     _name_lines(figure, axes)
+    tell(figure, _say_growth(panels.shown[0].rows, along))
     return figure
+
+
+def _say_growth(rows: pd.DataFrame, along: str) -> str:
+    """Say how much longer a step takes at the largest size than at the smallest."""
+    said = []
+    for method, points in rows.sort_values(along).groupby("method"):
+        first, last = points.iloc[0], points.iloc[-1]
+        if last[along] > first[along]:
+            said.append((last["median_step_s"] / first["median_step_s"], str(method), first, last))
+    if not said:
+        return ""
+    ratio, method, first, last = max(said, key=lambda one: one[0])
+    return (
+        f"From {first[along]:,} to {last[along]:,} ({_LABELS[along]}) a step of {method}, which "
+        f"grows most, takes {ratio:.1f} times as long."
+    )
 
 
 def draw_cost(tables: Mapping[str, pd.DataFrame]) -> Figure:
@@ -79,16 +95,27 @@ def draw_cost(tables: Mapping[str, pd.DataFrame]) -> Figure:
     panels = [panel for some in found if some is not None for panel in some.shown][:_ROWS]
     if not panels:
         raise NothingToDrawError(f"no two experiments with counted FLOPs differ only in {along}")
-    figure, axes = new_figure(len(_COSTS), len(panels), row_inches=2.2)
+    drawn = pd.concat(panel.rows for panel in panels)
+    costs = {name: how for name, how in _COSTS.items() if _reaches(drawn, along, name)}
+    figure, axes = new_figure(len(costs), len(panels), row_inches=2.0)
     for row, panel in zip(axes, panels, strict=True):
-        for axis, (cost, (unit, label)) in zip(row, _COSTS.items(), strict=True):
+        for axis, (cost, (unit, label)) in zip(row, costs.items(), strict=True):
             for method, points in panel.rows.groupby("method"):
                 _draw_cost(axis, str(method), points.sort_values(along), cost, unit)
             dress(axis, panel, along, label)
             axis.set_title("")
         row[0].set_title(panel.title, loc="left")
     _name_lines(figure, axes)
+    dearest = least_of(drawn, "executed_flops", -1)
+    flops = f"{dearest['executed_flops'] / 1e6:,.0f} MFLOP per token"
+    tell(figure, f"{dearest['method']} computes most: {flops} at {dearest[along]:,} tokens.")
     return figure
+
+
+def _reaches(rows: pd.DataFrame, along: str, cost: str) -> bool:
+    """Return whether a method has a cost at two places of the axis."""
+    known = rows.dropna(subset=[cost]).groupby("method")[along]
+    return any(places.min() < places.max() for _, places in known)
 
 
 def _find_panels(rows: pd.DataFrame, along: str, also: Iterable[str] = ()) -> Panels | None:
@@ -185,7 +212,7 @@ def dress(axis: Axes, panel: Panel, along: str, label: str) -> None:
         values = sorted({value for value in values if value >= panel.rows[along].min()})
     axis.set_title(break_title(panel.title))
     axis.set_xscale("log", base=2)
-    axis.set_xticks(values, [str(value) for value in values])
+    axis.set_xticks(values, list(map(spell_tick, values)))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xlabel(_LABELS[along])
     axis.set_ylabel(label)

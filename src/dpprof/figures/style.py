@@ -6,11 +6,15 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from dpprof.analysis.tables.axes import BASELINE
 
 COLUMN_INCHES = 3.4
 """Width of one column of a two-column paper; text is legible at this size."""
+
+_TICKS = 6
+"""The most parts of a linear axis; with more, labels would run into one another."""
 
 PAGE_INCHES = 9.0
 """A figure higher than this leaves no room for its caption on a page."""
@@ -106,12 +110,6 @@ OP_KIND_COLOURS: dict[str, str] = {
 }
 """Colours of op kinds, in stacking order; idle is not an op kind."""
 
-BOUND_COLOURS: dict[str, str] = {
-    "compute bound": _PALETTE[0],
-    "memory bound": _PALETTE[1],
-    "unknown": "#F2F2F2",
-    "idle": "#FFFFFF",
-}
 OUTCOME_COLOURS: dict[str, str] = {
     "ok": _PALETTE[2],
     "oom": _PALETTE[5],
@@ -204,7 +202,21 @@ def new_figure(
     width = width_inches or COLUMN_INCHES * min(columns, 2)  # a page is two columns wide
     figure = Figure(figsize=(width, row_inches * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
+    for axis in axes.flat:
+        axis.xaxis.set_major_locator(MaxNLocator(_TICKS if columns == 1 else _TICKS - 2))
+        for side in (axis.xaxis, axis.yaxis):
+            side.set_major_formatter(spell_tick)
     return figure, axes
+
+
+def spell_tick(value: float, _position: int | None = None) -> str:
+    """Return the label of a tick: thousands are separated, and no digits stand for zeros."""
+    return f"{value:,.10g}"
+
+
+def tell(figure: Figure, sentence: str) -> None:
+    """Keep the sentence that stands above a figure in the report: what is seen in it."""
+    figure.set_label(sentence)
 
 
 def say_nothing_to_draw(reason: str) -> Figure:

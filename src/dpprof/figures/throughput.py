@@ -7,22 +7,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dpprof.analysis.selection import choose_runs, find_here
-from dpprof.analysis.tables.axes import SETTING, name_speed
+from dpprof.analysis.tables.axes import BASELINE, SETTING, name_speed
 from dpprof.figures.bars import bracket, height_of, name_bars
 from dpprof.figures.panels import split
-from dpprof.figures.style import method_style, new_figure
+from dpprof.figures.style import NothingToDrawError, method_style, new_figure, tell
 
+_LEAST = 2
+_MISSING = "no two methods were timed in one setting"
 _HFU, _MFU = "#CCCCCC", "#444444"
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Tokens per second (left), and FLOP/s as a share of the device's peak (right).
+    """Tokens per second, and FLOP/s as a share of the device's peak where that is known.
 
-    MFU counts the FLOPs that the non-private step needs; HFU counts the executed FLOPs. Their
-    difference is what private training adds. MFU ranks methods as throughput does, HFU does not.
-    The peak is the dense peak of the dtype in use; values beyond it (dashed line) are wrong.
-    The setting is that of the largest model in which most methods were measured, with MFU and HFU
-    where any has them. Error bars are 95 % bootstrap intervals over processes.
+    MFU counts the FLOPs that the non-private step needs, HFU those that are executed. The peak is
+    the dense one of the dtype in use; values beyond it (dashed line) are wrong. Error bars are 95 %
+    intervals over processes.
     """
     known = tables["experiments"].dropna(subset=["tokens_per_s"])
     used = choose_runs(tables["costs"])[["experiment_id", "mfu", "hfu"]]
@@ -31,17 +31,23 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         keys = [known[name] for name in SETTING]
         known = known[known["hfu"].notna().groupby(keys, dropna=False).transform("any")]
     chosen = find_here(known)
-    panel = split(chosen, "no run of the instrument clean succeeded", most=1).shown[0]
-    figure, axes = new_figure(2, row_inches=height_of(len(panel.rows)))
-    tokens, shares = axes[0]
+    if len(chosen) < _LEAST:
+        raise NothingToDrawError(_MISSING)
+    panel = split(chosen, _MISSING, most=1).shown[0]
     rows = panel.sorted_by(-panel.rows["tokens_per_s"].astype(float))
+    has_peak = rows["hfu"].notna().any()
+    figure, axes = new_figure(2 if has_peak else 1, row_inches=height_of(len(rows)))
+    tokens = axes[0, 0]
     _draw_tokens(tokens, rows)
-    _draw_shares(shares, rows)
     tokens.set_title(panel.title)
-    shares.set_title("share of peak FLOP/s")
-    handles, labels = shares.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=2)
+    if has_peak:
+        shares = axes[0, 1]
+        _draw_shares(shares, rows)
+        shares.set_title("share of peak FLOP/s")
+        figure.legend(*shares.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    best = rows.iloc[0] if rows.index[0] != BASELINE or len(rows) == 1 else rows.iloc[1]
+    speed = f"{best['tokens_per_s']:,.0f} {name_speed([best])}"
+    tell(figure, f"The fastest private method, {best.name}, reaches {speed}.")
     return figure
 
 
@@ -55,10 +61,6 @@ def _draw_tokens(axis: Axes, rows: pd.DataFrame) -> None:
 
 
 def _draw_shares(axis: Axes, rows: pd.DataFrame) -> None:
-    if rows["hfu"].isna().all():
-        axis.text(0.5, 0.5, "peak, FLOPs or time unknown", ha="center", va="center")
-        axis.axis("off")
-        return
     places = range(len(rows))
     axis.barh(places, rows["hfu"].astype(float) * 100, color=_HFU, height=0.7, label="HFU")
     axis.barh(places, rows["mfu"].astype(float) * 100, color=_MFU, height=0.35, label="MFU")

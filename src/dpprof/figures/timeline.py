@@ -1,5 +1,6 @@
 """Which owners hold memory at each moment of a step?"""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,13 @@ from dpprof.analysis.tables.axes import RUN_KEY
 from dpprof.analysis.tables.frames import rows_of
 from dpprof.figures.bars import VISIBLE, share_legend
 from dpprof.figures.panels import Panel, Panels, split
-from dpprof.figures.style import BYTE_UNITS, COMPONENT_COLOURS, HATCHES, choose_byte_unit
+from dpprof.figures.style import (
+    BYTE_UNITS,
+    COMPONENT_COLOURS,
+    HATCHES,
+    choose_byte_unit,
+    tell,
+)
 
 _HEADROOM = 1.4
 """Height of the axis over the highest peak; leaves room for the peak's size and the phases."""
@@ -29,10 +36,8 @@ _SHORT = {"forward": "fwd", "backward": "bwd", "second_backward": "bwd2"}
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Memory timeline: live memory by owner over one steady-state step, one panel per method.
 
-    The horizontal axis counts operators, not seconds. The strip on top shows the phases (fwd, bwd
-    and bwd2: forward, backward and second backward). The setting is the one in which most methods
-    have a timeline, recorded by the instrument memory or else estimated. Each of 300 parts of a
-    step shows its highest instant. Owners below 0.5 % of the highest peak are left out.
+    The axis counts operators, not seconds. The strip on top shows the phases (fwd, bwd and bwd2:
+    forward, backward and second backward). Owners below 0.5 % of the highest peak are left out.
     """
     chosen = choose_runs(tables["peaks"])
     here = chosen[chosen["target"].isna()]
@@ -41,8 +46,10 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     focus = max(settings.shown, key=lambda panel: _rank(panel.rows))
     rows = focus.sorted_by(focus.rows["peak_bytes"]).groupby(level=0, sort=False).head(1)
     shown = [Panel(str(method), rows.loc[[method]]) for method in rows.index]
-    columns = 3 if len(shown) > 4 else 2  # noqa: PLR2004 (two rows of two)
-    figure, axes = Panels(shown, 0).lay_out(columns, row_inches=1.5, sharey=True)
+    columns = min(4, max(2, math.ceil(len(shown) / 2)))  # two rows, or three of four
+    figure, axes = Panels(shown, 0).lay_out(
+        columns, row_inches=1.5 if len(shown) <= 2 * columns else 1.0, sharey=True
+    )
     highest = rows["peak_bytes"].max()
     unit = choose_byte_unit(highest)
     keys = rows[RUN_KEY].itertuples(index=False, name=None)
@@ -62,7 +69,17 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
             axis.set_ylabel(f"live memory ({unit})")
     figure.suptitle(f"{focus.title} ({', '.join(sorted(set(rows['instrument'])))})", fontsize=8)
     share_legend(figure, COMPONENT_COLOURS)
+    tell(figure, _say_peaks(rows))
     return figure
+
+
+def _say_peaks(rows: pd.DataFrame) -> str:
+    """Say in which phase each method has its peak."""
+    said = [
+        f"in {str(phase).replace('_', ' ')} with {', '.join(methods.index)}"
+        for phase, methods in rows.groupby("phase", sort=False)
+    ]
+    return f"The peak is {'; '.join(said)}."
 
 
 def _rank(rows: pd.DataFrame) -> tuple[Any, ...]:

@@ -8,24 +8,34 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from dpprof.analysis.selection import find_here
+from dpprof.analysis.tables.axes import BASELINE
+from dpprof.analysis.tables.frames import least_of
 from dpprof.figures.labels import label_points
 from dpprof.figures.panels import split
-from dpprof.figures.style import COLUMN_INCHES, method_style, new_figure
+from dpprof.figures.style import (
+    COLUMN_INCHES,
+    NothingToDrawError,
+    method_style,
+    new_figure,
+    tell,
+)
 
 _PEAKS = {"allocated": "peak allocated", "rss": "peak RSS"}
 _RATIOS = ("times standard", "times standard")
-_MISSING = "no experiment has both a time and a peak"
+_LEAST = 2
+_MISSING = "no two methods have both a time and a peak in one setting"
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Peak memory over step time, one point per method; lower left is better.
 
-    Both are multiples of standard's, where it was measured. The setting is that of the largest
-    model in which most methods were measured. Points are medians over processes. Error bars are
-    95 % bootstrap intervals for time, and the smallest and largest process for memory.
+    Points are medians over processes. Error bars are 95 % intervals for time, and the smallest and
+    largest process for memory.
     """
     rows = find_here(tables["experiments"]).dropna(subset=["median_step_s", "peak_bytes"])
     rows = rows[rows["peak_kind"] == rows["peak_kind"].min()]  # peaks of two kinds do not compare
+    if len(rows) < _LEAST:
+        raise NothingToDrawError(_MISSING)
     title = split(rows.head(1), _MISSING).shown[0].title
     peak_name = _PEAKS[rows["peak_kind"].iloc[0]]
     if rows["step_ratio"].notna().all() and rows["peak_ratio"].notna().all():
@@ -48,7 +58,19 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     axis.margins(0.12)
     ends = zip(low.fillna(x), high.fillna(x), y, strict=True)
     label_points(figure, axis, points, names, [((a, y), (b, y)) for a, b, y in ends])
+    tell(figure, _say_extremes(rows[rows["method"] != BASELINE]))
     return figure
+
+
+def _say_extremes(private: pd.DataFrame) -> str:
+    """Say which private method is fastest, and which has the lowest peak."""
+    if private.empty:
+        return ""
+    fastest = least_of(private, "median_step_s")["method"]
+    lowest = least_of(private, "peak_bytes")["method"]
+    if fastest == lowest:
+        return f"Of the private methods {fastest} is the fastest and has the lowest peak."
+    return f"Of the private methods {fastest} is the fastest, and {lowest} has the lowest peak."
 
 
 def _reach(

@@ -34,6 +34,7 @@ from dpprof.planning.artifacts import (
 )
 from dpprof.planning.code_digest import derived_digests, verified_as
 from dpprof.planning.stand_ins import StandIn
+from dpprof.records.answers import take_kept
 from dpprof.records.ceilings import device_name
 from dpprof.records.result import result_path
 from dpprof.spec import registry
@@ -231,7 +232,7 @@ def write_plan(plan: Plan, *, elsewhere: bool = False) -> None:
     for one in plan.artifacts:
         resting_on.setdefault(one.code.name, []).append(one)
     for artifacts in resting_on.values():
-        _write_code(artifacts)
+        _write_code(artifacts, elsewhere=elsewhere)
     write_if_changed(plan.manifest.path, plan.manifest.text)
     _mark_tables_due(plan, elsewhere=elsewhere)
 
@@ -250,12 +251,13 @@ def _write_once(path: Path, text: str) -> None:
         os.utime(path, (_LONG_AGO_S, _LONG_AGO_S))
 
 
-def _write_code(artifacts: Sequence[Artifact]) -> None:
+def _write_code(artifacts: Sequence[Artifact], *, elsewhere: bool) -> None:
     """Write the digest of the code that records rest on, if it is not the one on disk.
 
     Snakemake makes again what is older than this file. Records that carry the digest are current
     all the same, whatever was planned before and whenever they were copied here: they become
-    newer than the file.
+    newer than the file. Such records that come with the package are put in their place, unless
+    results are elsewhere.
 
     Raises:
         OSError: The file, or the age of a record, cannot be written.
@@ -265,6 +267,8 @@ def _write_code(artifacts: Sequence[Artifact]) -> None:
     write_if_changed(code.path, digest + "\n")
     planned_ns = code.path.stat().st_mtime_ns
     for one in artifacts:
+        if not elsewhere:
+            take_kept(one.path, holding=f'"code_digest": "{digest}"')
         if _is_older(one.path, planned_ns) and _carried_digest(one.path) == digest:
             os.utime(one.path)
 

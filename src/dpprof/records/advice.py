@@ -28,6 +28,10 @@ class Option(Part):
     tokens_per_s: float | None = Field(None, description="predicted at the safe batch")
     tokens_per_s_low: float | None = Field(None, description="lower end of the 90 % interval")
     tokens_per_s_high: float | None = Field(None, description="upper end of the 90 % interval")
+    sample_s: float | None = Field(None, description="predicted seconds of a sample in that batch")
+    update_s: float | None = Field(
+        None, description="predicted seconds of noise and optimizer, which run once in a step"
+    )
     tokens_per_s_at_most: float | None = Field(None, description="same at every operator's ceiling")
     dp_flop_multiplier: float | None = Field(None, description="executed FLOPs over model FLOPs")
     limited_by: str | None = Field(None, description="memory, fragmentation or search")

@@ -145,6 +145,15 @@ class PredictedTime(Part):
         description="share of the step in which the device waits for the host"
     )
 
+    @property
+    def update(self) -> float:
+        """Seconds of noise and optimizer, which run once in a step of several batches."""
+        return 0.0 if self.without_update is None else self.median - self.without_update
+
+    def each_sample(self, batch_size: int) -> float:
+        """Return the seconds of a sample without noise and optimizer, in a step of a batch."""
+        return (self.median - self.update) / batch_size
+
 
 class Time(Part):
     """Raw step times, and the median that represents this process; or a prediction."""

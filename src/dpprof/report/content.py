@@ -26,14 +26,16 @@ from dpprof.report.sections.verification import mark_methods, tell_verification
 
 _OTHERS = "More figures"
 _FIGURES_OF: dict[str, tuple[str, ...]] = {
-    "What fits, and what to use": ("predicted",),
-    "Memory": ("breakdown", "timeline"),
-    "Time": ("tradeoff", "phases", "throughput"),
-    "Kernels, and how close they are to the hardware": ("kernels", "bound", "roofline"),
-    "Growth": ("cost", "batch-size", "seq-len"),
     budget.TITLE: ("budget",),
+    "How many GPUs it takes": ("ranks",),
+    "Are predictions right here?": ("agreement",),
+    "What would fit": ("predicted",),
+    "Where the memory goes": ("breakdown", "timeline"),
+    "Which method is fast, and which needs little memory": ("tradeoff", "throughput"),
+    "Where the time goes": ("phases", "kernels"),
+    "How close it is to the hardware": ("roofline",),
+    "How memory and time grow": ("batch-size", "seq-len", "cost"),
     _OTHERS: (),
-    "Reconciled with the allocator": ("accuracy",),
     "Outcomes": ("outcomes",),
 }
 """The sections with figures, in their order; other packages' figures come last."""
@@ -46,14 +48,14 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
     """
     first = build_first_section(tables, drawings)
     composition = compose_peaks(tables)
-    appendix = _appendix(tables, composition)
+    appendix = _appendix(tables, composition, drawings)
     sections: dict[str, Blocks] = {title: [] for title in _FIGURES_OF if title not in appendix}
     shown = {block.name for block in first.blocks if isinstance(block, Picture)}
     _add_figures(sections | appendix, [one for one in drawings if one.name not in shown])
-    sections["What this does not say"] = _limits(tables["runs"], composition, drawings)
+    sections["What this does not say"] = _limits(tables["runs"], composition)
     document = Document(
         title="What differentially private training costs",
-        question=ask(tables["runs"]),
+        question=ask(tables),
         headline=tuple(tell_answer(tables)),
         sections=(
             *_kept({first.title: list(first.blocks)}),
@@ -79,11 +81,12 @@ def _add_figures(sections: Mapping[str, Blocks], drawings: Sequence[Drawing]) ->
     order = {figure: position for position, figure in enumerate(home)}
     drawn = [drawing for drawing in drawings if drawing.missing is None]
     for one in sorted(drawn, key=lambda one: order.get(one.name, len(order)), reverse=True):
-        picture = Picture(name=one.name, caption=one.caption)
-        sections[home.get(one.name, _OTHERS)].insert(0, picture)
+        sections[home.get(one.name, _OTHERS)].insert(0, one.picture)
 
 
-def _appendix(tables: Tables, composition: pd.DataFrame) -> dict[str, Blocks]:
+def _appendix(
+    tables: Tables, composition: pd.DataFrame, drawings: Sequence[Drawing]
+) -> dict[str, Blocks]:
     runs, experiments = tables["runs"], tables["experiments"]
     costs = choose_runs(tables["costs"])
     return {
@@ -107,7 +110,13 @@ def _appendix(tables: Tables, composition: pd.DataFrame) -> dict[str, Blocks]:
         "What measuring costs": cost.instrument_overhead(tables["instrument_overhead"]),
         "Code paths": step_time.code_paths(tables["samplers"]),
         "How this was measured": _how(runs),
+        "Figures without anything to show": _tell_missing(drawings),
     }
+
+
+def _tell_missing(drawings: Sequence[Drawing]) -> Blocks:
+    said = [f"{one.name}: {one.missing}." for one in drawings if one.missing]
+    return [Bullets(items=tuple(said))] if said else []
 
 
 def _how(runs: pd.DataFrame) -> Blocks:
@@ -139,8 +148,8 @@ def _how(runs: pd.DataFrame) -> Blocks:
     return [Paragraph(text=method), Paragraph(text=f"Measured with {'; '.join(items)}.")]
 
 
-def _limits(runs: pd.DataFrame, composition: pd.DataFrame, drawings: Sequence[Drawing]) -> Blocks:
-    """Return what the numbers do not show, and which figures are missing."""
+def _limits(runs: pd.DataFrame, composition: pd.DataFrame) -> Blocks:
+    """Return what the numbers do not show."""
     said = [
         (
             "Tokens and weights are random: the report shows cost, not learning. It computes noise "
@@ -164,5 +173,4 @@ def _limits(runs: pd.DataFrame, composition: pd.DataFrame, drawings: Sequence[Dr
     untried = composition["target"].notna() & composition["allocator_peak_bytes"].isna()
     if targets := sorted(set(composition.loc[untried, "target"])):
         said.append(f"No prediction for {', '.join(targets)} was compared with a measurement.")
-    said += [f"There is no figure {one.name}: {one.missing}." for one in drawings if one.missing]
     return [Bullets(items=tuple(said))]

@@ -7,6 +7,8 @@ import pandas as pd
 
 from dpprof.analysis.tables.axes import SETTING, name_model, name_size
 from dpprof.records.terms import OUTCOMES
+from dpprof.spec.architecture import PREFIX
+from dpprof.spec.parallel import read_world_size
 from dpprof.system.numbers import three_digits
 
 ALIKE = 0.005
@@ -24,6 +26,42 @@ def name_training(row: Any) -> str:
     if isinstance(row.get("parallel"), str):
         name += f", {row['parallel']}"
     return name + ("" if trainable == "-" else f", training {trainable}")
+
+
+def name_trained(row: Any) -> str:
+    """Return what is trained in words: ``1b``, ``llama-3.1-8b with LoRA``, ``all of gpt2``."""
+    name = str(row["model"])
+    adapted = " with LoRA" if isinstance(row["lora"], str) else ""
+    adapted += f", training {row['trainable']}" if isinstance(row["trainable"], str) else ""
+    is_foreign = name.startswith(PREFIX)
+    whole = "all of " if is_foreign and not adapted else ""
+    return f"{whole}{name.removeprefix(PREFIX)}{adapted}"
+
+
+def name_gpus(row: Any) -> str:
+    """Return where a training runs: ``h100``, or ``4 x h100``."""
+    place = THIS_MACHINE if pd.isna(row["target"]) else str(row["target"])
+    ranks = read_world_size(row["parallel"])
+    return place if ranks == 1 else f"{ranks} x {place}"
+
+
+def name_tokens(noise: Any) -> str:
+    """Return the training that a privacy budget is for, of a row of the table ``noise``."""
+    return f"{spell_large(noise['tokens'])} tokens at epsilon {noise['epsilon']:g}"
+
+
+def spell_large(count: float) -> str:
+    """Return a large count in words, as ``2 billion``, where three digits are all that it has."""
+    for unit, size in (("billion", 1e9), ("million", 1e6)):
+        if count >= size and float(f"{count / size:.3g}") * size == count:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:,.0f}"
+
+
+def count_batch(row: Any) -> str:
+    """Return the largest safe batch of a row of advice; ``+`` where larger ones were not tried."""
+    more = "+" if row["limited_by"] == "search" else ""
+    return f"{number(row['safe_batch_size'], digits=0)}{more}"
 
 
 def name_setting(row: Any) -> str:

@@ -6,7 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+)
 
 from dpprof.spec.experiment import Experiment, Name, settle_device
 from dpprof.spec.privacy import Privacy
@@ -84,7 +91,8 @@ class Config(BaseModel, extra="forbid"):
         default_factory=Sweep, description="values for keys that a sweep leaves out"
     )
     sweeps: dict[SweepName, Sweep] = Field(  # type: ignore[valid-type]
-        min_length=1, description="sweeps by name; each is a grid of experiments"
+        min_length=1,
+        description="sweeps by name; each is a grid of experiments, or none, which leaves it out",
     )
     exclude: list[Exclude] = Field(  # type: ignore[valid-type]
         default_factory=list, description="combinations to drop from every sweep"
@@ -98,6 +106,14 @@ class Config(BaseModel, extra="forbid"):
     container: Image | None = Field(
         None, description="the image that jobs run in under snakemake --sdm apptainer"
     )
+
+    @field_validator("sweeps", mode="before")
+    @classmethod
+    def _leave_out(cls, sweeps: Any) -> Any:
+        """Leave out sweeps that are the word none."""
+        if not isinstance(sweeps, dict):
+            return sweeps
+        return {name: sweep for name, sweep in sweeps.items() if sweep != "none"}
 
 
 def parse_config(raw: Any, names: Mapping[str, Sequence[str]] | None = None) -> Config:

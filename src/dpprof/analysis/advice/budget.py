@@ -104,9 +104,8 @@ def _price(
     if step is None:
         why = result.reasons.get("time", "no time is predicted for this target")
         return cost.model_copy(update=fits | {"message": cost.message or why})
-    rest_s = step.median if step.without_update is None else step.without_update
     batches = cost.batch_size / capacity.stated_batch_size
-    step_s = batches * rest_s + step.median - rest_s
+    step_s = cost.batch_size * step.each_sample(capacity.stated_batch_size) + step.update
     hours = noise.planned.steps * step_s / _HOUR_S
     price = privacy.price_per_hour
     smaller = f"of a batch of {capacity.stated_batch_size:,}: one so small may take longer a sample"

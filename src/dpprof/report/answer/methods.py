@@ -1,20 +1,30 @@
 """The first page: the question, the answer, one table with a row a method, and one figure."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.selection import Tables, find_here, find_on_targets, find_predicted
-from dpprof.analysis.tables.axes import BASELINE, name_size, name_speed
+from dpprof.analysis.selection import (
+    Tables,
+    find_fitting,
+    find_here,
+    find_predicted,
+    find_trainings,
+)
+from dpprof.analysis.tables.axes import name_size, name_speed
+from dpprof.analysis.tables.frames import varying_axes
 from dpprof.report.rendering.document import Blocks, Drawing, Picture, Section
-from dpprof.report.sections.tables import tabulate, text, whole
+from dpprof.report.sections.tables import Column, amount, tabulate, text, three_digits, words
 from dpprof.report.wording import (
     THIS_MACHINE,
+    count_batch,
+    name_gpus,
     name_setting,
-    name_training,
-    number,
+    name_tokens,
+    name_trained,
     ratio_with_interval,
+    reach,
     rounded,
     rows_in,
     significant,
@@ -23,139 +33,161 @@ from dpprof.report.wording import (
 
 TITLE = "The methods side by side"
 
-_MOST_TARGETS = 3
-"""More do not fit the width of a page."""
+_MOST_ROWS = 24
+"""More leave no room for the figure; the appendix has all."""
+
+SAID = {
+    *("model", "lora", "trainable", "seq_len", "image_size", "dtype", "target", "device"),
+    *("parallel", "method", "batch_size"),
+}
+"""The axes that the columns of every training say."""
 
 _GIB = 2**30
 
-_PICTURES = ("tradeoff", "predicted", "breakdown", "outcomes")
+_PICTURES = ("budget", "tradeoff", "predicted", "breakdown", "outcomes")
 """The figures that may stand on the first page, the most telling first."""
-
-
-class _Place(NamedTuple):
-    """What the table says of one place: columns by heading, one cell per method."""
-
-    caption: str
-    columns: Mapping[str, "pd.Series[str]"]
-    order: "pd.Series[float]"
-    """What methods are sorted by, the smallest first."""
-
-
-def build_first_section(tables: Tables, drawings: Sequence[Drawing]) -> Section:
-    """Return the table of methods and the figure of the first page; either may be missing."""
-    blocks: Blocks = []
-    places = [*_targets(tables), *_here(tables)]
-    if places:
-        blocks += _tabulate(places, tables["methods"])
-    picture = choose_picture(tables, drawings)
-    if picture is not None:
-        blocks.append(picture)
-    return Section(title=TITLE, blocks=tuple(blocks))
-
-
-def choose_picture(tables: Tables, drawings: Sequence[Drawing]) -> Picture | None:
-    """Return the figure that says most: time against peak of two methods, else the next there is.
-
-    Figures in which there is nothing to compare are left to the sections.
-    """
-    drawn = {one.name: one for one in drawings if one.missing is None}
-    here = find_here(tables["experiments"])
-    timed = here.dropna(subset=["median_step_s", "peak_bytes"])
-    dull = set() if len(timed) > 1 else {"tradeoff"}
-    dull |= set() if (tables["runs"]["outcome"] != "ok").any() else {"outcomes"}
-    name = next((name for name in _PICTURES if name in drawn.keys() - dull), None)
-    return None if name is None else Picture(name=name, caption=drawn[name].caption)
-
-
-def _targets(tables: Tables) -> list[_Place]:
-    capacities, predicted = find_on_targets(tables), find_predicted(tables)
-    places = [_capacity(target, rows) for target, rows in capacities.items()]
-    places += [
-        _predicted(target, rows) for target, rows in predicted.items() if target not in capacities
-    ]
-    return places[:_MOST_TARGETS]
-
-
-def _capacity(target: str, options: pd.DataFrame) -> _Place:
-    rows = options.drop_duplicates("method").set_index("method")
-    row = options.iloc[0]
-    columns = {f"batch on {target}": rows.apply(_batch, axis=1)}
-    if rows["tokens_per_s"].notna().any():
-        columns[f"{name_speed([row])} on {target}"] = rows["tokens_per_s"].map(rounded)
-    caption = (
-        f"Predicted for {target}, {name_training(row)} at {name_size(row)} in "
-        f"{row['dtype']}: the largest batch that safely fits, and {name_speed([row])} with it."
-    )
-    return _Place(caption, columns, -rows["tokens_per_s"].astype(float))
-
-
-def _batch(row: Any) -> str:
-    if pd.isna(row["safe_batch_size"]):
-        return str(row["verdict"])
-    more = "+" if row["limited_by"] == "search" else ""
-    return f"{number(row['safe_batch_size'], digits=0)}{more}"
-
-
-def _predicted(target: str, peaks: pd.DataFrame) -> _Place:
-    rows = peaks.set_index("method")
-    columns = {f"GiB on {target}": rows["peak_bytes"].map(lambda size: significant(size, _GIB))}
-    if rows["peak_ratio"].notna().any():
-        ratios = rows["peak_ratio"].map(lambda ratio: number(ratio, digits=2))
-        columns[f"x standard on {target}"] = ratios
-    caption = f"Predicted for {target}, {name_setting(peaks.iloc[0])}: the peak of a step."
-    return _Place(caption, columns, rows["peak_bytes"].astype(float))
-
-
-def _here(tables: Tables) -> list[_Place]:
-    measured = find_here(tables["experiments"])
-    if measured.empty:
-        return []
-    rows = measured.set_index("method")
-    over = rows["step_ratio"].notna().any() or rows["peak_ratio"].notna().any()
-    if over:
-        columns = {
-            "time over standard": rows.apply(ratio_with_interval, axis=1),
-            "peak over standard": rows["peak_ratio"].map(lambda ratio: number(ratio, digits=2)),
-        }
-    else:
-        columns = {
-            "step (ms)": rows["median_step_s"].map(lambda step: number(step, 1e-3)),
-            "peak (MiB)": rows["peak_bytes"].map(lambda size: number(size, 2**20)),
-        }
-    runs = tables["runs"]
-    failures = rows_in(measured.iloc[0], runs[runs["outcome"] != "ok"]).drop_duplicates("method")
-    failed = failures.set_index("method")["outcome"].astype(str)
-    columns = {
-        heading: pd.concat([cells, failed[~failed.index.isin(cells.index)]])
-        for heading, cells in columns.items()
-    }
-    intervals = rows["step_ratio_low"].notna().any()
-    caption = (
-        f"Measured on {THIS_MACHINE}, {name_setting(measured.iloc[0])}: the median step time and "
-        f"the {_PEAKS.get(text_of(rows['peak_kind'].iloc[0]), '')}peak"
-        + (", over those of standard" if over else "")
-        + (" (95 % intervals over processes)" if intervals else "")
-        + "."
-    )
-    return [_Place(caption, columns, rows["median_step_s"].astype(float))]
-
 
 _PEAKS = {"allocated": "allocator's ", "rss": "resident "}
 
 
-def _tabulate(places: Sequence[_Place], known: pd.DataFrame) -> Blocks:
-    cells = {name: column for one in places for name, column in one.columns.items()}
-    methods = dict.fromkeys(name for column in cells.values() for name in column.index)
-    # Sorted by what is known of the most methods; of as many, by the first place.
-    main = max(places, key=lambda one: one.order.notna().sum()).order
-    rank = main.reindex(list(methods))
-    ordered = sorted(
-        methods, key=lambda name: (name != BASELINE, rank[name] != rank[name], rank[name])
+def build_first_section(tables: Tables, drawings: Sequence[Drawing]) -> Section:
+    """Return the table of methods and the figure of the first page; either may be missing."""
+    blocks = _tell_trainings(tables) or _tell_here(tables) or _tell_predicted(tables)
+    picture = choose_picture(tables, drawings)
+    return Section(title=TITLE, blocks=(*blocks, *([picture] if picture else [])))
+
+
+def choose_picture(tables: Tables, drawings: Sequence[Drawing]) -> Picture | None:
+    """Return the figure that says most: the price of privacy, else the next there is.
+
+    Figures in which there is nothing to compare are left to the sections.
+    """
+    drawn = {one.name: one for one in drawings if one.missing is None}
+    dull = set() if (tables["runs"]["outcome"] != "ok").any() else {"outcomes"}
+    name = next((name for name in _PICTURES if name in drawn.keys() - dull), None)
+    return None if name is None else drawn[name].picture
+
+
+def _tell_trainings(tables: Tables) -> Blocks:
+    """Return what each method reaches in each training on each target."""
+    found = find_trainings(tables)
+    if not found:
+        return []
+    rows = pd.concat(found, ignore_index=True)
+    rows = rows[rows["private"].astype(bool)] if rows["private"].any() else rows
+    noise = tables["noise"]
+    others = varying_axes(rows, but=SAID)
+    columns = {
+        "model": words(name_trained),
+        "size": words(name_size),
+        "dtype": words(lambda row: row["dtype"]),
+        **{name.replace("_", " "): text(name) for name in others},
+        "GPUs": words(name_gpus),
+        "method": words(lambda row: row["method"]),
+        "batch": Column(_tell_batch),
+        name_speed(row for _, row in rows.iterrows()): Column(
+            lambda row: rounded(row["tokens_per_s"])
+        ),
+        "GPU hours": three_digits("gpu_hours"),
+        "90 % interval": Column(_tell_interval),
+        "price": three_digits("price"),
+        "x plain": amount("hours_ratio", digits=2),
+        "verified": words(_tell_verified),
+    }
+    caption = (
+        "Predicted. A batch is the largest that safely fits each GPU. x plain is hours over those "
+        "of training without privacy."
     )
-    rows = pd.DataFrame({name: column.reindex(ordered) for name, column in cells.items()})
-    verdicts = known.set_index("method")["verified"].map({True: "yes", False: "failed"})
-    rows = rows.assign(method=ordered, verified=verdicts.reindex(ordered).fillna("not known"))
-    columns = {"method": text("method"), **{name: whole(name) for name in cells}}
-    columns["verified"] = text("verified")
-    caption = " ".join(one.caption for one in places)
-    return tabulate(caption, columns, rows, "methods.csv")
+    if len(noise):
+        one = noise[noise["chosen"]].iloc[0] if noise["chosen"].any() else noise.iloc[0]
+        caption += (
+            f" Hours and price are those of {name_tokens(one)}, in {one['steps']:,.0f} steps of "
+            f"{one['batch_size']:,.0f} samples."
+        )
+    if rows["tokens_per_s"].isna().any():
+        caption += " A dash is unknown: the appendix says why."
+    return _tabulate(caption, columns, rows.head(_MOST_ROWS), "advice.csv and budget.csv")
+
+
+def _tell_batch(row: Any) -> str:
+    return str(row["verdict"]) if pd.isna(row["safe_batch_size"]) else count_batch(row)
+
+
+def _tell_interval(row: Any) -> str:
+    return reach(*(significant(row[f"gpu_hours_{end}"]) for end in ("low", "high")))
+
+
+def _tell_verified(row: Any) -> str:
+    return {True: "yes", False: "failed"}.get(row["verified"], "not known")
+
+
+def _tell_here(tables: Tables) -> Blocks:
+    """Return times and peaks that were measured here, over those of standard where it ran."""
+    rows = find_here(tables["experiments"])
+    if rows.empty:
+        return []
+    setting = rows.iloc[0]
+    over = rows["step_ratio"].notna().any() or rows["peak_ratio"].notna().any()
+    runs = tables["runs"]
+    failures = rows_in(setting, runs[runs["outcome"] != "ok"]).drop_duplicates("method")
+    failed = failures[~failures["method"].isin(rows["method"])].set_index("method")["outcome"]
+    verified = tables["methods"].set_index("method")["verified"]
+    shown = pd.concat([rows, failed.reset_index().assign(outcome=failed.to_numpy())])
+    shown = shown.assign(verified=shown["method"].map(verified))
+    figures = {
+        "time over standard": ratio_with_interval,
+        "peak over standard": amount("peak_ratio", digits=2).write,
+    }
+    if not over:
+        figures = {
+            "step (ms)": amount("median_step_s", 1e-3).write,
+            "peak (MiB)": amount("peak_bytes", 2**20).write,
+        }
+
+    def or_outcome(write: Any) -> Column:
+        return Column(lambda row: failed[row["method"]] if row["method"] in failed else write(row))
+
+    columns = {"method": words(lambda row: row["method"])}
+    columns |= {heading: or_outcome(write) for heading, write in figures.items()}
+    columns["verified"] = words(_tell_verified)
+    caption = (
+        f"Measured on {THIS_MACHINE}, {name_setting(setting)}: the median step time and the "
+        f"{_PEAKS.get(text_of(setting['peak_kind']), '')}peak"
+        + (", over those of standard" if over else "")
+        + (" (95 % intervals over processes)" if rows["step_ratio_low"].notna().any() else "")
+        + "."
+    )
+    return tabulate(caption, columns, shown.sort_values("median_step_s"), "methods.csv")
+
+
+def _tell_predicted(tables: Tables) -> Blocks:
+    """Return peaks that were predicted for targets."""
+    found = find_predicted(tables)
+    if not found:
+        return []
+    rows = pd.concat(found.values(), ignore_index=True)
+    columns = {
+        "model": words(name_setting),
+        "GPUs": words(name_gpus),
+        "method": words(lambda row: row["method"]),
+        "peak (GiB)": three_digits("peak_bytes", _GIB),
+        "x standard": amount("peak_ratio", digits=2),
+        "memory": words(lambda row: "fits" if row["_fits"] else "does not fit"),
+    }
+    caption = "Predicted peaks of a step."
+    return _tabulate(caption, columns, rows.assign(_fits=find_fitting(rows)), "peaks.csv")
+
+
+def _tabulate(caption: str, columns: dict[str, Column], rows: pd.DataFrame, source: str) -> Blocks:
+    """Return a table in which a text that is the same in all rows stands in the caption alone."""
+    kept, said = {}, []
+    for heading, column in columns.items():
+        cells = {column.write(row) for _, row in rows.iterrows()}
+        if cells == {"-"}:
+            continue
+        if len(cells) == 1 and not column.numeric and heading != "method":
+            said.append(f"{heading} {cells.pop()}" if heading == "verified" else cells.pop())
+        else:
+            kept[heading] = column
+    where = f" All rows: {', '.join(said)}." if said else ""
+    return tabulate(f"{caption}{where}", kept, rows, source)

@@ -1,23 +1,28 @@
 """The question that a sweep asks, in the words of its config."""
 
+from collections.abc import Sequence
+
 import pandas as pd
 
+from dpprof.analysis.selection import Tables, find_trainings
 from dpprof.analysis.tables.axes import BASELINE, name_model
-from dpprof.report.wording import THIS_MACHINE, listed, plural
+from dpprof.report.wording import THIS_MACHINE, listed, name_tokens, name_trained, plural
 
 _MOST_METHODS = 4
 _MOST_MODELS = 3
 _MOST_LENGTHS = 2
 
 
-def ask(runs: pd.DataFrame) -> str:
-    """Return what the sweep asks: of which methods, which models, how long sequences, and where.
+def ask(tables: Tables) -> str:
+    """Return what the sweep asks: which models it trains where, and for which privacy.
 
-    Args:
-        runs: The table ``runs``. Without rows there is no question, and the result is empty.
+    Without results there is no question, and the text is empty.
     """
+    runs, trainings = tables["runs"], find_trainings(tables)
     if runs.empty:
         return ""
+    if trainings:
+        return _ask_for_trainings(trainings, tables["noise"])
     private = [str(method) for method in runs["method"].unique() if method != BASELINE]
     what = _name_places(runs)
     if not private:
@@ -26,6 +31,18 @@ def ask(runs: pd.DataFrame) -> str:
         return f"What does {private[0]} cost where it trains {what}?"
     named = listed(private) if len(private) <= _MOST_METHODS else f"{len(private)} private methods"
     return f"Which of {named} should train {what}, and at what cost?"
+
+
+def _ask_for_trainings(trainings: Sequence[pd.DataFrame], noise: pd.DataFrame) -> str:
+    models = list(dict.fromkeys(name_trained(rows.iloc[0]) for rows in trainings))
+    what = listed(models) if len(models) <= _MOST_MODELS else f"{len(models)} models"
+    targets = pd.concat(trainings)["target"].fillna(THIS_MACHINE).unique()
+    if noise.empty:
+        return f"How should one train {what} privately on {listed(targets)}?"
+    return (
+        f"How should one train {what} on {listed(targets)}, with which method and at what price "
+        f"for {name_tokens(noise.iloc[0])}?"
+    )
 
 
 def _name_places(runs: pd.DataFrame) -> str:

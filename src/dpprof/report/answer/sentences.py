@@ -1,6 +1,5 @@
-"""The answer of a report, in two or three sentences: targets first, then this machine."""
+"""The answer of a report, in one or two sentences: targets first, then this machine."""
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pandas as pd
@@ -9,8 +8,8 @@ from dpprof.analysis.selection import (
     Tables,
     find_fitting,
     find_here,
-    find_on_targets,
     find_predicted,
+    find_trainings,
     measured,
 )
 from dpprof.analysis.statistics import NO_DIFFERENCE
@@ -20,11 +19,14 @@ from dpprof.report.wording import (
     ALIKE,
     ENDS,
     THIS_MACHINE,
+    count_batch,
     count_failures,
     is_alike,
     listed,
+    name_gpus,
     name_setting,
-    name_training,
+    name_tokens,
+    name_trained,
     number,
     plural,
     reach,
@@ -37,107 +39,84 @@ from dpprof.report.wording import (
 
 _GIB, _MIB, _MS = 2**30, 2**20, 1e-3
 
+_MOST = 2
+"""The sentences of an answer."""
+
+_MOST_NAMED = 3
+"""More methods are counted, not named."""
+
 
 def tell_answer(tables: Tables) -> list[str]:
-    """Return the answer: capacities on targets, times here, and predicted peaks; at most three.
+    """Return the answer in at most two sentences: trainings on targets, times here, peaks there.
 
-    Each sentence is about the setting that ``analysis.focus`` chooses, and says where others
-    differ. Where nothing succeeded, the answer says so, with one of the reasons.
+    Each sentence is about what ``analysis.selection`` chooses. Where nothing succeeded, the answer
+    says so, with one of the reasons.
     """
-    targets, predicted = find_on_targets(tables), find_predicted(tables)
-    said = [_tell_capacity(targets)] if targets else []
+    trainings = find_trainings(tables)
+    said = [_tell_training(rows, tables["noise"]) for rows in trainings[:_MOST]]
     here = find_here(tables["experiments"])
     if len(here):
         said.append(_tell_here(here, tables))
-    alone = {target: rows for target, rows in predicted.items() if target not in targets}
-    if alone:
-        said.append(_tell_predicted(*next(iter(alone.items()))))
-    return said or [_tell_nothing(tables["runs"])]
+    asked = {target for rows in trainings for target in rows["target"]}
+    predicted = find_predicted(tables)
+    said += [_tell_predicted(*one) for one in predicted.items() if one[0] not in asked]
+    return said[:_MOST] or [_tell_nothing(tables["runs"])]
 
 
-def _tell_capacity(targets: Mapping[str, pd.DataFrame]) -> str:
-    target, options = next(iter(targets.items()))
-    said = " ".join(_tell_options(target, options))
-    others = {
-        name: _find_first(rows) for name, rows in list(targets.items())[1:] if name != THIS_MACHINE
-    }
-    first = _find_first(options)
-    alike = [name for name, other in others.items() if first and other == first]
-    told = [f"it is first on {listed(alike)} too"] if alike else []
-    told += [
-        f"on {name}, {one} is first" for name, one in others.items() if one not in (None, first)
-    ]
-    return "; ".join([said, *told]) + "."
-
-
-def _find_first(options: pd.DataFrame) -> str | None:
-    first = options.loc[options["verdict"] == "first", "method"]
-    return str(first.iloc[0]) if len(first) else None
-
-
-def _tell_options(target: str, options: pd.DataFrame) -> Iterator[str]:
-    row = options.iloc[0]
-    what = f"{name_training(row)} at {name_size(row)}"
-    wrong = options.loc[options["verdict"] == "wrong", "method"]
+def _tell_training(rows: pd.DataFrame, noise: pd.DataFrame) -> str:
+    """Return which method trains a model, where, how fast and for how much."""
+    wrong = rows.loc[rows["verdict"] == "wrong", "method"].unique()
     failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""
-    ranked = options[options["verdict"].isin(["first", "close", "slower"])]
-    unranked = options[(options["verdict"] == "unranked") & options["safe_batch_size"].notna()]
-    plain = options[options["method"] == BASELINE]
-    base = plain.iloc[0] if len(plain) else None
-    if len(ranked):
-        yield _tell_ranked(target, what, ranked, base) + _tell_unfit(options) + failed
-    elif len(unranked):
-        best = least_of(unranked, "safe_batch_size", -1)
-        yield (
-            f"On {target}, {best['method']} trains {what} with {_batches(best, base)}, but no time "
-            f"is predicted there{failed}"
-        )
-    else:
-        yield f"On {target}, no private method of the sweep safely fits {what}{failed}"
-
-
-def _tell_ranked(target: str, what: str, ranked: pd.DataFrame, base: Any) -> str:
-    best = ranked[ranked["verdict"] == "first"].iloc[0]
-    said = (
-        f"On {target}, {best['method']} trains {what} with {_batches(best, base)} at a predicted "
-        f"{rounded(best['tokens_per_s'])} {name_speed([best])}"
-    )
-    known = base is not None and pd.notna(base["tokens_per_s"])
-    if known:
-        speed = best["tokens_per_s"] / base["tokens_per_s"]
-        flops = best["dp_flop_multiplier"] / base["dp_flop_multiplier"]
+    best = find_best(rows)
+    if best is None:
+        targets = listed(rows["target"].fillna(THIS_MACHINE).unique())
+        what = f"{name_trained(rows.iloc[0])} at {name_size(rows.iloc[0])}"
+        return f"No private method of the sweep safely fits {what} on {targets}{failed}."
+    same = rows[rows["target"].map(str) == str(best["target"])]
+    said = f"Train {name_trained(best)} with {best['method']} on {name_gpus(best)}, in batches of "
+    said += count_batch(best)
+    if pd.isna(best["tokens_per_s"]):
+        return f"{said}; no time is predicted there{failed}."
+    said += f" at {rounded(best['tokens_per_s'])} {name_speed([best])}"
+    plain = same[same["method"] == BASELINE].dropna(subset=["tokens_per_s"])
+    if pd.notna(best["gpu_hours"]) and len(noise):
+        said += f": {_tell_price(best, noise.iloc[0])}"
+    elif len(plain):
+        speed = best["tokens_per_s"] / plain["tokens_per_s"].iloc[0]
         said += f", {times(speed)} the speed of plain training"
-        said += f" and {times(flops)} its FLOPs" if pd.notna(flops) else ""
-    others = ranked[ranked["method"] != best["method"]]
-    if others.empty:
-        return said
-    close = others.loc[others["verdict"] == "close", "method"]
+    close = same.loc[same["verdict"] == "close", "method"]
     if len(close):
-        return f"{said}; no difference is predicted between it and {listed(close)}"
-    rival = least_of(others, "tokens_per_s", -1)
-    reaches = f"reaches {rounded(rival['tokens_per_s'])}"
-    if known:
-        reaches = f"reaches {times(rival['tokens_per_s'] / base['tokens_per_s'])} that speed"
-    return f"{said}; {rival['method']}, the next, fits {_batch(rival)} and {reaches}"
+        named = listed(close) if len(close) <= _MOST_NAMED else f"{len(close)} others"
+        said += f"; {named} may be as fast"
+    return f"{said}{failed}."
 
 
-def _batch(row: Any) -> str:
-    least = "at least " if row["limited_by"] == "search" else ""
-    return f"{least}{number(row['safe_batch_size'], digits=0)}"
+def find_best(rows: pd.DataFrame) -> Any:
+    """Return the private option that takes the fewest hours, else is fastest, else fits most.
+
+    None where no private method safely fits with a right gradient.
+    """
+    able = rows[rows["fits"] & (rows["verdict"] != "wrong")]
+    order = ["gpu_hours", "tokens_per_s", "safe_batch_size"]
+    ranked = able.assign(**able[order].astype(float)).sort_values(
+        order, ascending=[True, False, False], kind="stable"
+    )
+    return ranked.iloc[0] if len(ranked) else None
 
 
-def _batches(row: Any, base: Any) -> str:
-    """Return a method's largest safe batch, beside that of plain training."""
-    said = f"batches of {_batch(row)}"
-    if base is None or pd.isna(base["safe_batch_size"]):
+def _tell_price(best: Any, noise: Any) -> str:
+    hours = " to ".join(significant(best[f"gpu_hours_{end}"]) for end in ("low", "high"))
+    said = (
+        f"{name_tokens(noise)} take {significant(best['gpu_hours'])} GPU hours (90 % interval "
+        f"{hours})"
+    )
+    if pd.notna(best["price"]):
+        hourly = best["price"] / best["gpu_hours"]
+        said += f" and cost {significant(best['price'])} (at {hourly:.4g} an hour)"
+    if pd.isna(best["hours_ratio"]):
         return said
-    same = base["safe_batch_size"] == row["safe_batch_size"]
-    return f"{said} ({'as' if same else _batch(base)} in plain training)"
-
-
-def _tell_unfit(options: pd.DataFrame) -> str:
-    beyond = options.loc[options["verdict"] == "does not fit", "method"]
-    return f"; {listed(beyond)} {plural(len(beyond), 'does', 'do')} not fit" if len(beyond) else ""
+    ratio = best["hours_ratio"]
+    return f"{said}, {'' if is_alike(ratio) else f'{times(ratio)} '}as much as without privacy"
 
 
 def _tell_here(rows: pd.DataFrame, tables: Tables) -> str:

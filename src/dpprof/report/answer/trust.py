@@ -3,8 +3,9 @@
 import pandas as pd
 
 from dpprof.analysis.collection import NO_RESULT
-from dpprof.analysis.selection import Tables, compose_peaks
+from dpprof.analysis.selection import Tables, compose_peaks, find_agreement
 from dpprof.analysis.statistics import CONFIDENCE, attainable_coverage
+from dpprof.figures.agreement import say_agreement
 from dpprof.report.rendering.document import Bullets, Section
 from dpprof.report.sections.outcomes import MEANINGS
 from dpprof.report.sections.verification import count_verified
@@ -18,6 +19,7 @@ def build_trust_section(tables: Tables) -> Section:
     """Return how far to trust the answer: noise; verified and reconciled; runs and caveats."""
     proof = [
         *count_verified(tables["verification"]),
+        *filter(None, [say_agreement(find_agreement(tables))]),
         *_reconciled(compose_peaks(tables), set(tables["runs"]["target"].dropna())),
     ]
     lines = [_tell_noise(tables["experiments"]), " ".join(proof), " ".join(_tell_runs(tables))]
@@ -46,23 +48,16 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
     return said + (f", whose intervals cover {covers:.0%} at most." if covers < CONFIDENCE else ".")
 
 
-def _name_peaks(peaks: pd.DataFrame) -> str:
-    """Say whether peaks were recorded as a step ran, predicted, or some of each."""
-    predicted = peaks["instrument"].isin(PREDICTIONS)
-    if predicted.all():
-        return "Predicted peaks"
-    return "Recorded and predicted peaks" if predicted.any() else "Recorded peaks"
-
-
 def _reconciled(composition: pd.DataFrame, targets: set[str]) -> list[str]:
-    """Return whether these peaks are the allocator's, and on which targets nothing ran."""
-    judged = composition[composition["valid"].notna()]
+    """Return whether recorded peaks are the allocator's, and on which targets nothing ran."""
+    recorded = ~composition["instrument"].isin(PREDICTIONS)
+    judged = composition[composition["valid"].notna() & recorded]
     said = []
     if len(judged):
         good = int(judged["valid"].eq(True).sum())
         gap = (judged["gap_bytes"].abs() / judged["allocator_peak_bytes"]).astype(float).max()
         said.append(
-            f"{_name_peaks(judged)} agree with the allocator's in {good:,} of {len(judged):,} "
+            f"Recorded peaks agree with the allocator's in {good:,} of {len(judged):,} "
             f"{plural(len(judged), 'experiment')} (largest gap {gap:.2%})."
         )
     tried = set(composition.loc[composition["allocator_peak_bytes"].notna(), "target"])

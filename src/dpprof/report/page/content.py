@@ -1,5 +1,6 @@
 """Everything that the HTML report holds, at each of several details."""
 
+import base64
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,15 +9,17 @@ from dpprof.analysis.selection import Tables
 from dpprof.analysis.tables.axes import RUN_KEY
 from dpprof.analysis.tables.frames import rows_of
 from dpprof.report.page.data import (
+    list_axes,
     list_experiments,
     list_failures,
     list_kernels,
     list_peaks,
+    list_trainings,
     pack_frame,
     tell_style,
 )
 from dpprof.report.page.runs import Runs, pack_holdings, pack_timelines, read_end, read_holdings
-from dpprof.report.rendering.document import Document
+from dpprof.report.rendering.document import Document, Picture
 
 
 class Detail(NamedTuple):
@@ -83,12 +86,22 @@ DETAILS = (
 """From the finest on; a page takes the first that fits."""
 
 
+def embed_figures(document: Document, folder: Path) -> dict[str, str]:
+    """Return the pictures of the report by name, as text; those that have no file are left out."""
+    blocks = [block for section in document.sections for block in section.blocks]
+    files = {one.name: folder / f"{one.name}.png" for one in blocks if isinstance(one, Picture)}
+    return {
+        name: base64.b64encode(file.read_bytes()).decode()
+        for name, file in files.items()
+        if file.is_file()
+    }
+
+
 def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator[dict[str, Any]]:
     """Yield the contents of the page, each with less detail than the one before.
 
     Args:
-        document: The report, of which the page shows the first lines and the first two sections:
-            the answer, and whether it can be believed.
+        document: The report, of which the page shows all but the appendix.
         tables: The tables of the analysis.
         results: The folder ``results``, whose logs and result files are read.
     """
@@ -110,13 +123,18 @@ def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator
         "failures": failures,
     }
     counts = {name: len(frame) for name, frame in frames.items()}
+    figures = embed_figures(document, results / "figures")
     for detail in DETAILS:
         frames["failures"] = failures.assign(log_end=quoted[: detail.log_ends])
         yield {
             "title": document.title,
             "question": document.question,
             "headline": list(document.headline),
-            "answer": [section.model_dump(mode="json") for section in document.sections[:2]],
+            "sections": [section.model_dump(mode="json") for section in document.sections],
+            "figures": figures,
+            "axes": list_axes(experiments),
+            "trainings": pack_frame(list_trainings(tables)),
+            "noise": pack_frame(tables["noise"].loc[lambda rows: rows["chosen"].astype(bool)]),
             "style": tell_style(tables),
             "outcomes": pack_frame(tables["outcomes"]),
             **{name: pack_frame(frame[: detail.rows]) for name, frame in frames.items()},

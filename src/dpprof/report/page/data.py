@@ -6,9 +6,16 @@ from typing import Any
 import pandas as pd
 
 from dpprof.analysis.groups import RECORDERS
-from dpprof.analysis.selection import Tables, spread_owners
-from dpprof.analysis.tables.axes import BASELINE, RUN_KEY, name_model, name_size
-from dpprof.analysis.tables.frames import naming_axes
+from dpprof.analysis.selection import Tables, find_trainings, spread_owners
+from dpprof.analysis.tables.axes import (
+    AXES,
+    BASELINE,
+    RUN_KEY,
+    count_tokens,
+    name_model,
+    name_size,
+)
+from dpprof.analysis.tables.frames import naming_axes, varying_axes
 from dpprof.figures.style import (
     COMPONENT_COLOURS,
     OP_KIND_COLOURS,
@@ -18,6 +25,8 @@ from dpprof.figures.style import (
     sort_methods,
 )
 from dpprof.records.terms import COMPONENTS, OUTCOMES
+from dpprof.report.answer.methods import SAID
+from dpprof.report.wording import name_gpus, name_trained
 
 _DIGITS = 9
 """Significant digits of a number on the page; whole numbers are exact."""
@@ -96,6 +105,41 @@ def _name_setting(row: Any, axes: list[str]) -> str:
     where = [] if pd.isna(row["target"]) else [f"on {row['target']}"]
     parts = [name_model(row), name_size(row), f"B = {row['batch_size']:,}"]
     return ", ".join([*parts, *rest, *where])
+
+
+_SETTING = {name for name in AXES if name != "method"}
+_PRICED = (
+    *("safe_batch_size", "smallest_batch_size", "sample_s", "update_s", "tokens_per_s"),
+    *("tokens_per_s_low", "tokens_per_s_high", "gpu_hours", "price", "verdict", "verified"),
+)
+
+
+def list_trainings(tables: Tables) -> pd.DataFrame:
+    """Return what capacities and the privacy budget say of each method of each training."""
+    found = find_trainings(tables)
+    if not found:
+        return pd.DataFrame(columns=["training", "gpus", "method", *_PRICED])
+    rows = pd.concat(found, ignore_index=True)
+    each = [row for _, row in rows.iterrows()]
+    others = varying_axes(rows, but=SAID)
+    names = [
+        ", ".join(
+            [name_trained(row), name_size(row), row["dtype"]]
+            + [f"{name.replace('_', ' ')} {row[name]}" for name in others]
+        )
+        for row in each
+    ]
+    one_sample = rows.assign(batch_size=1, parallel=None)
+    return rows[["method", "private", "ranks", *_PRICED]].assign(
+        training=names,
+        gpus=list(map(name_gpus, each)),
+        tokens_per_sample=one_sample.apply(count_tokens, axis=1),
+    )
+
+
+def list_axes(experiments: pd.DataFrame) -> list[str]:
+    """Return the columns that say what an experiment is, besides its method."""
+    return [name for name in experiments if name in _SETTING]
 
 
 def list_peaks(tables: Tables, experiments: pd.DataFrame) -> pd.DataFrame:

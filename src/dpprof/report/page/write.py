@@ -67,7 +67,7 @@ def render_page(title: str, content: str, sweep: SweepStatus | None = None) -> s
     """Return the page as HTML.
 
     Its Content-Security-Policy allows the scripts and the style in the page, by their hashes, and
-    nothing else: no network, no other script, no frame, no form.
+    nothing else but pictures in the page: no network, no other script, no frame, no form.
     """
     scripts = [bundle_charts(), read_scripts()]
     if sweep is not None and sweep.is_live:
@@ -82,7 +82,7 @@ def render_page(title: str, content: str, sweep: SweepStatus | None = None) -> s
         title=title,
         policy=(
             f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; "
-            "base-uri 'none'; form-action 'none'"
+            "img-src data:; base-uri 'none'; form-action 'none'"
         ),
         style=style,
         content=content,

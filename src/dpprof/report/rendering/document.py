@@ -57,6 +57,9 @@ class Picture(Block):
 
     kind: Literal["picture"] = "picture"
     name: Name
+    said: Text = ""
+    """The sentence that stands above it."""
+
     caption: Text
 
 
@@ -64,12 +67,18 @@ Blocks = list[Paragraph | Bullets | Table | Picture]
 
 
 class Drawing(BaseModel, frozen=True, extra="forbid"):
-    """A figure's caption, or why nothing was drawn."""
+    """A figure's sentence and caption, or why nothing was drawn."""
 
     name: Name
+    said: Text = ""
     caption: Text
     missing: Text | None
     """Why nothing was drawn; the figure then shows only this reason."""
+
+    @property
+    def picture(self) -> Picture:
+        """The figure as a block."""
+        return Picture(name=self.name, said=self.said, caption=self.caption)
 
 
 class Section(BaseModel, frozen=True, extra="forbid"):

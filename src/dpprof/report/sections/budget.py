@@ -8,7 +8,7 @@ from dpprof.report.rendering.document import Blocks, Bullets
 from dpprof.report.sections.tables import (
     Column,
     amount,
-    formatted,
+    share,
     sizes,
     tabulate,
     text,
@@ -41,11 +41,11 @@ def _tell_noise(rows: pd.DataFrame) -> Blocks:
     columns = {
         "batch": amount("batch_size", digits=0),
         "used": words(lambda row: "yes" if row["chosen"] else ""),
-        "sample rate": formatted("sample_rate", ".3g"),
+        "sample rate": share("sample_rate", 3),
         "steps": amount("steps", digits=0),
         "noise multiplier": amount("noise_multiplier", digits=3),
-        "of a step": formatted("step_noise", ".3g"),
-        "of the training": formatted("training_noise", ".3g"),
+        "of a step": three_digits("step_noise", 1e-6),
+        "of the training": three_digits("training_noise", 1e-6),
     }
     budget = f"({one['epsilon']:g}, {one['delta']:g})-differential privacy"
     caption = (
@@ -54,7 +54,7 @@ def _tell_noise(rows: pd.DataFrame) -> Blocks:
         f"{one['tokens']:,.0f} tokens to train on, which are {epochs:,.3g} times the data. A step "
         "draws each sample with the sample rate. The noise of a step's averaged gradient is the "
         "noise multiplier over the batch; that of the average over the training is less by the "
-        "root of the steps; both in units of the clipping bound."
+        "root of the steps; both in millionths of the clipping bound."
     )
     return tabulate(caption, columns, rows, "noise.csv")
 

@@ -152,6 +152,8 @@ def _mark(
     if isinstance(block, Bullets):
         items = tuple(_sign(item, pattern, marks) for item in block.items)
         return block.model_copy(update={"items": items})
+    if isinstance(block, Picture):
+        return block.model_copy(update={"said": _sign(block.said, pattern, marks)})
     if not isinstance(block, Table) or "method" not in block.header:
         return block
     at = block.header.index("method")

@@ -18,10 +18,12 @@ _HEADINGS: Mapping[Judgement, str] = {
     "within threshold": "Worse within the threshold",
     "undecided": "Not decided",
 }
-_HEADER = ("figure", "experiment", "instrument", "baseline", "candidate", "change")
+HEADER = ("figure", "experiment", "instrument", "baseline", "candidate", "change")
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
+    """A figure of both sides as texts, and what else is to know of it."""
+
     cells: tuple[str, ...]
     note: str | None
 
@@ -44,9 +46,9 @@ def summarise(found: FolderComparison) -> str:
 def render_text(found: FolderComparison) -> str:
     """Return the comparison for a terminal: what got worse first."""
     said = [summarise(found)]
-    for heading, rows, left_out in _sections(found):
+    for heading, rows, left_out in list_changes(found):
         said += ["", heading]
-        widths = [max(len(row.cells[at]) for row in rows) for at in range(len(_HEADER))]
+        widths = [max(len(row.cells[at]) for row in rows) for at in range(len(HEADER))]
         for row in rows:
             *names, was, now, change = (
                 cell.ljust(width) for cell, width in zip(row.cells, widths, strict=True)
@@ -56,15 +58,15 @@ def render_text(found: FolderComparison) -> str:
         said += [f"  {left_out}"] if left_out else []
     if commands := _commands(found):
         said += ["", "Why memory differs:", *(f"  {command}" for command in commands)]
-    said += ["", *_remarks(found)]
+    said += ["", *list_remarks(found)]
     return "\n".join(map(on_one_line, said))
 
 
 def render_markdown(found: FolderComparison) -> str:
     """Return the comparison as Markdown; every name in it stays text."""
     said = [f"**dpprof compare: {found.verdict}**", "", escape_line(summarise(found))]
-    for heading, rows, left_out in _sections(found):
-        said += ["", f"### {heading}", "", f"| {' | '.join(_HEADER)} |"]
+    for heading, rows, left_out in list_changes(found):
+        said += ["", f"### {heading}", "", f"| {' | '.join(HEADER)} |"]
         said.append("| :--- | :--- | :--- | ---: | ---: | ---: |")
         for row in rows:
             cells = [escape_line(cell) for cell in row.cells]
@@ -73,11 +75,12 @@ def render_markdown(found: FolderComparison) -> str:
         said += ["", left_out] if left_out else []
     if commands := _commands(found):
         said += ["", "Why memory differs:", "", "```sh", *map(on_one_line, commands), "```"]
-    said += ["", *(f"* {escape_line(remark)}" for remark in _remarks(found))]
+    said += ["", *(f"* {escape_line(remark)}" for remark in list_remarks(found))]
     return "\n".join(said)
 
 
-def _sections(found: FolderComparison) -> Iterator[tuple[str, list[_Row], str]]:
+def list_changes(found: FolderComparison) -> Iterator[tuple[str, list[Row], str]]:
+    """Yield each judgement with the first of its figures, and what is said of the others."""
     for judgement, heading in _HEADINGS.items():
         figures = [one for one in found.figures if one.judgement == judgement]
         if figures:
@@ -89,11 +92,11 @@ def _left_out(items: Sequence[object]) -> str:
     return f"and {beyond:,} more; --format json lists all" if beyond > 0 else ""
 
 
-def _row(one: ComparedFigure) -> _Row:
+def _row(one: ComparedFigure) -> Row:
     notes = [one.reason, _spell_statistics(one)]
     note = "; ".join(text[:_MOST_LETTERS] for text in notes if text)
     values = (_spell_value(value, one.unit, one.figure) for value in (one.baseline, one.candidate))
-    return _Row((_name(one), one.experiment_id, one.instrument, *values, _spell_change(one)), note)
+    return Row((_name(one), one.experiment_id, one.instrument, *values, _spell_change(one)), note)
 
 
 def _name(one: ComparedFigure) -> str:
@@ -143,7 +146,8 @@ def _commands(found: FolderComparison) -> list[str]:
     return [told[key] for key in dict.fromkeys(order) if key in told][:3]
 
 
-def _remarks(found: FolderComparison) -> list[str]:
+def list_remarks(found: FolderComparison) -> list[str]:
+    """Return what was not compared, and how much was."""
     said = []
     if found.not_comparable and found.verdict == "regression":
         said.append(f"Not everything is comparable: {found.reason}.")

@@ -70,6 +70,9 @@ async function drawNow(place) {
   place.embedded?.finalize();
   place.embedded = await window.vegaEmbed(place, spec, options);
   if (onClick) place.embedded.view.addEventListener("click", (_, item) => item?.datum && onClick(item.datum));
+  // Vega names the chart after itself; and the table below says in words what is in it.
+  for (const [name, value] of [["role", "img"], ["aria-label", place.label], ["tabindex", "0"]]) place.setAttribute(name, value);
+  place.querySelector("svg")?.setAttribute("aria-hidden", "true");
   place.dataset.drawn = "yes";
 }
 
@@ -86,7 +89,7 @@ window.addEventListener("resize", () => {
   }, 200);
 });
 
-const makePlace = (label) => make("figure", { class: "chart", "aria-label": label });
+const makePlace = (label) => Object.assign(make("figure", { class: "chart", "aria-label": label }), { label });
 
 // The powers of ten in a range: what a logarithmic axis is labelled with.
 function decades(low, high) {

@@ -1,6 +1,6 @@
 // Shows the answer at once, then one view after the other, so that the first is there soon.
 
-const VIEWS = [showTradeoff, showExperiments, showStep, showPeaks, showKernels, showRoofline, showAccuracy, showCompare, showOutcomes];
+const VIEWS = [showCalculator, showFigures, showTradeoff, showExperiments, showStep, showPeaks, showKernels, showRoofline, showAccuracy, showCompare, showOutcomes];
 
 async function showAll() {
   showAnswer();

@@ -44,7 +44,7 @@ function showTradeoff() {
       encoding: { x: { field: "x", type: "quantitative", title, scale: { zero: false, padding: 20 } }, y: vertical, color,
         size: { field: "batch", type: "quantitative", legend: null, scale: { range: [60, 220] } }, tooltip: { field: "told" } } };
     draw(place, (width) => ({ width: width - 90, height: 340, data: { values }, layer: across === "median_step_s" && values.some((one) => known(one.low)) ? [interval, points] : [points] }), (datum) => datum.id && openExperiment(datum.id));
-    below.replaceChildren(rowsBelow("experiments with a time and a peak", EXPERIMENT_COLUMNS, wanted, "tradeoff"));
+    below.replaceChildren(rowsBelow("experiments with a time and a peak", [EXPERIMENT_COLUMNS[0], SETTING_COLUMN, ...EXPERIMENT_COLUMNS.slice(1)], wanted, "tradeoff"));
   }
   const settings = settingsOf(experiments);
   const tools = make("p", { class: "tools" });

@@ -1,0 +1,64 @@
+"""Write the gallery of the documentation: every figure, its question, and how to draw it.
+
+The pictures are those in ``results/figures``, which ``make gallery`` draws of the thorough sweep.
+"""
+
+import ast
+import shutil
+import sys
+from pathlib import Path
+
+from dpprof.spec import registry
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "gallery.md"
+PICTURES = ROOT / "docs" / "images" / "gallery"
+
+_BEGIN = """# Gallery
+
+Every figure of the report, with the question that it answers and the command that draws it from
+the tables of a sweep. A report has the figures that its sweep has results for. The pictures show
+what a figure looks like; `make gallery` draws them anew, of the [thorough
+sweep](../config/thorough.yaml).
+"""
+
+
+def write_page() -> str:
+    """Return the page as Markdown."""
+    return "\n".join([_BEGIN, *map(show, registry.names("figures"))])
+
+
+def show(name: str) -> str:
+    """Return the part of the page about a figure."""
+    file = registry.source_file("figures", name)
+    assert file is not None
+    question = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    is_drawn = (PICTURES / f"{name}.png").is_file()
+    picture = f"![{name}](images/gallery/{name}.png)\n\n" if is_drawn else ""
+    return f"""## {name}
+
+{question.splitlines()[0]}
+
+{picture}{registry.caption("figures", name)}
+
+```
+dpprof figure --figure {name} --tables results/tables --output {name}.png
+```
+"""
+
+
+def main() -> None:
+    """Run from the command line."""
+    drawn = ROOT / "results" / "figures"
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for name in registry.names("figures"):
+        shutil.copy(drawn / f"{name}.png", PICTURES)
+    for picture in PICTURES.glob("*.png"):
+        if picture.stem not in registry.names("figures"):
+            picture.unlink()
+    PAGE.write_text(write_page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # profile.py in this folder would hide the standard library's
+    main()
