@@ -1,7 +1,7 @@
 """Find what the documentation and the default sweep ask, and keep the answers.
 
-The documentation asks ``dpprof advise``, ``budget`` and ``fits``; the default sweep asks for capacities, and
-for the noise of its privacy budget.
+The documentation asks ``dpprof advise``, ``budget`` and ``fits``; the default sweep asks for
+capacities, and for the noise of its privacy budget.
 """
 
 import itertools

@@ -126,12 +126,12 @@ class PerLayerClipping(Clipping):
     def _clip_layer(
         self, norms: SampleNorms, count: int, layer: nn.Module, contributions: Contributions
     ) -> None:
+        norms.add(layer, contributions)
         if len(self._norms) == count:
             raise RuntimeError(
                 f"more than {count} layers contributed, so a sample could exceed the bound; "
                 "make a new clipping"
             )
-        norms.add(layer, contributions)
         norms_B = self._compute_norms(norms)
         self._norms.append(norms_B)
         factors_B = self._compute_factors(norms_B, self.max_grad_norm / math.sqrt(count))
