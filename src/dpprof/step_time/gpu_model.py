@@ -143,8 +143,14 @@ _FULL_WIDTH = 128
 _NARROW = 0.85
 """Heads of half the width reach this share of the speed."""
 
-CLOCKS = 0.05
+_CLOCKS = 0.05
 """Spread of all times of a device together: clocks, cooling and drivers differ."""
+
+_LIMITED_CLOCKS = {"9.0": 0.1, "10.0": 0.1}
+"""The same where power limits the clocks of steps that are mostly products: with sides of at least
+4,096, an H200 reaches 0.79 of its peak with 2,048 rows and 0.71 with 32,768, an A100 0.83 and 0.81
+(the tables). These GPUs' libraries also became faster: steps of 34B and 70B on H100s of February
+2024 took 14 % longer than is predicted, one of 7B of August 2024 4 % less (perf/ranks.md)."""
 
 
 def _share_of_bandwidth(cost: Cost) -> Estimate:
@@ -172,6 +178,8 @@ class GpuModel:
         self._is_own = own is not None
         self._target = target
         self._dtype = dtype
+        self.common_spread = _LIMITED_CLOCKS.get(target.compute_capability, _CLOCKS)
+        """The spread of all times of the device together."""
 
     def predict(self, cost: Cost, moved_bytes: int) -> OpTime:
         """Predict the device's time for one call of an operator.
