@@ -15,6 +15,7 @@ from factory import (
 
 from dpprof.analysis.advice.budget import Planned
 from dpprof.spec import registry
+from dpprof.spec.parallel import Parallel
 
 FIGURES = registry.names("figures")
 
@@ -26,7 +27,7 @@ METHODS = ("standard", "opacus-ghost")
 
 OWNED = {"parameters": 2**20, "optimizer_state": 2**21, "unattributed": 2**19}
 
-GROWTH = {"batch-size", "seq-len", "cost"}
+GROWTH = {"batch-size", "seq-len", "cost", "gpus"}
 
 TRACED = {("forward", "gemm"): 0.02, ("step", "optimizer"): 0.01}
 
@@ -51,6 +52,9 @@ def tables_of(root, methods=METHODS, batch_sizes=(2, 4), seq_lens=(4, 8), **fiel
         ]
         if batch == batch_sizes[0]:
             runs.append((predicted, "capacity", {"recorded": make_capacity()} | fields))
+        if batch == batch_sizes[0] != batch_sizes[-1]:
+            ranks = predicted.model_copy(update={"parallel": Parallel(kind="fsdp", world_size=2)})
+            runs.append((ranks, "capacity", {"recorded": make_capacity()} | fields))
     planned = Planned(PRIVACY, {float(length): make_noise(length) for length in seq_lens})
     return tables_of_runs(root, *runs, ceilings={}, planned=planned)
 

@@ -42,6 +42,7 @@ AXES = {
     "accuracy": [("allocator's peak (MiB)", "gap to the allocator (%)")],
     "bound": [("time of a traced step (ms)", METHODS)],
     "budget": [("epsilon", "GPU hours")],
+    "gpus": [("GPUs", "tokens per second, all GPUs"), ("GPUs", "GPU hours per 10⁹ tokens")],
     "cost": [
         ("sequence length (tokens)", "MFLOP per token"),
         ("sequence length (tokens)", "MiB moved per token"),
@@ -105,7 +106,7 @@ def test_only_failures_leave_nothing_to_draw(name, crashed) -> None:
 def test_failures_are_counted_by_the_figure_of_outcomes(crashed) -> None:
     axis = draw("outcomes", crashed).axes[0]
 
-    assert [patch.get_width() for patch in axis.patches] == [22, 22]
+    assert [patch.get_width() for patch in axis.patches] == [24, 24]
 
 
 def test_one_method_once_is_enough(tmp_path) -> None:

@@ -30,7 +30,7 @@ _FIGURES_OF: dict[str, tuple[str, ...]] = {
     "Memory": ("breakdown", "timeline"),
     "Time": ("tradeoff", "phases", "throughput"),
     "Kernels, and how close they are to the hardware": ("kernels", "bound", "roofline"),
-    "Growth": ("cost", "batch-size", "seq-len"),
+    "Growth": ("cost", "batch-size", "seq-len", "gpus"),
     budget.TITLE: ("budget",),
     _OTHERS: (),
     "Reconciled with the allocator": ("accuracy",),
