@@ -52,7 +52,8 @@ def tables_of(root, methods=METHODS, batch_sizes=(2, 4), seq_lens=(4, 8), **fiel
             (predicted, "estimate", {"recorded": recorded} | fields),
         ]
         if batch == batch_sizes[0]:
-            on_two = predicted.model_copy(update={"parallel": Parallel(kind="fsdp", world_size=2)})
+            ranks = Parallel(kind="fsdp", world_size=2)
+            on_two = predicted.model_copy(update={"parallel": ranks})
             foretold = recorded | {"time": make_predicted_time(0.01)}
             runs += [
                 (predicted, "capacity", {"recorded": make_capacity()} | fields),

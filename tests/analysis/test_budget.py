@@ -14,6 +14,7 @@ from dpprof.accounting.plan import AtEpsilon
 from dpprof.analysis.advice.budget import Planned, make_budget
 from dpprof.records.budget import Budget
 from dpprof.records.verdict import Standing
+from dpprof.report.terminal.budget import format_budget
 
 FITS = {"step_s": 1.0}
 
@@ -49,6 +50,27 @@ def test_a_step_is_its_samples_at_the_safe_batchs_speed_and_one_update(tmp_path)
     assert other.step_s == pytest.approx(25.8)
     assert (planned.noise_multiplier, other.noise_multiplier) == (0.5, 2.0)
     assert other.same_batch_noise_multiplier == 1.0
+
+
+def test_several_gpus_share_a_batch_and_all_their_hours_are_paid(tmp_path) -> None:
+    def on(gpus: int):
+        given = {"method": "flash-bk", "seq_len": 8, "device": "cuda", "target": "h100"}
+        given |= {"parallel": f"kind=fsdp,world_size={gpus}"} if gpus > 1 else {}
+        found = {"recorded": make_capacity(**FITS), "outcome": "ok"}
+        return write_synthetic(tmp_path, make_experiment(**given), instrument="capacity", **found)
+
+    budget = make_budget([on(1), on(4)], "h100", {}, PRIVACY, make_noise(8.0))
+
+    one, four = (cost for cost in budget.methods if cost.epsilon == 8)
+    # 64 samples are 16 on each of four: 2 micro-batches of 8 take 1.6 s, and the update 0.2 s.
+    assert (one.gpus, four.gpus) == (1, 4)
+    assert (four.accumulation_steps, four.micro_batch_size) == (2, 8)
+    assert four.step_s == pytest.approx(1.8)
+    assert four.gpu_hours == pytest.approx(4 * 100 * 1.8 / 3600)
+    assert four.price == pytest.approx(2 * four.gpu_hours)
+    text = format_budget(budget)
+    assert "Fewest GPU hours: flash-bk on 1." in text
+    assert "hours" in text.split("GPU hours")[1].splitlines()[0]
 
 
 def test_micro_batches_are_equal_parts_of_what_safely_fits(tmp_path) -> None:

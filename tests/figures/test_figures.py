@@ -46,10 +46,8 @@ AXES = {
     "batch-size": [("batch size", "peak (MiB)"), ("batch size", "step time (ms)")],
     "agreement": [("peak memory (MiB)", METHODS), ("step time (ms)", ("", ""))],
     "ranks": [
-        ("GPUs", "samples on each GPU"),
-        ("GPUs", "samples on each GPU"),
-        ("GPUs", "tokens/s of all GPUs"),
-        ("GPUs", "tokens/s of all GPUs"),
+        *[("GPUs", "tokens/s of all GPUs")] * 2,
+        *[("GPUs", "GPU hours per 10⁹ tokens")] * 2,
     ],
     "budget": [("epsilon", "GPU hours")],
     "cost": [

@@ -164,7 +164,7 @@ def test_a_mapping_of_dimensions_has_the_stem_custom() -> None:
         ({"parallel": "kind=fsdp,world_size=1"}, "it must be greater than or equal to 2"),
         (
             {"parallel": "kind=zero,world_size=2"},
-            "parallel.kind: 'zero' is not allowed; it must be 'ddp' or ",
+            "parallel.kind: 'zero' is not allowed; it must be 'ddp', 'fsdp' or ",
         ),
         (
             {"parallel": {"kind": "ddp", "world_size": True}},
@@ -172,7 +172,7 @@ def test_a_mapping_of_dimensions_has_the_stem_custom() -> None:
         ),
         (
             {"parallel": "kind=ddp,world_size=2,ranks=2"},
-            "unknown key 'ranks' in parallel; allowed: kind, ",
+            "unknown key 'ranks' in parallel; allowed: gpus_per_node, kind, ",
         ),
         (
             {"parallel": "kind=ddp,world_size=2,reshard_after_forward=true"},

@@ -229,7 +229,8 @@ def test_a_tiny_step_waits_for_the_host_and_a_large_one_rests_on_the_devices_tab
 
     assert tiny.waiting_share > 0.4
     assert large.waiting_share < 0.1
-    assert tiny.low < tiny.median < tiny.high < large.low
+    assert tiny.low < tiny.median < tiny.high
+    assert tiny.median < large.low < large.median
     assert sum(large.rests_on.values()) == pytest.approx(1)
     assert large.rests_on["measured at this shape"] > 0.1
     on_l4 = predict(batch_size=32, seq_len=1024, target="l4")

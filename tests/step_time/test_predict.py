@@ -4,12 +4,14 @@ import math
 
 import pytest
 
+from dpprof.flops.collectives import Collective
+from dpprof.memory.streams import COMMUNICATION, COMPUTE, Placed
 from dpprof.step_time.op_time import OpTime
-from dpprof.step_time.predict import combine
+from dpprof.step_time.predict import Issued, combine
 
 
 def ops(*seconds: float, kind: str = "gemm", spread: float = 0.1, basis="interpolated"):
-    return [(kind, OpTime(each, spread, basis)) for each in seconds]
+    return [Issued(kind, OpTime(each, spread, basis)) for each in seconds]
 
 
 @pytest.mark.parametrize(
@@ -57,3 +59,40 @@ def test_all_of_a_device_may_be_slower() -> None:
     step = combine(ops(1.0, spread=0.03), 0.0, 0.0, common_spread=0.04)
 
     assert step.high_s == pytest.approx(math.exp(1.645 * 0.05))
+
+
+def on(stream: int, seconds: float, *waits: int, collective=None) -> Issued:
+    time = OpTime(seconds, 0.1, "interpolated")
+    return Issued("other", time, Placed(stream, waits, collective))
+
+
+SENT = Collective("all-gather", 1, 2)
+
+
+def test_a_collective_beside_kernels_costs_what_it_outlasts_them_by() -> None:
+    hidden = [on(COMMUNICATION, 2.0, collective=SENT), on(COMPUTE, 3.0), on(COMPUTE, 1.0, 0)]
+    exposed = [on(COMMUNICATION, 5.0, collective=SENT), on(COMPUTE, 3.0), on(COMPUTE, 1.0, 0)]
+    inline = [on(COMPUTE, 5.0, collective=SENT), on(COMPUTE, 3.0), on(COMPUTE, 1.0)]
+    steps = [combine(one, 0.0, 0.0, 0.0) for one in (hidden, exposed, inline)]
+
+    assert [one.median_s for one in steps] == [4.0, 6.0, 9.0]
+    shares = [one.communication_share for one in steps]
+    assert shares == pytest.approx([0.0, 2 / 6, 5 / 9])
+    assert [one.host_share for one in steps] == pytest.approx([0.0, 0.0, 0.0])
+
+
+def test_kernels_beside_a_collective_have_fewer_processors() -> None:
+    ops = [on(COMMUNICATION, 2.0, collective=SENT), on(COMPUTE, 3.0)]
+    step = combine(ops, 0.0, 0.0, 0.0, lent=0.2)
+
+    assert step.median_s == pytest.approx(3.0 + 2.0 * 0.2 / 0.8)
+
+
+def test_hidden_collectives_may_be_slow_without_harm() -> None:
+    ops = [on(COMMUNICATION, 1.0, collective=SENT), on(COMPUTE, 3.0, 0)]
+    hidden = [on(COMMUNICATION, 1.0, collective=SENT), on(COMPUTE, 3.0)]
+
+    one, other = (combine(some, 0.0, 0.0, 0.0) for some in (ops, hidden))
+    compute, ranks = (math.exp(1.645 * 0.1) - 1) * 3.0, math.exp(1.645 * 0.1) - 1
+    assert one.high_s == pytest.approx(4.0 + math.hypot(compute, ranks))
+    assert other.high_s == pytest.approx(3.0 + compute)

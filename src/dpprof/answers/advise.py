@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from dpprof.analysis.advice.advice import BEST
 from dpprof.analysis.advice.advice import advise as rank
+from dpprof.analysis.advice.scaling import compare_gpus
 from dpprof.analysis.standings import find_signs
 from dpprof.analysis.tables.axes import target_text
 from dpprof.answers.answer import Answer, load_figure
 from dpprof.answers.capacities import find_capacities, list_experiments, read_verdicts
 from dpprof.answers.questions import naming
-from dpprof.records.advice import Advice
+from dpprof.records.advice import Advice, OnGpus
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
 from dpprof.report.terminal.advice import (
@@ -26,6 +27,7 @@ from dpprof.report.terminal.advice import (
     list_smallest_ranks,
     recommend,
 )
+from dpprof.report.terminal.gpus import format_gpus
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.tasks import name_size
 from dpprof.spec.validation import one_of, refuse, spell
@@ -75,12 +77,24 @@ class Advised(Answer):
         """Whether a batch safely fits with any method."""
         return any(option.safe_batch_size for one in self.advices for option in one.options)
 
+    @property
+    def gpus(self) -> list[OnGpus]:
+        """What each number of GPUs brings; empty for several dtypes or sizes, or one number."""
+        if len(self._alike) > 1 or len(self.advices) == 1:
+            return []
+        return compare_gpus(self.advices)
+
     def __str__(self) -> str:
         found, results = self.advices, self.results
         if len(self._alike) == 1:
             explain = explain_safety if found[0].checkpointing == BEST else explain_batches
             return "\n".join(
-                [*map(format_advice, found), *explain(results), *list_smallest_ranks(results)]
+                [
+                    *format_gpus(self.gpus),
+                    *map(format_advice, found),
+                    *explain(results),
+                    *list_smallest_ranks(results),
+                ]
             )
         lines = [format_winners(found), *compare_heads(found), *explain_safety(results)]
         for (dtype, size, *_), by_ranks in self._alike.items():
@@ -101,12 +115,15 @@ class Advised(Answer):
         )
 
     def plot(self) -> "Figure":
-        """Draw tokens per second over sequence lengths.
+        """Draw tokens per second over sequence lengths, or over numbers of GPUs and their cost.
 
         Raises:
-            InputError: There is one sequence length, or matplotlib is not installed.
+            InputError: There is one length and one number of GPUs, or matplotlib is not installed.
         """
         lengths = {one.seq_len for one in self.advices}
+        if self.gpus:
+            over_ranks: Callable[..., Figure] = load_figure("ranks", "plot")
+            return over_ranks({"advice": self.table()})
         if len(lengths) == 1:
             raise refuse_short_figure("plot", *lengths)
         draw: Callable[..., Figure] = load_figure("advice", "plot")

@@ -34,7 +34,8 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--figure",
         type=path_ending_in(DRAWINGS),
         metavar="FILE",
-        help="also draw tokens per second over several sequence lengths: a .png, .pdf or .svg",
+        help="also draw tokens per second over several sequence lengths, or numbers of ranks: a "
+        ".png, .pdf or .svg",
     )
     parser.add_argument("--batch-size", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -47,7 +48,7 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
             raise refuse("--model", " ".join(given), "give one model, and call once for each")
         [arguments.model] = given
     if arguments.figure is not None:
-        if len(arguments.seq_len or ()) < 2:  # noqa: PLR2004 (a line has two ends)
+        if all(len(one or ()) < 2 for one in (arguments.seq_len, arguments.world_sizes)):  # noqa: PLR2004 (a line has two ends)
             raise refuse_short_figure(spell("figure"), str(arguments.figure))
         load_figure("advice", spell("figure"))
         check_writable(arguments.figure)

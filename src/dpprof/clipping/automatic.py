@@ -89,7 +89,7 @@ def _find_gpu(model: nn.Module) -> tuple[Target, str, int]:
     """Return what is known of the model's GPU, its name, and its bytes."""
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
     if distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise _NotPredictedError("how long ranks take to communicate is not predicted")
+        raise _NotPredictedError("a step on several ranks is not predicted while it is prepared")
     if device.type != "cuda":
         raise _NotPredictedError(f"steps on {device.type} are not predicted")
     gpu = torch.cuda.get_device_properties(device)

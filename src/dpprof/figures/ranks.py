@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from dpprof.analysis.advice.scaling import BILLION
 from dpprof.analysis.selection import TRAINING
 from dpprof.analysis.tables.axes import name_model, name_size
 from dpprof.figures.labels import label_ends
@@ -15,19 +16,28 @@ from dpprof.figures.style import NothingToDrawError, method_style, new_figure, s
 from dpprof.spec.architecture import PREFIX
 from dpprof.spec.parallel import read_world_size
 
-_LABELS = {"safe_batch_size": "samples on each GPU", "tokens_per_s": "tokens/s of all GPUs"}
+_LABELS = {
+    "safe_batch_size": "samples on each GPU",
+    "tokens_per_s": "tokens/s of all GPUs",
+    "gpu_hours": "GPU hours per 10⁹ tokens",
+}
+_INTERVALS = {
+    "tokens_per_s": ("tokens_per_s_low", "tokens_per_s_high"),
+    "gpu_hours": ("gpu_hours_low", "gpu_hours_high"),
+}
 _MOST = 3
 """The panels that fit beside one another."""
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """The largest batch that safely fits each GPU, and tokens per second, over the number of GPUs.
+    """Tokens per second of all GPUs, and GPU hours for a billion tokens, over the number of GPUs.
 
-    Nothing ran. A method without a point at a number of GPUs does not safely fit on so many, or
-    its time is not predicted.
+    Each method trains with its largest safe batch on every GPU; where no time is predicted, that
+    batch is drawn. Nothing ran: bars are 90 % intervals of the prediction. The price of tokens is
+    their GPU hours times that of a GPU hour: a line that stays level costs the same on any number
+    of GPUs.
     """
-    advice = tables["advice"]
-    known = advice.sort_values("target").assign(ranks=advice["parallel"].map(read_world_size))
+    known = _add_hours(tables["advice"].sort_values("target"))
     axes = [*TRAINING, "target"]
     keys = [known[name].map(str) for name in axes]
     panels = [
@@ -38,7 +48,8 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     if not panels:
         raise NothingToDrawError("no training was asked about on several numbers of GPUs")
     drawn = pd.concat(panels)
-    figures = [name for name in _LABELS if drawn.loc[drawn["ranks"] > 1, name].notna().any()]
+    is_timed = drawn.loc[drawn["ranks"] > 1, "tokens_per_s"].notna().any()
+    figures = list(_INTERVALS) if is_timed else ["safe_batch_size"]
     figure, grid = new_figure(len(panels), len(figures), row_inches=2.0)
     for row, name in zip(grid, figures, strict=True):
         for axis, rows in zip(row, panels, strict=True):
@@ -54,11 +65,23 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     return figure
 
 
+def _add_hours(advice: pd.DataFrame) -> pd.DataFrame:
+    """Add the number of GPUs, and GPU hours for a billion tokens."""
+    ranks = advice["parallel"].map(read_world_size)
+    speeds = ("tokens_per_s", "tokens_per_s_high", "tokens_per_s_low")  # slow is dear
+    hours = [ranks * BILLION / 3600 / advice[name].astype(float) for name in speeds]
+    names = ("gpu_hours", *_INTERVALS["gpu_hours"])
+    return advice.assign(ranks=ranks, **dict(zip(names, hours, strict=True)))
+
+
 def _draw_methods(axis: Axes, rows: pd.DataFrame, name: str) -> None:
     for method, options in rows.dropna(subset=[name]).sort_values("ranks").groupby("method"):
         style = method_style(str(method))
         values = options[name].astype(float)
         axis.plot(options["ranks"], values, label=method, linewidth=1, markersize=4, **style)
+        if name in _INTERVALS:
+            low, high = (options[end].astype(float) for end in _INTERVALS[name])
+            axis.vlines(options["ranks"], low, high, linewidth=0.6, color=style["color"])
     axis.set_xscale("log", base=2)
     axis.set_xticks(sorted(set(rows["ranks"])))
     axis.xaxis.set_major_formatter(FuncFormatter(spell_tick))

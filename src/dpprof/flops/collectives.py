@@ -8,6 +8,7 @@ whole tensor; all-reduce is one after the other, on S bytes; broadcast passes S 
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from dpprof.records.step_costs import Exchange
 from dpprof.records.terms import Phase
@@ -23,35 +24,52 @@ COLLECTIVES = {
 """Collectives by the name of PyTorch's operator."""
 
 
-def payload_bytes(collective: str, sizes: Sequence[int], world_size: int) -> int:
-    """Return S, from the bytes of the tensors that a call was given.
+class Collective(NamedTuple):
+    """A collective that a rank took part in."""
 
-    A rank's own part of what is gathered or scattered is the smallest of them.
-    """
-    if collective in ("all-gather", "reduce-scatter"):
-        return world_size * min(sizes)
-    return sum(sizes)
+    name: str
+    payload: int
+    """S."""
+
+    ranks: int
+    """N, those of its group."""
 
 
-def sum_exchanges(calls: Iterable[tuple[str, Phase, int]], world_size: int) -> list[Exchange]:
-    """Sum calls by collective and phase, in the order in which they began.
+def read_collective(op: str, sizes: Sequence[int], world_size: int) -> Collective | None:
+    """Return the collective that an operator is; None for any other operator.
+
+    A rank's own part of what is gathered or scattered is the smallest of its tensors.
 
     Args:
-        calls: Collective, phase and S of each call.
-        world_size: N.
+        op: The operator's name.
+        sizes: Bytes of the tensors that it was given.
+        world_size: All ranks, for a collective whose tensors do not tell how many take part.
     """
-    groups: dict[tuple[str, Phase], list[int]] = defaultdict(list)
-    for collective, phase, payload in calls:
-        groups[collective, phase].append(payload)
+    name = COLLECTIVES.get(op.removeprefix("c10d."))
+    if name is None:
+        return None
+    if name not in ("all-gather", "reduce-scatter"):
+        return Collective(name, sum(sizes), world_size)
+    own = min(sizes)
+    is_one_buffer = op.endswith("_base_")
+    ranks = max(sizes) // own if is_one_buffer and own else world_size
+    return Collective(name, ranks * own, ranks)
+
+
+def sum_exchanges(calls: Iterable[tuple[Collective, Phase]]) -> list[Exchange]:
+    """Sum calls by collective and phase, in the order in which they began."""
+    groups: dict[tuple[str, Phase], list[Collective]] = defaultdict(list)
+    for call, phase in calls:
+        groups[call.name, phase].append(call)
     return [
         Exchange(
             collective=collective,
             phase=phase,
-            calls=len(payloads),
-            payload_bytes=sum(payloads),
-            bytes_each_way=sum(bytes_each_way(collective, one, world_size) for one in payloads),
+            calls=len(alike),
+            payload_bytes=sum(one.payload for one in alike),
+            bytes_each_way=sum(bytes_each_way(*one) for one in alike),
         )
-        for (collective, phase), payloads in groups.items()
+        for (collective, phase), alike in groups.items()
     ]
 
 

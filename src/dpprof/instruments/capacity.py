@@ -380,8 +380,7 @@ def _find_budget(experiment: Experiment, target: Target | None) -> int:
 def _count_parameters(traces: Traces, batch_size: int) -> int:
     """Return the bytes of the parameters, of each rank of several."""
     model, experiment = traces.trace(batch_size).facts.model, traces.experiment
-    is_sharded = experiment.parallel is not None and experiment.parallel.kind == "fsdp"
-    return model.parameters_bytes // (experiment.world_size if is_sharded else 1)
+    return model.parameters_bytes // experiment.shards
 
 
 def _explain(experiment: Experiment, batches: _Batches, parameters_bytes: int) -> str:

@@ -89,9 +89,7 @@ class Traces:
             return 0
         experiment = self.experiment
         copies = 4 if experiment.optimizer in ("adamw", "adamw-fused") else 2
-        is_sharded = experiment.parallel is not None and experiment.parallel.kind == "fsdp"
-        ranks = experiment.world_size if is_sharded else 1
-        return copies * self._blocks.trained_bytes // ranks
+        return copies * self._blocks.trained_bytes // experiment.shards
 
     def trace(self, batch_size: int) -> Traced:
         """Return the trace of the whole model with a batch."""

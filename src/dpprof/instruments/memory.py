@@ -408,6 +408,6 @@ def state(
         compute=compute,
         time=time,
         io=state_io(steady, compute.executed_flops),
-        communication=state_communication(steady, experiment.world_size),
+        communication=state_communication(steady, experiment.parallel),
         reasons=unknown | not_run | facts.reasons,
     )

@@ -133,8 +133,8 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 def fake_ranks(world_size: int) -> Iterator[None]:
     """Be rank 0 of so many ranks within; collectives return at once and move nothing.
 
-    DDP keeps its first buckets. Once it knows the order of the gradients, it would make new buckets
-    and compare them with other ranks, which needs elements; the new ones have as many bytes.
+    DDP keeps its first buckets (``models.distribute``). Once it knows the order of the gradients,
+    it would make new buckets and compare them with other ranks, which needs elements.
     """
     if world_size == 1:
         yield

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from dpprof.flops.collectives import COLLECTIVES, payload_bytes, sum_exchanges
+from dpprof.flops.collectives import sum_exchanges
 from dpprof.flops.cost import COUNTED
 from dpprof.memory.allocator_replay import place, summarise_allocator
 from dpprof.memory.attention_backends import LOWER_BOUNDS
 from dpprof.memory.cuda_workspaces import UNKNOWN_WORKSPACES
 from dpprof.memory.events import Op
+from dpprof.memory.streams import place as place_on_streams
 from dpprof.memory.timeline import LiveStorage, MemoryTimeline
 from dpprof.norms.triton_ops import LAUNCHES
 from dpprof.records.reconciliation import reconcile
@@ -32,6 +33,7 @@ from dpprof.records.step_costs import (
 from dpprof.records.terms import COMPONENTS, EVIDENCE, Component, Evidence, OpKind, Phase
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.parallel import Parallel
 from dpprof.spec.target import Dtype, Target, ceiling_of
 
 LARGEST_ALLOCATIONS = 15
@@ -351,14 +353,10 @@ def _work(step: MemoryTimeline) -> list[Work]:
     ]
 
 
-def state_communication(step: MemoryTimeline, world_size: int) -> list[Exchange] | None:
+def state_communication(step: MemoryTimeline, parallel: Parallel | None) -> list[Exchange] | None:
     """Summarise a rank's exchanges in a step; None where there is one rank."""
-    if world_size == 1:
+    if parallel is None:
         return None
-    calls = []
-    for op in step.ops:
-        collective = COLLECTIVES.get(op.name.removeprefix("c10d."))
-        if collective is not None:
-            sizes = [size for _, size in op.reads]
-            calls.append((collective, op.phase, payload_bytes(collective, sizes, world_size)))
-    return sum_exchanges(calls, world_size)
+    placed = (one.collective for one in place_on_streams(step.ops, parallel))
+    called = zip(placed, step.ops, strict=True)
+    return sum_exchanges((call, op.phase) for call, op in called if call is not None)

@@ -15,7 +15,7 @@ class Standard(TrainingStep):
     """Plain SGD or AdamW on the mean loss, without clipping and noise."""
 
     mechanism: ClassVar[str] = NO_CLIPPING
-    parallel_kinds = ("ddp", "fsdp")
+    parallel_kinds = ("ddp", "fsdp", "hsdp")
     executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
     heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
     knows_formats: ClassVar[bool] = True

@@ -1,6 +1,6 @@
 """Lets the ranks of a process group train a model together, as its experiment says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dpprof.records.births import allocates
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.number_formats import SHORT
+from dpprof.system.substitutes import substitute
 
 # DDP's reducer allocates its buckets in these two.
 for _function in ("_ddp_init_helper", "_pre_forward"):
@@ -48,7 +49,11 @@ def prepare_sharding(
     assert experiment.parallel is not None
     reshards = experiment.parallel.reshard_after_forward
     with _disable_current_modes():  # it reads elements of a tensor, which a fake one does not have
-        mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+        sizes: tuple[int, ...] = (distributed.get_world_size(),)
+        if experiment.parallel.kind == "hsdp":
+            sizes = (experiment.parallel.replicas, experiment.parallel.shards)
+        names = ("replicas", "shards")[-len(sizes) :]
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     # Opacus copies layers with deepcopy, and a fake parameter's mesh cannot be copied.
     mesh.__deepcopy__ = lambda _: mesh  # type: ignore[attr-defined]
     of_parts = of_all = MixedPrecisionPolicy()
@@ -71,9 +76,27 @@ def _replicate(model: nn.Module) -> nn.Module:
     if distributed.get_backend() != distributed.Backend.FAKE:
         return DistributedDataParallel(model)
     # There is nobody to compare the model with, and DDP's own reduction needs the group's answer.
-    replica = DistributedDataParallel(model, init_sync=False)
+    with substitute(distributed, _ASSIGN, _assign_to_buckets):
+        replica = DistributedDataParallel(model, init_sync=False)
     replica.register_comm_hook(None, _reduce_in_place)
     return replica
+
+
+_ASSIGN = "_compute_bucket_assignment_by_size"
+_assign = getattr(distributed, _ASSIGN)
+_BUCKETS = [2**20, 25 * 2**20]
+"""Least bytes of DDP's first bucket and of the others, by default."""
+
+
+def _assign_to_buckets(parameters: Sequence[Tensor], *_: Any) -> tuple[list[list[int]], list[int]]:
+    """Assign parameters to the buckets that DDP has after its first step.
+
+    DDP begins with one bucket. It makes others in the order in which gradients arrive, which is
+    taken to be the reverse of the order in which parameters were registered.
+    """
+    indices, limits = _assign([*reversed(parameters)], _BUCKETS, [])
+    last = len(parameters) - 1
+    return [[last - at for at in one] for one in reversed(indices)], [*reversed(limits)]
 
 
 def _reduce_in_place(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:

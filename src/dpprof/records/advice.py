@@ -46,6 +46,33 @@ OF_SEVERAL_WAYS = {"checkpointing", "tokens_per_s_by_checkpointing"}
 """Fields that no table has as columns: checkpointing is an axis there."""
 
 
+class OnGpus(Part):
+    """One method on one number of GPUs, each with the largest safe batch."""
+
+    method: str
+    private: bool
+    gpus: int
+    safe_batch_size: int
+    """Of each GPU."""
+
+    tokens_per_s: float
+    """Of all GPUs together, predicted."""
+
+    tokens_per_s_low: float | None
+    """Lower end of the 90 % interval."""
+
+    tokens_per_s_high: float | None
+    """Upper end."""
+
+    tokens_per_s_per_gpu: float
+    efficiency: float
+    """Speed of a GPU over that with ``fewest_gpus``, the fewest that train with the method."""
+
+    fewest_gpus: int
+    gpu_hours_per_billion: float
+    """GPU hours for a billion tokens."""
+
+
 class OneMoreSample(Part):
     """What a sample more than the advised batch would cost, and what that batch's peak is of."""
 
@@ -68,6 +95,9 @@ class Advice(Part):
 
     parallel: str | None = None
     """The ranks, as ``fsdp x8``; batches are those of each. None for one process."""
+
+    gpus: int = 1
+    """How many there are."""
 
     seq_len: int
     image_size: int | None = None

@@ -38,7 +38,10 @@ class MethodCost(Part):
         description="predicted seconds of a step of an expected batch; noise and optimizer run "
         "once in it",
     )
-    gpu_hours: float | None = Field(None, description="all steps on one GPU, predicted")
+    gpus: int = Field(1, description="GPUs that train the model together")
+    gpu_hours: float | None = Field(
+        None, description="all steps, predicted: hours of one GPU, or of all together"
+    )
     gpu_hours_low: float | None = Field(None, description="lower end of the 90 % interval")
     gpu_hours_high: float | None = Field(None, description="upper end of the 90 % interval")
     price: float | None = Field(None, description="of these hours")

@@ -144,6 +144,11 @@ class PredictedTime(Part):
     waiting_share: float = Field(
         description="share of the step in which the device waits for the host"
     )
+    communication_share: float | None = Field(
+        None,
+        description="share of the step in which a rank waits for what ranks exchange; null: one "
+        "rank",
+    )
 
     @property
     def update(self) -> float:

@@ -256,7 +256,7 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     )
     parallel: AsParallel | None = Field(
         None,
-        description="several ranks that train one model: a mapping of kind (ddp or fsdp) and "
+        description="several ranks that train one model: a mapping of kind (ddp, fsdp or hsdp) and "
         "world_size, or kind=fsdp,world_size=8; null: one process",
     )
     execution: Literal["eager", "graph", "compiled"] = Field(
@@ -369,7 +369,7 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(
                 "quantization requires a dtype of at most 32 bits, and dtype is float64"
             )
-        if self.parallel is not None and self.parallel.kind == "fsdp":
+        if self.parallel is not None and self.parallel.is_sharded:
             raise ValueError(
                 "quantization works with parallel ddp, and not with fsdp: shards of a quantised "
                 "weight lose its scales"
@@ -385,7 +385,7 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
                 f"optimizer {self.optimizer} counts its steps on the host, which a CUDA graph "
                 "would not repeat; use adamw or sgd with execution graph"
             )
-        if self.parallel is not None and self.parallel.kind == "fsdp":
+        if self.parallel is not None and self.parallel.is_sharded:
             raise ValueError(
                 f"optimizer {self.optimizer} keeps states of whole parameters, and fsdp shards "
                 "them; use adamw or sgd with fsdp"
@@ -419,7 +419,7 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
         return self
 
     def _refuse_without_autocast(self) -> None:
-        if self.parallel is not None and self.parallel.kind == "fsdp":
+        if self.parallel is not None and self.parallel.is_sharded:
             raise ValueError("autocast false does not work with fsdp, which casts by its policy")
         if self.dtype not in SHORT:
             raise ValueError(f"autocast false requires dtype {' or '.join(SHORT)}")
@@ -499,6 +499,11 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     def world_size(self) -> int:
         """The number of ranks that train the model."""
         return 1 if self.parallel is None else self.parallel.world_size
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that have a part of each parameter; 1 where each has the whole."""
+        return 1 if self.parallel is None else self.parallel.shards
 
     @property
     def base_format(self) -> Quantization | None:

@@ -1,10 +1,12 @@
 """Predicts the time of a recorded step on a device from the times of its operators.
 
 The host issues one operator after another, and a GPU runs each as soon as it was issued and the one
-before it has ended. So a step of many small operators takes the host's time, and one of large
-operators the device's. A CUDA graph issues all at once. A processor does both in turn. Errors of
-operators of one kind that rest on the same data are taken to be one error; errors of different
-kinds to be independent.
+before it in its stream has ended. So a step of many small operators takes the host's time, and one
+of large operators the device's. A CUDA graph issues all at once. A processor does both in turn.
+Several ranks have a stream of collectives beside the stream that computes, and an operator also
+waits for what it needs of the other stream (``dpprof.memory.streams``). While a collective runs, it
+takes processors from the kernels beside it. Errors of operators of one kind that rest on the same
+data are taken to be one error; errors of different kinds to be independent.
 """
 
 import math
@@ -12,18 +14,45 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import NormalDist
 from typing import NamedTuple
 
+import numpy as np
+
 from dpprof.memory.events import Op
+from dpprof.memory.streams import COMMUNICATION, COMPUTE, COPY_IN, STREAMS, Placed, place
 from dpprof.records.record import ResultError
 from dpprof.records.result import PredictedTime, Time
 from dpprof.records.terms import BASES, Basis
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.parallel import Parallel
 from dpprof.spec.target import Dtype, Target
-from dpprof.step_time.gpu_model import NO_HOST, GpuModel
+from dpprof.step_time.collective_time import CollectiveModel
+from dpprof.step_time.gpu_model import MEMORY, NO_HOST, GpuModel
 from dpprof.step_time.op_time import Z_90, OpTime, UnknownTimeError
 from dpprof.step_time.operator_shape import moved_bytes, shape_of
 from dpprof.step_time.own_table import OwnTable, read_own_table
+
+CHANNELS = {"8.0": 24}
+"""Multiprocessors that a collective inside a node takes, by compute capability: 24 rings on eight
+A100 (NVIDIA/nccl-tests issue 100). No other kernel runs on them meanwhile (NVIDIA/nccl 1656)."""
+
+_CHANNELS = 16
+"""The same of others: 16 rings on nodes of eight H100 (NVIDIA/nccl issue 1453)."""
+
+AMONG_GPUS = 0.015
+"""Spread of the speeds of equal GPUs, of which all wait for the slowest: about 8 % from one end to
+the other (Sinha et al. 2022, "Not All GPUs Are Created Equal", SC22)."""
+
+
+class Issued(NamedTuple):
+    """An operator that the host issues."""
+
+    kind: str
+    time: OpTime
+    """The device's."""
+
+    placed: Placed = Placed(COMPUTE, (), None)
 
 
 class StepTime(NamedTuple):
@@ -38,54 +67,148 @@ class StepTime(NamedTuple):
     host_share: float
     """The share of the step in which the device waits for the host."""
 
+    communication_share: float
+    """The share in which it does nothing but wait for ranks, or run collectives in line."""
+
+
+class _Run(NamedTuple):
+    """When operators of a step run, in seconds."""
+
+    starts: list[float]
+    ends: list[float]
+    exposed_s: float
+    """In which the stream that computes waits for another one."""
+
+    @property
+    def step_s(self) -> float:
+        return max(self.ends, default=0.0)
+
+
+def _run(
+    placed: Sequence[Placed], seconds: Sequence[float], issuing_s: float, *, on_host: bool
+) -> _Run:
+    """Run operators, each after it was issued, the one before it, and those that it waits for."""
+    starts: list[float] = []
+    ends: list[float] = []
+    free = [0.0] * STREAMS
+    issued = exposed_s = 0.0
+    for (stream, waits, _), each in zip(placed, seconds, strict=True):
+        issued += issuing_s
+        start = max(free[stream], issued)
+        for one in waits:
+            if ends[one] > start:
+                exposed_s += (ends[one] - start) * (stream == COMPUTE)
+                start = ends[one]
+        end = start + each
+        if on_host:
+            issued = end
+        free[stream] = end
+        starts.append(start)
+        ends.append(end)
+    return _Run(starts, ends, exposed_s)
+
 
 def combine(
-    ops: Sequence[tuple[str, OpTime]],
+    ops: Sequence[Issued],
     host_s: float,
     host_spread: float,
     common_spread: float,
     *,
     on_host: bool = False,
+    lent: float = 0.0,
 ) -> StepTime:
-    """Predict a step of operators in the order in which they run.
+    """Predict a step of operators in the order in which they are issued.
 
     Args:
-        ops: The kind of each operator, and its predicted time on the device.
+        ops: The operators.
         host_s: Seconds of the host for each.
         host_spread: Standard deviation of the logarithm of ``host_s``.
         common_spread: Standard deviation of the logarithm of all times of the device together.
         on_host: Whether the host runs the operators itself, one after another.
+        lent: The part of the device that a collective takes from kernels beside it.
     """
-    by_kind: dict[tuple[str, Basis], float] = defaultdict(float)
+    placed = [op.placed for op in ops]
+    of_ranks = [one.collective is not None for one in placed]
+    seconds = _lend(placed, [op.time.seconds for op in ops], of_ranks, host_s, lent)
+
+    def run(sigmas: float, of_collectives: float = 0.0) -> _Run:
+        device, ranks = math.exp(sigmas * spread), math.exp(of_collectives * ranks_spread)
+        each = [
+            (ranks if is_of_ranks else device) * one
+            for one, is_of_ranks in zip(seconds, of_ranks, strict=True)
+        ]
+        return _run(placed, each, host_s * math.exp(sigmas * host_spread), on_host=on_host)
+
+    own = [op for op, is_of_ranks in zip(ops, of_ranks, strict=True) if not is_of_ranks]
+    spread = _spread(own, common_spread)
+    ranks_spread = _spread([op for op in ops if op.placed.collective], 0.0)
+    median = run(0)
+    step_s = median.step_s
+
+    def end(sigmas: float) -> float:
+        off = run(sigmas).step_s - step_s
+        if ranks_spread:
+            off = math.copysign(math.hypot(off, run(0, sigmas).step_s - step_s), sigmas)
+        return step_s + off
+
+    computing = [
+        (one, is_of_ranks)
+        for one, is_of_ranks, where in zip(seconds, of_ranks, placed, strict=True)
+        if where.stream == COMPUTE
+    ]
+    alone_s = math.fsum(one for one, is_of_ranks in computing if not is_of_ranks)
+    ranks_s = median.exposed_s + math.fsum(one for one, is_of_ranks in computing if is_of_ranks)
+    waits_s = step_s - alone_s - ranks_s
+    return StepTime(
+        median_s=step_s,
+        low_s=end(-Z_90),
+        high_s=end(Z_90),
+        rests_on=_share_out(ops),
+        host_share=max(waits_s / step_s, 0.0) if step_s else 0.0,
+        communication_share=min(ranks_s / step_s, 1.0) if step_s else 0.0,
+    )
+
+
+def _lend(
+    placed: Sequence[Placed],
+    seconds: list[float],
+    of_ranks: Sequence[bool],
+    host_s: float,
+    lent: float,
+) -> list[float]:
+    """Return longer times for kernels that run beside collectives."""
+    beside = [at for at, one in enumerate(placed) if one.stream == COMMUNICATION and of_ranks[at]]
+    if not lent or not beside:
+        return seconds
+    run = _run(placed, seconds, host_s, on_host=False)
+    edges = np.array([[run.starts[at], run.ends[at]] for at in beside]).ravel()
+    busy = np.cumsum(np.diff(edges, prepend=edges[0]) * (np.arange(len(edges)) % 2))
+    begins, ends = (np.interp(one, edges, busy) for one in (run.starts, run.ends))
+    longer = (ends - begins) * lent / (1 - lent)
+    return [
+        one + float(more) * (where.stream == COMPUTE)
+        for one, more, where in zip(seconds, longer, placed, strict=True)
+    ]
+
+
+def _spread(ops: Sequence[Issued], common_spread: float) -> float:
+    """Return the spread of the seconds of operators together."""
     weighted: dict[tuple[str, Basis], float] = defaultdict(float)
-    for kind, time in ops:
-        key = kind, time.basis
-        by_kind[key] += time.seconds
-        weighted[key] += time.seconds * time.spread
-    device_s = math.fsum(by_kind.values())
+    for op in ops:
+        weighted[op.kind, op.time.basis] += op.time.seconds * op.time.spread
+    device_s = math.fsum(op.time.seconds for op in ops)
     errors = [*weighted.values(), common_spread * device_s]
-    spread = math.hypot(*errors) / device_s if device_s else 0.0
-    seconds = [time.seconds for _, time in ops]
+    return math.hypot(*errors) / device_s if device_s else 0.0
 
-    def run(sigmas: float) -> float:
-        slower = math.exp(sigmas * spread)
-        issuing_s = host_s * math.exp(sigmas * host_spread)
-        if on_host:
-            return slower * device_s + issuing_s * len(ops)
-        issued = ended = 0.0
-        for each in seconds:  # waits to be issued, and for the one before it
-            issued += issuing_s
-            ended = max(ended, issued) + slower * each
-        return ended
 
-    median_s = run(0)
-    rests_on = {
-        basis: math.fsum(s for (_, of), s in by_kind.items() if of == basis) / device_s
+def _share_out(ops: Sequence[Issued]) -> dict[Basis, float]:
+    """Return the share of each basis in the device's time."""
+    device_s = math.fsum(op.time.seconds for op in ops)
+    return {
+        basis: math.fsum(op.time.seconds for op in ops if op.time.basis == basis) / device_s
         for basis in BASES
-        if any(of == basis for _, of in by_kind)
+        if device_s and any(op.time.basis == basis for op in ops)
     }
-    waiting = 1 - device_s / median_s if median_s else 0.0
-    return StepTime(median_s, run(-Z_90), run(Z_90), rests_on, max(waiting, 0.0))
 
 
 DRIFT = 0.05
@@ -108,14 +231,15 @@ def predict_time(
     Returns:
         The time, or None if it is not predicted; and reasons for each figure that is missing.
     """
-    if experiment.parallel is not None:
-        return None, {"time": "how long ranks take to communicate is not predicted"}
+    if target is None and experiment.parallel is not None:
+        return None, {"time": "how long ranks of one processor take is not predicted"}
     try:
         if target is None:
             step = predict_step_here(ops, read_own_table(Path.cwd(), experiment.cpu_threads))
         else:
             is_graph = experiment.execution == "graph"
-            step = predict_step(ops, experiment.dtype, target, is_graph=is_graph)
+            ranks = experiment.parallel
+            step = predict_step(ops, experiment.dtype, target, is_graph=is_graph, parallel=ranks)
     except (UnknownTimeError, ResultError) as error:
         return None, {"time": f"not predicted: {error}"}
     time = Time(step_s=[], predicted_step_s=step)
@@ -123,7 +247,12 @@ def predict_time(
 
 
 def predict_step(
-    ops: Sequence[Op], dtype: Dtype, target: Target, *, is_graph: bool = False
+    ops: Sequence[Op],
+    dtype: Dtype,
+    target: Target,
+    *,
+    is_graph: bool = False,
+    parallel: Parallel | None = None,
 ) -> PredictedTime:
     """Predict how long a step takes on a GPU.
 
@@ -132,15 +261,53 @@ def predict_step(
         dtype: The dtype of the experiment.
         target: The GPU.
         is_graph: Whether a CUDA graph starts the kernels, so that no kernel waits for the host.
+        parallel: The ranks, of which this GPU is one; None for one process.
 
     Raises:
-        UnknownTimeError: The peak of a dtype that the step multiplies in is not known.
+        UnknownTimeError: The peak of a dtype that the step multiplies in is not known, or how long
+            such GPUs take to communicate.
     """
     model = GpuModel(target, dtype)
-    times = [model.predict(op.cost, moved_bytes(op)) for op in ops]
+    collectives = None if parallel is None else CollectiveModel(target, parallel)
+    slowest = _slow_down(1 if parallel is None else parallel.world_size)
+
+    def time(op: Op, placed: Placed) -> OpTime:
+        if placed.collective is not None:
+            assert collectives is not None
+            return collectives.predict(placed.collective)
+        if placed.stream == COPY_IN and op.cost.op.startswith("fsdp."):
+            own = op.writes[0][1]  # it writes a part of the buffer that it returns
+            return OpTime(
+                2 * own / (MEMORY.value * target.bandwidth_bytes_per_s), 0.0, "data sheet"
+            )
+        found = model.predict(op.cost, moved_bytes(op))
+        return found._replace(seconds=slowest * found.seconds)
+
+    def issue(some: Sequence[Op]) -> list[Issued]:
+        where = place(some, parallel)
+        return [Issued(o.op_kind, time(o, at), at) for o, at in zip(some, where, strict=True)]
+
     host = NO_HOST if is_graph else model.host
-    run = partial(combine, host_s=host.value, host_spread=host.spread, common_spread=model.clocks)
-    return _state(ops, times, run)
+    channels = CHANNELS.get(target.compute_capability, _CHANNELS)
+    lent = channels / target.multiprocessors if target.multiprocessors else 0.0
+    run = partial(
+        combine,
+        host_s=host.value,
+        host_spread=host.spread,
+        common_spread=model.common_spread,
+        lent=lent,
+    )
+    return _state(ops, issue, run, of_ranks=parallel is not None)
+
+
+def _slow_down(ranks: int) -> float:
+    """Return how much longer the slowest of equal GPUs takes than the median one.
+
+    Blom's approximation to the expected largest of a normal sample.
+    """
+    if ranks == 1:
+        return 1.0
+    return math.exp(AMONG_GPUS * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)))
 
 
 def predict_step_here(ops: Sequence[Op], table: OwnTable) -> PredictedTime:
@@ -154,10 +321,14 @@ def predict_step_here(ops: Sequence[Op], table: OwnTable) -> PredictedTime:
     """
     distinct = {op.call: op for op in ops}
     found = {call: table.predict(shape_of(op)) for call, op in distinct.items()}
-    times = [
-        time._replace(seconds=time.seconds * table.step_factor)
-        for time in (found[op.call] for op in ops)
-    ]
+
+    def issue(some: Sequence[Op]) -> list[Issued]:
+        times = [found[op.call] for op in some]
+        return [
+            Issued(op.op_kind, time._replace(seconds=time.seconds * table.step_factor))
+            for op, time in zip(some, times, strict=True)
+        ]
+
     run = partial(
         combine,
         host_s=table.host_s,
@@ -165,22 +336,24 @@ def predict_step_here(ops: Sequence[Op], table: OwnTable) -> PredictedTime:
         common_spread=math.hypot(DRIFT, table.drift),
         on_host=True,
     )
-    return _state(ops, times, run)
+    return _state(ops, issue, run)
 
 
 def _state(
     ops: Sequence[Op],
-    times: Sequence[OpTime],
-    run: Callable[[Sequence[tuple[str, OpTime]]], StepTime],
+    issue: Callable[[Sequence[Op]], list[Issued]],
+    run: Callable[[Sequence[Issued]], StepTime],
+    *,
+    of_ranks: bool = False,
 ) -> PredictedTime:
-    issued = [(op.op_kind, time) for op, time in zip(ops, times, strict=True)]
-    step = run(issued)
-    rest = run([one for op, one in zip(ops, issued, strict=True) if op.phase not in _UPDATE])
+    step = run(issue(ops))
+    rest = run(issue([op for op in ops if op.phase not in _UPDATE]))
     return PredictedTime(
         median=step.median_s,
         low=step.low_s,
         high=step.high_s,
         rests_on=step.rests_on,
         waiting_share=step.host_share,
+        communication_share=step.communication_share if of_ranks else None,
         without_update=rest.median_s,
     )

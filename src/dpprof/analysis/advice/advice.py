@@ -53,6 +53,7 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
         model=experiment.model_name,
         lora=None if experiment.lora is None else experiment.lora.text,
         parallel=None if experiment.parallel is None else experiment.parallel.text,
+        gpus=experiment.world_size,
         seq_len=experiment.seq_len,
         image_size=experiment.image_size,
         dtype=experiment.dtype,
@@ -202,10 +203,11 @@ def _explain_time(results: Sequence[Result], options: Sequence[Option]) -> str:
         for r in results
         if r.time is not None and r.time.predicted_step_s is not None
     }
-    if not predicted and any(result.experiment.parallel for result in results):
-        return "not predicted: how long ranks take to communicate is not known"
+    if not predicted and all(result.capacity is None for result in results):
+        return "not predicted: nothing fits"
     if not predicted:
-        return "not predicted: no speeds of this device are known"
+        why = (one.reasons["time"] for one in results if "time" in one.reasons)
+        return next(why, "not predicted: no speeds of this device are known")
     step = predicted.get(first or "") or next(iter(predicted.values()))
     units = name_units(results[0].experiment.image_size)
     rests = ", ".join(f"{share:.0%} {basis}" for basis, share in step.rests_on.items())

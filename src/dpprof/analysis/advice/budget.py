@@ -6,6 +6,7 @@ optimizer once. Poisson-sampled batches vary; hours are those of the expected nu
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from dpprof.accounting.plan import AtEpsilon, NoisePlan
@@ -37,7 +38,7 @@ def make_budget(
     privacy: Privacy,
     noise: NoisePlan,
 ) -> Budget:
-    """Price a privacy budget for capacity results that differ only in the method.
+    """Price a privacy budget for capacity results that differ in the method and in ranks alone.
 
     Args:
         results: At least one. A failed result becomes a method without hours.
@@ -46,13 +47,22 @@ def make_budget(
         privacy: The budget.
         noise: What it asks for.
     """
-    advice = advise(results, target, standings)
+    by_gpus: dict[int, list[Result]] = defaultdict(list)
+    for result in results:
+        by_gpus[result.experiment.world_size].append(result)
+    advices = [advise(alike, target, standings) for alike in by_gpus.values()]
+    costs = [
+        cost
+        for alike, advice in zip(by_gpus.values(), advices, strict=True)
+        for cost in _price_methods(alike, advice, privacy, noise)
+    ]
+    told = max(advices, key=lambda one: one.best is not None)  # of several, the first with times
     return Budget(
-        **advice.model_dump(include=set(Budget.model_fields)),
+        **told.model_dump(include=set(Budget.model_fields)),
         privacy=privacy,
         warnings=privacy.warnings,
         noise=noise,
-        methods=_price_methods(results, advice, privacy, noise),
+        methods=costs,
     )
 
 
@@ -84,6 +94,7 @@ def _price(
         private=option.private,
         mechanism=option.mechanism,
         verified=option.verified,
+        gpus=result.experiment.world_size,
         batch_size=at.batch_size if option.private else noise.batch_size,
         steps=noise.planned.steps,
         noise_multiplier=at.noise_multiplier if option.private else None,
@@ -93,8 +104,9 @@ def _price(
     capacity, step = result.capacity, None if result.time is None else result.time.predicted_step_s
     if capacity is None or capacity.safe_batch_size is None or cost.batch_size is None:
         return cost
-    accumulation = math.ceil(cost.batch_size / capacity.safe_batch_size)
-    micro_batch_size = math.ceil(cost.batch_size / accumulation)
+    of_each = math.ceil(cost.batch_size / cost.gpus)
+    accumulation = math.ceil(of_each / capacity.safe_batch_size)
+    micro_batch_size = math.ceil(of_each / accumulation)
     if micro_batch_size < (least := capacity.smallest_batch_size):
         why = (
             f"micro-batches would have {micro_batch_size:,} samples, and it takes {least:,} or more"
@@ -104,9 +116,9 @@ def _price(
     if step is None:
         why = result.reasons.get("time", "no time is predicted for this target")
         return cost.model_copy(update=fits | {"message": cost.message or why})
-    batches = cost.batch_size / capacity.stated_batch_size
-    step_s = cost.batch_size * step.each_sample(capacity.stated_batch_size) + step.update
-    hours = noise.planned.steps * step_s / _HOUR_S
+    batches = of_each / capacity.stated_batch_size
+    step_s = of_each * step.each_sample(capacity.stated_batch_size) + step.update
+    hours = cost.gpus * noise.planned.steps * step_s / _HOUR_S
     price = privacy.price_per_hour
     smaller = f"of a batch of {capacity.stated_batch_size:,}: one so small may take longer a sample"
     return cost.model_copy(

@@ -14,7 +14,7 @@ _OF_NOISE = (
 )
 
 
-_OF_HOURS = "Hours: on one GPU, for the expected samples of Poisson-sampled batches."
+_OF_HOURS = "GPU hours: of all GPUs together, for the expected samples of Poisson-sampled batches."
 
 
 def explain_choice(privacy: Privacy, noise: NoisePlan) -> str:
@@ -52,14 +52,14 @@ def _lay_out_noise(noise: NoisePlan) -> list[str]:
 
 
 def _lay_out_costs(budget: Budget, signs: Marks) -> list[str]:
-    header = ["method", "epsilon", "batch", "noise", "micro-batch", "GPU hours", "90 % interval"]
-    header += ["price", "x standard"]
-    rows = [_cells(one, signs) for one in budget.methods]
-    if budget.privacy.price_per_hour is None:
-        position = header.index("price")
-        rows = [row[:position] + row[position + 1 :] for row in rows]
-        header.remove("price")
-    return lay_out([header, *rows])
+    header = ["method", "GPUs", "epsilon", "batch", "noise", "micro-batch", "GPU hours"]
+    header += ["90 % interval", "hours", "price", "x standard"]
+    hidden = set() if budget.privacy.price_per_hour is not None else {"price"}
+    if all(one.gpus == 1 for one in budget.methods):
+        hidden |= {"GPUs", "hours"}
+    shown = [at for at, name in enumerate(header) if name not in hidden]
+    rows = [header, *(_cells(one, signs) for one in budget.methods)]
+    return lay_out([[row[at] for at in shown] for row in rows])
 
 
 def _cells(cost: MethodCost, signs: Marks) -> list[str]:
@@ -67,6 +67,7 @@ def _cells(cost: MethodCost, signs: Marks) -> list[str]:
     low, high, hours = map(three_digits, (cost.gpu_hours_low, cost.gpu_hours_high, cost.gpu_hours))
     return [
         cost.method + sign(cost.method, signs),
+        f"{cost.gpus:,}",
         "none" if cost.epsilon is None else f"{cost.epsilon:g}",
         format_number(cost.batch_size, ","),
         "none" if cost.epsilon is None else format_number(cost.noise_multiplier, ".3f"),
@@ -75,6 +76,7 @@ def _cells(cost: MethodCost, signs: Marks) -> list[str]:
         else "",
         hours if known or cost.accumulation_steps else "",
         f"{low} to {high}" if known else "",
+        three_digits(cost.gpu_hours, cost.gpus) if known else "",
         format_number(cost.price, ",.2f") if known else "",
         format_number(cost.hours_ratio, ".2f") if known else "",
     ]
@@ -89,6 +91,15 @@ def _explain_epsilon(at: AtEpsilon, planned: AtEpsilon) -> str:
         f"epsilon {planned.epsilon:g} in each; with the same batch, hours stay and the noise "
         f"multiplier is {format_number(at.same_batch_noise_multiplier, '.3f')}"
     )
+
+
+def _find_cheapest(budget: Budget) -> list[str]:
+    """Say which number of GPUs takes the fewest GPU hours; nothing for one number."""
+    known = [one for one in budget.methods if one.private and one.gpu_hours is not None]
+    if len({one.gpus for one in known}) < 2:  # noqa: PLR2004
+        return []
+    cheap = min(known, key=lambda one: one.gpu_hours or 0.0)
+    return [f"Fewest GPU hours: {cheap.method} on {cheap.gpus:,}."]
 
 
 def format_budget(budget: Budget) -> str:
@@ -111,4 +122,5 @@ def format_budget(budget: Budget) -> str:
     shown = {at.reason for at in others}
     lines += group_messages((m.method, m.message) for m in budget.methods if m.message not in shown)
     lines += explain_signs(signs)
+    lines += _find_cheapest(budget)
     return "\n".join([*lines, _OF_NOISE, _OF_HOURS, f"Time: {budget.sure_of_time}."])

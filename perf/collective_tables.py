@@ -1,0 +1,166 @@
+"""Derive the table of collectives' times that is part of dpprof, and say how exact it is.
+
+The measurements are those of NVIDIA's aiconfigurator-core (PyPI, Apache-2.0), which timed NCCL
+inside a node. The derived table keeps the median of all releases of NCCL, and of elements of one
+and of two bytes, by size. Each size is held out, and predicted from the others, which are
+then four times apart, and twice in use. Their errors are the spread of what is interpolated.
+Times between nodes are computed (``dpprof.step_time.collective_time``), and compared with what
+others measured.
+
+    pip install aiconfigurator-core pyarrow
+    python perf/collective_tables.py --output perf/collective_tables.md
+"""
+
+import json
+import statistics
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from dpprof.flops.collectives import Collective, bytes_each_way
+from dpprof.spec import datasheets
+from dpprof.spec.parallel import Parallel
+from dpprof.step_time.collective_time import FILE, CollectiveModel, interpolate_s
+from dpprof.step_time.op_time import Z_90
+from script import make_parser, publish
+
+SOURCE = "aiconfigurator-core"
+TABLES = Path(__file__).parents[1] / "src" / "dpprof" / "step_time" / "tables"
+DEVICES = {"a100": "a100_sxm", "b200": "b200_sxm", "h100": "h100_sxm", "h200": "h200_sxm"}
+DEVICES |= {"l40s": "l40s"}
+NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+NAMES |= {"all_reduce": "all-reduce", "alltoall": "all-to-all"}
+MEASURED = Path(__file__).with_name("collectives_between_nodes.yaml")
+LARGE = 2**20
+
+
+def read_measured(device: str) -> "pd.Series[float]":
+    """Return the median seconds by collective, ranks and bytes of the whole tensor."""
+    folder = files(SOURCE.replace("-", "_")) / "systems" / "data" / device / "comm" / "nccl"
+    releases = [pd.read_parquet(one / "nccl_perf.parquet") for one in Path(str(folder)).iterdir()]
+    found = pd.concat(releases)
+    wide = np.where(found["nccl_dtype"] == "half", 2, 1)
+    found = found.assign(bytes=found["message_size"] * wide, op_name=found["op_name"].map(NAMES))
+    return found.groupby(["op_name", "num_gpus", "bytes"])["latency"].median() / 1e3
+
+
+def derive() -> dict[str, Any]:
+    """Return the content of the table's file, without its spread."""
+    measured = {name: read_measured(device) for name, device in DEVICES.items()}
+    sizes = sorted(
+        set.intersection(*(set(one.index.get_level_values("bytes")) for one in measured.values()))
+    )
+    folder = Path(str(files(SOURCE.replace("-", "_")) / "systems"))
+    nodes = {
+        name: yaml.safe_load((folder / f"{device}.yaml").read_text("utf-8"))["node"]
+        for name, device in DEVICES.items()
+    }
+    return {
+        "source": f"{SOURCE} {version(SOURCE)}: systems/data/*/comm/nccl, the median over releases "
+        "of NCCL and elements of one and two bytes; systems/*.yaml for the network",
+        "license": "Apache-2.0, Copyright (c) 2025-2026 NVIDIA CORPORATION & AFFILIATES",
+        "about": "tenths of microseconds by device, collective and ranks of a node, for each of "
+        "bytes, those of the whole tensor",
+        "bytes": [int(size) for size in sizes],
+        "network_bytes_per_s": {name: int(node["inter_node_bw"]) for name, node in nodes.items()},
+        "times": {
+            name: {
+                collective: {
+                    str(ranks): [round(series[collective, ranks, size] * 1e7) for size in sizes]
+                    for ranks in (2, 4, 8)
+                }
+                for collective in NAMES.values()
+            }
+            for name, series in measured.items()
+        },
+    }
+
+
+def hold_out(document: dict[str, Any]) -> pd.DataFrame:
+    """Predict each size of each row but the first and the last from the others."""
+    sizes = document["bytes"]
+    rows = []
+    for device, by_collective in document["times"].items():
+        for collective, by_ranks in by_collective.items():
+            for ranks, times in by_ranks.items():
+                for at in range(1, len(sizes) - 1):
+                    others = [*sizes[:at], *sizes[at + 1 :]], [*times[:at], *times[at + 1 :]]
+                    error = np.log(times[at] / interpolate_s(sizes[at], *others))
+                    rows.append((device, collective, int(ranks), sizes[at], error))
+    return pd.DataFrame(rows, columns=["device", "collective", "ranks", "bytes", "error"])
+
+
+def describe(found: pd.DataFrame) -> list[str]:
+    """Lay out the errors of held-out sizes, by device and by collective."""
+    lines = [
+        "| held out | above 1 MiB: median error | 90th percentile | all: median | 90th |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    groups = {"all": found}
+    groups |= {str(name): group for name, group in found.groupby("device")}
+    groups |= {str(name): group for name, group in found.groupby("collective")}
+    for name, group in groups.items():
+        cells = []
+        for some in (group[group["bytes"] > LARGE], group):
+            off = np.abs(np.expm1(some["error"]))
+            cells += [f"{off.median():.1%}", f"{off.quantile(0.9):.1%}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def compare_between_nodes() -> list[str]:
+    """Predict what others measured between nodes."""
+    rows = yaml.safe_load(MEASURED.read_text("utf-8"))
+    lines = [
+        "| source | GPUs | collective | size | measured GB/s | predicted | error of the time |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    errors = []
+    for row in rows:
+        target = getattr(datasheets, row["target"].upper())
+        ranks = Parallel(
+            kind="ddp",
+            world_size=row["gpus"],
+            gpus_per_node=row["gpus"] // row["nodes"],
+            network_gb_per_s=row["gb_s_per_gpu"],
+        )
+        call = Collective(row["collective"], int(row["mib"] * 2**20), row["gpus"])
+        seconds = CollectiveModel(target, ranks).predict(call).seconds
+        predicted = bytes_each_way(*call) / seconds / 1e9
+        errors.append(row["busbw_gb_s"] / predicted - 1)
+        lines.append(
+            f"| [{row['name']}]({row['source']}) | {row['gpus']} {row['target']} "
+            f"| {row['collective']} | {row['mib']:,} MiB | {row['busbw_gb_s']:,} "
+            f"| {predicted:.0f} | {errors[-1]:+.0%} |"
+        )
+    off = [abs(one) for one in errors]
+    lines += [
+        "",
+        f"Median absolute error {statistics.median(off):.0%}.",
+    ]
+    return lines
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = make_parser(__doc__)
+    arguments = parser.parse_args()
+    document = derive()
+    found = hold_out(document)
+    spread = float(np.quantile(np.abs(found["error"]), 0.9)) / Z_90
+    document = {"spread": round(spread, 4), **document}
+    text = (
+        json.dumps(document, separators=(",", ":")).replace('},"', '},\n"').replace('],"', '],\n"')
+    )
+    (TABLES / FILE).write_text(text + "\n", encoding="utf-8")
+    lines = [*describe(found), "", "## Between nodes", "", *compare_between_nodes()]
+    publish(__doc__ or "", "\n".join(lines), arguments.output)
+
+
+if __name__ == "__main__":
+    main()

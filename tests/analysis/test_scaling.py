@@ -1,0 +1,91 @@
+"""What more GPUs bring, from figures that are given."""
+
+import pandas as pd
+import pytest
+
+from dpprof.analysis.advice.scaling import compare_gpus, find_fastest
+from dpprof.figures.ranks import draw
+from dpprof.records.advice import Advice, Option
+from dpprof.report.terminal.gpus import format_gpus
+
+SPEEDS = {
+    1: {"standard": 1000.0, "flash": None, "flash-bk": None},
+    2: {"standard": 1800.0, "flash": 1000.0, "flash-bk": None},
+    4: {"standard": 3000.0, "flash": 1600.0, "flash-bk": 2000.0},
+}
+
+
+def option(method: str, speed: float | None, verdict: str = "slower") -> Option:
+    fits = {"safe_batch_size": 8, "tokens_per_s": speed} if speed else {}
+    fits |= {"tokens_per_s_low": speed / 2, "tokens_per_s_high": speed * 2} if speed else {}
+    return Option(method=method, verdict=verdict, private=method != "standard", **fits)
+
+
+def advise() -> list[Advice]:
+    named = {"model": "hf-m", "dtype": "bfloat16", "target": "h100", "budget_bytes": None}
+    told = {"sure_of_memory": "", "sure_of_time": "", "seq_len": 4096}
+    return [
+        Advice(
+            gpus=gpus,
+            parallel=None if gpus == 1 else f"fsdp x{gpus}",
+            options=[option(*one) for one in speeds.items()],
+            **named | told,
+        )
+        for gpus, speeds in reversed(SPEEDS.items())
+    ]
+
+
+def test_efficiency_is_against_the_fewest_gpus_that_train_with_the_method() -> None:
+    found = {(one.method, one.gpus): one for one in compare_gpus(advise())}
+
+    assert found["standard", 4].efficiency == pytest.approx(0.75)
+    assert found["flash", 4].efficiency == pytest.approx(0.8)
+    assert (found["flash", 4].fewest_gpus, found["flash-bk", 4].efficiency) == (2, 1.0)
+    # 500 tokens a second of each GPU are 1.8 million in an hour.
+    assert found["flash", 2].gpu_hours_per_billion == pytest.approx(1e9 / 1.8e6)
+    assert ("flash", 1) not in found
+
+
+def test_a_wrong_method_is_on_no_number_of_gpus() -> None:
+    [two] = [one for one in advise() if one.gpus == 2]
+    wrong = two.model_copy(update={"options": (option("flash", 1000.0, "wrong"),)})
+
+    assert compare_gpus([wrong]) == []
+
+
+def test_the_cheapest_the_fastest_and_the_smallest_number_are_named() -> None:
+    found = compare_gpus(advise())
+
+    assert [(one.gpus, one.method) for one in find_fastest(found)] == [
+        (2, "flash"),
+        (4, "flash-bk"),
+    ]
+    said, *rows = format_gpus(found)
+    assert said.startswith("Cheapest: flash on 2 GPUs, 556 GPU hours for a billion tokens.")
+    assert "Fastest: flash-bk on 4 GPUs, 2,000 tokens/s. Smallest: flash on 2 GPUs." in said
+    assert len(rows) == 4
+    assert rows[2].split()[:3] == ["4", "flash-bk", "8"]
+
+
+def test_nothing_is_said_where_no_speed_is_predicted() -> None:
+    silent = [one.model_copy(update={"options": (option("flash", None),)}) for one in advise()]
+
+    assert format_gpus(compare_gpus(silent)) == []
+
+
+def test_lines_are_tokens_a_second_and_gpu_hours_over_gpus() -> None:
+    rows = pd.DataFrame(
+        one.model_dump(include={"model", "parallel", "seq_len", "dtype"}) | option.model_dump()
+        for one in advise()
+        for option in one.options
+    )
+    figure = draw({"advice": rows})
+
+    speed, cost = figure.axes
+    lines = {line.get_color(): line for line in speed.lines if len(line.get_xdata()) > 1}
+    assert max(len(line.get_xdata()) for line in lines.values()) == 3
+    standard = max(lines.values(), key=lambda line: max(line.get_ydata()))
+    assert list(standard.get_xdata()) == [1, 2, 4]
+    assert list(standard.get_ydata()) == [1000, 1800, 3000]
+    hours = [line for line in cost.lines if list(line.get_xdata()) == [1, 2, 4]]
+    assert list(hours[0].get_ydata()) == pytest.approx([1e9 / 3.6e6, 2e9 / 6.48e6, 4e9 / 1.08e7])
