@@ -75,7 +75,8 @@ def test_nothing_is_said_where_no_speed_is_predicted() -> None:
 
 def test_lines_are_tokens_a_second_and_gpu_hours_over_gpus() -> None:
     rows = pd.DataFrame(
-        one.model_dump(include={"model", "parallel", "seq_len", "dtype"}) | option.model_dump()
+        one.model_dump(include={"model", "target", "parallel", "seq_len", "dtype"})
+        | option.model_dump()
         for one in advise()
         for option in one.options
     )

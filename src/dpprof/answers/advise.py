@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 _WAYS: tuple[str, ...] = get_args(Experiment.model_fields["checkpointing"].annotation)
 _HEADS: tuple[str, ...] = get_args(Experiment.model_fields["head"].annotation)
-_ASKED = ("model", "lora", "parallel", "dtype", "seq_len", "image_size", "execution", "head")
+_ASKED = (
+    *("model", "lora", "target", "parallel", "dtype", "seq_len", "image_size", "execution", "head"),
+)
 """What a row of the table is about."""
 
 ByRanks = Mapping[int, Sequence[Result]]

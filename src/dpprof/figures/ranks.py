@@ -38,7 +38,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     of GPUs.
     """
     known = _add_hours(tables["advice"].sort_values("target"))
-    axes = [*TRAINING, "target"]
+    axes = [name for name in (*TRAINING, "target") if name in known]
     keys = [known[name].map(str) for name in axes]
     panels = [
         rows

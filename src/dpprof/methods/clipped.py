@@ -30,7 +30,7 @@ from dpprof.system.substitutes import substitute
 class ClippedStep(TrainingStep):
     """A step whose gradient a ``Clipping`` clips."""
 
-    parallel_kinds: ClassVar[Collection[str]] = ("ddp", "fsdp")
+    parallel_kinds: ClassVar[Collection[str]] = ("ddp", "fsdp", "hsdp")
     executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
     heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
     knows_formats: ClassVar[bool] = True
