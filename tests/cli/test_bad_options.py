@@ -63,7 +63,7 @@ REFUSED = {
     "tables": {"[Errno 2] No": ["--manifest", "no.json", "--output-dir", "t"]},
     "report": {"[Errno 2] No such": []},
     "figure": {
-        "--figure: 'tradeof' is not allowed; did you mean 'tradeoff'? allowed: accuracy": [
+        "--figure: 'tradeof' is not allowed; did you mean 'tradeoff'? allowed: agreement": [
             "--figure=tradeof"
         ],
         "argument --output: 'f\\x1b.xyz' is not allowed; its ending must be one of these; allowed: "
