@@ -338,7 +338,7 @@ REFUSED = {
     "a table, in two ways": (
         (D,),
         lambda m, x: x * m.own + m.table(positions(x)) + mix(m.table(positions(x))),
-        "table.weight saw 7 samples",
+        "table saw 7 samples",
     ),
     "one lookup, in two ways": (
         (D,),

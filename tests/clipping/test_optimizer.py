@@ -240,3 +240,35 @@ def test_on_a_cpu_parts_of_a_sum_get_their_noise_one_after_the_other(monkeypatch
     NoiseOfStep(0.5, 4, lambda _: generator).add_to(summed)
 
     torch.testing.assert_close(summed.flatten(), 0.25 + torch.cat(drawn), rtol=0, atol=1e-7)
+
+
+def test_a_batch_whose_step_was_refused_is_not_applied_with_the_next(training) -> None:
+    model, clipping, optimizer = training
+    clipping.backward(model.losses(*batch()))
+    expected = gradients(model)
+    optimizer.accumulate()
+    clipping.max_grad_norm = 7.0
+    with pytest.raises(RuntimeError, match=r"max_grad_norm changed from 1\.0 to 7\.0"):
+        optimizer.add_noise()
+    clipping.max_grad_norm = 1.0
+    clipping.backward(model.losses(*batch()))
+    optimizer.step()
+    torch.testing.assert_close(gradients(model), expected)
+
+
+def test_parts_of_a_batch_with_a_failed_part_are_not_joined_with_the_next(training) -> None:
+    model, clipping, optimizer = training
+    optimizer.signal_skip_step(True)
+    clipping.backward(model.losses(*batch()))
+    optimizer.step()
+    optimizer.signal_skip_step(False)
+    with pytest.raises(ValueError, match="must be one for each sample"):
+        clipping.backward(model.losses(*batch()).mean())  # the last part fails
+    optimizer.signal_skip_step(True)
+    clipping.backward(model.losses(*batch()))
+    with pytest.raises(RuntimeError, match=r"a part of this batch may be missing; call discard"):
+        optimizer.step()
+    optimizer.discard()
+    clipping.backward(model.losses(*batch()))
+    optimizer.step()
+    assert optimizer.steps == 1

@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel
 
 from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.first_batch import TRIES
 from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.spec.registry import UnsupportedError
 
@@ -311,3 +312,53 @@ def test_a_setting_that_changes_between_backward_and_step(change, told) -> None:
     with pytest.raises(RuntimeError, match=told):
         optimizer.step()
     assert all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
+
+
+class Mixing(nn.Module):
+    """Three layers; between them samples and tokens trade places, or the batch's mean is taken."""
+
+    way = "apart"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.way == "turned":
+            h = self.second(h.transpose(0, 1)).transpose(0, 1)
+        if self.way == "mixed":
+            h = h - h.mean(0)
+        return self.last(h).sum((1, 2))
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_a_refused_batch_verifies_nothing_on_ranks_with_shards(way) -> None:
+    model = fully_shard(Mixing())
+    clipping = way(model, 1.0)
+    model.way = "turned"
+    with pytest.raises(UnsupportedError, match="saw 5 samples, and there are 3 losses"):
+        clipping.backward(model(torch.randn(3, 5, 3)))
+    with pytest.raises(UnsupportedError, match="saw another axis than samples first"):
+        clipping.backward(model(torch.randn(5, 5, 3)))
+
+
+def test_batches_of_one_sample_verify_nothing_on_ranks_with_shards() -> None:
+    model = fully_shard(Mixing())
+    clipping = BookKeeping(model, 1.0)
+    for _ in range(TRIES + 1):
+        clipping.backward(model(torch.randn(1, 5, 3)))
+        model.zero_grad()
+    model.way = "mixed"
+    with pytest.raises(UnsupportedError, match="code after it mixes samples"):
+        clipping.backward(model(torch.randn(4, 5, 3)))
+
+
+def test_ranks_compare_the_size_of_buckets() -> None:
+    sizes = []
+    for megabytes in (25, 0.005):
+        model = DistributedDataParallel(Small(), bucket_cap_mb=megabytes)
+        clipping = BookKeeping(model, 1.0)
+        sizes.append(private(clipping, model)._settings_of_ranks().alike)
+    differing = [name for name, value in sizes[0].items() if sizes[1][name] != value]
+    assert differing == ["what is reduced together"]

@@ -91,6 +91,11 @@ class Replicas(Ranks):
         """Let the wrapper communicate again."""
         vars(self.wrapper).update(self._before)
 
+    @property
+    def grouping(self) -> str:
+        """Say how large buckets are."""
+        return " ".join(map(str, self._bucket_limits))
+
     def release_sums(
         self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -107,11 +112,17 @@ class Replicas(Ranks):
 
     def _plan_buckets(self, sums: list[Tensor]) -> list[list[int]]:
         """Return the places of sums by bucket, as DDP plans its own."""
-        ddp: Any = distributed  # which has no public names for these
-        limits = [ddp._DEFAULT_FIRST_BUCKET_BYTES, self.wrapper.bucket_bytes_cap]  # noqa: SLF001
+        ddp: Any = distributed  # which has no public name for it
         buckets: list[list[int]]
-        buckets, _ = ddp._compute_bucket_assignment_by_size(sums, limits)  # noqa: SLF001
+        buckets, _ = ddp._compute_bucket_assignment_by_size(  # noqa: SLF001
+            sums, self._bucket_limits
+        )
         return buckets
+
+    @property
+    def _bucket_limits(self) -> list[int]:
+        ddp: Any = distributed  # which has no public name for it
+        return [ddp._DEFAULT_FIRST_BUCKET_BYTES, self.wrapper.bucket_bytes_cap]  # noqa: SLF001
 
     def _disarm(self) -> None:
         """Let the wrapper expect no gradients, also after a forward without a backward."""

@@ -133,6 +133,9 @@ class Clipping(ABC):
     batches = 0
     """How many batches were clipped: every ``backward`` that was not refused."""
 
+    failures = 0
+    """How many times ``backward`` raised."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -369,6 +372,9 @@ class Clipping(ABC):
             raise RuntimeError("another backward of this clipping is under way")
         try:
             self._backward(losses, enter)
+        except BaseException:
+            self.failures += 1
+            raise
         finally:
             self._is_running.release()
 

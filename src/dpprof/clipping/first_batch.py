@@ -34,6 +34,7 @@ from dpprof.clipping.contributions import (
 )
 from dpprof.clipping.layers import Contributions
 from dpprof.clipping.ranks import Ranks
+from dpprof.clipping.sample_norms import BatchAxisError
 from dpprof.spec.registry import UnsupportedError
 
 Handler = Callable[[nn.Module, Contributions], None]
@@ -118,13 +119,18 @@ class FirstBatches:
             return
         with _random_state_kept(parameters), handling(batch.look):
             torch.autograd.backward(losses, batch.weights, retain_graph=True)
-        is_wrong, is_incomplete, has_ways = ranks.any(
-            batch.problem is not None, not batch.is_complete, bool(self._ways)
+        is_wrong, has_looked, is_incomplete, has_ways = ranks.any(
+            batch.problem is not None,
+            batch.sample is not None,
+            not batch.is_complete,
+            bool(self._ways),
         )
         if is_wrong:
-            raise UnsupportedError(batch.problem or "another rank found that samples are mixed")
-        self._looked_at += 1
+            raise batch.problem or UnsupportedError("another rank found that samples are mixed")
         self._asks |= has_ways
+        if not has_looked:  # no rank has two samples
+            return
+        self._looked_at += 1
         self.are_verified = not is_incomplete or self._looked_at == TRIES
         if self.are_verified:
             self._verified_ways = self._ways | (self._verified_ways or set())
@@ -176,7 +182,7 @@ class _Batch:
 
         if self.sample is not None:
             self.weights[self.sample] = loss_scale
-        self.problem: str | None = None
+        self.problem: UnsupportedError | None = None
         """What is wrong with the first layer, in the order of backward, where something is."""
 
         self.is_complete = self.sample is not None
@@ -185,12 +191,15 @@ class _Batch:
     def look(self, layer: nn.Module, contributions: Contributions) -> None:
         """Look at the gradients of a layer's outputs."""
         for _, contribution in contributions:
-            gradients = _gradients_of(contribution)
-            # Another length is refused when norms are taken.
-            if self.problem is None and self.sample is not None and len(gradients) == self._samples:
-                self.problem = self._find_problem(layer, gradients, self.sample)
+            if self.problem is None:
+                self.problem = self._find_problem(layer, _gradients_of(contribution))
 
-    def _find_problem(self, layer: nn.Module, gradients: Tensor, sample: int) -> str | None:
+    def _find_problem(self, layer: nn.Module, gradients: Tensor) -> UnsupportedError | None:
+        if self._samples and len(gradients) != self._samples:  # without losses nothing counts
+            return BatchAxisError.of(self._name_of(layer), len(gradients), self._samples)
+        sample = self.sample
+        if sample is None:
+            return None
         nonzero = _find_nonzero(gradients, 0)
         self.is_complete &= sample in nonzero
         others = [at for at in nonzero if at != sample]
@@ -202,7 +211,7 @@ class _Batch:
                 f"the loss of sample {sample} depends on what {self._name_of(layer)} computed for "
                 f"sample {others[0]}: code after it mixes samples, or another axis comes first"
             )
-        return (
+        return UnsupportedError(
             f"{problem}; keep samples apart, and on the first axis everywhere, or on the second "
             "where batch_second says so (first_batch='trusted' skips this check, and clips "
             "wrongly where it would fail)"

@@ -150,6 +150,7 @@ class NoisyOptimizer(Optimizer):
         made_with = {"rank": ranks.rank, "number of ranks": ranks.size}
         self._made_with = self.settings | made_with | {"stability": clipping.stability}
         self._batches_before = clipping.batches
+        self._failures_before = clipping.failures
         self._bound: float | None = None
         self._is_noised = False
         if hasattr(optimizer, HOOK):  # of an earlier NoisyOptimizer around it
@@ -248,6 +249,7 @@ class NoisyOptimizer(Optimizer):
 
     def accumulate(self) -> None:
         """Move clipped sums from ``.grad`` to ``.summed_grad``, which also sums skipped steps."""
+        self._refuse_failed_part()
         self._require_one_clipped_batch()
         if not self._will_skip():
             self.clipping.shard_sums.reduce_waiting(self.max_grad_norm)
@@ -270,7 +272,18 @@ class NoisyOptimizer(Optimizer):
 
         Raises:
             RuntimeError: The bound is another than when the sums were clipped; or ranks disagree.
+                The batch is discarded then, so that no step applies it together with another.
         """
+        try:
+            self._release()
+        except BaseException:
+            self.discard()
+            raise
+        self._bound = None
+        self._is_noised = True
+        self.steps += 1
+
+    def _release(self) -> None:
         self._refuse_other_bound()
         ranks = self.clipping.ranks
         if ranks.is_sharded:
@@ -285,9 +298,6 @@ class NoisyOptimizer(Optimizer):
         for parameter, averaged in ranks.release_sums(sums, add):
             parameter.grad = averaged.to(parameter.dtype)
             del averaged  # before the next one gets noise
-        self._bound = None
-        self._is_noised = True
-        self.steps += 1
 
     def _settings_of_ranks(self) -> Settings:
         """Return what ranks must have alike before they step together."""
@@ -297,6 +307,7 @@ class NoisyOptimizer(Optimizer):
             "stability": self.clipping.stability or 0,
             "the number of steps": self.steps,
             "the trained parameters": "\n".join(trained),
+            "what is reduced together": self.clipping.ranks.grouping,
         }
         return Settings(alike, None if self.generator is None else distinct_part(self.generator))
 
@@ -339,6 +350,7 @@ class NoisyOptimizer(Optimizer):
         self._is_last_step_skipped = self._is_noised = False
         self._bound = None
         self._batches_before = self.clipping.batches
+        self._failures_before = self.clipping.failures
 
     def step_with_noise_in(self, gradients: Sequence[Tensor]) -> None:
         """Let the original optimizer step on gradients of ``params`` that have noise already."""
@@ -488,6 +500,18 @@ class NoisyOptimizer(Optimizer):
         self._refuse_other_bound()
         for parameter in self.every_parameter:
             self._require_clipped(parameter)
+
+    def _refuse_failed_part(self) -> None:
+        """Refuse to add a part to those of a batch of which another part failed."""
+        has_other_parts = bool(self._step_skip_queue) or any(
+            getattr(one, "summed_grad", None) is not None for one in self.params
+        )
+        if has_other_parts and self.clipping.failures != self._failures_before:
+            raise RuntimeError(
+                "a backward pass failed since the last step, and with it a part of this batch may "
+                "be missing; call discard(), and begin the batch again"
+            )
+        self._failures_before = self.clipping.failures
 
     def _refuse_other_bound(self) -> None:
         if self._bound not in (None, self.max_grad_norm):

@@ -84,6 +84,9 @@ class PrivateOptimizer(NoisyOptimizer):
         self._refuse_beyond_plan()
         super().accumulate()
 
+    def _refuse_failed_part(self) -> None:
+        """Do nothing: a part that failed stays the one to clip next."""
+
     def add_noise(self) -> None:
         """Add noise, and count the step."""
         super().add_noise()

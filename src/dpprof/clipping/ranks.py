@@ -111,6 +111,11 @@ class Ranks:
     def release(self) -> None:
         """Restore what was changed."""
 
+    @property
+    def grouping(self) -> str:
+        """Say which sums are reduced together in a step, beyond what shards say."""
+        return ""
+
     def agree(self, settings: Settings) -> None:
         """Verify that all ranks have the same settings, and that no two have one seed.
 

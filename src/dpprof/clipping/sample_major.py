@@ -203,8 +203,8 @@ def _as_signed(axis: int) -> int:
 
 def _is_of_a_leaf(node: Any) -> bool:
     """Tell whether only operators of one operand are between a leaf and a node."""
-    while node is not None and len(node.next_functions) == 1:
-        node = node.next_functions[0][0]
+    while node is not None and len(below := edges_of(node)) == 1:
+        node = below[0][0]
     return hasattr(node, "variable")
 
 

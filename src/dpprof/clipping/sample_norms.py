@@ -43,6 +43,16 @@ Keep = Callable[[nn.Parameter, Kept], None]
 class BatchAxisError(UnsupportedError, ValueError):
     """The first axis of a layer's input is not the batch."""
 
+    @classmethod
+    def of(cls, name: str, samples: int, losses: int) -> "BatchAxisError":
+        """Return the error of a layer or parameter that saw another number of samples."""
+        return cls(
+            f"{name} saw {samples} samples, and there are {losses} losses; the first axis of every "
+            "layer's input must be the batch, or the second where batch_second says so, or hold "
+            "the entries of one sample after the other's, which the graph must show; name a module "
+            "around it that gets and returns samples in as_one=[...], or freeze it"
+        )
+
 
 class _Kind(NamedTuple):
     """What figures of layers have in common that are turned into norms together."""
@@ -318,14 +328,9 @@ class SampleNorms:
         return lambda: square(gradients)
 
     def _check(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        first = contribution[0]
-        if len(first) != len(self._losses):
-            raise BatchAxisError(
-                f"{self._name_of(parameter)} saw {len(first)} samples, and there are "
-                f"{len(self._losses)} losses; the first axis of every layer's input must be the "
-                "batch, or the second where batch_second says so, or hold the entries of one "
-                "sample after the other's, which the graph must show; name a module around it that "
-                "gets and returns samples in as_one=[...], or freeze it"
+        if len(contribution[0]) != len(self._losses):
+            raise BatchAxisError.of(
+                self._name_of(parameter), len(contribution[0]), len(self._losses)
             )
 
     def _add_uses(

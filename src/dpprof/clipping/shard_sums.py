@@ -66,6 +66,7 @@ class ShardSums:
             "whether this part of a batch is the last": float(self._continues),
             "which layers ran, or their order,": "\n".join(used),
             "whether code outside of layers was verified": float(has_late_ways),
+            "what waits of earlier parts of the batch": "\n".join(names[p] for p in self._waiting),
         }
         self._ranks.agree(Settings({**of_sums, **of_step.alike}, of_step.seed))
         self._agreed = of_step
