@@ -315,7 +315,7 @@ def test_a_setting_that_changes_between_backward_and_step(change, told) -> None:
 
 
 class Mixing(nn.Module):
-    """Three layers; between them samples and tokens trade places, or the batch's mean is taken."""
+    """Layers between which samples and tokens trade places, or are mixed, or backward fails."""
 
     way = "apart"
 
@@ -329,6 +329,8 @@ class Mixing(nn.Module):
             h = self.second(h.transpose(0, 1)).transpose(0, 1)
         if self.way == "mixed":
             h = h - h.mean(0)
+        if self.way == "failing":
+            h.register_hook(lambda _: 1 / 0)
         return self.last(h).sum((1, 2))
 
 
@@ -362,3 +364,14 @@ def test_ranks_compare_the_size_of_buckets() -> None:
         sizes.append(private(clipping, model)._settings_of_ranks().alike)
     differing = [name for name, value in sizes[0].items() if sizes[1][name] != value]
     assert differing == ["what is reduced together"]
+
+
+def test_after_a_backward_that_failed_halfway_old_parameters_are_not_trained() -> None:
+    model = fully_shard(Mixing())
+    clipping = BookKeeping(model, 1.0)
+    model.way = "failing"
+    with pytest.raises(ZeroDivisionError):
+        clipping.backward(model(torch.randn(2, 5, 3)))
+    model.way = "apart"
+    with pytest.raises(RuntimeError, match=r"failed halfway.*from a checkpoint"):
+        clipping.backward(model(torch.randn(2, 5, 3)))

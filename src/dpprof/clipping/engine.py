@@ -374,6 +374,7 @@ class Clipping(ABC):
             self._backward(losses, enter)
         except BaseException:
             self.failures += 1
+            self.ranks.note_failure()
             raise
         finally:
             self._is_running.release()

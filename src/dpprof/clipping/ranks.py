@@ -105,6 +105,9 @@ class Ranks:
     def refuse_unclipped(self) -> None:
         """Refuse gradients that autograd left where a layer's parameters are gathered."""
 
+    def note_failure(self) -> None:
+        """Note that a backward pass failed."""
+
     def take_over(self) -> None:
         """Change what must be changed while a clipping is attached."""
 

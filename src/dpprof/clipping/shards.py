@@ -23,7 +23,11 @@ import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    TrainingState,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from dpprof.clipping.ranks import AddNoise, Ranks
@@ -116,6 +120,7 @@ class Shards(Ranks):
         self._owners: dict[nn.Parameter, nn.Parameter] = {}
         self._leaves: dict[nn.Parameter, list[nn.Parameter]] = {}
         self._group_of: dict[nn.Parameter, int] = {}
+        self._failed_halfway = False
         self.verify()
         trained = {self.own(p): name for name, p in model.named_parameters() if p.requires_grad}
         for parameter, name in trained.items():
@@ -142,7 +147,13 @@ class Shards(Ranks):
 
         Raises:
             UnsupportedError: Such a policy is set.
+            RuntimeError: An earlier backward pass failed halfway.
         """
+        if self._failed_halfway:
+            raise RuntimeError(
+                "an earlier backward pass failed halfway, and fully_shard kept parameters gathered "
+                "that no step changes; begin again from a checkpoint"
+            )
         for at, group in enumerate(self._groups()):
             _refuse_policies(group)
             for one in group.fsdp_params:
@@ -175,6 +186,11 @@ class Shards(Ranks):
                         "FSDP holds a gradient that is not clipped; call zero_grad(), and "
                         "backward(losses) of the Clipping alone"
                     )
+
+    def note_failure(self) -> None:
+        """Note whether a backward pass failed where parameters are gathered."""
+        states = [group._training_state for group in self._groups()]  # noqa: SLF001 (no public name)
+        self._failed_halfway |= TrainingState.PRE_BACKWARD in states
 
     def any(self, *holds: bool) -> list[bool]:
         """Tell whether something holds on any rank, of several things each."""
