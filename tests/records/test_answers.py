@@ -1,5 +1,7 @@
 """The answers that the package holds: they are those of these sources, and to all questions."""
 
+import importlib
+import itertools
 import json
 import runpy
 import subprocess
@@ -19,6 +21,7 @@ from dpprof.records.result import Result
 
 KEPT = [Result.model_validate_json(t) for t in kept_answers().values() if "experiment_id" in t]
 SCRIPT = runpy.run_path(str(ROOT / "workflow" / "scripts" / "answers.py"))
+FITS = vars(importlib.import_module("dpprof.answers.fits"))
 APART = ("methods", "world_sizes", "again")
 QUESTIONS = list(SCRIPT["find_questions"]())
 
@@ -38,6 +41,12 @@ def test_each_answer_is_that_of_these_sources() -> None:
 def test_each_question_of_the_documentation_has_its_answers(question, capsys) -> None:
     known = {kept.experiment_id for kept in KEPT}
     command, *options = question
+    if command == "fits":
+        target = options[options.index("--target") + 1]
+        each = itertools.product(FITS["MODELS"], FITS["WAYS"], FITS["SEQ_LENS"])
+        experiments = [FITS["make_experiment"](FITS["_ask"](target, *one)) for one in each]
+        assert known >= {one.id for one in experiments}
+        return
     if command == "advise":
         arguments = read_options(options)
     else:
