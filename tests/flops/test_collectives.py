@@ -21,9 +21,9 @@ PARAMETERS = 4 * (128 * 64 * 2 + 64 * 64 + (12 * 64 * 64 + 13 * 64) + 2 * 64)
 SHARDED = "kind=fsdp,world_size={},reshard_after_forward=true"
 HALF, OF_FOUR, OF_64 = PARAMETERS // 2, PARAMETERS * 3 // 4, PARAMETERS * 63 // 64
 
-# Of 8 bytes each: bound, part, layers, other code; stability, noise, size, reduction, secure
-# mode, steps, parameters, seed.
-COMPARED = (4 + 8) * 8 * 3
+# Of 8 bytes each: bound, part, layers, other code, what waits; stability, noise, size, reduction,
+# secure mode, steps, parameters, what is reduced together, seed.
+COMPARED = (5 + 9) * 8 * 3
 """Settings that 4 ranks compare."""
 
 
@@ -48,7 +48,7 @@ def exchange(method: str, parallel: str, dtype: str = "float32") -> list[Exchang
         # The parameters are gathered once more for the second pass.
         (("flash", SHARDED.format(4)), (3 * OF_FOUR + COMPARED, OF_FOUR)),
         (("standard", "kind=ddp,world_size=4"), (0, 0, 2 * OF_FOUR)),
-        (("flash-bk", "kind=ddp,world_size=4"), (9 * 8 * 3, 0, 2 * OF_FOUR)),
+        (("flash-bk", "kind=ddp,world_size=4"), (10 * 8 * 3, 0, 2 * OF_FOUR)),
     ],
     ids=str,
 )
