@@ -236,8 +236,7 @@ def test_on_a_cpu_parts_of_a_sum_get_their_noise_one_after_the_other(monkeypatch
     drawn = [torch.normal(0.0, 0.5, (count,), generator=generator) for count in (32, 32, 16)]
     summed = torch.ones(8, 10)
 
-    generator.manual_seed(3)
-    NoiseOfStep(0.5, 4, lambda _: generator).add_to(summed)
+    NoiseOfStep(0.5, 4, lambda _: torch.Generator().manual_seed(3)).add_to(summed)
 
     torch.testing.assert_close(summed.flatten(), 0.25 + torch.cat(drawn), rtol=0, atol=1e-7)
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.contributions import SampleGradients
 from dpprof.clipping.engine import sum_whole
-from dpprof.clipping.noise import draw_derived_noise, draw_key, draw_secure_noise
+from dpprof.clipping.noise import draw_key, draw_secure_noise
 from dpprof.clipping.shards import make_buffer
 from dpprof.memory.recorder import Recorder
-from dpprof.norms.normal_numbers import KEY_WORDS
 from dpprof.records.births import MARKED, allocates, codes_of, components_by_code
 from dpprof.records.terms import COMPONENTS
 from dpprof.spec import registry
@@ -35,8 +34,7 @@ def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
     seen = {storage.code for step in steps for storage in step._storages}
     with Recorder(is_there=lambda *_: True) as recorder:  # no method has a secure mode
         draw_secure_noise(1.0, torch.zeros(2), None)
-        key = draw_key(torch.device("cpu"), None, KEY_WORDS)  # for sums larger than a tiny model's
-        draw_derived_noise(1.0, torch.zeros(2), key, 0)
+        draw_key(torch.device("cpu"), None)  # a GPU does
         sum_whole(SampleGradients(torch.ones(2, 3)), torch.ones(2))  # ranks with shards do
         make_buffer(torch.ones(2), 2, 3)
         convolution = nn.Conv2d(64, 64, 3)  # no method's model has one

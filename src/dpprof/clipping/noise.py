@@ -2,11 +2,9 @@
 
 On a GPU with Triton one kernel draws noise and adds it: in place, and at the speed at which memory
 is read and written. In each step a key is drawn from the optimizer's generator, and the noise of
-every sum follows from it. On a CPU the noise of large sums follows from such a key too, and all
-cores draw it. Elsewhere PyTorch draws noise from the generator, one parameter's at a time. All are
-pseudorandom numbers of 32 bits: no noise is larger than 6.8 standard deviations, which 1 of 10^11
-normal numbers would be. No generator is cryptographically secure; one that a user made so draws all
-noise itself.
+every sum follows from it. Elsewhere PyTorch draws noise from the generator, one parameter's at a
+time. Both are pseudorandom numbers of 32 bits: no noise is larger than 6.8 standard deviations,
+which 1 of 10^11 normal numbers would be. Neither generator is cryptographically secure.
 """
 
 from collections.abc import Callable
@@ -15,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dpprof.norms import placement, triton_ops
-from dpprof.norms.normal_numbers import KEY_WORDS, PART, can_derive, draw_normal_
 from dpprof.norms.tiles import spans
 from dpprof.records.births import allocates
 
@@ -47,31 +44,18 @@ class NoiseOfStep:
             other.div_(self._size)
         if self._std == 0:
             summed.div_(self._size)
-        elif _has_kernel(summed):
-            key = self._key_on(summed.device, 1)
-            triton_ops.add_noise_(summed, key, self._next(), self._std, 1 / self._size)
+            return
+        generator = self._generator_on(summed.device)
+        if _has_kernel(summed):
+            if summed.device not in self._keys:
+                self._keys[summed.device] = draw_key(summed.device, generator)
+            key = self._keys[summed.device]
+            triton_ops.add_noise_(summed, key, self._count, self._std, 1 / self._size)
+            self._count += 1
         else:
             for part in _split(summed):
-                torch.add(self._draw(part), part, alpha=1 / self._size, out=part)
-
-    def _draw(self, part: Tensor) -> Tensor:
-        generator = self._generator_on(part.device)
-        if placement.is_cuda(part) or part.numel() <= PART or not can_derive(generator):
-            return draw_noise(self._std, part, generator)
-        return draw_derived_noise(
-            self._std, part, self._key_on(part.device, KEY_WORDS), self._next()
-        )
-
-    def _key_on(self, device: torch.device, words: int) -> Tensor:
-        """Return the step's key for noise on a device, which is drawn at its first use."""
-        if device not in self._keys:
-            self._keys[device] = draw_key(device, self._generator_on(device), words)
-        return self._keys[device]
-
-    def _next(self) -> int:
-        """Count what gets noise from a key, so that no two get the same."""
-        self._count += 1
-        return self._count - 1
+                noise = draw_noise(self._std, part, generator)
+                torch.add(noise, part, alpha=1 / self._size, out=part)
 
 
 def _split(summed: Tensor) -> tuple[Tensor, ...]:
@@ -90,9 +74,9 @@ def _has_kernel(summed: Tensor) -> bool:
 
 
 @allocates("noise")
-def draw_key(device: torch.device, generator: torch.Generator | None, words: int) -> Tensor:
-    """Draw words of 63 random bits, from which the noise of a step follows; (words,), int64."""
-    return torch.empty(words, dtype=torch.int64, device=device).random_(generator=generator)
+def draw_key(device: torch.device, generator: torch.Generator | None) -> Tensor:
+    """Draw 63 random bits, from which the noise of a step follows; (1,), int64."""
+    return torch.empty(1, dtype=torch.int64, device=device).random_(generator=generator)
 
 
 @allocates("noise")
@@ -108,15 +92,6 @@ def draw_noise(std: float, like: Tensor, generator: torch.Generator | None) -> T
         dtype=dtype,
         device=like.device,
     )
-
-
-@allocates("noise")
-def draw_derived_noise(std: float, like: Tensor, key: Tensor, which: int) -> Tensor:
-    """Draw noise as ``draw_noise`` does, for a tensor on the CPU, from a key and on all cores."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    noise = torch.empty(like.numel(), dtype=dtype)
-    draw_normal_(noise, std, key, which)
-    return noise.view(like.shape)
 
 
 @allocates("noise")

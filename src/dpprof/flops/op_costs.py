@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from dpprof.flops.convolutions import CONVOLUTIONS
 from dpprof.flops.cost import COUNTED, AttentionShape, Cost, OpFamily, ProductShape, is_aligned
 from dpprof.methods.tensors import tensors_in
-from dpprof.norms import normal_numbers, triton_ops
+from dpprof.norms import triton_ops
 
 aten = torch.ops.aten
 
@@ -124,7 +124,7 @@ _INDEXING = {
 }
 _WRITES_ONLY = {
     *(aten.fill, aten.zero, aten.copy, aten._foreach_zero, aten._foreach_copy),  # noqa: SLF001
-    *(aten.normal, aten.uniform, aten.random, aten.bernoulli, normal_numbers.NORMAL),
+    *(aten.normal, aten.uniform, aten.random, aten.bernoulli),
 }
 """Operators whose in-place forms overwrite their target without reading it."""
 
@@ -152,7 +152,7 @@ _FAMILIES: dict[Any, OpFamily] = {
     **dict.fromkeys(_FUSED, "optimizer"),
     triton_ops.WEIGH: "elementwise",
     triton_ops.CROSS_ENTROPY: "reduction",
-    **dict.fromkeys((triton_ops.NOISE, normal_numbers.NORMAL), "random"),
+    triton_ops.NOISE: "random",
 }
 
 _UNTAGGED: tuple[tuple[str, OpFamily], ...] = (

@@ -99,10 +99,6 @@ class StepEffects(NamedTuple):
     """The squared norms of each sample by parameter, (B,), if a ``Clipping`` found them."""
 
 
-_PLACE_OF_STD = {"add_noise_": 3, "draw_normal_": 1}
-"""Our operators that draw noise, and the place of its standard deviation in their arguments."""
-
-
 class StepWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees whether anything computes in 16 bits; ``silent`` makes Gaussian draws their means."""
 
@@ -114,9 +110,9 @@ class StepWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if self.silent and name in _PLACE_OF_STD:
-            place = _PLACE_OF_STD[name]
-            args = (*args[:place], 0.0, *args[place + 1 :])
+        if self.silent and name == "add_noise_":
+            summed, key, which, _std, factor = args
+            args = summed, key, which, 0.0, factor
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16):
             self.in_16_bits = True
