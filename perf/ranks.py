@@ -3,8 +3,9 @@
     export PYTHONPATH=src
     python perf/ranks.py --output perf/ranks.md --figure perf/ranks.png
 
-Every row of published_ranks.csv is here, and none was used to choose a figure of the model; what is
-not predicted says why. Operators are those of PyTorch's eager mode under FSDP2: steps that were
+Every row of published_ranks.csv is here. No predicted median was fitted to one; the spread of an
+H100's clocks, which makes intervals wider, was chosen after they were seen. What is not predicted
+says why. Operators are those of PyTorch's eager mode under FSDP2: steps that were
 compiled are told apart, and count in no figure but their own. FSDP1 has no copies into and out of
 flat buffers, which are predicted for its rows all the same. llm-foundry's rows gather a block of
 backward when the one before it has ended, which is Composer's default (BACKWARD_POST). A trace of
@@ -15,18 +16,14 @@ keeps traces between runs.
 
 import csv
 import pickle
-import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from dpprof.answers.questions import make_experiment
-from dpprof.figures.style import SERIES_COLOURS, new_figure
 from dpprof.instruments.estimate import trace_steps
 from dpprof.memory.events import Op
 from dpprof.spec import registry
@@ -34,6 +31,7 @@ from dpprof.spec.parallel import GPUS_PER_NODE, Parallel
 from dpprof.spec.target import Target
 from dpprof.step_time.predict import predict_step
 from dpprof.system.console import say
+from published_points import Point, draw, summarise
 from script import ignore, make_parser, publish
 
 HERE = Path(__file__).parent
@@ -87,24 +85,12 @@ class Row(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A published step, and what was predicted for it: seconds with a 90 % interval."""
+    """A published step, and what was predicted for it."""
 
     row: Row
-    median: float
-    low: float
-    high: float
+    point: Point
     communication: float
     waiting: float
-
-    @property
-    def error(self) -> float:
-        """Predicted over published, less 1."""
-        return self.median / self.row.published_s - 1
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether what was published is inside the 90 % interval."""
-        return self.low <= self.row.published_s <= self.high
 
 
 def read_rows() -> list[Row]:
@@ -205,14 +191,12 @@ def predict(row: Row, traces: Path | None) -> Compared:
     rest = step.without_update or 0.0
     median = int(row.facts["accumulation"]) * rest + step.median - rest
     longer = median / step.median
-    return Compared(
-        row,
-        median,
-        step.low * longer,
-        step.high * longer,
-        step.communication_share or 0.0,
-        step.waiting_share,
+    point = Point(
+        *(row.facts["source"], row.published_s),
+        *(median, step.low * longer, step.high * longer),
+        is_compiled=row.facts["compiled"] == "yes",
     )
+    return Compared(row, point, step.communication_share or 0.0, step.waiting_share)
 
 
 def find_series(compared: Sequence[Compared]) -> Iterator[tuple[Compared, Compared]]:
@@ -253,11 +237,11 @@ def tabulate(rows: Sequence[Row], compared: Sequence[Compared]) -> str:
 
 
 def _lay_out(one: Compared) -> str:
-    facts = one.row.facts
+    facts, point = one.row.facts, one.point
     way = f"{facts['model']}, {facts['sharding']}"
     way += ", LoRA" if facts["lora"] else ""
     way += "" if facts["checkpointing"] == "none" else ", checkpointed"
-    way += ", compiled" if facts["compiled"] == "yes" else ""
+    way += ", compiled" if point.is_compiled else ""
     cells = [
         f"[{facts['source']}]({facts['url']})",
         facts["target"],
@@ -266,17 +250,17 @@ def _lay_out(one: Compared) -> str:
         f"{int(facts['seq_len']):,}",
         f"{facts['micro_batch']} x {facts['accumulation']}",
         f"{one.row.published_s * 1e3:,.0f}",
-        f"{one.median * 1e3:,.0f}",
-        f"{one.low * 1e3:,.0f} to {one.high * 1e3:,.0f}{'' if one.is_inside else ' *'}",
+        f"{point.median * 1e3:,.0f}",
+        f"{point.low * 1e3:,.0f} to {point.high * 1e3:,.0f}{'' if point.is_inside else ' *'}",
         f"{one.communication:.0%}",
         f"{one.waiting:.0%}",
-        f"{one.error:+.1%}",
+        f"{point.error:+.1%}",
     ]
     return f"| {' | '.join(cells)} |"
 
 
 def _summarise(compared: Sequence[Compared]) -> list[str]:
-    eager = [one for one in compared if one.row.facts["compiled"] != "yes"]
+    eager = [one for one in compared if not one.point.is_compiled]
     groups: dict[str, list[Compared]] = defaultdict(list)
     for one in eager:
         groups[f"{one.row.facts['source']}, {one.row.facts['target']}"].append(one)
@@ -284,18 +268,7 @@ def _summarise(compared: Sequence[Compared]) -> list[str]:
     several = [one for one in eager if one.row.gpus > 1]
     groups["all of more than one GPU"] = several
     groups["compiled, predicted as eager"] = [one for one in compared if one not in eager]
-    lines = [
-        "| source | steps | median error | median absolute error | inside the 90 % interval |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for name, group in groups.items():
-        errors = [one.error for one in group]
-        lines.append(
-            f"| {name} | {len(group)} | {statistics.median(errors):+.1%} "
-            f"| {statistics.median(map(abs, errors)):.1%} "
-            f"| {sum(one.is_inside for one in group) / len(group):.0%} |"
-        )
-    return lines
+    return summarise({name: [one.point for one in group] for name, group in groups.items()})
 
 
 def _compare_scaling(compared: Sequence[Compared]) -> list[str]:
@@ -310,7 +283,7 @@ def _compare_scaling(compared: Sequence[Compared]) -> list[str]:
         published = tokens_per_s(most, most.row.published_s) / tokens_per_s(
             few, few.row.published_s
         )
-        predicted = tokens_per_s(most, most.median) / tokens_per_s(few, few.median)
+        predicted = tokens_per_s(most, most.point.median) / tokens_per_s(few, few.point.median)
         off.append(abs(predicted - published))
         facts = few.row.facts
         lines.append(
@@ -320,43 +293,6 @@ def _compare_scaling(compared: Sequence[Compared]) -> list[str]:
         )
     within = sum(one <= 0.08 for one in off)  # noqa: PLR2004
     return [*lines, "", f"{within} of {len(off)} are within 8 points."]
-
-
-def draw(compared: Sequence[Compared]) -> Figure:
-    """Predicted over published seconds of a step, with 90 % intervals; open: compiled steps."""
-    figure, axes = new_figure(row_inches=3.6)
-    axis = axes[0, 0]
-    names = list(dict.fromkeys(one.row.facts["source"] for one in compared))
-    markers = "osD^vPX*<>"
-    looks = {
-        name: (SERIES_COLOURS[at % len(SERIES_COLOURS)], markers[at % len(markers)])
-        for at, name in enumerate(names)
-    }
-    for one in compared:
-        colour, marker = looks[one.row.facts["source"]]
-        is_compiled = one.row.facts["compiled"] == "yes"
-        axis.errorbar(
-            one.row.published_s,
-            one.median,
-            yerr=[[one.median - one.low], [one.high - one.median]],
-            color=colour,
-            marker=marker,
-            markersize=4,
-            markerfacecolor="white" if is_compiled else colour,
-            elinewidth=0.6,
-        )
-    published = [one.row.published_s for one in compared]
-    ends = [min(published) / 1.5, max(published) * 1.5]
-    axis.plot(ends, ends, color="grey", linewidth=0.8, zorder=0)
-    axis.set(xscale="log", yscale="log", xlabel="published step (s)", ylabel="predicted step (s)")
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_major_formatter("{x:g}")
-    handles = [
-        Line2D([], [], label=name, color=colour, marker=marker, linestyle="", markersize=4)
-        for name, (colour, marker) in looks.items()
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
-    return figure
 
 
 def main() -> None:
@@ -370,11 +306,11 @@ def main() -> None:
     for row in rows:
         if not row.facts["not_predicted"]:
             compared.append(predict(row, arguments.traces))
-            say(f"{row.facts['id']}: {compared[-1].error:+.1%}")
+            say(f"{row.facts['id']}: {compared[-1].point.error:+.1%}")
     picture = f"\n![{draw.__doc__}]({arguments.figure.name})\n" if arguments.figure else ""
     publish(f"{__doc__}{picture}", tabulate(rows, compared), arguments.output)
     if arguments.figure:
-        draw(compared).savefig(arguments.figure)
+        draw([one.point for one in compared]).savefig(arguments.figure)
 
 
 if __name__ == "__main__":

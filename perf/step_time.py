@@ -12,18 +12,14 @@ that a GPU does. Operators are those of PyTorch's eager mode: steps that were co
 apart, and count in no median but their own.
 """
 
-import statistics
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-
-from dpprof.figures.style import SERIES_COLOURS, new_figure
 from dpprof.records.result import PredictedTime
 from dpprof.system.console import say
+from published_points import Point, draw, summarise
 from published_steps import Row, predict, read_rows
 from script import make_parser, publish
 
@@ -43,14 +39,14 @@ class Compared(NamedTuple):
     predicted: PredictedTime
 
     @property
-    def error(self) -> float:
-        """Predicted over published, less 1."""
-        return self.predicted.median / self.row.published_s - 1
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether what was published is inside the 90 % interval."""
-        return self.predicted.low <= self.row.published_s <= self.predicted.high
+    def point(self) -> Point:
+        """The two times."""
+        step, row = self.predicted, self.row
+        return Point(
+            *(row.source.name, row.published_s),
+            *(step.median, step.low, step.high),
+            is_compiled=row.compiled,
+        )
 
 
 def compare(rows: Iterable[Row]) -> list[Compared]:
@@ -58,7 +54,7 @@ def compare(rows: Iterable[Row]) -> list[Compared]:
     compared = []
     for row in rows:
         compared.append(Compared(row, predict(row)))
-        say(f"{row.source.name}, {row.label}, T {row.seq_len}: {compared[-1].error:+.1%}")
+        say(f"{row.source.name}, {row.label}, T {row.seq_len}: {compared[-1].point.error:+.1%}")
     return compared
 
 
@@ -81,7 +77,7 @@ def tabulate(compared: Sequence[Compared]) -> str:
 
 def _lay_out(one: Compared) -> str:
     row, step = one.row, one.predicted
-    outside = "" if one.is_inside else " *"
+    outside = "" if one.point.is_inside else " *"
     cells = [
         row.label,
         row.dtype,
@@ -91,7 +87,7 @@ def _lay_out(one: Compared) -> str:
         f"{step.median * 1e3:,.0f}",
         f"{step.low * 1e3:,.0f} to {step.high * 1e3:,.0f}{outside}",
         f"{step.waiting_share:.0%}",
-        f"{one.error:+.1%}",
+        f"{one.point.error:+.1%}",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -104,51 +100,8 @@ def _summarise(compared: Sequence[Compared]) -> list[str]:
     compiled = [one for one in compared if one.row.compiled]
     if compiled:
         groups["compiled, predicted as eager"] = compiled
-    lines = [
-        "| source | steps | median error | median absolute error | inside the 90 % interval |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for name, group in groups.items():
-        errors = [one.error for one in group]
-        inside = sum(one.is_inside for one in group)
-        lines.append(
-            f"| {name} | {len(group)} | {statistics.median(errors):+.1%} "
-            f"| {statistics.median(map(abs, errors)):.1%} | {inside} of {len(group)} |"
-        )
-    return [*lines, "", _NOTE]
-
-
-def draw(compared: Sequence[Compared]) -> Figure:
-    """Predicted over published seconds of a step, with 90 % intervals; open: compiled steps."""
-    figure, axes = new_figure(row_inches=3.6)
-    axis = axes[0, 0]
-    names = list(dict.fromkeys(one.row.source.name for one in compared))
-    looks = dict(zip(names, zip(SERIES_COLOURS, "osD^vPX", strict=False), strict=False))
-    for one in compared:
-        step, (colour, marker) = one.predicted, looks[one.row.source.name]
-        below, above = step.median - step.low, step.high - step.median
-        axis.errorbar(
-            one.row.published_s,
-            step.median,
-            yerr=[[below], [above]],
-            color=colour,
-            marker=marker,
-            markersize=4,
-            markerfacecolor="white" if one.row.compiled else colour,
-            elinewidth=0.6,
-        )
-    published = [one.row.published_s for one in compared]
-    ends = [min(published) / 1.5, max(published) * 1.5]
-    axis.plot(ends, ends, color="grey", linewidth=0.8, zorder=0)
-    axis.set(xscale="log", yscale="log", xlabel="published step (s)", ylabel="predicted step (s)")
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_major_formatter("{x:g}")
-    handles = [
-        Line2D([], [], label=name, color=colour, marker=marker, linestyle="", markersize=4)
-        for name, (colour, marker) in looks.items()
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
-    return figure
+    points = {name: [one.point for one in group] for name, group in groups.items()}
+    return [*summarise(points), "", _NOTE]
 
 
 def main() -> None:
@@ -161,7 +114,7 @@ def main() -> None:
     picture = f"\n![{draw.__doc__}]({arguments.figure.name})\n" if arguments.figure else ""
     publish(f"{__doc__}{picture}", table, arguments.output)
     if arguments.figure:
-        draw(compared).savefig(arguments.figure)
+        draw([one.point for one in compared]).savefig(arguments.figure)
 
 
 if __name__ == "__main__":

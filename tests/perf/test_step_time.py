@@ -124,7 +124,8 @@ def test_compiled_steps_are_told_apart_and_steps_outside_their_interval_are_mark
 
 
 def test_every_step_is_a_point_of_the_figure() -> None:
-    figure = step_time.draw([compare(0.1), compare(-0.1, name="two"), compare(1, compiled=True)])
+    compared = [compare(0.1), compare(-0.1, name="two"), compare(1, compiled=True)]
+    figure = step_time.draw([one.point for one in compared])
     axis = figure.axes[0]
     points = [line for line in axis.lines if line.get_marker() in ("o", "s")]
 
