@@ -12,6 +12,7 @@ others measured.
 """
 
 import json
+import math
 import statistics
 from importlib.metadata import version
 from importlib.resources import files
@@ -117,7 +118,7 @@ def compare_between_nodes() -> list[str]:
     """Predict what others measured between nodes."""
     rows = yaml.safe_load(MEASURED.read_text("utf-8"))
     lines = [
-        "| source | GPUs | collective | size | measured GB/s | predicted | error of the time |",
+        "| source | GPUs | collective | size | measured GB/s | predicted GB/s | error in time |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: |",
     ]
     errors = []
@@ -139,11 +140,9 @@ def compare_between_nodes() -> list[str]:
             f"| {predicted:.0f} | {errors[-1]:+.0%} |"
         )
     off = [abs(one) for one in errors]
-    lines += [
-        "",
-        f"Median absolute error {statistics.median(off):.0%}.",
-    ]
-    return lines
+    within = sum(abs(math.log1p(one)) <= math.log(1.6) for one in errors)
+    median = f"{statistics.median(off):.0%}"
+    return [*lines, "", f"Median absolute error {median}; {within} of {len(off)} within 1.6 times."]
 
 
 def main() -> None:

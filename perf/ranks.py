@@ -26,6 +26,7 @@ import yaml
 from dpprof.answers.questions import make_experiment
 from dpprof.instruments.estimate import trace_steps
 from dpprof.memory.events import Op
+from dpprof.memory.streams import COPIES_OUT, JOINS
 from dpprof.spec import registry
 from dpprof.spec.parallel import GPUS_PER_NODE, Parallel
 from dpprof.spec.target import Target
@@ -47,9 +48,6 @@ _NOTE = """\
 An asterisk marks an interval that what was published lies outside of. A step exchanges while its
 GPU waits for other ranks, and waits while the host has not issued anything. A batch is samples of a
 GPU times those that are added up."""
-
-
-_JOINS, _COPIES_OUT = "fsdp.chunk_cat", "fsdp.split_with_sizes_copy"
 
 
 class Row(NamedTuple):
@@ -161,7 +159,7 @@ def gather_late(ops: Sequence[Op]) -> list[Op]:
     found: list[Op] = []
     held: list[Op] = []
     for at, op in enumerate(ops):
-        if op.name == _JOINS:
+        if op.name == JOINS:
             found += held
             held = []
         is_gather = op.name in ("fsdp.all_gather_copy_in", "c10d._allgather_base_")
@@ -177,7 +175,7 @@ def gather_late(ops: Sequence[Op]) -> list[Op]:
 def _is_joined_first(ops: Sequence[Op], at: int) -> bool:
     """Return whether a block's gradients are joined before what is gathered is copied out."""
     names = (op.name for op in ops[at:])
-    return next((one for one in names if one in (_JOINS, _COPIES_OUT)), _COPIES_OUT) == _JOINS
+    return next((one for one in names if one in (JOINS, COPIES_OUT)), COPIES_OUT) == JOINS
 
 
 def predict(row: Row, traces: Path | None) -> Compared:
@@ -188,8 +186,7 @@ def predict(row: Row, traces: Path | None) -> Compared:
     if row.facts["prefetch"] == "after":
         ops = gather_late(ops)
     step = predict_step(ops, "bfloat16", target, parallel=row.parallel)
-    rest = step.without_update or 0.0
-    median = int(row.facts["accumulation"]) * rest + step.median - rest
+    median = step.median + (int(row.facts["accumulation"]) - 1) * (step.median - step.update)
     longer = median / step.median
     point = Point(
         *(row.facts["source"], row.published_s),

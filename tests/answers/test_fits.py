@@ -2,13 +2,16 @@
 
 import json
 import runpy
+from types import SimpleNamespace
 
 import pytest
+from factory import make_experiment
 from fresh_process import ROOT
 
 import dpprof
 from dpprof.answers import fits as module
 from dpprof.cli.main import main
+from dpprof.instruments.capacity import _explain
 from dpprof.report.terminal.fits import tell_need
 from dpprof.spec.validation import InputError
 
@@ -31,7 +34,9 @@ REFUSED = {
     "a model of images": ({"models": ["hf:tiny-vit"]}, "no causal language model|seq_len"),
     "models as a text": ({"models": "hf:tiny-llama"}, "give a list with one value or more"),
     "no tokens": ({"tokens": 0}, "it must be a number above 0"),
-    "a price": ({"price_per_hour": -1.0}, "it must be a number above 0"),
+    "tokens as a text": ({"tokens": "1e6"}, "it must be a number above 0"),
+    "a price": ({"price_per_hour": -1.0}, "it must be a number from 0 on"),
+    "a preset": ({"models": ["small"]}, "small is no causal language model of Hugging Face"),
 }
 
 
@@ -52,7 +57,8 @@ def test_a_card_without_units_for_bfloat16_is_asked_in_float16_with_a_scale() ->
 
 
 def test_what_one_sample_needs_is_read_from_the_sentence_that_refuses_it() -> None:
-    refused = "m with flash-bk needs 31,000 MiB for one sample of 64 tokens, and there are 14 MiB"
+    batches = SimpleNamespace(find_need=lambda: 31_000 * 2**20, budget=14 * 2**20, least=1)
+    refused = _explain(make_experiment(), batches, 0)
 
     assert tell_need(refused) == "needs 31,000 MiB"
     assert tell_need("no such layer") == "no such layer"

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from dpprof.monitor import Monitor
+from dpprof.monitor.kept_logits import LogitsWatch
 
 TOKENS, WIDTH, VOCABULARY = 64, 8, 5000
 MIB = TOKENS * VOCABULARY * 4 / 2**20
@@ -48,3 +49,14 @@ def test_a_loop_that_takes_the_loss_alone_is_not_warned() -> None:
             with monitor.step(samples=1, tokens=TOKENS):
                 loss = model()["loss"]
                 loss.backward()
+
+
+def test_logits_that_two_losses_read_are_counted_once() -> None:
+    watch = LogitsWatch()
+    with watch:
+        logits = nn.functional.linear(torch.ones(TOKENS, WIDTH), torch.ones(VOCABULARY, WIDTH))
+        for label in range(2):
+            functional.cross_entropy(logits, torch.full((TOKENS,), label))
+
+    assert str(watch.tell_held()).startswith(f"{MIB:,.0f} MiB")
+    assert round(MIB) == 1

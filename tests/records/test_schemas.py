@@ -13,7 +13,9 @@ from factory import (
 )
 
 from dpprof.records.schemas import generated_files
+from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.parallel import Parallel
 from dpprof.spec.privacy import Privacy
 from dpprof.spec.sweep import Config, Sweep
 
@@ -75,3 +77,12 @@ def test_files_fit_the_published_schema(tmp_path, name: str, pattern: str, write
     jsonschema.validate(document, schema)
     # Every key is always there.
     assert set(document) == set(schema["required"])
+
+
+@pytest.mark.parametrize(("part", "key"), [(Parallel, "world_size"), (Architecture, "hf")])
+@pytest.mark.parametrize("mode", ["validation", "serialization"])
+def test_parts_that_leave_keys_out_are_described(part, key, mode) -> None:
+    described = part.model_json_schema(mode=mode)
+
+    assert key in described["properties"]
+    assert key in described["required"]

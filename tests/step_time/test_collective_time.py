@@ -62,6 +62,38 @@ def test_replicas_have_the_network_of_one_gpu_each() -> None:
     assert 2 * 3 / 4 * 2**30 / found.seconds / 1e9 < 50
 
 
+@pytest.mark.parametrize(("name", "mib"), [("all-gather", 256), ("all-reduce", 1024)])
+def test_the_node_with_the_fewest_gpus_binds_a_ring(name, mib) -> None:
+    """Nine GPUs, of which one is alone on its node, share its port."""
+
+    def take(ranks: int) -> float:
+        parallel = Parallel(kind="fsdp", world_size=ranks, network_gb_per_s=50)
+        return CollectiveModel(H100, parallel).predict(Collective(name, mib * 2**20, ranks)).seconds
+
+    port = 0.88 * 50e9
+    rounds = 2 if name == "all-reduce" else 1
+    assert take(9) >= rounds * 8 / 9 * mib * 2**20 / port
+    assert take(9) > take(10) > take(16) > take(8) * 0.9
+
+
+def test_more_ranks_in_a_node_than_were_measured_have_the_bandwidth_of_the_most() -> None:
+    def busbw(ranks: int) -> tuple[float, str, float]:
+        parallel = Parallel(kind="fsdp", world_size=ranks, gpus_per_node=72)
+        found = CollectiveModel(H100, parallel).predict(Collective("all-gather", 2**28, ranks))
+        return (ranks - 1) / ranks * 2**28 / found.seconds, found.basis, found.spread
+
+    of_8, of_72 = busbw(8), busbw(72)
+    assert of_72[0] == pytest.approx(of_8[0])
+    assert (of_8[1], of_72[1]) == ("measured at this shape", "extrapolated")
+    assert of_72[2] == 2 * of_8[2]
+
+
+def test_small_messages_between_nodes_are_less_sure() -> None:
+    model = CollectiveModel(H100, Parallel(kind="ddp", world_size=16))
+    small, large = (model.predict(Collective("all-reduce", 2**n, 16)) for n in (20, 24))
+    assert small.spread > large.spread
+
+
 def test_a_gpu_without_a_table_is_told() -> None:
     with pytest.raises(UnknownTimeError, match="known for the targets a100, a100-40gb, b200"):
         CollectiveModel(L4, NODE)

@@ -253,9 +253,9 @@ def test_noise_and_optimizer_are_what_a_step_without_them_lacks() -> None:
 
 
 def test_every_device_with_a_table_is_a_target_of_its_architecture() -> None:
-    for target, name in gpu_model._MEASURED.items():
+    for target, name in gpu_model.MEASURED.items():
         assert gpu_model._OF_ARCHITECTURE[target.compute_capability] in (name, "h100")
-    assert L4 not in gpu_model._MEASURED
+    assert L4 not in gpu_model.MEASURED
 
 
 def test_a_convolution_takes_longer_than_its_products_and_is_less_sure() -> None:

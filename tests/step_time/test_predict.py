@@ -5,7 +5,7 @@ import math
 import pytest
 
 from dpprof.flops.collectives import Collective
-from dpprof.memory.streams import COMMUNICATION, COMPUTE, Placed
+from dpprof.memory.streams import COMMUNICATION, COMPUTE, REPLICATION, Placed
 from dpprof.step_time.op_time import OpTime
 from dpprof.step_time.predict import Issued, combine
 
@@ -81,8 +81,9 @@ def test_a_collective_beside_kernels_costs_what_it_outlasts_them_by() -> None:
     assert [one.host_share for one in steps] == pytest.approx([0.0, 0.0, 0.0])
 
 
-def test_kernels_beside_a_collective_have_fewer_processors() -> None:
-    ops = [on(COMMUNICATION, 2.0, collective=SENT), on(COMPUTE, 3.0)]
+@pytest.mark.parametrize("stream", [COMMUNICATION, REPLICATION])
+def test_kernels_beside_a_collective_have_fewer_processors(stream) -> None:
+    ops = [on(stream, 2.0, collective=SENT), on(COMPUTE, 3.0)]
     step = combine(ops, 0.0, 0.0, 0.0, lent=0.2)
 
     assert step.median_s == pytest.approx(3.0 + 2.0 * 0.2 / 0.8)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
 from dpprof.analysis.advice.advice import describe
 from dpprof.answers.answer import Answer
 from dpprof.answers.capacities import find_capacities
@@ -15,7 +17,9 @@ from dpprof.records.advice import Option
 from dpprof.records.result import Result
 from dpprof.report.terminal.fits import METHOD, format_fits
 from dpprof.spec import registry
+from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.quantities import NotNegative, Positive
 from dpprof.spec.target import Target
 from dpprof.spec.validation import InputError, one_of, option_name, refuse, spell
 
@@ -148,9 +152,8 @@ def fits(
     for way in ways:
         if way not in WAYS:
             raise refuse(spell("ways"), way, one_of(WAYS, way))
-    for name, value in (("tokens", tokens), ("price_per_hour", price_per_hour)):
-        if value is not None and not 0 < value < float("inf"):
-            raise refuse(spell(name), value, "it must be a number above 0")
+    _check("tokens", tokens, Positive, "it must be a number above 0")
+    _check("price_per_hour", price_per_hour, NotNegative | None, "it must be a number from 0 on")
     questions = {
         (name, model, way, seq_len): _ask(name, model, way, seq_len)
         for name in targets
@@ -159,7 +162,7 @@ def fits(
         for seq_len in seq_lens
     }
     experiments = [make_experiment(fields) for fields in questions.values()]
-    _refuse_small_models(experiments)
+    _refuse_other_models(experiments)
     results = find_capacities(experiments, Path(), again=again)
     cells = [
         _fill(key, fields, result, tokens, price_per_hour)
@@ -183,17 +186,24 @@ def _ask(target: str, model: str, way: str, seq_len: int) -> dict[str, Any]:
     return fields | dict(WAYS[way])
 
 
-def _refuse_small_models(experiments: Sequence[Experiment]) -> None:
+def _check(name: str, value: Any, kind: Any, allowed: str) -> None:
+    try:
+        TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        raise refuse(spell(name), value, allowed) from None
+
+
+def _refuse_other_models(experiments: Sequence[Experiment]) -> None:
     """Refuse models that are no Hugging Face models for causal language modelling.
 
     Raises:
         InputError: There is one.
     """
     for one in experiments:
-        if one.image_size is not None or one.task != "causal-lm":
+        if not isinstance(one.model, Architecture) or one.task != "causal-lm":
             raise InputError(
-                f"{spell('models')}: {one.model_name} is no causal language model; dpprof advise "
-                "answers for other tasks"
+                f"{spell('models')}: {one.model_name} is no causal language model of Hugging Face; "
+                "dpprof advise answers for others"
             )
 
 
@@ -213,7 +223,7 @@ def _fill(
         peak_bytes=option.safe_peak_bytes,
         tokens_per_s=speed,
         hours=hours,
-        price=hours * price_per_hour if hours and price_per_hour else None,
+        price=None if hours is None or price_per_hour is None else hours * price_per_hour,
         message=None if option.safe_batch_size else _explain(option),
         command=_spell_command(fields),
     )

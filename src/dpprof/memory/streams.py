@@ -23,10 +23,11 @@ from dpprof.spec.parallel import Parallel
 COMPUTE, COMMUNICATION, COPY_IN, REPLICATION = range(4)
 STREAMS = 4
 
-_CASTS = "_foreach_copy_"
-_COPIES_IN = "fsdp.all_gather_copy_in"
-_COPIES_OUT = "fsdp.split_with_sizes_copy"
-_JOINS = "fsdp.chunk_cat"
+CASTS = "_foreach_copy_"
+COPIES_IN = "fsdp.all_gather_copy_in"
+COPIES_OUT = "fsdp.split_with_sizes_copy"
+JOINS = "fsdp.chunk_cat"
+"""Names of FSDP's copies: a cast before a gather, into and out of its buffer, and gradients'."""
 
 IN_FLIGHT = {"forward": 2}
 """Copies out, counted from the last, of which a gather waits for the first; 1 in other phases."""
@@ -67,11 +68,11 @@ def place(ops: Sequence[Op], parallel: Parallel | None) -> list[Placed]:
         last = IN_FLIGHT.get(op.phase, 1)
         if stream == COPY_IN and len(copies_out) >= last:
             waits.add(copies_out[-last])
-        if op.name == _JOINS and reduced is not None:
+        if op.name == JOINS and reduced is not None:
             waits.add(reduced)
         placed.append(Placed(stream, tuple(waits), collective))
         writers.update((number, at) for number, _ in op.writes if number >= 0)
-        if op.name == _COPIES_OUT:
+        if op.name == COPIES_OUT:
             copies_out.append(at)
         if stream == COMMUNICATION and collective and collective.name == "reduce-scatter":
             reduced = at
@@ -88,12 +89,12 @@ def _find_stream(
     parallel: Parallel,
 ) -> int:
     op = ops[at]
-    is_cast = op.name == _CASTS and at + 1 < len(ops) and ops[at + 1].name == _COPIES_IN
-    if op.name == _COPIES_IN or is_cast:
+    is_cast = op.name == CASTS and at + 1 < len(ops) and ops[at + 1].name == COPIES_IN
+    if op.name == COPIES_IN or is_cast:
         return COPY_IN
     if collective is None:
         return COMPUTE
     if parallel.kind == "ddp":
         return COMMUNICATION if op.phase == "backward" else COMPUTE
     sources = {ops[writers[number]].name for number, _ in op.reads if number in writers}
-    return COMMUNICATION if sources & {_COPIES_IN, _JOINS} else COMPUTE
+    return COMMUNICATION if sources & {COPIES_IN, JOINS} else COMPUTE

@@ -18,7 +18,7 @@ class LogitsWatch(FlopCounter):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
         self._products: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._logits: list[tuple[StorageWeakRef, int]] = []
+        self._logits: dict[StorageWeakRef, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator; logits are the last product as wide as what a softmax gets."""
@@ -29,12 +29,13 @@ class LogitsWatch(FlopCounter):  # type: ignore[no-untyped-call]
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._products[out.shape[-1]] = ref, storage.nbytes()
         elif name == "_log_softmax" and args[0].shape[-1] in self._products:
-            self._logits.append(self._products[args[0].shape[-1]])
+            ref, nbytes = self._products[args[0].shape[-1]]
+            self._logits[ref] = nbytes
         return out
 
     def tell_held(self) -> str | None:
         """Return a sentence where logits are held still; None where they are free, or small."""
         held = 0
-        for ref, nbytes in self._logits:
+        for ref, nbytes in self._logits.items():
             held += 0 if ref.expired() else nbytes  # type: ignore[no-untyped-call]
         return f"{held / 2**20:,.0f} MiB of {KEPT_LOGITS}" if held >= _NOTABLE else None

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
-from pydantic.annotated_handlers import GetJsonSchemaHandler
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import Field
 
+from dpprof.spec.later_keys import HasLaterKeys
 from dpprof.spec.quantization import Quantization, read_quantization
 from dpprof.spec.tasks import IMAGE_SIZE, Task, usual_task
 from dpprof.spec.validation import one_of
@@ -45,11 +43,13 @@ _REFUSED = {
 _MAX_NAME = 40
 
 
-class Architecture(BaseModel, frozen=True, extra="allow"):
+class Architecture(HasLaterKeys, frozen=True, extra="allow"):
     """The config of a Hugging Face model, and what it is trained for.
 
     Every key but ``hf`` and ``task`` is the config's own, as in the model's ``config.json``.
     """
+
+    later = ("task",)
 
     hf: str = Field(description="the model's name in ids and reports")
     task: Task | None = Field(
@@ -58,20 +58,6 @@ class Architecture(BaseModel, frozen=True, extra="allow"):
         "read images, seq2seq-lm for those with an encoder and a decoder, else causal-lm",
     )
     model_type: str = Field(description="the architecture, by the name that transformers gives it")
-
-    @model_serializer(mode="wrap")
-    def _leave_out_no_task(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave the key out where it is not given, so that older ids stay the same."""
-        fields: dict[str, Any] = dump(self)
-        return {key: one for key, one in fields.items() if key != "task" or one is not None}
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        """Return the schema of the fields, which that serializer would hide."""
-        inner: Any = {key: one for key, one in schema.items() if key != "serialization"}
-        return handler(inner)
 
     def __hash__(self) -> int:
         """Hash the whole config, which may hold lists and mappings."""

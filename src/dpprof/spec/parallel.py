@@ -1,28 +1,21 @@
 """Data-parallel training: several ranks that train one model."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, model_validator
 
+from dpprof.spec.later_keys import HasLaterKeys
 from dpprof.spec.quantities import read_pairs, refuse_bool
 
 MOST_RANKS = 65_536
 
 GPUS_PER_NODE = 8
 
-_LATER = ("gpus_per_node", "network_gb_per_s")
-"""Keys that came after the first results."""
 
-
-class Parallel(BaseModel, frozen=True, extra="forbid"):
+class Parallel(HasLaterKeys, frozen=True, extra="forbid"):
     """Ranks that compute the gradients of a part of each batch."""
+
+    later = ("gpus_per_node", "network_gb_per_s")
 
     kind: Literal["ddp", "fsdp", "hsdp"] = Field(
         description="ddp (DistributedDataParallel, each rank has the whole model); fsdp (FSDP2's "
@@ -57,13 +50,6 @@ class Parallel(BaseModel, frozen=True, extra="forbid"):
                 f"of {self.gpus_per_node} (gpus_per_node)"
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _leave_out_later(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Dump without later keys that were not given, so that older ids stay the same."""
-        fields: dict[str, Any] = dump(self)
-        later = {name: type(self).model_fields[name].default for name in _LATER}
-        return {k: v for k, v in fields.items() if k not in later or v != later[k]}
 
     @property
     def is_sharded(self) -> bool:

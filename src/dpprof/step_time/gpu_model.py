@@ -15,7 +15,7 @@ from dpprof.step_time.op_time import OpTime, UnknownTimeError
 from dpprof.step_time.product_table import PeakRates, ProductTable, bound_s, read_product_table
 
 _TABLES = ("a100", "b200", "h100", "h200", "l40s")
-_MEASURED: dict[Target, str] = {getattr(datasheets, name.upper()): name for name in _TABLES}
+MEASURED: dict[Target, str] = {getattr(datasheets, name.upper()): name for name in _TABLES}
 """Devices with a table of their own."""
 
 _OF_ARCHITECTURE = {"8.0": "a100", "8.9": "l40s", "9.0": "h100", "10.0": "b200"}
@@ -182,7 +182,7 @@ class GpuModel:
     host = HOST_S
 
     def __init__(self, target: Target, dtype: Dtype) -> None:
-        own = _MEASURED.get(target)
+        own = MEASURED.get(target)
         name = own or _OF_ARCHITECTURE.get(target.compute_capability)
         self._products: ProductTable | None = read_product_table(name) if name else None
         self._is_own = own is not None

@@ -20,7 +20,15 @@ from typing import NamedTuple
 import numpy as np
 
 from dpprof.memory.events import Op
-from dpprof.memory.streams import COMMUNICATION, COMPUTE, COPY_IN, STREAMS, Placed, place
+from dpprof.memory.streams import (
+    COMMUNICATION,
+    COMPUTE,
+    COPIES_IN,
+    REPLICATION,
+    STREAMS,
+    Placed,
+    place,
+)
 from dpprof.records.record import ResultError
 from dpprof.records.result import PredictedTime, Time
 from dpprof.records.terms import BASES, Basis
@@ -129,7 +137,7 @@ def combine(
     """
     placed = [op.placed for op in ops]
     of_ranks = [one.collective is not None for one in placed]
-    seconds = _lend(placed, [op.time.seconds for op in ops], of_ranks, host_s, lent)
+    seconds = _lend(placed, [op.time.seconds for op in ops], host_s, lent)
 
     def run(sigmas: float, of_collectives: float = 0.0) -> _Run:
         device, ranks = math.exp(sigmas * spread), math.exp(of_collectives * ranks_spread)
@@ -170,21 +178,20 @@ def combine(
 
 
 def _lend(
-    placed: Sequence[Placed],
-    seconds: list[float],
-    of_ranks: Sequence[bool],
-    host_s: float,
-    lent: float,
+    placed: Sequence[Placed], seconds: list[float], host_s: float, lent: float
 ) -> list[float]:
-    """Return longer times for kernels that run beside collectives."""
-    beside = [at for at, one in enumerate(placed) if one.stream == COMMUNICATION and of_ranks[at]]
-    if not lent or not beside:
+    """Return longer times for kernels that run beside collectives, of shards or of replicas."""
+    streams = {one.stream for one in placed} & {COMMUNICATION, REPLICATION}
+    if not lent or not streams:
         return seconds
     run = _run(placed, seconds, host_s, on_host=False)
-    edges = np.array([[run.starts[at], run.ends[at]] for at in beside]).ravel()
-    busy = np.cumsum(np.diff(edges, prepend=edges[0]) * (np.arange(len(edges)) % 2))
-    begins, ends = (np.interp(one, edges, busy) for one in (run.starts, run.ends))
-    longer = (ends - begins) * lent / (1 - lent)
+    longer = np.zeros(len(placed))
+    for stream in streams:
+        beside = [at for at, one in enumerate(placed) if one.stream == stream]
+        edges = np.array([[run.starts[at], run.ends[at]] for at in beside]).ravel()
+        busy = np.cumsum(np.diff(edges, prepend=edges[0]) * (np.arange(len(edges)) % 2))
+        begins, ends = (np.interp(one, edges, busy) for one in (run.starts, run.ends))
+        longer += (ends - begins) * lent / (1 - lent)
     return [
         one + float(more) * (where.stream == COMPUTE)
         for one, more, where in zip(seconds, longer, placed, strict=True)
@@ -275,11 +282,10 @@ def predict_step(
         if placed.collective is not None:
             assert collectives is not None
             return collectives.predict(placed.collective)
-        if placed.stream == COPY_IN and op.cost.op.startswith("fsdp."):
+        if op.name == COPIES_IN:
             own = op.writes[0][1]  # it writes a part of the buffer that it returns
-            return OpTime(
-                2 * own / (MEMORY.value * target.bandwidth_bytes_per_s), 0.0, "data sheet"
-            )
+            seconds = 2 * own / (MEMORY.value * target.bandwidth_bytes_per_s)
+            return OpTime(seconds, MEMORY.spread, "data sheet")
         found = model.predict(op.cost, moved_bytes(op))
         return found._replace(seconds=slowest * found.seconds)
 
