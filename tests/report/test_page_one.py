@@ -382,6 +382,25 @@ def test_a_method_that_failed_verification_is_not_recommended(tmp_path) -> None:
     )
 
 
+def test_a_training_is_told_on_the_fewest_gpus_that_fit_a_right_method(tmp_path) -> None:
+    ranks = {"kind": "fsdp", "world_size": 2}
+    wrong, right = fits("opacus-ghost", 1.0), fits("flash-bk", 1.0, parallel=ranks)
+    write_synthetic_verdict(tmp_path, wrong[0], passed=False, reason="wrong")
+
+    said = page_of(tmp_path, wrong, right).headline[0]
+    assert said.startswith("Train V16-d8-L1-H2 with flash-bk on 2 x h200, in batches of 8 at 64.0")
+
+
+def test_without_a_budget_the_fewest_gpu_hours_are_best(tmp_path) -> None:
+    ranks = {"kind": "fsdp", "world_size": 2}
+    two = make_experiment(method="flash-bk", device="cuda", target="h100", parallel=ranks)
+    # 64 tokens/s of two GPUs are fewer of each than 40 of one.
+    on_two = two, "capacity", {"recorded": make_capacity(1.0)}
+
+    said = page_of(tmp_path, fits("flash-bk", 0.8), on_two).headline[0]
+    assert said.startswith("Train V16-d8-L1-H2 with flash-bk on h200, in batches of 8 at 40.0")
+
+
 def test_no_result_at_all_is_said(tmp_path) -> None:
     tables = build_tables(collect(make_manifest((make_experiment(), 0)), tmp_path, partial=True))
 

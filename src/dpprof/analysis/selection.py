@@ -102,18 +102,23 @@ def find_here(experiments: pd.DataFrame) -> pd.DataFrame:
 def find_trainings(tables: Tables) -> list[pd.DataFrame]:
     """Return capacity results by what is trained, each with what the privacy budget costs.
 
-    Rows are options: of every target those on the fewest ranks on which a private method safely
-    fits. Their hours and price are those of the first epsilon. What fits a single GPU comes first,
+    Rows are options: of every target those on the fewest ranks on which one ``fits_privately``.
+    Their hours and price are those of the first epsilon. What fits a single GPU comes first,
     then the largest model and the longest sequence.
     """
     advice = _with_size(_add_price(tables), tables["runs"])
     ranks = advice["parallel"].map(read_world_size)
-    fits = advice["private"].astype(bool) & advice["safe_batch_size"].notna()
     found = []
-    for rows in _group_by(TRAINING, advice.assign(ranks=ranks, fits=fits)):
+    for rows in _group_by(TRAINING, advice.assign(ranks=ranks, fits=fits_privately(advice))):
         by_target = [_on_fewest_ranks(on_it) for _, on_it in rows.groupby(rows["target"].map(str))]
         found.append(pd.concat(by_target, ignore_index=True))
     return sorted(found, key=_rank_training)
+
+
+def fits_privately(advice: pd.DataFrame) -> "pd.Series[bool]":
+    """Return whether each option is private, with a safe batch and a gradient not known wrong."""
+    safe = advice["private"].astype(bool) & advice["safe_batch_size"].notna()
+    return safe & advice["verdict"].ne("wrong")
 
 
 def _add_price(tables: Tables) -> pd.DataFrame:

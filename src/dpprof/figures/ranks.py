@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from dpprof.analysis.advice.scaling import BILLION
-from dpprof.analysis.selection import TRAINING
+from dpprof.analysis.selection import TRAINING, fits_privately
 from dpprof.analysis.tables.axes import name_model, name_size
 from dpprof.figures.labels import label_ends
 from dpprof.figures.panels import break_title
@@ -96,7 +96,7 @@ def _say(panels: list[pd.DataFrame]) -> str:
     """Return the fewest GPUs on which a private method safely fits, by target."""
     said = []
     for rows in panels:
-        fitting = rows[rows["private"].astype(bool) & rows["safe_batch_size"].notna()]
+        fitting = rows[fits_privately(rows)]
         if len(fitting):
             said.append(f"{fitting['ranks'].min()} x {fitting['target'].iloc[0]}")
     name = name_model(panels[0].iloc[0].drop("parallel")).removeprefix(PREFIX)

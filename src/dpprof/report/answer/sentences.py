@@ -92,15 +92,16 @@ def _tell_training(rows: pd.DataFrame, noise: pd.DataFrame) -> str:
 
 
 def find_best(rows: pd.DataFrame) -> Any:
-    """Return the private option that takes the fewest hours, else is fastest, else fits most.
+    """Return the private option that takes the fewest GPU hours, else fits most; None without any.
 
-    None where no private method safely fits with a right gradient.
+    Without a budget, that is the one with most tokens per second of a GPU.
     """
-    able = rows[rows["fits"] & (rows["verdict"] != "wrong")]
-    order = ["gpu_hours", "tokens_per_s", "safe_batch_size"]
-    ranked = able.assign(**able[order].astype(float)).sort_values(
-        order, ascending=[True, False, False], kind="stable"
-    )
+    able = rows[rows["fits"]]
+    names = ["gpu_hours", "tokens_per_s", "safe_batch_size"]
+    order = able[names].astype(float)
+    order["tokens_per_s"] /= able["ranks"]
+    best_first = order.sort_values(names, ascending=[True, False, False], kind="stable")
+    ranked = able.loc[best_first.index]
     return ranked.iloc[0] if len(ranked) else None
 
 
