@@ -90,7 +90,7 @@ def find_here(experiments: pd.DataFrame) -> pd.DataFrame:
     the most methods, replicated ones first, then the most tokens in a batch.
     """
     # Positions are learned, so one model has more parameters for longer sequences.
-    known = _with_size(measured(experiments), experiments)
+    known = with_size(measured(experiments), experiments)
     groups = _group_by(SETTING, known)
     if not groups:
         return experiments.head(0)
@@ -106,7 +106,7 @@ def find_trainings(tables: Tables) -> list[pd.DataFrame]:
     Their hours and price are those of the first epsilon. What fits a single GPU comes first,
     then the largest model and the longest sequence.
     """
-    advice = _with_size(_add_price(tables), tables["runs"])
+    advice = with_size(_add_price(tables), tables["runs"])
     ranks = advice["parallel"].map(read_world_size)
     found = []
     for rows in _group_by(TRAINING, advice.assign(ranks=ranks, fits=fits_privately(advice))):
@@ -173,7 +173,7 @@ def find_agreement(tables: Tables) -> pd.DataFrame:
 
 def find_predicted(tables: Tables) -> dict[str, pd.DataFrame]:
     """Return predicted peaks by target, of one setting each, with their ratio to standard."""
-    peaks = _with_size(compose_peaks(tables), tables["peaks"])
+    peaks = with_size(compose_peaks(tables), tables["peaks"])
     peaks = peaks[peaks["target"].notna()]
     found = {}
     for target, rows in _choose_by_target(peaks, SETTING, _how_much_is_known).items():
@@ -197,7 +197,7 @@ def _choose_by_target(
     return {target: found[target].reset_index(drop=True) for target in ranked}
 
 
-def _with_size(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
+def with_size(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
     """Return rows with a column for the most parameters that their model has where it is known."""
     most = known.groupby("model")["parameters_total"].max()
     return rows.assign(model_size=rows["model"].map(most).astype(float))
