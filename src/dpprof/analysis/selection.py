@@ -159,7 +159,9 @@ def find_agreement(tables: Tables) -> pd.DataFrame:
     estimated = ["experiment_id", "peak_bytes", "allocator_peak_bytes"]
     timed = [f"predicted_step{end}_s" for end in ("", "_low", "_high")]
     peaks, costs = (
-        tables[name].loc[lambda rows: rows["instrument"].eq("estimate") & rows["target"].isna()]
+        tables[name]
+        .loc[lambda rows: rows["instrument"].eq("estimate") & rows["target"].isna()]
+        .drop_duplicates("experiment_id")
         for name in ("peaks", "costs")
     )
     names = {"peak_bytes": "predicted_bytes", "allocator_peak_bytes": "measured_bytes"}
