@@ -20,11 +20,14 @@ from factory import (
 
 from dpprof.analysis.advice.budget import Planned
 from dpprof.analysis.collection import collect
+from dpprof.analysis.selection import find_trainings
 from dpprof.analysis.tables.build import build_tables
 from dpprof.report.content import build_document
+from dpprof.report.page.data import list_trainings
 from dpprof.report.rendering.document import Bullets, Drawing, Picture, Table
-from dpprof.report.wording import spell_large
+from dpprof.report.wording import name_trainings, spell_large
 
+SETTINGS = ((8, "float32"), (16, "float32"), (16, "bfloat16"))
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "flash-bk")
 GIB = 2**30
 STEP_S = {"standard": 1.0, "opacus-ghost": 1.9, "flash-bk": 1.15}
@@ -225,6 +228,45 @@ def test_trainings_that_differ_in_a_setting_say_so(tmp_path) -> None:
     table = page.sections[0].blocks[0]
 
     assert sorted(row[table.header.index("checkpointing")] for row in table.rows) == list(ways)
+
+
+def test_no_two_trainings_have_one_name(tmp_path) -> None:
+    foreign = {"model": "hf:m", "lora": "rank=4"}
+    runs = [
+        *(fits("flash-bk", 1.0, seq_len=length, dtype=dtype) for length, dtype in SETTINGS),
+        *(fits("flash-bk", 1.0, checkpointing="reentrant", seq_len=length) for length in (8, 16)),
+    ]
+    tables = tables_of_runs(tmp_path, *runs)
+    one = find_trainings(tables)[0].assign(**foreign)
+    adapted = [
+        one.assign(quantization=None),
+        one.assign(quantization="nf4"),
+        one.assign(quantization="nf4", lora="rank=8"),
+    ]
+    page = build_document(tables, [])
+
+    assert name_trainings(adapted) == [
+        "m with LoRA",
+        "m with LoRA over nf4 (rank=4)",
+        "m with LoRA over nf4 (rank=8)",
+    ]
+    assert page.question == "How should one train 1 model in 5 settings privately on h200?"
+    assert [said.partition(" with flash-bk")[0] for said in page.headline] == [
+        "Train V16-d8-L1-H2 at T = 16 (float32, checkpointing none)",
+        "Train V16-d8-L1-H2 at T = 16 (bfloat16, checkpointing none)",
+    ]
+    names = list_trainings(tables)["training"]
+    assert names.nunique() == len(names) == len(runs)
+
+
+def test_two_lengths_are_asked_about_and_told_by_name(tmp_path) -> None:
+    page = page_of(tmp_path, *(fits("flash-bk", 1.0, seq_len=length) for length in (8, 16)))
+
+    named = [f"V16-d8-L1-H2 at T = {length}" for length in (16, 8)]
+    assert page.question == f"How should one train {' and '.join(named)} privately on h200?"
+    assert [said.partition(" with flash-bk")[0] for said in page.headline] == [
+        f"Train {name}" for name in named
+    ]
 
 
 def test_a_training_is_told_on_the_fewest_gpus_that_fit_it(tmp_path) -> None:

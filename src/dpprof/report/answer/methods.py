@@ -36,9 +36,9 @@ TITLE = "The methods side by side"
 _MOST_ROWS = 24
 """More leave no room for the figure; the appendix has all."""
 
-SAID = {
-    *("model", "lora", "trainable", "seq_len", "image_size", "dtype", "target", "device"),
-    *("parallel", "method", "batch_size"),
+_SAID = {
+    *("model", "lora", "quantization", "trainable", "seq_len", "image_size", "dtype"),
+    *("target", "device", "parallel", "method"),
 }
 """The axes that the columns of every training say."""
 
@@ -76,7 +76,8 @@ def _tell_trainings(tables: Tables) -> Blocks:
     rows = pd.concat(found, ignore_index=True)
     rows = rows[rows["private"].astype(bool)] if rows["private"].any() else rows
     noise = tables["noise"]
-    others = varying_axes(rows, but=SAID)
+    adapters = {"lora"} if len(set(rows["lora"].dropna())) > 1 else set()
+    others = varying_axes(rows, but=_SAID - adapters)
     columns = {
         "model": words(name_trained),
         "size": words(name_size),
