@@ -222,6 +222,39 @@ def test_a_budget_is_priced_in_the_answer_and_the_table(tmp_path) -> None:
     assert "in 100 steps of 64 samples" in table.caption
 
 
+def test_steps_are_those_of_one_plan_only(tmp_path) -> None:
+    noise = {length: make_noise(length) for length in (8.0, 16.0)}
+    noise[16.0] = make_noise(16.0, batch_size=128)
+    runs = [fits("flash-bk", 1.0, seq_len=length) for length in (8, 16)]
+    tables = tables_of_runs(tmp_path, *runs, planned=Planned(PRIVACY, noise))
+    caption = build_document(tables, []).sections[0].blocks[0].caption
+
+    assert "Hours and price are those of 51,200 tokens at epsilon 8; x plain" in caption
+    assert "steps of" not in caption
+
+
+def test_without_a_budget_nothing_is_said_of_hours(tmp_path) -> None:
+    table = page_of(tmp_path, fits("flash-bk", 1.0)).sections[0].blocks[0]
+
+    assert "plain" not in table.caption
+
+
+def test_rows_that_are_cut_off_are_counted(tmp_path) -> None:
+    runs = [fits("flash-bk", 1.0, seq_len=length) for length in range(4, 30)]
+    table = page_of(tmp_path, *runs).sections[0].blocks[0]
+
+    assert len(table.rows) == 24
+    assert "These are 24 of 26 rows; advice.csv has all." in table.caption
+
+
+def test_the_page_in_a_browser_has_every_number_of_gpus(tmp_path) -> None:
+    ranks = [None, *({"kind": "fsdp", "world_size": size} for size in (2, 4))]
+    tables = tables_of_runs(tmp_path, *(fits("flash-bk", 1.0, parallel=one) for one in ranks))
+
+    assert sorted(list_trainings(tables)["gpus"]) == ["2 x h200", "4 x h200", "h200"]
+    assert find_trainings(tables)[0]["ranks"].tolist() == [1]
+
+
 def test_trainings_that_differ_in_a_setting_say_so(tmp_path) -> None:
     ways = ("none", "reentrant")
     page = page_of(tmp_path, *(fits("flash-bk", 1.0, checkpointing=way) for way in ways))

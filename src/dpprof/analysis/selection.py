@@ -106,13 +106,19 @@ def find_trainings(tables: Tables) -> list[pd.DataFrame]:
     Their hours and price are those of the first epsilon. What fits a single GPU comes first,
     then the largest model and the longest sequence.
     """
-    advice = with_size(_add_price(tables), tables["runs"])
-    ranks = advice["parallel"].map(read_world_size)
     found = []
-    for rows in _group_by(TRAINING, advice.assign(ranks=ranks, fits=fits_privately(advice))):
+    for rows in find_options(tables):
         by_target = [_on_fewest_ranks(on_it) for _, on_it in rows.groupby(rows["target"].map(str))]
         found.append(pd.concat(by_target, ignore_index=True))
-    return sorted(found, key=_rank_training)
+    return found
+
+
+def find_options(tables: Tables) -> list[pd.DataFrame]:
+    """Return capacity results by what is trained, as ``find_trainings``, on any number of ranks."""
+    advice = with_size(_add_price(tables), tables["runs"])
+    ranks = advice["parallel"].map(read_world_size)
+    found = _group_by(TRAINING, advice.assign(ranks=ranks, fits=fits_privately(advice)))
+    return sorted((rows.reset_index(drop=True) for rows in found), key=_rank_training)
 
 
 def fits_privately(advice: pd.DataFrame) -> "pd.Series[bool]":

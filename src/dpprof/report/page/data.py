@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from dpprof.analysis.groups import RECORDERS
-from dpprof.analysis.selection import Tables, find_trainings, spread_owners
+from dpprof.analysis.selection import Tables, find_options, spread_owners
 from dpprof.analysis.tables.axes import (
     AXES,
     BASELINE,
@@ -114,8 +114,8 @@ _PRICED = (
 
 
 def list_trainings(tables: Tables) -> pd.DataFrame:
-    """Return what capacities and the privacy budget say of each method of each training."""
-    found = find_trainings(tables)
+    """Return what capacities and the privacy budget say of each option of each training."""
+    found = find_options(tables)
     if not found:
         return pd.DataFrame(columns=["training", "gpus", "method", *_PRICED])
     names = zip(found, name_trainings(found, "seq_len", "dtype"), strict=True)
