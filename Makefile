@@ -21,13 +21,15 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 .PHONY: report install test test-slow examples lint docs gallery perf schemas answers lock clean
 .DEFAULT_GOAL := report
 
-# What is asked instead; only Hugging Face's models get adapters.
-LEFT_OUT := from-scratch: none$(if $(filter hf:%,$(MODEL)),,$(comma) adapters: none)
-ASKED := $(if $(MODEL),'sweeps={$(LEFT_OUT)}') \
+# What is asked instead: Hugging Face's models with adapters and whole, others from scratch and whole.
+ANSWERED := $(if $(filter hf:%,$(MODEL)),from-scratch: none,from-scratch: {model: "$(MODEL)"}$(comma) adapters: none)
+ASKED := $(if $(MODEL),'sweeps={$(ANSWERED)}') \
   $(if $(MODEL)$(TARGET),'defaults={$(if $(MODEL),model: "$(MODEL)"$(comma)) $(if $(TARGET),target: "$(TARGET)")}') \
-  $(if $(EPSILON),'privacy={epsilon: $(EPSILON)}')
+  $(if $(EPSILON),'privacy={epsilon: [$(EPSILON)]}')
+BOTH = CONFIG replaces the sweep that MODEL, TARGET and EPSILON ask about: give CONFIG, or them
 
 report: install
+	$(if $(and $(CONFIG),$(strip $(ASKED))),$(error $(BOTH)))
 	snakemake --cores $(CORES) $(if $(CONFIG),--configfile $(CONFIG)) $(if $(strip $(ASKED)),--config $(ASKED))
 	@awk '/^#/ { shown = NR == 1 || /Can I believe this/ } shown { gsub(/\\/, ""); print }' results/report.md
 

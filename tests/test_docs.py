@@ -48,7 +48,7 @@ def test_links_and_anchors_lead_somewhere(page) -> None:
     assert lost == []
 
 
-def test_the_gallery_has_every_figure_with_its_question() -> None:
+def test_the_gallery_has_every_figure_with_its_section() -> None:
     script = runpy.run_path(str(ROOT / "workflow" / "scripts" / "gallery.py"))
 
     assert (DOCS / "gallery.md").read_text(encoding="utf-8") == script["write_page"]()

@@ -52,14 +52,15 @@ def test_a_step_is_its_samples_at_the_safe_batchs_speed_and_one_update(tmp_path)
     assert other.same_batch_noise_multiplier == 1.0
 
 
-def test_several_gpus_share_a_batch_and_all_their_hours_are_paid(tmp_path) -> None:
-    def on(gpus: int):
-        given = {"method": "flash-bk", "seq_len": 8, "device": "cuda", "target": "h100"}
-        given |= {"parallel": f"kind=fsdp,world_size={gpus}"} if gpus > 1 else {}
-        found = {"recorded": make_capacity(**FITS), "outcome": "ok"}
-        return write_synthetic(tmp_path, make_experiment(**given), instrument="capacity", **found)
+def on(root, gpus: int, method="flash-bk"):
+    given = {"method": method, "seq_len": 8, "device": "cuda", "target": "h100"}
+    given |= {"parallel": f"kind=fsdp,world_size={gpus}"} if gpus > 1 else {}
+    found = {"recorded": make_capacity(**FITS), "outcome": "ok"}
+    return write_synthetic(root, make_experiment(**given), instrument="capacity", **found)
 
-    budget = make_budget([on(1), on(4)], "h100", {}, PRIVACY, make_noise(8.0))
+
+def test_several_gpus_share_a_batch_and_all_their_hours_are_paid(tmp_path) -> None:
+    budget = make_budget([on(tmp_path, 1), on(tmp_path, 4)], "h100", {}, PRIVACY, make_noise(8.0))
 
     one, four = (cost for cost in budget.methods if cost.epsilon == 8)
     # 64 samples are 16 on each of four: 2 micro-batches of 8 take 1.6 s, and the update 0.2 s.
@@ -69,8 +70,18 @@ def test_several_gpus_share_a_batch_and_all_their_hours_are_paid(tmp_path) -> No
     assert four.gpu_hours == pytest.approx(4 * 100 * 1.8 / 3600)
     assert four.price == pytest.approx(2 * four.gpu_hours)
     text = format_budget(budget)
-    assert "Fewest GPU hours: flash-bk on 1." in text
+    assert "Fewest GPU hours: flash-bk on 1 GPU." in text
     assert "hours" in text.split("GPU hours")[1].splitlines()[0]
+
+
+def test_a_method_that_failed_verification_takes_not_the_fewest_hours(tmp_path) -> None:
+    found = [on(tmp_path, 1, "opacus-ghost"), on(tmp_path, 2), on(tmp_path, 4)]
+    wrong = {found[0].experiment_id: Standing(False, "another gradient")}
+    budget = make_budget(found, "h100", wrong, PRIVACY, make_noise(8.0))
+
+    hours = {cost.gpus: cost.gpu_hours for cost in budget.methods if cost.epsilon == 8}
+    assert hours[1] < hours[2] < hours[4]
+    assert "Fewest GPU hours: flash-bk on 2 GPUs." in format_budget(budget)
 
 
 def test_micro_batches_are_equal_parts_of_what_safely_fits(tmp_path) -> None:

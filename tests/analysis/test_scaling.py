@@ -73,14 +73,54 @@ def test_nothing_is_said_where_no_speed_is_predicted() -> None:
     assert format_gpus(compare_gpus(silent)) == []
 
 
-def test_lines_are_tokens_a_second_and_gpu_hours_over_gpus() -> None:
+def draw_of(advices):
+    named = {"model", "target", "parallel", "seq_len", "dtype"}
     rows = pd.DataFrame(
-        one.model_dump(include={"model", "target", "parallel", "seq_len", "dtype"})
-        | option.model_dump()
-        for one in advise()
+        one.model_dump(include=named) | option.model_dump()
+        for one in advices
         for option in one.options
     )
-    figure = draw({"advice": rows})
+    return draw({"advice": rows, "runs": rows.assign(parameters_total=10)})
+
+
+def trainings(**speeds) -> list[Advice]:
+    """On 1 and 2 GPUs, the speeds of flash in each training; None where it does not fit."""
+    return [
+        one.model_copy(update={"model": name, "options": (option("flash", speed),)})
+        for name, of_each in speeds.items()
+        for one, speed in zip(reversed(advise()), of_each, strict=False)
+    ]
+
+
+def test_each_training_has_its_own_number_of_gpus() -> None:
+    wrong = option("opacus-ghost", 100.0, "wrong")
+    told = trainings(tiny=(1000.0, 1800.0), small=(None, 500.0))
+    told[2] = told[2].model_copy(update={"options": (wrong,)})
+
+    assert draw_of(told).get_label() == (
+        "The fewest GPUs that train privately: small, T = 4,096 on h100: 2; tiny, T = 4,096 on "
+        "h100: 1."
+    )
+
+
+def test_a_training_without_times_has_no_panel_where_another_has_times() -> None:
+    untimed = option("flash", 1.0).model_copy(update={"tokens_per_s": None})
+    told = trainings(tiny=(1000.0, 1800.0), small=(1.0, 1.0))
+    told[2:] = [one.model_copy(update={"options": (untimed,)}) for one in told[2:]]
+
+    assert [axis.get_title() for axis in draw_of(told).axes] == ["tiny, T = 4,096 on h100", ""]
+    (axis,) = draw_of(told[2:]).axes
+    assert axis.get_ylabel() == "samples on each GPU"
+
+
+def test_panels_that_are_left_out_are_counted() -> None:
+    told = trainings(**dict.fromkeys("abcde", (1000.0, 1800.0)))
+
+    assert draw_of(told).get_suptitle().startswith("3 of 5 settings: ")
+
+
+def test_lines_are_tokens_a_second_and_gpu_hours_over_gpus() -> None:
+    figure = draw_of(advise())
 
     speed, cost = figure.axes
     lines = {line.get_color(): line for line in speed.lines if len(line.get_xdata()) > 1}

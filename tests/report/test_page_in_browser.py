@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 from browsing import SIZE, Opened
-from factory import make_experiment, make_manifest, write_runs
+from factory import (
+    make_capacity,
+    make_experiment,
+    make_manifest,
+    tables_of_runs,
+    write_runs,
+    write_synthetic_verdict,
+)
 from html_pages import METHODS, MIB, list_steps, record_rows, tables_of, write_html, write_results
 from scripts import ASKED, HERE, call
 
@@ -399,11 +406,31 @@ def test_the_calculator_answers_as_budget_does(browser, asked, tmp_path, monkeyp
         assert view.get_by_role("status").inner_text() == (
             f"{cost['steps']:,} steps take {hours[0]} GPU hours (90 % interval {hours[1]} to "
             f"{hours[2]}) and cost {three_digits(cost['price'])}, with "
-            f"{cost['micro_batch_size']} samples at a time on one l4."
+            f"{cost['micro_batch_size']} samples at a time on one l4. The method is not "
+            "verified here to compute the right gradient."
         )
     view.get_by_label("Tokens").fill("")
     assert view.get_by_role("status").inner_text() == "Tokens: type a number above 0."
     assert opened.told == []
+    opened.context.close()
+
+
+def test_the_calculator_offers_no_method_that_failed_verification(browser, tmp_path) -> None:
+    runs = [
+        (
+            make_experiment(method=method, device="cuda", target="h200"),
+            "capacity",
+            {"recorded": make_capacity(step_s)},
+        )
+        for method, step_s in (("opacus-ghost", 1.0), ("flash-bk", 2.0))
+    ]
+    write_synthetic_verdict(tmp_path, runs[0][0], passed=False, reason="wrong")
+    opened = Opened(browser, write_html(tmp_path, tables_of_runs(tmp_path, *runs)))
+    view = opened.page.locator("#calculator")
+
+    methods = view.get_by_label("Method").locator("option")
+    assert methods.all_inner_texts() == ["flash-bk"]
+    assert view.get_by_role("status").inner_text().endswith("samples at a time on one h200.")
     opened.context.close()
 
 

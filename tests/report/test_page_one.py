@@ -20,11 +20,14 @@ from factory import (
 
 from dpprof.analysis.advice.budget import Planned
 from dpprof.analysis.collection import collect
+from dpprof.analysis.selection import find_trainings
 from dpprof.analysis.tables.build import build_tables
 from dpprof.report.content import build_document
+from dpprof.report.page.data import list_trainings
 from dpprof.report.rendering.document import Bullets, Drawing, Picture, Table
-from dpprof.report.wording import spell_large
+from dpprof.report.wording import name_trainings, spell_large
 
+SETTINGS = ((8, "float32"), (16, "float32"), (16, "bfloat16"))
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "flash-bk")
 GIB = 2**30
 STEP_S = {"standard": 1.0, "opacus-ghost": 1.9, "flash-bk": 1.15}
@@ -219,12 +222,84 @@ def test_a_budget_is_priced_in_the_answer_and_the_table(tmp_path) -> None:
     assert "in 100 steps of 64 samples" in table.caption
 
 
+def test_steps_are_those_of_one_plan_only(tmp_path) -> None:
+    noise = {length: make_noise(length) for length in (8.0, 16.0)}
+    noise[16.0] = make_noise(16.0, batch_size=128)
+    runs = [fits("flash-bk", 1.0, seq_len=length) for length in (8, 16)]
+    tables = tables_of_runs(tmp_path, *runs, planned=Planned(PRIVACY, noise))
+    caption = build_document(tables, []).sections[0].blocks[0].caption
+
+    assert "Hours and price are those of 51,200 tokens at epsilon 8; x plain" in caption
+    assert "steps of" not in caption
+
+
+def test_without_a_budget_nothing_is_said_of_hours(tmp_path) -> None:
+    table = page_of(tmp_path, fits("flash-bk", 1.0)).sections[0].blocks[0]
+
+    assert "plain" not in table.caption
+
+
+def test_rows_that_are_cut_off_are_counted(tmp_path) -> None:
+    runs = [fits("flash-bk", 1.0, seq_len=length) for length in range(4, 30)]
+    table = page_of(tmp_path, *runs).sections[0].blocks[0]
+
+    assert len(table.rows) == 24
+    assert "These are 24 of 26 rows; advice.csv has all." in table.caption
+
+
+def test_the_page_in_a_browser_has_every_number_of_gpus(tmp_path) -> None:
+    ranks = [None, *({"kind": "fsdp", "world_size": size} for size in (2, 4))]
+    tables = tables_of_runs(tmp_path, *(fits("flash-bk", 1.0, parallel=one) for one in ranks))
+
+    assert sorted(list_trainings(tables)["gpus"]) == ["2 x h200", "4 x h200", "h200"]
+    assert find_trainings(tables)[0]["ranks"].tolist() == [1]
+
+
 def test_trainings_that_differ_in_a_setting_say_so(tmp_path) -> None:
     ways = ("none", "reentrant")
     page = page_of(tmp_path, *(fits("flash-bk", 1.0, checkpointing=way) for way in ways))
     table = page.sections[0].blocks[0]
 
     assert sorted(row[table.header.index("checkpointing")] for row in table.rows) == list(ways)
+
+
+def test_no_two_trainings_have_one_name(tmp_path) -> None:
+    foreign = {"model": "hf:m", "lora": "rank=4"}
+    runs = [
+        *(fits("flash-bk", 1.0, seq_len=length, dtype=dtype) for length, dtype in SETTINGS),
+        *(fits("flash-bk", 1.0, checkpointing="reentrant", seq_len=length) for length in (8, 16)),
+    ]
+    tables = tables_of_runs(tmp_path, *runs)
+    one = find_trainings(tables)[0].assign(**foreign)
+    adapted = [
+        one.assign(quantization=None),
+        one.assign(quantization="nf4"),
+        one.assign(quantization="nf4", lora="rank=8"),
+    ]
+    page = build_document(tables, [])
+
+    assert name_trainings(adapted) == [
+        "m with LoRA",
+        "m with LoRA over nf4 (rank=4)",
+        "m with LoRA over nf4 (rank=8)",
+    ]
+    assert page.question == "How should one train 1 model in 5 settings privately on h200?"
+    assert [said.partition(" with flash-bk")[0] for said in page.headline] == [
+        "Train V16-d8-L1-H2 at T = 16 (float32, checkpointing none)",
+        "Train V16-d8-L1-H2 at T = 16 (bfloat16, checkpointing none)",
+    ]
+    names = list_trainings(tables)["training"]
+    assert names.nunique() == len(names) == len(runs)
+
+
+def test_two_lengths_are_asked_about_and_told_by_name(tmp_path) -> None:
+    page = page_of(tmp_path, *(fits("flash-bk", 1.0, seq_len=length) for length in (8, 16)))
+
+    named = [f"V16-d8-L1-H2 at T = {length}" for length in (16, 8)]
+    assert page.question == f"How should one train {' and '.join(named)} privately on h200?"
+    assert [said.partition(" with flash-bk")[0] for said in page.headline] == [
+        f"Train {name}" for name in named
+    ]
 
 
 def test_a_training_is_told_on_the_fewest_gpus_that_fit_it(tmp_path) -> None:
@@ -380,6 +455,25 @@ def test_a_method_that_failed_verification_is_not_recommended(tmp_path) -> None:
         "No private method of the sweep safely fits V16-d8-L1-H2 at T = 4 on h200; "
         "opacus-ghost\N{DAGGER} failed verification."
     )
+
+
+def test_a_training_is_told_on_the_fewest_gpus_that_fit_a_right_method(tmp_path) -> None:
+    ranks = {"kind": "fsdp", "world_size": 2}
+    wrong, right = fits("opacus-ghost", 1.0), fits("flash-bk", 1.0, parallel=ranks)
+    write_synthetic_verdict(tmp_path, wrong[0], passed=False, reason="wrong")
+
+    said = page_of(tmp_path, wrong, right).headline[0]
+    assert said.startswith("Train V16-d8-L1-H2 with flash-bk on 2 x h200, in batches of 8 at 64.0")
+
+
+def test_without_a_budget_the_fewest_gpu_hours_are_best(tmp_path) -> None:
+    ranks = {"kind": "fsdp", "world_size": 2}
+    two = make_experiment(method="flash-bk", device="cuda", target="h100", parallel=ranks)
+    # 64 tokens/s of two GPUs are fewer of each than 40 of one.
+    on_two = two, "capacity", {"recorded": make_capacity(1.0)}
+
+    said = page_of(tmp_path, fits("flash-bk", 0.8), on_two).headline[0]
+    assert said.startswith("Train V16-d8-L1-H2 with flash-bk on h200, in batches of 8 at 40.0")
 
 
 def test_no_result_at_all_is_said(tmp_path) -> None:

@@ -1,13 +1,15 @@
-"""Write the gallery of the documentation: every figure, its question, and how to draw it.
+"""Write the gallery of the documentation: every figure, what it is about, and how to draw it.
 
 The pictures are those in ``results/figures``, which ``make gallery`` draws of the thorough sweep.
+A figure for which that sweep has no results keeps the picture that it had.
 """
 
-import ast
 import shutil
 import sys
 from pathlib import Path
 
+from dpprof.report.content import find_section
+from dpprof.report.rendering.document import Drawing
 from dpprof.spec import registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,10 +18,10 @@ PICTURES = ROOT / "docs" / "images" / "gallery"
 
 _BEGIN = """# Gallery
 
-Every figure of the report, with the question that it answers and the command that draws it from
-the tables of a sweep. A report has the figures that its sweep has results for. The pictures show
-what a figure looks like; `make gallery` draws them anew, of the [thorough
-sweep](../config/thorough.yaml).
+Every figure of the report, with the title of its section and the command that draws it from the
+tables of a sweep. A report has the figures that its sweep has results for. The pictures show what a
+figure looks like; `make gallery` draws them anew, of the [thorough sweep](../config/thorough.yaml),
+and keeps the picture of a figure for which that sweep has no results.
 """
 
 
@@ -30,14 +32,11 @@ def write_page() -> str:
 
 def show(name: str) -> str:
     """Return the part of the page about a figure."""
-    file = registry.source_file("figures", name)
-    assert file is not None
-    question = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     is_drawn = (PICTURES / f"{name}.png").is_file()
     picture = f"![{name}](images/gallery/{name}.png)\n\n" if is_drawn else ""
     return f"""## {name}
 
-{question.splitlines()[0]}
+{find_section(name)}
 
 {picture}{registry.caption("figures", name)}
 
@@ -52,7 +51,9 @@ def main() -> None:
     drawn = ROOT / "results" / "figures"
     PICTURES.mkdir(parents=True, exist_ok=True)
     for name in registry.names("figures"):
-        shutil.copy(drawn / f"{name}.png", PICTURES)
+        said = (drawn / f"{name}.json").read_text(encoding="utf-8")
+        if Drawing.model_validate_json(said).missing is None:
+            shutil.copy(drawn / f"{name}.png", PICTURES)
     for picture in PICTURES.glob("*.png"):
         if picture.stem not in registry.names("figures"):
             picture.unlink()

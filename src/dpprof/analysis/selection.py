@@ -90,7 +90,7 @@ def find_here(experiments: pd.DataFrame) -> pd.DataFrame:
     the most methods, replicated ones first, then the most tokens in a batch.
     """
     # Positions are learned, so one model has more parameters for longer sequences.
-    known = _with_size(measured(experiments), experiments)
+    known = with_size(measured(experiments), experiments)
     groups = _group_by(SETTING, known)
     if not groups:
         return experiments.head(0)
@@ -102,18 +102,29 @@ def find_here(experiments: pd.DataFrame) -> pd.DataFrame:
 def find_trainings(tables: Tables) -> list[pd.DataFrame]:
     """Return capacity results by what is trained, each with what the privacy budget costs.
 
-    Rows are options: of every target those on the fewest ranks on which a private method safely
-    fits. Their hours and price are those of the first epsilon. What fits a single GPU comes first,
+    Rows are options: of every target those on the fewest ranks on which one ``fits_privately``.
+    Their hours and price are those of the first epsilon. What fits a single GPU comes first,
     then the largest model and the longest sequence.
     """
-    advice = _with_size(_add_price(tables), tables["runs"])
-    ranks = advice["parallel"].map(read_world_size)
-    fits = advice["private"].astype(bool) & advice["safe_batch_size"].notna()
     found = []
-    for rows in _group_by(TRAINING, advice.assign(ranks=ranks, fits=fits)):
+    for rows in find_options(tables):
         by_target = [_on_fewest_ranks(on_it) for _, on_it in rows.groupby(rows["target"].map(str))]
         found.append(pd.concat(by_target, ignore_index=True))
-    return sorted(found, key=_rank_training)
+    return found
+
+
+def find_options(tables: Tables) -> list[pd.DataFrame]:
+    """Return capacity results by what is trained, as ``find_trainings``, on any number of ranks."""
+    advice = with_size(_add_price(tables), tables["runs"])
+    ranks = advice["parallel"].map(read_world_size)
+    found = _group_by(TRAINING, advice.assign(ranks=ranks, fits=fits_privately(advice)))
+    return sorted((rows.reset_index(drop=True) for rows in found), key=_rank_training)
+
+
+def fits_privately(advice: pd.DataFrame) -> "pd.Series[bool]":
+    """Return whether each option is private, with a safe batch and a gradient not known wrong."""
+    safe = advice["private"].astype(bool) & advice["safe_batch_size"].notna()
+    return safe & advice["verdict"].ne("wrong")
 
 
 def _add_price(tables: Tables) -> pd.DataFrame:
@@ -154,7 +165,9 @@ def find_agreement(tables: Tables) -> pd.DataFrame:
     estimated = ["experiment_id", "peak_bytes", "allocator_peak_bytes"]
     timed = [f"predicted_step{end}_s" for end in ("", "_low", "_high")]
     peaks, costs = (
-        tables[name].loc[lambda rows: rows["instrument"].eq("estimate") & rows["target"].isna()]
+        tables[name]
+        .loc[lambda rows: rows["instrument"].eq("estimate") & rows["target"].isna()]
+        .drop_duplicates("experiment_id")
         for name in ("peaks", "costs")
     )
     names = {"peak_bytes": "predicted_bytes", "allocator_peak_bytes": "measured_bytes"}
@@ -168,7 +181,7 @@ def find_agreement(tables: Tables) -> pd.DataFrame:
 
 def find_predicted(tables: Tables) -> dict[str, pd.DataFrame]:
     """Return predicted peaks by target, of one setting each, with their ratio to standard."""
-    peaks = _with_size(compose_peaks(tables), tables["peaks"])
+    peaks = with_size(compose_peaks(tables), tables["peaks"])
     peaks = peaks[peaks["target"].notna()]
     found = {}
     for target, rows in _choose_by_target(peaks, SETTING, _how_much_is_known).items():
@@ -192,7 +205,7 @@ def _choose_by_target(
     return {target: found[target].reset_index(drop=True) for target in ranked}
 
 
-def _with_size(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
+def with_size(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
     """Return rows with a column for the most parameters that their model has where it is known."""
     most = known.groupby("model")["parameters_total"].max()
     return rows.assign(model_size=rows["model"].map(most).astype(float))

@@ -9,14 +9,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from dpprof.analysis.tables.axes import BASELINE
+from dpprof.analysis.tables.axes import BASELINE, WITHOUT_BATCH
 from dpprof.analysis.tables.frames import least_of
 from dpprof.figures.bars import bracket, height_of, name_bars
 from dpprof.figures.labels import label_ends
 from dpprof.figures.panels import Panel, split
 from dpprof.figures.style import method_style, sort_methods, spell_tick, tell
-
-_SETTING = ["model", "lora", "parallel", "seq_len", "dtype", "target"]
 
 _MOST_LABELS = 4
 """More lines get a legend instead of names at their ends."""
@@ -53,8 +51,8 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 def _find_plain(known: pd.DataFrame, panel: Panel) -> pd.DataFrame:
     """Return the hours of training without privacy in the setting of a panel."""
-    setting = panel.rows[_SETTING].drop_duplicates()
-    return known[known["method"] == BASELINE].merge(setting, on=_SETTING)
+    setting = panel.rows[WITHOUT_BATCH].drop_duplicates()
+    return known[known["method"] == BASELINE].merge(setting, on=WITHOUT_BATCH)
 
 
 def _draw_bars(axis: Axes, rows: pd.DataFrame) -> None:

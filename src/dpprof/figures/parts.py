@@ -41,7 +41,8 @@ def draw_breakdown(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """
     peaks = compose_peaks(tables)
     missing = "no run of the instruments memory or estimate succeeded without a target"
-    panels = split(peaks[peaks["target"].isna()], missing, most=_most_panels(peaks))
+    here = peaks[peaks["target"].isna()]
+    panels = split(here, missing, most=_most_panels(here))
     figure, drawn = stack_panels(panels, _OWNERS, COMPONENT_COLOURS, _MIB, _HERE)
     for axis, rows, sizes in drawn:
         measured = rows["allocator_peak_bytes"].astype(float) / _MIB
@@ -60,7 +61,8 @@ def draw_predicted(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """
     peaks = compose_peaks(tables)
     missing = "no run of the instrument estimate succeeded for a target"
-    panels = split(peaks[peaks["target"].notna()], missing, most=_most_panels(peaks))
+    there = peaks[peaks["target"].notna()]
+    panels = split(there, missing, most=_most_panels(there))
     figure, drawn = stack_panels(panels, _OWNERS, COMPONENT_COLOURS, _GIB, "predicted peak (GiB)")
     for axis, rows, sizes in drawn:
         note(axis, sizes, over_baseline(sizes))

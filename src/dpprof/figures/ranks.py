@@ -7,12 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from dpprof.analysis.advice.scaling import BILLION
-from dpprof.analysis.selection import TRAINING
-from dpprof.analysis.tables.axes import name_model, name_size
+from dpprof.analysis.advice.scaling import hours_of_billion
+from dpprof.analysis.selection import TRAINING, fits_privately, with_size
 from dpprof.figures.labels import label_ends
-from dpprof.figures.panels import break_title
-from dpprof.figures.style import NothingToDrawError, method_style, new_figure, spell_tick, tell
+from dpprof.figures.panels import Panel, break_title, split
+from dpprof.figures.style import method_style, new_figure, spell_tick, tell
 from dpprof.spec.architecture import PREFIX
 from dpprof.spec.parallel import read_world_size
 
@@ -37,41 +36,40 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     their GPU hours times that of a GPU hour: a line that stays level costs the same on any number
     of GPUs.
     """
-    known = _add_hours(tables["advice"].sort_values("target"))
-    axes = [name for name in (*TRAINING, "target") if name in known]
-    keys = [known[name].map(str) for name in axes]
-    panels = [
-        rows
-        for _, rows in known.groupby(keys, sort=False)
-        if len(set(rows.loc[rows["safe_batch_size"].notna(), "ranks"])) > 1
-    ][:_MOST]
-    if not panels:
-        raise NothingToDrawError("no training was asked about on several numbers of GPUs")
-    drawn = pd.concat(panels)
-    is_timed = drawn.loc[drawn["ranks"] > 1, "tokens_per_s"].notna().any()
-    figures = list(_INTERVALS) if is_timed else ["safe_batch_size"]
-    figure, grid = new_figure(len(panels), len(figures), row_inches=2.0)
+    known = _add_hours(with_size(tables["advice"], tables["runs"]))
+    keys = [known[name].map(str) for name in (*TRAINING, "target") if name in known]
+    on_several = known["ranks"].where(known["safe_batch_size"].notna()).groupby(keys)
+    compared = known[on_several.transform("nunique") > 1]
+    is_timed = compared["tokens_per_s"].where(compared["ranks"] > 1).notna()
+    if is_timed.any():
+        compared = compared[is_timed.groupby(keys).transform("any")]
+    missing = "no training was asked about on several numbers of GPUs"
+    panels = split(compared, missing, but=["batch_size", "parallel"], most=_MOST)
+    figures = list(_INTERVALS) if is_timed.any() else ["safe_batch_size"]
+    figure, grid = new_figure(len(panels.shown), len(figures), row_inches=2.0)
     for row, name in zip(grid, figures, strict=True):
-        for axis, rows in zip(row, panels, strict=True):
-            _draw_methods(axis, rows, name)
-    for axis, rows in zip(grid[0], panels, strict=True):
-        one = rows.iloc[0].drop("parallel")
-        axis.set_title(break_title(f"{name_model(one)}, {name_size(one)} on {one['target']}"))
+        for axis, panel in zip(row, panels.shown, strict=True):
+            _draw_methods(axis, panel.rows, name)
+    for axis, panel in zip(grid[0], panels.shown, strict=True):
+        axis.set_title(break_title(panel.title))
+    panels.note_hidden_panels(figure)
     figure.draw_without_rendering()
     for axis in grid.flat:
         lines = [(line.get_xydata()[-1], str(line.get_label())) for line in axis.lines]
         label_ends(axis, [(float(x), float(y), name) for (x, y), name in lines])
-    tell(figure, _say(panels))
+    tell(figure, _say(panels.shown))
     return figure
 
 
 def _add_hours(advice: pd.DataFrame) -> pd.DataFrame:
-    """Add the number of GPUs, and GPU hours for a billion tokens."""
+    """Add GPU hours for a billion tokens; the number of GPUs gets a column of its own."""
     ranks = advice["parallel"].map(read_world_size)
     speeds = ("tokens_per_s", "tokens_per_s_high", "tokens_per_s_low")  # slow is dear
-    hours = [ranks * BILLION / 3600 / advice[name].astype(float) for name in speeds]
+    hours = [hours_of_billion(advice[name].astype(float) / ranks) for name in speeds]
     names = ("gpu_hours", *_INTERVALS["gpu_hours"])
-    return advice.assign(ranks=ranks, **dict(zip(names, hours, strict=True)))
+    added = dict(zip(names, hours, strict=True))
+    sized = advice.rename(columns={"model_size": "parameters_total"})
+    return sized.assign(ranks=ranks, parallel=None, batch_size=1, **added)
 
 
 def _draw_methods(axis: Axes, rows: pd.DataFrame, name: str) -> None:
@@ -92,12 +90,10 @@ def _draw_methods(axis: Axes, rows: pd.DataFrame, name: str) -> None:
     axis.margins(x=0.1)
 
 
-def _say(panels: list[pd.DataFrame]) -> str:
-    """Return the fewest GPUs on which a private method safely fits, by target."""
-    said = []
-    for rows in panels:
-        fitting = rows[rows["private"].astype(bool) & rows["safe_batch_size"].notna()]
-        if len(fitting):
-            said.append(f"{fitting['ranks'].min()} x {fitting['target'].iloc[0]}")
-    name = name_model(panels[0].iloc[0].drop("parallel")).removeprefix(PREFIX)
-    return f"To train {name} privately takes at least {' or '.join(said)}." if said else ""
+def _say(panels: list[Panel]) -> str:
+    """Return the fewest GPUs on which a private method safely fits, of each training."""
+    fitting = [(one.title, one.rows.loc[fits_privately(one.rows), "ranks"]) for one in panels]
+    said = [
+        f"{title.removeprefix(PREFIX)}: {ranks.min()}" for title, ranks in fitting if len(ranks)
+    ]
+    return f"The fewest GPUs that train privately: {'; '.join(said)}." if said else ""

@@ -1,6 +1,7 @@
 """The content of the report, composed from the tables."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import pandas as pd
 
@@ -75,13 +76,18 @@ def _kept(sections: Mapping[str, Blocks]) -> tuple[Section, ...]:
     )
 
 
+def find_section(figure: str) -> str:
+    """Return the title of the section that a figure is in."""
+    home = {name: title for title, names in _FIGURES_OF.items() for name in names}
+    return home.get(figure, _OTHERS)
+
+
 def _add_figures(sections: Mapping[str, Blocks], drawings: Sequence[Drawing]) -> None:
     """Add the figures to their sections, those of dpprof in its order, before any table."""
-    home = {figure: title for title, figures in _FIGURES_OF.items() for figure in figures}
-    order = {figure: position for position, figure in enumerate(home)}
+    order = {name: at for at, name in enumerate(chain.from_iterable(_FIGURES_OF.values()))}
     drawn = [drawing for drawing in drawings if drawing.missing is None]
     for one in sorted(drawn, key=lambda one: order.get(one.name, len(order)), reverse=True):
-        sections[home.get(one.name, _OTHERS)].insert(0, one.picture)
+        sections[find_section(one.name)].insert(0, one.picture)
 
 
 def _appendix(

@@ -1,11 +1,13 @@
 """How sentences and tables write numbers and names."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
 
+from dpprof.analysis.selection import TRAINING
 from dpprof.analysis.tables.axes import SETTING, name_model, name_size
+from dpprof.analysis.tables.frames import varying_axes
 from dpprof.records.terms import OUTCOMES
 from dpprof.spec.architecture import PREFIX
 from dpprof.spec.parallel import read_world_size
@@ -31,11 +33,41 @@ def name_training(row: Any) -> str:
 def name_trained(row: Any) -> str:
     """Return what is trained in words: ``1b``, ``llama-3.1-8b with LoRA``, ``all of gpt2``."""
     name = str(row["model"])
-    adapted = " with LoRA" if isinstance(row["lora"], str) else ""
+    base = row["quantization"]
+    over = f" over {base}" if isinstance(base, str) else ""
+    adapted = f" with LoRA{over}" if isinstance(row["lora"], str) else ""
     adapted += f", training {row['trainable']}" if isinstance(row["trainable"], str) else ""
     is_foreign = name.startswith(PREFIX)
     whole = "all of " if is_foreign and not adapted else ""
     return f"{whole}{name.removeprefix(PREFIX)}{adapted}"
+
+
+def name_trainings(trainings: Sequence[pd.DataFrame], *always: str) -> list[str]:
+    """Return what each training trains in words that no other has: ``1b at T = 8 (float16)``.
+
+    Of an axis it says the value where trainings that are else called alike differ in it, and
+    always of those in ``always``.
+    """
+    alike: dict[str, list[Any]] = {}
+    for rows in trainings:
+        alike.setdefault(name_trained(rows.iloc[0]), []).append(rows.iloc[0])
+    differ = {name: varying_axes(pd.DataFrame(some)[TRAINING], ()) for name, some in alike.items()}
+    return [
+        name + _say_axes(rows.iloc[0], {*always, *differ[name]})
+        for rows in trainings
+        for name in [name_trained(rows.iloc[0])]
+    ]
+
+
+def _say_axes(row: Any, axes: set[str]) -> str:
+    size = {"seq_len", "image_size"}
+    rest = [
+        str(row[name]) if name in {"dtype", "lora"} else f"{name.replace('_', ' ')} {row[name]}"
+        for name in TRAINING
+        if name in axes - size and pd.notna(row[name])
+    ]
+    at = f" at {name_size(row)}" if axes & size else ""
+    return at + (f" ({', '.join(rest)})" if rest else "")
 
 
 def name_gpus(row: Any) -> str:

@@ -1,11 +1,22 @@
 """What more GPUs bring: speed, efficiency and the cost of tokens, by method and number of GPUs."""
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from dpprof.records.advice import Advice, OnGpus
 
-BILLION = 10**9
+if TYPE_CHECKING:
+    import pandas as pd
+
+_BILLION = 10**9
 _HOUR_S = 3600
+
+_Speed = TypeVar("_Speed", float, "pd.Series[float]")
+
+
+def hours_of_billion(tokens_per_s_per_gpu: _Speed) -> _Speed:
+    """Return the GPU hours for a billion tokens, at the speed of each GPU."""
+    return _BILLION / tokens_per_s_per_gpu / _HOUR_S
 
 
 def compare_gpus(advices: Iterable[Advice]) -> list[OnGpus]:
@@ -38,7 +49,7 @@ def compare_gpus(advices: Iterable[Advice]) -> list[OnGpus]:
                     tokens_per_s_per_gpu=each,
                     efficiency=each / reference,
                     fewest_gpus=fewest,
-                    gpu_hours_per_billion=BILLION / each / _HOUR_S,
+                    gpu_hours_per_billion=hours_of_billion(each),
                 )
             )
     return found

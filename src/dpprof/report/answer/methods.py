@@ -36,9 +36,9 @@ TITLE = "The methods side by side"
 _MOST_ROWS = 24
 """More leave no room for the figure; the appendix has all."""
 
-SAID = {
-    *("model", "lora", "trainable", "seq_len", "image_size", "dtype", "target", "device"),
-    *("parallel", "method", "batch_size"),
+_SAID = {
+    *("model", "lora", "quantization", "trainable", "seq_len", "image_size", "dtype"),
+    *("target", "device", "parallel", "method"),
 }
 """The axes that the columns of every training say."""
 
@@ -76,7 +76,8 @@ def _tell_trainings(tables: Tables) -> Blocks:
     rows = pd.concat(found, ignore_index=True)
     rows = rows[rows["private"].astype(bool)] if rows["private"].any() else rows
     noise = tables["noise"]
-    others = varying_axes(rows, but=SAID)
+    adapters = {"lora"} if len(set(rows["lora"].dropna())) > 1 else set()
+    others = varying_axes(rows, but=_SAID - adapters)
     columns = {
         "model": words(name_trained),
         "size": words(name_size),
@@ -94,19 +95,25 @@ def _tell_trainings(tables: Tables) -> Blocks:
         "x plain": amount("hours_ratio", digits=2),
         "verified": words(_tell_verified),
     }
-    caption = (
-        "Predicted. A batch is the largest that safely fits each GPU. x plain is hours over those "
-        "of training without privacy."
-    )
+    caption = "Predicted. A batch is the largest that safely fits each GPU."
     if len(noise):
-        one = noise[noise["chosen"]].iloc[0] if noise["chosen"].any() else noise.iloc[0]
-        caption += (
-            f" Hours and price are those of {name_tokens(one)}, in {one['steps']:,.0f} steps of "
-            f"{one['batch_size']:,.0f} samples."
-        )
+        caption += f" {_tell_plan(noise)}"
     if rows["tokens_per_s"].isna().any():
         caption += " A dash is unknown: the appendix says why."
+    if len(rows) > _MOST_ROWS:
+        caption += f" These are {_MOST_ROWS} of {len(rows):,} rows; advice.csv has all."
     return _tabulate(caption, columns, rows.head(_MOST_ROWS), "advice.csv and budget.csv")
+
+
+def _tell_plan(noise: pd.DataFrame) -> str:
+    """Return what hours and price are those of; steps and batch where one plan has all."""
+    used = noise[noise["chosen"].astype(bool)] if noise["chosen"].any() else noise
+    said = f"Hours and price are those of {name_tokens(used.iloc[0])}"
+    plans = used[used["epsilon"] == used["epsilon"].iloc[0]]
+    if len(plans[["steps", "batch_size"]].drop_duplicates()) == 1:
+        steps, batch = (plans[name].iloc[0] for name in ("steps", "batch_size"))
+        said += f", in {steps:,.0f} steps of {batch:,.0f} samples"
+    return f"{said}; x plain is hours over those of training without privacy."
 
 
 def _tell_batch(row: Any) -> str:
@@ -132,7 +139,7 @@ def _tell_here(tables: Tables) -> Blocks:
     failures = rows_in(setting, runs[runs["outcome"] != "ok"]).drop_duplicates("method")
     failed = failures[~failures["method"].isin(rows["method"])].set_index("method")["outcome"]
     verified = tables["methods"].set_index("method")["verified"]
-    shown = pd.concat([rows, failed.reset_index().assign(outcome=failed.to_numpy())])
+    shown = pd.concat([rows, failed.reset_index()])
     shown = shown.assign(verified=shown["method"].map(verified))
     figures = {
         "time over standard": ratio_with_interval,

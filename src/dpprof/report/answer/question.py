@@ -6,7 +6,14 @@ import pandas as pd
 
 from dpprof.analysis.selection import Tables, find_trainings
 from dpprof.analysis.tables.axes import BASELINE, name_model
-from dpprof.report.wording import THIS_MACHINE, listed, name_tokens, name_trained, plural
+from dpprof.report.wording import (
+    THIS_MACHINE,
+    listed,
+    name_tokens,
+    name_trained,
+    name_trainings,
+    plural,
+)
 
 _MOST_METHODS = 4
 _MOST_MODELS = 3
@@ -34,8 +41,13 @@ def ask(tables: Tables) -> str:
 
 
 def _ask_for_trainings(trainings: Sequence[pd.DataFrame], noise: pd.DataFrame) -> str:
-    models = list(dict.fromkeys(name_trained(rows.iloc[0]) for rows in trainings))
-    what = listed(models) if len(models) <= _MOST_MODELS else f"{len(models)} models"
+    names = name_trainings(trainings)
+    models = {name_trained(rows.iloc[0]) for rows in trainings}
+    what = f"{len(models)} {plural(len(models), 'model')} in {len(names)} settings"
+    if len(names) <= _MOST_MODELS:
+        what = listed(names)
+    elif len(names) == len(models):
+        what = f"{len(models)} models"
     targets = pd.concat(trainings)["target"].fillna(THIS_MACHINE).unique()
     if noise.empty:
         return f"How should one train {what} privately on {listed(targets)}?"

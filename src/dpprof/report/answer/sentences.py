@@ -13,7 +13,7 @@ from dpprof.analysis.selection import (
     measured,
 )
 from dpprof.analysis.statistics import NO_DIFFERENCE
-from dpprof.analysis.tables.axes import BASELINE, name_size, name_speed
+from dpprof.analysis.tables.axes import BASELINE, name_speed
 from dpprof.analysis.tables.frames import least_of
 from dpprof.report.wording import (
     ALIKE,
@@ -26,7 +26,7 @@ from dpprof.report.wording import (
     name_gpus,
     name_setting,
     name_tokens,
-    name_trained,
+    name_trainings,
     number,
     plural,
     reach,
@@ -53,7 +53,11 @@ def tell_answer(tables: Tables) -> list[str]:
     says so, with one of the reasons.
     """
     trainings = find_trainings(tables)
-    said = [_tell_training(rows, tables["noise"]) for rows in trainings[:_MOST]]
+    names = zip(name_trainings(trainings), name_trainings(trainings, "seq_len"), strict=True)
+    said = [
+        _tell_training(rows, *name, tables["noise"])
+        for rows, name in zip(trainings[:_MOST], names, strict=False)
+    ]
     here = find_here(tables["experiments"])
     if len(here):
         said.append(_tell_here(here, tables))
@@ -63,17 +67,23 @@ def tell_answer(tables: Tables) -> list[str]:
     return said[:_MOST] or [_tell_nothing(tables["runs"])]
 
 
-def _tell_training(rows: pd.DataFrame, noise: pd.DataFrame) -> str:
-    """Return which method trains a model, where, how fast and for how much."""
+def _tell_training(rows: pd.DataFrame, name: str, sized: str, noise: pd.DataFrame) -> str:
+    """Return which method trains a model, where, how fast and for how much.
+
+    Args:
+        rows: Its options.
+        name: What is trained.
+        sized: The same with its size.
+        noise: That of the privacy budget.
+    """
     wrong = rows.loc[rows["verdict"] == "wrong", "method"].unique()
     failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""
     best = find_best(rows)
     if best is None:
         targets = listed(rows["target"].fillna(THIS_MACHINE).unique())
-        what = f"{name_trained(rows.iloc[0])} at {name_size(rows.iloc[0])}"
-        return f"No private method of the sweep safely fits {what} on {targets}{failed}."
+        return f"No private method of the sweep safely fits {sized} on {targets}{failed}."
     same = rows[rows["target"].map(str) == str(best["target"])]
-    said = f"Train {name_trained(best)} with {best['method']} on {name_gpus(best)}, in batches of "
+    said = f"Train {name} with {best['method']} on {name_gpus(best)}, in batches of "
     said += count_batch(best)
     if pd.isna(best["tokens_per_s"]):
         return f"{said}; no time is predicted there{failed}."
@@ -92,15 +102,16 @@ def _tell_training(rows: pd.DataFrame, noise: pd.DataFrame) -> str:
 
 
 def find_best(rows: pd.DataFrame) -> Any:
-    """Return the private option that takes the fewest hours, else is fastest, else fits most.
+    """Return the private option that takes the fewest GPU hours, else fits most; None without any.
 
-    None where no private method safely fits with a right gradient.
+    Without a budget, that is the one with most tokens per second of a GPU.
     """
-    able = rows[rows["fits"] & (rows["verdict"] != "wrong")]
-    order = ["gpu_hours", "tokens_per_s", "safe_batch_size"]
-    ranked = able.assign(**able[order].astype(float)).sort_values(
-        order, ascending=[True, False, False], kind="stable"
-    )
+    able = rows[rows["fits"]]
+    names = ["gpu_hours", "tokens_per_s", "safe_batch_size"]
+    order = able[names].astype(float)
+    order["tokens_per_s"] /= able["ranks"]
+    best_first = order.sort_values(names, ascending=[True, False, False], kind="stable")
+    ranked = able.loc[best_first.index]
     return ranked.iloc[0] if len(ranked) else None
 
 

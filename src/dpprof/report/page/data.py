@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from dpprof.analysis.groups import RECORDERS
-from dpprof.analysis.selection import Tables, find_trainings, spread_owners
+from dpprof.analysis.selection import Tables, find_options, spread_owners
 from dpprof.analysis.tables.axes import (
     AXES,
     BASELINE,
@@ -15,7 +15,7 @@ from dpprof.analysis.tables.axes import (
     name_model,
     name_size,
 )
-from dpprof.analysis.tables.frames import naming_axes, varying_axes
+from dpprof.analysis.tables.frames import naming_axes
 from dpprof.figures.style import (
     COMPONENT_COLOURS,
     OP_KIND_COLOURS,
@@ -25,8 +25,7 @@ from dpprof.figures.style import (
     sort_methods,
 )
 from dpprof.records.terms import COMPONENTS, OUTCOMES
-from dpprof.report.answer.methods import SAID
-from dpprof.report.wording import name_gpus, name_trained
+from dpprof.report.wording import name_gpus, name_trainings
 
 _DIGITS = 9
 """Significant digits of a number on the page; whole numbers are exact."""
@@ -115,24 +114,15 @@ _PRICED = (
 
 
 def list_trainings(tables: Tables) -> pd.DataFrame:
-    """Return what capacities and the privacy budget say of each method of each training."""
-    found = find_trainings(tables)
+    """Return what capacities and the privacy budget say of each option of each training."""
+    found = find_options(tables)
     if not found:
         return pd.DataFrame(columns=["training", "gpus", "method", *_PRICED])
-    rows = pd.concat(found, ignore_index=True)
-    each = [row for _, row in rows.iterrows()]
-    others = varying_axes(rows, but=SAID)
-    names = [
-        ", ".join(
-            [name_trained(row), name_size(row), row["dtype"]]
-            + [f"{name.replace('_', ' ')} {row[name]}" for name in others]
-        )
-        for row in each
-    ]
+    names = zip(found, name_trainings(found, "seq_len", "dtype"), strict=True)
+    rows = pd.concat([one.assign(training=name) for one, name in names], ignore_index=True)
     one_sample = rows.assign(batch_size=1, parallel=None)
-    return rows[["method", "private", "ranks", *_PRICED]].assign(
-        training=names,
-        gpus=list(map(name_gpus, each)),
+    return rows[["training", "method", "private", "ranks", *_PRICED]].assign(
+        gpus=[name_gpus(row) for _, row in rows.iterrows()],
         tokens_per_sample=one_sample.apply(count_tokens, axis=1),
     )
 

@@ -4,6 +4,7 @@ from dpprof.accounting.plan import AtEpsilon, NoisePlan
 from dpprof.analysis.standings import Marks, find_signs, sign
 from dpprof.records.budget import Budget, MethodCost
 from dpprof.report.terminal.layout import explain_signs, format_number, group_messages, lay_out
+from dpprof.report.wording import plural
 from dpprof.spec.privacy import Privacy
 from dpprof.spec.tasks import name_size
 from dpprof.system.numbers import three_digits
@@ -95,11 +96,12 @@ def _explain_epsilon(at: AtEpsilon, planned: AtEpsilon) -> str:
 
 def _find_cheapest(budget: Budget) -> list[str]:
     """Say which number of GPUs takes the fewest GPU hours; nothing for one number."""
-    known = [one for one in budget.methods if one.private and one.gpu_hours is not None]
+    able = [one for one in budget.methods if one.private and one.verified is not False]
+    known = [one for one in able if one.gpu_hours is not None]
     if len({one.gpus for one in known}) < 2:  # noqa: PLR2004
         return []
     cheap = min(known, key=lambda one: one.gpu_hours or 0.0)
-    return [f"Fewest GPU hours: {cheap.method} on {cheap.gpus:,}."]
+    return [f"Fewest GPU hours: {cheap.method} on {cheap.gpus:,} {plural(cheap.gpus, 'GPU')}."]
 
 
 def format_budget(budget: Budget) -> str:

@@ -26,10 +26,10 @@ const showBlocks = (section) => section.blocks.map(showBlock).filter(known);
 
 // The sections behind the first page.
 function showFigures() {
-  const sections = content.sections.slice(2).filter((section) => showBlocks(section).length);
+  const sections = content.sections.slice(2).map((section) => [section.title, showBlocks(section)]).filter(([, blocks]) => blocks.length);
   if (!sections.length) return;
   const view = addView("figures", "Figures, and limits", "As in report.pdf; the views below have more, and can be played with.");
-  for (const section of sections) view.append(make("h3", {}, section.title), ...showBlocks(section));
+  for (const [title, blocks] of sections) view.append(make("h3", {}, title), ...blocks);
 }
 
 function showAnswer() {

@@ -18,11 +18,11 @@ function tellPrice(one, typed) {
   if (title) return `${title}: type a number above 0.`;
   const told = priceOf(one, typed);
   if (told.why) return told.why;
-  return `${fixed(told.steps)} steps take ${significant(told.hours)} GPU hours (90 % interval ${significant(told.low)} to ${significant(told.high)}) and cost ${significant(told.price)}, with ${fixed(told.micro)} samples at a time on one ${one.gpus}.`;
+  return `${fixed(told.steps)} steps take ${significant(told.hours)} GPU hours (90 % interval ${significant(told.low)} to ${significant(told.high)}) and cost ${significant(told.price)}, with ${fixed(told.micro)} samples at a time on one ${one.gpus}.${one.verified ? "" : " The method is not verified here to compute the right gradient."}`;
 }
 
 function showCalculator() {
-  const able = trainings.filter((one) => known(one.sample_s) && known(one.safe_batch_size) && one.ranks === 1);
+  const able = trainings.filter((one) => known(one.sample_s) && known(one.safe_batch_size) && one.ranks === 1 && one.verdict !== "wrong");
   if (!able.length) return;
   const view = addView("calculator", "What would it cost?", "Predicted, on one GPU, for the expected samples of Poisson-sampled batches. Type, and read the answer; dpprof budget tells the noise of another batch too.");
   const [noise] = unpack(content.noise);

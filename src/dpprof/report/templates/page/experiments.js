@@ -56,7 +56,7 @@ function showTable(view, title, rows) {
 function showExperiments() {
   const view = addView("experiments", "Experiments", "Sort by a column's name; press a method's name for its details.");
   if (!experiments.length) return view.append(nothing("There is no experiment with a result."));
-  const told = (one) => known(one.recorded_bytes) || known(one.peak_bytes) || known(one.median_step_s);
+  const told = (one) => known(one.recorded_bytes) || known(one.peak_bytes) || known(one.median_step_s) || one.outcome !== "ok";
   showTable(view, "Measured on this machine", experiments.filter((one) => !known(one.target)));
   showTable(view, "Predicted for targets", experiments.filter((one) => known(one.target) && told(one)));
   if (trainings.length) {
