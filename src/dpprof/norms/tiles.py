@@ -79,10 +79,12 @@ def multiply_in_slices(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
 
     The error is at most that of ``norms.rounding.depth_of_products``.
     """
-    first, *others = spans(a_BMK.shape[2], SUMMED_SLICE)
-    product_BMN = multiply(a_BMK[:, :, first], b_BKN[:, first])
-    for part in others:
-        a, b = a_BMK[:, :, part], b_BKN[:, part]
+    (first_a, *more_a), (first_b, *more_b) = (
+        a_BMK.split(SUMMED_SLICE, 2),
+        b_BKN.split(SUMMED_SLICE, 1),
+    )
+    product_BMN = multiply(first_a, first_b)
+    for a, b in zip(more_a, more_b, strict=True):
         if a.dtype == b.dtype == product_BMN.dtype:
             product_BMN.baddbmm_(a, b)
         else:
