@@ -88,9 +88,19 @@ def test_a_batch_between_others_follows_and_a_third_confirms_it(experiment) -> N
     whole = trace_whole(experiment.model_copy(update={"batch_size": 13}), ignore).recording
     assert found.peak_bytes == Footprint.of(whole).peak_bytes
     assert found.place(None) == Footprint.of(whole).place(None)
-    assert not traces.confirms(8)  # it does not lie between
+    assert traces.confirms(8)  # it does not lie between, so that another one must
+    assert {batch for batch, _ in traced} == {8, 32, 20}
     assert traces.confirms(13)
-    assert traces.confirms(8)
+
+
+def test_two_batches_next_to_each_other_confirm_nothing(experiment) -> None:
+    traces = Traces(experiment, ignore)
+    for batch_size in (8, 9):
+        traces.footprint(batch_size)
+    [family] = traces._families
+    family.is_followed = True
+
+    assert not traces.confirms(8)
 
 
 def test_a_batch_beside_the_line_is_not_confirmed(experiment) -> None:

@@ -379,7 +379,7 @@ def _find_budget(experiment: Experiment, target: Target | None) -> int:
 
 def _count_parameters(traces: Traces, batch_size: int) -> int:
     """Return the bytes of the parameters, of each rank of several."""
-    model, experiment = traces.trace(batch_size).facts.model, traces.experiment
+    model, experiment = traces.facts(batch_size).model, traces.experiment
     return model.parameters_bytes // experiment.shards
 
 

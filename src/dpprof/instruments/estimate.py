@@ -84,23 +84,19 @@ class Traces:
 
     @property
     def state_bytes(self) -> int:
-        """Trained parameters, their gradients and the optimizer's moments; 0 where unknown."""
+        """Parameters, gradients of those trained and the optimizer's moments; 0 where unknown."""
         if self._why_whole:
             return 0
-        experiment = self.experiment
+        experiment, blocks = self.experiment, self._blocks
         copies = 4 if experiment.optimizer in ("adamw", "adamw-fused") else 2
-        return copies * self._blocks.trained_bytes // experiment.shards
+        return (copies * blocks.trained_bytes + blocks.frozen_bytes) // experiment.shards
 
     def trace(self, batch_size: int) -> Traced:
         """Return the trace of the whole model with a batch."""
         try:
             family = self._measure(batch_size)
             recording = family.assemble(batch_size)
-            few = [
-                self._trace(batch_size, family.blocks.count + further).facts
-                for further in range(2 if batch_size in family.others else _NEEDED)
-            ]
-            facts = extend_facts(few, family.blocks, self._blocks.count)
+            facts = self._extend_facts(batch_size, family)
         except NotAlikeError as error:
             return self._trace_whole(batch_size, str(error))
         like = self._trace(batch_size, family.blocks.count)
@@ -110,6 +106,13 @@ class Traces:
             from_blocks=f"the {self._blocks.count} blocks follow from traces of "
             f"{family.blocks.count} to {family.blocks.count + _NEEDED - 1}",
         )
+
+    def facts(self, batch_size: int) -> Facts:
+        """Return the facts of the whole model with a batch."""
+        try:
+            return self._extend_facts(batch_size, self._measure(batch_size))
+        except NotAlikeError as error:
+            return self._trace_whole(batch_size, str(error)).facts
 
     def footprint(self, batch_size: int) -> Footprint:
         """Return what the training allocates with a batch.
@@ -122,11 +125,17 @@ class Traces:
         return self._footprints[batch_size]
 
     def confirms(self, batch_size: int) -> bool:
-        """Trace a batch; return whether all that followed from other batches is on one line."""
+        """Trace a batch; return whether all that followed from other batches is on one line.
+
+        A line takes three batches: where there are two, one between them is traced.
+        """
         told = self.footprint(batch_size)
         followed = [family for family in self._families if family.is_followed]
         try:
             measured = self._measure(batch_size).footprint(batch_size)
+            for family in followed:
+                if len(family.sizes) < _LINE:
+                    self._measure(sum(family.sizes) // 2)
         except NotAlikeError:
             return not followed
         return told == measured and all(
@@ -165,6 +174,13 @@ class Traces:
             return self._measure(batch_size).footprint(batch_size)
         except NotAlikeError as error:
             return Footprint.of(self._trace_whole(batch_size, str(error)).recording)
+
+    def _extend_facts(self, batch_size: int, family: "_Family") -> Facts:
+        few = [
+            self._trace(batch_size, family.blocks.count + further).facts
+            for further in range(2 if batch_size in family.others else _NEEDED)
+        ]
+        return extend_facts(few, family.blocks, self._blocks.count)
 
     def _trace_whole(self, batch_size: int, why: str) -> Traced:
         experiment = self.experiment.model_copy(update={"batch_size": batch_size})

@@ -9,7 +9,7 @@ of the next.
 import json
 import re
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -363,13 +363,17 @@ class SettledAtom(NamedTuple):
     """Where its sizes begin among all."""
 
 
+_Write = Callable[[SettledAtom, Any, Sequence[int]], None]
+"""Writes an atom that is like an example, with the blocks that it names."""
+
+
 class Outline:
     """What atoms allocate and free as events of a model with these blocks, whatever the sizes."""
 
     def __init__(self, examples: Sequence[Any], blocks: Blocks) -> None:
         self.outline: list[Outlined] = []
         self.storage_count = 0
-        self._examples = examples
+        self._writers = [(self._writer_of(one), one) for one in examples]
         self._starts = [0, 0, blocks.count]
         self._alike = _Alike()
 
@@ -380,22 +384,21 @@ class Outline:
             NotAlikeError: One uses a storage that does not exist.
         """
         for atom in atoms:
-            example = self._examples[atom.key]
-            blocks = [self._go_to(place) for place in atom.blocks]
-            if example is None:
-                self._mark()
-            elif isinstance(example, Entered):
-                self._enter(example)
-            elif isinstance(example[0], Storage):
-                self._allocate(atom, example, blocks)
-            elif isinstance(example[0], Launched):
-                self._launch(atom, example, blocks)
-            elif isinstance(example[0], Op):
-                self._begin_op(atom, example, blocks)
-            elif example[0] == _ENDED:
-                self._end_op()
-            else:
-                self._touch(atom, example, blocks[0] if blocks else None)
+            write, example = self._writers[atom.key]
+            write(atom, example, [self._go_to(place) for place in atom.blocks])
+
+    def _writer_of(self, example: Any) -> _Write:
+        """Return what writes atoms that are like an example."""
+        if example is None:
+            return self._mark
+        if isinstance(example, Entered):
+            return self._enter
+        kinds: dict[type, _Write] = {
+            Storage: self._allocate,
+            Launched: self._launch,
+            Op: self._begin_op,
+        }
+        return kinds.get(type(example[0]), self._end_op if example[0] == _ENDED else self._touch)
 
     def _go_to(self, place: tuple[int, int]) -> int:
         way, name = place
@@ -415,20 +418,22 @@ class Outline:
         self.storage_count += 1
         return in_module, in_layer
 
-    def _find(self, atom: SettledAtom, example: tuple[Any, int | None], block: int | None) -> int:
+    def _find(
+        self, atom: SettledAtom, example: tuple[Any, int | None], blocks: Sequence[int]
+    ) -> int:
         """Return the number of the storage that something happens to; -1 if it is not known."""
         what, kind = example
         if kind is None:
             return -1
         assert atom.storage is not None
-        number = self._alike.find(kind, block, *atom.storage)
+        number = self._alike.find(kind, blocks[0] if blocks else None, *atom.storage)
         self._alike.follow(number, what)
         return number
 
-    def _mark(self) -> None:
+    def _mark(self, *_: Any) -> None:
         self.outline.append(None)
 
-    def _enter(self, example: Entered) -> None: ...
+    def _enter(self, _: SettledAtom, example: Entered, __: Sequence[int]) -> None: ...
 
     def _allocate(
         self, atom: SettledAtom, example: tuple[Storage, Any, Any], blocks: Sequence[int]
@@ -443,10 +448,12 @@ class Outline:
         self, atom: SettledAtom, example: tuple[Op, Any, str, int], blocks: Sequence[int]
     ) -> None: ...
 
-    def _end_op(self) -> None: ...
+    def _end_op(self, *_: Any) -> None: ...
 
-    def _touch(self, atom: SettledAtom, example: tuple[Any, int | None], block: int | None) -> None:
-        number = self._find(atom, example, block)
+    def _touch(
+        self, atom: SettledAtom, example: tuple[Any, int | None], blocks: Sequence[int]
+    ) -> None:
+        number = self._find(atom, example, blocks)
         if example[0] is Freed:
             self.outline.append((Freed(number), atom.at))
 
@@ -467,10 +474,10 @@ class Writer(Outline):
         self._reads: list[tuple[int, int]] = []
         self._writes: list[tuple[int, int]] = []
 
-    def _mark(self) -> None:
+    def _mark(self, *_: Any) -> None:
         self.marks.append(len(self.events))
 
-    def _enter(self, example: Entered) -> None:
+    def _enter(self, _: SettledAtom, example: Entered, __: Sequence[int]) -> None:
         self.events.append(example)
 
     def _allocate(
@@ -537,13 +544,15 @@ class Writer(Outline):
             call=_unfold(call, counts) if counts else call,
         )
 
-    def _end_op(self) -> None:
+    def _end_op(self, *_: Any) -> None:
         self.events.append(self._op._replace(reads=self._reads, writes=self._writes, at_s=0.0))
         self._reads, self._writes = [], []
 
-    def _touch(self, atom: SettledAtom, example: tuple[Any, int | None], block: int | None) -> None:
+    def _touch(
+        self, atom: SettledAtom, example: tuple[Any, int | None], blocks: Sequence[int]
+    ) -> None:
         what, _ = example
-        number = self._find(atom, example, block)
+        number = self._find(atom, example, blocks)
         if what in _TOUCHING:
             self.events.append(what(number))
         else:

@@ -33,6 +33,9 @@ class Blocks:
     trained_bytes: int = 0
     """Of all parameters of the model that are trained."""
 
+    frozen_bytes: int = 0
+    """Of all others, in the format in which they are stored."""
+
     def split(self, name: str | None) -> tuple[str | None, int | None]:
         """Return a module's name with a gap in place of its block's number, and the number.
 
@@ -87,8 +90,15 @@ def find_blocks(experiment: Experiment) -> Blocks:
     for number, other in enumerate(others, start=1):
         if list(_describe(other)) != described:
             raise NotAlikeError(f"block {number} is not like block 0")
-    trained = (p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return Blocks(container, count, sum(trained))
+    held = {
+        is_trained: sum(
+            p.numel() * p.element_size()
+            for p in model.parameters()
+            if p.requires_grad is is_trained
+        )
+        for is_trained in (True, False)
+    }
+    return Blocks(container, count, held[True], held[False])
 
 
 def with_blocks(experiment: Experiment, count: int) -> Experiment:

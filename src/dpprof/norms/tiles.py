@@ -79,10 +79,8 @@ def multiply_in_slices(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
 
     The error is at most that of ``norms.rounding.depth_of_products``.
     """
-    (first_a, *more_a), (first_b, *more_b) = (
-        a_BMK.split(SUMMED_SLICE, 2),
-        b_BKN.split(SUMMED_SLICE, 1),
-    )
+    first_a, *more_a = torch.split(a_BMK, SUMMED_SLICE, 2)
+    first_b, *more_b = torch.split(b_BKN, SUMMED_SLICE, 1)
     product_BMN = multiply(first_a, first_b)
     for a, b in zip(more_a, more_b, strict=True):
         if a.dtype == b.dtype == product_BMN.dtype:
