@@ -28,8 +28,7 @@ def find_ranks(model: nn.Module) -> Ranks:
         UnsupportedError: It is distributed in a way that is not exact with clipping.
     """
     _refuse_replicate(model)
-    found = (getattr(module, "_get_fsdp_state", None) for module in model.modules())
-    states = list(dict.fromkeys(get_state() for get_state in found if get_state is not None))
+    states = states_of(model)
     if isinstance(model, DistributedDataParallel):
         if states or any(is_distributed(parameter) for parameter in model.parameters()):
             raise UnsupportedError("DistributedDataParallel of sharded parameters does not work")
@@ -40,6 +39,20 @@ def find_ranks(model: nn.Module) -> Ranks:
     from dpprof.clipping.shards import Shards  # noqa: PLC0415
 
     return Shards(model, states)
+
+
+def states_of(model: nn.Module) -> list[Any]:
+    """List the states of ``fully_shard`` in a model."""
+    found = (getattr(module, "_get_fsdp_state", None) for module in model.modules())
+    return list(dict.fromkeys(get_state() for get_state in found if get_state is not None))
+
+
+def groups_of(state: Any) -> list[Any]:
+    """List the groups of parameters that a state of ``fully_shard`` gathers, each at once."""
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # one group at most, before PyTorch 2.12
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []  # noqa: SLF001
+    return groups
 
 
 def _refuse_replicate(model: nn.Module) -> None:

@@ -30,6 +30,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from dpprof.clipping.distribution import groups_of
 from dpprof.clipping.ranks import AddNoise, Ranks
 from dpprof.clipping.sums import add_to_grad, dtype_of_sum, own_part
 from dpprof.records.births import allocates
@@ -225,10 +226,7 @@ class Shards(Ranks):
 
     def _groups(self) -> Iterator[Any]:
         for state in self._states:
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:  # one group at most, before PyTorch 2.12
-                groups = [state._fsdp_param_group] if state._fsdp_param_group else []  # noqa: SLF001
-            yield from groups
+            yield from groups_of(state)
 
 
 def _groups_of(group: Any) -> tuple[Any, ...]:

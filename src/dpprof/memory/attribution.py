@@ -11,6 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules import module as every_module
 
 from dpprof.clipping.graph import nodes_behind
+from dpprof.memory.exchanged_tensors import find_gathered
 from dpprof.memory.owners import BACKPROPS, DP_ACTIVATIONS, LOGITS, SAVED
 from dpprof.memory.recorder import Recorder
 from dpprof.methods.tensors import tensors_in
@@ -123,9 +124,14 @@ class StepObserver:
         inner = getattr(self._step.optimizer, "original_optimizer", self._step.optimizer)
         for tensor in tensors_in(vars(inner).get("name2qmap")):  # of bitsandbytes, for all states
             give_role(tensor, "optimizer_state")
+        self._look_at_modules()
+
+    def _look_at_modules(self) -> None:
         for module in self._names:
             for tensor in tensors_in(vars(module).get("activations")):
-                give_role(tensor, DP_ACTIVATIONS)
+                self._recorder.give_role(tensor, DP_ACTIVATIONS)
+        for module, tensor in find_gathered(self._step.module):
+            self._recorder.give_layer(tensor, self._names.get(module, _NAME_OF_MODEL))
 
     def _pack(self, tensor: Tensor) -> "Tensor | _Saved":
         number = self._recorder.find(tensor)

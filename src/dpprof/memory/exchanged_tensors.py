@@ -11,7 +11,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from dpprof.clipping.distribution import groups_of, states_of
 from dpprof.records.terms import Component
 from dpprof.system.substitutes import substitute
 
@@ -37,6 +39,15 @@ def find_roles() -> dict[Any, Roles]:
             fsdp.chunk_cat: {0: "unsharded_gradients", "out": "communication_buffers"},
         }
     return roles
+
+
+def find_gathered(model: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
+    """Yield what FSDP has gathered parameters into, with the module of each parameter."""
+    for state in states_of(model):
+        for group in groups_of(state):
+            for one in group.fsdp_params:
+                for tensor in one.all_gather_outputs:
+                    yield one._module_info.module, tensor  # noqa: SLF001 (no public name)
 
 
 def takes_dtensors(types: Iterable[type]) -> bool:

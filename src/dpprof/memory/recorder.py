@@ -78,9 +78,14 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
 class _Finalizer(weakref.ref[torch.UntypedStorage]):
     """Tells the recorder that a storage was freed."""
 
-    __slots__ = ("key", "number")
+    __slots__ = ("key", "last", "layer", "number")
     key: int
     number: int
+    last: int
+    """Its number before it was emptied, or else that."""
+
+    layer: str | None
+    """Whose parameter it is gathered into, each time that it is filled."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -209,6 +214,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage.roles.add(role)
             storage.layer = storage.layer or layer
 
+    def give_layer(self, gathered: Tensor, layer: str) -> None:
+        """Record with which module's parameter a tensor is gathered, now and after it is freed."""
+        finalizer = self._alive.get(gathered.untyped_storage()._cdata)  # noqa: SLF001 (as above)
+        if finalizer is not None:
+            finalizer.layer = self.storages[finalizer.last].layer = layer
+
     def _note_handles(self, *, has_bias: bool) -> None:
         """Record what libraries allocate with the first product of a thread, and never free."""
         thread = "forward" if _current_node() is None else "backward"
@@ -313,7 +324,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(self, storage: torch.UntypedStorage, number: int) -> None:
         finalizer = _Finalizer(storage, self._note_freed)
         finalizer.key = storage._cdata  # noqa: SLF001 (what StorageWeakRef uses too)
-        finalizer.number = number
+        finalizer.number = finalizer.last = number
+        finalizer.layer = None
         self._alive[finalizer.key] = finalizer
 
     def _note_allocation(self, tensor: Tensor, op: str) -> None:
@@ -357,8 +369,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before, nbytes = finalizer.number, storage.nbytes()
         finalizer.number = _EMPTY
         if nbytes:
-            finalizer.number = len(self.storages)
-            new = self._allocate("resize_", nbytes, self._module())
+            finalizer.number = finalizer.last = len(self.storages)
+            new = self._allocate("resize_", nbytes, self._module(), layer=finalizer.layer)
             new.code, new.function, new.instruction = self._function()
             node = _current_node()
             new.recomputed = self._is_recomputing(node)
