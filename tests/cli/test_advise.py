@@ -24,6 +24,7 @@ from dpprof.report.terminal.advice import (
     explain_safety,
     format_advice,
     format_winners,
+    list_remedies,
     list_smallest_ranks,
 )
 from dpprof.spec import registry
@@ -413,6 +414,42 @@ def test_the_smallest_number_of_gpus_is_listed(tmp_path) -> None:
     assert list_smallest_ranks(results[::2]) == []
 
 
+LLAMA = {"model": "hf:tiny-llama", "device": "cuda", "target": "h100"}
+FRUGAL = {"dtype": "bfloat16", "checkpointing": "non-reentrant", "lora": "rank=2"}
+ON_RANKS = {"parallel": "kind=fsdp,world_size=2"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "remedies"),
+    [
+        (LLAMA, "dtype bfloat16, checkpointing best, head best, lora rank=16, world_sizes 2 4 8"),
+        (LLAMA | FRUGAL, "head best, quantization nf4, world_sizes 2 4 8"),
+        (LLAMA | FRUGAL | ON_RANKS | {"checkpointing": "none"}, "checkpointing best"),
+        ({"dtype": "bfloat16", "device": "cpu"}, "checkpointing best, head best"),
+    ],
+)
+def test_where_nothing_fits_what_takes_less_memory_is_named(fields, remedies, tmp_path) -> None:
+    results = [
+        write_synthetic(
+            tmp_path, make_experiment(method=method, **fields), instrument="capacity", **kept
+        )
+        for method, kept in (
+            ("standard", {"recorded": make_capacity()}),
+            ("flash-bk", {"outcome": "oom"}),
+        )
+    ]
+
+    assert list_remedies(results) == [f"Less memory is needed with: {remedies}."]
+
+
+def test_where_a_private_method_fits_or_nothing_is_left_no_remedy_is_named(tmp_path) -> None:
+    fitting = make_experiment(method="flash-bk"), {"recorded": make_capacity()}
+    frugal = make_experiment(method="flash-bk", **LLAMA | FRUGAL | ON_RANKS), {"outcome": "oom"}
+    for experiment, kept in (fitting, frugal):
+        result = write_synthetic(tmp_path, experiment, instrument="capacity", **kept)
+        assert list_remedies([result]) == []
+
+
 @pytest.mark.slow
 def test_ranks_are_searched_one_number_after_the_other(tmp_path) -> None:
     # Weights, gradients and AdamW's state take 97 MiB, and on each of four ranks 24 MiB.
@@ -435,6 +472,7 @@ def test_what_does_not_fit_says_how_much_it_needs_and_is_kept(tmp_path) -> None:
     options = ["--target", target, "--methods", "standard", "--json=c.json"]
     done = call("advise", "--model", MODEL, "--seq-len=8", *options, cwd=tmp_path)
 
+    assert "Less memory is needed with: --dtype bfloat16, --checkpointing best" in done.stdout
     assert done.returncode == 1  # libraries alone take more than 1 MiB
     [found] = json.loads((tmp_path / "c.json").read_text())["options"]
     assert found["verdict"] == "does not fit"

@@ -24,6 +24,7 @@ from dpprof.report.terminal.advice import (
     explain_safety,
     format_advice,
     format_winners,
+    list_remedies,
     list_smallest_ranks,
     recommend,
 )
@@ -96,6 +97,7 @@ class Advised(Answer):
                     *map(format_advice, found),
                     *explain(results),
                     *list_smallest_ranks(results),
+                    *list_remedies(results),
                 ]
             )
         lines = [format_winners(found), *compare_heads(found), *explain_safety(results)]
@@ -103,7 +105,7 @@ class Advised(Answer):
             on_any = list(itertools.chain.from_iterable(by_ranks.values()))
             where = f"{dtype} {size}"  # several ranks have one execution and head
             lines += [f"{where}: {one}" for one in list_smallest_ranks(on_any)]
-        return "\n".join(lines)
+        return "\n".join([*lines, *list_remedies(results)])
 
     def table(self) -> "pd.DataFrame":
         """Return a row for each method of each question, the best first."""

@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dpprof.analysis.advice.advice import BEST
 from dpprof.analysis.difference.waterfall import format_size, name_component
 from dpprof.analysis.standings import find_signs, sign
+from dpprof.analysis.tables.axes import BASELINE
 from dpprof.records.advice import Advice, OneMoreSample, Option
 from dpprof.records.result import Result
 from dpprof.report.terminal.layout import explain_signs, format_number, group_messages, lay_out
 from dpprof.spec import registry
+from dpprof.spec.architecture import Architecture
+from dpprof.spec.experiment import Experiment
 from dpprof.spec.tasks import name_size, name_units
+from dpprof.spec.validation import spell
 from dpprof.system.numbers import three_digits
 
 _SIZES = ("largest batch", "peak", "safe batch")
@@ -305,6 +309,34 @@ def list_smallest_ranks(results: Sequence[Result]) -> list[str]:
     if none := [method for method, known in fits.items() if not known]:
         lines.append(f"on none of {', '.join(map(str, sizes))}: {', '.join(none)}")
     return lines
+
+
+def _is_causal_alone(experiment: Experiment) -> bool:
+    return experiment.task == "causal-lm" and experiment.parallel is None
+
+
+_REMEDIES: Sequence[tuple[str, str, Callable[[Experiment], bool]]] = (
+    ("dtype", "bfloat16", lambda one: one.dtype in ("float32", "tf32")),
+    ("checkpointing", BEST, lambda one: one.checkpointing == "none"),
+    ("head", BEST, lambda one: one.head == "logits" and _is_causal_alone(one)),
+    ("lora", "rank=16", lambda one: one.lora is None and isinstance(one.model, Architecture)),
+    (
+        *("quantization", "nf4"),
+        lambda one: one.lora is not None and one.quantization is None and _is_causal_alone(one),
+    ),
+    ("world_sizes", "2 4 8", lambda one: one.parallel is None and one.device == "cuda"),
+)
+"""Fields and their values that take less memory, and where they are not asked for already."""
+
+
+def list_remedies(results: Sequence[Result]) -> list[str]:
+    """Say what takes less memory; nothing where a private method safely fits."""
+    asked = [result.experiment for result in results]
+    fitting = [one.capacity for one in results if one.experiment.method != BASELINE]
+    if any(one is not None and one.safe_batch_size for one in fitting):
+        return []
+    found = [f"{spell(name)} {value}" for name, value, helps in _REMEDIES if all(map(helps, asked))]
+    return [f"Less memory is needed with: {', '.join(found)}."] if found else []
 
 
 def compare_heads(found: Sequence[Advice]) -> list[str]:
