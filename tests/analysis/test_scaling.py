@@ -94,11 +94,12 @@ def trainings(**speeds) -> list[Advice]:
 
 def test_each_training_has_its_own_number_of_gpus() -> None:
     wrong = option("opacus-ghost", 100.0, "wrong")
-    told = trainings(tiny=(1000.0, 1800.0), small=(None, 500.0))
-    told[2] = told[2].model_copy(update={"options": (wrong,)})
+    told = trainings(tiny=(1000.0, 1800.0), small=(900.0, 500.0), wide=(None, 500.0))
+    told[4] = told[4].model_copy(update={"options": (wrong,)})
 
+    # Of wide only one number is left to compare: on one GPU its only method is wrong.
     assert draw_of(told).get_label() == (
-        "The fewest GPUs that train privately: small, T = 4,096 on h100: 2; tiny, T = 4,096 on "
+        "The fewest GPUs that train privately: small, T = 4,096 on h100: 1; tiny, T = 4,096 on "
         "h100: 1."
     )
 

@@ -414,38 +414,63 @@ def test_the_smallest_number_of_gpus_is_listed(tmp_path) -> None:
     assert list_smallest_ranks(results[::2]) == []
 
 
-LLAMA = {"model": "hf:tiny-llama", "device": "cuda", "target": "h100"}
-FRUGAL = {"dtype": "bfloat16", "checkpointing": "non-reentrant", "lora": "rank=2"}
-ON_RANKS = {"parallel": "kind=fsdp,world_size=2"}
+LLAMA = {"model": "hf:tiny-llama", "target": "h100", "seq_len": 8, "methods": ["flash-bk"]}
+LORA = {"lora": "rank=2", "dtype": "bfloat16"}
+PLAIN = {"model": {"vocab_size": 16, "d_model": 8, "layers": 1, "heads": 2}}
+STATED = {
+    "hf": "tiny-llama",
+    "quantization_config": {"load_in_8bit": True, "llm_int8_threshold": 0},
+}
+LACKING = {
+    "whole": (
+        LLAMA,
+        "dtype bfloat16, checkpointing best, head best, lora rank=16, world_sizes 2 4 8",
+    ),
+    "adapters": (
+        LLAMA | LORA | {"checkpointing": "reentrant"},
+        "dtype bfloat16 parameters_dtype bfloat16, head best, quantization nf4, world_sizes 2 4 8",
+    ),
+    "quantised by its config": (
+        LLAMA | LORA | {"model": STATED, "parameters_dtype": "bfloat16"},
+        "checkpointing best, head best",
+    ),
+    "on ranks": (LLAMA | {"world_sizes": [2]}, "dtype bfloat16, checkpointing best, lora rank=16"),
+    "Opacus's": (
+        LLAMA | {"methods": ["opacus-hooks"], "dtype": "bfloat16"},
+        "checkpointing best, lora rank=16, world_sizes 2 4 8",
+    ),
+    "as a graph": (
+        LLAMA | PLAIN | {"execution": "graph"},
+        "dtype bfloat16, checkpointing best, head best",
+    ),
+    "a processor": (
+        LLAMA | PLAIN | {"target": "cpu"},
+        "dtype bfloat16, checkpointing best, head best",
+    ),
+    "images": ({**LLAMA, "model": "vit-b16", "seq_len": None}, "dtype bfloat16, world_sizes 2 4 8"),
+}
 
 
-@pytest.mark.parametrize(
-    ("fields", "remedies"),
-    [
-        (LLAMA, "dtype bfloat16, checkpointing best, head best, lora rank=16, world_sizes 2 4 8"),
-        (LLAMA | FRUGAL, "head best, quantization nf4, world_sizes 2 4 8"),
-        (LLAMA | FRUGAL | ON_RANKS | {"checkpointing": "none"}, "checkpointing best"),
-        ({"dtype": "bfloat16", "device": "cpu"}, "checkpointing best, head best"),
-    ],
-)
-def test_where_nothing_fits_what_takes_less_memory_is_named(fields, remedies, tmp_path) -> None:
+@pytest.mark.parametrize("case", LACKING)
+def test_where_nothing_fits_what_may_take_less_memory_is_named(case, tmp_path) -> None:
+    asked, remedies = LACKING[case]
+    fields = {name: value for name, value in asked.items() if value is not None}
+    ranks = {name: fields.pop(name, None) for name in ("methods", "world_sizes")}
     results = [
-        write_synthetic(
-            tmp_path, make_experiment(method=method, **fields), instrument="capacity", **kept
-        )
-        for method, kept in (
-            ("standard", {"recorded": make_capacity()}),
-            ("flash-bk", {"outcome": "oom"}),
-        )
+        write_synthetic(tmp_path, one, instrument="capacity", outcome="oom")
+        for one in list_questions(fields, **ranks)
     ]
 
-    assert list_remedies(results) == [f"Less memory is needed with: {remedies}."]
+    assert list_remedies(results) == [f"What may take less memory: {remedies}."]
 
 
-def test_where_a_private_method_fits_or_nothing_is_left_no_remedy_is_named(tmp_path) -> None:
-    fitting = make_experiment(method="flash-bk"), {"recorded": make_capacity()}
-    frugal = make_experiment(method="flash-bk", **LLAMA | FRUGAL | ON_RANKS), {"outcome": "oom"}
-    for experiment, kept in (fitting, frugal):
+def test_where_memory_is_not_lacking_no_remedy_is_named(tmp_path) -> None:
+    for method, kept in (
+        ("flash-bk", {"recorded": make_capacity()}),
+        ("standard", {"recorded": make_capacity()}),
+        ("flash-bk", {"outcome": "unsupported"}),
+    ):
+        experiment = make_experiment(method=method)
         result = write_synthetic(tmp_path, experiment, instrument="capacity", **kept)
         assert list_remedies([result]) == []
 
@@ -472,7 +497,7 @@ def test_what_does_not_fit_says_how_much_it_needs_and_is_kept(tmp_path) -> None:
     options = ["--target", target, "--methods", "standard", "--json=c.json"]
     done = call("advise", "--model", MODEL, "--seq-len=8", *options, cwd=tmp_path)
 
-    assert "Less memory is needed with: --dtype bfloat16, --checkpointing best" in done.stdout
+    assert "What may take less memory: --dtype bfloat16, --checkpointing best" in done.stdout
     assert done.returncode == 1  # libraries alone take more than 1 MiB
     [found] = json.loads((tmp_path / "c.json").read_text())["options"]
     assert found["verdict"] == "does not fit"

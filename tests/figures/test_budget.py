@@ -1,7 +1,14 @@
 """Hours over epsilon, beside training without privacy."""
 
 import pytest
-from factory import PRIVACY, make_capacity, make_experiment, make_noise, tables_of_runs
+from factory import (
+    PRIVACY,
+    make_capacity,
+    make_experiment,
+    make_noise,
+    tables_of_runs,
+    write_synthetic_verdict,
+)
 
 from dpprof.analysis.advice.budget import Planned
 from dpprof.figures.budget import draw
@@ -28,3 +35,20 @@ def test_each_panel_has_plain_training_of_its_own_setting(tmp_path) -> None:
     ]
     # 100 steps of 64 samples: eight batches of 8 without noise and optimizer, and those once.
     assert plain == [[pytest.approx(s * 100 * 6.6 / 3600)] for s in (1.0, 1.5)]
+
+
+def test_the_sentence_names_its_training_and_no_wrong_method(tmp_path) -> None:
+    runs = [
+        (
+            make_experiment(method=method, seq_len=length, device="cuda", target="h200"),
+            "capacity",
+            {"recorded": make_capacity(step_s)},
+        )
+        for length in (8, 16)
+        for method, step_s in (("opacus-ghost", 0.5), ("flash-bk", 1.0))
+    ]
+    write_synthetic_verdict(tmp_path, runs[0][0], passed=False, reason="wrong")
+    noise = {float(length): make_noise(float(length)) for length in (8, 16)}
+    figure = draw(tables_of_runs(tmp_path, *runs, planned=Planned(PRIVACY, noise)))
+
+    assert figure.get_label().startswith("With flash-bk for V16-d8-L1-H2, T = 8 on h200, epsilon 2")

@@ -403,11 +403,12 @@ def test_the_calculator_answers_as_budget_does(browser, asked, tmp_path, monkeyp
             ("Price of a GPU for an hour", price),
         ):
             view.get_by_label(label).fill(str(value))
+        unsure = " The method is not verified here to compute the right gradient."
         assert view.get_by_role("status").inner_text() == (
             f"{cost['steps']:,} steps take {hours[0]} GPU hours (90 % interval {hours[1]} to "
             f"{hours[2]}) and cost {three_digits(cost['price'])}, with "
-            f"{cost['micro_batch_size']} samples at a time on one l4. The method is not "
-            "verified here to compute the right gradient."
+            f"{cost['micro_batch_size']} samples at a time on one l4."
+            f"{'' if method == 'standard' else unsure}"
         )
     view.get_by_label("Tokens").fill("")
     assert view.get_by_role("status").inner_text() == "Tokens: type a number above 0."

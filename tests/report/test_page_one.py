@@ -22,6 +22,7 @@ from dpprof.analysis.advice.budget import Planned
 from dpprof.analysis.collection import collect
 from dpprof.analysis.selection import find_trainings
 from dpprof.analysis.tables.build import build_tables
+from dpprof.figures.budget import draw as draw_budget
 from dpprof.report.content import build_document
 from dpprof.report.page.data import list_trainings
 from dpprof.report.rendering.document import Bullets, Drawing, Picture, Table
@@ -229,8 +230,65 @@ def test_steps_are_those_of_one_plan_only(tmp_path) -> None:
     tables = tables_of_runs(tmp_path, *runs, planned=Planned(PRIVACY, noise))
     caption = build_document(tables, []).sections[0].blocks[0].caption
 
-    assert "Hours and price are those of 51,200 tokens at epsilon 8; x plain" in caption
+    assert "Hours and price are those of 51,200 tokens at epsilon 8." in caption
     assert "steps of" not in caption
+
+
+def test_a_caption_speaks_of_the_columns_that_are_there(tmp_path) -> None:
+    planned = Planned(PRIVACY, {4.0: make_noise(4.0)})
+    runs = [fits(method, None) for method in ("standard", "flash-bk")]
+    tables = tables_of_runs(tmp_path, *runs, planned=planned)
+    table = build_document(tables, []).sections[0].blocks[0]
+
+    assert set(table.header) <= {"method", "batch"}
+    assert not any(word in table.caption for word in ("Hours", "price", "plain", "dash"))
+
+
+def test_bounds_and_noise_do_not_tell_capacities_apart(tmp_path) -> None:
+    planned = Planned(PRIVACY, {4.0: make_noise(4.0)})
+    runs = [
+        fits("flash-bk", 1.0, **{name: value})
+        for name, values in (("max_grad_norm", (1.0, 0.1)), ("noise_multiplier", (0.5,)))
+        for value in values
+    ]
+    tables = tables_of_runs(tmp_path, *runs, planned=planned)
+
+    assert len(tables["advice"]) == len(list_trainings(tables)) == 1
+    draw_budget(tables)
+
+
+def test_speeds_are_compared_among_ranks_of_one_kind(tmp_path) -> None:
+    ddp, fsdp = ({"kind": kind, "world_size": 2} for kind in ("ddp", "fsdp"))
+    runs = [
+        fits(method, step_s, parallel=ranks)
+        for ranks, method, step_s in (
+            *((fsdp, "flash-bk", 1.3), (fsdp, "standard", 1.2)),
+            *((ddp, "flash-bk", 1.0), (ddp, "standard", 0.5)),
+        )
+    ]
+    tables = tables_of_runs(tmp_path, *runs)
+
+    assert (
+        build_document(tables, [])
+        .headline[0]
+        .endswith(
+            "on 2 x h200 (ddp), in batches of 8 at 64.0 tokens/s, 0.50 times the speed of plain "
+            "training."
+        )
+    )
+    assert sorted(set(list_trainings(tables)["gpus"])) == ["2 x h200", "2 x h200 (ddp)"]
+
+
+def test_no_method_is_said_to_be_as_fast_as_itself(tmp_path) -> None:
+    slow_update, other = fits("flash-bk", 1.05), fits("opacus-ghost", 1.0)
+    planned = Planned(PRIVACY, {4.0: make_noise(4.0)})
+    for (_, _, kept), update_s in ((slow_update, 0.9), (other, 0.05)):
+        step = kept["recorded"]["time"]["predicted_step_s"]
+        step["without_update"] = step["median"] - update_s
+    page = build_document(tables_of_runs(tmp_path, slow_update, other, planned=planned), [])
+
+    assert "Train V16-d8-L1-H2 with flash-bk" in page.headline[0]
+    assert "may be as fast" not in page.headline[0]
 
 
 def test_without_a_budget_nothing_is_said_of_hours(tmp_path) -> None:
@@ -452,8 +510,8 @@ def test_a_method_that_failed_verification_is_not_recommended(tmp_path) -> None:
     assert sentence.startswith("Train V16-d8-L1-H2 with flash-bk on h200")
     assert sentence.endswith("tokens/s; opacus-ghost\N{DAGGER} failed verification.")
     assert page_of(tmp_path, ghost).headline[0] == (
-        "No private method of the sweep safely fits V16-d8-L1-H2 at T = 4 on h200; "
-        "opacus-ghost\N{DAGGER} failed verification."
+        "No private method of the sweep that computes the right gradient safely fits "
+        f"{TINY} on h200; opacus-ghost\N{DAGGER} failed verification."
     )
 
 
@@ -474,6 +532,27 @@ def test_without_a_budget_the_fewest_gpu_hours_are_best(tmp_path) -> None:
 
     said = page_of(tmp_path, fits("flash-bk", 0.8), on_two).headline[0]
     assert said.startswith("Train V16-d8-L1-H2 with flash-bk on h200, in batches of 8 at 40.0")
+
+
+def test_why_no_private_method_trains_is_said(tmp_path) -> None:
+    refused = make_experiment(method="flash-bk", device="cuda", target="h200")
+    wrong = fits("opacus-ghost", 1.0)
+    write_synthetic_verdict(tmp_path / "wrong", wrong[0], passed=False, reason="wrong")
+    said = [
+        page_of(tmp_path / name, *runs).headline[0]
+        for name, runs in (
+            ("plain", [fits("standard", 1.0)]),
+            ("refused", [(refused, "capacity", {"outcome": "unsupported"})]),
+            ("wrong", [wrong]),
+        )
+    ]
+    where = f"{TINY} on h200"
+
+    assert said[0] == f"The sweep asks about no private method for {where}."
+    assert said[1] == f"Every private method of the sweep failed for {where}."
+    assert said[2].startswith(
+        f"No private method of the sweep that computes the right gradient safely fits {where}; "
+    )
 
 
 def test_no_result_at_all_is_said(tmp_path) -> None:

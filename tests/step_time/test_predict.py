@@ -89,6 +89,13 @@ def test_kernels_beside_a_collective_have_fewer_processors(stream) -> None:
     assert step.median_s == pytest.approx(3.0 + 2.0 * 0.2 / 0.8)
 
 
+def test_collectives_at_once_take_no_more_processors_than_one() -> None:
+    both = [on(one, 2.0, collective=SENT) for one in (COMMUNICATION, REPLICATION)]
+    step = combine([*both, on(COMPUTE, 3.0)], 0.0, 0.0, 0.0, lent=0.2)
+
+    assert step.median_s == pytest.approx(3.0 + 2.0 * 0.2 / 0.8)
+
+
 def test_hidden_collectives_may_be_slow_without_harm() -> None:
     ops = [on(COMMUNICATION, 1.0, collective=SENT), on(COMPUTE, 3.0, 0)]
     hidden = [on(COMMUNICATION, 1.0, collective=SENT), on(COMPUTE, 3.0)]

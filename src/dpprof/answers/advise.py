@@ -29,6 +29,7 @@ from dpprof.report.terminal.advice import (
     recommend,
 )
 from dpprof.report.terminal.gpus import format_gpus
+from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.tasks import name_size
 from dpprof.spec.validation import one_of, refuse, spell
@@ -237,7 +238,8 @@ def _as_list(value: Any) -> list[Any]:
 
 def _without_lora(experiment: Experiment) -> Experiment | None:
     """Return the experiment that trains the whole model; None where there is no other such."""
-    if experiment.lora is None or experiment.base_format != experiment.quantization:
+    is_stated = isinstance(experiment.model, Architecture) and experiment.model.quantization
+    if experiment.lora is None or is_stated:
         return None  # the model's own config says that its weights are quantised
     others = {"lora": None, "trainable": None, "quantization": None}
     return Experiment.model_validate(experiment.model_dump() | others)

@@ -45,7 +45,8 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
             _draw_lines(axis, rows, plain, epsilons)
     if len(epsilons) > 1:
         _name_lines(figure, drawn, sort_methods(methods))
-        tell(figure, _say(panels.shown[0].rows, epsilons))
+        panel = panels.shown[0]
+        tell(figure, _say(panel, epsilons, is_one=len(panels.shown) == 1))
     return figure
 
 
@@ -99,13 +100,18 @@ def _name_lines(
         label_ends(axis, ends)
 
 
-def _say(rows: pd.DataFrame, epsilons: list[float]) -> str:
+def _say(panel: Panel, epsilons: list[float], *, is_one: bool) -> str:
+    rows = panel.rows[panel.rows["verified"].ne(False)]
+    if rows.empty:
+        return ""
     least = least_of(rows, "gpu_hours")
     costs = rows[rows["method"] == least["method"]].set_index("epsilon")["gpu_hours"]
     low, high = epsilons[0], epsilons[-1]
     if not {low, high} <= set(costs.index):
         return ""
+    where = "" if is_one else f" for {panel.title}"
+    times = costs[low] / costs[high]
     return (
-        f"With {least['method']}, epsilon {low:g} takes {costs[low] / costs[high]:.1f} times the "
-        f"hours of epsilon {high:g}, for the same steps with the same noise."
+        f"With {least['method']}{where}, epsilon {low:g} takes {times:.1f} times the hours of "
+        f"epsilon {high:g}, for the same steps with the same noise."
     )

@@ -9,16 +9,17 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from dpprof.analysis.advice.scaling import hours_of_billion
 from dpprof.analysis.selection import TRAINING, fits_privately, with_size
+from dpprof.analysis.tables.axes import name_kind, name_speed
 from dpprof.figures.labels import label_ends
-from dpprof.figures.panels import Panel, break_title, split
+from dpprof.figures.panels import Panel, Panels, break_title, split
 from dpprof.figures.style import method_style, new_figure, spell_tick, tell
 from dpprof.spec.architecture import PREFIX
 from dpprof.spec.parallel import read_world_size
 
 _LABELS = {
     "safe_batch_size": "samples on each GPU",
-    "tokens_per_s": "tokens/s of all GPUs",
-    "gpu_hours": "GPU hours per 10⁹ tokens",
+    "tokens_per_s": "{units}/s of all GPUs",
+    "gpu_hours": "GPU hours per 10⁹ {units}",
 }
 _INTERVALS = {
     "tokens_per_s": ("tokens_per_s_low", "tokens_per_s_high"),
@@ -36,15 +37,17 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     their GPU hours times that of a GPU hour: a line that stays level costs the same on any number
     of GPUs.
     """
-    known = _add_hours(with_size(tables["advice"], tables["runs"]))
+    advice = tables["advice"].loc[lambda rows: rows["verdict"].ne("wrong")]
+    known = _add_hours(with_size(advice, tables["runs"]))
     keys = [known[name].map(str) for name in (*TRAINING, "target") if name in known]
     on_several = known["ranks"].where(known["safe_batch_size"].notna()).groupby(keys)
     compared = known[on_several.transform("nunique") > 1]
+    every = _split(compared, len(compared))
     is_timed = compared["tokens_per_s"].where(compared["ranks"] > 1).notna()
     if is_timed.any():
         compared = compared[is_timed.groupby(keys).transform("any")]
-    missing = "no training was asked about on several numbers of GPUs"
-    panels = split(compared, missing, but=["batch_size", "parallel"], most=_MOST)
+    panels = _split(compared, _MOST)
+    panels = panels._replace(beyond=len(every.shown) - len(panels.shown))
     figures = list(_INTERVALS) if is_timed.any() else ["safe_batch_size"]
     figure, grid = new_figure(len(panels.shown), len(figures), row_inches=2.0)
     for row, name in zip(grid, figures, strict=True):
@@ -57,35 +60,47 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     for axis in grid.flat:
         lines = [(line.get_xydata()[-1], str(line.get_label())) for line in axis.lines]
         label_ends(axis, [(float(x), float(y), name) for (x, y), name in lines])
-    tell(figure, _say(panels.shown))
+    tell(figure, _say(every.shown))
     return figure
+
+
+def _split(compared: pd.DataFrame, most: int) -> Panels:
+    missing = "no training was asked about on several numbers of GPUs"
+    return split(compared, missing, but=["batch_size", "parallel"], most=most)
 
 
 def _add_hours(advice: pd.DataFrame) -> pd.DataFrame:
     """Add GPU hours for a billion tokens; the number of GPUs gets a column of its own."""
     ranks = advice["parallel"].map(read_world_size)
+    kinds = [name_kind(row) for _, row in advice.iterrows()]
     speeds = ("tokens_per_s", "tokens_per_s_high", "tokens_per_s_low")  # slow is dear
     hours = [hours_of_billion(advice[name].astype(float) / ranks) for name in speeds]
     names = ("gpu_hours", *_INTERVALS["gpu_hours"])
     added = dict(zip(names, hours, strict=True))
     sized = advice.rename(columns={"model_size": "parameters_total"})
-    return sized.assign(ranks=ranks, parallel=None, batch_size=1, **added)
+    return sized.assign(ranks=ranks, kind=kinds, parallel=None, batch_size=1, **added)
 
 
 def _draw_methods(axis: Axes, rows: pd.DataFrame, name: str) -> None:
-    for method, options in rows.dropna(subset=[name]).sort_values("ranks").groupby("method"):
+    kinds = sorted(set(rows["kind"]) - {""})
+    known = rows.dropna(subset=[name]).sort_values("ranks")
+    for method, every in known.groupby("method"):
         style = method_style(str(method))
-        values = options[name].astype(float)
-        axis.plot(options["ranks"], values, label=method, linewidth=1, markersize=4, **style)
-        if name in _INTERVALS:
-            low, high = (options[end].astype(float) for end in _INTERVALS[name])
-            axis.vlines(options["ranks"], low, high, linewidth=0.6, color=style["color"])
+        for kind in kinds:  # one process begins the line of each
+            options = every[every["kind"].isin(["", kind])]
+            values = options[name].astype(float)
+            label = method if len(kinds) == 1 else f"{method}, {kind}"
+            axis.plot(options["ranks"], values, label=label, linewidth=1, markersize=4, **style)
+            if name in _INTERVALS:
+                low, high = (options[end].astype(float) for end in _INTERVALS[name])
+                axis.vlines(options["ranks"], low, high, linewidth=0.6, color=style["color"])
     axis.set_xscale("log", base=2)
     axis.set_xticks(sorted(set(rows["ranks"])))
     axis.xaxis.set_major_formatter(FuncFormatter(spell_tick))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xlabel("GPUs")
-    axis.set_ylabel(_LABELS[name])
+    units = name_speed(row for _, row in rows.iterrows()).removesuffix("/s")
+    axis.set_ylabel(_LABELS[name].format(units=units))
     axis.set_ylim(bottom=0)
     axis.margins(x=0.1)
 

@@ -127,7 +127,8 @@ class Traces:
     def confirms(self, batch_size: int) -> bool:
         """Trace a batch; return whether all that followed from other batches is on one line.
 
-        A line takes three batches: where there are two, one between them is traced.
+        A line takes three batches, of which one may rest on one record: where there are two, one
+        between them is traced.
         """
         told = self.footprint(batch_size)
         followed = [family for family in self._families if family.is_followed]

@@ -363,8 +363,8 @@ class SettledAtom(NamedTuple):
     """Where its sizes begin among all."""
 
 
-_Write = Callable[[SettledAtom, Any, Sequence[int]], None]
-"""Writes an atom that is like an example, with the blocks that it names."""
+_Write = Callable[[Any, SettledAtom, Any, Sequence[int]], None]
+"""A method that writes an atom that is like an example, with the blocks that it names."""
 
 
 class Outline:
@@ -385,20 +385,21 @@ class Outline:
         """
         for atom in atoms:
             write, example = self._writers[atom.key]
-            write(atom, example, [self._go_to(place) for place in atom.blocks])
+            write(self, atom, example, [self._go_to(place) for place in atom.blocks])
 
-    def _writer_of(self, example: Any) -> _Write:
+    @classmethod
+    def _writer_of(cls, example: Any) -> _Write:
         """Return what writes atoms that are like an example."""
         if example is None:
-            return self._mark
+            return cls._mark
         if isinstance(example, Entered):
-            return self._enter
+            return cls._enter
         kinds: dict[type, _Write] = {
-            Storage: self._allocate,
-            Launched: self._launch,
-            Op: self._begin_op,
+            Storage: cls._allocate,
+            Launched: cls._launch,
+            Op: cls._begin_op,
         }
-        return kinds.get(type(example[0]), self._end_op if example[0] == _ENDED else self._touch)
+        return kinds.get(type(example[0]), cls._end_op if example[0] == _ENDED else cls._touch)
 
     def _go_to(self, place: tuple[int, int]) -> int:
         way, name = place

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from dpprof.analysis.selection import TRAINING
-from dpprof.analysis.tables.axes import SETTING, name_model, name_size
+from dpprof.analysis.tables.axes import SETTING, name_kind, name_model, name_size
 from dpprof.analysis.tables.frames import varying_axes
 from dpprof.records.terms import OUTCOMES
 from dpprof.spec.architecture import PREFIX
@@ -71,10 +71,11 @@ def _say_axes(row: Any, axes: set[str]) -> str:
 
 
 def name_gpus(row: Any) -> str:
-    """Return where a training runs: ``h100``, or ``4 x h100``."""
+    """Return where a training runs: ``h100``, ``4 x h100`` under FSDP, ``4 x h100 (ddp)``."""
     place = THIS_MACHINE if pd.isna(row["target"]) else str(row["target"])
-    ranks = read_world_size(row["parallel"])
-    return place if ranks == 1 else f"{ranks} x {place}"
+    ranks, kind = read_world_size(row["parallel"]), name_kind(row)
+    by = f" ({kind})" if kind not in ("", "fsdp") else ""
+    return place if ranks == 1 else f"{ranks} x {place}{by}"
 
 
 def name_tokens(noise: Any) -> str:

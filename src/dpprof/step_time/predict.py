@@ -11,7 +11,7 @@ data are taken to be one error; errors of different kinds to be independent.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
@@ -180,22 +180,33 @@ def combine(
 def _lend(
     placed: Sequence[Placed], seconds: list[float], host_s: float, lent: float
 ) -> list[float]:
-    """Return longer times for kernels that run beside collectives, of shards or of replicas."""
-    streams = {one.stream for one in placed} & {COMMUNICATION, REPLICATION}
-    if not lent or not streams:
+    """Return longer times for kernels that run beside collectives, of shards or of replicas.
+
+    Collectives of both at once take no more of the device than one.
+    """
+    beside = [at for at, one in enumerate(placed) if one.stream in (COMMUNICATION, REPLICATION)]
+    if not lent or not beside:
         return seconds
     run = _run(placed, seconds, host_s, on_host=False)
-    longer = np.zeros(len(placed))
-    for stream in streams:
-        beside = [at for at, one in enumerate(placed) if one.stream == stream]
-        edges = np.array([[run.starts[at], run.ends[at]] for at in beside]).ravel()
-        busy = np.cumsum(np.diff(edges, prepend=edges[0]) * (np.arange(len(edges)) % 2))
-        begins, ends = (np.interp(one, edges, busy) for one in (run.starts, run.ends))
-        longer += (ends - begins) * lent / (1 - lent)
+    edges = np.array(_unite((run.starts[at], run.ends[at]) for at in beside)).ravel()
+    busy = np.cumsum(np.diff(edges, prepend=edges[0]) * (np.arange(len(edges)) % 2))
+    begins, ends = (np.interp(one, edges, busy) for one in (run.starts, run.ends))
+    longer = (ends - begins) * lent / (1 - lent)
     return [
         one + float(more) * (where.stream == COMPUTE)
         for one, more, where in zip(seconds, longer, placed, strict=True)
     ]
+
+
+def _unite(intervals: Iterable[tuple[float, float]]) -> list[list[float]]:
+    """Return the intervals in which at least one of several is, in their order."""
+    united: list[list[float]] = []
+    for start, end in sorted(intervals):
+        if united and start <= united[-1][1]:
+            united[-1][1] = max(united[-1][1], end)
+        else:
+            united.append([start, end])
+    return united
 
 
 def _spread(ops: Sequence[Issued], common_spread: float) -> float:

@@ -77,14 +77,20 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
 
 
 def group_capacities(collected: Collected) -> Iterator[tuple[dict[str, Any], list[Result]]]:
-    """Yield the axes of each setting with capacity results, and these results."""
-    alike: dict[str, list[Result]] = defaultdict(list)
+    """Yield the axes of each setting with capacity results, and one of these for each method.
+
+    Bounds and noise change no capacity.
+    """
+    alike: dict[str, dict[str, Result]] = defaultdict(dict)
     for _, result in collected.found:
         if result.instrument == "capacity":
-            alike[setting_key(result.experiment)].append(result)
+            of_method = alike[setting_key(result.experiment)]
+            known = of_method.setdefault(result.experiment.method, result)
+            if known.outcome != "ok":
+                of_method[result.experiment.method] = result
     for results in alike.values():
-        axes = axes_of(results[0].experiment)
-        yield {name: axes[name] for name in WITHOUT_BATCH}, results
+        axes = axes_of(next(iter(results.values())).experiment)
+        yield {name: axes[name] for name in WITHOUT_BATCH}, [*results.values()]
 
 
 def _choose_checkpointing(

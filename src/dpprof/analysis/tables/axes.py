@@ -67,6 +67,12 @@ def size_cell(row: Any) -> str:
     return f"{row['seq_len']}" if size is None else f"{size} px"
 
 
+def name_kind(row: Any) -> str:
+    """Return how ranks share a training, as ``fsdp`` or ``ddp``; empty for one process."""
+    parallel = row["parallel"]
+    return parallel.rpartition(" x")[0] if isinstance(parallel, str) else ""
+
+
 def name_speed(rows: Iterable[Any]) -> str:
     """Return what ``tokens_per_s`` counts in rows, as an image counts as one token."""
     are_images = {_image_size(row) is not None for row in rows}

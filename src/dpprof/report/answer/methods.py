@@ -96,24 +96,28 @@ def _tell_trainings(tables: Tables) -> Blocks:
         "verified": words(_tell_verified),
     }
     caption = "Predicted. A batch is the largest that safely fits each GPU."
-    if len(noise):
-        caption += f" {_tell_plan(noise)}"
-    if rows["tokens_per_s"].isna().any():
+    if rows["gpu_hours"].notna().any():
+        caption += f" {_tell_plan(noise, rows)}"
+    figures = rows[["tokens_per_s", "gpu_hours", "price", "hours_ratio"]].isna()
+    if (figures.any() & ~figures.all()).any():
         caption += " A dash is unknown: the appendix says why."
     if len(rows) > _MOST_ROWS:
         caption += f" These are {_MOST_ROWS} of {len(rows):,} rows; advice.csv has all."
     return _tabulate(caption, columns, rows.head(_MOST_ROWS), "advice.csv and budget.csv")
 
 
-def _tell_plan(noise: pd.DataFrame) -> str:
+def _tell_plan(noise: pd.DataFrame, rows: pd.DataFrame) -> str:
     """Return what hours and price are those of; steps and batch where one plan has all."""
     used = noise[noise["chosen"].astype(bool)] if noise["chosen"].any() else noise
-    said = f"Hours and price are those of {name_tokens(used.iloc[0])}"
+    priced = " and price" if rows["price"].notna().any() else ""
+    said = f"Hours{priced} are those of {name_tokens(used.iloc[0])}"
     plans = used[used["epsilon"] == used["epsilon"].iloc[0]]
     if len(plans[["steps", "batch_size"]].drop_duplicates()) == 1:
         steps, batch = (plans[name].iloc[0] for name in ("steps", "batch_size"))
         said += f", in {steps:,.0f} steps of {batch:,.0f} samples"
-    return f"{said}; x plain is hours over those of training without privacy."
+    if rows["hours_ratio"].notna().any():
+        said += "; x plain is hours over those of training without privacy"
+    return f"{said}."
 
 
 def _tell_batch(row: Any) -> str:

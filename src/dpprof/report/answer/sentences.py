@@ -80,9 +80,9 @@ def _tell_training(rows: pd.DataFrame, name: str, sized: str, noise: pd.DataFram
     failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""
     best = find_best(rows)
     if best is None:
-        targets = listed(rows["target"].fillna(THIS_MACHINE).unique())
-        return f"No private method of the sweep safely fits {sized} on {targets}{failed}."
-    same = rows[rows["target"].map(str) == str(best["target"])]
+        return f"{_tell_none(rows, sized)}{failed}."
+    place = rows["target"].map(str) + rows["parallel"].map(str)
+    same = rows[place == place[best.name]]
     said = f"Train {name} with {best['method']} on {name_gpus(best)}, in batches of "
     said += count_batch(best)
     if pd.isna(best["tokens_per_s"]):
@@ -94,11 +94,33 @@ def _tell_training(rows: pd.DataFrame, name: str, sized: str, noise: pd.DataFram
     elif len(plain):
         speed = best["tokens_per_s"] / plain["tokens_per_s"].iloc[0]
         said += f", {times(speed)} the speed of plain training"
-    close = same.loc[same["verdict"] == "close", "method"]
-    if len(close):
+    close = _find_close(same, best)
+    if close:
         named = listed(close) if len(close) <= _MOST_NAMED else f"{len(close)} others"
         said += f"; {named} may be as fast"
     return f"{said}{failed}."
+
+
+def _tell_none(rows: pd.DataFrame, sized: str) -> str:
+    """Say why no private method trains a model."""
+    private = rows[rows["private"].astype(bool)]
+    where = f"{sized} on {listed(rows['target'].fillna(THIS_MACHINE).unique())}"
+    if private.empty:
+        return f"The sweep asks about no private method for {where}"
+    if private["verdict"].eq("failed").all():
+        return f"Every private method of the sweep failed for {where}"
+    right = " that computes the right gradient" if private["verdict"].eq("wrong").any() else ""
+    return f"No private method of the sweep{right} safely fits {where}"
+
+
+def _find_close(same: pd.DataFrame, best: Any) -> list[str]:
+    """Return the other private methods whose interval overlaps that of the best one."""
+    others = same[same["fits"] & same["method"].ne(best["method"])]
+    if pd.notna(best["gpu_hours"]):
+        is_close = others["gpu_hours_low"] <= best["gpu_hours_high"]
+    else:
+        is_close = others["tokens_per_s_high"] >= best["tokens_per_s_low"]
+    return [str(method) for method in others.loc[is_close, "method"]]
 
 
 def find_best(rows: pd.DataFrame) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpprof.analysis.selection import Tables
-from dpprof.analysis.tables.axes import RUN_KEY
+from dpprof.analysis.tables.axes import RUN_KEY, name_speed
 from dpprof.analysis.tables.frames import rows_of
 from dpprof.report.page.data import (
     list_axes,
@@ -134,6 +134,7 @@ def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator
             "figures": figures,
             "axes": list_axes(experiments),
             "trainings": pack_frame(list_trainings(tables)),
+            "speed": name_speed(row for _, row in tables["advice"].iterrows()),
             "noise": pack_frame(tables["noise"].loc[lambda rows: rows["chosen"].astype(bool)]),
             "style": tell_style(tables),
             "outcomes": pack_frame(tables["outcomes"]),

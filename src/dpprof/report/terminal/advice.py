@@ -2,6 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
 
 from dpprof.analysis.advice.advice import BEST
 from dpprof.analysis.difference.waterfall import format_size, name_component
@@ -11,7 +14,6 @@ from dpprof.records.advice import Advice, OneMoreSample, Option
 from dpprof.records.result import Result
 from dpprof.report.terminal.layout import explain_signs, format_number, group_messages, lay_out
 from dpprof.spec import registry
-from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.tasks import name_size, name_units
 from dpprof.spec.validation import spell
@@ -311,32 +313,74 @@ def list_smallest_ranks(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def _is_causal_alone(experiment: Experiment) -> bool:
-    return experiment.task == "causal-lm" and experiment.parallel is None
+class _Remedy(NamedTuple):
+    """What may take less memory."""
+
+    options: Mapping[str, str]
+    fields: Mapping[str, Any]
+    """Of an experiment that has it."""
+
+    helps: Callable[[Experiment], bool]
+    """Whether it is not there already, and may help."""
 
 
-_REMEDIES: Sequence[tuple[str, str, Callable[[Experiment], bool]]] = (
-    ("dtype", "bfloat16", lambda one: one.dtype in ("float32", "tf32")),
-    ("checkpointing", BEST, lambda one: one.checkpointing == "none"),
-    ("head", BEST, lambda one: one.head == "logits" and _is_causal_alone(one)),
-    ("lora", "rank=16", lambda one: one.lora is None and isinstance(one.model, Architecture)),
-    (
-        *("quantization", "nf4"),
-        lambda one: one.lora is not None and one.quantization is None and _is_causal_alone(one),
+_REMEDIES = (
+    _Remedy(
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16"},
+        lambda one: one.dtype in ("float32", "tf32", "float64") and one.lora is None,
     ),
-    ("world_sizes", "2 4 8", lambda one: one.parallel is None and one.device == "cuda"),
+    _Remedy(
+        {"dtype": "bfloat16", "parameters_dtype": "bfloat16"},
+        {"dtype": "bfloat16", "parameters_dtype": "bfloat16"},
+        lambda one: one.lora is not None and one.parameters_dtype != "bfloat16",
+    ),
+    _Remedy(
+        {"checkpointing": BEST},
+        {"checkpointing": "non-reentrant"},
+        lambda one: one.checkpointing == "none" and one.image_size is None,
+    ),
+    _Remedy(
+        {"head": BEST},
+        {"head": "chunked"},
+        lambda one: one.head == "logits" and not one.method.startswith("opacus"),
+    ),
+    _Remedy(
+        {"lora": "rank=16"},
+        {"lora": {"rank": 16}},
+        lambda one: one.lora is None and one.trained == "all" and one.task == "causal-lm",
+    ),
+    _Remedy({"quantization": "nf4"}, {"quantization": "nf4"}, lambda one: one.base_format is None),
+    _Remedy(
+        {"world_sizes": "2 4 8"},
+        {"parallel": {"kind": "fsdp", "world_size": 2}},
+        lambda one: one.parallel is None and one.device == "cuda",
+    ),
 )
-"""Fields and their values that take less memory, and where they are not asked for already."""
 
 
 def list_remedies(results: Sequence[Result]) -> list[str]:
-    """Say what takes less memory; nothing where a private method safely fits."""
-    asked = [result.experiment for result in results]
-    fitting = [one.capacity for one in results if one.experiment.method != BASELINE]
-    if any(one is not None and one.safe_batch_size for one in fitting):
+    """Say what may take less memory, where that is all that keeps private methods from training."""
+    private = [one for one in results if one.experiment.method != BASELINE] or results
+    is_safe = [one.capacity is not None and one.capacity.safe_batch_size for one in private]
+    lacking = [one.experiment for one in private if one.outcome == "oom" or one.capacity]
+    if any(is_safe) or not lacking:
         return []
-    found = [f"{spell(name)} {value}" for name, value, helps in _REMEDIES if all(map(helps, asked))]
-    return [f"Less memory is needed with: {', '.join(found)}."] if found else []
+    asked = [one for one in lacking if one.lora is not None] or lacking
+    found = [
+        " ".join(f"{spell(name)} {value}" for name, value in remedy.options.items())
+        for remedy in _REMEDIES
+        if any(map(remedy.helps, asked)) and all(_accepts(one, remedy.fields) for one in asked)
+    ]
+    return [f"What may take less memory: {', '.join(found)}."] if found else []
+
+
+def _accepts(experiment: Experiment, fields: Mapping[str, Any]) -> bool:
+    try:
+        Experiment.model_validate({**experiment.model_dump(mode="json"), **fields})
+    except ValidationError:
+        return False
+    return True
 
 
 def compare_heads(found: Sequence[Advice]) -> list[str]:

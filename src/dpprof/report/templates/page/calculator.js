@@ -18,7 +18,7 @@ function tellPrice(one, typed) {
   if (title) return `${title}: type a number above 0.`;
   const told = priceOf(one, typed);
   if (told.why) return told.why;
-  return `${fixed(told.steps)} steps take ${significant(told.hours)} GPU hours (90 % interval ${significant(told.low)} to ${significant(told.high)}) and cost ${significant(told.price)}, with ${fixed(told.micro)} samples at a time on one ${one.gpus}.${one.verified ? "" : " The method is not verified here to compute the right gradient."}`;
+  return `${fixed(told.steps)} steps take ${significant(told.hours)} GPU hours (90 % interval ${significant(told.low)} to ${significant(told.high)}) and cost ${significant(told.price)}, with ${fixed(told.micro)} samples at a time on ${one.gpus === "this machine" ? "" : "one "}${one.gpus}.${one.verified || !one.private ? "" : " The method is not verified here to compute the right gradient."}`;
 }
 
 function showCalculator() {

@@ -23,7 +23,7 @@ const TRAINING_COLUMNS = [
   { name: "training", title: "training", text: visible },
   { name: "gpus", title: "GPUs", text: visible },
   { name: "safe_batch_size", title: "safe batch", numeric: true, text: (value) => fixed(value) },
-  { name: "tokens_per_s", title: "tokens/s", numeric: true, text: significant },
+  { name: "tokens_per_s", title: content.speed, numeric: true, text: significant },
   { name: "gpu_hours", title: "GPU hours", numeric: true, text: significant },
   { name: "price", title: "price", numeric: true, text: significant },
   { name: "verdict", title: "verdict", text: words },
