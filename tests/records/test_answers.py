@@ -37,6 +37,13 @@ def test_each_answer_is_that_of_these_sources() -> None:
     assert not outdated, "run make answers"
 
 
+def test_no_answer_names_a_file_of_where_it_was_found() -> None:
+    errors = [one.error for kept in KEPT for one in (kept, *kept.attempts) if one.error]
+
+    assert errors
+    assert {one.log for one in errors} == {None}
+
+
 @pytest.mark.parametrize("question", QUESTIONS, ids=" ".join)
 def test_each_question_of_the_documentation_has_its_answers(question, capsys) -> None:
     known = {kept.experiment_id for kept in KEPT}

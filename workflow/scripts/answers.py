@@ -18,7 +18,7 @@ from dpprof.launch.accounting_run import account_once
 from dpprof.planning.planner import Plan, make_plan
 from dpprof.records.answers import keep_answers
 from dpprof.records.record import write_record
-from dpprof.records.result import Result, read_result
+from dpprof.records.result import Failure, Result, read_result
 from dpprof.spec.config_files import read_config_file
 from dpprof.spec.experiment import Experiment
 
@@ -71,7 +71,15 @@ def _forget_machine(path: Path) -> None:
     """Leave out of a result which machine found it, and where."""
     result = read_result(path)
     kept = {name: result.provenance.get(name) for name in ("python", "packages")}
-    write_record(path, Result, dict(result) | {"provenance": kept})
+    attempts = [
+        one.model_copy(update={"error": _without_log(one.error)}) for one in result.attempts
+    ]
+    others = {"provenance": kept, "error": _without_log(result.error), "attempts": attempts}
+    write_record(path, Result, dict(result) | others)
+
+
+def _without_log(error: Failure | None) -> Failure | None:
+    return error and error.model_copy(update={"log": None})
 
 
 if __name__ == "__main__":
