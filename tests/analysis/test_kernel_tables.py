@@ -112,9 +112,9 @@ def test_the_report_tells_kernels_and_what_binds(tables) -> None:
 
     assert (kernels["gemm"], kernels["idle"], kernels["step"]) == ("8,000.0", "4,000.0", "15,000.0")
     shares = [bound[name] for name in ("compute bound", "memory bound", "idle")]
-    assert shares == ["53%", "13%", "27%"]
+    assert shares == ["53 %", "13 %", "27 %"]
     # 4,000 FLOPs in 8 s of 1,000 FLOP/s; 40 bytes in 2 s of 40 bytes/s.
-    assert (bound["of peak FLOP/s"], bound["of bandwidth"]) == ("50%", "50%")
+    assert (bound["of peak FLOP/s"], bound["of bandwidth"]) == ("50 %", "50 %")
 
 
 def test_the_report_tells_ceilings_and_what_utilisation_is_against(tables) -> None:

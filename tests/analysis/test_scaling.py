@@ -99,8 +99,8 @@ def test_each_training_has_its_own_number_of_gpus() -> None:
 
     # Of wide only one number is left to compare: on one GPU its only method is wrong.
     assert draw_of(told).get_label() == (
-        "The fewest GPUs that train privately: small, T = 4,096 on h100: 1; tiny, T = 4,096 on "
-        "h100: 1."
+        "Private training takes at least 1 GPU for small, T = 4,096 on h100; 1 GPU for tiny, "
+        "T = 4,096 on h100."
     )
 
 
@@ -117,7 +117,7 @@ def test_a_training_without_times_has_no_panel_where_another_has_times() -> None
 def test_panels_that_are_left_out_are_counted() -> None:
     told = trainings(**dict.fromkeys("abcde", (1000.0, 1800.0)))
 
-    assert draw_of(told).get_suptitle().startswith("3 of 5 settings: ")
+    assert draw_of(told).get_suptitle().startswith("3 of 5 settings, ")
 
 
 def test_lines_are_tokens_a_second_and_gpu_hours_over_gpus() -> None:

@@ -51,4 +51,6 @@ def test_the_sentence_names_its_training_and_no_wrong_method(tmp_path) -> None:
     noise = {float(length): make_noise(float(length)) for length in (8, 16)}
     figure = draw(tables_of_runs(tmp_path, *runs, planned=Planned(PRIVACY, noise)))
 
-    assert figure.get_label().startswith("With flash-bk for V16-d8-L1-H2, T = 8 on h200, epsilon 2")
+    assert figure.get_label().startswith(
+        "Stricter privacy costs more: with flash-bk for V16-d8-L1-H2, T = 8 on h200, epsilon 2"
+    )

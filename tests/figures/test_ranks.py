@@ -49,7 +49,9 @@ def test_trainings_without_a_time_are_counted_and_spoken_of(tmp_path) -> None:
 
     assert len(figure.axes) == 2  # speed and hours of the only training with a time
     assert figure.get_suptitle().startswith("1 of 2 settings")
-    assert figure.get_label().endswith("T = 4 on h200: 1; V16-d8-L1-H2, T = 8 on h200: 1.")
+    assert figure.get_label().endswith(
+        "1 GPU for V16-d8-L1-H2, T = 4 on h200; 1 GPU for V16-d8-L1-H2, T = 8 on h200."
+    )
 
 
 def test_images_are_not_called_tokens(tmp_path) -> None:

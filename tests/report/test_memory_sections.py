@@ -70,7 +70,7 @@ def test_predictions_are_told_for_a_target_and_not_among_what_is_here(tmp_path) 
 
     assert (hooks["B"], hooks["method"], hooks["ratio"]) == ("2", "opacus-hooks", "3.00")
     assert standard["peak (GiB)"] == f"{half / GIB:.2f}"
-    assert (standard["of the memory"], hooks["of the memory"]) == ("50%", "does not fit (150%)")
+    assert (standard["of the memory"], hooks["of the memory"]) == ("50 %", "does not fit (150 %)")
     assert (hooks["FLOP multiplier"], hooks["least step (ms)"]) == ("1.50", "2.00")
     assert hooks["tokens/s at most"] == "4,000"  # 2 samples of 4 tokens in 2 ms
     assert (other["B"], other["ratio"], other["peak (GiB)"]) == ("9", "1.00", "1.00")
@@ -84,15 +84,15 @@ def test_the_first_step_must_fit_too(tmp_path) -> None:
     run = (on("l4", "standard"), "estimate", {"recorded": recorded})
     document = document_of(tmp_path, run)
 
-    assert table_of(document, "Predicted peaks")[0]["of the memory"] == "does not fit (200%)"
+    assert table_of(document, "Predicted peaks")[0]["of the memory"] == "does not fit (200 %)"
 
 
 @pytest.mark.parametrize(
     ("reserved", "fits", "share"),
     [
-        (L4.memory_bytes // 2, True, "50%"),
-        (2 * L4.memory_bytes, True, "200%, with retries"),
-        (2 * L4.memory_bytes, False, "does not fit (200%)"),
+        (L4.memory_bytes // 2, True, "50 %"),
+        (2 * L4.memory_bytes, True, "200 %, with retries"),
+        (2 * L4.memory_bytes, False, "does not fit (200 %)"),
     ],
 )
 def test_what_the_allocator_would_reserve_decides_what_fits(
@@ -235,4 +235,4 @@ def test_a_target_of_the_config_is_named_by_its_figures(tmp_path) -> None:
     run = kept(on(target, "standard"), "estimate", {"parameters": 6 * GIB})
     document = document_of(tmp_path, run)
 
-    assert table_of(document, "Predicted peaks")[0]["of the memory"] == "25%"
+    assert table_of(document, "Predicted peaks")[0]["of the memory"] == "25 %"

@@ -118,7 +118,7 @@ def test_a_ratio_has_its_interval_and_the_floor_is_stated(tmp_path) -> None:
     assert ghost["interval"] == "29.0 to 31.0"
     assert ghost["time ratio"] == "3.00 (2.87 to 3.13)"
     assert (ghost["peak (MiB)"], ghost["peak ratio"], ghost["n"]) == ("2.0", "2.00", "3")
-    assert "covers 75% at most" in markdown
+    assert "covers 75 % at most" in markdown
     assert "the noise floor" in markdown
     assert "equal to the byte in all processes of each of the 2 replicated" in markdown
 

@@ -21,7 +21,7 @@ def test_peaks_are_recorded_or_predicted(tmp_path, instrument) -> None:
     said = {
         "memory": "Recorded peaks agree with the allocator's in 2 of 2 experiments (largest gap ",
         "estimate": (
-            "Here 1 of 2 predicted peaks are the measured ones to the byte (the largest gap is 8 "
+            "On this machine 1 of 2 predicted peaks of memory are exact (the largest gap is 8 "
             "bytes) and measured steps take 1.05 to 51.05 times the predicted time, 1 of 2 within "
             "its 90 % interval."
         ),

@@ -21,10 +21,11 @@ _MOST_LABELS = 4
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """GPU hours over epsilon, for as many steps with as little noise in each; lower is better.
+    """GPU hours over epsilon; lower is better.
 
-    A smaller epsilon takes more samples a step, for the same noise in the averaged gradient.
-    Nothing ran: bars are 90 % intervals of the prediction. Black is training without privacy.
+    The number of steps and the noise of the averaged gradient stay the same, so a smaller epsilon
+    takes more samples a step. Predicted, not measured: bars are 90 % intervals. The dashed line is
+    training without privacy, with the samples of the first epsilon.
     """
     known = tables["budget"].dropna(subset=["gpu_hours"])
     private = known[known["epsilon"].notna()]
@@ -112,6 +113,7 @@ def _say(panel: Panel, epsilons: list[float], *, is_one: bool) -> str:
     where = "" if is_one else f" for {panel.title}"
     times = costs[low] / costs[high]
     return (
-        f"With {least['method']}{where}, epsilon {low:g} takes {times:.1f} times the hours of "
-        f"epsilon {high:g}, for the same steps with the same noise."
+        f"Stricter privacy costs more: with {least['method']}{where}, epsilon {low:g} takes "
+        f"{times:.1f} times the hours of epsilon {high:g}, as it takes more samples for the same "
+        "noise."
     )

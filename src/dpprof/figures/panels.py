@@ -57,9 +57,7 @@ class Panels(NamedTuple):
         """Write above the panels how many of all settings they show."""
         if self.beyond > 0:
             count = len(self.shown)
-            said = (
-                f"{count} of {count + self.beyond:,} settings: those with most methods, the largest"
-            )
+            said = f"{count} of {count + self.beyond:,} settings, those with the most methods"
             figure.suptitle(said, fontsize=8)
 
 

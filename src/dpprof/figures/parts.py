@@ -144,4 +144,4 @@ def _say_largest(
     part = list(parts)[int(sizes.to_numpy().argmax())].replace("_", " ")
     method, ratio = rows.index[at], over_baseline(lengths).iloc[at].removesuffix("x")
     over = f", {ratio} times standard" if ratio and ratio != "1.00" else ""
-    return f"{method} {does}{over}: {sizes.max() / sizes.sum():.0%} is {part}."
+    return f"{method} {does}{over}: {100 * sizes.max() / sizes.sum():.0f} % is {part}."

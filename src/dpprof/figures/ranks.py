@@ -33,9 +33,9 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Tokens per second of all GPUs, and GPU hours for a billion tokens, over the number of GPUs.
 
     Each method trains with its largest safe batch on every GPU; where no time is predicted, that
-    batch is drawn. Nothing ran: bars are 90 % intervals of the prediction. The price of tokens is
-    their GPU hours times that of a GPU hour: a line that stays level costs the same on any number
-    of GPUs.
+    batch is drawn. Predicted, not measured: bars are 90 % intervals. The price of tokens is their
+    GPU hours times that of a GPU hour: a line that stays level costs the same on any number of
+    GPUs.
     """
     advice = tables["advice"].loc[lambda rows: rows["verdict"].ne("wrong")]
     known = _add_hours(with_size(advice, tables["runs"]))
@@ -109,6 +109,8 @@ def _say(panels: list[Panel]) -> str:
     """Return the fewest GPUs on which a private method safely fits, of each training."""
     fitting = [(one.title, one.rows.loc[fits_privately(one.rows), "ranks"]) for one in panels]
     said = [
-        f"{title.removeprefix(PREFIX)}: {ranks.min()}" for title, ranks in fitting if len(ranks)
+        f"{ranks.min()} {'GPU' if ranks.min() == 1 else 'GPUs'} for {title.removeprefix(PREFIX)}"
+        for title, ranks in fitting
+        if len(ranks)
     ]
-    return f"The fewest GPUs that train privately: {'; '.join(said)}." if said else ""
+    return f"Private training takes at least {'; '.join(said)}." if said else ""

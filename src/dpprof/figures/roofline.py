@@ -71,7 +71,7 @@ def _say_longest(rows: pd.DataFrame) -> str:
     phase = str(part["phase"]).replace("_", " ")
     return (
         f"The longest part of a step, {part['op_kind']} in {phase} with {part['method']}, reaches "
-        f"{share:.0%} of the ceiling above it."
+        f"{100 * share:.0f} % of the ceiling above it."
     )
 
 

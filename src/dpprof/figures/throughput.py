@@ -47,7 +47,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         figure.legend(*shares.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     best = rows.iloc[0] if rows.index[0] != BASELINE or len(rows) == 1 else rows.iloc[1]
     speed = f"{best['tokens_per_s']:,.0f} {name_speed([best])}"
-    tell(figure, f"The fastest private method, {best.name}, reaches {speed}.")
+    tell(figure, f"The fastest private method for {panel.title}, {best.name}, reaches {speed}.")
     return figure
 
 

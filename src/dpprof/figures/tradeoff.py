@@ -58,19 +58,21 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     axis.margins(0.12)
     ends = zip(low.fillna(x), high.fillna(x), y, strict=True)
     label_points(figure, axis, points, names, [((a, y), (b, y)) for a, b, y in ends])
-    tell(figure, _say_extremes(rows[rows["method"] != BASELINE]))
+    tell(figure, _say_extremes(rows[rows["method"] != BASELINE], title))
     return figure
 
 
-def _say_extremes(private: pd.DataFrame) -> str:
+def _say_extremes(private: pd.DataFrame, title: str) -> str:
     """Say which private method is fastest, and which has the lowest peak."""
     if private.empty:
         return ""
     fastest = least_of(private, "median_step_s")["method"]
     lowest = least_of(private, "peak_bytes")["method"]
     if fastest == lowest:
-        return f"Of the private methods {fastest} is the fastest and has the lowest peak."
-    return f"Of the private methods {fastest} is the fastest, and {lowest} has the lowest peak."
+        return f"Of the private methods for {title}, {fastest} is fastest, with the lowest peak."
+    return (
+        f"Of the private methods for {title}, {fastest} is fastest; {lowest} has the lowest peak."
+    )
 
 
 def _reach(

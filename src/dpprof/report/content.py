@@ -166,8 +166,8 @@ def _limits(runs: pd.DataFrame, composition: pd.DataFrame) -> Blocks:
             "largest decides the memory."
         ),
         (
-            "Numbers hold for this machine. Ratios between methods change with the model, the "
-            "batch, the sequence length and the device."
+            "What was measured holds for this machine. Ratios between methods change with the "
+            "model, the batch, the sequence length and the device."
         ),
         (
             "Timelines and estimates cover tensors and known allocations of libraries. They do not "

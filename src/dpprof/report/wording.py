@@ -145,7 +145,7 @@ def significant(value: float | None, unit: float = 1.0) -> str:
 
 def percent(value: float | None, digits: int = 0) -> str:
     """Return a share in percent; a dash where it is unknown."""
-    return "-" if value is None or pd.isna(value) else f"{value:.{digits}%}"
+    return "-" if value is None or pd.isna(value) else f"{100 * value:.{digits}f} %"
 
 
 def span(low: float | None, high: float | None, unit: float = 1.0, digits: int = 1) -> str:

@@ -28,6 +28,7 @@ from dpprof.report.wording import (
     rounded,
     rows_in,
     significant,
+    spell_large,
     text_of,
 )
 
@@ -92,7 +93,7 @@ def _tell_trainings(tables: Tables) -> Blocks:
         "GPU hours": three_digits("gpu_hours"),
         "90 % interval": Column(_tell_interval),
         "price": three_digits("price"),
-        "x plain": amount("hours_ratio", digits=2),
+        "x non-private": amount("hours_ratio", digits=2),
         "verified": words(_tell_verified),
     }
     caption = "Predicted. A batch is the largest that safely fits each GPU."
@@ -110,14 +111,18 @@ def _tell_plan(noise: pd.DataFrame, rows: pd.DataFrame) -> str:
     """Return what hours and price are those of; steps and batch where one plan has all."""
     used = noise[noise["chosen"].astype(bool)] if noise["chosen"].any() else noise
     priced = " and price" if rows["price"].notna().any() else ""
-    said = f"Hours{priced} are those of {name_tokens(used.iloc[0])}"
+    first = used.iloc[0]
+    said = f"Hours{priced} are those of {name_tokens(first)} (delta {first['delta']:g}, "
+    said += f"{spell_large(first['samples'])} samples)"
     plans = used[used["epsilon"] == used["epsilon"].iloc[0]]
     if len(plans[["steps", "batch_size"]].drop_duplicates()) == 1:
-        steps, batch = (plans[name].iloc[0] for name in ("steps", "batch_size"))
-        said += f", in {steps:,.0f} steps of {batch:,.0f} samples"
+        said += (
+            f", in {first['steps']:,.0f} steps of {first['batch_size']:,.0f} samples with noise "
+            f"multiplier {first['noise_multiplier']:.3g}"
+        )
     if rows["hours_ratio"].notna().any():
-        said += "; x plain is hours over those of training without privacy"
-    return f"{said}."
+        said += "; x non-private is hours over those of training without privacy"
+    return f"{said}. Hours have noise and optimizer once a step, tokens/s once a batch."
 
 
 def _tell_batch(row: Any) -> str:
@@ -130,6 +135,14 @@ def _tell_interval(row: Any) -> str:
 
 def _tell_verified(row: Any) -> str:
     return {True: "yes", False: "failed"}.get(row["verified"], "not known")
+
+
+_SAID_OF_ALL = {
+    ("verified", "yes"): "gradients verified",
+    ("verified", "failed"): "failed verification",
+    ("verified", "not known"): "gradients not verified",
+}
+"""How a caption says what a column has in all rows."""
 
 
 def _tell_here(tables: Tables) -> Blocks:
@@ -197,7 +210,7 @@ def _tabulate(caption: str, columns: dict[str, Column], rows: pd.DataFrame, sour
         if cells == {"-"}:
             continue
         if len(cells) == 1 and not column.numeric and heading != "method":
-            said.append(f"{heading} {cells.pop()}" if heading == "verified" else cells.pop())
+            said.append(_SAID_OF_ALL.get((heading, cell := cells.pop()), cell))
         else:
             kept[heading] = column
     where = f" All rows: {', '.join(said)}." if said else ""

@@ -44,16 +44,17 @@ def _ask_for_trainings(trainings: Sequence[pd.DataFrame], noise: pd.DataFrame) -
     names = name_trainings(trainings)
     models = {name_trained(rows.iloc[0]) for rows in trainings}
     what = f"{len(models)} {plural(len(models), 'model')} in {len(names)} settings"
-    if len(names) <= _MOST_MODELS:
-        what = listed(names)
+    if len(names) <= _MOST_MODELS:  # each may have an "and" or a "with" of its own
+        *most, last = names
+        what = f"{', '.join(most)}{',' * (len(most) > 1)} or {last}" if most else last
     elif len(names) == len(models):
         what = f"{len(models)} models"
     targets = pd.concat(trainings)["target"].fillna(THIS_MACHINE).unique()
     if noise.empty:
         return f"How should one train {what} privately on {listed(targets)}?"
     return (
-        f"How should one train {what} on {listed(targets)}, with which method and at what price "
-        f"for {name_tokens(noise.iloc[0])}?"
+        f"With which method should one train {what} on {listed(targets)}, and at what price for "
+        f"{name_tokens(noise.iloc[0])}?"
     )
 
 

@@ -87,18 +87,24 @@ def _tell_training(rows: pd.DataFrame, name: str, sized: str, noise: pd.DataFram
     said += count_batch(best)
     if pd.isna(best["tokens_per_s"]):
         return f"{said}; no time is predicted there{failed}."
-    said += f" at {rounded(best['tokens_per_s'])} {name_speed([best])}"
-    plain = same[same["method"] == BASELINE].dropna(subset=["tokens_per_s"])
     if pd.notna(best["gpu_hours"]) and len(noise):
         said += f": {_tell_price(best, noise.iloc[0])}"
-    elif len(plain):
-        speed = best["tokens_per_s"] / plain["tokens_per_s"].iloc[0]
-        said += f", {times(speed)} the speed of plain training"
+    else:
+        said += f" at {_tell_speed(best, same)}"
     close = _find_close(same, best)
     if close:
         named = listed(close) if len(close) <= _MOST_NAMED else f"{len(close)} others"
         said += f"; {named} may be as fast"
     return f"{said}{failed}."
+
+
+def _tell_speed(best: Any, same: pd.DataFrame) -> str:
+    said = f"{rounded(best['tokens_per_s'])} {name_speed([best])}"
+    plain = same[same["method"] == BASELINE].dropna(subset=["tokens_per_s"])
+    if plain.empty:
+        return said
+    ratio = best["tokens_per_s"] / plain["tokens_per_s"].iloc[0]
+    return f"{said}, {times(ratio)} the speed of plain training"
 
 
 def _tell_none(rows: pd.DataFrame, sized: str) -> str:
@@ -145,11 +151,12 @@ def _tell_price(best: Any, noise: Any) -> str:
     )
     if pd.notna(best["price"]):
         hourly = best["price"] / best["gpu_hours"]
-        said += f" and cost {significant(best['price'])} (at {hourly:.4g} an hour)"
+        said += f" and cost {significant(best['price'])} (at {hourly:.4g} an hour on any GPU)"
     if pd.isna(best["hours_ratio"]):
         return said
     ratio = best["hours_ratio"]
-    return f"{said}, {'' if is_alike(ratio) else f'{times(ratio)} '}as much as without privacy"
+    much = "the same" if is_alike(ratio) else f"{times(ratio)} as much"
+    return f"{said}, {much} as without privacy"
 
 
 def _tell_here(rows: pd.DataFrame, tables: Tables) -> str:

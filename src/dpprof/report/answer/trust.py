@@ -9,7 +9,7 @@ from dpprof.figures.agreement import say_agreement
 from dpprof.report.rendering.document import Bullets, Section
 from dpprof.report.sections.outcomes import MEANINGS
 from dpprof.report.sections.verification import count_verified
-from dpprof.report.wording import count_failures, listed, plural, reach
+from dpprof.report.wording import ENDS, count_failures, listed, percent, plural, reach
 from dpprof.spec.registry import PREDICTIONS
 
 TITLE = "Can I believe this?"
@@ -36,16 +36,19 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
         return "Nothing was replicated, so how far times differ by noise alone is unknown."
     if floors.empty:
         return "How far times differ by noise alone is unknown: too few processes tell it."
-    floor = reach(f"{floors.min():.0%}", f"{floors.max():.0%}")
+    floor = reach(*(percent(floors.agg(end)) for end in ENDS))
     fewest, most = int(replicated["processes"].min()), int(replicated["processes"].max())
     count = reach(f"{fewest}", f"{most}")
     said = (
-        f"Noise: 95 % of comparisons of equal experiments stay within {floor}; what differs less "
-        f"is called no difference. {len(replicated):,} of {len(timed):,} "
+        f"Measured times vary: of two measurements of one experiment 95 % differ by less than "
+        f"{floor}, so a smaller difference counts as none. {len(replicated):,} of {len(timed):,} "
         f"{plural(len(timed), 'experiment')} ran in {count} processes"
     )
     covers = attainable_coverage(fewest)
-    return said + (f", whose intervals cover {covers:.0%} at most." if covers < CONFIDENCE else ".")
+    if covers < CONFIDENCE:
+        said += f"; an interval from so few contains the true median in {percent(covers)} of cases "
+        said += "at most"
+    return f"{said}."
 
 
 def _reconciled(composition: pd.DataFrame, targets: set[str]) -> list[str]:
@@ -58,12 +61,15 @@ def _reconciled(composition: pd.DataFrame, targets: set[str]) -> list[str]:
         gap = (judged["gap_bytes"].abs() / judged["allocator_peak_bytes"]).astype(float).max()
         said.append(
             f"Recorded peaks agree with the allocator's in {good:,} of {len(judged):,} "
-            f"{plural(len(judged), 'experiment')} (largest gap {gap:.2%})."
+            f"{plural(len(judged), 'experiment')} (largest gap {percent(gap, 2)})."
         )
     tried = set(composition.loc[composition["allocator_peak_bytes"].notna(), "target"])
     if untried := sorted(targets - tried):
         it = plural(len(untried), "it", "them")
-        said.append(f"Nothing ran on {listed(untried)}: numbers for {it} are predicted.")
+        said.append(
+            f"Nothing ran on {listed(untried)}: numbers for {it} are predicted, as those that "
+            "docs/validation.md and docs/numbers/step-time.md compare with measurements."
+        )
     return said
 
 
@@ -71,8 +77,8 @@ def _tell_runs(tables: Tables) -> list[str]:
     runs, missing = tables["runs"], tables["missing"]
     ok = int((runs["outcome"] == "ok").sum())
     experiments = runs["experiment_id"].nunique()
-    counted = f"{len(runs):,} {plural(len(runs), 'run')} of {experiments:,} "
-    success = f"{ok:,} ok ({ok / len(runs):.0%})" if len(runs) else "none has a result"
+    counted = f"{len(runs):,} {plural(len(runs), 'run')}, predictions included, of {experiments:,} "
+    success = f"{ok:,} ok ({percent(ok / len(runs))})" if len(runs) else "none has a result"
     said = [f"{counted}{plural(experiments, 'experiment')}: {success}."]
     if failures := count_failures(runs):
         said.append(f"Not ok: {failures}; see Outcomes.")

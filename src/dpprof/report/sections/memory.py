@@ -102,8 +102,8 @@ def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Blocks:
 def _share(row: Any) -> str:
     share = row["share"]
     if share > 0 and not row["fitting"]:  # unknown where the target has no size
-        return f"does not fit ({share:.0%})"
-    return f"{share:.0%}, with retries" if share > 1 else percent(share)
+        return f"does not fit ({percent(share)})"
+    return percent(share) + (", with retries" if share > 1 else "")
 
 
 def _most_tokens(row: Any) -> str:

@@ -12,7 +12,7 @@ from dpprof.report.sections.tables import (
     whole,
     words,
 )
-from dpprof.report.wording import text_of
+from dpprof.report.wording import percent, text_of
 
 MEANINGS = {
     "contended": "other processes kept cores busy, so times are too long",
@@ -49,7 +49,7 @@ def tell_outcomes(outcomes: pd.DataFrame, runs: pd.DataFrame) -> Blocks:
     columns = {"method": text("method"), "runs": whole("runs")}
     columns |= {outcome: whole(outcome) for outcome in OUTCOMES}
     columns["success"] = Column(
-        lambda row: "unknown" if pd.isna(row["success_rate"]) else f"{row['success_rate']:.0%}"
+        lambda row: "unknown" if pd.isna(row["success_rate"]) else percent(row["success_rate"])
     )
     failed = runs[runs["outcome"] != "ok"]
     blocks: Blocks = [

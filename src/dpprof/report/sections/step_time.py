@@ -19,7 +19,7 @@ from dpprof.report.sections.tables import (
     whole,
     words,
 )
-from dpprof.report.wording import ratio_with_interval, reach
+from dpprof.report.wording import ENDS, percent, ratio_with_interval, reach
 
 _MIB = 2**20
 _MS = 1e-3
@@ -55,7 +55,9 @@ def _explain(rows: pd.DataFrame) -> str:
     if len(counts):
         best = attainable_coverage(int(counts.min()))
         if best < CONFIDENCE:
-            said.append(f"An interval from {counts.min()} processes covers {best:.0%} at most.")
+            said.append(
+                f"An interval from {counts.min()} processes covers {percent(best)} at most."
+            )
     said.append("Ratios are to standard with all else equal.")
     floors = rows["step_floor"].dropna()
     if len(floors):
@@ -85,7 +87,7 @@ def _explain(rows: pd.DataFrame) -> str:
 
 
 def _percent(floors: "pd.Series[float]") -> str:
-    said = reach(f"{floors.min():.1%}", f"{floors.max():.1%}")
+    said = reach(*(percent(floors.agg(end), 1) for end in ENDS))
     return f"{said}, by model and number of processes," if " to " in said else said
 
 
