@@ -406,8 +406,8 @@ def test_three_lines_say_whether_to_believe_it(page, files) -> None:
     )
     assert proof == (
         "4 of 4 methods verified to compute the reference's gradient. Nothing ran on h100 and "
-        "h200: numbers for them are predicted, as those that docs/validation.md and "
-        "docs/numbers/step-time.md compare with measurements."
+        "h200: such predictions are compared with measurements in docs/validation.md and "
+        "docs/numbers/step-time.md."
     )
     experiments = {one["experiment_id"] for one in files}
     assert runs.startswith(

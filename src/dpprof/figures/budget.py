@@ -23,9 +23,9 @@ _MOST_LABELS = 4
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """GPU hours over epsilon; lower is better.
 
-    The number of steps and the noise of the averaged gradient stay the same, so a smaller epsilon
-    takes more samples a step. Predicted, not measured: bars are 90 % intervals. The dashed line is
-    training without privacy, with the samples of the first epsilon.
+    Steps and the noise of the averaged gradient stay the same, so a smaller epsilon takes more
+    samples a step. Predicted, not measured: bars are 90 % intervals. Dashed: without privacy, with
+    the samples of the first epsilon.
     """
     known = tables["budget"].dropna(subset=["gpu_hours"])
     private = known[known["epsilon"].notna()]
@@ -114,6 +114,5 @@ def _say(panel: Panel, epsilons: list[float], *, is_one: bool) -> str:
     times = costs[low] / costs[high]
     return (
         f"Stricter privacy costs more: with {least['method']}{where}, epsilon {low:g} takes "
-        f"{times:.1f} times the hours of epsilon {high:g}, as it takes more samples for the same "
-        "noise."
+        f"{times:.1f} times the hours of epsilon {high:g}."
     )

@@ -105,11 +105,17 @@ def _draw_methods(axis: Axes, rows: pd.DataFrame, name: str) -> None:
     axis.margins(x=0.1)
 
 
+def _name_whole(title: str) -> str:
+    """Return a training's name as page one has it: a foreign model is trained as a whole."""
+    whole = "" if "with LoRA" in title else "all of "
+    return f"{whole}{title.removeprefix(PREFIX)}" if title.startswith(PREFIX) else title
+
+
 def _say(panels: list[Panel]) -> str:
     """Return the fewest GPUs on which a private method safely fits, of each training."""
     fitting = [(one.title, one.rows.loc[fits_privately(one.rows), "ranks"]) for one in panels]
     said = [
-        f"{ranks.min()} {'GPU' if ranks.min() == 1 else 'GPUs'} for {title.removeprefix(PREFIX)}"
+        f"{ranks.min()} {'GPU' if ranks.min() == 1 else 'GPUs'} for {_name_whole(title)}"
         for title, ranks in fitting
         if len(ranks)
     ]

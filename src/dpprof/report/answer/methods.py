@@ -91,7 +91,7 @@ def _tell_trainings(tables: Tables) -> Blocks:
             lambda row: rounded(row["tokens_per_s"])
         ),
         "GPU hours": three_digits("gpu_hours"),
-        "90 % interval": Column(_tell_interval),
+        "90\N{NO-BREAK SPACE}% interval": Column(_tell_interval),
         "price": three_digits("price"),
         "x non-private": amount("hours_ratio", digits=2),
         "verified": words(_tell_verified),
@@ -121,7 +121,7 @@ def _tell_plan(noise: pd.DataFrame, rows: pd.DataFrame) -> str:
             f"multiplier {first['noise_multiplier']:.3g}"
         )
     if rows["hours_ratio"].notna().any():
-        said += "; x non-private is hours over those of training without privacy"
+        said += "; x non-private is hours over those without privacy"
     return f"{said}. Hours have noise and optimizer once a step, tokens/s once a batch."
 
 

@@ -65,10 +65,9 @@ def _reconciled(composition: pd.DataFrame, targets: set[str]) -> list[str]:
         )
     tried = set(composition.loc[composition["allocator_peak_bytes"].notna(), "target"])
     if untried := sorted(targets - tried):
-        it = plural(len(untried), "it", "them")
         said.append(
-            f"Nothing ran on {listed(untried)}: numbers for {it} are predicted, as those that "
-            "docs/validation.md and docs/numbers/step-time.md compare with measurements."
+            f"Nothing ran on {listed(untried)}: such predictions are compared with measurements in "
+            "docs/validation.md and docs/numbers/step-time.md."
         )
     return said
 
