@@ -91,7 +91,7 @@ def _tell_trainings(tables: Tables) -> Blocks:
             lambda row: rounded(row["tokens_per_s"])
         ),
         "GPU hours": three_digits("gpu_hours"),
-        "90\N{NO-BREAK SPACE}% interval": Column(_tell_interval),
+        "90 % interval": Column(_tell_interval),
         "price": three_digits("price"),
         "x non-private": amount("hours_ratio", digits=2),
         "verified": words(_tell_verified),
