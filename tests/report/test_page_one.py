@@ -117,7 +117,8 @@ def test_the_answer_is_of_targets_first(page, files) -> None:
     best, base = found["flash-bk"], found["standard"]
 
     assert page.headline[0] == (
-        f"Train 1b with flash-bk on h200, in batches of {best['capacity']['safe_batch_size']} at "
+        "Train 1b with flash-bk on h200, in microbatches of "
+        f"{best['capacity']['safe_batch_size']} at "
         f"{three_digits(speed(best))} tokens/s, {speed(best) / speed(base):.2f} times the speed of "
         "plain training."
     )
@@ -210,10 +211,10 @@ def test_a_budget_is_priced_in_the_answer_and_the_table(tmp_path) -> None:
     )
     assert page.headline == (
         (
-            "Train V16-d8-L1-H2 with flash-bk on h200, in batches of 8: 51,200 "
+            "Train V16-d8-L1-H2 with flash-bk on h200, in microbatches of 8: 51,200 "
             f"tokens at epsilon 8 take {hours['f']:.3f} GPU hours (90 % interval "
-            f"{hours['f'] / 1.1:.3f} to {hours['f'] * 1.1:.3f}) and cost {2 * hours['f']:.3f} (at "
-            "2 an hour on any GPU), 1.25 times as much as without privacy."
+            f"{hours['f'] / 1.1:.3f} to {hours['f'] * 1.1:.3f}) and cost {2 * hours['f']:.3f} (if "
+            "an hour of any GPU costs 2), 1.25 times as much as without privacy."
         ),
     )
     assert rows["flash-bk"]["GPU hours"] == f"{hours['f']:.3f}"
@@ -229,7 +230,7 @@ def test_steps_are_those_of_one_plan_only(tmp_path) -> None:
     tables = tables_of_runs(tmp_path, *runs, planned=Planned(PRIVACY, noise))
     caption = build_document(tables, []).sections[0].blocks[0].caption
 
-    assert "tokens at epsilon 8 (delta 1e-06, 100,000 samples). Hours have noise" in caption
+    assert "tokens at epsilon 8 (delta 1e-06, 100,000 samples). Hours count noise" in caption
     assert "steps of" not in caption
 
 
@@ -271,8 +272,8 @@ def test_speeds_are_compared_among_ranks_of_one_kind(tmp_path) -> None:
         build_document(tables, [])
         .headline[0]
         .endswith(
-            "on 2 x h200 (ddp), in batches of 8 at 64.0 tokens/s, 0.50 times the speed of plain "
-            "training."
+            "on 2 x h200 (ddp), in microbatches of 8 at 64.0 tokens/s, 0.50 times the speed of "
+            "plain training."
         )
     )
     assert sorted(set(list_trainings(tables)["gpus"])) == ["2 x h200", "2 x h200 (ddp)"]
@@ -370,8 +371,8 @@ def test_a_training_is_told_on_the_fewest_gpus_that_fit_it(tmp_path) -> None:
 
     assert page.headline == (
         (
-            "Train V16-d8-L1-H2 with flash-bk on 2 x h200, in batches of 8; no time is predicted "
-            "there."
+            "Train V16-d8-L1-H2 with flash-bk on 2 x h200, in microbatches of 8; no time is "
+            "predicted there."
         ),
     )
 
@@ -401,13 +402,13 @@ def test_three_lines_say_whether_to_believe_it(page, files) -> None:
     assert page.sections[1].title == "Can I believe this?"
     assert all(0 <= floor <= 2 * widest + 0.005 for floor in floors)
     assert noise.endswith(
-        "8 of 8 experiments ran in 3 processes; an interval from so few contains the true median "
-        "in 75 % of cases at most."
+        "8 of 8 measured experiments ran in 3 processes each, so that their intervals hold the "
+        "true median in 75 % of cases at most."
     )
     assert proof == (
         "4 of 4 methods verified to compute the reference's gradient. Nothing ran on h100 and "
-        "h200: such predictions are compared with measurements in docs/validation.md and "
-        "docs/numbers/step-time.md."
+        "h200 here: docs/validation.md and docs/numbers/step-time.md compare such predictions "
+        "with measurements."
     )
     experiments = {one["experiment_id"] for one in files}
     assert runs.startswith(
@@ -443,7 +444,7 @@ ANSWERS = {
     "predictions alone": (
         [fits(m, s, seq_len=8, batch_size=1) for m, s in (("standard", 1.0), ("flash-bk", 1.05))],
         "How should one train V16-d8-L1-H2 privately on h200?",
-        "on h200, in batches of 8 at 61.0 tokens/s, 0.95 times the speed of plain training.",
+        "on h200, in microbatches of 8 at 61.0 tokens/s, 0.95 times the speed of plain training.",
     ),
     "close methods": (
         [fits("opacus-ghost", 1.01), fits("flash-bk", 1.0)],
@@ -453,7 +454,7 @@ ANSWERS = {
     "no predicted time": (
         [fits("flash-bk", None)],
         "How should one train V16-d8-L1-H2 privately on h200?",
-        "Train V16-d8-L1-H2 with flash-bk on h200, in batches of 8; no time is predicted there.",
+        "with flash-bk on h200, in microbatches of 8; no time is predicted there.",
     ),
     "only failures": (
         [
@@ -523,7 +524,9 @@ def test_a_training_is_told_on_the_fewest_gpus_that_fit_a_right_method(tmp_path)
     write_synthetic_verdict(tmp_path, wrong[0], passed=False, reason="wrong")
 
     said = page_of(tmp_path, wrong, right).headline[0]
-    assert said.startswith("Train V16-d8-L1-H2 with flash-bk on 2 x h200, in batches of 8 at 64.0")
+    assert said.startswith(
+        "Train V16-d8-L1-H2 with flash-bk on 2 x h200, in microbatches of 8 at 64.0"
+    )
 
 
 def test_without_a_budget_the_fewest_gpu_hours_are_best(tmp_path) -> None:
@@ -533,7 +536,7 @@ def test_without_a_budget_the_fewest_gpu_hours_are_best(tmp_path) -> None:
     on_two = two, "capacity", {"recorded": make_capacity(1.0)}
 
     said = page_of(tmp_path, fits("flash-bk", 0.8), on_two).headline[0]
-    assert said.startswith("Train V16-d8-L1-H2 with flash-bk on h200, in batches of 8 at 40.0")
+    assert said.startswith("Train V16-d8-L1-H2 with flash-bk on h200, in microbatches of 8 at 40.0")
 
 
 def test_why_no_private_method_trains_is_said(tmp_path) -> None:

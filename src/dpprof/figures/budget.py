@@ -25,7 +25,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
     Steps and the noise of the averaged gradient stay the same, so a smaller epsilon takes more
     samples a step. Predicted, not measured: bars are 90 % intervals. Dashed: without privacy, with
-    the samples of the first epsilon.
+    the samples of the epsilon that the config has first.
     """
     known = tables["budget"].dropna(subset=["gpu_hours"])
     private = known[known["epsilon"].notna()]

@@ -122,7 +122,7 @@ def _tell_plan(noise: pd.DataFrame, rows: pd.DataFrame) -> str:
         )
     if rows["hours_ratio"].notna().any():
         said += "; x non-private is hours over those without privacy"
-    return f"{said}. Hours have noise and optimizer once a step, tokens/s once a batch."
+    return f"{said}. Hours count noise and optimizer once a step, tokens/s once a batch."
 
 
 def _tell_batch(row: Any) -> str:

@@ -45,7 +45,7 @@ def _ask_for_trainings(trainings: Sequence[pd.DataFrame], noise: pd.DataFrame) -
     models = {name_trained(rows.iloc[0]) for rows in trainings}
     what = f"{len(models)} {plural(len(models), 'model')} in {len(names)} settings"
     if len(names) <= _MOST_MODELS:  # each may have an "and" or a "with" of its own
-        *most, last = names
+        *most, last = sorted(names, key=lambda name: " with " in name)
         what = f"{', '.join(most)}{',' * (len(most) > 1)} or {last}" if most else last
     elif len(names) == len(models):
         what = f"{len(models)} models"

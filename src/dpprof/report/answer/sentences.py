@@ -83,7 +83,7 @@ def _tell_training(rows: pd.DataFrame, name: str, sized: str, noise: pd.DataFram
         return f"{_tell_none(rows, sized)}{failed}."
     place = rows["target"].map(str) + rows["parallel"].map(str)
     same = rows[place == place[best.name]]
-    said = f"Train {name} with {best['method']} on {name_gpus(best)}, in batches of "
+    said = f"Train {name} with {best['method']} on {name_gpus(best)}, in microbatches of "
     said += count_batch(best)
     if pd.isna(best["tokens_per_s"]):
         return f"{said}; no time is predicted there{failed}."
@@ -151,7 +151,7 @@ def _tell_price(best: Any, noise: Any) -> str:
     )
     if pd.notna(best["price"]):
         hourly = best["price"] / best["gpu_hours"]
-        said += f" and cost {significant(best['price'])} (at {hourly:.4g} an hour on any GPU)"
+        said += f" and cost {significant(best['price'])} (if an hour of any GPU costs {hourly:.4g})"
     if pd.isna(best["hours_ratio"]):
         return said
     ratio = best["hours_ratio"]

@@ -42,12 +42,13 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
     said = (
         f"Measured times vary: of two measurements of one experiment 95 % differ by less than "
         f"{floor}, so a smaller difference counts as none. {len(replicated):,} of {len(timed):,} "
-        f"{plural(len(timed), 'experiment')} ran in {count} processes"
+        f"measured {plural(len(timed), 'experiment')} ran in {count} processes each"
     )
     covers = attainable_coverage(fewest)
     if covers < CONFIDENCE:
-        said += f"; an interval from so few contains the true median in {percent(covers)} of cases "
-        said += "at most"
+        said += (
+            f", so that their intervals hold the true median in {percent(covers)} of cases at most"
+        )
     return f"{said}."
 
 
@@ -66,8 +67,8 @@ def _reconciled(composition: pd.DataFrame, targets: set[str]) -> list[str]:
     tried = set(composition.loc[composition["allocator_peak_bytes"].notna(), "target"])
     if untried := sorted(targets - tried):
         said.append(
-            f"Nothing ran on {listed(untried)}: such predictions are compared with measurements in "
-            "docs/validation.md and docs/numbers/step-time.md."
+            f"Nothing ran on {listed(untried)} here: docs/validation.md and "
+            "docs/numbers/step-time.md compare such predictions with measurements."
         )
     return said
 
