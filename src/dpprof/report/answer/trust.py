@@ -77,7 +77,8 @@ def _tell_runs(tables: Tables) -> list[str]:
     runs, missing = tables["runs"], tables["missing"]
     ok = int((runs["outcome"] == "ok").sum())
     experiments = runs["experiment_id"].nunique()
-    counted = f"{len(runs):,} {plural(len(runs), 'run')}, predictions included, of {experiments:,} "
+    included = ", predictions included," if runs["instrument"].isin(PREDICTIONS).any() else ""
+    counted = f"{len(runs):,} {plural(len(runs), 'run')}{included} of {experiments:,} "
     success = f"{ok:,} ok ({percent(ok / len(runs))})" if len(runs) else "none has a result"
     said = [f"{counted}{plural(experiments, 'experiment')}: {success}."]
     if failures := count_failures(runs):
