@@ -111,6 +111,51 @@ def test_full_parts_give_the_same_bits() -> None:
     assert torch.equal(captured.state, loop.state)
 
 
+class Classifier(nn.Module):
+    """It has a token for all samples, positions that are looked up once, and a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(5))
+        self.positions = nn.Embedding(7, 5)
+        self.recurrent = nn.LSTM(5, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.recurrent(x + self.token + self.positions(torch.arange(7)[None]))[0]
+
+
+def leaf_node(parameter: Tensor):
+    return parameter.view_as(parameter).grad_fn.next_functions[0][0]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize("make", [build, Classifier])
+@pytest.mark.parametrize("way", EVERY)
+def test_nothing_keeps_the_graph_of_a_step(way, make, is_refused) -> None:
+    """On a GPU the node of a parameter that outlives its step remembers the stream of that step.
+
+    A capture on another one would end in cudaErrorStreamCaptureIsolation.
+    """
+    model = make()
+    clipping = way(model, 0.5)
+    for parameter in model.parameters():
+        leaf_node(parameter).metadata["is of the step"] = True
+        assert not leaf_node(parameter).metadata  # nobody kept it
+
+    losses = model(batches(3)[0]).square().sum((1, 2))
+    nodes = [leaf_node(parameter) for parameter in model.parameters()]
+    for node in nodes:
+        node.metadata["is of the step"] = True
+    del node, nodes
+    if is_refused:
+        with pytest.raises(ValueError, match="losses"):
+            clipping.backward(losses.sum())
+    else:
+        clipping.backward(losses)
+    del losses
+    assert not any(leaf_node(parameter).metadata for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("way", [*EVERY, NORMALISED[1]])
 def test_a_sample_that_is_not_finite_is_excluded_and_counted(way, value) -> None:

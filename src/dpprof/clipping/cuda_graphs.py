@@ -76,14 +76,26 @@ class CudaGraphs:
                 graph.register_generator_state(generator)
         present = torch.cuda.current_stream(self._stream.device)
         torch.clear_autocast_cache()  # a cast weight would be that of the capture for ever
+        cause: BaseException | None = None
         try:
             with torch.cuda.graph(
                 graph, self._pool, self._stream, capture_error_mode="thread_local"
             ):
-                output = function()
+                try:
+                    output = function()
+                except BaseException as error:
+                    cause = error  # the end of the capture raises another one
+                    raise
         except BaseException:
             torch.cuda.set_stream(present)  # which a failed capture leaves
-            raise
+            if cause is None:
+                raise
+            if "uncaptured work" in str(cause):
+                raise RuntimeError(
+                    "something keeps losses of an earlier batch with their graph, which autograd "
+                    "ran on another stream, so the step cannot be captured; keep losses.detach()"
+                ) from cause
+            raise cause  # noqa: B904 (the other one is its consequence)
         finally:
             torch.clear_autocast_cache()
         # PyTorch sets what generators read in a replay on this stream, as a capture begins. Without
