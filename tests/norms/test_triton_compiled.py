@@ -45,12 +45,15 @@ def list_configs(kernel: str, dtype: torch.dtype) -> list:
 def build(kernel: str, config, dtype: torch.dtype, capability: int):
     """Compile for sizes and strides in multiples of 16, and features side by side."""
     constants = {"PRECISION": name_precision(dtype), "EVEN": True, "x_k": 1, "g_k": 1}
+    constants |= {"DESCRIBED": False} if kernel == "gram" else {}
     constants |= config.kwargs
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return compile_for(find_program(kernel).fn.fn, constants, dtype, capability, options)
 
 
-def compile_for(function, constants: dict, dtype: torch.dtype, capability: int, options: dict):
+def compile_for(
+    function, constants: dict, dtype: torch.dtype, capability: int, options: dict, **types: str
+):
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415
     from triton.compiler import ASTSource  # noqa: PLC0415
 
@@ -58,6 +61,7 @@ def compile_for(function, constants: dict, dtype: torch.dtype, capability: int, 
     pointers |= {"loss_ptr": "*fp32", "incoming_ptr": "*fp32", "label_ptr": "*i64"}
     pointers |= dict.fromkeys(("x_ptr", "g_ptr", "z_ptr"), POINTERS[dtype])
     pointers |= dict.fromkeys(("smoothing", "scale", "cap"), "fp32")
+    pointers |= types
     signature = {
         name: "constexpr" if name in constants else pointers.get(name, "i32")
         for name in function.arg_names
@@ -65,7 +69,7 @@ def compile_for(function, constants: dict, dtype: torch.dtype, capability: int, 
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(function.arg_names)
-        if name not in constants
+        if name not in constants and name not in types
     }
     return triton.compile(
         ASTSource(function, signature, constants, aligned),
@@ -100,6 +104,23 @@ def test_tf32_products_are_of_rounded_operands_alone(tf32, kernel, capability) -
     assert len(PRODUCTS.findall(ptx)) % 3 == 0
     assert "cvt.rna.tf32.f32" in ptx
     assert compiled.metadata.shared <= SHARED_BYTES[89]
+    assert stack_bytes(compiled) <= STACK_BYTES
+
+
+def test_described_operands_are_copied_by_the_gpus_engine() -> None:
+    from dpprof.norms import tuning  # noqa: PLC0415 (it imports triton)
+
+    config = tuning.DESCRIBED
+    constants = {"PRECISION": "ieee", "EVEN": True, "DESCRIBED": True, **config.kwargs}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    block = f"tensordesc<bf16[{config.kwargs['TILE_T']}, {config.kwargs['TILE_K']}]>"
+    function = find_program("gram").fn.fn
+    types = {"x_ptr": block, "g_ptr": block}
+    compiled = compile_for(function, constants, torch.bfloat16, 90, options, **types)
+
+    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
+    assert PRODUCTS.search(compiled.asm["ptx"])
+    assert compiled.metadata.shared <= SHARED_BYTES[90]
     assert stack_bytes(compiled) <= STACK_BYTES
 
 

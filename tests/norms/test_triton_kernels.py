@@ -131,6 +131,42 @@ def test_any_strides_will_do(place, views, kernel) -> None:
     check(place, kernel, *draw(2, 33, 17, 33), views=views)
 
 
+def tell_described(_device, x_BTd, g_BTp, views):
+    from dpprof.norms import triton_launch  # noqa: PLC0415
+
+    return triton_launch._is_described(*(VIEWS[name](x_BTd) for name in views[:1]), g_BTp)
+
+
+DESCRIBED = {"as it is": True, "slice of a wider tensor": False, "tokens first": False}
+DESCRIBED |= {"one sample for all": False, "one token for all": False}
+
+
+@pytest.mark.parametrize("view", DESCRIBED)
+def test_matrices_of_all_samples_are_described(interpreter, view) -> None:
+    """Their last blocks have tokens of the next sample, and columns that are not there."""
+    x_BTd, g_BTp = draw(3, 70, 40, 72, torch.bfloat16)
+    views = view, "as it is"
+
+    assert interpreter(tell_described, x_BTd, g_BTp, views) == DESCRIBED[view]
+    check(("interpreter", interpreter), "gram_squares", x_BTd, g_BTp, views=views)
+    g_BTp[1] = torch.nan
+    found_B = interpreter(compute, "gram_squares", x_BTd, g_BTp, views=views)
+    assert found_B.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ((2, 70, 40, 72), torch.float32),
+        ((2, 63, 40, 72), torch.bfloat16),
+        ((2, 70, 40, 73), torch.bfloat16),
+    ],
+)
+def test_other_operands_are_read_by_pointers(interpreter, sizes, dtype) -> None:
+    views = ("as it is",)
+    assert not interpreter(tell_described, *draw(*sizes, dtype), views)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_samples_do_not_change_each_others_norms(place, kernel) -> None:
     """One of zeros, one that is not finite; and a batch without samples has no norms."""

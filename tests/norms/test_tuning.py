@@ -41,6 +41,7 @@ def launch(program) -> None:
         *(tensor, tensor, torch.empty(2)),
         *[64] * ARGUMENTS,
         PRECISION="ieee",
+        DESCRIBED=False,
         grid=(1,),
         warmup=False,
     )

@@ -79,30 +79,59 @@ def multiply(
 
 
 @triton.jit
+def multiply_blocks(
+    matrix, row, column, K,
+    R: tl.constexpr, C: tl.constexpr, TILE_K: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """Multiply rows of a matrix by others of its rows, as ``multiply``; (R, C).
+
+    ``matrix`` is a tensor descriptor, whose blocks the GPU's copy engine loads; zero beyond K.
+    """
+    sum_RC = tl.zeros((R, C), dtype=tl.float32)
+    slice_RC = tl.zeros((R, C), dtype=tl.float32)
+    for step in range(tl.cdiv(K, TILE_K)):
+        a_RK = matrix.load([row, step * TILE_K])
+        b_CK = matrix.load([column, step * TILE_K])
+        if _INTERPRETED:
+            a_RK = a_RK.to(tl.float32)
+            b_CK = b_CK.to(tl.float32)
+        slice_RC = tl.dot(a_RK, b_CK.T, slice_RC, input_precision="ieee")
+        if step % (SLICE // TILE_K) == SLICE // TILE_K - 1:
+            sum_RC += slice_RC
+            slice_RC = tl.zeros((R, C), dtype=tl.float32)
+    return sum_RC + slice_RC
+
+
+@triton.jit
 def square_grams(
-    x, g, row, column, T, d, p, x_t, x_k, g_t, g_k,
+    x, g, first, row, column, T, d, p, x_t, x_k, g_t, g_k,
     R: tl.constexpr, C: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr,
-    SLICE: tl.constexpr, PRECISION: tl.constexpr,
+    SLICE: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Sum A * B over a tile, the diagonals of A and B, A^2 and B^2; A = X X^T and B = G G^T.
 
-    ``x`` and ``g`` point at a sample, ``row`` and ``column`` are the tile's first.
+    ``x`` and ``g`` point at a sample, or describe all, of which ``first`` is the sample's first
+    row; ``row`` and ``column`` are the tile's first.
     """
     rows_R = row + tl.arange(0, R)
     columns_C = column + tl.arange(0, C)
     in_R = rows_R < T
     in_C = columns_C < T
     # Beyond the edge any token will do: what comes of it is not counted.
-    t_R = tl.minimum(rows_R, T - 1).to(tl.int64)
-    t_C = tl.minimum(columns_C, T - 1).to(tl.int64)
-    x_RC = multiply(
-        x + t_R * x_t, in_R, x_k, x + t_C * x_t, in_C, x_k, d,
-        R, C, TILE_K, EVEN, SLICE, PRECISION,
-    )  # fmt: skip
-    g_RC = multiply(
-        g + t_R * g_t, in_R, g_k, g + t_C * g_t, in_C, g_k, p,
-        R, C, TILE_K, EVEN, SLICE, PRECISION,
-    )  # fmt: skip
+    if DESCRIBED:
+        x_RC = multiply_blocks(x, first + row, first + column, d, R, C, TILE_K, SLICE)
+        g_RC = multiply_blocks(g, first + row, first + column, p, R, C, TILE_K, SLICE)
+    else:
+        t_R = tl.minimum(rows_R, T - 1).to(tl.int64)
+        t_C = tl.minimum(columns_C, T - 1).to(tl.int64)
+        x_RC = multiply(
+            x + t_R * x_t, in_R, x_k, x + t_C * x_t, in_C, x_k, d,
+            R, C, TILE_K, EVEN, SLICE, PRECISION,
+        )  # fmt: skip
+        g_RC = multiply(
+            g + t_R * g_t, in_R, g_k, g + t_C * g_t, in_C, g_k, p,
+            R, C, TILE_K, EVEN, SLICE, PRECISION,
+        )  # fmt: skip
     inside_RC = in_R[:, None] & in_C[None, :]
     x_RC = tl.where(inside_RC, x_RC, 0.0)
     g_RC = tl.where(inside_RC, g_RC, 0.0)
@@ -150,7 +179,7 @@ def sum_gram_squares(
     x_ptr, g_ptr, partial_ptr, slots, T, d, p,
     x_b, x_t, x_k, g_b, g_t, g_k,
     T_rounded, d_rounded, p_rounded,
-    processors, PRECISION: tl.constexpr,
+    processors, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
     TILE_T: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Sum (x_t . x_s) (g_t . g_s) over the tiles of (t, s) on and below the diagonal.
@@ -163,23 +192,29 @@ def sum_gram_squares(
 
     A processor has room for one large tile. Where few of them would be left for the last round, and
     most processors idle, these are cut in halves, one for each processor.
+
+    Where ``DESCRIBED``, tensor descriptors of 16-bit numbers, (B T, d) and (B T, p), are in the
+    place of pointers, and no tile is halved: blocks have one size.
     """
-    SLICE: tl.constexpr = (
-        128 if x_ptr.dtype.element_ty == tl.float32 and PRECISION == "ieee" else 1024
+    ON_SCALARS: tl.constexpr = (
+        False if DESCRIBED else x_ptr.dtype.element_ty == tl.float32 and PRECISION == "ieee"
     )
+    SLICE: tl.constexpr = 128 if ON_SCALARS else 1024
+    HALVES: tl.constexpr = TILE_T >= HALVED and not DESCRIBED
     samples = tl.num_programs(0) // slots
     side = tl.cdiv(T, TILE_T)
     tiles = side * (side + 1) // 2
     halved = 0
-    if TILE_T >= HALVED and tiles * samples > processors:
+    if HALVES and tiles * samples > processors:
         halved = tl.cdiv(tiles * samples % processors, samples)
         if 2 * halved * samples > processors:
             halved = 0
     whole = tiles - halved
     jobs = whole + 2 * halved
     sample, slot = place_program(samples, slots, whole, jobs)
-    x = x_ptr + sample * x_b
-    g = g_ptr + sample * g_b
+    x = x_ptr if DESCRIBED else x_ptr + sample * x_b
+    g = g_ptr if DESCRIBED else g_ptr + sample * g_b
+    first = (sample * T).to(tl.int32)
     total = 0.0
     trace_x = 0.0
     trace_g = 0.0
@@ -194,17 +229,17 @@ def sum_gram_squares(
         row = tl.where(j < side - i, side - 1 - i, i)
         column = tl.where(j < side - i, j, j - (side - i))
         times = tl.where(row == column, 1.0, 2.0)
-        if TILE_T >= HALVED and job >= whole:
+        if HALVES and job >= whole:
             both, of_x, of_g, squares_x, squares_g = square_grams(
-                x, g, row * TILE_T + (job - whole) % 2 * (TILE_T // 2), column * TILE_T,
+                x, g, first, row * TILE_T + (job - whole) % 2 * (TILE_T // 2), column * TILE_T,
                 T, d, p, x_t, x_k, g_t, g_k,
-                TILE_T // 2, TILE_T, TILE_K, EVEN, SLICE, PRECISION,
+                TILE_T // 2, TILE_T, TILE_K, EVEN, SLICE, PRECISION, DESCRIBED,
             )  # fmt: skip
         else:
             both, of_x, of_g, squares_x, squares_g = square_grams(
-                x, g, row * TILE_T, column * TILE_T,
+                x, g, first, row * TILE_T, column * TILE_T,
                 T, d, p, x_t, x_k, g_t, g_k,
-                TILE_T, TILE_T, TILE_K, EVEN, SLICE, PRECISION,
+                TILE_T, TILE_T, TILE_K, EVEN, SLICE, PRECISION, DESCRIBED,
             )  # fmt: skip
         total += times * both
         trace_x += of_x

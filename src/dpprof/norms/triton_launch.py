@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton import Config, cdiv, next_power_of_2
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dpprof.norms.float32_products import name_precision
 from dpprof.norms.triton_kernels import (
@@ -26,7 +27,17 @@ from dpprof.norms.triton_kernels import (
     sum_scaled,
     weigh,
 )
-from dpprof.norms.tuning import GRAM, GROUP, INTERPRETED, LOGITS, PRODUCT, SCALED, WEIGHED
+from dpprof.norms.tuning import (
+    DESCRIBED,
+    DESCRIBED_TOKENS,
+    GRAM,
+    GROUP,
+    INTERPRETED,
+    LOGITS,
+    PRODUCT,
+    SCALED,
+    WEIGHED,
+)
 
 PROGRAMS = 1024
 """How many programs share a batch's tiles, at least one for each sample: about eight for each of an
@@ -36,6 +47,9 @@ _FEW_PROCESSORS = 7
 """Processors that Triton's interpreter counts as: few, so that small inputs have several rounds."""
 
 _AXES = 3
+_COPY_ENGINE = 9
+_HALF_BYTES = 2
+_WORD_BYTES = 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -68,9 +82,51 @@ def launch_squares(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
         )
         return _launch(sum_product_squares, x_BTd, g_BTp, tiles, sums=1)[0]
     side = _count(x_BTd.shape[1], "TILE_T", GRAM)
-    processors = _count_processors(x_BTd.device)
     tiles = side * (side + 1) // 2
-    return _launch(sum_gram_squares, x_BTd, g_BTp, tiles, sums=5, processors=processors)
+    more: dict[str, Any] = {"processors": _count_processors(x_BTd.device), "DESCRIBED": False}
+    if not _is_described(x_BTd, g_BTp):
+        return _launch(sum_gram_squares, x_BTd, g_BTp, tiles, sums=5, **more)
+    more |= {"DESCRIBED": True, "EVEN": True, **_name(DESCRIBED)}
+    return _launch(sum_gram_squares.fn.fn, x_BTd, g_BTp, tiles, sums=5, **more)
+
+
+def _is_described(*operands: Tensor) -> bool:
+    """Tell whether the kernel of Gram matrices reads both operands by tensor descriptors.
+
+    The copy engine of a GPU of compute capability 9 loads their blocks. It wants rows that begin on
+    16 bytes, in one matrix of all samples. On later GPUs the kernel would spill registers.
+    """
+    return _has_copy_engine(operands[0].device) and all(map(_can_describe, operands))
+
+
+@functools.cache
+def _has_copy_engine(device: torch.device) -> bool:
+    return INTERPRETED or torch.cuda.get_device_capability(device)[0] == _COPY_ENGINE
+
+
+def _can_describe(x_BTd: Tensor) -> bool:
+    B, T, d = x_BTd.shape
+    sample, row, column = x_BTd.stride()
+    return (
+        x_BTd.element_size() == _HALF_BYTES
+        and DESCRIBED_TOKENS <= T
+        and B * T < 2**31
+        and column == 1
+        and row >= d
+        and (sample == T * row or B == 1)
+        and (row * _HALF_BYTES) % _WORD_BYTES == x_BTd.data_ptr() % _WORD_BYTES == 0
+    )
+
+
+def _describe(x_BTd: Tensor) -> TensorDescriptor:
+    B, T, d = x_BTd.shape
+    block = [DESCRIBED.kwargs["TILE_T"], DESCRIBED.kwargs["TILE_K"]]
+    return TensorDescriptor(x_BTd, [B * T, d], [x_BTd.stride(1), 1], block)
+
+
+def _name(config: Config) -> dict[str, int]:
+    """Return a configuration under Triton's names."""
+    return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 @functools.cache
@@ -104,7 +160,7 @@ def _check(x_BTd: Tensor, g_BTp: Tensor) -> None:
 
 
 def _launch(
-    program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int, *, sums: int, **more: int
+    program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int, *, sums: int, **more: Any
 ) -> Tensor:
     """Run a kernel of at most ``tiles`` tiles for each sample, and add up its slots; (sums, B)."""
     B, T, d = x_BTd.shape
@@ -113,10 +169,10 @@ def _launch(
         return x_BTd.new_zeros((sums, 0), dtype=torch.float32)
     slots = min(tiles, cdiv(PROGRAMS, B))
     partials_NBS = x_BTd.new_empty(sums, B, slots, dtype=torch.float32)
+    operands = map(_describe, (x_BTd, g_BTp)) if more.get("DESCRIBED") else (x_BTd, g_BTp)
     with torch.cuda.device_of(x_BTd):  # type: ignore[no-untyped-call]
         program[(B * slots,)](
-            x_BTd,
-            g_BTp,
+            *operands,
             partials_NBS,
             slots,
             *(T, d, p),
@@ -238,7 +294,9 @@ def launch_noise(summed: Tensor, key: Tensor, which: int, std: float, factor: fl
             )
 
 
-def read_config(kernel: str) -> dict[str, int]:
-    """Return the configuration of a kernel's last run, under Triton's names."""
-    config = (sum_gram_squares if kernel == "gram_squares" else sum_product_squares).best_config
-    return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+def read_config(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> dict[str, int]:
+    """Return the configuration of a kernel's last run, of such operands, under Triton's names."""
+    if kernel == "gram_squares" and _is_described(x_BTd, g_BTp):
+        return _name(DESCRIBED)
+    program = sum_gram_squares if kernel == "gram_squares" else sum_product_squares
+    return _name(program.best_config)

@@ -106,7 +106,8 @@ def _run(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 
     squares: Tensor = triton_launch.launch_squares(kernel, x_BTd, g_BTp)
     if len(x_BTd):
-        _tiles[kernel, *x_BTd.shape[1:], g_BTp.shape[2]] = triton_launch.read_config(kernel)
+        key = kernel, *x_BTd.shape[1:], g_BTp.shape[2]
+        _tiles[key] = triton_launch.read_config(kernel, x_BTd, g_BTp)
     return squares
 
 
