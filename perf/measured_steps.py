@@ -6,8 +6,9 @@ The predictions are those of ``dpprof estimate``, which sees no GPU. ``--measure
 models that wait for their host and models that do not, each eager, as a CUDA graph and compiled.
 Compiled steps are not predicted.
 
-Rows of ``flash`` and ``flash-bk`` before 26 November 2026 ran code that launched more kernels
-(``older_code``): of these only memory is compared. Of some rows not everything was kept.
+Rows of ``flash`` and ``flash-bk`` in bfloat16 ran code that launched more kernels, or a slower
+kernel of Gram matrices, but for those of the evening of 26 November 2026 (``older_code``): of these
+only memory is compared. Of some rows not everything was kept.
 """
 
 import itertools

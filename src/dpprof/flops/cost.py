@@ -114,6 +114,9 @@ class Cost(NamedTuple):
     formula_unknown: bool = False
     """Whether it is a product or attention without a formula; its FLOPs count as 0."""
 
+    reads_again: bool = False
+    """Whether a second kernel reads its operands again, as for the gradients of a norm's scale."""
+
 
 _WORD_BYTES = 16
 

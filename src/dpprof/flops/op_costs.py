@@ -171,6 +171,11 @@ _UNTAGGED: tuple[tuple[str, OpFamily], ...] = (
 """Families by name of operators whose tags do not say what they do; the first pattern decides."""
 
 
+_READ_AGAIN = (aten.native_layer_norm_backward, aten._fused_rms_norm_backward)  # noqa: SLF001
+"""On CUDA a kernel of its own computes the gradients of scale and shift, where they are asked for
+(layer_norm_kernel.cu)."""
+
+
 class OperatorRule(NamedTuple):
     """What is known of an operator before it is called."""
 
@@ -226,7 +231,8 @@ class OperatorRule(NamedTuple):
         find = CONVOLUTIONS.get(self.functional)
         convolution = () if find is None else tuple(find(*args, **kwargs, out=out))
         shapes = product, attention, aligned, convolution
-        return Cost(self.name, self.family, flops, dtype, *shapes, unknown), reads, writes
+        again = self.functional in _READ_AGAIN and any(kwargs.get("output_mask", args[-1])[1:])
+        return Cost(self.name, self.family, flops, dtype, *shapes, unknown, again), reads, writes
 
     def _find_attention(self, args: Any, kwargs: Any) -> AttentionShape | None:
         if self.family != "attention" or not {"query", "key", "is_causal"} <= {*self.arguments}:
