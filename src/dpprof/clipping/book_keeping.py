@@ -65,15 +65,21 @@ class BookKeeping(Clipping):
             factors_B = self._finish(norms)
             if self.ranks.is_sharded:
                 self._reduce_kept(factors_B)
-            self._sum_vectors(factors_B)
+            vectors = self._take_vectors()
             while self._kept:
                 self._sum(*self._kept.pop(), factors_B)
+            # Last: the products keep a GPU busy while Python prepares these.
+            for on_device in vectors:
+                self._add_vectors_to_grad(on_device, factors_B)
         finally:
             self._kept.clear()
             self._versions.clear()
 
-    def _sum_vectors(self, factors_B: Tensor) -> None:
-        """Sum the kept gradients of all vectors of a GPU at once: each takes a launch otherwise."""
+    def _take_vectors(self) -> list[list[tuple[nn.Parameter, Tensor]]]:
+        """Take the kept gradients of all vectors of each GPU, to be summed at once.
+
+        Each takes a launch otherwise.
+        """
         vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
         others: list[tuple[nn.Parameter, Kept]] = []
         for parameter, contribution in self._kept:
@@ -83,8 +89,7 @@ class BookKeeping(Clipping):
             else:
                 others.append((parameter, contribution))
         self._kept[:] = others
-        for on_device in vectors.values():
-            self._add_vectors_to_grad(on_device, factors_B)
+        return list(vectors.values())
 
     def _reduce_kept(self, factors_B: Tensor) -> None:
         """Compute and reduce sums, group by group."""

@@ -63,7 +63,10 @@ PRODUCT_TILE = (256, 512)
 """Rows (of d) and columns (of p) of a product's tile."""
 
 GRAM_TILE = 256
-"""Tokens on each side of a Gram matrix's tile; half of it where T would fit in one tile."""
+"""The most tokens on a side of a Gram matrix's tile; half of it where T would fit in one tile."""
+
+_VECTOR = 4
+"""Tokens on each side of a tile are a multiple of this."""
 
 FLOPS_PER_BYTE = 10
 """A round figure: data sheets of CPUs and GPUs give 5 to 20 in float32."""
@@ -73,8 +76,10 @@ ON_TENSOR_CORES = 200
 
 
 def gram_tile_size(T: int) -> int:
-    """Return the tokens on each side of a tile."""
-    return GRAM_TILE if T > GRAM_TILE else GRAM_TILE // 2
+    """Return the tokens on each side of a tile, so that all tiles are about as large."""
+    most = GRAM_TILE if T > GRAM_TILE else GRAM_TILE // 2
+    tiles = max(1, -(-T // most))
+    return -(-T // (tiles * _VECTOR)) * _VECTOR or _VECTOR
 
 
 class GramSums(NamedTuple):
