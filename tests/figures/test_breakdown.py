@@ -94,7 +94,7 @@ def test_bars_are_the_owners_in_gib_beside_the_targets_memory(tmp_path) -> None:
     assert [text.get_text() for text in axis.texts] == ["1.00x", "4.00x"]
     (line,) = axis.lines
     assert line.get_xdata()[0] == L4.memory_bytes / GIB
-    assert axis.get_title().endswith("T = 4, B = 2 on l4")
+    assert axis.get_title("right").endswith("T = 4, B = 2 on l4")
 
 
 def test_the_line_is_seen_however_far_it_is(tmp_path) -> None:
@@ -108,7 +108,7 @@ def test_every_batch_length_and_target_has_a_panel(tmp_path) -> None:
     runs = [estimate(batch_size=b, seq_len=t) for b, t in sizes]
     figure = draw_predicted(tables_of_runs(tmp_path, *runs, estimate(target="h200")))
 
-    assert {axis.get_title().partition(", ")[2] for axis in figure.axes if axis.axison} == {
+    assert {axis.get_title("right").partition(", ")[2] for axis in figure.axes if axis.axison} == {
         "T = 4, B = 2 on h200",
         *(f"T = {t}, B = {b} on l4" for b, t in sizes),
     }

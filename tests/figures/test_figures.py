@@ -1,5 +1,7 @@
 """Every figure, on tables that are full, thin, hostile or empty."""
 
+from itertools import pairwise
+
 import pandas as pd
 import pytest
 from drawing import FIGURES, GROWTH, METHODS, draw, tables_of, typical_first
@@ -11,6 +13,7 @@ from dpprof.figures.style import (
     OUTCOME_COLOURS,
     PHASE_COLOURS,
     NothingToDrawError,
+    new_figure,
     spell_tick,
 )
 from dpprof.records.terms import OUTCOMES, PHASES
@@ -29,7 +32,7 @@ def test_no_text_is_clipped_and_no_panel_empty(name, drawn) -> None:
     assert shown
     for axis in shown:
         assert axis.lines or axis.patches or axis.containers
-    texts = [text for axis in shown for text in (axis.title, *axis.texts)]
+    texts = [text for axis in shown for text in (axis.title, axis._right_title, *axis.texts)]
     texts += [text for legend in figure.legends for text in legend.get_texts()]
     assert figure.legends or name in DIRECT
     for text in filter(lambda text: text.get_text(), texts):
@@ -230,3 +233,16 @@ def test_of_too_many_settings_the_largest_are_shown() -> None:
     assert panels.beyond == 18
     figure, _ = panels.lay_out()
     assert figure.get_suptitle() == "12 of 30 settings, those with the most methods"
+
+
+@pytest.mark.parametrize("width", [1.2, 1.6, 3.4])
+def test_labels_of_ticks_do_not_meet(width) -> None:
+    """Long ones leave room for few."""
+    figure, axes = new_figure(width_inches=width)
+    axes[0, 0].set_xlim(0, 390_000)
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in axes[0, 0].get_xticklabels()]
+    shown = [box for box in boxes if axes[0, 0].bbox.x0 <= (box.x0 + box.x1) / 2 <= figure.bbox.x1]
+
+    assert len(shown) >= 1
+    assert all(one.x1 < other.x0 for one, other in pairwise(shown))

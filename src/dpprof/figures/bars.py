@@ -52,7 +52,7 @@ def stack_panels(
     ``columns`` are those of the parts, by name. Bars are sorted by their lengths.
     """
     most = max(len(panel.rows) for panel in panels.shown)
-    figure, axes = panels.lay_out(row_inches=height_of(most))
+    figure, axes = panels.lay_out(row_inches=height_of(most), title_at="right")
     drawn = []
     for axis, panel in zip(axes, panels.shown, strict=True):
         rows = panel.sorted_by(panel.rows[list(columns.values())].sum(axis=1))

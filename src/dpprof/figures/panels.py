@@ -42,14 +42,19 @@ class Panels(NamedTuple):
     shown: list[Panel]
     beyond: int
 
-    def lay_out(self, most: int = 2, **options: Any) -> tuple[Figure, list[Any]]:
-        """Return a figure with one axis per panel, with at most ``most`` in a row."""
+    def lay_out(
+        self, most: int = 2, *, title_at: str = "center", **options: Any
+    ) -> tuple[Figure, list[Any]]:
+        """Return a figure with one axis per panel, with at most ``most`` in a row.
+
+        A title at the right of an axis has the room of the names beside it.
+        """
         columns = min(most, len(self.shown))
         figure, axes = new_figure(columns, math.ceil(len(self.shown) / columns), **options)
         for axis in axes.flat[len(self.shown) :]:
             axis.axis("off")
         for axis, panel in zip(axes.flat, self.shown, strict=False):
-            axis.set_title(break_title(panel.title))
+            axis.set_title(break_title(panel.title), loc=title_at)
         self.note_hidden_panels(figure)
         return figure, list(axes.flat[: len(self.shown)])
 

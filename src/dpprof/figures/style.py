@@ -14,7 +14,13 @@ COLUMN_INCHES = 3.4
 """Width of one column of a two-column paper; text is legible at this size."""
 
 _TICKS = 6
-"""The most parts of a linear axis; with more, labels would run into one another."""
+"""The most parts of a linear axis."""
+
+_LETTER_POINTS = 4.5
+"""Width of a letter of a tick's label; labels have 8 points."""
+
+_GAP_POINTS = 8
+"""The least between two labels."""
 
 PAGE_INCHES = 9.0
 """A figure higher than this leaves no room for its caption on a page."""
@@ -120,6 +126,31 @@ OUTCOME_COLOURS: dict[str, str] = {
 }
 
 
+class SparseTicks(MaxNLocator):
+    """As many ticks of a horizontal axis as their labels have room for.
+
+    Args:
+        most: The most parts.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self._most = most
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        """Return where ticks are."""
+        axes: Any = getattr(self.axis, "axes")  # noqa: B009 (its stubs have axes without figures)
+        points = 72 * axes.get_window_extent().width / axes.figure.dpi
+        places: Any = []
+        for parts in range(self._most, 0, -1):
+            self.set_params(nbins=parts)
+            places = super().tick_values(vmin, vmax)
+            letters = max(len(spell_tick(place)) for place in places)
+            if (len(places) - 1) * (letters * _LETTER_POINTS + _GAP_POINTS) <= points:
+                break
+        return places
+
+
 class NothingToDrawError(Exception):
     """The tables hold nothing that a figure could show; the message names what is missing."""
 
@@ -203,7 +234,7 @@ def new_figure(
     figure = Figure(figsize=(width, row_inches * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     for axis in axes.flat:
-        axis.xaxis.set_major_locator(MaxNLocator(_TICKS if columns == 1 else _TICKS - 2))
+        axis.xaxis.set_major_locator(SparseTicks(_TICKS if columns == 1 else _TICKS - 2))
         for side in (axis.xaxis, axis.yaxis):
             side.set_major_formatter(spell_tick)
     return figure, axes

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from dpprof.analysis.selection import choose_runs, find_here
 from dpprof.analysis.tables.axes import BASELINE, SETTING, name_speed
 from dpprof.figures.bars import bracket, height_of, name_bars
-from dpprof.figures.panels import split
+from dpprof.figures.panels import break_title, split
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure, tell
 
 _LEAST = 2
@@ -39,7 +39,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     figure, axes = new_figure(2 if has_peak else 1, row_inches=height_of(len(rows)))
     tokens = axes[0, 0]
     _draw_tokens(tokens, rows)
-    tokens.set_title(panel.title)
+    tokens.set_title(break_title(panel.title), loc="right")
     if has_peak:
         shares = axes[0, 1]
         _draw_shares(shares, rows)

@@ -47,9 +47,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     rows = focus.sorted_by(focus.rows["peak_bytes"]).groupby(level=0, sort=False).head(1)
     shown = [Panel(str(method), rows.loc[[method]]) for method in rows.index]
     columns = min(4, max(2, math.ceil(len(shown) / 2)))  # two rows, or three of four
-    figure, axes = Panels(shown, 0).lay_out(
-        columns, row_inches=1.5 if len(shown) <= 2 * columns else 1.0, sharey=True
-    )
+    figure, axes = Panels(shown, 0).lay_out(columns, row_inches=1.5, sharey=True)
     highest = rows["peak_bytes"].max()
     unit = choose_byte_unit(highest)
     keys = rows[RUN_KEY].itertuples(index=False, name=None)

@@ -28,7 +28,8 @@ const showBlocks = (section) => section.blocks.map(showBlock).filter(known);
 function showFigures() {
   const sections = content.sections.slice(2).map((section) => [section.title, showBlocks(section)]).filter(([, blocks]) => blocks.length);
   if (!sections.length) return;
-  const view = addView("figures", "Figures, and limits", "As in report.pdf; the views below have more, and can be played with.");
+  const drawn = sections.some(([, blocks]) => blocks.some((block) => block.matches("figure")));
+  const view = addView("figures", drawn ? "Figures, and limits" : "Limits", drawn ? "As in report.pdf; the views below have more, and can be played with." : "As in report.pdf.");
   for (const [title, blocks] of sections) view.append(make("h3", {}, title), ...blocks);
 }
 
