@@ -300,3 +300,16 @@ def test_products_say_whether_rows_begin_on_sixteen_bytes(columns, dtype, aligne
     assert [rule.price((a, b), {}, out)[0].is_aligned for a, b, out in products] == [aligned] * 3
     assert rule.price((weight, x.t(), logits.t()), {}, logits.t())[0].is_aligned == aligned
     assert learn_rule(aten.add.Tensor).price((logits, logits), {}, logits)[0].is_aligned
+
+
+@pytest.mark.parametrize("mask", [[True, True, True], [True, True, False], [True, False, False]])
+def test_gradients_of_a_norms_scale_read_its_operands_again(mask) -> None:
+    x, weight = torch.ones(3, 4), torch.ones(4)
+    mean = torch.ones(3, 1)
+    rule = learn_rule(aten.native_layer_norm_backward.default)
+    given = (x, x, [4], mean, mean, weight, weight)
+    out = rule.packet(*given, mask)
+
+    assert rule.price((*given, mask), {}, out)[0].reads_again == any(mask[1:])
+    assert rule.price(given, {"output_mask": mask}, out)[0].reads_again == any(mask[1:])
+    assert not learn_rule(aten.add.Tensor).price((x, x), {}, x)[0].reads_again
