@@ -51,6 +51,6 @@ def test_the_sentence_names_its_training_and_no_wrong_method(tmp_path) -> None:
     noise = {float(length): make_noise(float(length)) for length in (8, 16)}
     figure = draw(tables_of_runs(tmp_path, *runs, planned=Planned(PRIVACY, noise)))
 
-    assert figure.get_label().startswith(
-        "Stricter privacy costs more: with flash-bk for V16-d8-L1-H2, T = 8 on h200, epsilon 2"
-    )
+    said = figure.get_label()
+    assert said.startswith("With equal noise, epsilon 2 takes ")
+    assert said.endswith(" the hours of epsilon 8 (flash-bk, V16-d8-L1-H2, T = 8 on h200).")

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from dpprof.figures.labels import label_ends, label_points, spread
-from dpprof.figures.style import new_figure
+from dpprof.figures.style import method_style, new_figure
 
 METHODS = ("standard", "flash", "flash-bk", "microbatch", "opacus-ew", "opacus-ghost", "per-layer")
 
@@ -44,6 +44,27 @@ def test_names_of_crowded_points_do_not_overlap_in_one_column() -> None:
     assert [text.get_text() for text in axis.texts] == list(METHODS)
     for one, other in itertools.combinations(boxes_of(figure, axis), 2):
         assert not one.overlaps(other)
+
+
+def test_a_piece_of_each_line_stands_before_its_name() -> None:
+    figure, axes = new_figure(row_inches=2.2)
+    axis = axes[0, 0]
+    axis.plot([1, 2], [1, 3])
+    figure.draw_without_rendering()
+    label_ends(axis, [(2.0, 3.0, "flash"), (2.0, 1.0, "standard")], style_of=method_style)
+    texts = {text.get_text(): text.get_window_extent() for text in axis.texts}
+
+    assert {one.get_color() for one in figure.artists} == {
+        method_style(name)["color"] for name in texts
+    }
+    for name, box in texts.items():
+        (piece,) = (
+            one.get_window_extent()
+            for one in figure.artists
+            if one.get_color() == method_style(name)["color"]
+        )
+        assert axis.bbox.x1 < piece.x0 < piece.x1 <= box.x0
+        assert box.y0 <= (piece.y0 + piece.y1) / 2 <= box.y1
 
 
 def test_names_of_lines_that_end_together_do_not_overlap() -> None:

@@ -27,6 +27,7 @@ from dpprof.report.content import build_document
 from dpprof.report.page.data import list_trainings
 from dpprof.report.rendering.document import Bullets, Drawing, Picture, Table
 from dpprof.report.wording import name_trainings, spell_large
+from dpprof.spec.registry import PREDICTIONS
 
 SETTINGS = ((8, "float32"), (16, "float32"), (16, "bfloat16"))
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "flash-bk")
@@ -117,7 +118,7 @@ def test_the_answer_is_of_targets_first(page, files) -> None:
     best, base = found["flash-bk"], found["standard"]
 
     assert page.headline[0] == (
-        "Train 1b with flash-bk on h200, in microbatches of "
+        "For 1b use flash-bk on h200, in microbatches of "
         f"{best['capacity']['safe_batch_size']} at "
         f"{three_digits(speed(best))} tokens/s, {speed(best) / speed(base):.2f} times the speed of "
         "plain training."
@@ -177,10 +178,12 @@ def test_the_table_has_a_row_a_method_with_the_numbers_of_the_files(page, files)
 
     assert list(rows) == ["flash-bk", "opacus-ghost"]  # the best first
     for method, row in rows.items():
-        assert row["batch"] == str(capacity[method]["capacity"]["safe_batch_size"])
+        assert row["microbatch"] == str(capacity[method]["capacity"]["safe_batch_size"])
         assert row["tokens/s"] == three_digits(speed(capacity[method]))
     assert "price" not in table.header
-    assert "All rows: 1b, T = 1,024, float32, h200, gradients verified." in table.caption
+    assert (
+        "All rows: 1b, T = 1,024, computed in float32, h200, gradients verified." in table.caption
+    )
 
 
 def test_without_a_target_the_table_is_of_what_was_measured(tmp_path) -> None:
@@ -207,20 +210,33 @@ def test_a_budget_is_priced_in_the_answer_and_the_table(tmp_path) -> None:
 
     assert page.question == (
         "With which method should one train V16-d8-L1-H2 on h200, and at what price for "
-        "51,200 tokens at epsilon 8?"
+        "51,200 tokens at epsilon 8, if an hour of any GPU costs 2?"
     )
     assert page.headline == (
         (
-            "Train V16-d8-L1-H2 with flash-bk on h200, in microbatches of 8: 51,200 "
-            f"tokens at epsilon 8 take {hours['f']:.3f} GPU hours (90 % interval "
-            f"{hours['f'] / 1.1:.3f} to {hours['f'] * 1.1:.3f}) and cost {2 * hours['f']:.3f} (if "
-            "an hour of any GPU costs 2), 1.25 times as much as without privacy."
+            "For V16-d8-L1-H2 use flash-bk on h200, in microbatches of 8: a predicted "
+            f"{hours['f']:.3f} GPU hours (90 % interval {hours['f'] / 1.1:.3f} to "
+            f"{hours['f'] * 1.1:.3f}) that cost {2 * hours['f']:.3f}, 1.25 times as much as "
+            "without privacy."
         ),
     )
     assert rows["flash-bk"]["GPU hours"] == f"{hours['f']:.3f}"
     assert rows["flash-bk"]["price"] == f"{2 * hours['f']:.3f}"
     assert (rows.keys(), rows["flash-bk"]["x non-private"]) == ({"flash-bk"}, "1.25")
     assert "in 100 steps of 64 samples" in table.caption
+
+
+@pytest.mark.parametrize(
+    ("step_s", "ending"), [(1.15, "; h100 may be as cheap."), (1.25, " that cost 0.367.")]
+)
+def test_other_gpus_are_named_whose_price_may_be_as_low(tmp_path, step_s, ending) -> None:
+    """Intervals reach a tenth to each side."""
+    runs = [fits("flash-bk", 1.0), fits("flash-bk", step_s, "h100"), fits("flash", 1.3, "h100")]
+    planned = Planned(PRIVACY, {4.0: make_noise(4.0)})
+    (said,) = build_document(tables_of_runs(tmp_path, *runs, planned=planned), []).headline
+
+    assert said.startswith("For V16-d8-L1-H2 use flash-bk on h200")
+    assert said.endswith(ending)
 
 
 def test_steps_are_those_of_one_plan_only(tmp_path) -> None:
@@ -240,7 +256,7 @@ def test_a_caption_speaks_of_the_columns_that_are_there(tmp_path) -> None:
     tables = tables_of_runs(tmp_path, *runs, planned=planned)
     table = build_document(tables, []).sections[0].blocks[0]
 
-    assert set(table.header) <= {"method", "batch"}
+    assert set(table.header) <= {"method", "microbatch"}
     assert not any(word in table.caption for word in ("Hours", "price", "plain", "dash"))
 
 
@@ -287,7 +303,7 @@ def test_no_method_is_said_to_be_as_fast_as_itself(tmp_path) -> None:
         step["without_update"] = step["median"] - update_s
     page = build_document(tables_of_runs(tmp_path, slow_update, other, planned=planned), [])
 
-    assert "Train V16-d8-L1-H2 with flash-bk" in page.headline[0]
+    assert "For V16-d8-L1-H2 use flash-bk" in page.headline[0]
     assert "may be as fast" not in page.headline[0]
 
 
@@ -342,9 +358,10 @@ def test_no_two_trainings_have_one_name(tmp_path) -> None:
         "m with LoRA over nf4 (rank=8)",
     ]
     assert page.question == "How should one train 1 model in 5 settings privately on h200?"
-    assert [said.partition(" with flash-bk")[0] for said in page.headline] == [
-        "Train V16-d8-L1-H2 at T = 16 (float32, checkpointing none)",
-        "Train V16-d8-L1-H2 at T = 16 (bfloat16, checkpointing none)",
+    assert [said.partition(" use flash-bk")[0] for said in page.headline] == [
+        "For V16-d8-L1-H2 at T = 16 (float32, checkpointing none)",
+        "For V16-d8-L1-H2 at T = 16 (bfloat16, checkpointing none)",
+        "For V16-d8-L1-H2 at T = 16 (float32, checkpointing reentrant)",
     ]
     names = list_trainings(tables)["training"]
     assert names.nunique() == len(names) == len(runs)
@@ -355,8 +372,8 @@ def test_two_lengths_are_asked_about_and_told_by_name(tmp_path) -> None:
 
     named = [f"V16-d8-L1-H2 at T = {length}" for length in (16, 8)]
     assert page.question == f"How should one train {' or '.join(named)} privately on h200?"
-    assert [said.partition(" with flash-bk")[0] for said in page.headline] == [
-        f"Train {name}" for name in named
+    assert [said.partition(" use flash-bk")[0] for said in page.headline] == [
+        f"For {name}" for name in named
     ]
 
 
@@ -371,7 +388,7 @@ def test_a_training_is_told_on_the_fewest_gpus_that_fit_it(tmp_path) -> None:
 
     assert page.headline == (
         (
-            "Train V16-d8-L1-H2 with flash-bk on 2 x h200, in microbatches of 8; no time is "
+            "For V16-d8-L1-H2 use flash-bk on 2 x h200, in microbatches of 8; no time is "
             "predicted there."
         ),
     )
@@ -389,30 +406,30 @@ def test_the_figure_of_the_first_page_is_not_shown_again(page) -> None:
     assert sorted(pictures) == ["predicted", "tradeoff"]
 
 
-def test_three_lines_say_whether_to_believe_it(page, files) -> None:
+def test_four_lines_say_whether_to_believe_it(page, files) -> None:
     (bullets,) = page.sections[1].blocks
     assert isinstance(bullets, Bullets)
-    noise, proof, runs = bullets.items
+    untried, proof, noise, runs = bullets.items
     steps = [list(here(files, batch)[0].values()) for batch in (2, 3)]
     # The floor is one of resampled differences: at most twice the widest of any two processes.
     widest = max(max(s) / min(s) - 1 for methods in steps for s in methods)
-    told = re.search(r"less than (\d+) %(?: to (\d+) %)?", noise).groups()
+    told = re.search(r"within (\d+) %(?: to (\d+) %)? in 95 %", noise).groups()
     floors = [float(floor) / 100 for floor in told if floor]
 
     assert page.sections[1].title == "Can I believe this?"
     assert all(0 <= floor <= 2 * widest + 0.005 for floor in floors)
     assert noise.endswith(
-        "8 of 8 measured experiments ran in 3 processes each, so that their intervals hold the "
-        "true median in 75 % of cases at most."
+        "8 of 8 measured experiments ran in 3 processes each, so the measured intervals have a "
+        "confidence of 75 % at most."
     )
-    assert proof == (
-        "4 of 4 methods verified to compute the reference's gradient. Nothing ran on h100 and "
-        "h200 here: docs/validation.md and docs/numbers/step-time.md compare such predictions "
-        "with measurements."
+    assert untried == (
+        "Nothing ran on h100 and h200 here: what is said of them is predicted. docs/validation.md "
+        "and docs/numbers/step-time.md compare such predictions with measurements."
     )
-    experiments = {one["experiment_id"] for one in files}
+    assert proof == "4 of 4 methods verified to compute the reference's gradient."
+    predicted = sum(one["instrument"] in PREDICTIONS for one in files)
     assert runs.startswith(
-        f"{len(files)} runs, predictions included, of {len(experiments)} experiments: "
+        f"{len(files)} runs ({len(files) - predicted} measured, {predicted} predicted): "
         f"{len(files)} ok (100 %)."
     )
 
@@ -427,9 +444,9 @@ def page_of(root, *runs):
     return build_document(tables_of_runs(root, *runs), [])
 
 
-def fits(method, step_s, **axes):
-    """A capacity result on an H200 with a predicted step time."""
-    experiment = make_experiment(method=method, device="cuda", target="h200", **axes)
+def fits(method, step_s, target="h200", **axes):
+    """A capacity result on a GPU with a predicted step time."""
+    experiment = make_experiment(method=method, device="cuda", target=target, **axes)
     return experiment, "capacity", {"recorded": make_capacity(step_s)}
 
 
@@ -454,7 +471,7 @@ ANSWERS = {
     "no predicted time": (
         [fits("flash-bk", None)],
         "How should one train V16-d8-L1-H2 privately on h200?",
-        "with flash-bk on h200, in microbatches of 8; no time is predicted there.",
+        "use flash-bk on h200, in microbatches of 8; no time is predicted there.",
     ),
     "only failures": (
         [
@@ -510,7 +527,7 @@ def test_a_method_that_failed_verification_is_not_recommended(tmp_path) -> None:
     write_synthetic_verdict(tmp_path, ghost[0], passed=False, reason="wrong")
     sentence = page_of(tmp_path, ghost, flash).headline[0]
 
-    assert sentence.startswith("Train V16-d8-L1-H2 with flash-bk on h200")
+    assert sentence.startswith("For V16-d8-L1-H2 use flash-bk on h200")
     assert sentence.endswith("tokens/s; opacus-ghost\N{DAGGER} failed verification.")
     assert page_of(tmp_path, ghost).headline[0] == (
         "No private method of the sweep that computes the right gradient safely fits "
@@ -525,7 +542,7 @@ def test_a_training_is_told_on_the_fewest_gpus_that_fit_a_right_method(tmp_path)
 
     said = page_of(tmp_path, wrong, right).headline[0]
     assert said.startswith(
-        "Train V16-d8-L1-H2 with flash-bk on 2 x h200, in microbatches of 8 at 64.0"
+        "For V16-d8-L1-H2 use flash-bk on 2 x h200, in microbatches of 8 at 64.0"
     )
 
 
@@ -536,7 +553,7 @@ def test_without_a_budget_the_fewest_gpu_hours_are_best(tmp_path) -> None:
     on_two = two, "capacity", {"recorded": make_capacity(1.0)}
 
     said = page_of(tmp_path, fits("flash-bk", 0.8), on_two).headline[0]
-    assert said.startswith("Train V16-d8-L1-H2 with flash-bk on h200, in microbatches of 8 at 40.0")
+    assert said.startswith("For V16-d8-L1-H2 use flash-bk on h200, in microbatches of 8 at 40.0")
 
 
 def test_why_no_private_method_trains_is_said(tmp_path) -> None:

@@ -71,6 +71,6 @@ def say_agreement(known: pd.DataFrame) -> str:
         )
         said.append(
             f"measured steps take {ratio.min():.2f} to {ratio.max():.2f} times the predicted "
-            f"time, {int(inside.sum()):,} of {len(time):,} within its 90 % interval"
+            f"time, {int(inside.sum()):,} of {len(time):,} inside the predicted 90 % interval"
         )
     return f"On this machine {' and '.join(said)}." if said else ""

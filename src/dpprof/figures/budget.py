@@ -23,9 +23,9 @@ _MOST_LABELS = 4
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """GPU hours over epsilon; lower is better.
 
-    Steps and the noise of the averaged gradient stay the same, so a smaller epsilon takes more
-    samples a step. Predicted, not measured: bars are 90 % intervals. Dashed: without privacy, with
-    the samples of the epsilon that the config has first.
+    The number of steps and the noise of the averaged gradient are fixed, so a smaller epsilon needs
+    more samples a step. Predicted: bars are 90 % intervals. Dashed: without privacy, with as
+    many samples a step as in the answer.
     """
     known = tables["budget"].dropna(subset=["gpu_hours"])
     private = known[known["epsilon"].notna()]
@@ -33,7 +33,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     panels = split(private, missing, but=["batch_size", "noise_multiplier"], most=4)
     epsilons = sorted(set(private["epsilon"]))
     methods = {*private["method"], *known.loc[known["epsilon"].isna(), "method"]}
-    high = height_of(len(methods)) if len(epsilons) == 1 else 1.55
+    high = height_of(len(methods)) if len(epsilons) == 1 else 1.42
     figure, axes = panels.lay_out(row_inches=high)
     drawn = [
         (axis, panel.rows, _find_plain(known, panel))
@@ -98,7 +98,12 @@ def _name_lines(
         last = rows.loc[rows.groupby("method")["epsilon"].idxmax()]
         ends = [(one["epsilon"], one["gpu_hours"], one["method"]) for _, one in last.iterrows()]
         ends += [(rows["epsilon"].max(), one, BASELINE) for one in plain["gpu_hours"]]
-        label_ends(axis, ends)
+        label_ends(axis, ends, style_of=_style)
+
+
+def _style(name: str) -> dict[str, Any]:
+    look = method_style(name)
+    return look | {"linestyle": "--", "marker": ""} if name == BASELINE else look
 
 
 def _say(panel: Panel, epsilons: list[float], *, is_one: bool) -> str:
@@ -110,9 +115,9 @@ def _say(panel: Panel, epsilons: list[float], *, is_one: bool) -> str:
     low, high = epsilons[0], epsilons[-1]
     if not {low, high} <= set(costs.index):
         return ""
-    where = "" if is_one else f" for {panel.title}"
+    where = "" if is_one else f", {panel.title}"
     times = costs[low] / costs[high]
     return (
-        f"Stricter privacy costs more: with {least['method']}{where}, epsilon {low:g} takes "
-        f"{times:.1f} times the hours of epsilon {high:g}."
+        f"With equal noise, epsilon {low:g} takes {times:.1f} times the hours of epsilon {high:g} "
+        f"({least['method']}{where})."
     )

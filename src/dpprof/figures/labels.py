@@ -1,13 +1,14 @@
 """Names written beside what they name, so that no legend has to be looked up."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 from scipy.optimize import isotonic_regression
 
@@ -16,6 +17,9 @@ Place = tuple[float, float]
 _SIZE = 6.5
 _LINE = 8.0
 """Distance of the lines of text, in points."""
+
+_PIECE = 14.0
+"""Length of the piece of a line before its name, and of the gap behind it, in points."""
 
 _TRIES = 6
 """How many lines a name may be moved up or down, before it stands where it overlaps least."""
@@ -88,22 +92,37 @@ def _shared(one: Bbox, other: Bbox) -> float:
     return 0.0 if both is None else float(both.width * both.height)
 
 
-def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str]], at: float = 1.0) -> None:
+def label_ends(
+    axis: Axes,
+    ends: Sequence[tuple[float, float, str]],
+    at: float = 1.0,
+    style_of: Callable[[str], dict[str, Any]] | None = None,
+) -> None:
     """Write the name of each line to the right of its axes, as high as its end, without overlap.
 
     Args:
         axis: With its final limits, in a figure that was laid out.
         ends: The last point of each line in data coordinates, and its name.
         at: To the right of what else names are written, as a share of the width of the axes.
+        style_of: Returns the look of a name's line, a piece of which stands before the name.
     """
     figure = axis.figure
     inches = axis.get_position().height * figure.get_figheight()  # type: ignore[union-attr]
     to_axes = axis.transData + axis.transAxes.inverted()
     placed = sorted((float(to_axes.transform((x, y))[1]), name) for x, y, name in ends)
     heights = spread([height for height, _ in placed], _LINE / 72 / inches)
+    wide = 0.0
+    if style_of is not None:
+        wide = _PIECE / 72 / (axis.get_position().width * figure.get_figwidth())  # type: ignore[union-attr]
     for height, (_, name) in zip(heights, placed, strict=True):
+        if style_of is not None:
+            places = [at + 0.03 + share * wide for share in (0.0, 0.4, 0.8)]
+            look: Any = {"linewidth": 1, "markersize": 4, "markevery": [1]} | style_of(name)
+            figure.add_artist(
+                Line2D(places, [height] * 3, transform=axis.transAxes, clip_on=False, **look)
+            )
         axis.annotate(
-            name, (at + 0.03, height), xycoords="axes fraction", fontsize=_SIZE, va="center"
+            name, (at + 0.03 + wide, height), xycoords="axes fraction", fontsize=_SIZE, va="center"
         )
 
 

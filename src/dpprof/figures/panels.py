@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from dpprof.analysis.tables.axes import BASELINE, name_model, name_size
 from dpprof.analysis.tables.frames import naming_axes, varying_axes
 from dpprof.figures.style import NothingToDrawError, new_figure
+from dpprof.spec.architecture import PREFIX
 
 MAX_PANELS = 12
 _TITLE = 38
@@ -62,8 +63,8 @@ class Panels(NamedTuple):
         """Write above the panels how many of all settings they show."""
         if self.beyond > 0:
             count = len(self.shown)
-            said = f"{count} of {count + self.beyond:,} settings, those with the most methods"
-            figure.suptitle(said, fontsize=8)
+            said = f"{count} of {count + self.beyond:,} settings, with the most methods"
+            figure.suptitle(f"{said}; the tables have all", fontsize=8)
 
 
 def break_title(title: str) -> str:
@@ -115,10 +116,14 @@ def split(
     return Panels(panels, len(groups) - len(panels))
 
 
+def _name_model(row: Any) -> str:
+    return name_model(row).removeprefix(PREFIX)
+
+
 def _title(row: Any, named: Iterable[str]) -> str:
     target = row.get("target")
     silent = {"target"} if pd.isna(target) else {"target", "device"}
-    whole = {"model": name_model, "seq_len": name_size}
+    whole = {"model": _name_model, "seq_len": name_size}
     parts = [
         whole[name](row) if name in whole else f"{_SHORT.get(name, name)} = {row[name]}"
         for name in named

@@ -59,7 +59,9 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     figure.draw_without_rendering()
     for axis in grid.flat:
         lines = [(line.get_xydata()[-1], str(line.get_label())) for line in axis.lines]
-        label_ends(axis, [(float(x), float(y), name) for (x, y), name in lines])
+        label_ends(
+            axis, [(float(x), float(y), name) for (x, y), name in lines], style_of=method_style
+        )
     tell(figure, _say(every.shown))
     return figure
 

@@ -86,7 +86,7 @@ def _tell_trainings(tables: Tables) -> Blocks:
         **{name.replace("_", " "): text(name) for name in others},
         "GPUs": words(name_gpus),
         "method": words(lambda row: row["method"]),
-        "batch": Column(_tell_batch),
+        "microbatch": Column(_tell_batch),
         name_speed(row for _, row in rows.iterrows()): Column(
             lambda row: rounded(row["tokens_per_s"])
         ),
@@ -96,7 +96,7 @@ def _tell_trainings(tables: Tables) -> Blocks:
         "x non-private": amount("hours_ratio", digits=2),
         "verified": words(_tell_verified),
     }
-    caption = "Predicted. A batch is the largest that safely fits each GPU."
+    caption = "Predicted. A microbatch is the largest that safely fits one GPU."
     if rows["gpu_hours"].notna().any():
         caption += f" {_tell_plan(noise, rows)}"
     figures = rows[["tokens_per_s", "gpu_hours", "price", "hours_ratio"]].isna()
@@ -121,8 +121,11 @@ def _tell_plan(noise: pd.DataFrame, rows: pd.DataFrame) -> str:
             f"multiplier {first['noise_multiplier']:.3g}"
         )
     if rows["hours_ratio"].notna().any():
-        said += "; x non-private is hours over those without privacy"
-    return f"{said}. Hours count noise and optimizer once a step, tokens/s once a batch."
+        said += "; x non-private divides hours by those without privacy"
+    return (
+        f"{said}. Hours count noise and optimizer once a step, tokens/s in every microbatch, so it "
+        "is lower."
+    )
 
 
 def _tell_batch(row: Any) -> str:
@@ -210,7 +213,8 @@ def _tabulate(caption: str, columns: dict[str, Column], rows: pd.DataFrame, sour
         if cells == {"-"}:
             continue
         if len(cells) == 1 and not column.numeric and heading != "method":
-            said.append(_SAID_OF_ALL.get((heading, cell := cells.pop()), cell))
+            cell = f"computed in {cells.pop()}" if heading == "dtype" else cells.pop()
+            said.append(_SAID_OF_ALL.get((heading, cell), cell))
         else:
             kept[heading] = column
     where = f" All rows: {', '.join(said)}." if said else ""

@@ -49,12 +49,15 @@ def _ask_for_trainings(trainings: Sequence[pd.DataFrame], noise: pd.DataFrame) -
         what = f"{', '.join(most)}{',' * (len(most) > 1)} or {last}" if most else last
     elif len(names) == len(models):
         what = f"{len(models)} models"
-    targets = pd.concat(trainings)["target"].fillna(THIS_MACHINE).unique()
+    rows = pd.concat(trainings)
+    targets = rows["target"].fillna(THIS_MACHINE).unique()
     if noise.empty:
         return f"How should one train {what} privately on {listed(targets)}?"
+    hourly = (rows["price"] / rows["gpu_hours"]).dropna().astype(float)
+    cost = f", if an hour of any GPU costs {hourly.iloc[0]:.4g}" if len(hourly) else ""
     return (
         f"With which method should one train {what} on {listed(targets)}, and at what price for "
-        f"{name_tokens(noise.iloc[0])}?"
+        f"{name_tokens(noise.iloc[0])}{cost}?"
     )
 
 

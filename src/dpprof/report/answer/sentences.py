@@ -1,4 +1,4 @@
-"""The answer of a report, in one or two sentences: targets first, then this machine."""
+"""The answer of a report, a sentence for each training: targets first, then this machine."""
 
 from typing import Any
 
@@ -25,7 +25,6 @@ from dpprof.report.wording import (
     listed,
     name_gpus,
     name_setting,
-    name_tokens,
     name_trainings,
     number,
     plural,
@@ -39,15 +38,15 @@ from dpprof.report.wording import (
 
 _GIB, _MIB, _MS = 2**30, 2**20, 1e-3
 
-_MOST = 2
-"""The sentences of an answer."""
+_MOST = 3
+"""The most sentences of an answer."""
 
 _MOST_NAMED = 3
 """More methods are counted, not named."""
 
 
 def tell_answer(tables: Tables) -> list[str]:
-    """Return the answer in at most two sentences: trainings on targets, times here, peaks there.
+    """Return the answer in a few sentences: trainings on targets, times here, peaks there.
 
     Each sentence is about what ``analysis.selection`` chooses. Where nothing succeeded, the answer
     says so, with one of the reasons.
@@ -83,18 +82,20 @@ def _tell_training(rows: pd.DataFrame, name: str, sized: str, noise: pd.DataFram
         return f"{_tell_none(rows, sized)}{failed}."
     place = rows["target"].map(str) + rows["parallel"].map(str)
     same = rows[place == place[best.name]]
-    said = f"Train {name} with {best['method']} on {name_gpus(best)}, in microbatches of "
+    said = f"For {name} use {best['method']} on {name_gpus(best)}, in microbatches of "
     said += count_batch(best)
     if pd.isna(best["tokens_per_s"]):
         return f"{said}; no time is predicted there{failed}."
     if pd.notna(best["gpu_hours"]) and len(noise):
-        said += f": {_tell_price(best, noise.iloc[0])}"
+        said += f": {_tell_price(best)}"
     else:
         said += f" at {_tell_speed(best, same)}"
     close = _find_close(same, best)
     if close:
         named = listed(close) if len(close) <= _MOST_NAMED else f"{len(close)} others"
         said += f"; {named} may be as fast"
+    if cheap := _find_cheap(rows, best):
+        said += f"; {listed(cheap)} may be as cheap"
     return f"{said}{failed}."
 
 
@@ -129,6 +130,19 @@ def _find_close(same: pd.DataFrame, best: Any) -> list[str]:
     return [str(method) for method in others.loc[is_close, "method"]]
 
 
+def _find_cheap(rows: pd.DataFrame, best: Any) -> list[str]:
+    """Return on which other GPUs the same method may cost as little: their intervals overlap."""
+    others = rows[rows["fits"] & rows["method"].eq(best["method"])]
+    others = others[others["target"].ne(best["target"])].dropna(subset=["price"])
+    if pd.isna(best["price"]) or others.empty:
+        return []
+    hourly = (others["price"] / others["gpu_hours"]).astype(float)
+    most = best["gpu_hours_high"] * best["price"] / best["gpu_hours"]
+    close = others[others["gpu_hours_low"].astype(float) * hourly <= most]
+    cheapest = close.sort_values("price").drop_duplicates("target")
+    return [name_gpus(row) for _, row in cheapest.iterrows()]
+
+
 def find_best(rows: pd.DataFrame) -> Any:
     """Return the private option that takes the fewest GPU hours, else fits most; None without any.
 
@@ -143,15 +157,11 @@ def find_best(rows: pd.DataFrame) -> Any:
     return ranked.iloc[0] if len(ranked) else None
 
 
-def _tell_price(best: Any, noise: Any) -> str:
+def _tell_price(best: Any) -> str:
     hours = " to ".join(significant(best[f"gpu_hours_{end}"]) for end in ("low", "high"))
-    said = (
-        f"{name_tokens(noise)} take {significant(best['gpu_hours'])} GPU hours (90 % interval "
-        f"{hours})"
-    )
+    said = f"a predicted {significant(best['gpu_hours'])} GPU hours (90 % interval {hours})"
     if pd.notna(best["price"]):
-        hourly = best["price"] / best["gpu_hours"]
-        said += f" and cost {significant(best['price'])} (if an hour of any GPU costs {hourly:.4g})"
+        said += f" that cost {significant(best['price'])}"
     if pd.isna(best["hours_ratio"]):
         return said
     ratio = best["hours_ratio"]

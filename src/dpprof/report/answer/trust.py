@@ -1,4 +1,4 @@
-"""Can I believe this? Noise, proof and caveats, in three lines."""
+"""Can I believe this? What did not run, proof, noise and caveats, in four lines."""
 
 import pandas as pd
 
@@ -17,12 +17,17 @@ TITLE = "Can I believe this?"
 
 def build_trust_section(tables: Tables) -> Section:
     """Return how far to trust the answer: noise; verified and reconciled; runs and caveats."""
+    composition = compose_peaks(tables)
     proof = [
         *count_verified(tables["verification"]),
-        *filter(None, [say_agreement(find_agreement(tables))]),
-        *_reconciled(compose_peaks(tables), set(tables["runs"]["target"].dropna())),
+        *filter(None, [say_agreement(find_agreement(tables)), _reconcile(composition)]),
     ]
-    lines = [_tell_noise(tables["experiments"]), " ".join(proof), " ".join(_tell_runs(tables))]
+    lines = [
+        _tell_untried(composition, set(tables["runs"]["target"].dropna())),
+        " ".join(proof),
+        _tell_noise(tables["experiments"]),
+        " ".join(_tell_runs(tables)),
+    ]
     return Section(title=TITLE, blocks=(Bullets(items=tuple(filter(None, lines))),))
 
 
@@ -40,47 +45,50 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
     fewest, most = int(replicated["processes"].min()), int(replicated["processes"].max())
     count = reach(f"{fewest}", f"{most}")
     said = (
-        f"Measured times vary: of two measurements of one experiment 95 % differ by less than "
-        f"{floor}, so a smaller difference counts as none. {len(replicated):,} of {len(timed):,} "
-        f"measured {plural(len(timed), 'experiment')} ran in {count} processes each"
+        f"Measured times repeat within {floor} in 95 % of cases; smaller differences are noise. "
+        f"{len(replicated):,} of {len(timed):,} measured {plural(len(timed), 'experiment')} ran in "
+        f"{count} processes each"
     )
     covers = attainable_coverage(fewest)
     if covers < CONFIDENCE:
-        said += (
-            f", so that their intervals hold the true median in {percent(covers)} of cases at most"
-        )
+        said += f", so the measured intervals have a confidence of {percent(covers)} at most"
     return f"{said}."
 
 
-def _reconciled(composition: pd.DataFrame, targets: set[str]) -> list[str]:
-    """Return whether recorded peaks are the allocator's, and on which targets nothing ran."""
+def _reconcile(composition: pd.DataFrame) -> str:
+    """Say whether recorded peaks are the allocator's; empty where there are none."""
     recorded = ~composition["instrument"].isin(PREDICTIONS)
     judged = composition[composition["valid"].notna() & recorded]
-    said = []
-    if len(judged):
-        good = int(judged["valid"].eq(True).sum())
-        gap = (judged["gap_bytes"].abs() / judged["allocator_peak_bytes"]).astype(float).max()
-        said.append(
-            f"Recorded peaks agree with the allocator's in {good:,} of {len(judged):,} "
-            f"{plural(len(judged), 'experiment')} (largest gap {percent(gap, 2)})."
-        )
+    if judged.empty:
+        return ""
+    good = int(judged["valid"].eq(True).sum())
+    gap = (judged["gap_bytes"].abs() / judged["allocator_peak_bytes"]).astype(float).max()
+    return (
+        f"Recorded peaks agree with the allocator's in {good:,} of {len(judged):,} "
+        f"{plural(len(judged), 'experiment')} (largest gap {percent(gap, 2)})."
+    )
+
+
+def _tell_untried(composition: pd.DataFrame, targets: set[str]) -> str:
+    """Say on which targets nothing ran; empty where something ran on all."""
     tried = set(composition.loc[composition["allocator_peak_bytes"].notna(), "target"])
-    if untried := sorted(targets - tried):
-        said.append(
-            f"Nothing ran on {listed(untried)} here: docs/validation.md and "
-            "docs/numbers/step-time.md compare such predictions with measurements."
-        )
-    return said
+    if not (untried := sorted(targets - tried)):
+        return ""
+    return (
+        f"Nothing ran on {listed(untried)} here: what is said of them is predicted. "
+        "docs/validation.md and docs/numbers/step-time.md compare such predictions with "
+        "measurements."
+    )
 
 
 def _tell_runs(tables: Tables) -> list[str]:
     runs, missing = tables["runs"], tables["missing"]
     ok = int((runs["outcome"] == "ok").sum())
-    experiments = runs["experiment_id"].nunique()
-    included = ", predictions included," if runs["instrument"].isin(PREDICTIONS).any() else ""
-    counted = f"{len(runs):,} {plural(len(runs), 'run')}{included} of {experiments:,} "
+    predicted = int(runs["instrument"].isin(PREDICTIONS).sum())
+    both = f" ({len(runs) - predicted:,} measured, {predicted:,} predicted)" if predicted else ""
+    counted = f"{len(runs):,} {plural(len(runs), 'run')}{both}"
     success = f"{ok:,} ok ({percent(ok / len(runs))})" if len(runs) else "none has a result"
-    said = [f"{counted}{plural(experiments, 'experiment')}: {success}."]
+    said = [f"{counted}: {success}."]
     if failures := count_failures(runs):
         said.append(f"Not ok: {failures}; see Outcomes.")
     damaged = int((missing["reason"] != NO_RESULT).sum())
