@@ -419,14 +419,14 @@ def test_four_lines_say_whether_to_believe_it(page, files) -> None:
     assert page.sections[1].title == "Can I believe this?"
     assert all(0 <= floor <= 2 * widest + 0.005 for floor in floors)
     assert noise.endswith(
-        "8 of 8 measured experiments ran in 3 processes each, so the measured intervals have a "
-        "confidence of 75 % at most."
+        "8 of 8 measured experiments ran in 3 processes each, so intervals of measured times have "
+        "a confidence of 75 % at most."
     )
     assert untried == (
         "Nothing ran on h100 and h200 here: what is said of them is predicted. docs/validation.md "
         "and docs/numbers/step-time.md compare such predictions with measurements."
     )
-    assert proof == "4 of 4 methods verified to compute the reference's gradient."
+    assert proof == ("4 of 4 methods (with standard) verified to compute the reference's gradient.")
     predicted = sum(one["instrument"] in PREDICTIONS for one in files)
     assert runs.startswith(
         f"{len(files)} runs ({len(files) - predicted} measured, {predicted} predicted): "

@@ -24,8 +24,8 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """GPU hours over epsilon; lower is better.
 
     The number of steps and the noise of the averaged gradient are fixed, so a smaller epsilon needs
-    more samples a step. Predicted: bars are 90 % intervals. Dashed: without privacy, with as
-    many samples a step as in the answer.
+    more samples a step. Predicted: bars are 90 % intervals. Dashed: without privacy, with the
+    samples a step that the tables name.
     """
     known = tables["budget"].dropna(subset=["gpu_hours"])
     private = known[known["epsilon"].notna()]
@@ -118,6 +118,7 @@ def _say(panel: Panel, epsilons: list[float], *, is_one: bool) -> str:
     where = "" if is_one else f", {panel.title}"
     times = costs[low] / costs[high]
     return (
-        f"With equal noise, epsilon {low:g} takes {times:.1f} times the hours of epsilon {high:g} "
+        f"With equal noise in the averaged gradient, epsilon {low:g} takes {times:.1f} times the "
+        f"hours of epsilon {high:g} "
         f"({least['method']}{where})."
     )

@@ -63,7 +63,7 @@ class Panels(NamedTuple):
         """Write above the panels how many of all settings they show."""
         if self.beyond > 0:
             count = len(self.shown)
-            said = f"{count} of {count + self.beyond:,} settings, with the most methods"
+            said = f"{count} of {count + self.beyond:,} settings are drawn, those with most methods"
             figure.suptitle(f"{said}; the tables have all", fontsize=8)
 
 

@@ -51,7 +51,7 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
     )
     covers = attainable_coverage(fewest)
     if covers < CONFIDENCE:
-        said += f", so the measured intervals have a confidence of {percent(covers)} at most"
+        said += f", so intervals of measured times have a confidence of {percent(covers)} at most"
     return f"{said}."
 
 

@@ -12,6 +12,7 @@ from dpprof.analysis.standings import (
     Marks,
     sign,
 )
+from dpprof.analysis.tables.axes import BASELINE
 from dpprof.analysis.tables.verification import (
     methods_by_hole,
     name_other_mechanisms,
@@ -100,10 +101,11 @@ def count_verified(verification: pd.DataFrame) -> list[str]:
     if not total:
         return []
     unverified = name_unverified(verification)
+    baseline = f" (with {BASELINE})" if BASELINE in set(verification["method"]) else ""
     failed = set(verification.loc[verification["verified"].eq(False), "method"])
     said = (
-        f"{total - len(unverified):,} of {total:,} {plural(total, 'method')} verified to compute "
-        "the reference's gradient"
+        f"{total - len(unverified):,} of {total:,} {plural(total, 'method')}{baseline} verified to "
+        "compute the reference's gradient"
     )
     for what, names in (("failed", failed), ("not verified", unverified.keys() - failed)):
         said += f"; {what}: {', '.join(sorted(names))}" if names else ""
