@@ -246,7 +246,7 @@ def test_steps_are_those_of_one_plan_only(tmp_path) -> None:
     tables = tables_of_runs(tmp_path, *runs, planned=Planned(PRIVACY, noise))
     caption = build_document(tables, []).sections[0].blocks[0].caption
 
-    assert "tokens at epsilon 8 (delta 1e-06, 100,000 samples). Hours count noise" in caption
+    assert "tokens at epsilon 8 (delta 1e-06, 100,000 samples). Hours include noise" in caption
     assert "steps of" not in caption
 
 
@@ -419,8 +419,8 @@ def test_four_lines_say_whether_to_believe_it(page, files) -> None:
     assert page.sections[1].title == "Can I believe this?"
     assert all(0 <= floor <= 2 * widest + 0.005 for floor in floors)
     assert noise.endswith(
-        "8 of 8 measured experiments ran in 3 processes each, so intervals of measured times have "
-        "a confidence of 75 % at most."
+        "8 of 8 measured experiments ran in only 3 processes each, so measured intervals reach at "
+        "most 75 % confidence."
     )
     assert untried == (
         "Nothing ran on h100 and h200 here: what is said of them is predicted. docs/validation.md "
@@ -429,7 +429,7 @@ def test_four_lines_say_whether_to_believe_it(page, files) -> None:
     assert proof == ("4 of 4 methods (with standard) verified to compute the reference's gradient.")
     predicted = sum(one["instrument"] in PREDICTIONS for one in files)
     assert runs.startswith(
-        f"{len(files)} runs ({len(files) - predicted} measured, {predicted} predicted): "
+        f"{len(files)} results ({len(files) - predicted} measured, {predicted} predicted): "
         f"{len(files)} ok (100 %)."
     )
 

@@ -63,7 +63,7 @@ def say_agreement(known: pd.DataFrame) -> str:
         gaps = (memory["predicted_bytes"] - memory["measured_bytes"]).abs().astype(float)
         exact = int((gaps == 0).sum())
         off = "" if exact == len(memory) else f" (the largest gap is {gaps.max():,.0f} bytes)"
-        said.append(f"{exact:,} of {len(memory):,} predicted peaks are exact{off}")
+        said.append(f"{exact:,} of {len(memory):,} predicted memory peaks are exact{off}")
     if len(time):
         ratio = (time["median_step_s"] / time["predicted_step_s"]).astype(float)
         inside = time["median_step_s"].between(

@@ -33,7 +33,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     panels = split(private, missing, but=["batch_size", "noise_multiplier"], most=4)
     epsilons = sorted(set(private["epsilon"]))
     methods = {*private["method"], *known.loc[known["epsilon"].isna(), "method"]}
-    high = height_of(len(methods)) if len(epsilons) == 1 else 1.42
+    high = height_of(len(methods)) if len(epsilons) == 1 else 1.34
     figure, axes = panels.lay_out(row_inches=high)
     drawn = [
         (axis, panel.rows, _find_plain(known, panel))

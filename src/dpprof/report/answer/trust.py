@@ -46,13 +46,13 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
     count = reach(f"{fewest}", f"{most}")
     said = (
         f"Measured times repeat within {floor} in 95 % of cases; smaller differences are noise. "
-        f"{len(replicated):,} of {len(timed):,} measured {plural(len(timed), 'experiment')} ran in "
-        f"{count} processes each"
+        f"{len(replicated):,} of {len(timed):,} measured {plural(len(timed), 'experiment')} ran in"
     )
     covers = attainable_coverage(fewest)
-    if covers < CONFIDENCE:
-        said += f", so intervals of measured times have a confidence of {percent(covers)} at most"
-    return f"{said}."
+    if covers >= CONFIDENCE:
+        return f"{said} {count} processes each."
+    reached = f"so measured intervals reach at most {percent(covers)} confidence"
+    return f"{said} only {count} processes each, {reached}."
 
 
 def _reconcile(composition: pd.DataFrame) -> str:
@@ -85,8 +85,10 @@ def _tell_runs(tables: Tables) -> list[str]:
     runs, missing = tables["runs"], tables["missing"]
     ok = int((runs["outcome"] == "ok").sum())
     predicted = int(runs["instrument"].isin(PREDICTIONS).sum())
-    both = f" ({len(runs) - predicted:,} measured, {predicted:,} predicted)" if predicted else ""
-    counted = f"{len(runs):,} {plural(len(runs), 'run')}{both}"
+    counted = f"{len(runs):,} {plural(len(runs), 'run')}"
+    if predicted:
+        counted = f"{len(runs):,} {plural(len(runs), 'result')} ({len(runs) - predicted:,} measured"
+        counted += f", {predicted:,} predicted)"
     success = f"{ok:,} ok ({percent(ok / len(runs))})" if len(runs) else "none has a result"
     said = [f"{counted}: {success}."]
     if failures := count_failures(runs):
