@@ -24,8 +24,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """GPU hours over epsilon; lower is better.
 
     The number of steps and the noise of the averaged gradient are fixed, so a smaller epsilon needs
-    more samples a step. Predicted: bars are 90 % intervals. Dashed: without privacy, with the
-    samples a step that the tables name.
+    more samples a step. Predicted: bars are 90 % intervals. Dashed: without privacy.
     """
     known = tables["budget"].dropna(subset=["gpu_hours"])
     private = known[known["epsilon"].notna()]
