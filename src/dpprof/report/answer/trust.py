@@ -45,7 +45,7 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
     fewest, most = int(replicated["processes"].min()), int(replicated["processes"].max())
     count = reach(f"{fewest}", f"{most}")
     said = (
-        f"Measured times repeat within {floor} in 95 % of cases; smaller differences are noise. "
+        f"Measured times repeat within {floor} in 95 % of cases; smaller differences may be noise. "
         f"{len(replicated):,} of {len(timed):,} measured {plural(len(timed), 'experiment')} were "
         "repeated in"
     )
