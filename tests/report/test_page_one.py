@@ -246,7 +246,9 @@ def test_steps_are_those_of_one_plan_only(tmp_path) -> None:
     tables = tables_of_runs(tmp_path, *runs, planned=Planned(PRIVACY, noise))
     caption = build_document(tables, []).sections[0].blocks[0].caption
 
-    assert "tokens at epsilon 8 (delta 1e-06, 100,000 samples). Hours include noise" in caption
+    assert (
+        "tokens at epsilon 8 (delta 1e-06, 100,000 samples). Noise and optimizer count" in caption
+    )
     assert "steps of" not in caption
 
 
@@ -257,7 +259,7 @@ def test_a_caption_speaks_of_the_columns_that_are_there(tmp_path) -> None:
     table = build_document(tables, []).sections[0].blocks[0]
 
     assert set(table.header) <= {"method", "microbatch"}
-    assert not any(word in table.caption for word in ("Hours", "price", "plain", "dash"))
+    assert not any(word in table.caption for word in ("Hours", "hours", "price", "plain", "dash"))
 
 
 def test_bounds_and_noise_do_not_tell_capacities_apart(tmp_path) -> None:
@@ -426,7 +428,9 @@ def test_four_lines_say_whether_to_believe_it(page, files) -> None:
         "Nothing ran on h100 and h200 here: what is said of them is predicted. docs/validation.md "
         "and docs/numbers/step-time.md compare such predictions with measurements."
     )
-    assert proof == ("4 of 4 methods (with standard) verified to compute the reference's gradient.")
+    assert proof == (
+        "4 of 4 methods (standard included) verified to compute the reference's gradient."
+    )
     predicted = sum(one["instrument"] in PREDICTIONS for one in files)
     assert runs.startswith(
         f"{len(files)} results ({len(files) - predicted} measured, {predicted} predicted): "

@@ -36,7 +36,7 @@ def rows_of(document, title):
 
 def test_the_first_lines_count_them_and_names_the_others(document) -> None:
     assert (
-        "1 of 3 methods (with standard) verified to compute the reference's gradient; failed: "
+        "1 of 3 methods (standard included) verified to compute the reference's gradient; failed: "
         "opacus-ghost; not verified: opacus-hooks; marked \N{DAGGER}."
     ) in trust_of(document)
 
@@ -74,7 +74,7 @@ def test_where_all_are_verified_there_is_no_dagger(tmp_path) -> None:
     document = build_document(tables_of_runs(tmp_path, *runs), [])
 
     assert DAGGER not in render_markdown(document)
-    assert "2 of 2 methods (with standard) verified to compute" in trust_of(document)
+    assert "2 of 2 methods (standard included) verified to compute" in trust_of(document)
     assert "why" not in section_of(document, TITLE).blocks[0].header
 
 

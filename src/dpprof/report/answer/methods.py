@@ -123,8 +123,8 @@ def _tell_plan(noise: pd.DataFrame, rows: pd.DataFrame) -> str:
     if rows["hours_ratio"].notna().any():
         said += "; x non-private divides hours by those without privacy"
     return (
-        f"{said}. Hours include noise and optimizer once a step; tokens/s includes both in every "
-        "microbatch, so it understates speed."
+        f"{said}. Noise and optimizer count once a step in hours, and once a microbatch in "
+        "tokens/s."
     )
 
 

@@ -101,7 +101,7 @@ def count_verified(verification: pd.DataFrame) -> list[str]:
     if not total:
         return []
     unverified = name_unverified(verification)
-    baseline = f" (with {BASELINE})" if BASELINE in set(verification["method"]) else ""
+    baseline = f" ({BASELINE} included)" if BASELINE in set(verification["method"]) else ""
     failed = set(verification.loc[verification["verified"].eq(False), "method"])
     said = (
         f"{total - len(unverified):,} of {total:,} {plural(total, 'method')}{baseline} verified to "
