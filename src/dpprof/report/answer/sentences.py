@@ -42,7 +42,7 @@ _MOST = 3
 """The most sentences of an answer."""
 
 _MOST_NAMED = 3
-"""More methods are counted, not named."""
+"""More methods, or GPUs, are counted and not named."""
 
 
 def tell_answer(tables: Tables) -> list[str]:
@@ -92,11 +92,14 @@ def _tell_training(rows: pd.DataFrame, name: str, sized: str, noise: pd.DataFram
         said += f" at {_tell_speed(best, same)}"
     close = _find_close(same, best)
     if close:
-        named = listed(close) if len(close) <= _MOST_NAMED else f"{len(close)} others"
-        said += f"; {named} may be as fast"
+        said += f"; {_name_few(close)} may be as fast"
     if cheap := _find_cheap(rows, best):
-        said += f"; {listed(cheap)} may be as cheap"
+        said += f"; {_name_few(cheap)} may be as cheap"
     return f"{said}{failed}."
+
+
+def _name_few(names: list[str]) -> str:
+    return listed(names) if len(names) <= _MOST_NAMED else f"{len(names)} others"
 
 
 def _tell_speed(best: Any, same: pd.DataFrame) -> str:
