@@ -239,6 +239,15 @@ def test_other_gpus_are_named_whose_price_may_be_as_low(tmp_path, step_s, ending
     assert said.endswith(ending)
 
 
+def test_many_gpus_that_may_be_as_cheap_are_counted(tmp_path) -> None:
+    others = ("h100", "b200", "l40s", "a10g")
+    runs = [fits("flash-bk", 1.0), *(fits("flash-bk", 1.1, target) for target in others)]
+    planned = Planned(PRIVACY, {4.0: make_noise(4.0)})
+    (said,) = build_document(tables_of_runs(tmp_path, *runs, planned=planned), []).headline
+
+    assert said.endswith("; 4 others may be as cheap.")
+
+
 def test_steps_are_those_of_one_plan_only(tmp_path) -> None:
     noise = {length: make_noise(length) for length in (8.0, 16.0)}
     noise[16.0] = make_noise(16.0, batch_size=128)
