@@ -57,7 +57,8 @@ def test_a_graph_is_measured_as_a_whole(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["standard", "flash-bk"])
+@pytest.mark.parametrize("method", ["standard", "flash-bk", "flash"])  # one finds the other's code
+@torch._functorch.config.patch("donated_buffer", True)
 def test_a_compiled_step_is_measured(method) -> None:
     measured = clean.measure(make_experiment(method=method, execution="compiled"), _ignore)
 

@@ -61,7 +61,7 @@ def compute(device, kernel, x_BTd, g_BTp, *, views=("as it is", "as it is"), pro
     x_view, g_view = (VIEWS[name] for name in views)
     with mock.patch.object(triton_launch, "PROGRAMS", programs or triton_launch.PROGRAMS):
         operands = x_view(x_BTd.to(device)), g_view(g_BTp.to(device))
-        found = triton_launch.launch_squares(kernel, *operands).cpu()
+        found = triton_launch.launch_squares(kernel, *operands)[0].cpu()
         return found[0] if kernel == "gram_squares" else found
 
 
@@ -213,7 +213,8 @@ def test_sums_that_16_bits_could_not_hold_are_norms(place, scale, dtype, kernel)
 def sum_gram(device, x_BTd, g_BTp):
     from dpprof.norms import triton_launch  # noqa: PLC0415
 
-    return triton_launch.launch_squares("gram_squares", x_BTd.to(device), g_BTp.to(device)).cpu()
+    sums_5B, _ = triton_launch.launch_squares("gram_squares", x_BTd.to(device), g_BTp.to(device))
+    return sums_5B.cpu()
 
 
 @pytest.mark.parametrize(("d", "p"), [(18, 40), (129, 300)])  # less than a slice, and more

@@ -7,6 +7,7 @@ errors of capture are those of this thread. What a graph reads must stay: a repl
 whatever lies there.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -44,6 +45,7 @@ class CudaGraphs:
         Raises:
             RuntimeError: The function waits for the device.
         """
+        gc.collect()  # a caught error's traceback may keep the graph of an earlier batch
         present = torch.cuda.current_stream(self._stream.device)
         before = torch.cuda.get_sync_debug_mode()
         self._stream.wait_stream(present)
@@ -92,8 +94,8 @@ class CudaGraphs:
                 raise
             if "uncaptured work" in str(cause):
                 raise RuntimeError(
-                    "something keeps losses of an earlier batch with their graph, which autograd "
-                    "ran on another stream, so the step cannot be captured; keep losses.detach()"
+                    f"the step cannot be captured ({cause}); this happens if something keeps an "
+                    "earlier batch's losses with their graph: keep losses.detach()"
                 ) from cause
             raise cause  # noqa: B904 (the other one is its consequence)
         finally:

@@ -210,7 +210,7 @@ class Clipping(ABC):
         }
         """Parameters of modules that contain layers, which have no rule, and their modules."""
 
-        self._broadcasts = self._find_no_broadcasts()
+        self._broadcasts = self._without_broadcasts()
         self._stashed: dict[nn.Parameter, tuple[Tensor | None, Tensor]] = {}
         """While autograd adds up a loose parameter's gradient: what was there, and what it adds."""
 
@@ -438,11 +438,11 @@ class Clipping(ABC):
             self._stashed.clear()
             self._broadcasts.remove()
             # They keep the graph, and its nodes of parameters would remember this stream for ever.
-            self._broadcasts = self._find_no_broadcasts()
+            self._broadcasts = self._without_broadcasts()
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
 
-    def _find_no_broadcasts(self) -> Broadcasts:
+    def _without_broadcasts(self) -> Broadcasts:
         return Broadcasts((), 0, (), self.name_of, SampleMajor((), 0))
 
     def _read_graph(self, losses: Tensor) -> list[Any]:

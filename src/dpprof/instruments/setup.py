@@ -135,7 +135,7 @@ def set_up(
     moment("model_loaded", TensorHolders(model))
     step = method(model, experiment)
     if experiment.execution == "compiled":
-        step.module.compile()
+        step.compile()
     moment("wrapped_with_dp", TensorHolders(step.module, attributes=step.attributes))
     trainable = [p for p in step.module.parameters() if p.requires_grad]
     step.attach_optimizer(_make_optimizer(experiment, trainable))

@@ -3,6 +3,8 @@
 Cost per linear layer of d x p: 8 B T d p FLOPs and the cheaper of B T^2 (d + p) and 2 B T d p.
 """
 
+from torch._functorch import config
+
 from dpprof.clipping.two_pass import FlashClipping
 from dpprof.methods.clipped import ClippedStep
 
@@ -15,3 +17,8 @@ class Flash(ClippedStep):
     """
 
     clipping_type = FlashClipping
+
+    def compile(self) -> None:
+        """Compile code that does not overwrite what it saved: the second backward reads it."""
+        config.donated_buffer = False
+        super().compile()

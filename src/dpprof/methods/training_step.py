@@ -161,6 +161,10 @@ class TrainingStep(ABC):
         """Return the least number of samples that a step takes; by default 1."""
         return 1
 
+    def compile(self) -> None:
+        """Let ``torch.compile`` compile ``self.module`` where it runs first."""
+        self.module.compile()
+
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Set the optimizer of ``self.module``'s parameters, wrapped if the method needs it."""
         self.optimizer = optimizer

@@ -53,7 +53,9 @@ _WORD_BYTES = 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def launch_squares(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+def launch_squares(
+    kernel: str, x_BTd: Tensor, g_BTp: Tensor
+) -> tuple[Tensor, dict[str, int] | None]:
     """Compute the squared norms of per-sample weight gradients.
 
     In ``gram_squares`` terms of both signs may cancel, so the rounding error is relative to
@@ -68,8 +70,8 @@ def launch_squares(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     Returns:
         In float32, inf at overflow: of ``product_squares`` the squared norms, (B,); of
         ``gram_squares`` also the sums of x_t . x_t, of g_t . g_t, of (x_t . x_s)^2, and of
-        (g_t . g_s)^2, (5, B).
-        ``norms.float32_products`` says how float32 is multiplied.
+        (g_t . g_s)^2, (5, B). ``norms.float32_products`` says how float32 is multiplied.
+        And the kernel's configuration under Triton's names; None if there is no sample.
 
     Raises:
         TypeError: The dtypes differ or are not supported, such as float64.
@@ -80,14 +82,18 @@ def launch_squares(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
         tiles = _count(x_BTd.shape[2], "TILE_D", PRODUCT) * _count(
             g_BTp.shape[2], "TILE_P", PRODUCT
         )
-        return _launch(sum_product_squares, x_BTd, g_BTp, tiles, sums=1)[0]
+        squares_1B = _launch(sum_product_squares, x_BTd, g_BTp, tiles, sums=1)
+        return squares_1B[0], _name_best(sum_product_squares, x_BTd)
     side = _count(x_BTd.shape[1], "TILE_T", GRAM)
     tiles = side * (side + 1) // 2
     more: dict[str, Any] = {"processors": _count_processors(x_BTd.device), "DESCRIBED": False}
     if not _is_described(x_BTd, g_BTp):
-        return _launch(sum_gram_squares, x_BTd, g_BTp, tiles, sums=5, **more)
-    more |= {"DESCRIBED": True, "EVEN": True, **_name(DESCRIBED)}
-    return _launch(sum_gram_squares.fn.fn, x_BTd, g_BTp, tiles, sums=5, **more)
+        sums_5B = _launch(sum_gram_squares, x_BTd, g_BTp, tiles, sums=5, **more)
+        return sums_5B, _name_best(sum_gram_squares, x_BTd)
+    config = _name(DESCRIBED)
+    more |= {"DESCRIBED": True, "EVEN": True, **config}
+    sums_5B = _launch(sum_gram_squares.fn.fn, x_BTd, g_BTp, tiles, sums=5, **more)
+    return sums_5B, config if len(x_BTd) else None
 
 
 def _is_described(*operands: Tensor) -> bool:
@@ -127,6 +133,11 @@ def _describe(x_BTd: Tensor) -> TensorDescriptor:
 def _name(config: Config) -> dict[str, int]:
     """Return a configuration under Triton's names."""
     return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def _name_best(program: Any, x_BTd: Tensor) -> dict[str, int] | None:
+    """Name the configuration of a program's last run."""
+    return _name(program.best_config) if len(x_BTd) else None
 
 
 @functools.cache
@@ -292,11 +303,3 @@ def launch_noise(summed: Tensor, key: Tensor, which: int, std: float, factor: fl
             add_normal[(cdiv(n, 4 * GROUP),)](
                 *(summed, key, which, n, std, factor), GROUP=GROUP, num_warps=8
             )
-
-
-def read_config(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> dict[str, int]:
-    """Return the configuration of a kernel's last run, of such operands, under Triton's names."""
-    if kernel == "gram_squares" and _is_described(x_BTd, g_BTp):
-        return _name(DESCRIBED)
-    program = sum_gram_squares if kernel == "gram_squares" else sum_product_squares
-    return _name(program.best_config)

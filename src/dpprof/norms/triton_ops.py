@@ -104,10 +104,10 @@ def product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 def _run(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     from dpprof.norms import triton_launch  # noqa: PLC0415 (it imports triton)
 
-    squares: Tensor = triton_launch.launch_squares(kernel, x_BTd, g_BTp)
-    if len(x_BTd):
-        key = kernel, *x_BTd.shape[1:], g_BTp.shape[2]
-        _tiles[key] = triton_launch.read_config(kernel, x_BTd, g_BTp)
+    squares: Tensor
+    squares, config = triton_launch.launch_squares(kernel, x_BTd, g_BTp)
+    if config is not None:
+        _tiles[kernel, *x_BTd.shape[1:], g_BTp.shape[2]] = config
     return squares
 
 
