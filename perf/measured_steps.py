@@ -8,8 +8,7 @@ Compiled steps are not predicted.
 
 Rows of ``flash`` and ``flash-bk`` in bfloat16 ran code that launched more kernels, or a slower
 kernel of Gram matrices, but for those of the evening of 26 November 2026 (``older_code``): of these
-only memory is compared. Of some rows not everything was kept. Three of that evening are runs of
-the instrument without the command (their driver is null).
+only memory is compared. Of some rows not everything was kept.
 """
 
 import itertools
