@@ -190,11 +190,11 @@ class _Batches:
 
     def find_largest(self, *shares: float) -> list[int | None]:
         """Find the largest batch whose peak is within each share of the budget; None for none."""
-        # Where not even the smallest will fit, only that is traced.
-        if self.least + FURTHER <= MOST and self._traces.state_bytes <= self.budget:
-            guess = self._traces.frame(self.least + FURTHER, self.budget)
-            self._peak(self.least + FURTHER)
-            if self.least < guess < self.least + FURTHER:
+        more = self.least + FURTHER
+        if more <= MOST and not self._traces.rule_out(self.least, more, self.budget):
+            guess = self._traces.frame(more, self.budget)
+            self._peak(more)
+            if self.least < guess < more:
                 self._peak(guess)
         budgets = (int(share * self.budget) for share in shares)
         return [search(self._peak, budget, self.peaks, least=self.least) for budget in budgets]

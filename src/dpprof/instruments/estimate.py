@@ -148,6 +148,21 @@ class Traces:
         self._interpolating = False
         self._footprints.clear()
 
+    def rule_out(self, batch_size: int, further: int, budget: int) -> bool:
+        """Tell, from one and two blocks with a larger batch, whether a batch needs far too much.
+
+        Nothing is traced where not even parameters and moments fit.
+        """
+        if self.state_bytes > budget:
+            return True
+        if self._why_whole or self._blocks.count <= 1 + _NEEDED:
+            return False
+        one, two = (
+            Footprint.of(self._trace(further, count).recording).peak_bytes for count in (1, 2)
+        )
+        of_samples = one + (self._blocks.count - 1) * (two - one) - self.state_bytes
+        return self.state_bytes + of_samples * batch_size // further > budget
+
     def frame(self, batch_size: int, budget: int) -> int:
         """Trace a batch, and one that is a little too large for so many bytes, that once only.
 
