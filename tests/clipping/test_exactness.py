@@ -24,7 +24,8 @@ PLACES = [*((way, nullcontext) for way in FLAT), (BookKeeping, as_if_on_cuda)]
 def small_tiles(monkeypatch) -> None:
     """Tiles so small that every shape has several, and none is a multiple of one."""
     monkeypatch.setattr(linear, "PRODUCT_TILE", (8, 16))
-    monkeypatch.setattr(linear, "gram_tile_size", lambda _: 48)
+    monkeypatch.setattr(linear, "gram_rows", lambda _: 48)
+    monkeypatch.setattr(linear, "GRAM_COLUMNS", 20)
     monkeypatch.setattr(table, "TILE", 48)
     monkeypatch.setattr(table, "TILE_ON_GPU", 48)
     monkeypatch.setattr(tiles, "SQUARED_AT_ONCE", 1000)

@@ -9,8 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.timeline import MemoryTimeline
+from dpprof.norms import linear
 from dpprof.norms.code_paths import Way
-from dpprof.norms.linear import WAYS, choose_way, gram_tile_size, price_gram, price_product
+from dpprof.norms.linear import WAYS, choose_way, gram_rows, price_gram, price_product
 from dpprof.norms.scale import scale_gradients
 from dpprof.norms.table import inner_product, number_ids, square_lookup
 from dpprof.norms.tiles import WORKSPACE_BYTES
@@ -50,7 +51,9 @@ def test_any_strides_and_no_samples(way) -> None:
 
 @pytest.mark.parametrize("way", ["tiled gram", "tiled product"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 2000, 40, 50), (9, 300, 900, 40), (2, 9, 9, 4000)])
+@pytest.mark.parametrize(
+    "shape", [(1, 2000, 40, 50), (9, 300, 900, 40), (2, 9, 9, 4000), (1, 6000, 8, 8)]
+)
 def test_workspace_is_bounded_whatever_the_shape(way, dtype, shape) -> None:
     B, T, d, p = shape
     x, g = draw(B, T, d, dtype=dtype), draw(B, T, p, dtype=dtype)
@@ -77,12 +80,26 @@ def test_flops_are_those_of_the_formulas(T, d, p) -> None:
         assert counter.get_total_flops() == 2 * price(T, d, p).flops
 
 
-def test_the_gram_way_leaves_half_of_the_tiles_out() -> None:
+def test_the_gram_way_leaves_half_of_the_matrices_out() -> None:
     T, d, p = 4096, 8, 8
-    tiles = T // gram_tile_size(T)
+    panels = T // gram_rows(T)
 
     full = 2 * T * T * (d + p)
-    assert price_gram(T, d, p).flops == full * (tiles + 1) / (2 * tiles)
+    assert price_gram(T, d, p).flops == full * (panels + 1) / (2 * panels)
+
+
+@pytest.mark.parametrize("columns", [3, 20, 4096])
+@pytest.mark.parametrize("T", [1, 63, 64, 197, 300])
+def test_panels_hold_each_pair_of_tokens_twice_and_the_diagonal_once(
+    monkeypatch, T, columns
+) -> None:
+    monkeypatch.setattr(linear, "GRAM_COLUMNS", columns)
+    x, g = draw(2, T, 5), draw(2, T, 7)
+    A, B = x @ x.mT, g @ g.mT
+    sums = [(A * B).sum((1, 2)), x.square().sum((1, 2)), g.square().sum((1, 2))]
+    sums += [one.square().sum((1, 2)) for one in (A, B)]
+
+    torch.testing.assert_close(WAYS["tiled gram"](x, g).sums_5B, torch.stack(sums))
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class _Kind(NamedTuple):
 
     of: type[GramSums | Squares]
     sizes: tuple[int, ...]
-    """d, p and the tile, of Gram matrices."""
+    """d, p and the terms of a sum, of Gram matrices."""
 
     is_rounded: bool
     device: torch.device

@@ -276,7 +276,7 @@ def gram_sums(x: Tensor, g: Tensor, kernel: Kernel) -> GramSums:
     L = math.prod(places)
     at_once = samples_at_once(B, _matrices(kernel, places), 0, accumulator_of(x.dtype))
     sums = [_sum_grams(_pad(x[some], kernel), g[some], kernel) for some in spans(B, at_once)]
-    return GramSums(torch.cat(sums, dim=1), kernel.width, kernel.shape[0], L)
+    return GramSums(torch.cat(sums, dim=1), kernel.width, kernel.shape[0], L * L)
 
 
 @allocates("gram_matrices")
@@ -300,7 +300,7 @@ def _sum_grams(padded: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
     assert total is not None
     rows = g.flatten(2)
     of_gradients = multiply_in_slices(rows.transpose(1, 2), rows)
-    return sum_of_grams(total.reshape(of_gradients.shape), of_gradients, is_diagonal=True)
+    return sum_of_grams(total.reshape(of_gradients.shape), of_gradients)
 
 
 @allocates_for_its_caller

@@ -5,8 +5,8 @@ gradient and input. Two ways compute its squared norm:
 
 * ``tiled gram``: the sum over pairs of tokens of ``(x_t . x_s)(g_t . g_s)`` from two T x T Gram
   matrices (Li et al. 2022, "Large Language Models Can Be Strong Differentially Private Learners",
-  section 4), in tiles on and below the diagonal, as both matrices are symmetric. Goodfellow 2015,
-  "Efficient per-example gradient computations", is the case of one token.
+  section 4), in panels: some rows, up to the diagonal, as both matrices are symmetric. Goodfellow
+  2015, "Efficient per-example gradient computations", is the case of one token.
 * ``tiled product``: the gradient in tiles of d x p, one at a time.
 
 The tiled ways need at most ``WORKSPACE_BYTES`` for any T, d and p. On CUDA with Triton they are
@@ -15,9 +15,8 @@ faster, as they may be in exact float32.
 
 The cost of a tiled way is ``flops + FLOPS_PER_BYTE * bytes``:
 
-* tiled Gram: for each pair of tiles of a and b tokens on or below the diagonal
-  ``2 a b (d + p)`` FLOPs, and ``(a + b)(d + p) + 4 a b`` elements moved: operands read,
-  two products written and read;
+* tiled Gram: for each panel of a rows and b columns ``2 a b (d + p)`` FLOPs, and
+  ``(a + b)(d + p) + 4 a b`` elements moved: operands read, two products written and read;
 * tiled product: ``2 T d p`` FLOPs, and for each tile of r rows and c columns
   ``T (r + c) + 2 r c`` elements moved.
 
@@ -44,7 +43,7 @@ import torch
 from torch import Tensor
 
 from dpprof.norms.code_paths import Way
-from dpprof.norms.rounding import Squares, depth_of_tile, gram_slack
+from dpprof.norms.rounding import Squares, depth_of_sum, gram_slack
 from dpprof.norms.tiles import (
     REDUCED_SLICE,
     SUMMED_SLICE,
@@ -62,11 +61,16 @@ from dpprof.records.births import allocates, allocates_for_its_caller
 PRODUCT_TILE = (256, 512)
 """Rows (of d) and columns (of p) of a product's tile."""
 
-GRAM_TILE = 256
-"""The most tokens on a side of a Gram matrix's tile; half of it where T would fit in one tile."""
+GRAM_ROWS = 128
+"""The most rows of a panel of a Gram matrix; half of it for up to ``FEW`` tokens."""
+
+GRAM_COLUMNS = 4096
+"""The most columns of a panel before its block on the diagonal."""
+
+FEW = 256
 
 _VECTOR = 4
-"""Tokens on each side of a tile are a multiple of this."""
+"""The rows of a panel are a multiple of this."""
 
 FLOPS_PER_BYTE = 10
 """A round figure: data sheets of CPUs and GPUs give 5 to 20 in float32."""
@@ -75,11 +79,11 @@ ON_TENSOR_CORES = 200
 """The same in 16 bits or TF32 on a GPU: what an A100, H100 and H200 reach is 150 to 250."""
 
 
-def gram_tile_size(T: int) -> int:
-    """Return the tokens on each side of a tile, so that all tiles are about as large."""
-    most = GRAM_TILE if T > GRAM_TILE else GRAM_TILE // 2
-    tiles = max(1, -(-T // most))
-    return -(-T // (tiles * _VECTOR)) * _VECTOR or _VECTOR
+def gram_rows(T: int) -> int:
+    """Return the rows of each panel, so that all have about as many."""
+    most = GRAM_ROWS if T > FEW else GRAM_ROWS // 2
+    panels = max(1, -(-T // most))
+    return -(-T // (panels * _VECTOR)) * _VECTOR or _VECTOR
 
 
 class GramSums(NamedTuple):
@@ -90,8 +94,8 @@ class GramSums(NamedTuple):
 
     d: int
     p: int
-    tile: int
-    """Tokens on each side of a tile."""
+    terms: int
+    """The most terms that are added up before the rest is added in float64."""
 
     @property
     def found_B(self) -> Tensor:  # noqa: N802 (its shape)
@@ -108,91 +112,107 @@ class GramSums(NamedTuple):
             square_of_g_B=square_of_g_B,
             d=self.d,
             p=self.p,
-            depth=depth_of_tile(self.tile),
+            depth=depth_of_sum(self.terms),
         )
         return Squares(found_B, slack_B, trace_of_x_B * trace_of_g_B)
 
 
 def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> GramSums:
-    """Multiply Gram matrices tile by tile."""
-    by_products = partial(_sum_gram_tiles, x_BTd, g_BTp, _multiply_tile)
+    """Multiply Gram matrices panel by panel."""
+    by_products = partial(_sum_gram_panels, x_BTd, g_BTp, _multiply_panel)
     if is_fused(x_BTd) and is_faster(Way.TILED_GRAM, x_BTd, g_BTp, by_products):
         sums_5B = gram_squares(x_BTd, g_BTp)
     else:
         sums_5B = by_products()
-    return GramSums(sums_5B, x_BTd.shape[2], g_BTp.shape[2], gram_tile_size(x_BTd.shape[1]))
+    return GramSums(sums_5B, x_BTd.shape[2], g_BTp.shape[2], _panel_size(x_BTd.shape[1]))
 
 
 def gram_of_given(x_BTd: Tensor, grams_BTT: Tensor, p: int) -> GramSums:
-    """Multiply inputs' Gram matrices by those of output gradients of p columns, tile by tile.
+    """Multiply inputs' Gram matrices by those of output gradients of p columns, panel by panel.
 
-    Of these the tiles on and below the diagonal are read (``fill_grams``).
+    Of these the panels are read (``fill_grams``).
     """
     T, d = x_BTd.shape[1:]
-    sums_5B = _sum_gram_tiles(x_BTd, grams_BTT, _take_tile)
-    return GramSums(sums_5B, d, p, gram_tile_size(T))
+    sums_5B = _sum_gram_panels(x_BTd, grams_BTT, _take_panel)
+    return GramSums(sums_5B, d, p, _panel_size(T))
 
 
 def fill_grams(g_BTp: Tensor, grams_BTT: Tensor) -> None:
-    """Write the Gram matrices of output gradients, in the tiles on and below the diagonal."""
-    for rows, columns in _gram_tiles(g_BTp.shape[1]):
-        grams_BTT[:, rows, columns] = _multiply_tile(g_BTp, rows, columns)
+    """Write the panels of the Gram matrices of output gradients."""
+    for rows, columns in _gram_panels(g_BTp.shape[1]):
+        grams_BTT[:, rows, columns] = _multiply_panel(g_BTp, rows, columns)
 
 
-TileOf = Callable[[Tensor, slice, slice], Tensor]
-"""Returns a tile of a Gram matrix, (B, rows, columns)."""
+PanelOf = Callable[[Tensor, slice, slice], Tensor]
+"""Returns a panel of a Gram matrix, (B, rows, columns)."""
 
 
-def _gram_tiles(T: int) -> Iterator[tuple[slice, slice]]:
-    """Yield rows and columns of the tiles on and below the diagonal."""
-    tile = gram_tile_size(T)
-    for rows in spans(T, tile):
-        for columns in spans(rows.stop, tile):
+def _gram_panels(T: int) -> Iterator[tuple[slice, slice]]:
+    """Yield rows and columns of panels: up to and with the block on the diagonal."""
+    for rows in spans(T, gram_rows(T)):
+        *others, last = spans(rows.start, GRAM_COLUMNS) if rows.start else [slice(0, 0)]
+        for columns in others:
             yield rows, columns
+        yield rows, slice(last.start, rows.stop)
+
+
+def _panel_size(T: int) -> int:
+    """Return the most elements of a panel."""
+    rows = gram_rows(T)
+    return rows * min(max(T, 1), GRAM_COLUMNS + rows)
 
 
 @allocates_for_its_caller
-def _multiply_tile(a_BTK: Tensor, rows: slice, columns: slice) -> Tensor:
+def _multiply_panel(a_BTK: Tensor, rows: slice, columns: slice) -> Tensor:
     return multiply_in_slices(a_BTK[:, rows], a_BTK[:, columns].transpose(1, 2))
 
 
-def _take_tile(grams_BTT: Tensor, rows: slice, columns: slice) -> Tensor:
+def _take_panel(grams_BTT: Tensor, rows: slice, columns: slice) -> Tensor:
     return grams_BTT[:, rows, columns]
 
 
-def _sum_gram_tiles(x_BTd: Tensor, of_gradients: Tensor, tile_of: TileOf) -> Tensor:
-    """Add up ``_gram_tile`` over all tiles; (5, B)."""
+def _sum_gram_panels(x_BTd: Tensor, of_gradients: Tensor, panel_of: PanelOf) -> Tensor:
+    """Add up ``sum_of_grams`` over all panels; (5, B)."""
     B, T, _ = x_BTd.shape
-    tile = gram_tile_size(T)
     sums_5B = x_BTd.new_zeros((5, B), dtype=torch.float64)
-    at_once = samples_at_once(B, 2 * tile * tile, 2 * tile * SUMMED_SLICE, x_BTd.dtype)
+    size, height = _panel_size(T), gram_rows(T)
+    at_once = samples_at_once(B, 2 * size, (height + size // height) * SUMMED_SLICE, x_BTd.dtype)
     for some in spans(B, at_once):
         x, g = x_BTd[some], of_gradients[some]
-        for rows, columns in _gram_tiles(T):
-            part = _gram_tile(x, partial(tile_of, g), rows, columns)
-            sums_5B[:, some] += part if columns == rows else part.mul_(2)
+        for rows, columns in _gram_panels(T):
+            sums_5B[:, some] += _gram_panel(x, partial(panel_of, g), rows, columns)
     return sums_5B.to(accumulator_of(x_BTd.dtype))
 
 
 @allocates("gram_matrices")
-def _gram_tile(
+def _gram_panel(
     x_BTd: Tensor, of_gradients: Callable[[slice, slice], Tensor], rows: slice, columns: slice
 ) -> Tensor:
-    """Sum over one tile, as ``sum_of_grams``; (5, B)."""
-    both = (_multiply_tile(x_BTd, rows, columns), of_gradients(rows, columns))
-    return sum_of_grams(*both, is_diagonal=rows == columns)
+    """Sum over one panel, as ``sum_of_grams``; (5, B)."""
+    both = (_multiply_panel(x_BTd, rows, columns), of_gradients(rows, columns))
+    return sum_of_grams(*both, twice=min(rows.start, columns.stop) - columns.start)
 
 
 @allocates_for_its_caller
-def sum_of_grams(a_BMN: Tensor, b_BMN: Tensor, *, is_diagonal: bool) -> Tensor:
-    """Sum A * B, the diagonals of both, and the squares of both; (5, B). This overwrites A."""
+def sum_of_grams(a_BMN: Tensor, b_BMN: Tensor, *, twice: int = 0) -> Tensor:
+    """Sum A * B, the diagonals of both, and the squares of both; (5, B). This overwrites A.
+
+    The first ``twice`` columns count twice; diagonals are those of the others.
+    """
     both = (a_BMN, b_BMN)
-    if is_diagonal:
-        traces = [one.diagonal(dim1=1, dim2=2).sum(1) for one in both]
-    else:
-        traces = [one.new_zeros(len(one)) for one in both]
-    squares = [torch.linalg.vector_norm(one, dim=(1, 2)).square_() for one in both]
+    traces = [one[:, :, twice:].diagonal(dim1=1, dim2=2).sum(1) for one in both]
+    squares = [_square(one[:, :, twice:]) for one in both]
+    if twice:
+        for square_B, one in zip(squares, both, strict=True):
+            square_B.add_(_square(one[:, :, :twice]), alpha=2)
+        a_BMN[:, :, :twice] *= 2
     return torch.stack([multiply_and_sum(*both), *traces, *squares])
+
+
+@allocates_for_its_caller
+def _square(a_BMN: Tensor) -> Tensor:
+    square_B: Tensor = torch.linalg.vector_norm(a_BMN, dim=(1, 2)).square_()
+    return square_B
 
 
 def tiled_product(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
@@ -255,12 +275,10 @@ class WayChoice(NamedTuple):
 def price_gram(T: int, d: int, p: int) -> Price:
     """Price the tiled Gram way for one sample."""
     flops = elements = 0
-    tile = gram_tile_size(T)
-    for rows in spans(T, tile):
-        for columns in spans(rows.stop, tile):
-            a, b = rows.stop - rows.start, columns.stop - columns.start
-            flops += 2 * a * b * (d + p)
-            elements += (a + b) * (d + p) + 4 * a * b
+    for rows, columns in _gram_panels(T):
+        a, b = rows.stop - rows.start, columns.stop - columns.start
+        flops += 2 * a * b * (d + p)
+        elements += (a + b) * (d + p) + 4 * a * b
     return Price(flops, elements)
 
 

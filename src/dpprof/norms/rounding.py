@@ -75,7 +75,7 @@ def gram_slack(
     p: int,
     depth: int,
 ) -> Tensor:
-    """Bound the error of the sum of A * B from tr(A), tr(B), |A|^2, |B|^2 and ``depth_of_tile``."""
+    """Bound the error of the sum of A * B from tr(A), tr(B), |A|^2, |B|^2 and ``depth_of_sum``."""
     norm_of_x_B, norm_of_g_B = square_of_x_B.sqrt(), square_of_g_B.sqrt()
     of_inputs = (depth_of_products(d) + _SPLIT) * trace_of_x_B * norm_of_g_B
     of_gradients = (depth_of_products(p) + _SPLIT) * norm_of_x_B * trace_of_g_B
@@ -92,13 +92,13 @@ def depth_of_products(terms: int) -> int:
     return min(terms, 128 + 8) + terms // 128
 
 
-def depth_of_tile(tile: int) -> int:
-    """Bound the number of successive additions in a sum over a square tile.
+def depth_of_sum(terms: int) -> int:
+    """Bound the number of successive additions in a sum of so many terms.
 
-    PyTorch sums in four levels, so that is four times the fourth root of the elements, and a few
-    for vector lanes. The sums of tiles are added in float64, which adds no error here.
+    PyTorch sums in four levels, so that is four times the fourth root of the terms, and a few for
+    vector lanes. The sums of panels are added in float64, which adds no error here.
     """
-    return 16 + 4 * math.isqrt(tile)
+    return 16 + 4 * math.isqrt(math.isqrt(terms))
 
 
 def cross_slack(found_B: Tensor, size_B: Tensor, terms: int) -> Tensor:

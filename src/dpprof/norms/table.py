@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dpprof.norms import placement
-from dpprof.norms.rounding import Squares, depth_of_products, depth_of_tile
+from dpprof.norms.rounding import Squares, depth_of_products, depth_of_sum
 from dpprof.norms.tiles import (
     BATCHES,
     WORKSPACE_BYTES,
@@ -98,7 +98,7 @@ def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -
                 squares = [torch.linalg.vector_norm(one, dim=(1, 2)).square_() for one in both]
                 sums_3B[:, some] += torch.stack([multiply_and_sum(products, rows), *squares])
     found_B, products_B, rows_B = sums_3B.to(dtype)
-    depth = depth_of_tile(tile)
+    depth = depth_of_sum(tile * tile)
     size_B = square(e_BTd) * square(x_BSd)
     error_B = depth_of_products(d) * size_B.sqrt() + depth * products_B.sqrt()
     slack_B = torch.finfo(dtype).eps * error_B * rows_B.sqrt()
