@@ -430,8 +430,8 @@ def test_four_lines_say_whether_to_believe_it(page, files) -> None:
     assert page.sections[1].title == "Can I believe this?"
     assert all(0 <= floor <= 2 * widest + 0.005 for floor in floors)
     assert noise.endswith(
-        "8 of 8 measured experiments were repeated in only 3 processes each, so measured (not "
-        "predicted) intervals reach at most 75 % confidence."
+        "8 of 8 measured experiments ran in 3 processes each: too few for more than 75 % "
+        "confidence in measured intervals."
     )
     assert untried == (
         "Nothing ran on h100 and h200 here: what is said of them is predicted. docs/validation.md "

@@ -44,6 +44,7 @@ _SAID = {
 """The axes that the columns of every training say."""
 
 _GIB = 2**30
+_SPEED = Column(lambda row: rounded(row["tokens_per_s"]))
 
 _PICTURES = ("budget", "tradeoff", "predicted", "breakdown", "outcomes")
 """The figures that may stand on the first page, the most telling first."""
@@ -79,6 +80,9 @@ def _tell_trainings(tables: Tables) -> Blocks:
     noise = tables["noise"]
     adapters = {"lora"} if len(set(rows["lora"].dropna())) > 1 else set()
     others = varying_axes(rows, but=_SAID - adapters)
+    is_timed = rows["gpu_hours"].notna().any()
+    # Speeds are of steps of one microbatch, a plan's hours of steps of many.
+    speed = {} if is_timed else {name_speed(row for _, row in rows.iterrows()): _SPEED}
     columns = {
         "model": words(name_trained),
         "size": words(name_size),
@@ -87,9 +91,7 @@ def _tell_trainings(tables: Tables) -> Blocks:
         "GPUs": words(name_gpus),
         "method": words(lambda row: row["method"]),
         "microbatch": Column(_tell_batch),
-        name_speed(row for _, row in rows.iterrows()): Column(
-            lambda row: rounded(row["tokens_per_s"])
-        ),
+        **speed,
         "GPU hours": three_digits("gpu_hours"),
         "90 % interval": Column(_tell_interval),
         "price": three_digits("price"),
@@ -97,7 +99,7 @@ def _tell_trainings(tables: Tables) -> Blocks:
         "verified": words(_tell_verified),
     }
     caption = "Predicted. A microbatch is the largest that safely fits one GPU."
-    if rows["gpu_hours"].notna().any():
+    if is_timed:
         caption += f" {_tell_plan(noise, rows)}"
     figures = rows[["tokens_per_s", "gpu_hours", "price", "hours_ratio"]].isna()
     if (figures.any() & ~figures.all()).any():
@@ -122,10 +124,7 @@ def _tell_plan(noise: pd.DataFrame, rows: pd.DataFrame) -> str:
         )
     if rows["hours_ratio"].notna().any():
         said += "; x non-private divides hours by those without privacy"
-    return (
-        f"{said}. Noise and optimizer count once a step in hours, and once a microbatch in "
-        "tokens/s."
-    )
+    return f"{said}."
 
 
 def _tell_batch(row: Any) -> str:

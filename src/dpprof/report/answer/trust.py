@@ -46,14 +46,13 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
     count = reach(f"{fewest}", f"{most}")
     said = (
         f"Measured times repeat within {floor} in 95 % of cases; smaller differences may be noise. "
-        f"{len(replicated):,} of {len(timed):,} measured {plural(len(timed), 'experiment')} were "
-        "repeated in"
+        f"{len(replicated):,} of {len(timed):,} measured {plural(len(timed), 'experiment')} ran in "
+        f"{count} processes each"
     )
     covers = attainable_coverage(fewest)
     if covers >= CONFIDENCE:
-        return f"{said} {count} processes each."
-    reached = f"so measured (not predicted) intervals reach at most {percent(covers)} confidence"
-    return f"{said} only {count} processes each, {reached}."
+        return f"{said}."
+    return f"{said}: too few for more than {percent(covers)} confidence in measured intervals."
 
 
 def _reconcile(composition: pd.DataFrame) -> str:
