@@ -248,6 +248,22 @@ def test_many_gpus_that_may_be_as_cheap_are_counted(tmp_path) -> None:
     assert said.endswith("; 4 others may be as cheap.")
 
 
+def test_the_fewest_hours_come_first(tmp_path) -> None:
+    runs = [fits("flash", 2.0), fits("flash-bk", 3.0)]
+    planned = Planned(PRIVACY, {4.0: make_noise(4.0)})
+    tables = tables_of_runs(tmp_path, *runs, planned=planned)
+    costs = tables["budget"]
+    costs["gpu_hours"] = costs["method"].map({"flash": 9.0, "flash-bk": 4.0})  # noise costs time
+    table = build_document(tables, []).sections[0].blocks[0]
+
+    shown = [table.header.index(name) for name in ("method", "GPU hours")]
+    assert [[row[at] for at in shown] for row in table.rows] == [
+        ["flash-bk", "4.00"],
+        ["flash", "9.00"],
+    ]
+    assert "tokens/s" not in table.header
+
+
 def test_steps_are_those_of_one_plan_only(tmp_path) -> None:
     noise = {length: make_noise(length) for length in (8.0, 16.0)}
     noise[16.0] = make_noise(16.0, batch_size=128)
@@ -255,9 +271,7 @@ def test_steps_are_those_of_one_plan_only(tmp_path) -> None:
     tables = tables_of_runs(tmp_path, *runs, planned=Planned(PRIVACY, noise))
     caption = build_document(tables, []).sections[0].blocks[0].caption
 
-    assert (
-        "tokens at epsilon 8 (delta 1e-06, 100,000 samples). Noise and optimizer count" in caption
-    )
+    assert "tokens at epsilon 8 (delta 1e-06, 100,000 samples). All rows:" in caption
     assert "steps of" not in caption
 
 
@@ -430,12 +444,13 @@ def test_four_lines_say_whether_to_believe_it(page, files) -> None:
     assert page.sections[1].title == "Can I believe this?"
     assert all(0 <= floor <= 2 * widest + 0.005 for floor in floors)
     assert noise.endswith(
-        "8 of 8 measured experiments ran in 3 processes each: too few for more than 75 % "
-        "confidence in measured intervals."
+        "8 of 8 measured experiments ran in 3 processes each: intervals of measured times have at "
+        "most 75 % confidence. Predicted intervals do not rest on them."
     )
     assert untried == (
         "Nothing ran on h100 and h200 here: what is said of them is predicted. docs/validation.md "
-        "and docs/numbers/step-time.md compare such predictions with measurements."
+        "and docs/numbers/step-time.md compare such predictions with measurements. What was "
+        "measured ran on this machine (synthetic cpu)."
     )
     assert proof == (
         "4 of 4 methods (standard included) verified to compute the reference's gradient."

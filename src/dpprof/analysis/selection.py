@@ -103,12 +103,15 @@ def find_trainings(tables: Tables) -> list[pd.DataFrame]:
     """Return capacity results by what is trained, each with what the privacy budget costs.
 
     Rows are options: of every target those on the fewest ranks on which one ``fits_privately``.
-    Their hours and price are those of the first epsilon. What fits a single GPU comes first,
-    then the largest model and the longest sequence.
+    Their hours and price are those of the first epsilon; the fewest hours come first. What fits a
+    single GPU comes first, then the largest model and the longest sequence.
     """
     found = []
     for rows in find_options(tables):
-        by_target = [_on_fewest_ranks(on_it) for _, on_it in rows.groupby(rows["target"].map(str))]
+        by_target = [
+            _on_fewest_ranks(on_it).sort_values("gpu_hours", kind="stable")
+            for _, on_it in rows.groupby(rows["target"].map(str))
+        ]
         found.append(pd.concat(by_target, ignore_index=True))
     return found
 

@@ -9,7 +9,7 @@ from dpprof.figures.agreement import say_agreement
 from dpprof.report.rendering.document import Bullets, Section
 from dpprof.report.sections.outcomes import MEANINGS
 from dpprof.report.sections.verification import count_verified
-from dpprof.report.wording import ENDS, count_failures, listed, percent, plural, reach
+from dpprof.report.wording import ENDS, THIS_MACHINE, count_failures, listed, percent, plural, reach
 from dpprof.spec.registry import PREDICTIONS
 
 TITLE = "Can I believe this?"
@@ -23,7 +23,7 @@ def build_trust_section(tables: Tables) -> Section:
         *filter(None, [say_agreement(find_agreement(tables)), _reconcile(composition)]),
     ]
     lines = [
-        _tell_untried(composition, set(tables["runs"]["target"].dropna())),
+        _tell_untried(composition, tables["runs"]),
         " ".join(proof),
         _tell_noise(tables["experiments"]),
         " ".join(_tell_runs(tables)),
@@ -52,7 +52,10 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
     covers = attainable_coverage(fewest)
     if covers >= CONFIDENCE:
         return f"{said}."
-    return f"{said}: too few for more than {percent(covers)} confidence in measured intervals."
+    return (
+        f"{said}: intervals of measured times have at most {percent(covers)} confidence. Predicted "
+        "intervals do not rest on them."
+    )
 
 
 def _reconcile(composition: pd.DataFrame) -> str:
@@ -69,15 +72,17 @@ def _reconcile(composition: pd.DataFrame) -> str:
     )
 
 
-def _tell_untried(composition: pd.DataFrame, targets: set[str]) -> str:
-    """Say on which targets nothing ran; empty where something ran on all."""
+def _tell_untried(composition: pd.DataFrame, runs: pd.DataFrame) -> str:
+    """Say on which targets nothing ran, and where something did; empty where it did on all."""
     tried = set(composition.loc[composition["allocator_peak_bytes"].notna(), "target"])
-    if not (untried := sorted(targets - tried)):
+    if not (untried := sorted(set(runs["target"].dropna()) - tried)):
         return ""
+    places = sorted(set(runs.loc[~runs["instrument"].isin(PREDICTIONS), "device_name"].dropna()))
+    measured = f" What was measured ran on {THIS_MACHINE} ({listed(places)})." if places else ""
     return (
         f"Nothing ran on {listed(untried)} here: what is said of them is predicted. "
         "docs/validation.md and docs/numbers/step-time.md compare such predictions with "
-        "measurements."
+        f"measurements.{measured}"
     )
 
 
