@@ -444,8 +444,8 @@ def test_four_lines_say_whether_to_believe_it(page, files) -> None:
     assert page.sections[1].title == "Can I believe this?"
     assert all(0 <= floor <= 2 * widest + 0.005 for floor in floors)
     assert noise.endswith(
-        "8 of 8 measured experiments ran in 3 processes each: intervals of measured times have at "
-        "most 75 % confidence. Predicted intervals do not rest on them."
+        "8 of 8 measured experiments ran 3 times each; a 95 % interval takes 6 runs, so theirs are "
+        "75 % intervals at most."
     )
     assert untried == (
         "Nothing ran on h100 and h200 here: what is said of them is predicted. docs/validation.md "

@@ -1,5 +1,7 @@
 """Can I believe this? What did not run, proof, noise and caveats, in four lines."""
 
+import itertools
+
 import pandas as pd
 
 from dpprof.analysis.collection import NO_RESULT
@@ -46,15 +48,18 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
     count = reach(f"{fewest}", f"{most}")
     said = (
         f"Measured times repeat within {floor} in 95 % of cases; smaller differences may be noise. "
-        f"{len(replicated):,} of {len(timed):,} measured {plural(len(timed), 'experiment')} ran in "
-        f"{count} processes each"
+        f"{len(replicated):,} of {len(timed):,} measured {plural(len(timed), 'experiment')} ran "
+        f"{count} times each"
     )
     covers = attainable_coverage(fewest)
     if covers >= CONFIDENCE:
         return f"{said}."
+    enough = next(
+        runs for runs in itertools.count(fewest) if attainable_coverage(runs) >= CONFIDENCE
+    )
     return (
-        f"{said}: intervals of measured times have at most {percent(covers)} confidence. Predicted "
-        "intervals do not rest on them."
+        f"{said}; a {percent(CONFIDENCE)} interval takes {enough} runs, so theirs are "
+        f"{percent(covers)} intervals at most."
     )
 
 
