@@ -1,12 +1,9 @@
 """Can I believe this? What did not run, proof, noise and caveats, in four lines."""
 
-import itertools
-
 import pandas as pd
 
 from dpprof.analysis.collection import NO_RESULT
 from dpprof.analysis.selection import Tables, compose_peaks, find_agreement
-from dpprof.analysis.statistics import CONFIDENCE, attainable_coverage
 from dpprof.figures.agreement import say_agreement
 from dpprof.report.rendering.document import Bullets, Section
 from dpprof.report.sections.outcomes import MEANINGS
@@ -46,20 +43,10 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
     floor = reach(*(percent(floors.agg(end)) for end in ENDS))
     fewest, most = int(replicated["processes"].min()), int(replicated["processes"].max())
     count = reach(f"{fewest}", f"{most}")
-    said = (
+    return (
         f"Measured times repeat within {floor} in 95 % of cases; smaller differences may be noise. "
         f"{len(replicated):,} of {len(timed):,} measured {plural(len(timed), 'experiment')} ran "
-        f"{count} times each"
-    )
-    covers = attainable_coverage(fewest)
-    if covers >= CONFIDENCE:
-        return f"{said}."
-    enough = next(
-        runs for runs in itertools.count(fewest) if attainable_coverage(runs) >= CONFIDENCE
-    )
-    return (
-        f"{said}; a {percent(CONFIDENCE)} interval takes {enough} runs, so theirs are "
-        f"{percent(covers)} intervals at most."
+        f"{count} times each."
     )
 
 
