@@ -52,5 +52,5 @@ def test_the_sentence_names_its_training_and_no_wrong_method(tmp_path) -> None:
     figure = draw(tables_of_runs(tmp_path, *runs, planned=Planned(PRIVACY, noise)))
 
     said = figure.get_label()
-    assert said.startswith("With equal noise in the averaged gradient, epsilon 2 takes ")
+    assert said.startswith("A smaller epsilon needs more samples a step: epsilon 2 takes ")
     assert said.endswith(" the hours of epsilon 8 (flash-bk, V16-d8-L1-H2, T = 8 on h200).")

@@ -232,9 +232,7 @@ def test_of_too_many_settings_the_largest_are_shown() -> None:
     assert [panel.title for panel in panels.shown] == [f"m, T = {n}, B = 2" for n in range(19, 31)]
     assert panels.beyond == 18
     figure, _ = panels.lay_out()
-    assert figure.get_suptitle() == (
-        "12 of 30 settings are drawn, those with most methods; the tables have all"
-    )
+    assert figure.get_suptitle() == "18 more panels are left out; the tables have all"
 
 
 @pytest.mark.parametrize("width", [1.2, 1.6, 3.4])

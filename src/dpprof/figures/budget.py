@@ -117,7 +117,6 @@ def _say(panel: Panel, epsilons: list[float], *, is_one: bool) -> str:
     where = "" if is_one else f", {panel.title}"
     times = costs[low] / costs[high]
     return (
-        f"With equal noise in the averaged gradient, epsilon {low:g} takes {times:.1f} times the "
-        f"hours of epsilon {high:g} "
-        f"({least['method']}{where})."
+        f"A smaller epsilon needs more samples a step: epsilon {low:g} takes {times:.1f} times the "
+        f"hours of epsilon {high:g} ({least['method']}{where})."
     )

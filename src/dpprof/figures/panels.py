@@ -60,11 +60,10 @@ class Panels(NamedTuple):
         return figure, list(axes.flat[: len(self.shown)])
 
     def note_hidden_panels(self, figure: Figure) -> None:
-        """Write above the panels how many of all settings they show."""
+        """Write above the panels how many more there are, of settings with fewer methods."""
         if self.beyond > 0:
-            count = len(self.shown)
-            said = f"{count} of {count + self.beyond:,} settings are drawn, those with most methods"
-            figure.suptitle(f"{said}; the tables have all", fontsize=8)
+            left_out = f"{self.beyond:,} more {'panel is' if self.beyond == 1 else 'panels are'}"
+            figure.suptitle(f"{left_out} left out; the tables have all", fontsize=8)
 
 
 def break_title(title: str) -> str:

@@ -78,6 +78,11 @@ FLOPS_PER_BYTE = 10
 ON_TENSOR_CORES = 200
 """The same in 16 bits or TF32 on a GPU: what an A100, H100 and H200 reach is 150 to 250."""
 
+OF_GRAMS = 1.1
+"""What an operation of a GPU's kernel of Gram matrices costs there beside one of a product. By the
+times that ``step_time`` predicts, gradients of a few shapes are best kept from 1.0 on for an H100,
+whose copy engine helps that kernel, and from 1.6 on for an A100."""
+
 
 def gram_rows(T: int) -> int:
     """Return the rows of each panel, so that all have about as many."""
@@ -311,7 +316,8 @@ def choose_way(
     flops = gram.flops if way is Way.TILED_GRAM else product.flops
     # Both ways to the sum take 2 T d p FLOPs.
     operands = itemsize * T * (d + p + 2 * min(d, p))
-    is_cheaper = ON_TENSOR_CORES * 12 * d * p <= flops + ON_TENSOR_CORES * operands
+    of_norm = flops * (OF_GRAMS if way is Way.TILED_GRAM else 1)
+    is_cheaper = ON_TENSOR_CORES * 12 * d * p <= of_norm + ON_TENSOR_CORES * operands
     is_smaller = d * p <= T * (d + p)
     if keeps and (becomes_sum or (is_smaller and (is_cheaper or not on_tensor_cores))):
         return WayChoice(Way.KEPT, T, d, p, product.flops, prices)

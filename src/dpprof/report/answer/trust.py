@@ -41,13 +41,12 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
     if floors.empty:
         return "How far times differ by noise alone is unknown: too few processes tell it."
     floor = reach(*(percent(floors.agg(end)) for end in ENDS))
-    fewest, most = int(replicated["processes"].min()), int(replicated["processes"].max())
-    count = reach(f"{fewest}", f"{most}")
-    return (
-        f"Measured times repeat within {floor} in 95 % of cases; smaller differences may be noise. "
-        f"{len(replicated):,} of {len(timed):,} measured {plural(len(timed), 'experiment')} ran "
-        f"{count} times each."
+    said = (
+        f"Measured times repeat within {floor} in 95 % of cases; smaller differences may be noise."
     )
+    if once := len(timed) - len(replicated):
+        said += f" {once:,} of {len(timed):,} measured experiments ran only once."
+    return said
 
 
 def _reconcile(composition: pd.DataFrame) -> str:
