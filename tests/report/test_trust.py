@@ -21,9 +21,9 @@ def test_peaks_are_recorded_or_predicted(tmp_path, instrument) -> None:
     said = {
         "memory": "Recorded peaks agree with the allocator's in 2 of 2 experiments (largest gap ",
         "estimate": (
-            "On this machine 1 of 2 predicted memory peaks are exact (the largest gap is 8 "
-            "bytes) and steps take 1.05 to 51.05 times the predicted time, 1 of 2 inside "
-            "the predicted 90 % interval."
+            "On this machine 1 of 2 predicted memory peaks are exact; the largest gap is 8 "
+            "bytes. Steps take 1.05 to 51.05 times the predicted time; 1 of 2 step times are "
+            "inside the predicted 90 % interval."
         ),
     }
 

@@ -62,7 +62,7 @@ def say_agreement(known: pd.DataFrame) -> str:
     if len(memory):
         gaps = (memory["predicted_bytes"] - memory["measured_bytes"]).abs().astype(float)
         exact = int((gaps == 0).sum())
-        off = "" if exact == len(memory) else f" (the largest gap is {gaps.max():,.0f} bytes)"
+        off = "" if exact == len(memory) else f"; the largest gap is {gaps.max():,.0f} bytes"
         said.append(f"{exact:,} of {len(memory):,} predicted memory peaks are exact{off}")
     if len(time):
         ratio = (time["median_step_s"] / time["predicted_step_s"]).astype(float)
@@ -70,7 +70,8 @@ def say_agreement(known: pd.DataFrame) -> str:
             time["predicted_step_low_s"], time["predicted_step_high_s"]
         )
         said.append(
-            f"steps take {ratio.min():.2f} to {ratio.max():.2f} times the predicted "
-            f"time, {int(inside.sum()):,} of {len(time):,} inside the predicted 90 % interval"
+            f"{'Steps' if said else 'steps'} take {ratio.min():.2f} to {ratio.max():.2f} times the "
+            f"predicted time; {int(inside.sum()):,} of {len(time):,} step times are inside the "
+            "predicted 90 % interval"
         )
-    return f"On this machine {' and '.join(said)}." if said else ""
+    return f"On this machine {'. '.join(said)}." if said else ""
