@@ -48,7 +48,7 @@ def test_trainings_without_a_time_are_counted_and_spoken_of(tmp_path) -> None:
     figure = draw(tables_of_runs(tmp_path, *runs))
 
     assert len(figure.axes) == 2  # speed and hours of the only training with a time
-    assert figure.get_suptitle().startswith("1 of 2 settings")
+    assert figure.get_suptitle().startswith("1 more panel is left out")
     assert figure.get_label().endswith(
         "1 GPU for V16-d8-L1-H2, T = 4 on h200; 1 GPU for V16-d8-L1-H2, T = 8 on h200."
     )

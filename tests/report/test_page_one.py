@@ -450,7 +450,7 @@ def test_four_lines_say_whether_to_believe_it(page, files) -> None:
         "measured ran on this machine (synthetic cpu)."
     )
     assert proof == (
-        "4 of 4 methods (standard included) verified to compute the reference's gradient."
+        "The gradients of 4 of 4 methods (standard included) were verified to be right."
     )
     predicted = sum(one["instrument"] in PREDICTIONS for one in files)
     assert runs.startswith(

@@ -36,7 +36,7 @@ def rows_of(document, title):
 
 def test_the_first_lines_count_them_and_names_the_others(document) -> None:
     assert (
-        "1 of 3 methods (standard included) verified to compute the reference's gradient; failed: "
+        "The gradients of 1 of 3 methods (standard included) were verified to be right; failed: "
         "opacus-ghost; not verified: opacus-hooks; marked \N{DAGGER}."
     ) in trust_of(document)
 

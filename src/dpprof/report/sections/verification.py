@@ -104,8 +104,8 @@ def count_verified(verification: pd.DataFrame) -> list[str]:
     baseline = f" ({BASELINE} included)" if BASELINE in set(verification["method"]) else ""
     failed = set(verification.loc[verification["verified"].eq(False), "method"])
     said = (
-        f"{total - len(unverified):,} of {total:,} {plural(total, 'method')}{baseline} verified to "
-        "compute the reference's gradient"
+        f"The gradients of {total - len(unverified):,} of {total:,} {plural(total, 'method')}"
+        f"{baseline} were verified to be right"
     )
     for what, names in (("failed", failed), ("not verified", unverified.keys() - failed)):
         said += f"; {what}: {', '.join(sorted(names))}" if names else ""
