@@ -22,8 +22,8 @@ def test_peaks_are_recorded_or_predicted(tmp_path, instrument) -> None:
         "memory": "Recorded peaks agree with the allocator's in 2 of 2 experiments (largest gap ",
         "estimate": (
             "On this machine 1 of 2 predicted memory peaks are exact; the largest gap is 8 "
-            "bytes. Steps take 1.05 to 51.05 times the predicted time; 1 of 2 step times are "
-            "inside the predicted 90 % interval."
+            "bytes. On this machine steps take 1.05 to 51.05 times the predicted time; 1 of 2 step "
+            "times are inside the predicted 90 % interval."
         ),
     }
 

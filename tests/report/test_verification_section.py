@@ -74,7 +74,7 @@ def test_where_all_are_verified_there_is_no_dagger(tmp_path) -> None:
     document = build_document(tables_of_runs(tmp_path, *runs), [])
 
     assert DAGGER not in render_markdown(document)
-    assert "2 of 2 methods (standard included) verified to compute" in trust_of(document)
+    assert "The gradients of 2 of 2 methods (standard included) were verified" in trust_of(document)
     assert "why" not in section_of(document, TITLE).blocks[0].header
 
 

@@ -63,15 +63,15 @@ def say_agreement(known: pd.DataFrame) -> str:
         gaps = (memory["predicted_bytes"] - memory["measured_bytes"]).abs().astype(float)
         exact = int((gaps == 0).sum())
         off = "" if exact == len(memory) else f"; the largest gap is {gaps.max():,.0f} bytes"
-        said.append(f"{exact:,} of {len(memory):,} predicted memory peaks are exact{off}")
+        said.append(f"{exact:,} of {len(memory):,} predicted memory peaks are exact{off}.")
     if len(time):
         ratio = (time["median_step_s"] / time["predicted_step_s"]).astype(float)
         inside = time["median_step_s"].between(
             time["predicted_step_low_s"], time["predicted_step_high_s"]
         )
         said.append(
-            f"{'Steps' if said else 'steps'} take {ratio.min():.2f} to {ratio.max():.2f} times the "
+            f"steps take {ratio.min():.2f} to {ratio.max():.2f} times the "
             f"predicted time; {int(inside.sum()):,} of {len(time):,} step times are inside the "
-            "predicted 90 % interval"
+            "predicted 90 % interval."
         )
-    return f"On this machine {'. '.join(said)}." if said else ""
+    return " ".join(f"On this machine {one}" for one in said)
