@@ -222,7 +222,7 @@ def test_a_budget_is_priced_in_the_answer_and_the_table(tmp_path) -> None:
     )
     assert rows["flash-bk"]["GPU hours"] == f"{hours['f']:.3f}"
     assert rows["flash-bk"]["price"] == f"{2 * hours['f']:.3f}"
-    assert (rows.keys(), rows["flash-bk"]["x non-private"]) == ({"flash-bk"}, "1.25")
+    assert (rows.keys(), rows["flash-bk"]["hours / non-private"]) == ({"flash-bk"}, "1.25")
     assert "in 100 steps of 64 samples" in table.caption
 
 

@@ -95,7 +95,7 @@ def _tell_trainings(tables: Tables) -> Blocks:
         "GPU hours": three_digits("gpu_hours"),
         "90 % interval": Column(_tell_interval),
         "price": three_digits("price"),
-        "x non-private": amount("hours_ratio", digits=2),
+        "hours / non-private": amount("hours_ratio", digits=2),
         "verified": words(_tell_verified),
     }
     caption = "Predicted. A microbatch is the largest that safely fits one GPU."
@@ -122,8 +122,6 @@ def _tell_plan(noise: pd.DataFrame, rows: pd.DataFrame) -> str:
             f", in {first['steps']:,.0f} steps of {first['batch_size']:,.0f} samples with noise "
             f"multiplier {first['noise_multiplier']:.3g}"
         )
-    if rows["hours_ratio"].notna().any():
-        said += "; x non-private divides hours by those without privacy"
     return f"{said}."
 
 
