@@ -445,9 +445,9 @@ def test_four_lines_say_whether_to_believe_it(page, files) -> None:
     assert all(0 <= floor <= 2 * widest + 0.005 for floor in floors)
     assert noise.endswith(" in 95 % of cases; smaller differences may be noise.")
     assert untried == (
-        "Nothing ran on h100 and h200 here: what is said of them is predicted. docs/validation.md "
-        "and docs/numbers/step-time.md compare such predictions with measurements. What was "
-        "measured ran on this machine (synthetic cpu)."
+        "Nothing ran on h100 and h200: what is said of them is predicted. This report's own "
+        "measurements are of this machine (synthetic cpu). docs/validation.md and "
+        "docs/numbers/step-time.md compare predictions for GPUs with what others measured."
     )
     assert proof == (
         "The gradients of 4 of 4 methods (standard included) were verified to be right."

@@ -69,11 +69,11 @@ def _tell_untried(composition: pd.DataFrame, runs: pd.DataFrame) -> str:
     if not (untried := sorted(set(runs["target"].dropna()) - tried)):
         return ""
     places = sorted(set(runs.loc[~runs["instrument"].isin(PREDICTIONS), "device_name"].dropna()))
-    measured = f" What was measured ran on {THIS_MACHINE} ({listed(places)})." if places else ""
+    here = f"This report's own measurements are of {THIS_MACHINE} ({listed(places)}). "
     return (
-        f"Nothing ran on {listed(untried)} here: what is said of them is predicted. "
-        "docs/validation.md and docs/numbers/step-time.md compare such predictions with "
-        f"measurements.{measured}"
+        f"Nothing ran on {listed(untried)}: what is said of them is predicted. "
+        f"{here if places else ''}docs/validation.md and docs/numbers/step-time.md compare "
+        "predictions for GPUs with what others measured."
     )
 
 
