@@ -69,11 +69,12 @@ def _tell_untried(composition: pd.DataFrame, runs: pd.DataFrame) -> str:
     if not (untried := sorted(set(runs["target"].dropna()) - tried)):
         return ""
     places = sorted(set(runs.loc[~runs["instrument"].isin(PREDICTIONS), "device_name"].dropna()))
-    here = f"This report's own measurements are of {THIS_MACHINE} ({listed(places)}). "
+    said = f"Nothing ran on {listed(untried)}: what is said of them is predicted."
+    if places:
+        said += f" This report's own measurements are of {THIS_MACHINE} ({listed(places)})."
     return (
-        f"Nothing ran on {listed(untried)}: what is said of them is predicted. "
-        f"{here if places else ''}docs/validation.md and docs/numbers/step-time.md compare "
-        "predictions for GPUs with what others measured."
+        f"{said} docs/validation.md and docs/numbers/step-time.md compare predictions for GPUs with "
+        "what others measured."
     )
 
 
