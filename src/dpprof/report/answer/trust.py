@@ -73,8 +73,8 @@ def _tell_untried(composition: pd.DataFrame, runs: pd.DataFrame) -> str:
     if places:
         said += f" This report's own measurements are of {THIS_MACHINE} ({listed(places)})."
     return (
-        f"{said} docs/validation.md and docs/numbers/step-time.md compare predictions for GPUs with "
-        "what others measured."
+        f"{said} docs/validation.md and docs/numbers/step-time.md compare predictions for GPUs "
+        "with what others measured."
     )
 
 
