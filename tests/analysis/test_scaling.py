@@ -117,7 +117,7 @@ def test_a_training_without_times_has_no_panel_where_another_has_times() -> None
 def test_panels_that_are_left_out_are_counted() -> None:
     told = trainings(**dict.fromkeys("abcde", (1000.0, 1800.0)))
 
-    assert draw_of(told).get_suptitle().startswith("3 of 5 settings ")
+    assert draw_of(told).get_suptitle().startswith("2 more panels are left out")
 
 
 def test_lines_are_tokens_a_second_and_gpu_hours_over_gpus() -> None:
