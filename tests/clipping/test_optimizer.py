@@ -2,6 +2,7 @@
 
 from math import inf, nan
 
+import numpy as np
 import pytest
 import torch
 from opacus.schedulers import ExponentialNoise
@@ -230,15 +231,68 @@ def test_noise_is_that_of_the_bound_that_sums_were_clipped_to() -> None:
         optimizer.add_noise()
 
 
-def test_on_a_cpu_parts_of_a_sum_get_their_noise_one_after_the_other(monkeypatch) -> None:
-    monkeypatch.setattr(noise, "DRAWN_AT_ONCE", 32)
-    generator = torch.Generator().manual_seed(3)
-    drawn = [torch.normal(0.0, 0.5, (count,), generator=generator) for count in (32, 32, 16)]
-    summed = torch.ones(8, 10)
+@pytest.fixture
+def long_sum(monkeypatch) -> torch.Tensor:
+    """A sum whose noise several threads draw, 32 elements at a time, and the last 16."""
+    monkeypatch.setattr(noise, "DRAWN_IN_TURN", 32)
+    monkeypatch.setattr(noise, "_AT_ONCE", 16)
+    return torch.ones(8, 10)
 
+
+def add_noise_to(summed: torch.Tensor) -> torch.Tensor:
     NoiseOfStep(0.5, 4, lambda _: torch.Generator().manual_seed(3)).add_to(summed)
+    return summed.flatten()
 
-    torch.testing.assert_close(summed.flatten(), 0.25 + torch.cat(drawn), rtol=0, atol=1e-7)
+
+def test_on_a_cpu_each_part_of_a_long_sum_gets_noise_of_its_own_generator(long_sum) -> None:
+    words = noise.draw_states(3, torch.device("cpu"), torch.Generator().manual_seed(3))
+    drawn = []
+    for state, count in zip(words, (32, 32, 16), strict=True):
+        generator = noise._start_generator(state)
+        slices = [torch.normal(0.0, 0.5, (16,), generator=generator) for _ in range(count // 16)]
+        drawn += slices
+    version = long_sum._version
+
+    torch.testing.assert_close(add_noise_to(long_sum), 0.25 + torch.cat(drawn), rtol=0, atol=1e-7)
+
+    assert len({float(part[0]) for part in drawn}) == len(drawn)
+    assert long_sum._version > version  # it is no clipped sum any more
+
+
+def test_a_generator_starts_from_all_bits_of_its_state() -> None:
+    words = noise.draw_states(1, torch.device("cpu"), torch.Generator().manual_seed(3))[0]
+    known = np.random.MT19937()
+    known.state = {
+        "bit_generator": "MT19937",
+        "state": {"key": words.numpy().astype(np.uint32), "pos": 624},
+    }
+
+    generator = noise._start_generator(words)
+
+    drawn = torch.empty(700, dtype=torch.int32).random_(generator=generator)
+    assert drawn.tolist() == [int(one) % 2**31 for one in known.random_raw(700)]
+    assert words.max() > 2**31
+
+
+def test_noise_of_a_long_sum_does_not_depend_on_the_number_of_threads(long_sum) -> None:
+    before, again = torch.get_num_threads(), long_sum.clone()
+    try:
+        torch.set_num_threads(1)
+        alone = add_noise_to(long_sum)
+        torch.set_num_threads(3)
+        assert torch.equal(alone, add_noise_to(again))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_noise_of_a_long_sum_is_normal() -> None:
+    summed = torch.zeros(noise.DRAWN_IN_TURN * 2 + 1)
+    NoiseOfStep(2.0, 4, lambda _: torch.Generator().manual_seed(3)).add_to(summed)
+
+    ordered = summed.double().sort().values / 2
+    quantiles = (torch.arange(len(summed)).double() + 0.5) / len(summed)
+    distance = (torch.special.ndtr(ordered) - quantiles).abs().max()
+    assert distance < 1.95 / len(summed) ** 0.5  # Kolmogorov: 1 of 1,000 is further
 
 
 def test_a_batch_whose_step_was_refused_is_not_applied_with_the_next(training) -> None:

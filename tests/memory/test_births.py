@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.contributions import SampleGradients
 from dpprof.clipping.engine import sum_whole
-from dpprof.clipping.noise import draw_key, draw_secure_noise
+from dpprof.clipping.noise import NoiseOfStep, draw_key, draw_secure_noise
 from dpprof.clipping.shards import make_buffer
 from dpprof.memory.recorder import Recorder
 from dpprof.records.births import MARKED, allocates, codes_of, components_by_code
@@ -35,6 +35,7 @@ def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
     with Recorder(is_there=lambda *_: True) as recorder:  # no method has a secure mode
         draw_secure_noise(1.0, torch.zeros(2), None)
         draw_key(torch.device("cpu"), None)  # a GPU does
+        NoiseOfStep(1.0, 1, lambda _: None).add_to(torch.zeros(2**20 + 1))  # a large model does
         sum_whole(SampleGradients(torch.ones(2, 3)), torch.ones(2))  # ranks with shards do
         make_buffer(torch.ones(2), 2, 3)
         convolution = nn.Conv2d(64, 64, 3)  # no method's model has one

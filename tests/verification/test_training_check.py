@@ -31,6 +31,7 @@ from torch.optim import SGD
 
 import dpprof.norms
 from dpprof.clipping import BookKeeping, FlashClipping, NoisyOptimizer, PerLayerClipping
+from dpprof.clipping.noise import DRAWN_IN_TURN, NoiseOfStep
 from dpprof.norms.triton_ops import add_noise_
 from dpprof.verification import Mechanism, check
 from dpprof.verification.training.loop import StepWatcher
@@ -50,6 +51,13 @@ def test_a_loop_is_taken_without_the_noise_of_our_kernel(monkeypatch) -> None:
     with StepWatcher(silent=True):
         add_noise_(torch.ones(4), torch.ones(1, dtype=torch.int64), 0, 1.0, 0.5)
     assert [call[3:] for call in launches] == [(0.0, 0.5)]
+
+
+def test_a_loop_is_taken_without_the_noise_of_long_sums() -> None:
+    summed = torch.ones(DRAWN_IN_TURN + 1)
+    with StepWatcher(silent=True):
+        NoiseOfStep(1.0, 4, lambda _: None).add_to(summed)
+    assert summed.unique().tolist() == [0.25]
 
 
 @pytest.mark.parametrize(

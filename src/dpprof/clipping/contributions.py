@@ -44,8 +44,11 @@ class Product(NamedTuple):
         return _is_rounded(self.x_BTd)
 
     @allocates_for_its_caller
-    def sum(self, weights_B: Tensor) -> Tensor:
-        """Compute the weighted sum over samples; the weights scale the narrower operand."""
+    def sum(self, weights_B: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Compute the weighted sum over samples; the weights scale the narrower operand.
+
+        It is added to ``onto``, where one is given, in its memory.
+        """
         x, g = self.x_BTd, self.g_BTp
         weights_B11 = weights_B[:, None, None]
         if may_weigh(x):
@@ -56,13 +59,14 @@ class Product(NamedTuple):
             left, right = (x, g) if self.transposed else (g, x)
             left_mN, right_Nn = left.flatten(0, 1).t(), right.flatten(0, 1)
             accumulator = accumulator_of(left.dtype)
-            if left.dtype == accumulator:
-                return left_mN @ right_Nn
-            return torch.mm(left_mN, right_Nn, out_dtype=accumulator)
+            if left.dtype != accumulator:
+                product = torch.mm(left_mN, right_Nn, out_dtype=accumulator)
+                return product if onto is None else onto.add_(product)
+            return left_mN @ right_Nn if onto is None else onto.addmm_(left_mN, right_Nn)
         left, right = (x, g) if self.transposed else (g, x)
         weights_N1 = weights_B11.expand(-1, x.shape[1], 1).flatten(0, 1)
         left_Nm, right_Nn = left.flatten(0, 1), right.flatten(0, 1)
-        summed = weights_B.new_zeros(left_Nm.shape[1], right_Nn.shape[1])
+        summed = weights_B.new_zeros(left_Nm.shape[1], right_Nn.shape[1]) if onto is None else onto
         for some in spans(len(left_Nm), REDUCED_SLICE):
             summed.addmm_((left_Nm[some] * weights_N1[some]).t(), right_Nn[some].to(summed.dtype))
         return summed
@@ -133,7 +137,11 @@ class ChunkedProduct(NamedTuple):
     @allocates_for_its_caller
     def sum(self, weights_B: Tensor) -> Tensor:
         """Compute the weighted sum over samples."""
-        return _add_up(product.sum(weights_B[some]) for some, product in self.parts())
+        summed: Tensor | None = None
+        for some, product in self.parts():
+            summed = product.sum(weights_B[some], summed)
+        assert summed is not None
+        return summed
 
     def largest(self) -> Tensor:
         """Compute the largest output gradient of each token; (B, T, 1)."""

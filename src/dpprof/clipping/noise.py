@@ -3,11 +3,14 @@
 On a GPU with Triton one kernel draws noise and adds it: in place, and at the speed at which memory
 is read and written. In each step a key is drawn from the optimizer's generator, and the noise of
 every sum follows from it. Elsewhere PyTorch draws noise from the generator, one parameter's at a
-time. Both are pseudorandom numbers of 32 bits: no noise is larger than 6.8 standard deviations,
-which 1 of 10^11 normal numbers would be. Neither generator is cryptographically secure.
+time. On a CPU the parts of a long sum get noise in several threads, from generators of their own,
+whose states are drawn from that one, whole: a seed would be no more than 32 bits of them. All are
+pseudorandom numbers of 32 bits: no noise is larger than 6.8 standard deviations, which 1 of 10^11
+normal numbers would be. No generator is cryptographically secure.
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -16,8 +19,16 @@ from dpprof.norms import placement, triton_ops
 from dpprof.norms.tiles import spans
 from dpprof.records.births import allocates
 
-DRAWN_AT_ONCE = 2**22
-"""Elements of noise that a CPU holds."""
+DRAWN_IN_TURN = 2**20
+"""Elements of noise from one generator where several threads draw: noise does not depend on how
+many there are."""
+
+_AT_ONCE = 2**15
+"""Elements that a thread draws before it adds them: they stay in its cache, and PyTorch adds so few
+in the thread itself."""
+
+_WORDS = 624
+"""Words of 32 bits in the state of PyTorch's generator on a CPU, MT19937."""
 
 GeneratorOn = Callable[[torch.device], torch.Generator | None]
 """Returns what noise on a device is drawn from; None for PyTorch's own generator."""
@@ -52,21 +63,20 @@ class NoiseOfStep:
             key = self._keys[summed.device]
             triton_ops.add_noise_(summed, key, self._count, self._std, 1 / self._size)
             self._count += 1
+        elif _is_long(summed):
+            count = -(-summed.numel() // DRAWN_IN_TURN)
+            words = draw_states(count, summed.device, generator)
+            room = make_room(count, summed)
+            torch.ops.dpprof.add_noise_in_threads_(summed, words, room, self._std, 1 / self._size)
         else:
-            for part in _split(summed):
-                noise = draw_noise(self._std, part, generator)
-                torch.add(noise, part, alpha=1 / self._size, out=part)
+            noise = draw_noise(self._std, summed, generator)
+            torch.add(noise, summed, alpha=1 / self._size, out=summed)
 
 
-def _split(summed: Tensor) -> tuple[Tensor, ...]:
-    """Split a sum into parts that get their noise one after the other.
-
-    On a CPU each draw is as slow as its memory is new; on a GPU each is a launch.
-    """
-    if placement.is_cuda(summed) or not summed.is_contiguous() or not summed.numel():
-        return (summed,)
-    flat = summed.view(-1)
-    return tuple(flat[some] for some in spans(len(flat), DRAWN_AT_ONCE))
+def _is_long(summed: Tensor) -> bool:
+    """Tell whether several threads of a CPU draw a sum's noise."""
+    is_on_cpu = summed.is_cpu and not placement.is_cuda(summed)
+    return is_on_cpu and summed.is_contiguous() and summed.numel() > DRAWN_IN_TURN
 
 
 def _has_kernel(summed: Tensor) -> bool:
@@ -85,13 +95,75 @@ def draw_noise(std: float, like: Tensor, generator: torch.Generator | None) -> T
 
     In 16 bits, noise much smaller than the sum could be rounded away before it is added.
     """
-    dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.normal(
         *(0.0, std, like.shape),
         generator=generator,
-        dtype=dtype,
+        dtype=_dtype_of_noise(like),
         device=like.device,
     )
+
+
+def _dtype_of_noise(summed: Tensor) -> torch.dtype:
+    return torch.promote_types(summed.dtype, torch.float32)
+
+
+@allocates("noise")
+def draw_states(count: int, cpu: torch.device, generator: torch.Generator | None) -> Tensor:
+    """Draw the states of generators from another; (count, 624), int64 below 2^32."""
+    words = torch.empty(count, _WORDS, dtype=torch.int64, device=cpu)
+    return words.random_(2**32, generator=generator)
+
+
+@allocates("noise")
+def make_room(count: int, summed: Tensor) -> Tensor:
+    """Take the memory that the noise of each part of a sum is drawn in."""
+    return torch.empty(count, _AT_ONCE, dtype=_dtype_of_noise(summed), device=summed.device)
+
+
+_IN_THREADS = "dpprof::add_noise_in_threads_"
+torch.library.define(
+    _IN_THREADS,
+    "(Tensor(a!) summed, Tensor words, Tensor(b!) room, float std, float factor) -> ()",
+)
+
+
+@torch.library.impl(_IN_THREADS, "CPU")
+def _add_noise_in_threads_(
+    summed: Tensor, words: Tensor, room: Tensor, std: float, factor: float
+) -> None:
+    """Multiply a sum on a CPU by a factor and add noise, in as many threads as PyTorch uses.
+
+    Args:
+        summed: Changed in place; contiguous.
+        words: The states of the generators of its parts.
+        room: A row for the noise of each part.
+        std: Standard deviation of the noise.
+        factor: What the sum is multiplied by.
+    """
+
+    def add(part: Tensor, state: Tensor, row: Tensor) -> None:
+        generator = _start_generator(state)
+        for some in spans(len(part), _AT_ONCE):
+            few = part[some]
+            noise = row[: len(few)].normal_(0.0, std, generator=generator)
+            torch.add(noise, few, alpha=factor, out=few)
+
+    parts = torch.split(summed.view(-1), DRAWN_IN_TURN)
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        list(threads.map(add, parts, words, room))  # raises what a thread raised
+
+
+@torch.library.register_fake(_IN_THREADS)  # type: ignore[untyped-decorator]
+def _noised(_summed: Tensor, _words: Tensor, _room: Tensor, _std: float, _factor: float) -> None:
+    """Allocate nothing."""
+
+
+def _start_generator(words: Tensor) -> torch.Generator:
+    """Return PyTorch's generator on a CPU in a state, which lies behind a seed and a position."""
+    generator = torch.Generator("cpu")
+    state = generator.get_state()
+    state.view(torch.int64)[3 : 3 + _WORDS] = words
+    return generator.set_state(state)
 
 
 @allocates("noise")
