@@ -20,6 +20,7 @@ from dpprof.spec import registry
 from dpprof.spec.target import Dtype, Target
 from dpprof.spec.validation import refuse
 from dpprof.step_time.predict import predict_step
+from older_kernels import KERNELS
 
 DATA = Path(__file__).with_name("published_steps.yaml")
 
@@ -34,6 +35,9 @@ class Source(NamedTuple):
     differs: str
     gpus: int = 1
     """GPUs that share parameters, gradients and optimizer states; 1 where nothing is shared."""
+
+    attention: str = ""
+    """One of ``older_kernels.KERNELS``; of current libraries where it says nothing."""
 
 
 class Row(NamedTuple):
@@ -109,7 +113,8 @@ def _read_row(fields: dict[str, Any], sources: Mapping[str, Source]) -> Row:
 def predict(row: Row) -> PredictedTime:
     """Predict a row's step on one of its GPUs, as ``dpprof estimate`` does."""
     ops = _trace_program(row) if row.program else _trace_experiment(row)
-    return predict_step(ops, row.dtype, row.find_target())
+    times = KERNELS[row.source.attention]
+    return predict_step(ops, row.dtype, row.find_target(), model_of=times)
 
 
 def _trace_program(row: Row) -> list[Op]:

@@ -8,7 +8,8 @@ H100's clocks, which makes intervals wider, was chosen after they were seen. Wha
 says why. Operators are those of PyTorch's eager mode under FSDP2: steps that were
 compiled are told apart, and count in no figure but their own. FSDP1 has no copies into and out of
 flat buffers, which are predicted for its rows all the same. llm-foundry's rows gather a block of
-backward when the one before it has ended, which is Composer's default (BACKWARD_POST). A trace of
+backward when the one before it has ended, which is Composer's default (BACKWARD_POST), and their
+attention is a Triton kernel of 2023, which the paper of FlashAttention-2 has measured. A trace of
 8 ranks stands for those of more, whose shards are smaller. Left out: clipping of the gradient,
 loading of data. Where a network is not stated, that of usual nodes is taken. ``--traces FOLDER``
 keeps traces between runs.
@@ -32,6 +33,7 @@ from dpprof.spec.parallel import GPUS_PER_NODE, Parallel
 from dpprof.spec.target import Target
 from dpprof.step_time.predict import predict_step
 from dpprof.system.console import say
+from older_kernels import KERNELS
 from published_points import Point, draw, summarise
 from script import ignore, make_parser, publish
 
@@ -185,7 +187,8 @@ def predict(row: Row, traces: Path | None) -> Compared:
     ops = [share_out(op, row) for op in trace(row, traces)]
     if row.facts["prefetch"] == "after":
         ops = gather_late(ops)
-    step = predict_step(ops, "bfloat16", target, parallel=row.parallel)
+    times = KERNELS[row.facts["attention"]]
+    step = predict_step(ops, "bfloat16", target, parallel=row.parallel, model_of=times)
     median = step.median + (int(row.facts["accumulation"]) - 1) * (step.median - step.update)
     longer = median / step.median
     point = Point(

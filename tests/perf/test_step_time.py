@@ -8,10 +8,16 @@ import pytest
 import yaml
 from factory import make_experiment
 
+import ranks
 import step_time
+from dpprof.flops.cost import AttentionShape, Cost
 from dpprof.instruments.estimate import estimate
 from dpprof.records.result import PredictedTime
+from dpprof.spec import registry
 from dpprof.spec.validation import InputError
+from dpprof.step_time.gpu_model import GpuModel
+from dpprof.step_time.op_time import OpTime
+from older_kernels import KERNELS
 from published_steps import Row, Source, predict, read_rows
 
 ROWS = read_rows()
@@ -66,6 +72,39 @@ def test_a_bad_row_is_refused_in_a_sentence(tmp_path, fields, message) -> None:
 
     with pytest.raises(InputError, match=message):
         read_rows(path)
+
+
+def time_attention(model: GpuModel, *, is_backward: bool) -> OpTime:
+    sizes = AttentionShape(64, 8192, 8192, 128, True, is_backward)
+    return model.predict(Cost("flash", "attention", 10**12, "bfloat16", attention=sizes), 0)
+
+
+@pytest.mark.parametrize(("is_backward", "slower"), [(False, (1.3, 1.5)), (True, (1.9, 2.1))])
+def test_attention_of_2023_is_as_slow_as_its_successor_says(is_backward, slower) -> None:
+    """Dao 2023, "FlashAttention-2", section 4.1: 1.3 to 1.5 times, and about 2 times backward."""
+    target = registry.load("targets", "a100")
+    now, then = (
+        time_attention(kernels(target, "bfloat16"), is_backward=is_backward)
+        for kernels in (KERNELS[""], KERNELS["triton-2023"])
+    )
+
+    assert slower[0] < then.seconds / now.seconds < slower[1]
+    assert then.spread > now.spread
+
+
+def test_nothing_but_attention_was_slower_in_2023() -> None:
+    product = Cost("mm", "matmul", 2**31, "bfloat16", product=(1, 1024, 1024, 1024))
+    target = registry.load("targets", "a100")
+    now, then = (one(target, "bfloat16").predict(product, 2**22) for one in KERNELS.values())
+
+    assert then == now
+
+
+def test_every_published_step_names_kernels_whose_speed_is_known() -> None:
+    named = {row.source.attention for row in ROWS}
+    named |= {row.facts["attention"] for row in ranks.read_rows()}
+
+    assert named == KERNELS.keys()
 
 
 def test_a_prediction_is_that_of_an_estimate() -> None:

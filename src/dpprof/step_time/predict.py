@@ -271,6 +271,7 @@ def predict_step(
     *,
     is_graph: bool = False,
     parallel: Parallel | None = None,
+    model_of: Callable[[Target, Dtype], GpuModel] = GpuModel,
 ) -> PredictedTime:
     """Predict how long a step takes on a GPU.
 
@@ -280,12 +281,13 @@ def predict_step(
         target: The GPU.
         is_graph: Whether a CUDA graph starts the kernels, so that no kernel waits for the host.
         parallel: The ranks, of which this GPU is one; None for one process.
+        model_of: The times of operators; by default those of current libraries.
 
     Raises:
         UnknownTimeError: The peak of a dtype that the step multiplies in is not known, or how long
             such GPUs take to communicate.
     """
-    model = GpuModel(target, dtype)
+    model = model_of(target, dtype)
     collectives = None if parallel is None else CollectiveModel(target, parallel)
     slowest = _slow_down(1 if parallel is None else parallel.world_size)
 
