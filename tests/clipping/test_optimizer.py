@@ -285,6 +285,42 @@ def test_noise_of_a_long_sum_does_not_depend_on_the_number_of_threads(long_sum) 
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_long_sum_gets_its_noise_in_every_mode(long_sum, mode) -> None:
+    expected = add_noise_to(long_sum.clone())
+    with mode():
+        assert torch.equal(add_noise_to(long_sum.clone()), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_long_sum_of_any_dtype_gets_noise_everywhere(long_sum, dtype) -> None:
+    noise_of = add_noise_to(long_sum.to(dtype)) - 0.25
+
+    assert noise_of.dtype == dtype
+    assert noise_of.double().unique().numel() > 60
+    assert 0.35 < noise_of.double().std() < 0.65
+
+
+def test_no_part_of_a_sum_goes_without_noise_unnoticed(long_sum) -> None:
+    words, room = torch.ones(2, 624, dtype=torch.int64), torch.empty(2, 16)
+    with pytest.raises(ValueError, match="shorter"):
+        torch.ops.dpprof.add_noise_in_threads_(long_sum, words, room, 0.5, 1.0)
+
+
+def test_an_error_in_a_thread_ends_the_step(monkeypatch) -> None:
+    model = build()
+    clipping = BookKeeping(model, 1.0)
+    optimizer = private(clipping, model, noise_multiplier=1.0)
+    monkeypatch.setattr(noise, "DRAWN_IN_TURN", 8)
+    monkeypatch.setattr(noise, "_start_generator", lambda _: 1 / 0)
+    clipping.backward(model.losses(*batch()))
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None and p.summed_grad is None for p in model.parameters())
+
+
 def test_the_noise_of_a_long_sum_is_normal() -> None:
     summed = torch.zeros(noise.DRAWN_IN_TURN * 2 + 1)
     NoiseOfStep(2.0, 4, lambda _: torch.Generator().manual_seed(3)).add_to(summed)

@@ -139,18 +139,24 @@ def _add_noise_in_threads_(
         room: A row for the noise of each part.
         std: Standard deviation of the noise.
         factor: What the sum is multiplied by.
+
+    Raises:
+        ValueError: There are more or fewer states or rows than parts.
     """
+    is_inference = torch.is_inference_mode_enabled()  # other threads have modes of their own
 
-    def add(part: Tensor, state: Tensor, row: Tensor) -> None:
+    def add(given: tuple[Tensor, Tensor, Tensor]) -> None:
+        part, state, row = given
         generator = _start_generator(state)
-        for some in spans(len(part), _AT_ONCE):
-            few = part[some]
-            noise = row[: len(few)].normal_(0.0, std, generator=generator)
-            torch.add(noise, few, alpha=factor, out=few)
+        with torch.inference_mode(is_inference), torch.no_grad():
+            for some in spans(len(part), _AT_ONCE):
+                few = part[some]
+                noise = row[: len(few)].normal_(0.0, std, generator=generator)
+                torch.add(noise, few, alpha=factor, out=few)
 
-    parts = torch.split(summed.view(-1), DRAWN_IN_TURN)
+    parts = list(zip(torch.split(summed.view(-1), DRAWN_IN_TURN), words, room, strict=True))
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        list(threads.map(add, parts, words, room))  # raises what a thread raised
+        list(threads.map(add, parts))  # raises what a thread raised
 
 
 @torch.library.register_fake(_IN_THREADS)  # type: ignore[untyped-decorator]

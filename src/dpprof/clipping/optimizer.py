@@ -57,8 +57,9 @@ class NoisyOptimizer(Optimizer):
         loss_reduction: ``mean`` divides by ``expected_batch_size``, ``sum`` does not.
         generator: Source of the noise, used as it is given: seeded as in an earlier run, it repeats
             that run's noise. By default each device has one of its own, which the operating system
-            seeds. Of several ranks only rank 0's counts: each rank draws from a generator of its
-            own, whose seed derives from the next number of this one.
+            seeds. On a CPU its numbers start other generators for long sums. Of several ranks only
+            rank 0's counts: each rank draws from a generator of its own, whose seed derives from
+            the next number of this one.
         secure_mode: Draw noise that withstands floating point attacks, see ``draw_secure_noise``;
             the generator must be secure too. Refused with several ranks.
 
