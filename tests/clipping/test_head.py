@@ -21,6 +21,7 @@ from dpprof.clipping import (
     head,
     linear_cross_entropy,
 )
+from dpprof.memory.recorder import Recorder
 from dpprof.norms.code_paths import Way
 from dpprof.spec.registry import UnsupportedError
 
@@ -40,6 +41,20 @@ def chunks(request, monkeypatch):
     """Chunks of one token and of one sample, and chunks of everything."""
     monkeypatch.setattr(head, "CHUNK_BYTES", request.param)
     monkeypatch.setattr(contributions, "AT_ONCE_BYTES", request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_of_a_sum_are_added_up_in_the_memory_of_the_first(monkeypatch, dtype) -> None:
+    monkeypatch.setattr(contributions, "AT_ONCE_BYTES", 1)
+    x_BTd, g_BTp = torch.randn(B, T, D).to(dtype), torch.randn(B, T, V).to(dtype)
+    weights_B = torch.rand(B)
+    chunks = contributions.ChunkedProduct(x_BTd, lambda some: g_BTp[some].clone(), V, ())
+    with Recorder(is_there=lambda *_: True) as recorder:
+        summed = chunks.sum(weights_B)
+
+    expected = torch.einsum("b,btp,btd->pd", weights_B, g_BTp.float(), x_BTd.float())
+    torch.testing.assert_close(summed, expected, rtol=1e-5, atol=1e-5)
+    assert sum(storage.nbytes == summed.nbytes for storage in recorder.storages) == 1
 
 
 class Model(nn.Module):

@@ -110,11 +110,8 @@ class StepWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if self.silent and name == "add_noise_":
-            summed, key, which, _std, factor = args
-            args = summed, key, which, 0.0, factor
-        if self.silent and name == "add_noise_in_threads_":
-            args = *args[:3], 0.0, args[4]
+        if self.silent and name in ("add_noise_", "add_noise_in_threads_"):
+            args = *args[:3], 0.0, args[4]  # the standard deviation
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16):
             self.in_16_bits = True
