@@ -13,7 +13,7 @@ from dpprof.clipping.layers_without_rule import run_any_layer
 from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.clipping.rules import find_rule
 from dpprof.clipping.two_pass import FlashClipping
-from dpprof.norms import convolution
+from dpprof.norms import convolution, tiles
 from dpprof.norms.convolution import Kernel
 from dpprof.norms.linear import GramSums
 from dpprof.norms.placement import as_if_on_cuda
@@ -34,6 +34,11 @@ CASES = {
         {"stride": 2, "dilation": 3},
     ),
     "stride beyond the kernel": (nn.Conv2d, (9, 8), {"stride": (5, 4)}),
+    "one element, strided": (nn.Conv2d, (6, 5), {"kernel_size": 1, "stride": (2, 3)}),
+    "one element, strided and padded": (
+        *(nn.Conv1d, (7,)),
+        {"kernel_size": 1, "stride": 2, "padding": 1, "groups": 2},
+    ),
     "groups": (nn.Conv2d, (6, 5), {"groups": 2, "stride": 2}),
     "depthwise": (nn.Conv2d, (6, 5), {"groups": C, "padding": "same"}),
     "no bias": (nn.Conv2d, (6, 5), {"bias": False}),
@@ -59,7 +64,7 @@ def make(name: str) -> tuple[nn.Module, torch.Tensor]:
     """Make a layer behind another one, and a batch."""
     kind, axes, options = CASES[name]
     torch.manual_seed(0)
-    layer = kind(C, 6 if options.get("groups") != C else 2 * C, 3, **options)
+    layer = kind(C, 6 if options.get("groups") != C else 2 * C, **{"kernel_size": 3} | options)
     first = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(axes)](C, C, 1)
     return nn.Sequential(first, layer).double(), torch.randn(B, C, *axes).double()
 
@@ -80,9 +85,12 @@ def test_a_convolution_is_clipped_as_a_loop_clips_it(name, way) -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("name", ["2 axes", "stride and dilation", "groups", "transposed, padded"])
+@pytest.mark.parametrize(
+    "name",
+    ["2 axes", "one element, strided", "stride and dilation", "groups", "transposed, padded"],
+)
 def test_few_samples_at_a_time_are_clipped_as_a_loop_clips_them(name, layout, monkeypatch) -> None:
-    monkeypatch.setattr(convolution, "WORKSPACE_BYTES", 0)
+    monkeypatch.setattr(tiles, "WORKSPACE_BYTES", 0)
     model, x = make(name)
     model.to(memory_format=layout)
 

@@ -13,6 +13,7 @@ from dpprof.models.build import build_model
 from dpprof.models.heads import find_known_head
 from dpprof.models.quantized import (
     count_elements,
+    follow_weights,
     import_bitsandbytes,
     is_quantized,
     scales_of,
@@ -127,6 +128,19 @@ def test_other_parameters_may_be_in_16_bits() -> None:
     for parameter in build_model(make_qlora("llama", "int8", **fields)).parameters():
         expected = torch.float32 if parameter.requires_grad else torch.bfloat16
         assert parameter.dtype is (torch.int8 if is_quantized(parameter) else expected)
+
+
+def test_products_read_the_int8_weight_that_was_moved() -> None:
+    """``Module.to`` sets a weight's data alone; products read what lies beside it."""
+    model = build_model(make_qlora("llama", "int8"))
+    weights = [one for one in model.parameters() if is_quantized(one)]
+    assert weights
+    for one in weights:
+        one.data = one.data.clone()
+    follow_weights(model)
+
+    assert all(one.CB.data_ptr() == one.data_ptr() for one in weights)
+    assert all(one.SCB.device == one.device for one in weights)
 
 
 def test_a_quantised_weight_is_not_trained() -> None:

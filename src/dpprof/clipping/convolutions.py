@@ -25,6 +25,13 @@ class _Options(NamedTuple):
     output_padding: tuple[int, ...]
     groups: int
 
+    def places_read(self, weight: Tensor) -> tuple[slice, ...] | None:
+        """Return the places of the input that a kernel of one element reads, if it skips some."""
+        has_one_element = weight[0, 0].numel() == 1 and not any(self.padding)
+        if self.transposed or not has_one_element or max(self.stride) == 1:
+            return None
+        return (slice(None), slice(None), *(slice(None, None, step) for step in self.stride))
+
 
 class _Convolution(torch.autograd.Function):
     """A convolution."""
@@ -38,6 +45,9 @@ class _Convolution(torch.autograd.Function):
         options: _Options,
         receive: Receive,
     ) -> Tensor:
+        ctx.shape, ctx.places = x.shape, options.places_read(weight)
+        if ctx.places is not None:
+            x, options = x[ctx.places], options._replace(stride=(1,) * len(options.stride))
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.options, ctx.receive = weight, bias, options, receive
         ctx.clipped = [weight] if bias is None else [weight, bias]
@@ -56,6 +66,9 @@ class _Convolution(torch.autograd.Function):
         input_gradient = None
         if ctx.needs_input_grad[0]:
             input_gradient = differentiate_input(x, g, ctx.weight.to(g.dtype), ctx.options)
+            if ctx.places is not None:
+                found, input_gradient = input_gradient, input_gradient.new_zeros(ctx.shape)
+                input_gradient[ctx.places] = found
         return input_gradient, None, None, None, None
 
 

@@ -15,7 +15,7 @@ from dpprof.instruments.batches import make_batch
 from dpprof.instruments.census import TensorHolders
 from dpprof.methods.training_step import Batch, Enter, TrainingStep
 from dpprof.models.build import apply_dtype, build_model
-from dpprof.models.quantized import count_elements, import_bitsandbytes
+from dpprof.models.quantized import count_elements, follow_weights, import_bitsandbytes
 from dpprof.models.transformer import find_attention
 from dpprof.records.result import ModelFacts
 from dpprof.records.terms import Phase
@@ -125,6 +125,7 @@ def set_up(
         )
     torch.manual_seed(experiment.seed)
     model = build_model(experiment).to(device.torch_device)
+    follow_weights(model)
     model = apply_dtype(model, experiment, device.torch_device).train()
     facts = ModelFacts(
         parameters_total=sum(map(count_elements, model.parameters())),

@@ -155,6 +155,16 @@ def is_quantized(parameter: Tensor) -> bool:
     return hasattr(parameter, "quant_state") or hasattr(parameter, "SCB")
 
 
+def follow_weights(model: nn.Module) -> None:
+    """Put what bitsandbytes keeps beside its int8 weights where these are.
+
+    ``Module.to`` moves a weight alone: its scales, and the tensor that products read, stay behind.
+    """
+    for parameter in model.parameters():
+        if hasattr(parameter, "SCB"):
+            vars(parameter).update(CB=parameter.data, SCB=parameter.SCB.to(parameter.device))
+
+
 def count_elements(parameter: Tensor) -> int:
     """Return the elements of a parameter, or of the weight that it stands for.
 

@@ -37,7 +37,6 @@ from dpprof.norms.code_paths import Way
 from dpprof.norms.linear import ON_TENSOR_CORES, GramSums, Price, WayChoice, sum_of_grams
 from dpprof.norms.rounding import Squares
 from dpprof.norms.tiles import (
-    BATCHES,
     WORKSPACE_BYTES,
     accumulator_of,
     multiply,
@@ -137,8 +136,8 @@ def differentiate_weight(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
 def differentiate_input(x: Tensor, g: Tensor, weight: Tensor, options: Sequence[Any]) -> Tensor:
     """Compute the gradient of the input.
 
-    On a CPU oneDNN copies what it reads and writes; so it gets few samples at a time where these
-    copies do not fit into the workspace, which is no slower.
+    On a CPU oneDNN copies what it reads and writes. So it gets as many samples at a time as the
+    workspace holds with their copies, which is faster too.
 
     Args:
         x: The input.
@@ -153,11 +152,12 @@ def differentiate_input(x: Tensor, g: Tensor, weight: Tensor, options: Sequence[
         )[0]
         return found
 
-    copied = (2 * x.numel() + g.numel()) * accumulator_of(x.dtype).itemsize
-    if placement.is_cuda(x) or copied <= WORKSPACE_BYTES:
+    moved = 2 * (2 * x.numel() + g.numel()) // max(1, len(x))
+    at_once = samples_at_once(len(x), moved, 0, accumulator_of(x.dtype))
+    if placement.is_cuda(x) or at_once >= len(x):
         return differentiate(slice(None))
     found = torch.empty_like(x)
-    for some in spans(len(x), -(-len(x) // BATCHES)):
+    for some in spans(len(x), at_once):
         found[some] = differentiate(some)
     return found
 
@@ -188,8 +188,11 @@ def sample_gradients(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
     windows = g.shape[2:].numel() * kernel.width * kernel.groups
     operands = math.prod(kernel.shape) + (x.numel() + g.numel()) // B
     differentiate = _multiply_windows if on_gpu else _differentiate_in_groups
+    at_once = samples_at_once(B, windows if on_gpu else operands, 0, accumulator)
+    if at_once >= B:
+        return differentiate(x, g, kernel)
     gradients = x.new_empty((B, *kernel.shape), dtype=accumulator)
-    for some in spans(B, samples_at_once(B, windows if on_gpu else operands, 0, accumulator)):
+    for some in spans(B, at_once):
         gradients[some] = differentiate(x[some], g[some], kernel)
     return gradients
 

@@ -91,14 +91,16 @@ def multiply_in_slices(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
 
 
 def samples_at_once(B: int, results: int, operands: int, dtype: torch.dtype) -> int:
-    """Return how many of B samples to process at a time: as many as the workspace holds.
+    """Return how many of B samples to process at a time: equal parts that the workspace holds.
 
     One sample has ``results`` elements of products at once, and ``operands`` elements of slices
     that are cast to float32 unless their dtype needs no cast.
     """
     accumulator = accumulator_of(dtype)
     elements = results + (0 if dtype == accumulator else operands)
-    return max(1, WORKSPACE_BYTES // (elements * accumulator.itemsize), -(-B // BATCHES))
+    most = max(1, WORKSPACE_BYTES // (elements * accumulator.itemsize), -(-B // BATCHES))
+    parts = max(1, -(-B // most))
+    return max(1, -(-B // parts))
 
 
 def multiply_and_sum(a: Tensor, b: Tensor) -> Tensor:
