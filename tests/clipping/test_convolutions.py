@@ -100,6 +100,24 @@ def test_few_samples_at_a_time_are_clipped_as_a_loop_clips_them(name, layout, mo
     )
 
 
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("name", ["2 axes", "one element, strided", "transposed, padded"])
+def test_a_batch_without_samples_has_no_gradient(name, way) -> None:
+    model, x = make(name)
+    clipping = way(model, 1.0)
+    clipping.backward(losses_by(model)(x[:0].requires_grad_()))
+
+    assert not any(torch.count_nonzero(one) for one in gradients(model))
+    clipping.remove()
+
+
+def test_the_input_gradient_of_no_samples_is_empty() -> None:
+    x, g, options = torch.ones(0, 4, 5), torch.ones(0, 6, 3), ((1,), (0,), (1,), False, (0,), 1)
+
+    assert convolution.differentiate_input(x, g, torch.ones(6, 4, 3), options).shape == x.shape
+    assert tiles.samples_at_once(0, 0, 0, torch.float32) == 1
+
+
 def kernel_of(layer: nn.Module) -> Kernel:
     padding = (1,) * len(layer.stride) if isinstance(layer.padding, str) else layer.padding
     return Kernel(tuple(layer.weight.shape), layer.stride, padding, layer.dilation, layer.groups)

@@ -4,16 +4,21 @@ import warnings
 
 import pytest
 import torch
+from documents import FULL_SPEED, find_code
 from factory import make_experiment
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.devices.cpu import Cpu
+from dpprof.instruments.batches import make_batch
 from dpprof.instruments.setup import set_up
 from dpprof.memory.fake_tensors import fake_tensors
 from dpprof.methods.standard import Standard
 from dpprof.models.build import build_model
 from dpprof.system.substitutes import substitute
+
+aten = torch.ops.aten
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -108,3 +113,50 @@ def test_samples_without_padding_are_told_from_padded_ones_of_the_same_batch() -
 
     assert set(real) == {None, (1, 1, 8, 8)}
     assert masks_given("tiny-llama", EACH, fake=True, **fields) == real
+
+
+class Reads(TorchDispatchMode):
+    """Counts operators that read a tensor's elements on the host, which waits for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in {aten._local_scalar_dense, aten.nonzero}
+        return func(*args, **(kwargs or {}))
+
+
+def run_as(execution: str, model: str, **fields) -> tuple[int, torch.Tensor]:
+    """Return what a forward pass reads on the host, and the logits of tokens."""
+    fields |= {"model": f"hf:{model}", "batch_size": 3, "seq_len": 8, "device": "cuda"}
+    experiment = make_experiment(**fields, execution=execution)
+    torch.manual_seed(0)
+    model = build_model(experiment)
+    batch = make_batch(model, Cpu(), experiment)
+    with torch.no_grad(), Reads() as reads:
+        logits = model(*batch.inputs)
+    return reads.count, logits[batch.mask_BT.bool()]
+
+
+@pytest.mark.parametrize("padding", [None, {"fraction": 0.3}], ids=["whole", "padded"])
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-gpt2", "tiny-mistral"])
+def test_no_forward_of_a_graph_waits_for_the_device(model, padding) -> None:
+    fields = {} if padding is None else {"padding": padding}
+    of_loop, expected = run_as("eager", model, **fields)
+    reads, logits = run_as("graph", model, **fields)
+
+    assert reads == 0
+    assert of_loop or model == "tiny-mistral"  # a model with a window has its mask in any case
+    assert torch.equal(logits, expected)
+
+
+def test_the_documented_attention_waits_for_nothing() -> None:
+    torch.manual_seed(0)
+    model = build_model(make_experiment(model="hf:tiny-llama")).model
+    tokens = torch.randint(8, (2, 8))
+    expected = model(tokens).logits
+    exec(find_code(FULL_SPEED, "AttentionInterface"), {"model": model})  # noqa: S102
+    with Reads() as reads:
+        logits = model(tokens).logits
+
+    assert reads.count == 0
+    assert torch.equal(logits, expected)

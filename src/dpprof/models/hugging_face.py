@@ -31,6 +31,7 @@ from dpprof.system.substitutes import substitute
 try:
     import transformers
     from transformers import masking_utils
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.models.auto import modeling_auto
     from transformers.models.opt.modeling_opt import (
         OPTDecoderLayer,
@@ -59,6 +60,10 @@ _PEFT_TASKS: Mapping[Task, str] = {
     "sequence-classification": "SEQ_CLS",
     "token-classification": "TOKEN_CLS",
 }
+
+
+_CAUSAL = "causal_sdpa"
+"""The name of sdpa without masks among transformers' attentions."""
 
 
 def _architectures_of(task: Task) -> Container[str]:
@@ -209,6 +214,8 @@ def build_hugging_face(experiment: Experiment) -> HuggingFaceModel:
         ) from error
     _refuse_many_tokens(experiment, model)
     _keep_batch_first(model)
+    if experiment.execution == "graph" and experiment.task == "causal-lm":
+        _attend_without_mask(model, experiment.seq_len)
     if experiment.base_format is not None:
         quantize(model, experiment)
     if experiment.lora is not None:
@@ -216,6 +223,22 @@ def build_hugging_face(experiment: Experiment) -> HuggingFaceModel:
     if experiment.checkpointing != "none":
         _checkpoint(model, reentrant=experiment.checkpointing == "reentrant")
     return HuggingFaceModel(model, experiment.task, experiment.lengths)
+
+
+def _attend_without_mask(model: Any, seq_len: int) -> None:
+    """Have a causal model's sdpa compute without a mask, as a CUDA graph needs it.
+
+    transformers reads the mask, or the positions, to tell whether sdpa needs one, which waits for
+    the device. It makes none for an attention that has no kind of masks, and sdpa is then causal.
+    Padding follows the tokens, so no token meets it. A model with a window keeps its masks.
+    """
+    config = model.config
+    windows = (getattr(config, one, None) for one in ("sliding_window", "attention_chunk_size"))
+    is_windowed = any(one is not None and one <= seq_len for one in windows)
+    takes_others = getattr(model, "_supports_attention_backend", False)
+    if config._attn_implementation == "sdpa" and takes_others and not is_windowed:  # noqa: SLF001
+        transformers.AttentionInterface.register(_CAUSAL, sdpa_attention_forward)
+        model.set_attn_implementation(_CAUSAL)
 
 
 def _refuse_many_tokens(experiment: Experiment, model: Any) -> None:

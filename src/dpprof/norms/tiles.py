@@ -98,7 +98,8 @@ def samples_at_once(B: int, results: int, operands: int, dtype: torch.dtype) -> 
     """
     accumulator = accumulator_of(dtype)
     elements = results + (0 if dtype == accumulator else operands)
-    most = max(1, WORKSPACE_BYTES // (elements * accumulator.itemsize), -(-B // BATCHES))
+    at_once = WORKSPACE_BYTES // max(1, elements * accumulator.itemsize)
+    most = max(1, at_once, -(-B // BATCHES))
     parts = max(1, -(-B // most))
     return max(1, -(-B // parts))
 
