@@ -8,6 +8,7 @@ from memory_steps import costs, executed, keep_once, record_and_estimate, trace_
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dpprof.clipping.noise import DRAWN_IN_TURN
 from dpprof.devices.cpu import Cpu
 from dpprof.flops.cost import COUNTED
 from dpprof.instruments import memory, model_flops
@@ -22,7 +23,10 @@ from dpprof.spec import registry
 from dpprof.spec.registry import UnsupportedError
 
 MODEL = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
+LONG = MODEL | {"vocab_size": DRAWN_IN_TURN // 16 + 1}
+"""Whose embedding is so long that several threads draw its noise."""
 QUICK = [
+    ("flash-bk", {"model": LONG}),
     ("standard", {"optimizer": "sgd"}),
     ("flash-bk", {}),
     ("opacus-ew", {}),
@@ -30,6 +34,7 @@ QUICK = [
     ("opacus-hooks", {"dtype": "bfloat16"}),
 ]
 SLOW = [(method, {}) for method in registry.names("methods") if (method, {}) not in QUICK]
+SLOW += [(method, {"model": LONG}) for method in ("flash", "per-layer", "microbatch")]
 SLOW += [("opacus-ghost", {"attention": "eager"}), ("opacus-hooks", {"dtype": "float64"})]
 
 

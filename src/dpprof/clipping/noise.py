@@ -67,7 +67,7 @@ class NoiseOfStep:
             count = -(-summed.numel() // DRAWN_IN_TURN)
             words = draw_states(count, summed.device, generator)
             room = make_room(count, summed)
-            torch.ops.dpprof.add_noise_in_threads_(summed, words, room, self._std, 1 / self._size)
+            add_noise_in_threads_(summed, words, room, self._std, 1 / self._size)
         else:
             noise = draw_noise(self._std, summed, generator)
             torch.add(noise, summed, alpha=1 / self._size, out=summed)
@@ -120,15 +120,10 @@ def make_room(count: int, summed: Tensor) -> Tensor:
     return torch.empty(count, _AT_ONCE, dtype=_dtype_of_noise(summed), device=summed.device)
 
 
-_IN_THREADS = "dpprof::add_noise_in_threads_"
-torch.library.define(
-    _IN_THREADS,
-    "(Tensor(a!) summed, Tensor words, Tensor(b!) room, float std, float factor) -> ()",
+@torch.library.custom_op(
+    "dpprof::add_noise_in_threads_", mutates_args={"summed", "room"}, device_types="cpu"
 )
-
-
-@torch.library.impl(_IN_THREADS, "CPU")
-def _add_noise_in_threads_(
+def add_noise_in_threads_(
     summed: Tensor, words: Tensor, room: Tensor, std: float, factor: float
 ) -> None:
     """Multiply a sum on a CPU by a factor and add noise, in as many threads as PyTorch uses.
@@ -154,12 +149,14 @@ def _add_noise_in_threads_(
                 noise = row[: len(few)].normal_(0.0, std, generator=generator)
                 torch.add(noise, few, alpha=factor, out=few)
 
-    parts = list(zip(torch.split(summed.view(-1), DRAWN_IN_TURN), words, room, strict=True))
+    # The operator counts as one change of each; through .data its threads add none.
+    parts = torch.split(summed.data.view(-1), DRAWN_IN_TURN)
+    given = list(zip(parts, words, room.data, strict=True))
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        list(threads.map(add, parts))  # raises what a thread raised
+        list(threads.map(add, given))  # raises what a thread raised
 
 
-@torch.library.register_fake(_IN_THREADS)  # type: ignore[untyped-decorator]
+@add_noise_in_threads_.register_fake
 def _noised(_summed: Tensor, _words: Tensor, _room: Tensor, _std: float, _factor: float) -> None:
     """Allocate nothing."""
 
