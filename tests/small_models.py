@@ -3,6 +3,7 @@
 Shape legend: B samples, T tokens, d width, V vocabulary.
 """
 
+import contextlib
 import functools
 import itertools
 
@@ -154,6 +155,17 @@ def draw(B: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
     if B > 1:
         weights[-1] = 0
     return ids, labels, weights
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype):
+    """Give new tensors another dtype inside the context."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def squares(model: nn.Module, *inputs: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.data_loader import DPDataLoader
 from opacus.optimizers.optimizer import _generate_noise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from small_models import EVERY, Small, V, build, gradients, private
+from small_models import EVERY, Small, V, build, default_dtype, gradients, private
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -99,7 +99,8 @@ def test_a_gradient_is_the_sum_with_opacus_noise_over_the_batch_size_expected(
     clipping.backward(sample_losses(model, *data(3).tensors))
     sums = [p.grad.clone() for p in model.parameters()]
     again = torch.Generator().manual_seed(5)
-    noise = [_generate_noise(SIGMA * C, one, again, secure_mode=is_secure) for one in sums]
+    with default_dtype(torch.float64):  # in which Opacus draws secure noise
+        noise = [_generate_noise(SIGMA * C, one, again, secure_mode=is_secure) for one in sums]
 
     optimizer.accumulate()
     optimizer.add_noise()

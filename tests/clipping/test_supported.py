@@ -51,6 +51,12 @@ class Multiplier(Between):
         return super().forward(x @ self.own)
 
 
+class HasGraph(nn.Identity):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("graph", torch.eye(D).to_sparse())
+
+
 class AwqLoraLinear(nn.Linear):
     """Stands for peft's adapter of a layer that AWQ quantised."""
 
@@ -253,6 +259,12 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(D, D), lambda inside, x: autocast(lambda: inside(x), torch.float16).float()
     ),
     "parameters in 16 bits": lambda: InShort(nn.Linear(D, D)),
+    "complex parameters": lambda: Between(
+        nn.Linear(D, D, dtype=torch.complex64), lambda inside, x: inside(x * (1 + 2j)).abs()
+    ),
+    "sparse input of `Linear`": lambda: Between(
+        nn.Linear(D, D), lambda inside, x: inside(x[:, 0].to_sparse())[:, None]
+    ),
     "`torch.compile` of the model": lambda: Between(nn.Linear(D, D)),
     "`MultiheadAttention`": lambda: Between(
         nn.MultiheadAttention(D, 2, batch_first=True, add_bias_kv=True), attend
@@ -402,6 +414,11 @@ REFUSED: dict[str, Callable[[], object]] = {
     "layer that changes between forward and backward": change_before_backward,
     "passes of `FlashClipping` that differ": draw_twice,
     "buffer that forward changes": lambda: clip(Between(Counts())),
+    "trained parameter that is not dense": lambda: clip(Multiplier().to(torch.float8_e4m3fn)),
+    "other input that is not dense": lambda: clip(
+        Between(nn.LayerNorm(D), lambda inside, x: inside(torch.nested.as_nested_tensor(list(x))))
+    ),
+    "buffer that is not dense": lambda: clip(Between(HasGraph())),
     "module that `batch_second` names wrongly": lambda: clip(
         Between(nn.Linear(D, D), lambda inside, x: inside(x[:, :B])), batch_second=["inside"]
     ),

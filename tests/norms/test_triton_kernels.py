@@ -499,6 +499,30 @@ def test_noise_is_normal_and_independent(place) -> None:
         assert found == pytest.approx(0, abs=5 / n**0.5)
 
 
+def tell_deviations(device, dtype, n):
+    """Add the noise of a step to a sum of zeros, and measure it in each part of its numbers."""
+    from dpprof.clipping import noise  # noqa: PLC0415
+    from dpprof.norms import placement, triton_launch  # noqa: PLC0415
+
+    summed = torch.zeros(n, dtype=dtype, device=device)
+    step = noise.NoiseOfStep(0.5, 2.0, lambda on: torch.Generator(on).manual_seed(1))
+    with (
+        placement.as_if_on_cuda(),
+        mock.patch.object(triton_launch, "GROUP", 2**14),  # few programs to interpret
+        mock.patch.object(noise, "draw_noise") as by_pytorch,
+    ):
+        step.add_to(summed)
+    assert not by_pytorch.called
+    parts = [summed.real, summed.imag] if dtype.is_complex else [summed]
+    return [float(one.cpu().double().std()) for one in parts]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_each_part_of_a_number_gets_noise_of_the_whole_scale(place, dtype) -> None:
+    for found in place[1](tell_deviations, dtype, 10**6):
+        assert found == pytest.approx(0.5, rel=0.01)
+
+
 def test_without_the_interpreter_tensors_of_a_cpu_are_refused() -> None:
     pytest.importorskip("triton", reason=MISSING)
     with pytest.raises(ValueError, match="must be on one CUDA device, not on cpu and cpu"):

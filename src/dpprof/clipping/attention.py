@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpprof.clipping.contributions import Contribution, Product, SampleGradients, Shift
-from dpprof.clipping.layers import Receive, apply, autocast_dtype
+from dpprof.clipping.layers import Receive, apply, autocast_dtype, cast_weight
 from dpprof.spec.registry import UnsupportedError
 
 
@@ -65,7 +65,7 @@ class _Projections(torch.autograd.Function):
         if own.in_proj_bias is not None:
             biases[:] = torch.split(own.in_proj_bias, [len(weight) for weight in weights])
         projected = [
-            functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            functional.linear(x, cast_weight(weight, x), None if bias is None else bias.to(x.dtype))
             for x, weight, bias in zip(inputs, weights, biases, strict=True)
         ]
         x = inputs[0]

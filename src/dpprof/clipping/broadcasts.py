@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import _Holder
 
-from dpprof.clipping.sample_major import SampleMajor, kind_of, shape_of
+from dpprof.clipping.sample_major import SampleMajor, dtype_of, kind_of, shape_of
 from dpprof.norms.tiles import accumulator_of
 from dpprof.spec.registry import UnsupportedError
 
@@ -31,8 +31,8 @@ _OF_ONE = {
     *("Pow", "Reciprocal", "Relu", "Rsqrt", "Rsub", "Sigmoid", "Silu", "Sin", "Softmax"),
     *("Softplus", "Sqrt", "Sum", "Tanh"),
     *("Alias", "Clone", "Contiguous", "Diagonal", "Expand", "Flip", "Index", "IndexSelect"),
-    *("Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T", "ToCopy", "Transpose"),
-    *("Unfold", "UnsafeView", "Unsqueeze", "View"),
+    *("Conj", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T", "ToCopy", "Transpose"),
+    *("Unfold", "UnsafeView", "Unsqueeze", "View", "ViewAsComplex", "ViewAsReal"),
 }
 """Operators of one tensor, by the names of their nodes; some have a form of two tensors too."""
 
@@ -55,6 +55,9 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
     """Of its operand."""
 
+    is_complex: bool
+    """Whether its operand is; the gradient of a real one among complex ones is the real part."""
+
     samples: int
 
     moves: list[tuple[Any, int]]
@@ -72,13 +75,15 @@ class _Entry(NamedTuple):
         """
         kind = kind_of(self.node)
         if kind == "Mul":
-            g = g * (self.node._saved_self if self.operand else self.node._saved_other)  # noqa: SLF001
+            other = self.node._saved_self if self.operand else self.node._saved_other  # noqa: SLF001
+            g = g * other.conj()
         elif kind == "Where":
             is_first = self.node._saved_condition  # noqa: SLF001
             g = g.masked_fill(is_first if self.operand else ~is_first, 0)
         elif self.operand and kind in _SUMS:
             alpha = self.node._saved_alpha  # noqa: SLF001
-            g = g * (alpha if kind == "Add" else -alpha)
+            g = g * (alpha if kind == "Add" else -alpha).conjugate()
+        g = g if self.is_complex else g.real
         padded = (1,) * (g.dim() - len(self.shape)) + self.shape
         axes = [at for at in range(1, g.dim()) if padded[at] == 1 != g.shape[at]]
         if axes:
@@ -291,7 +296,8 @@ def follow(
                 continue  # a layer's rule takes its own parameters
             kind, out = kind_of(user), shape_of(user)
             if kind in _ENTERING and _is_repeated(kind, shape, out) and holds_samples(user):
-                entries.append(_Entry(user, operand, shape, samples, moves))
+                is_complex = dtype_of(node).is_complex
+                entries.append(_Entry(user, operand, shape, is_complex, samples, moves))
             elif (kind in _OF_ONE and len(user.next_functions) == 1) or (
                 out == shape and _is_alike(user, kind, operand, out)
             ):

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from torch import nn
 
+from dpprof.clipping.tensor_kinds import is_sparse
+
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -75,5 +77,7 @@ def read_settings(layer: nn.Module) -> dict[str, object]:
 
 
 def _storage_of(parameter: nn.Parameter) -> int:
+    if is_sparse(parameter):  # which has several; a frozen one may be
+        return 0
     storage: int = parameter.untyped_storage()._cdata  # noqa: SLF001 (data_ptr changes under FSDP)
     return storage

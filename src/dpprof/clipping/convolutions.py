@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpprof.clipping.contributions import Contribution, Convolution, Shift
-from dpprof.clipping.layers import Receive, apply, autocast_dtype
+from dpprof.clipping.layers import Receive, apply, autocast_dtype, cast_weight
 from dpprof.norms.convolution import Kernel, differentiate_input
 
 
@@ -52,7 +52,7 @@ class _Convolution(torch.autograd.Function):
         ctx.weight, ctx.bias, ctx.options, ctx.receive = weight, bias, options, receive
         ctx.clipped = [weight] if bias is None else [weight, bias]
         own_bias = None if bias is None else bias.to(x.dtype)
-        return torch.convolution(x, weight.to(x.dtype), own_bias, *options)
+        return torch.convolution(x, cast_weight(weight, x), own_bias, *options)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from dpprof.clipping.ranks import Ranks
+from dpprof.clipping.tensor_kinds import refuse_parameter
 from dpprof.spec.registry import UnsupportedError
 
 _WRAPPERS = {
@@ -71,6 +72,7 @@ class Coverage:
         Raises:
             RuntimeError: A trained parameter was not trained when the clipping was made, or
                 belonged to another layer.
+            UnsupportedError: One became a tensor that clipping is not exact for.
         """
         owners: Counter[nn.Parameter] = Counter()
         for path, layer in model.named_modules(remove_duplicate=True):
@@ -82,6 +84,7 @@ class Coverage:
             for name, present in trained.items():
                 parameter = self._ranks.own(present)
                 full = f"{path}.{name}" if path else name
+                refuse_parameter(full, present)
                 self.names.setdefault(parameter, full)
                 if known is None or (known.get(name) is not parameter):
                     what = "moved or tied" if parameter in self else "thawed, added or replaced"

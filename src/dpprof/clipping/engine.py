@@ -49,7 +49,9 @@ from dpprof.clipping.sums import (
     refuse_other_sums,
     refuse_unclipped,
 )
+from dpprof.clipping.tensor_kinds import refuse_inputs, refuse_losses
 from dpprof.norms.code_paths import CodePath, Watch
+from dpprof.norms.complex_numbers import as_parameter, interleave
 from dpprof.records.births import allocates
 from dpprof.spec.number_formats import refuse_loss_scale
 from dpprof.spec.registry import UnsupportedError
@@ -380,12 +382,7 @@ class Clipping(ABC):
             self._is_running.release()
 
     def _backward(self, losses: Tensor, enter: Enter) -> None:
-        if losses.dim() != 1:
-            shape = tuple(losses.shape)
-            raise ValueError(f"losses must be one for each sample, (B,), and have shape {shape}")
-        if losses.dtype not in (torch.float32, torch.float64):
-            # A clipping factor that is rounded up would let a sample exceed the bound.
-            raise ValueError(f"losses must be float32 or float64, and are {losses.dtype}")
+        refuse_losses(losses)
         self.ranks.verify()
         self._shared = self._coverage.verify(self.model)
         self._hook_leaves()
@@ -567,7 +564,7 @@ class Clipping(ABC):
         if parameter.requires_grad:  # it may have been frozen after forward
             # A copy: a hook may write what autograd still has.
             own = gradients.reshape(len(gradients), *parameter.shape or (1,)).clone()
-            self._pass_on(self._loose[parameter], [(parameter, SampleGradients(own))])
+            self._pass_on(self._loose[parameter], [(parameter, SampleGradients(interleave(own)))])
 
     def _find_loose(self, leaf: nn.Parameter, gradient: Tensor) -> Tensor | None:
         """Return a loose parameter's per-sample gradients, of the sum that autograd found."""
@@ -669,10 +666,10 @@ class Clipping(ABC):
             return
         factors_B = factors_B.to(device_of(contribution))
         if self.ranks.is_sharded:
-            whole = sum_whole(contribution, factors_B).view(parameter.shape)
-            self.shard_sums.add(parameter, whole)
+            whole = sum_whole(contribution, factors_B)
+            self.shard_sums.add(parameter, as_parameter(whole, parameter))
             return
-        summed = contribution.sum(factors_B).view(parameter.shape)
+        summed = as_parameter(contribution.sum(factors_B), parameter)
         add_to_grad(parameter, summed.to(dtype_of_sum(parameter)), self.max_grad_norm)
 
     @torch.no_grad()
@@ -689,7 +686,8 @@ class Clipping(ABC):
         own = [summed.new_empty(size) for size in sizes]
         torch._foreach_copy_(own, torch.split(summed, sizes))
         for (parameter, _), part in zip(vectors, own, strict=True):
-            add_to_grad(parameter, part.to(dtype_of_sum(parameter)), self.max_grad_norm)
+            summed = as_parameter(part, parameter)
+            add_to_grad(parameter, summed.to(dtype_of_sum(parameter)), self.max_grad_norm)
 
 
 @allocates("unsharded_gradients")
@@ -707,6 +705,9 @@ def _run(
     **named: Any,
 ) -> Any:
     refuse_other_wrapper(ranks)
+    if torch.is_grad_enabled() and not isinstance(getattr(rule, "__self__", None), Choice):
+        given = (*inputs, *named.values())
+        refuse_inputs(layer, given, may_be_sparse=isinstance(layer, nn.Linear))
     call = LayerCall(layer)
     y = rule(layer, partial(receive, call), *inputs, **named)
     call.end()

@@ -26,7 +26,9 @@ from dpprof.clipping.contributions import (
     Scale,
     Shift,
 )
+from dpprof.clipping.tensor_kinds import is_sparse
 from dpprof.norms import placement
+from dpprof.norms.complex_numbers import interleave, split_product
 
 Contributions = Sequence[tuple[nn.Parameter, Contribution]]
 
@@ -47,8 +49,26 @@ def _flatten(x: Tensor) -> Tensor:
 
 def cast_for_normalisation(x: Tensor) -> Tensor:
     """Cast a normalisation's input to float32 where autocast does: on CUDA."""
+    if not x.is_floating_point():
+        raise ValueError(f"a normalisation with real weights got an input of {x.dtype}; convert it")
     casts = placement.is_cuda(x) and autocast_dtype(x) is not None
     return x.float() if casts else x
+
+
+def cast_weight(weight: Tensor, x: Tensor) -> Tensor:
+    """Cast a weight to an input's dtype, which autocast may have chosen.
+
+    Raises:
+        ValueError: One is complex and the other is not, or the input is of integers.
+    """
+    refuse_other_numbers(weight, x)
+    return weight.to(x.dtype)
+
+
+def refuse_other_numbers(weight: Tensor, x: Tensor) -> None:
+    """Refuse complex numbers where a weight is real, and the other way round, and integers."""
+    if x.is_complex() != weight.is_complex() or not (x.is_complex() or x.is_floating_point()):
+        raise ValueError(f"a weight of {weight.dtype} got an input of {x.dtype}; convert one")
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -95,7 +115,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.transposed, ctx.receive = weight, bias, transposed, receive
         ctx.clipped = [weight] if bias is None else [weight, bias]
-        matrix = weight.to(x.dtype)
+        matrix = cast_weight(weight, x)
         y = functional.linear(
             x, matrix.t() if transposed else matrix, None if bias is None else bias.to(x.dtype)
         )
@@ -106,16 +126,27 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         input_gradient = None
         if ctx.needs_input_grad[0]:
-            matrix = ctx.weight.to(g.dtype)
+            matrix = ctx.weight.to(g.dtype).conj()
             input_gradient = g @ (matrix.t() if ctx.transposed else matrix)
         g_BTp = _flatten(g)
         contributions: list[tuple[nn.Parameter, Contribution]] = []
         if ctx.needs_input_grad[1]:
-            contributions.append((ctx.weight, Product(_flatten(x.detach()), g_BTp, ctx.transposed)))
+            product = _multiply_samples(_flatten(x.detach()), g_BTp, transposed=ctx.transposed)
+            contributions.append((ctx.weight, product))
         if ctx.needs_input_grad[2]:
-            contributions.append((ctx.bias, Shift(g_BTp)))
+            contributions.append((ctx.bias, Shift(interleave(g_BTp))))
         ctx.receive(contributions)
         return input_gradient, None, None, None, None
+
+
+def _multiply_samples(x_BTd: Tensor, g_BTp: Tensor, *, transposed: bool) -> Product:
+    """Return the product that is the gradient of a weight, which is real: that of complex parts."""
+    if not g_BTp.is_complex():
+        return Product(x_BTd, g_BTp, transposed)
+    if transposed:
+        return Product(*split_product(x_BTd.conj(), g_BTp), transposed)
+    g_BTp, x_BTd = split_product(g_BTp, x_BTd.conj())
+    return Product(x_BTd, g_BTp)
 
 
 class _Embedding(torch.autograd.Function):
@@ -134,7 +165,7 @@ class _Embedding(torch.autograd.Function):
         shared = getattr(ctx, "shared", None)
         g_B = g if shared is None else shared.take(g)
         ids_B = ids if shared is None else ids.expand(len(g_B), *ids.shape)
-        g_BTd = _flatten(g_B)
+        g_BTd = _flatten(interleave(g_B))
         contribution = Lookup(
             ids_B.reshape(g_BTd.shape[:2]), g_BTd, ctx.weight.shape[0], ctx.padding
         )
@@ -268,8 +299,9 @@ def multiply(
     transposed: bool = False,
 ) -> Tensor:
     """Run ``functional.linear`` with parameters that are clipped, or its like with (d, p)."""
-    x = input
-    dtype = autocast_dtype(x)
+    # Autocast leaves complex numbers alone. A sparse input has an exact gradient as a dense one.
+    x = input.to_dense() if is_sparse(input) else input
+    dtype = None if x.is_complex() else autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
     return apply(_Linear, x, weight, bias, transposed, receive)
 

@@ -32,6 +32,8 @@ from dpprof.clipping.contributions import SampleGradients, storage_of
 from dpprof.clipping.layers import Receive, apply, as_own, autocast_dtype
 from dpprof.clipping.patching import PatchedLayer
 from dpprof.clipping.sample_norms import BatchAxisError
+from dpprof.clipping.tensor_kinds import refuse_inputs
+from dpprof.norms.complex_numbers import interleave
 from dpprof.norms.tiles import accumulator_of
 from dpprof.spec.registry import UnsupportedError
 from dpprof.system.substitutes import substitute
@@ -114,7 +116,12 @@ class _Call(nn.Module):
 
 def _with_gradients(returned: Any) -> list[Tensor]:
     tensors = (one for one in pytree.tree_leaves(returned) if isinstance(one, Tensor))
-    return [one for one in tensors if one.is_floating_point()]
+    return [one for one in tensors if _has_gradient(one)]
+
+
+def _has_gradient(y: Tensor) -> bool:
+    """Tell whether a tensor's numbers are real or complex ones."""
+    return y.is_floating_point() or y.is_complex()
 
 
 class _AnyLayer(torch.autograd.Function):
@@ -147,8 +154,8 @@ class _AnyLayer(torch.autograd.Function):
                 "has no samples; freeze its parameters"
             )
         call.returned = [_HERE if isinstance(one, Tensor) else one for one in values], structure
-        ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
-        ctx.real = [at for at, y in enumerate(outputs) if y.is_floating_point()]
+        ctx.mark_non_differentiable(*(y for y in outputs if not _has_gradient(y)))
+        ctx.real = [at for at, y in enumerate(outputs) if _has_gradient(y)]
         ctx.projected = [_project(y) for y in real] if any(ctx.needs_input_grad) else None
         return tuple(outputs)
 
@@ -169,7 +176,7 @@ class _AnyLayer(torch.autograd.Function):
         run = _Rerun(call, ctx.clipped, inputs, needed, gs, samples)
         of_parameters, of_inputs, changed_B = run.find(ctx.projected)
         contributions = [
-            (parameter, SampleGradients(gradients))
+            (parameter, SampleGradients(interleave(gradients)))
             for parameter, gradients in zip(ctx.clipped, of_parameters, strict=True)
         ]
         ctx.receive(contributions, changed_B)
@@ -365,7 +372,7 @@ class _Rerun:
         found = torch.autograd.grad(
             [one for one, _ in pairs], leaves, [g for _, g in pairs], materialize_grads=True
         )
-        return found, [one.detach() for one in y]
+        return [one.to_dense() for one in found], [one.detach() for one in y]
 
     def _run_sample(self, inputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
         """Run a sample with other parameters, and other tensors where gradients are needed."""
@@ -397,7 +404,7 @@ def _flatten(y: Tensor) -> Tensor:
 def _project(y: Tensor) -> Tensor:
     """Project each entry's output onto one vector, which is no multiple of a likely one; (N,)."""
     with torch.autocast(y.device.type, enabled=False):
-        flat = _flatten(y.detach()).to(accumulator_of(y.dtype))
+        flat = _flatten(interleave(y.detach())).to(accumulator_of(y.dtype.to_real()))
         places = torch.arange(flat.shape[1], device=y.device, dtype=flat.dtype)
         projected_N: Tensor = flat @ places.mul_(0.7).sin_()
         return projected_N
@@ -405,7 +412,7 @@ def _project(y: Tensor) -> Tensor:
 
 def _differs(y: Tensor, projected_N: Tensor, dtype: torch.dtype) -> Tensor:
     """Tell which entries have another output than the one of ``dtype`` that was projected; (N,)."""
-    limit = _SAME.get(dtype, _SAME_IN_16_BITS)
+    limit = _SAME.get(dtype.to_real(), _SAME_IN_16_BITS)
     moved_N = (_project(y) - projected_N).abs()
     is_same_N = moved_N <= limit * torch.linalg.vector_norm(_flatten(y), dim=1)
     changed_N: Tensor = ~is_same_N & projected_N.isfinite()
@@ -451,6 +458,7 @@ def run_any_layer_on(
     for one in arguments:
         if not isinstance(one, Tensor):
             _refuse_object(name, one)
+    refuse_inputs(layer, tensors)
     if not tensors:
         raise UnsupportedError(f"{name} has no rule and gets no tensor, so it has no samples")
     axis = int(is_second(layer, settings))

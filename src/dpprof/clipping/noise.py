@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dpprof.norms import placement, triton_ops
+from dpprof.norms.complex_numbers import as_real
 from dpprof.norms.tiles import spans
 from dpprof.records.births import allocates
 
@@ -50,7 +51,11 @@ class NoiseOfStep:
 
     @torch.no_grad()
     def add_to(self, summed: Tensor, *others: Tensor) -> None:
-        """Add noise to a sum and average it; average others, which get noise elsewhere."""
+        """Add noise to a sum and average it; average others, which get noise elsewhere.
+
+        Each part of a complex number gets noise of the whole standard deviation.
+        """
+        summed = as_real(summed)
         for other in others:
             other.div_(self._size)
         if self._std == 0:
@@ -93,14 +98,17 @@ def draw_key(device: torch.device, generator: torch.Generator | None) -> Tensor:
 def draw_noise(std: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw Gaussian noise of a tensor's device and shape, in float32 at least.
 
-    In 16 bits, noise much smaller than the sum could be rounded away before it is added.
+    In 16 bits, noise much smaller than the sum could be rounded away before it is added. Of complex
+    noise each part has the whole standard deviation; ``torch.normal`` would split the variance.
     """
-    return torch.normal(
-        *(0.0, std, like.shape),
+    real = as_real(like)
+    drawn = torch.normal(
+        *(0.0, std, real.shape),
         generator=generator,
-        dtype=_dtype_of_noise(like),
+        dtype=_dtype_of_noise(real),
         device=like.device,
     )
+    return torch.view_as_complex(drawn) if like.is_complex() else drawn
 
 
 def _dtype_of_noise(summed: Tensor) -> torch.dtype:
@@ -173,15 +181,12 @@ def _start_generator(words: Tensor) -> torch.Generator:
 def draw_secure_noise(std: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw Gaussian noise whose floating point numbers do not reveal the sum that it is added to.
 
-    It is half the sum of four draws, after one that is thrown away: the same numbers as Opacus's.
+    It is half the sum of four draws, after one that is thrown away: the same numbers as Opacus's
+    where the default dtype is the sum's. Draws of fewer bits would leave the sum's last ones bare.
     Source: Holohan & Braghin 2021, "Secure Random Sampling in Differential Privacy", section 5.1.
     """
-
-    def draw(*shape: int) -> Tensor:
-        return torch.normal(0.0, std, shape, generator=generator, device=like.device)
-
-    draw(1, 1)
-    total = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
-    for _ in range(4):
-        total += draw(*like.shape)
+    draw_noise(std, like.new_empty(1, 1), generator)
+    total = draw_noise(std, like, generator)
+    for _ in range(3):
+        total += draw_noise(std, like, generator)
     return total / 2

@@ -348,7 +348,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         if not model.training:  # a layer that was frozen in eval() stays so
             model.train()
         optimizer = self.private_optimizer
-        total = torch.zeros((), device=self.args.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.args.device)
         samples = 0
         for batch, part in inputs["parts"]:
             optimizer.take_part(part)
@@ -450,7 +450,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         found = norms[norms.isfinite()]
         if not len(found):
             return {}
-        quantiles = torch.quantile(found, torch.tensor(_QUANTILES)).tolist()
+        quantiles = torch.quantile(found, found.new_tensor(_QUANTILES)).tolist()
         names = (f"sample_norm_{round(100 * share)}%" for share in _QUANTILES)
         described = dict(zip(names, quantiles, strict=True))
         if self.privacy.clipping == "flat":  # normalised clipping scales every sample

@@ -64,7 +64,8 @@ class Projections:
         losses: Tensor,
         generator: torch.Generator | None,
     ) -> None:
-        longest = max(max(_sides(parameter.shape)) for parameter in parameters)
+        # A complex number is two real ones.
+        longest = max(max(_sides(p.shape)) * (1 + p.is_complex()) for p in parameters)
         self._direction = _draw_direction(longest, losses, generator)
         self._differences: dict[nn.Parameter, Tensor] = {}
         self._limit = 0.0

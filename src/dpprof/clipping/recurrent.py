@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from dpprof.clipping.contributions import Contribution, Product, Shift
-from dpprof.clipping.layers import Receive, apply, autocast_dtype
+from dpprof.clipping.layers import Receive, apply, autocast_dtype, refuse_other_numbers
 from dpprof.spec.registry import UnsupportedError
 
 _State = tuple[Tensor, ...]
@@ -137,6 +137,7 @@ class _Recurrence:
         """
         flat = [one for group in self._matrices for of_direction in group for one in of_direction]
         inputs: list[Tensor | None] = []
+        refuse_other_numbers(flat[0][0], x)
         dtype = autocast_dtype(x) or x.dtype
         x, states = x.to(dtype), [tuple(one.to(dtype) for one in state) for state in states]
         parameters = [p for matrix in flat for p in matrix if p is not None]

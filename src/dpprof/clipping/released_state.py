@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dpprof.clipping.tensor_kinds import find_no_bytes
 from dpprof.spec.registry import UnsupportedError
 
 _Place = tuple[nn.Module, str]
@@ -29,7 +30,8 @@ class ReleasedState:
 
     Raises:
         ValueError: ``public`` names something that the model does not have.
-        UnsupportedError: A module puts something else than tensors into ``state_dict()``.
+        UnsupportedError: A module puts something else than tensors into ``state_dict()``, or
+            tensors whose numbers cannot be compared.
     """
 
     def __init__(
@@ -58,11 +60,16 @@ class ReleasedState:
                 )
         self._tensors = self._find_tensors()
         self._versions = [one._version for one in self._tensors.values()]  # noqa: SLF001
-        self._values = {
-            place: tensor.detach().clone()
-            for place, tensor in self._tensors.items()
-            if not isinstance(tensor, nn.Parameter)
-        }
+        buffers = [p for p, one in self._tensors.items() if not isinstance(one, nn.Parameter)]
+        for place in buffers:
+            what = find_no_bytes(self._tensors[place])
+            if what is not None:
+                raise UnsupportedError(
+                    f"{self._name(place)} is in state_dict(), must not change, and is {what}, or "
+                    "make it a buffer that is not persistent, or name it in public_buffers if it "
+                    "holds nothing of the samples"
+                )
+        self._values = {place: self._tensors[place].detach().clone() for place in buffers}
 
     def verify(self) -> None:
         """Refuse a step after a change.
@@ -82,15 +89,17 @@ class ReleasedState:
                 self._refuse(place, "was changed through .data")
 
     def _refuse(self, place: _Place, how: str) -> None:
-        module, name = place
-        paths = {one: path for path, one in self._model.named_modules()}
-        full = _join(paths.get(module, type(module).__name__), name)
         raise RuntimeError(
-            f"{full} {how} since this clipping was made, and is in state_dict() without noise; "
-            "keep it as it is, make it a buffer that is not persistent, or name it in "
-            "public_buffers if it holds nothing of the samples (after you load or move a model, "
+            f"{self._name(place)} {how} since this clipping was made, and is in state_dict() "
+            "without noise; keep it as it is, make it a buffer that is not persistent, or name it "
+            "in public_buffers if it holds nothing of the samples (after you load or move a model, "
             "make a new clipping)"
         )
+
+    def _name(self, place: _Place) -> str:
+        module, name = place
+        paths = {one: path for path, one in self._model.named_modules()}
+        return _join(paths.get(module, type(module).__name__), name)
 
     def _find_tensors(self) -> dict[_Place, Tensor]:
         found: dict[_Place, Tensor] = {}
@@ -114,8 +123,9 @@ def _join(path: str, name: str) -> str:
 
 
 def is_same(tensor: Tensor, other: Tensor) -> bool:
-    """Tell whether tensors have the same bytes. This waits for the device."""
-    if isinstance(tensor, FakeTensor):
+    """Tell whether tensors have the same bytes, if they have any. This waits for the device."""
+    if isinstance(tensor, FakeTensor) or find_no_bytes(tensor) is not None:
         return True
-    one, two = (each.detach().reshape(-1).view(torch.uint8) for each in (tensor, other))
+    plain = (each.detach().resolve_conj().resolve_neg().contiguous() for each in (tensor, other))
+    one, two = (each.view(-1).view(torch.uint8) for each in plain)
     return torch.equal(one, two)

@@ -11,6 +11,7 @@ Shape legend: B samples, T tokens, d width.
 
 import inspect
 import itertools
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -100,10 +101,10 @@ def _computes(
     of_input, of_scale, tolerance = probe
     d = len(getattr(layer, formula.scale))
     generator = torch.Generator().manual_seed(0)
-    sizes_T1 = 10.0 ** torch.arange(-4.0, 3.0)[:, None]  # epsilon counts in the small ones
-    x_BTd = torch.randn(2, len(sizes_T1), d, generator=generator) * sizes_T1
-    scale_d = torch.randn(d, generator=generator)
-    x_BTd, scale_d = x_BTd.to(of_input), scale_d.to(of_scale)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float32)
+    sizes_T1 = 10.0 ** torch.arange(-4, 3)[:, None].float()  # epsilon counts in the small ones
+    x_BTd = draw(2, len(sizes_T1), d) * sizes_T1
+    x_BTd, scale_d = x_BTd.to(of_input), draw(d).to(of_scale)
     expected, _ = normalise_and_scale(x_BTd, scale_d, formula.read(layer))
     # A double runs the layer's code without its hooks, and leaves no trace in the layer.
     double = object.__new__(type(layer))

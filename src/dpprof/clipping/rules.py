@@ -34,6 +34,7 @@ from dpprof.clipping.patching import PatchedLayer, calls_forward_of, is_patched
 from dpprof.clipping.quantized_layers import is_quantized, refuse_quantized, run_quantized
 from dpprof.clipping.recurrent import run_cell, run_opacus_recurrent, run_recurrent
 from dpprof.clipping.rms_norms import Recognised, recognise
+from dpprof.clipping.tensor_kinds import refuse_parameter
 from dpprof.spec.registry import UnsupportedError
 
 LayerRule = Callable[..., Any]
@@ -97,6 +98,12 @@ _KNOWN: Mapping[LayerRule, str] = {
 _CALLED_BY_SUPER = (run_embedding, run_embedding_bag, run_attention, run_recurrent, run_cell)
 """Rules that also run a layer whose own ``forward`` calls the base's."""
 
+_COMPLEX = (run_linear_or_head, run_conv1d, run_embedding)
+"""Rules that know complex parameters."""
+
+_NOT_COMPLEX = (run_attention, run_recurrent, run_opacus_recurrent)
+"""Rules of layers that cannot run without one; all others run complex layers without a rule."""
+
 _TOKENWISE: Mapping[LayerRule, int] = {
     run_linear_or_head: 1,
     run_conv1d: 1,
@@ -125,6 +132,9 @@ def find_rules(
     Raises:
         UnsupportedError: A layer has none, or the model cannot be clipped.
     """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            refuse_parameter(name, parameter)
     rules: dict[nn.Module, Found] = {}
     for layer in model.modules():
         if layer is not wrapper:
@@ -241,6 +251,14 @@ def find_rule(layer: nn.Module) -> Found | None:
     """
     _refuse_held_elsewhere(layer)
     found = _find_by_class(layer)
+    is_complex = any(one.is_complex() for one in trained_in(layer).values())
+    if found is not None and is_complex and found.rule not in _COMPLEX:
+        if found.rule in _NOT_COMPLEX:
+            raise UnsupportedError(
+                f"{type(layer).__name__} has complex parameters, which its rule does not know; "
+                "write it with real ones for both parts, or freeze them"
+            )
+        return found._replace(rule=run_any_layer)
     if found is not None:
         return found
     if isinstance(layer, nn.ParameterDict | nn.ParameterList) or any(

@@ -63,6 +63,13 @@ def shape_of(node: Any, output: int = 0) -> tuple[int, ...]:
     )
 
 
+def dtype_of(node: Any, output: int = 0) -> torch.dtype:
+    """Return the dtype of what an operator returned, or of a leaf."""
+    variable = getattr(node, "variable", None)
+    dtype: torch.dtype = (node._input_metadata[output] if variable is None else variable).dtype  # noqa: SLF001
+    return dtype
+
+
 def edges_of(node: Any) -> list[tuple[Any, int]]:
     """Return the nodes whose outputs an operator used, and which output; past FSDP's identities."""
     found: list[tuple[Any, int]] = []

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dpprof.clipping.factor import clip_factor
 from dpprof.methods.training_step import Batch, Enter, TrainingStep, mean_loss
+from dpprof.norms.complex_numbers import as_real
 from dpprof.records.births import allocates
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
@@ -60,7 +61,8 @@ class Microbatch(TrainingStep):
         enter("noise")
         scale = self.experiment.noise_multiplier * bound
         for parameter, total in zip(parameters, sums, strict=True):
-            total.add_(_draw_noise(total, scale))
+            real = as_real(total)
+            real.add_(_draw_noise(real, scale))
             parameter.grad = total.div_(self.experiment.batch_size)
 
 

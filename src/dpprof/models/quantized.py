@@ -138,7 +138,7 @@ def _fill(layer: Any, weight: Tensor, experiment: Experiment) -> None:
 
 def make_dynamic_map(signed: bool = True, *_: Any, **__: Any) -> Tensor:
     """Return the 256 values of bitsandbytes' 8-bit numbers; (256,) float32, fake under a mode."""
-    return torch.tensor(_find_dynamic_map(signed=signed))
+    return torch.tensor(_find_dynamic_map(signed=signed), dtype=torch.float32)
 
 
 @functools.cache

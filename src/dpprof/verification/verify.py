@@ -153,7 +153,7 @@ def _compare(subject: Subject, by_loop: Tensor, known: dict[str, Any]) -> Case:
         outcome="failed" if reason else "passed",
         reason=reason,
         groups=len(bounds),
-        norms_clipped=0 if norms is None else int((norms > torch.tensor(bounds)).sum()),
+        norms_clipped=0 if norms is None else int((norms > norms.new_tensor(bounds)).sum()),
         sensitivity=find_sensitivity(taken.groups, taken.noise_bound),
         references=names,
         max_relative_error=_finite(worst["gradient"]),

@@ -67,6 +67,12 @@ class OpacusStep(TrainingStep):
             raise UnsupportedError(
                 "Opacus's hooks do not work under non-reentrant checkpointing; use reentrant"
             )
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.is_complex():
+                raise UnsupportedError(
+                    f"{name} is complex, and Opacus's noise for complex parameters is too small: "
+                    "both parts share the variance of one; use flash-bk or flash"
+                )
         super().__init__(model, experiment)
         with tell_refusals():
             self.module = self.wrap(model)

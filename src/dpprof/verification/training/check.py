@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.graph import nodes_behind
+from dpprof.norms.complex_numbers import as_real
 from dpprof.verification.training.gradients import (
     Samples,
     clip,
@@ -242,7 +243,7 @@ class _Check:
     def _limit(self, losses: Tensor, *, in_16_bits: bool) -> float:
         if self.tolerance is not None:
             return self.tolerance
-        dtypes = [losses.dtype, *(p.dtype for p in self.loop.trained)]
+        dtypes = [losses.dtype, *(p.dtype.to_real() for p in self.loop.trained)]
         limit = max(_LIMITS.get(dtype, _LIMIT_OF_16_BITS) for dtype in dtypes)
         return _LIMIT_OF_16_BITS if in_16_bits else limit
 
@@ -384,7 +385,7 @@ class _Check:
         loop, drawn = self.loop, 0
         for parameter in loop.trained:
             name, base = loop.names[parameter], silent.given[parameter]
-            noise = (first[parameter] - base).double()
+            noise = as_real(first[parameter] - base).double()
             if not noise.any():
                 raise WrongTrainingError(f"{name} gets no noise")
             if torch.equal(first[parameter], second[parameter]):

@@ -277,7 +277,7 @@ class Loop:
             with torch.no_grad():
                 for parameter in self.trained:
                     if not parameter.any():
-                        values = torch.randn(parameter.shape, generator=draw)
+                        values = torch.randn(parameter.shape, generator=draw, dtype=torch.float32)
                         parameter.copy_(0.02 * values)
             yield
 

@@ -1,0 +1,130 @@
+"""Noise has the stated standard deviation in every real number of every dtype, whoever draws it."""
+
+import math
+
+import pytest
+import torch
+from small_models import default_dtype
+from torch import Tensor, nn
+
+from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.noise import DRAWN_IN_TURN, NoiseOfStep, draw_noise, draw_secure_noise
+from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.clipping.tensor_kinds import NUMBERS
+
+DRAWS = 10**6
+STD, SIZE = 3.0, 4.0
+
+
+def parts_of(x: Tensor) -> list[Tensor]:
+    return [x.real, x.imag] if x.is_complex() else [x]
+
+
+def seeded(_: torch.device) -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+class Numbers(nn.Module):
+    """A parameter of many numbers, whose loss is zero."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(torch.zeros(DRAWS, dtype=torch.float32).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(self.numbers.dtype, torch.float32)
+        return x[:, None] * self.numbers.to(wide).abs()
+
+
+@pytest.mark.parametrize("secure_mode", [False, True])
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_each_part_of_a_parameter_gets_noise_of_the_whole_scale(dtype, secure_mode) -> None:
+    model = Numbers(dtype)
+    clipping = BookKeeping(model, 0.5)
+    optimizer = NoisyOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        clipping,
+        noise_multiplier=2.0,
+        expected_batch_size=2,
+        generator=torch.Generator().manual_seed(5),
+        secure_mode=secure_mode,
+    )
+    clipping.backward(model(torch.zeros(2)).square().sum(1).float())
+    optimizer.step()
+    wide = torch.promote_types(dtype, torch.float32)
+    parts = parts_of(model.numbers.detach().to(wide))
+    for part in parts:
+        assert float(part.double().std()) == pytest.approx(0.5, rel=0.01)
+        assert abs(float(part.double().mean())) < 5 * 0.5 / math.sqrt(DRAWS)
+    if len(parts) == 2:
+        correlation = float((parts[0].double() * parts[1].double()).mean()) / 0.25
+        assert abs(correlation) < 5 / math.sqrt(DRAWS)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("numel", [100_000, DRAWN_IN_TURN], ids=["at once", "in threads"])
+def test_noise_of_a_sum_is_added_in_its_memory_whatever_its_strides(numel, dtype) -> None:
+    for view in (lambda x: x, Tensor.t, lambda x: x[:, : x.shape[1] // 2]):
+        summed = view(torch.zeros(100, numel // 100, dtype=dtype).fill_(8 + 4j))
+        NoiseOfStep(STD, SIZE, seeded).add_to(summed)
+        assert float(summed.real.mean()) == pytest.approx(2, abs=0.1)
+        assert float(summed.imag.mean()) == pytest.approx(1, abs=0.1)
+        for part in parts_of(summed):
+            assert float(part.std()) == pytest.approx(STD, rel=0.02)
+
+
+def test_sums_that_get_noise_elsewhere_are_averaged_alone() -> None:
+    first, other = (torch.full((3,), 8 + 4j) for _ in range(2))
+    NoiseOfStep(STD, SIZE, seeded).add_to(first, other)
+    assert torch.equal(other, torch.full((3,), 2 + 1j))
+    assert (first != 2 + 1j).all()
+
+
+def test_a_conjugated_sum_is_refused_and_never_left_without_noise() -> None:
+    with pytest.raises(RuntimeError, match="conj"):
+        NoiseOfStep(STD, SIZE, seeded).add_to(torch.ones(3, dtype=torch.complex64).conj())
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("way", [draw_noise, draw_secure_noise])
+def test_noise_does_not_depend_on_the_default_dtype(way, default, dtype) -> None:
+    like = torch.zeros(1_000, dtype=torch.float32).to(dtype)
+    usual = way(STD, like, torch.Generator().manual_seed(3))
+    with default_dtype(default):
+        drawn = way(STD, like, torch.Generator().manual_seed(3))
+    assert drawn.dtype == torch.promote_types(dtype, torch.float32)
+    assert torch.equal(drawn, usual)
+
+
+def test_secure_noise_under_a_default_dtype_of_16_bits_leaves_no_bit_of_the_sum_bare() -> None:
+    """Draws of 16 bits lie on a coarse grid, and the sum's remainder would stay."""
+    with default_dtype(torch.bfloat16):
+        noise = draw_secure_noise(1.0, torch.zeros(10_000), torch.Generator().manual_seed(1))
+    large = noise[noise.abs() > 0.5]
+    on_grid = large == large.to(torch.bfloat16).float()
+    assert float(on_grid.float().mean()) < 0.01
+
+
+def test_a_private_step_is_the_same_under_a_default_dtype_of_16_bits() -> None:
+    def step(default: torch.dtype) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.RMSNorm(3))
+        clipping = BookKeeping(model, 0.5)
+        optimizer = NoisyOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            clipping,
+            noise_multiplier=1.0,
+            expected_batch_size=2,
+            generator=torch.Generator().manual_seed(5),
+            secure_mode=True,
+        )
+        x = torch.randn(3, 4)
+        with default_dtype(default):
+            for losses in (model(x).square().sum(1), torch.zeros(0)):
+                clipping.backward(losses)
+                optimizer.step()
+                optimizer.zero_grad()
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    assert torch.equal(step(torch.bfloat16), step(torch.float32))
