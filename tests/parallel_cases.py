@@ -2,6 +2,8 @@
 
 import io
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,17 +59,17 @@ def rank() -> int:
 class Wide(nn.Module):
     """A model with enough parameters to judge their noise."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(100, 200, bias=False)])
-        self.last = nn.Linear(200, 103)
+        self.blocks = nn.ModuleList([nn.Linear(100, 200, bias=False, dtype=dtype)])
+        self.last = nn.Linear(200, 103, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return one loss for each sample."""
-        return self.last(self.blocks[0](x)).square().mean(1)
+        return self.last(self.blocks[0](x)).abs().square().mean(1)
 
 
-def distribute_wide(make: type[Wide], kind: str) -> nn.Module:
+def distribute_wide(make: Callable[[], Wide], kind: str) -> nn.Module:
     """Let all ranks train a wide model."""
     torch.manual_seed(1)
     model = make()
@@ -78,15 +80,17 @@ def distribute_wide(make: type[Wide], kind: str) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def draw_noise(kind: str, *, seeded: bool) -> tuple[list[Tensor], int]:
+def draw_noise(
+    kind: str, *, seeded: bool, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], int]:
     """Take two steps on batches without samples: their gradients are noise alone."""
-    model = distribute_wide(Wide, kind)
+    model = distribute_wide(partial(Wide, dtype), kind)
     generator = torch.Generator().manual_seed(5) if seeded else None
     case = Case(kind=kind)
     _, clipping, optimizer = prepare(case, model, generator=generator)
     steps = []
     for _ in range(2):
-        clipping.backward(model(torch.ones(1, 100))[:0])
+        clipping.backward(model(torch.ones(1, 100, dtype=dtype))[:0])
         optimizer.step()
         steps.append(torch.cat([whole(p.grad).flatten() for p in model.parameters()]))
         optimizer.zero_grad()

@@ -12,6 +12,7 @@ from small_models import EVERY, FLAT
 from torch import Tensor, nn
 
 from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.head import linear_cross_entropy
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.spec import registry
@@ -328,6 +329,16 @@ def test_a_layer_of_real_numbers_refuses_others(kind, dtype) -> None:
     BookKeeping(layer, C)
     with pytest.raises(ValueError, match=f"got an input of {dtype}"):
         layer(torch.ones(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize(("of_head", "of_hidden"), [(8, 4), (4, 8)])
+def test_a_head_of_complex_numbers_is_refused(of_head, of_hidden) -> None:
+    dtypes = {4: torch.float32, 8: torch.complex64}
+    head = nn.Linear(D, 7, dtype=dtypes[of_head])
+    BookKeeping(head, C)
+    hidden, labels = torch.ones(2, 3, D, dtype=dtypes[of_hidden]), torch.zeros(2, 3).long()
+    with pytest.raises(ValueError, match=r"takes real numbers, .* is torch\.complex64"):
+        linear_cross_entropy(hidden, head, labels)
 
 
 def test_autocast_leaves_complex_numbers_alone() -> None:

@@ -166,6 +166,19 @@ def test_each_element_gets_noise_once_and_no_two_ranks_draw_the_same(pools, kind
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_RANKS)
+def test_both_parts_of_complex_parameters_get_noise_once(pools, kind) -> None:
+    ranks = pools[2].compute(parallel_cases.draw_noise, kind, seeded=True, dtype=torch.complex64)
+
+    (noise, _), _ = ranks[0]
+    std = parallel_cases.SIGMA * 0.5 / parallel_cases.EXPECTED
+    for steps, _ in ranks:
+        assert torch.equal(steps[0], noise)
+    for part in (noise.real, noise.imag):
+        assert abs(float(part.std()) / std - 1) < 5 / (2 * len(noise)) ** 0.5
+    assert abs(correlation(noise.real, noise.imag)) < 5 / len(noise) ** 0.5
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_RANKS)
 def test_the_global_seed_does_not_decide_the_noise_of_ranks(pools, kind) -> None:
     found = [pools[2].compute(parallel_cases.draw_noise, kind, seeded=False) for _ in range(2)]
     ((one, *_), _), *_ = found[0]

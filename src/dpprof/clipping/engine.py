@@ -707,7 +707,8 @@ def _run(
     refuse_other_wrapper(ranks)
     if torch.is_grad_enabled() and not isinstance(getattr(rule, "__self__", None), Choice):
         given = (*inputs, *named.values())
-        refuse_inputs(layer, given, may_be_sparse=isinstance(layer, nn.Linear))
+        is_alone = len(given) == 1  # without the loss of a head
+        refuse_inputs(layer, given, may_be_sparse=is_alone and isinstance(layer, nn.Linear))
     call = LayerCall(layer)
     y = rule(layer, partial(receive, call), *inputs, **named)
     call.end()

@@ -155,6 +155,9 @@ def _verify(hidden_BTd: Tensor, head: nn.Module, labels_BT: Tensor) -> nn.Linear
     if hidden_BTd.dim() != 3 or hidden_BTd.shape[2] != head.in_features:  # noqa: PLR2004
         shape = tuple(hidden_BTd.shape)
         raise ValueError(f"hidden must be (B, T, {head.in_features}), and has shape {shape}")
+    for one in (hidden_BTd, head.weight):
+        if not one.is_floating_point():
+            raise ValueError(f"cross-entropy takes real numbers, and hidden or head is {one.dtype}")
     if labels_BT.shape != hidden_BTd.shape[:2] or labels_BT.dtype != torch.int64:
         raise ValueError(
             f"labels must be {tuple(hidden_BTd.shape[:2])} int64, and are "
