@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from factory import make_experiment
 from small_models import default_dtype
 from torch import Tensor, nn
 
@@ -11,6 +12,8 @@ from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.noise import DRAWN_IN_TURN, NoiseOfStep, draw_noise, draw_secure_noise
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.tensor_kinds import NUMBERS
+from dpprof.methods.microbatch import Microbatch
+from dpprof.methods.training_step import Batch
 
 DRAWS = 10**6
 STD, SIZE = 3.0, 4.0
@@ -59,6 +62,17 @@ def test_each_part_of_a_parameter_gets_noise_of_the_whole_scale(dtype, secure_mo
     if len(parts) == 2:
         correlation = float((parts[0].double() * parts[1].double()).mean()) / 0.25
         assert abs(correlation) < 5 / math.sqrt(DRAWS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_the_reference_of_one_sample_at_a_time_draws_the_same_noise(dtype) -> None:
+    model = Numbers(dtype)
+    options = {"batch_size": 2, "noise_multiplier": 2.0, "max_grad_norm": 0.5}
+    step = Microbatch(model, make_experiment(method="microbatch", **options))
+    labels = torch.zeros(2, dtype=torch.int64)
+    step.compute_gradient(Batch(torch.zeros(2), labels), lambda _: None)
+    for part in parts_of(model.numbers.grad):
+        assert float(part.double().std()) == pytest.approx(0.5, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])

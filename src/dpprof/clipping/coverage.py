@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from dpprof.clipping.ranks import Ranks
-from dpprof.clipping.tensor_kinds import refuse_parameter
+from dpprof.clipping.tensor_kinds import NUMBERS, refuse_parameter
 from dpprof.spec.registry import UnsupportedError
 
 _WRAPPERS = {
@@ -84,7 +84,8 @@ class Coverage:
             for name, present in trained.items():
                 parameter = self._ranks.own(present)
                 full = f"{path}.{name}" if path else name
-                refuse_parameter(full, present)
+                if present.dtype not in NUMBERS:  # .data may have become another tensor's
+                    refuse_parameter(full, present)
                 self.names.setdefault(parameter, full)
                 if known is None or (known.get(name) is not parameter):
                     what = "moved or tied" if parameter in self else "thawed, added or replaced"
