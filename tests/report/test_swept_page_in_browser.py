@@ -1,6 +1,6 @@
 """The page of a sweep that was really run, in a browser, beside the sweep's JSON files.
 
-``.ci/run`` runs the smoke sweep and says in DPPROF_SWEEP where its results are.
+``.ci/run`` runs the default sweep and says in DPPROF_SWEEP where its results are.
 """
 
 import itertools
@@ -49,7 +49,7 @@ def test_any_two_runs_differ_by_what_their_files_say(opened) -> None:
     peaks = [json.loads(path.read_text())["memory"]["peak_allocated_bytes"] for path in files]
     pairs = [*itertools.permutations(range(len(steps)), 2)]
 
-    assert len(pairs) > 20
+    assert len(pairs) >= 12
     assert opened.subtract(pairs) == [
         f"The peaks differ by {peaks[a] - peaks[b]:,} bytes; the bars leave 0 bytes."
         for a, b in pairs
