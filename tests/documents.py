@@ -11,11 +11,15 @@ PRIVATE_TRAINING = "how-to/private-training.md"
 FULL_SPEED = "how-to/full-speed.md"
 
 
+def find_all_code(page: str) -> list[str]:
+    """Return the Python code in a page of ``docs``, block by block."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
 def find_code(page: str, word: str) -> str:
     """Return the first Python code in a page of ``docs`` that has a word."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    return next(block for block in blocks if word in block)
+    return next(block for block in find_all_code(page) if word in block)
 
 
 def validate(document: Any, name: str) -> None:

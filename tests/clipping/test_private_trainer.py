@@ -126,6 +126,20 @@ def trained(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().double().flatten() for p in model.parameters() if p.requires_grad])
 
 
+def test_numbers_that_are_given_do_not_follow_from_the_samples(tmp_path) -> None:
+    given = {"samples": 30, "expected_batch_size": 5, "delta": 1e-2, "noise_multiplier": 0.0}
+    both = [make("bert", tmp_path, privacy=given, data=draw("bert")[:n]) for n in (12, 11)]
+    for trainer in both:
+        trainer.train()
+
+    first, second = (one.get_train_dataloader().loader for one in both)
+    assert (first.numbers, len(first)) == (second.numbers, len(second))
+    assert [one.private_optimizer.expected_batch_size for one in both] == [5, 5]
+    assert "probability 0.166667" in both[0].guarantee
+    assert "No number here follows from the data." in both[0].guarantee
+    assert both[0].state.log_history[0]["epsilon"] == math.inf  # without noise
+
+
 @pytest.mark.parametrize(
     ("kind", "head"),
     [

@@ -384,7 +384,7 @@ def test_opacus_own_loader_keeps_its_rate() -> None:
     private = prepare(model, data_loader=loader, check=False)
 
     assert private.data_loader.sample_rate == 0.25
-    assert private.data_loader.expected_batch_size == BATCH
+    assert private.optimizer.expected_batch_size == BATCH
 
 
 def test_it_is_what_the_parts_make_together() -> None:

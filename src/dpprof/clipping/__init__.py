@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dpprof.clipping.private_training import PrivateTraining as PrivateTraining
     from dpprof.clipping.private_training import make_private as make_private
     from dpprof.clipping.public_norms import suggest_max_grad_norm as suggest_max_grad_norm
+    from dpprof.clipping.public_numbers import numbers_of_opacus as numbers_of_opacus
     from dpprof.clipping.two_pass import FlashClipping as FlashClipping
     from dpprof.spec.registry import UnsupportedError as UnsupportedError
 
@@ -37,6 +38,7 @@ _MODULES = {
     "PrivateTrainer": "dpprof.clipping.private_trainer",
     "PrivateTraining": "dpprof.clipping.private_training",
     "make_private": "dpprof.clipping.private_training",
+    "numbers_of_opacus": "dpprof.clipping.public_numbers",
     "suggest_max_grad_norm": "dpprof.clipping.public_norms",
     "causal_lm_losses": "dpprof.clipping.causal_lm",
     "linear_cross_entropy": "dpprof.clipping.head",

@@ -1,6 +1,7 @@
 """The budget of a private training: the noise that keeps it, and what was spent of it."""
 
 import importlib
+import math
 import warnings
 from typing import Any
 
@@ -8,6 +9,10 @@ from dpprof.accounting.search import BeyondReachError
 from dpprof.clipping.optimizer import NoisyOptimizer
 
 ACCOUNTANTS = ("prv", "rdp")
+
+_FAR = 200.0
+"""An epsilon above which ``rdp`` alone tells it: ``prv`` takes ever more time and memory, and
+neither protects anybody."""
 
 
 class Spent:
@@ -24,6 +29,24 @@ class Spent:
         self.history: list[tuple[float, float, int]] = []
         """Noise multiplier, sample rate and steps, in the order of training, as Opacus keeps it."""
 
+    @property
+    def steps(self) -> int:
+        """How many steps were counted."""
+        return sum(steps for _, _, steps in self.history)
+
+    def continue_with(self, other: "Spent") -> "Spent":
+        """Count the steps of another training too, on the same samples, and return this.
+
+        Raises:
+            ValueError: The other has another accountant or delta.
+        """
+        for name in ("accountant", "delta"):
+            own, new = getattr(self, name), getattr(other, name)
+            if own != new:
+                raise ValueError(f"what was spent has {name} {own!r}, and this training {new!r}")
+        self.sample_rate = other.sample_rate
+        return self
+
     def count(self, optimizer: NoisyOptimizer) -> None:
         """Count a step, which an optimizer is about to take."""
         spent = (optimizer.noise_multiplier, self.sample_rate)
@@ -32,6 +55,23 @@ class Spent:
             steps = self.history.pop()[2]
         self.history.append((*spent, steps + 1))
 
+    def refuse_beyond(self, noise_multiplier: float, sample_rate: float, planned: int) -> None:
+        """Refuse a plan that steps which were counted do not fit into.
+
+        Raises:
+            ValueError: One had less noise or a higher rate, or all planned steps are done.
+        """
+        if any(noise < noise_multiplier or rate > sample_rate for noise, rate, _ in self.history):
+            raise ValueError(
+                f"what was spent has steps with less noise than {noise_multiplier:g}, or a higher "
+                f"sample rate than {sample_rate:g}: plan all rounds with one epsilon, one number "
+                "of steps and one sample rate, or give noise_multiplier"
+            )
+        if self.steps >= planned:
+            raise ValueError(
+                f"the privacy budget is spent: {self.steps:,} of {planned:,} steps are done"
+            )
+
     def epsilon(self, delta: float | None = None) -> float:
         """Return the epsilon of all steps so far, by Opacus's accountant.
 
@@ -39,17 +79,37 @@ class Spent:
             delta: None for that of the plan.
 
         Raises:
-            ValueError: No delta is known.
+            ValueError: No delta is known, or it is out of its range, or the accountant fails.
             ImportError: Opacus is not installed.
         """
         delta = self.delta if delta is None else delta
         if delta is None:
             raise ValueError("epsilon needs a delta, and none was given for this training")
+        _verify_delta(delta)
         if not self.history:
             return 0.0
-        accountant = import_opacus().create_accountant(mechanism=self.accountant)
-        accountant.history = list(self.history)
-        return float(accountant.get_epsilon(delta=delta))
+        if any(noise == 0 for noise, _, _ in self.history):
+            return math.inf
+        bound = self._account("rdp", delta)
+        return bound if self.accountant == "rdp" or bound > _FAR else self._account("prv", delta)
+
+    def _account(self, accountant: str, delta: float) -> float:
+        """Return an upper bound of epsilon; infinite where the numbers of one are too large."""
+        book = import_opacus().create_accountant(mechanism=accountant)
+        book.history = list(self.history)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that other orders might give a tighter bound
+                epsilon = float(book.get_epsilon(delta=delta))
+        except ArithmeticError:
+            return math.inf
+        except (IndexError, MemoryError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"{accountant} computes no epsilon at delta {delta:g} for steps of "
+                f"(noise multiplier, sample rate, number) {self.history[:3]}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return math.inf if math.isnan(epsilon) else epsilon
 
 
 def verify_budget(
@@ -68,7 +128,12 @@ def verify_budget(
         raise ValueError("epsilon needs a delta, less than one over the number of samples")
     if epsilon is not None and not epsilon > 0:
         raise ValueError(f"epsilon must be positive, and is {epsilon}")
-    if delta is not None and not 0 < delta < 1:
+    if delta is not None:
+        _verify_delta(delta)
+
+
+def _verify_delta(delta: float) -> None:
+    if not 0 < delta < 1:
         raise ValueError(f"delta must lie between 0 and 1, and is {delta}")
 
 
@@ -89,7 +154,7 @@ def find_noise(epsilon: float, delta: float, steps: int, rate: float, accountant
         epsilon: The budget.
         delta: Of the guarantee.
         steps: How many steps are planned.
-        rate: With which each draws a sample: one over a whole number.
+        rate: With which each draws a sample.
         accountant: One of ``ACCOUNTANTS``.
 
     Raises:
@@ -99,7 +164,8 @@ def find_noise(epsilon: float, delta: float, steps: int, rate: float, accountant
     import_opacus()
     noise = importlib.import_module("dpprof.accounting.noise")
     plan = importlib.import_module("dpprof.accounting.plan")
-    of = plan.Schedule(round(1 / rate), 1, steps)  # one of so many samples: the same rate
+    size, samples = rate.as_integer_ratio()  # so many of so many samples: the same rate
+    of = plan.Schedule(samples, size, steps)
     try:
         found: float = noise.find_noise_multiplier(of, epsilon, delta, accountant)
     except BeyondReachError as error:

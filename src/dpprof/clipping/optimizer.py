@@ -109,7 +109,7 @@ class NoisyOptimizer(Optimizer):
         clipping: Clipping,
         *,
         noise_multiplier: float,
-        expected_batch_size: int | None,
+        expected_batch_size: float | None,
         loss_reduction: str = "mean",
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
@@ -352,6 +352,20 @@ class NoisyOptimizer(Optimizer):
         self._bound = None
         self._batches_before = self.clipping.batches
         self._failures_before = self.clipping.failures
+
+    def remove(self) -> None:
+        """Remove clipping and noise: model and original optimizer are as without them.
+
+        A batch that is not finished is thrown away.
+        """
+        self.discard()
+        self.clipping.remove()
+        for parameter in {*self.params, *self.clipping.parameters}:
+            for name in ("summed_grad", AWAITS_NOISE):
+                if hasattr(parameter, name):
+                    delattr(parameter, name)
+        getattr(self.original_optimizer, HOOK).remove()
+        delattr(self.original_optimizer, HOOK)
 
     def step_with_noise_in(self, gradients: Sequence[Tensor]) -> None:
         """Let the original optimizer step on gradients of ``params`` that have noise already."""

@@ -12,21 +12,13 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any, cast
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, Sampler
 
 from dpprof.clipping.private_optimizer import Part, PrivateOptimizer
+from dpprof.clipping.public_numbers import PublicNumbers
 
 _LEAST_IN_FLOAT32 = 2.0**-12
 """The least rate that is drawn in float32: to at most 2^-12 of it, and never more often."""
-
-_OPACUS = "opacus.utils.uniform_sampler.UniformWithReplacementSampler"
 
 
 class _Parts(Sampler[list[int]]):
@@ -64,24 +56,24 @@ class _Parts(Sampler[list[int]]):
 
 
 class PoissonLoader:
-    """Hands out the parts of Poisson batches, in epochs of ``1 / sample_rate`` steps.
+    """Hands out the parts of Poisson batches, epoch by epoch.
 
     Args:
-        data_loader: What loads: its dataset, workers and ``collate_fn`` are used, and its batch
-            size gives the sample rate, ``1 / len(data_loader)``.
+        data_loader: What loads: its dataset, workers and ``collate_fn`` are used.
+        numbers: With which probability samples are drawn, and how many steps an epoch has.
         max_batch_size: The most samples of a part; None for batches in one part.
         generator: Draws the samples; None for one that the operating system seeds.
         rank: This rank: each draws from samples of its own.
         ranks: How many there are.
 
     Raises:
-        ValueError: Its batches are not those of a uniform sampler, or a number is below 1.
-        TypeError: Its dataset has no length.
+        ValueError: There are fewer samples than ranks, or ``max_batch_size`` is below 1.
     """
 
     def __init__(
         self,
         data_loader: DataLoader[Any],
+        numbers: PublicNumbers,
         *,
         max_batch_size: int | None = None,
         generator: torch.Generator | None = None,
@@ -90,7 +82,7 @@ class PoissonLoader:
     ) -> None:
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, and is {max_batch_size}")
-        self.sample_rate = find_sample_rate(data_loader)
+        self.numbers = numbers
         self.optimizer: PrivateOptimizer | None = None
         """Is told of parts and of batches without samples; set before the first iteration."""
 
@@ -101,7 +93,7 @@ class PoissonLoader:
         indices = range(self.samples)[rank::ranks]
         if not indices:
             raise ValueError(f"{self.samples} samples are too few for {ranks} ranks")
-        self._parts = _Parts(indices, self.sample_rate, max_batch_size, generator)
+        self._parts = _Parts(indices, numbers.sample_rate, max_batch_size, generator)
         self._state = generator.get_state()
         self._done = self._turn = 0
         self._of_workers = torch.Generator()  # so that the global one stays as it is
@@ -121,12 +113,12 @@ class PoissonLoader:
 
     def __len__(self) -> int:
         """How many steps an epoch has; it has more parts."""
-        return round(1 / self.sample_rate)
+        return self.numbers.steps_of_epoch
 
     @property
-    def expected_batch_size(self) -> int:
-        """The mean number of samples of a batch, over all ranks, rounded down as by Opacus."""
-        return self.samples // len(self)
+    def sample_rate(self) -> float:
+        """The probability with which a step draws each sample."""
+        return self.numbers.sample_rate
 
     def __iter__(self) -> Iterator[Any]:
         """Hand out the rest of an epoch; what was left of a batch is thrown away."""
@@ -173,6 +165,7 @@ class PoissonLoader:
             "steps of the epoch": self._done,
             "samples": self.samples,
             "steps in an epoch": len(self),
+            "sample rate": self.sample_rate,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -182,7 +175,7 @@ class PoissonLoader:
             ValueError: It is of other data, or of batches of another size.
         """
         own = self.state_dict()
-        for name in ("samples", "steps in an epoch"):
+        for name in ("samples", "steps in an epoch", "sample rate"):
             if state.get(name) != own[name]:
                 raise ValueError(
                     f"this state was saved with {name}: {state.get(name)}, and here there are "
@@ -190,45 +183,6 @@ class PoissonLoader:
                 )
         self._turn += 1
         self._state, self._done = state["generator"].cpu(), state["steps of the epoch"]
-
-
-def find_sample_rate(data_loader: DataLoader[Any]) -> float:
-    """Return the share of the data that a step draws.
-
-    Raises:
-        ValueError: Its batches are not those of a uniform sampler.
-        TypeError: Its dataset has no length.
-    """
-    if isinstance(data_loader.dataset, IterableDataset):
-        raise TypeError(
-            "Poisson sampling draws samples by their number, and an IterableDataset has none"
-        )
-    if data_loader.drop_last:
-        raise ValueError("drop_last=True leaves samples out of an epoch; use drop_last=False")
-    sampler: Any = data_loader.batch_sampler
-    if sampler is None:
-        raise ValueError("a DataLoader with batch_size=None makes no batches; give a batch size")
-    kind = f"{type(sampler).__module__}.{type(sampler).__qualname__}"
-    if kind == _OPACUS:
-        return 1 / round(1 / float(sampler.sample_rate))  # as its data loader computed it
-    if type(sampler) is not BatchSampler or type(sampler.sampler) not in (
-        RandomSampler,
-        SequentialSampler,
-    ):
-        inner = getattr(sampler, "sampler", sampler)
-        raise ValueError(
-            f"a {type(inner).__name__} chooses samples in its own way, and privacy by sampling "
-            "holds for Poisson batches alone; give a DataLoader with shuffle=True"
-        )
-    if isinstance(sampler.sampler, RandomSampler) and sampler.sampler.replacement:
-        raise ValueError("a sampler with replacement is not Poisson sampling; use shuffle=True")
-    known, there = (len(cast("Any", one)) for one in (sampler.sampler, data_loader.dataset))
-    if known != there:
-        raise ValueError(
-            f"the sampler knows {known:,} samples, and the dataset has {there:,}; give a Subset of "
-            "the dataset with shuffle=True"
-        )
-    return 1 / len(data_loader)
 
 
 def refuse_related(sampling: torch.Generator | None, noise: torch.Generator | None) -> None:

@@ -96,7 +96,8 @@ class PrivateOptimizer(NoisyOptimizer):
     def _refuse_beyond_plan(self) -> None:
         if self.planned_steps is None:
             return
-        if self.steps >= self.planned_steps:
+        done = max(self.steps, 0 if self.spent is None else self.spent.steps)
+        if done >= self.planned_steps:
             raise RuntimeError(
                 f"the privacy budget is spent: it was planned for {self.planned_steps:,} steps, "
                 "and these are done"

@@ -27,6 +27,7 @@ from dpprof.clipping.factor import find_stability
 from dpprof.clipping.poisson_batches import PoissonLoader, refuse_related
 from dpprof.clipping.private_optimizer import Part, PrivateOptimizer
 from dpprof.clipping.private_training import METHODS, make_sampling_generator
+from dpprof.clipping.public_numbers import find_public_numbers
 from dpprof.clipping.ranks import Ranks, is_distributed
 from dpprof.models.sample_losses import sample_losses, shift_labels
 from dpprof.spec.number_formats import refuse_loss_scale
@@ -53,6 +54,10 @@ class PrivacyArguments:
         noise_multiplier: Standard deviation of the noise over C; or give ``epsilon``.
         epsilon: The budget of the whole training, which needs ``delta``.
         delta: Of the guarantee, less than one over the number of samples.
+        samples: As of ``make_private``, and so are the next two.
+        sample_rate: In place of ``samples``.
+        expected_batch_size: By default ``per_device_train_batch_size *
+            gradient_accumulation_steps * world_size``.
         method: ``flash-bk`` (``auto``) or ``flash``, which needs less memory.
         clipping: ``flat`` or ``normalised``, as of ``make_private``.
         stability: Of normalised clipping, by default 0.01.
@@ -72,6 +77,9 @@ class PrivacyArguments:
     noise_multiplier: float | None = None
     epsilon: float | None = None
     delta: float | None = None
+    samples: int | None = None
+    sample_rate: float | None = None
+    expected_batch_size: float | None = None
     method: str = "auto"
     clipping: str = "flat"
     stability: float | None = None
@@ -95,7 +103,7 @@ class _Steps:
 
     def __init__(self, loader: PoissonLoader, device: torch.device | None) -> None:
         self.loader = loader
-        self.dataset = range(loader.samples)  # whose length the Trainer asks for
+        self.dataset = range(loader.numbers.samples)  # whose length the Trainer asks for
         self._device = device
         self.handed = 0
         """Batches that were handed out; and those before this run."""
@@ -125,9 +133,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     """A ``Trainer`` whose steps are private.
 
     A step draws each sample with the probability
-    1 / ceil(samples / b), where b is
-    ``per_device_train_batch_size * gradient_accumulation_steps * world_size``, and runs
-    ``per_device_train_batch_size`` samples at a time. Each sample's loss is the mean over its own
+    ``PrivacyArguments.expected_batch_size / samples``, and runs ``per_device_train_batch_size``
+    samples at a time. Each sample's loss is the mean over its own
     labelled tokens. Evaluation, callbacks, schedulers and checkpoints are those of ``Trainer``; a
     resumed run ends with the same bits. What is logged (losses, norms, the share that was clipped)
     is that of the samples, of rank 0 where there are several, and not private. Epsilon is logged
@@ -207,6 +214,12 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             found = found.optimizer
         return found
 
+    @property
+    def guarantee(self) -> str:
+        """What is guaranteed, with the numbers that everybody may know; once training began."""
+        assert self._steps is not None, "train() makes the steps private"
+        return self._steps.loader.numbers.describe(self.private_optimizer)
+
     def get_train_dataloader(self) -> Any:
         """Return the loader of Poisson batches, each in parts; in training always the same."""
         if self._clipping is not None:
@@ -230,15 +243,23 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             pin_memory=self.args.dataloader_pin_memory,
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
+        privacy = self.privacy
+        numbers = find_public_numbers(
+            loader,
+            samples=privacy.samples,
+            sample_rate=privacy.sample_rate,
+            expected_batch_size=privacy.expected_batch_size,
+        )
         poisson = PoissonLoader(
             loader,
+            numbers,
             max_batch_size=part,
-            generator=make_sampling_generator(self._ranks, self.privacy.sampling_generator),
+            generator=make_sampling_generator(self._ranks, privacy.sampling_generator),
             rank=self._ranks.rank,
             ranks=self._ranks.size,
         )
-        self.spent.sample_rate = poisson.sample_rate
-        warn_of_delta(self.privacy.delta, poisson.samples)
+        self.spent.sample_rate = numbers.sample_rate
+        warn_of_delta(privacy.delta, numbers.samples)
         self._steps = _Steps(poisson, self.args.device if self._is_sharded else None)
         return self._steps
 
@@ -284,7 +305,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             inner,
             self._clipping,
             noise_multiplier=noise,
-            expected_batch_size=self._steps.loader.expected_batch_size,
+            expected_batch_size=self._steps.loader.numbers.expected_batch_size,
             generator=privacy.noise_generator,
         )
         self.optimizer.planned_steps = None if privacy.epsilon is None else self.state.max_steps

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,9 @@ from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.budget import Spent, find_noise, verify_budget, warn_of_delta
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.factor import find_stability
-from dpprof.clipping.poisson_batches import PoissonLoader, find_sample_rate, refuse_related
+from dpprof.clipping.poisson_batches import PoissonLoader, refuse_related
 from dpprof.clipping.private_optimizer import PrivateOptimizer
+from dpprof.clipping.public_numbers import find_public_numbers
 from dpprof.clipping.ranks import Ranks
 from dpprof.clipping.two_pass import FlashClipping
 
@@ -54,6 +55,18 @@ class PrivateTraining:
     def delta(self) -> float | None:
         """The delta of the guarantee; None where none was given."""
         return self.spent.delta
+
+    @property
+    def guarantee(self) -> str:
+        """What is guaranteed, with the numbers that everybody may know."""
+        return self.data_loader.numbers.describe(self.optimizer)
+
+    def remove(self) -> None:
+        """End private training: model and optimizer are again as without it.
+
+        What was spent stays. A batch that is not finished is thrown away.
+        """
+        self.optimizer.remove()
 
     def epsilon_spent(self, delta: float | None = None) -> float:
         """Return the epsilon of all steps so far (``Spent.epsilon``)."""
@@ -110,6 +123,10 @@ def make_private(
     delta: float | None = None,
     epochs: int | None = None,
     steps: int | None = None,
+    samples: int | None = None,
+    sample_rate: float | None = None,
+    expected_batch_size: float | None = None,
+    spent: Spent | None = None,
     method: str = "auto",
     clipping: str = "flat",
     stability: float | None = None,
@@ -127,7 +144,7 @@ def make_private(
         model: Each of its trained parameters belongs to a layer; ``Clipping`` says what is refused.
         optimizer: Any PyTorch optimizer of its parameters.
         data_loader: With ``shuffle=True`` or without; batches become Poisson batches, which draw
-            each sample with the probability ``1 / len(data_loader)``.
+            each sample with the probability ``batch_size / samples``.
         losses_of: Computes the losses of a batch, one for each sample. It serves ``check`` alone.
         max_grad_norm: Bound C of each sample's gradient.
         noise_multiplier: Standard deviation of the noise over C; or give ``epsilon``.
@@ -135,8 +152,15 @@ def make_private(
             noise that keeps it is found by Opacus's accountant, and no step follows the last one
             that was planned.
         delta: Of the guarantee, less than one over the number of samples.
-        epochs: Of ``len(data_loader)`` steps each.
-        steps: How many steps are planned.
+        epochs: Of ``ceil(samples / batch_size)`` steps each.
+        steps: How many steps are planned; of all rounds, where ``spent`` has others.
+        samples: How many samples the public knows of, by default the length of the dataset, which
+            is public then (``PrivateTraining.guarantee`` says so).
+        sample_rate: The probability with which a step draws each sample, in place of ``samples``.
+        expected_batch_size: The mean batch size, over all ranks, and what a step's sum is divided
+            by; by default the data loader's own ``batch_size``.
+        spent: Of an earlier training on the same samples (``PrivateTraining.spent``), whose steps
+            count too.
         method: ``flash-bk`` is the fastest on nearly every GPU, ``flash`` needs less memory;
             ``auto`` predicts both and takes the faster one that fits (``choose_method``), which
             takes seconds and needs ``losses_of`` and a known GPU, and is ``flash-bk`` elsewhere.
@@ -163,7 +187,9 @@ def make_private(
         WrongTrainingError: The check failed: the message says at which parameter.
 
     Formal guarantees: those of ``Clipping`` and ``NoisyOptimizer``, and that the steps of an
-    ``epsilon`` spend no more than it at ``delta``, when one sample is added or removed.
+    ``epsilon`` spend no more than it at ``delta``, when one sample is added or removed. Divisor,
+    probability and number of steps are public: give ``samples`` or ``sample_rate`` where the number
+    of samples is not (``PublicNumbers``).
 
     Example:
         >>> import torch
@@ -190,18 +216,27 @@ def make_private(
     verify_budget(noise_multiplier, epsilon, delta, accountant=accountant)
     if check and losses_of is None:
         raise ValueError("give losses_of, so that a first batch can be checked; or check=False")
-    rate, samples = find_sample_rate(data_loader), len(cast("Any", data_loader.dataset))
-    warn_of_delta(delta, samples)
+    numbers = find_public_numbers(
+        data_loader,
+        samples=samples,
+        sample_rate=sample_rate,
+        expected_batch_size=expected_batch_size,
+    )
+    counted = Spent(numbers.sample_rate, delta, accountant)
+    if spent is not None:
+        counted = spent.continue_with(counted)
+    warn_of_delta(delta, numbers.samples)
     refuse_related(sampling_generator, noise_generator)
     planned = None
     if epsilon is not None:
         assert delta is not None
-        planned = _plan_steps(epochs, steps, round(1 / rate))
-        noise_multiplier = find_noise(epsilon, delta, planned, rate, accountant)
+        planned = _plan_steps(epochs, steps, numbers.steps_of_epoch)
+        noise_multiplier = find_noise(epsilon, delta, planned, numbers.sample_rate, accountant)
+        counted.refuse_beyond(noise_multiplier, numbers.sample_rate, planned)
     assert noise_multiplier is not None
     draw = None if losses_of is None else cache(partial(_draw_first, losses_of, data_loader))
     if method == "auto":
-        usual = samples // round(1 / rate)
+        usual = max(1, round(numbers.expected_batch_size))
         method = choose_method(model, optimizer, draw, max_batch_size or usual)
     clipped = METHODS[method](model, max_grad_norm, stability=stability, loss_scale=loss_scale)
     try:
@@ -209,18 +244,19 @@ def make_private(
         if check:
             assert draw is not None
             first = draw()
-            most = max(2, max_batch_size or samples)  # one shows nothing
+            most = max(2, max_batch_size or numbers.samples)  # one shows nothing
             clipped.check(first.losses_of, *(part[:most] for part in first.batch))
         private = PrivateOptimizer(
             optimizer,
             clipped,
             noise_multiplier=noise_multiplier,
-            expected_batch_size=samples // round(1 / rate),
+            expected_batch_size=numbers.expected_batch_size,
             generator=noise_generator,
             secure_mode=secure_mode,
         )
         loader = PoissonLoader(
             data_loader,
+            numbers,
             max_batch_size=max_batch_size,
             generator=make_sampling_generator(clipped.ranks, sampling_generator),
             rank=clipped.ranks.rank,
@@ -231,7 +267,7 @@ def make_private(
         clipped.remove()
         raise
     private.planned_steps = planned
-    return PrivateTraining(model, private, loader, Spent(rate, delta, accountant))
+    return PrivateTraining(model, private, loader, counted)
 
 
 def _refuse_parts_of_shards(clipping: Clipping, max_batch_size: int | None) -> None:

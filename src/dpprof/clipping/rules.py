@@ -275,8 +275,8 @@ def _refuse_held_elsewhere(layer: nn.Module) -> None:
     name = type(layer).__name__
     if "forward" in vars(layer) or is_patched(layer):
         raise UnsupportedError(
-            f"the forward of {name} is already replaced, maybe by another Clipping; remove() that "
-            "first"
+            f"the forward of {name} is already replaced, maybe by another Clipping; first call "
+            "remove() of that, or of what make_private returned"
         )
     if isinstance(layer, ParametrizationList):
         raise UnsupportedError(

@@ -1,0 +1,156 @@
+"""The numbers of a private training that everybody may know, and the guarantee that they belong to.
+
+Who sees a step sees what its sum was divided by, and how many steps there were. So these numbers
+must not follow from the samples: one sample less would change them, and the noise with them.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+_OPACUS = "opacus.utils.uniform_sampler.UniformWithReplacementSampler"
+
+
+class PublicNumbers(NamedTuple):
+    """How a training samples and averages."""
+
+    sample_rate: float
+    """The probability with which a step draws each sample."""
+
+    expected_batch_size: float
+    """What the sum of a step is divided by, over all ranks."""
+
+    steps_of_epoch: int
+
+    samples: int
+    """In the data, as the public knows it."""
+
+    follows_from_data: bool
+    """Whether that was counted in the data."""
+
+    def describe(self, optimizer: Any) -> str:
+        """State the guarantee of the steps that a ``NoisyOptimizer`` takes with these numbers."""
+        bound, noise = optimizer.max_grad_norm, optimizer.noise_multiplier
+        public = (
+            f"The number of samples, {self.samples:,}, is public, for the probability and the "
+            "number of steps follow from it: a sample is removed by one in its place whose "
+            "gradient is zero. Give samples=... to keep it private."
+            if self.follows_from_data
+            else "No number here follows from the data."
+        )
+        return (
+            f"A step draws each sample with probability {self.sample_rate:.6g}, whatever else it "
+            f"draws. A sample adds at most {bound:g} (L2) to the sum of a step, which gets "
+            f"Gaussian noise of standard deviation {noise * bound:g} and is divided by "
+            f"{self.expected_batch_size:g}. Neighbouring data differ by one sample that is added "
+            f"or removed. {public}"
+        )
+
+
+def find_public_numbers(
+    data_loader: DataLoader[Any],
+    *,
+    samples: int | None = None,
+    sample_rate: float | None = None,
+    expected_batch_size: float | None = None,
+) -> PublicNumbers:
+    """Find how a training samples and averages, from what is public.
+
+    Args:
+        data_loader: Its batch size is the mean batch size, if no other is given.
+        samples: How many samples the public knows of; None for the length of the dataset.
+        sample_rate: In place of ``expected_batch_size / samples``.
+        expected_batch_size: The mean batch size, over all ranks.
+
+    Raises:
+        ValueError: The loader's batches are not those of a uniform sampler, or a number is out of
+            its range.
+        TypeError: Its dataset has no length.
+    """
+    sampler = _verify_sampler(data_loader)
+    if samples is not None and not (isinstance(samples, int) and samples >= 1):
+        raise ValueError(f"samples must be a whole number, at least 1, and is {samples!r}")
+    if samples is not None and sample_rate is not None:
+        raise ValueError("give samples or sample_rate: one follows from the other")
+    if sample_rate is not None and not 0 < sample_rate <= 1:
+        raise ValueError(f"sample_rate must be above 0 and at most 1, and is {sample_rate!r}")
+    size = expected_batch_size
+    if size is not None and not (math.isfinite(size) and size > 0):
+        raise ValueError(f"expected_batch_size must be positive and finite, and is {size!r}")
+    counted = len(cast("Any", data_loader.dataset))
+    if size is None and sampler is None:  # Opacus's loader knows its rate alone
+        drawn = numbers_of_opacus(data_loader)
+        size, sample_rate = drawn["expected_batch_size"], sample_rate or drawn["sample_rate"]
+    elif size is None:
+        assert sampler is not None
+        size = sampler.batch_size
+    assert size is not None
+    known = counted if samples is None else samples
+    follows = samples is None and (sample_rate is None or sampler is None)
+    if sample_rate is None:
+        rate, steps = min(1.0, size / known), math.ceil(known / size)
+    else:
+        rate, steps = float(sample_rate), math.ceil((1 - 1e-9) / sample_rate)
+        known = counted if follows else round(size / rate)
+    return PublicNumbers(rate, size, steps, known, follows)
+
+
+def numbers_of_opacus(data_loader: DataLoader[Any]) -> Mapping[str, Any]:
+    """Return the numbers that Opacus's ``make_private`` takes, to compare results with it.
+
+    They follow from the number of samples: one less may change divisor and noise by a half.
+
+    Returns:
+        ``sample_rate`` and ``expected_batch_size``, for ``make_private``.
+    """
+    sampler: Any = data_loader.batch_sampler
+    steps = len(data_loader) if _is_batches(sampler) else round(1 / float(sampler.sample_rate))
+    samples = len(cast("Any", data_loader.dataset))
+    return {"sample_rate": 1 / steps, "expected_batch_size": int(samples / steps)}
+
+
+def _is_batches(sampler: Any) -> bool:
+    return type(sampler) is BatchSampler
+
+
+def _verify_sampler(data_loader: DataLoader[Any]) -> BatchSampler | None:
+    """Return a loader's sampler of batches; None for Opacus's.
+
+    Raises:
+        ValueError: Its batches are not those of a uniform sampler.
+        TypeError: Its dataset has no length.
+    """
+    if isinstance(data_loader.dataset, IterableDataset):
+        raise TypeError(
+            "Poisson sampling draws samples by their number, and an IterableDataset has none"
+        )
+    if data_loader.drop_last:
+        raise ValueError("drop_last=True leaves samples out of an epoch; use drop_last=False")
+    sampler: Any = data_loader.batch_sampler
+    if sampler is None:
+        raise ValueError("a DataLoader with batch_size=None makes no batches; give a batch size")
+    if f"{type(sampler).__module__}.{type(sampler).__qualname__}" == _OPACUS:
+        return None
+    if not _is_batches(sampler) or type(sampler.sampler) not in (RandomSampler, SequentialSampler):
+        inner = getattr(sampler, "sampler", sampler)
+        raise ValueError(
+            f"a {type(inner).__name__} chooses samples in its own way, and privacy by sampling "
+            "holds for Poisson batches alone; give a DataLoader with shuffle=True"
+        )
+    if isinstance(sampler.sampler, RandomSampler) and sampler.sampler.replacement:
+        raise ValueError("a sampler with replacement is not Poisson sampling; use shuffle=True")
+    known, there = (len(cast("Any", one)) for one in (sampler.sampler, data_loader.dataset))
+    if known != there:
+        raise ValueError(
+            f"the sampler knows {known:,} samples, and the dataset has {there:,}; give a Subset of "
+            "the dataset with shuffle=True"
+        )
+    return cast("BatchSampler", sampler)

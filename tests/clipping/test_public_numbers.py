@@ -1,0 +1,254 @@
+"""What follows from the number of samples, what is public, and trainings in rounds."""
+
+import copy
+import math
+
+import pytest
+import torch
+from documents import find_all_code
+from opacus import PrivacyEngine
+from opacus.accountants import PRVAccountant
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpprof.clipping import UnsupportedError, make_private, numbers_of_opacus
+
+D = 50
+PUBLIC = {"max_grad_norm": 1.0, "delta": 1e-5, "check": False}
+
+
+def prepare(length: int, *, batch_size: int = 4, missing: int | None = None, **options):
+    """Make the training of a linear model private, on samples of which one may be missing."""
+    kept = [at for at in range(length) if at != missing]
+    x = torch.ones(length, D)[kept] * torch.arange(1.0, length + 1)[kept, None]
+    model = nn.Linear(D, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    options = PUBLIC | {"noise_multiplier": 8.0} | options
+    options.setdefault("noise_generator", torch.Generator().manual_seed(7))
+    loader = DataLoader(TensorDataset(x), batch_size=batch_size, shuffle=True)
+    return make_private(model, torch.optim.SGD(model.parameters(), lr=1.0), loader, **options)
+
+
+def release(private) -> torch.Tensor:
+    """Return what one step of losses that are all zero releases: the averaged noise."""
+    for (x,) in private.data_loader:
+        private.optimizer.backward(private.model(x)[:, 0] * 0)
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+        return private.model.weight.detach().clone()
+    raise AssertionError("no batch")
+
+
+PAIRS = [
+    *((8, 4, 7), (8, 4, 0), (9, 4, 8), (7, 3, 6), (7, 2, 3), (13, 5, 12), (13, 5, 0), (12, 4, 11)),
+    *((12, 12, 3), (5, 4, 4), (2, 1, 1), (16, 8, 15), (17, 8, 16), (17, 4, 9), (31, 10, 30)),
+    *((31, 7, 0), (33, 32, 32), (32, 32, 31), (100, 9, 99), (101, 25, 50)),
+]
+
+
+@pytest.mark.parametrize("public", ["samples", "sample_rate"])
+@pytest.mark.parametrize(("samples", "batch_size", "missing"), PAIRS)
+def test_one_sample_less_changes_neither_noise_nor_divisor(
+    samples, batch_size, missing, public
+) -> None:
+    given = {"samples": 40} if public == "samples" else {"sample_rate": 0.3}
+    given |= {"batch_size": batch_size}
+    both = prepare(samples, **given), prepare(samples, missing=missing, **given)
+
+    assert both[0].data_loader.numbers == both[1].data_loader.numbers
+    assert len(both[0].data_loader) == len(both[1].data_loader)
+    assert both[0].optimizer.expected_batch_size == batch_size
+    assert torch.equal(*map(release, both))
+    assert "No number here follows from the data." in both[0].guarantee
+
+
+def test_by_default_the_divisor_is_the_loaders_own_batch_size() -> None:
+    both = [prepare(samples) for samples in (8, 7)]
+
+    assert torch.equal(*map(release, both))
+    assert [one.data_loader.sample_rate for one in both] == [4 / 8, 4 / 7]
+    assert [len(one.data_loader) for one in both] == [2, 2]
+
+
+def test_the_guarantee_says_what_is_public() -> None:
+    private = prepare(8, noise_multiplier=3.0)
+
+    assert "probability 0.5," in private.guarantee
+    assert "at most 1 (L2)" in private.guarantee
+    assert "standard deviation 3 and is divided by 4." in private.guarantee
+    assert "The number of samples, 8, is public" in private.guarantee
+    assert "is public" not in prepare(8, samples=8).guarantee
+
+
+def test_a_batch_size_that_is_given_is_drawn_and_divided_by() -> None:
+    private = prepare(10, expected_batch_size=2.5)
+
+    assert private.data_loader.sample_rate == 0.25
+    assert private.optimizer.expected_batch_size == 2.5
+    assert len(private.data_loader) == 4
+
+
+def test_more_samples_in_a_batch_than_there_are_are_all_drawn() -> None:
+    private = prepare(3, batch_size=8)
+    batch = next(iter(private.data_loader))
+
+    assert len(batch[0]) == 3
+    assert (private.data_loader.sample_rate, private.optimizer.expected_batch_size) == (1.0, 8)
+
+
+@pytest.mark.parametrize("rate", [0.3, 1 / 3, 4 / 7, 1 / 49, 0.999])
+def test_a_public_rate_is_drawn_planned_and_counted_as_it_is(rate) -> None:
+    private = prepare(20, sample_rate=rate, noise_multiplier=None, epsilon=2.0, steps=30)
+    release(private)
+    book = PRVAccountant()
+    book.history = [(private.optimizer.noise_multiplier, rate, 30)]
+
+    assert 1.98 <= book.get_epsilon(delta=1e-5) <= 2.0
+    assert private.spent.history == [(private.optimizer.noise_multiplier, rate, 1)]
+    assert len(private.data_loader) == {0.3: 4, 1 / 3: 3, 4 / 7: 2, 1 / 49: 49, 0.999: 2}[rate]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"samples": 0}, "samples must be a whole number, at least 1, and is 0"),
+        ({"samples": 2.5}, r"samples must be a whole number, at least 1, and is 2\.5"),
+        ({"samples": 8, "sample_rate": 0.5}, "give samples or sample_rate"),
+        ({"sample_rate": 0.0}, r"sample_rate must be above 0 and at most 1, and is 0\.0"),
+        ({"sample_rate": 1.5}, r"sample_rate must be above 0 and at most 1, and is 1\.5"),
+        ({"sample_rate": math.nan}, "sample_rate must be above 0 and at most 1, and is nan"),
+        ({"expected_batch_size": 0}, "expected_batch_size must be positive and finite, and is 0"),
+        ({"expected_batch_size": math.inf}, "expected_batch_size must be positive and finite"),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused(given, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        prepare(8, **given)
+
+
+@pytest.mark.parametrize(("samples", "batch_size"), [(8, 4), (7, 4), (10, 3), (48, 1), (9, 2)])
+def test_opacus_numbers_are_those_that_opacus_takes(samples, batch_size) -> None:
+    loader = DataLoader(TensorDataset(torch.zeros(samples, 2)), batch_size=batch_size)
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    sgd, theirs = (torch.optim.SGD(one.parameters()) for one in (model, other))
+    options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    with pytest.warns(UserWarning, match="Secure RNG"):
+        _, theirs, drawn = PrivacyEngine().make_private(
+            module=other, optimizer=theirs, data_loader=loader, **options
+        )
+    numbers = numbers_of_opacus(loader)
+    private = make_private(model, sgd, loader, check=False, **options, **numbers)
+
+    assert private.optimizer.expected_batch_size == theirs.expected_batch_size
+    assert private.data_loader.sample_rate == drawn.sample_rate
+
+
+def test_steps_without_noise_spend_infinitely_much() -> None:
+    private = prepare(8, noise_multiplier=0.0)
+
+    assert private.epsilon_spent() == 0
+    release(private)
+    assert private.epsilon_spent() == math.inf
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan])
+def test_a_delta_out_of_its_range_is_refused_when_epsilon_is_asked(delta) -> None:
+    private = prepare(8)
+    release(private)
+    with pytest.raises(ValueError, match="delta must lie between 0 and 1"):
+        private.epsilon_spent(delta)
+
+
+@pytest.mark.parametrize("noise", [0.05, 1e-3, 1e-9, 1e-300])
+def test_next_to_no_noise_spends_more_than_the_signal_tells(noise) -> None:
+    """One step in which a sample is surely drawn: epsilon is at least that of the Gaussian."""
+    private = prepare(8, noise_multiplier=noise, sample_rate=1.0)
+    release(private)
+    gaussian = 0.5 / noise**2 if noise > 1e-100 else math.inf  # less its square root, and delta's
+
+    assert private.epsilon_spent() >= gaussian
+
+
+def test_removed_training_leaves_model_and_optimizer_as_before() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, D)
+    private = prepare(8)
+    inner, model = private.optimizer.original_optimizer, private.model
+    release(private)
+    iterator = iter(private.data_loader)
+    (part,) = next(iterator)
+    private.optimizer.backward(model(part)[:, 0])  # its sums are thrown away
+    private.remove()
+    other = copy.deepcopy(model)
+    plain = torch.optim.SGD(other.parameters(), lr=1.0)
+    for one, steps in ((model, inner), (other, plain)):
+        one(x).square().mean().backward()
+        steps.step()
+
+    assert torch.equal(model.weight, other.weight)
+    assert private.spent.steps == 1
+
+
+def test_a_second_private_training_names_what_removes_the_first() -> None:
+    private = prepare(8)
+    loader = DataLoader(TensorDataset(torch.zeros(8, D)), batch_size=4)
+    again = torch.optim.SGD(private.model.parameters())
+    options = PUBLIC | {"noise_multiplier": 1.0}
+    with pytest.raises(UnsupportedError, match=r"remove\(\) of that, or of what make_private"):
+        make_private(private.model, again, loader, **options)
+    private.remove()
+
+    assert release(make_private(private.model, again, loader, **options)).isfinite().all()
+
+
+def test_rounds_are_counted_together_and_end_with_their_budget() -> None:
+    budget = {"noise_multiplier": None, "epsilon": 3.0, "steps": 3}
+    first = prepare(8, **budget)
+    release(first)
+    second = prepare(8, spent=first.spent, **budget)
+    assert second.optimizer.noise_multiplier == first.optimizer.noise_multiplier
+    release(second)
+    third = prepare(8, spent=second.spent, **budget)
+    release(third)
+
+    assert first.spent.steps == 3
+    assert 2.95 <= third.epsilon_spent() <= 3.0
+    (x,) = next(iter(third.data_loader))
+    with pytest.raises(RuntimeError, match="planned for 3 steps, and these are done"):
+        third.optimizer.backward(third.model(x)[:, 0])
+    with pytest.raises(ValueError, match="3 of 3 steps are done"):
+        prepare(8, spent=third.spent, **budget)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"accountant": "rdp"}, "has accountant 'prv', and this training 'rdp'"),
+        ({"delta": 1e-6}, "has delta 1e-05, and this training 1e-06"),
+        ({"noise_multiplier": None, "epsilon": 1.0, "steps": 2}, "steps with less noise than"),
+    ],
+)
+def test_rounds_of_other_terms_are_refused(options, said) -> None:
+    first = prepare(8, noise_multiplier=1.0)
+    release(first)
+    with pytest.raises(ValueError, match=said):
+        prepare(8, spent=first.spent, **options)
+
+
+def test_the_rounds_of_the_page_run_as_they_stand() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    clients = {
+        name: DataLoader(TensorDataset(torch.randn(20, 3), torch.randint(2, (20,))), batch_size=5)
+        for name in ("north", "south")
+    }
+    names = {"model": model, "clients": clients}
+    exec("\n".join(find_all_code("how-to/rounds.md")), names)  # noqa: S102 (the page's code)
+
+    assert not torch.equal(model.weight, before)
+    assert {name: spent.steps for name, spent in names["spent"].items()} == {
+        "north": 12,
+        "south": 12,
+    }
+    assert all(one.epsilon() <= 3.0 for one in names["spent"].values())
