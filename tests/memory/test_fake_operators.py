@@ -1,6 +1,7 @@
 """Operators on fake tensors return the same when they are remembered."""
 
-from contextlib import nullcontext
+from itertools import product
+from math import prod
 
 import pytest
 import torch
@@ -96,18 +97,54 @@ def test_what_a_result_depends_on_is_told_apart() -> None:
         assert run(aten.sum.default, (x,), {}).dtype == torch.float32
 
 
-@pytest.mark.parametrize("on_cuda", [False, True])
-def test_group_norm_returns_contiguous_results_on_cuda(on_cuda) -> None:
-    """As group_norm.cpp has it; on a CPU results are laid out as the input."""
-    with FakeTensorMode() as mode, as_if_on_cuda() if on_cuda else nullcontext():
-        x = torch.empty(2, 6, 4, 5).to(memory_format=torch.channels_last)
-        run = FakeOperators(mode)
-        sizes = 2, 6, 20, 3
-        out, mean, rstd = run(aten.native_group_norm.default, (x, None, None, *sizes, 1e-5), {})
-        gradient = torch.empty_like(out)
-        given = (gradient, x, mean, rstd, None, *sizes, [True, False, False])
-        [of_x, *_] = run(aten.native_group_norm_backward.default, given, {})
+def run_group_norm(run, shape, layout, layout_of_gradient, dtype, dtype_of_weight):
+    x = torch.ones(shape, dtype=dtype).contiguous(memory_format=layout)
+    gradient = torch.ones(shape, dtype=dtype).contiguous(memory_format=layout_of_gradient)
+    weight = None if dtype_of_weight is None else torch.ones(shape[1], dtype=dtype_of_weight)
+    sizes = *shape[:2], prod(shape[2:]), 3 if shape[1] % 3 == 0 else 1
+    y, mean, rstd = run(aten.native_group_norm.default, (x, weight, weight, *sizes, 1e-5), {})
+    asked = [True, weight is not None, False]
+    given = gradient, x, mean, rstd, weight, *sizes, asked
+    return y, mean, rstd, *run(aten.native_group_norm_backward.default, given, {})
 
-    assert out.is_contiguous() is on_cuda
-    assert of_x.is_contiguous() is on_cuda
-    assert out.is_contiguous(memory_format=torch.channels_last) is not on_cuda
+
+SHAPES_OF_IMAGES = [(2, 6, 4, 5), (2, 6, 1, 1), (2, 1, 4, 5), (1, 3, 1, 5), (2, 6, 4, 1)]
+LAYOUTS = [torch.contiguous_format, torch.channels_last]
+DTYPES = [
+    *((torch.float32, None), (torch.float64, torch.float64)),
+    *((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)),
+]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES_OF_IMAGES, ids=str)
+def test_group_norm_lays_results_out_as_it_does_on_a_cpu(shape, dtypes) -> None:
+    """PyTorch's own fake operators do not: which layout they return depends on the release."""
+    for layouts in product(LAYOUTS, LAYOUTS):
+        given = shape, *layouts, *dtypes
+        expected = run_group_norm(lambda func, args, _: func(*args), *given)
+        with FakeTensorMode() as mode:
+            found = run_group_norm(FakeOperators(mode), *given)
+
+        assert describe(found) == describe(expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 7), (2, 6), (2, 6, 3, 4, 5)], ids=str)
+def test_group_norm_takes_any_number_of_axes(shape) -> None:
+    last = torch.channels_last_3d if len(shape) == 5 else torch.contiguous_format
+    given = shape, last, last, torch.float32, torch.float32
+    expected = run_group_norm(lambda func, args, _: func(*args), *given)
+    with FakeTensorMode() as mode:
+        assert describe(run_group_norm(FakeOperators(mode), *given)) == describe(expected)
+
+
+def test_group_norm_returns_contiguous_results_on_cuda() -> None:
+    """As group_norm.cpp has it."""
+    given = (2, 6, 4, 5), torch.channels_last, torch.channels_last, torch.float32, torch.float32
+    with FakeTensorMode() as mode, as_if_on_cuda():
+        y, _, _, of_x, of_weight, of_bias = run_group_norm(FakeOperators(mode), *given)
+
+    assert y.is_contiguous()
+    assert of_x.is_contiguous()
+    assert of_weight.shape == (6,)
+    assert of_bias is None

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, _meta_registrations
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from dpprof.norms.placement import is_simulated
@@ -36,21 +37,40 @@ def _multiply_groups(
     return product
 
 
+def _empty_after_group_norm(x: Tensor) -> Tensor:
+    """Return a tensor laid out as the input is, on CUDA contiguous (group_norm.cpp)."""
+    layout = torch.contiguous_format if is_simulated() else suggest_memory_format(x)
+    return torch.empty_like(x, memory_format=layout)
+
+
+def _norm_groups(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    B, _, _, groups, _ = sizes
+    scale = bias if weight is None else weight
+    dtype = x.dtype if scale is None or scale.dtype == x.dtype else torch.float32
+    mean, rstd = (x.new_empty((B, groups), dtype=dtype) for _ in range(2))
+    return _empty_after_group_norm(x), mean, rstd
+
+
+def _differentiate_group_norm(_: Tensor, x: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+    _, _, weight, *_, (of_x, *of_weight_and_bias) = others
+    return (
+        _empty_after_group_norm(x) if of_x else None,
+        *(torch.empty_like(weight) if asked else None for asked in of_weight_and_bias),
+    )
+
+
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     aten.unique_dim.default: _unique_worst_case,
     aten.add.out: _add_into,
     aten._grouped_mm.default: _multiply_groups,  # noqa: SLF001
+    aten.native_group_norm.default: _norm_groups,
+    aten.native_group_norm_backward.default: _differentiate_group_norm,
     aten._foreach_sqrt.default: lambda xs: [*map(aten.empty_like.default, xs)],  # noqa: SLF001
 }
-"""What to run instead of operators whose result's shape depends on elements, or that PyTorch
-decomposes for fake tensors, which takes most of a trace's time."""
-
-_CONTIGUOUS_ON_CUDA = {
-    aten.native_group_norm.default: 1,
-    aten.native_group_norm_backward.default: 2,
-}
-"""How many first arguments CUDA makes contiguous before it computes a result laid out as they are
-(aten/src/ATen/native/group_norm.cpp)."""
+"""What to run instead of operators whose result's shape depends on elements, whose result PyTorch
+lays out otherwise for fake tensors, or that it decomposes, which takes most of a trace's time."""
 
 _DEPENDS_ON_MORE = {
     torch.Tag.data_dependent_output,
@@ -125,9 +145,6 @@ class FakeOperators:
         """Return what an operator returns."""
         if func in _INSTEAD:
             return _INSTEAD[func](*args, **kwargs)
-        if func in _CONTIGUOUS_ON_CUDA and is_simulated():
-            count = _CONTIGUOUS_ON_CUDA[func]
-            args = (*(x.contiguous() for x in args[:count]), *args[count:])
         described = [func, torch.get_default_dtype(), _default_device(), *kwargs]
         given: list[FakeTensor] = []
         if not self._describe((*args, *kwargs.values()), described, given):
