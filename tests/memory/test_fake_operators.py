@@ -97,9 +97,10 @@ def test_what_a_result_depends_on_is_told_apart() -> None:
         assert run(aten.sum.default, (x,), {}).dtype == torch.float32
 
 
-def run_group_norm(run, shape, layout, layout_of_gradient, dtype, dtype_of_weight):
-    x = torch.ones(shape, dtype=dtype).contiguous(memory_format=layout)
-    gradient = torch.ones(shape, dtype=dtype).contiguous(memory_format=layout_of_gradient)
+def run_group_norm(run, shape, layouts, dtypes):
+    """Run it and its derivative; the layouts are of the input and of the gradient given."""
+    dtype, dtype_of_weight = dtypes
+    x, gradient = (torch.ones(shape, dtype=dtype).contiguous(memory_format=one) for one in layouts)
     weight = None if dtype_of_weight is None else torch.ones(shape[1], dtype=dtype_of_weight)
     sizes = *shape[:2], prod(shape[2:]), 3 if shape[1] % 3 == 0 else 1
     y, mean, rstd = run(aten.native_group_norm.default, (x, weight, weight, *sizes, 1e-5), {})
@@ -121,7 +122,7 @@ DTYPES = [
 def test_group_norm_lays_results_out_as_it_does_on_a_cpu(shape, dtypes) -> None:
     """PyTorch's own fake operators do not: which layout they return depends on the release."""
     for layouts in product(LAYOUTS, LAYOUTS):
-        given = shape, *layouts, *dtypes
+        given = shape, layouts, dtypes
         expected = run_group_norm(lambda func, args, _: func(*args), *given)
         with FakeTensorMode() as mode:
             found = run_group_norm(FakeOperators(mode), *given)
@@ -132,7 +133,7 @@ def test_group_norm_lays_results_out_as_it_does_on_a_cpu(shape, dtypes) -> None:
 @pytest.mark.parametrize("shape", [(2, 6, 7), (2, 6), (2, 6, 3, 4, 5)], ids=str)
 def test_group_norm_takes_any_number_of_axes(shape) -> None:
     last = torch.channels_last_3d if len(shape) == 5 else torch.contiguous_format
-    given = shape, last, last, torch.float32, torch.float32
+    given = shape, (last, last), (torch.float32, torch.float32)
     expected = run_group_norm(lambda func, args, _: func(*args), *given)
     with FakeTensorMode() as mode:
         assert describe(run_group_norm(FakeOperators(mode), *given)) == describe(expected)
@@ -140,7 +141,7 @@ def test_group_norm_takes_any_number_of_axes(shape) -> None:
 
 def test_group_norm_returns_contiguous_results_on_cuda() -> None:
     """As group_norm.cpp has it."""
-    given = (2, 6, 4, 5), torch.channels_last, torch.channels_last, torch.float32, torch.float32
+    given = (2, 6, 4, 5), LAYOUTS[1:] * 2, (torch.float32, torch.float32)
     with FakeTensorMode() as mode, as_if_on_cuda():
         y, _, _, of_x, of_weight, of_bias = run_group_norm(FakeOperators(mode), *given)
 

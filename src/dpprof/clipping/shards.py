@@ -36,8 +36,10 @@ from dpprof.clipping.sums import add_to_grad, dtype_of_sum, own_part
 from dpprof.records.births import allocates
 from dpprof.spec.registry import UnsupportedError
 
-_reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
-"""The name is new in PyTorch 2.13, which warns of the old one."""
+_reduce_scatter = (
+    getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+)
+"""The name is new in PyTorch 2.13, which warns of the old one; later releases may lack that."""
 
 
 _AXES = {FSDPMeshInfo: 1, HSDPMeshInfo: 2}

@@ -53,8 +53,10 @@ def _norm_groups(
     return _empty_after_group_norm(x), mean, rstd
 
 
-def _differentiate_group_norm(_: Tensor, x: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
-    _, _, weight, *_, (of_x, *of_weight_and_bias) = others
+def _differentiate_group_norm(
+    _gradient: Tensor, x: Tensor, _mean: Tensor, _rstd: Tensor, weight: Tensor, *others: Any
+) -> tuple[Tensor | None, ...]:
+    of_x, *of_weight_and_bias = others[-1]
     return (
         _empty_after_group_norm(x) if of_x else None,
         *(torch.empty_like(weight) if asked else None for asked in of_weight_and_bias),
