@@ -55,11 +55,19 @@ def test_the_kernel_is_the_one_that_pytorch_prefers(case) -> None:
     assert choose_backend(asked, gpu)[0] == backend
 
 
-def test_a_choice_says_why() -> None:
-    _, why = choose_backend(ask(width=20), AttentionGpu("9.0", NEWER))
+@pytest.mark.parametrize("cudnn", [NEWER, NEWER + 400, None])
+def test_a_choice_says_why_and_the_same_for_each_new_cudnn(cudnn) -> None:
+    """So builds of PyTorch with CUDA and without predict the same of a GPU that is not here."""
+    _, why = choose_backend(ask(width=20), AttentionGpu("9.0", cudnn))
     assert why == (
-        "cuDNN's is preferred on compute capability 9.0 with cuDNN 92000; "
+        "cuDNN's is preferred on compute capability 9.0, if cuDNN is newer than 9.15; "
         "cudnn needs heads of a multiple of 8"
+    )
+
+
+def test_a_choice_against_cudnn_says_why() -> None:
+    assert choose_backend(ask(), AttentionGpu("9.0", 91500))[1] == (
+        "flash attention is preferred on compute capability 9.0 with cuDNN 91500"
     )
     assert choose_backend(ask(), AttentionGpu("8.0"))[1] == (
         "flash attention is preferred on compute capability 8.0"

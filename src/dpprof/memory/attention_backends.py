@@ -68,11 +68,9 @@ def _prefers_cudnn(gpu: AttentionGpu) -> tuple[bool, str]:
         return False, f"flash attention is preferred on {where}"
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
         return False, "TORCH_CUDNN_SDPA_DEPRIORITIZED is set"
-    if gpu.cudnn is None:
+    if gpu.cudnn is None or gpu.cudnn > _NEWER_THAN:
         return True, f"cuDNN's is preferred on {where}, if cuDNN is newer than 9.15"
-    is_newer = gpu.cudnn > _NEWER_THAN
-    preferred = "cuDNN's" if is_newer else "flash attention"
-    return is_newer, f"{preferred} is preferred on {where} with cuDNN {gpu.cudnn}"
+    return False, f"flash attention is preferred on {where} with cuDNN {gpu.cudnn}"
 
 
 def _find_obstacle(backend: Backend, call: AttentionCall, gpu: AttentionGpu) -> str | None:
