@@ -15,7 +15,8 @@ from dpprof.answers.advise import list_questions
 from dpprof.cli.advise import read_options
 from dpprof.cli.capacities import make_parser, read_question
 from dpprof.instruments.capacity import measure
-from dpprof.planning.code_digest import code_digest
+from dpprof.planning import job_environment
+from dpprof.planning.code_digest import _code_digest, code_digest
 from dpprof.records.answers import kept_answers
 from dpprof.records.result import Result
 
@@ -26,6 +27,17 @@ APART = ("methods", "world_sizes", "again")
 QUESTIONS = list(SCRIPT["find_questions"]())
 
 
+@pytest.fixture
+def in_shipped_environment(monkeypatch):
+    """Take versions from the shipped environment, whichever are installed."""
+    _code_digest.cache_clear()
+    monkeypatch.setattr(job_environment, "_pinned", {})  # undone afterwards
+    job_environment.expect_environment(ROOT / "envs" / "dpprof.yaml")
+    yield
+    _code_digest.cache_clear()
+
+
+@pytest.mark.usefixtures("in_shipped_environment")
 def test_each_answer_is_that_of_these_sources() -> None:
     outdated = [
         kept.experiment_id

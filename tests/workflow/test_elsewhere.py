@@ -4,8 +4,10 @@ that has no torch."""
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,9 @@ def test_a_python_without_torch_plans_the_same_and_runs_nothing(
     finished: Checkout, tmp_path: Path
 ) -> None:
     """As where Snakemake lives in an environment of its own, and conda makes another for jobs."""
+    environment = finished.path / "envs" / "dpprof.yaml"
+    installed = f"torch=={version('torch').partition('+')[0]}"
+    environment.write_text(re.sub(r"(?m)torch==\S+", installed, environment.read_text()))
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_TORCH)
     (tmp_path / "conda").write_text(CONDA)
     (tmp_path / "conda").chmod(0o755)
