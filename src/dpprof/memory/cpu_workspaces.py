@@ -3,7 +3,7 @@
 The allocator counts it and the dispatcher does not see it, so it is needed where such an operator
 makes the peak. Source: aten/src/ATen/native/cpu (FlashAttentionKernel.cpp, layer_norm_kernel.cpp,
 ScatterGatherKernel.cpp) and ProcessGroupGloo.cpp of PyTorch; tests/memory compares with the
-allocator's events.
+allocator's events. Where only a lower bound is known, ``explain_unknown`` says so.
 
 Left out, because it depends on the processor's instructions: what oneDNN allocates for a bfloat16
 product, up to a few hundred KiB.
@@ -18,6 +18,9 @@ from torch import Tensor, distributed
 
 from dpprof.memory.convolution_workspaces import CONVOLUTION_WORKSPACES
 from dpprof.memory.events import Workspace
+from dpprof.memory.fourier_workspaces import FOURIER_WORKSPACES
+from dpprof.memory.operand_copies import OPERAND_COPIES
+from dpprof.memory.recurrent_workspaces import RECURRENT_WORKSPACES
 
 aten = torch.ops.aten
 _REDUCED = (torch.bfloat16, torch.float16)
@@ -40,14 +43,18 @@ def _flash(q: Tensor, k: Tensor, _v: Tensor, *_: Any, **__: Any) -> Sequence[int
     return (torch.get_num_threads() * nbytes,)
 
 
-def _flash_backward(_gradient: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> Sequence[int]:
-    """Return scores and their gradient for one block, for each thread; sums of rows once."""
+def _flash_backward(gradient: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> Sequence[int]:
+    """Return scores and their gradient for one block, for each thread; sums of rows once.
+
+    A gradient is copied whose heads do not lie side by side.
+    """
     queries, keys = _split(q.shape[2], k.shape[2])
     size = 8 if q.dtype is torch.float64 else 4
     nbytes = 2 * queries * keys * size
     if q.dtype in _REDUCED:
         nbytes += 2 * queries * keys * 2
-    return torch.get_num_threads() * nbytes, queries * size
+    copied = 0 if gradient.transpose(1, 2).is_contiguous() else gradient.nbytes
+    return copied, torch.get_num_threads() * nbytes, queries * size
 
 
 def _layer_norm_backward(
@@ -68,6 +75,9 @@ def _all_gather(_out: Any, given: Any, *_: Any, **__: Any) -> Sequence[int]:
 
 CPU_WORKSPACES: Mapping[Any, Workspace] = {
     **CONVOLUTION_WORKSPACES,
+    **FOURIER_WORKSPACES,
+    **OPERAND_COPIES,
+    **RECURRENT_WORKSPACES,
     aten._scaled_dot_product_flash_attention_for_cpu: _flash,  # noqa: SLF001
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,  # noqa: SLF001
     aten.native_layer_norm_backward: _layer_norm_backward,
@@ -79,3 +89,26 @@ CPU_WORKSPACES: Mapping[Any, Workspace] = {
     torch.ops.c10d._reduce_scatter_base_: lambda _, given, *__, **___: (given.nbytes,),
 }
 """By overload packet, from an operator's arguments to bytes."""
+
+_RECURRENT = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
+_LAPACK = ("linalg_", "_linalg_", "cholesky_", "geqrf", "ormqr", "triangular_solve", "lu_")
+_LOWER_BOUNDS = {
+    **dict.fromkeys(
+        ("convolution", "convolution_backward"),
+        "nearly known: oneDNN chooses a kernel, and with it copies and scratch memory, by the "
+        "processor, where it runs",
+    ),
+    **dict.fromkeys(
+        ("_embedding_bag", "_embedding_bag_backward"),
+        "not counted: the sorted ids of all bags, some 8-byte numbers for each id",
+    ),
+}
+
+
+def explain_unknown(op: str, dtype: str) -> str | None:
+    """Return why an operator may allocate and free more than is counted; None if it does not."""
+    if op in _RECURRENT and dtype != "float32":
+        return "a lower bound: oneDNN's copies and scratch memory depend on the processor"
+    if op.startswith(_LAPACK) and op != "linalg_vector_norm":
+        return "not counted: what LAPACK works in, and copies in its layout"
+    return _LOWER_BOUNDS.get(op)

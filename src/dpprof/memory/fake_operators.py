@@ -11,6 +11,7 @@ from torch import Tensor, _meta_registrations
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from dpprof.memory.recurrent_workspaces import run_layer, run_layer_backward
 from dpprof.norms.placement import is_simulated
 
 aten = torch.ops.aten
@@ -63,16 +64,40 @@ def _differentiate_group_norm(
     )
 
 
+def _make_window(make: Any) -> Callable[..., Tensor]:
+    """Return what makes a window; a periodic one lacks the last element of its storage."""
+
+    def run(length: int, periodic: bool = True, *shape: Any, **options: Any) -> Tensor:
+        window: Tensor = make(length, periodic, *shape, **options)
+        more = int(periodic and length > 1)
+        return window.new_empty((length + more,))[:length]
+
+    return run
+
+
+_WINDOWS = {
+    overload: _make_window(packet.beta if packet is aten.kaiser_window else packet.periodic)
+    for packet in (
+        *(aten.bartlett_window, aten.blackman_window, aten.hamming_window),
+        *(aten.hann_window, aten.kaiser_window),
+    )
+    for overload in (packet.default, packet.periodic)
+}
+
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     aten.unique_dim.default: _unique_worst_case,
     aten.add.out: _add_into,
     aten._grouped_mm.default: _multiply_groups,  # noqa: SLF001
     aten.native_group_norm.default: _norm_groups,
     aten.native_group_norm_backward.default: _differentiate_group_norm,
+    **_WINDOWS,
+    aten.mkldnn_rnn_layer.default: run_layer,
+    aten.mkldnn_rnn_layer_backward.default: run_layer_backward,
     aten._foreach_sqrt.default: lambda xs: [*map(aten.empty_like.default, xs)],  # noqa: SLF001
 }
-"""What to run instead of operators whose result's shape depends on elements, whose result PyTorch
-lays out otherwise for fake tensors, or that it decomposes, which takes most of a trace's time."""
+"""What to run instead of operators whose result's shape depends on elements, that return something
+else for fake tensors than for others, or lay it out otherwise, or that PyTorch decomposes for fake
+tensors, which takes most of a trace's time."""
 
 _DEPENDS_ON_MORE = {
     torch.Tag.data_dependent_output,

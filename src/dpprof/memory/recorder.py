@@ -37,6 +37,7 @@ from dpprof.memory.events import (
 )
 from dpprof.memory.exchanged_tensors import Roles, around_propagation, find_roles, takes_dtensors
 from dpprof.memory.in_place_backward import INTO_FRESH, count_engines_references, find_in_place
+from dpprof.memory.operand_copies import OPERAND_COPIES
 from dpprof.memory.quantized_operators import PARTS
 from dpprof.methods.tensors import tensors_in
 from dpprof.models.quantized import scales_of
@@ -379,7 +380,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return resized
 
     def _note_workspace(self, rule: OperatorRule, args: Any, kwargs: Any) -> None:
-        requests = [*filter(None, self.workspaces[rule.packet](*args, **kwargs))]
+        find = self.workspaces[rule.packet]
+        requests = [*filter(None, find(*args, **kwargs))]
+        if not requests and OPERAND_COPIES.get(rule.packet) is find:
+            return
         before, module = len(self.storages), self._module()
         if self.launches is not None:
             sizes: list[int] = []

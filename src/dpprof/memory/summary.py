@@ -11,6 +11,7 @@ from dpprof.flops.collectives import sum_exchanges
 from dpprof.flops.cost import COUNTED
 from dpprof.memory.allocator_replay import place, summarise_allocator
 from dpprof.memory.attention_backends import LOWER_BOUNDS
+from dpprof.memory.cpu_workspaces import explain_unknown
 from dpprof.memory.cuda_workspaces import UNKNOWN_WORKSPACES
 from dpprof.memory.events import Op
 from dpprof.memory.streams import place as place_on_streams
@@ -18,6 +19,7 @@ from dpprof.memory.timeline import LiveStorage, MemoryTimeline
 from dpprof.norms.triton_ops import LAUNCHES
 from dpprof.records.reconciliation import reconcile
 from dpprof.records.step_costs import (
+    WORKSPACE_OF,
     Allocator,
     AtPeak,
     Compute,
@@ -111,11 +113,14 @@ def _of_ranks(experiment: Experiment) -> dict[str, str]:
 
 
 def _list_assumptions(step: MemoryTimeline, device: str) -> dict[str, str]:
-    """Return the assumptions: choices for a device, and lower bounds of workspaces."""
-    ran = {op.cost.op for op in step.ops}
-    known = LOWER_BOUNDS | (UNKNOWN_WORKSPACES if device == "cuda" else {})
-    bounds = {f"workspace of {op}": why for op, why in known.items() if op in ran}
-    return {**step.notes, **bounds}
+    """Return the assumptions: choices for a device, and what operators may allocate beyond."""
+    ran = {(op.cost.op, op.cost.dtype) for op in step.ops}
+    if device == "cuda":
+        known = LOWER_BOUNDS | UNKNOWN_WORKSPACES
+        found = ((op, known.get(op)) for op, _ in sorted(ran))
+    else:
+        found = ((op, explain_unknown(op, dtype)) for op, dtype in sorted(ran))
+    return {**step.notes, **{f"{WORKSPACE_OF}{op}": why for op, why in found if why}}
 
 
 def _at_peak(step: MemoryTimeline) -> AtPeak:

@@ -218,6 +218,10 @@ class Exchange(Part):
     bytes_each_way: int = Field(description="what a rank sends, and as much as it receives")
 
 
+WORKSPACE_OF = "workspace of "
+"""What begins the keys of ``assumed`` that name an operator."""
+
+
 class Memory(Part):
     """Peaks of the steady state (the timed steps), and of the first step where it differs."""
 
@@ -246,3 +250,9 @@ class Memory(Part):
         default_factory=dict,
         description="what is assumed about the device, and why",
     )
+
+    @property
+    def unknown_workspaces(self) -> dict[str, str]:
+        """Why operators may allocate and free more than is counted, by operator."""
+        named = (key.partition(WORKSPACE_OF) for key in self.assumed)
+        return {op: self.assumed[f"{start}{op}"] for _, start, op in named if start}

@@ -155,6 +155,10 @@ def _peak_row(
         )
     allocator = attribution.allocator_peak_bytes
     target = _target_of(experiment)
+    reason = "no measurement to compare with" if allocator is None else attribution.reason
+    unknown = ", ".join(memory.unknown_workspaces)
+    if reason and unknown:
+        reason += f"; not all workspaces are known, of {unknown}"
     return (
         pick("peaks", result.model, at_peak, placed, attribution)
         | {
@@ -164,7 +168,7 @@ def _peak_row(
             "unattributed_bytes": at_peak.components["unattributed"],
             "rounding_bytes": placed and attribution.rounding_bytes,
             "bound_bytes": None if allocator is None else bound_bytes(experiment, allocator),
-            "reason": "no measurement to compare with" if allocator is None else attribution.reason,
+            "reason": reason,
         }
         | {f"by_{kind}_bytes": size for kind, size in attribution.evidence.items()}
     )

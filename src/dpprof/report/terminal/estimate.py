@@ -29,6 +29,10 @@ def format_estimate(result: Result) -> str:
         lines += _format_allocator(memory.allocator)
     told = (memory.assumed.get(key) for key in (experiment.dtype, "logits"))
     lines += [f"        {text}" for text in told if text]
+    by_reason: dict[str, list[str]] = {}
+    for op, why in memory.unknown_workspaces.items():
+        by_reason.setdefault(why, []).append(op)
+    lines += [f"        workspace of {', '.join(ops)}: {why}" for why, ops in by_reason.items()]
     if compute is not None:
         times = compute.dp_flop_multiplier
         over = "" if times is None else f", {times:.2f} times what the model needs"
