@@ -58,13 +58,32 @@ def _flash_backward(gradient: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) 
 
 
 def _layer_norm_backward(
-    gradient: Tensor, _x: Tensor, shape: Any, *rest: Any, **options: Any
+    gradient: Tensor, x: Tensor, shape: Any, *rest: Any, **options: Any
 ) -> Sequence[int]:
-    """Return gradients of weight and bias for each thread, where they are needed."""
+    """Return contiguous copies, and gradients of weight and bias for each thread, if needed."""
+    copied = sum(one.nbytes for one in (gradient, x) if not one.is_contiguous())
     if not any((rest[-1] if rest else options["output_mask"])[1:]):
-        return ()
+        return (copied,)
     width: int = math.prod(shape)
-    return (2 * torch.get_num_threads() * width * gradient.element_size(),)
+    return copied, 2 * torch.get_num_threads() * width * gradient.element_size()
+
+
+def _batch_norm_backward(
+    gradient: Tensor, x: Tensor, *rest: Any, **options: Any
+) -> Sequence[int]:
+    """Return a second gradient of the input, where both tensors are laid out in the same way."""
+    needs_input = (rest[-1] if rest else options["output_mask"])[0]
+    formats = [torch.contiguous_format]
+    formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(x.dim(), [])
+    is_alike = any(
+        all(one.is_contiguous(memory_format=known) for one in (gradient, x)) for known in formats
+    )
+    return (x.nbytes,) if needs_input and is_alike else ()
+
+
+def _safe_softmax(x: Tensor, dim: int, **_: Any) -> Sequence[int]:
+    """Return which elements are minus infinity, and in which rows all are; a byte for each."""
+    return (x.numel() + x.numel() // max(1, x.shape[dim]),)
 
 
 def _all_gather(_out: Any, given: Any, *_: Any, **__: Any) -> Sequence[int]:
@@ -81,6 +100,8 @@ CPU_WORKSPACES: Mapping[Any, Workspace] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _flash,  # noqa: SLF001
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,  # noqa: SLF001
     aten.native_layer_norm_backward: _layer_norm_backward,
+    aten.native_batch_norm_backward: _batch_norm_backward,
+    aten._safe_softmax: _safe_softmax,  # noqa: SLF001
     # The float32 sums of a target in 16 bits.
     aten.scatter_add_: lambda x, *_, **__: (4 * x.numel(),) if x.dtype in _REDUCED else (),
     torch.ops.c10d._allgather_base_: _all_gather,
@@ -102,7 +123,12 @@ _LOWER_BOUNDS = {
         ("_embedding_bag", "_embedding_bag_backward"),
         "not counted: the sorted ids of all bags, some 8-byte numbers for each id",
     ),
+    **dict.fromkeys(
+        ("_trilinear", "soft_margin_loss_backward", "multilabel_margin_loss_backward"),
+        "not counted: it computes in several steps, each with a result of its own",
+    ),
 }
+_UPSAMPLING = ("upsample_", "_upsample_")
 
 
 def explain_unknown(op: str, dtype: str) -> str | None:
@@ -111,4 +137,6 @@ def explain_unknown(op: str, dtype: str) -> str | None:
         return "a lower bound: oneDNN's copies and scratch memory depend on the processor"
     if op.startswith(_LAPACK) and op != "linalg_vector_norm":
         return "not counted: what LAPACK works in, and copies in its layout"
+    if op.startswith(_UPSAMPLING):
+        return "not counted: copies with the channels last, which few threads or channels need"
     return _LOWER_BOUNDS.get(op)

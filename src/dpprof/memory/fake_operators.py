@@ -67,21 +67,21 @@ def _differentiate_group_norm(
 def _make_window(make: Any) -> Callable[..., Tensor]:
     """Return what makes a window; a periodic one lacks the last element of its storage."""
 
-    def run(length: int, periodic: bool = True, *shape: Any, **options: Any) -> Tensor:
-        window: Tensor = make(length, periodic, *shape, **options)
-        more = int(periodic and length > 1)
-        return window.new_empty((length + more,))[:length]
+    def run(*args: Any, **options: Any) -> Tensor:
+        window: Tensor = make(*args, **options)
+        length, is_periodic = len(window), len(args) == 1 or args[1]
+        return window.new_empty((length + (length > 1 and is_periodic),))[:length]
 
     return run
 
 
 _WINDOWS = {
-    overload: _make_window(packet.beta if packet is aten.kaiser_window else packet.periodic)
+    overload: _make_window(overload)
     for packet in (
         *(aten.bartlett_window, aten.blackman_window, aten.hamming_window),
         *(aten.hann_window, aten.kaiser_window),
     )
-    for overload in (packet.default, packet.periodic)
+    for overload in (getattr(packet, name) for name in packet.overloads() if "out" not in name)
 }
 
 _INSTEAD: dict[Any, Callable[..., Any]] = {

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from dpprof.memory import attention_backends
 from dpprof.memory.quantized_operators import products_of_cuda
 from dpprof.norms.placement import as_if_on_cuda
+from dpprof.records.step_costs import WORKSPACE_OF
 from dpprof.records.terms import Phase
 from dpprof.system.substitutes import substitute
 
@@ -77,6 +78,13 @@ _FUSED: dict[Any, Any] = {
 (SoftMax.cpp). Autocast gives them that dtype (autocast_mode.h)."""
 
 
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+_OF_CUDNN = (
+    "not modelled: cuDNN runs it whole, and keeps tensors of its own for backward; the operators "
+    "that a CPU would run are counted"
+)
+
+
 class _CudaFunctions(TorchFunctionMode):
     """Calls the functions that CUDA would call."""
 
@@ -92,6 +100,8 @@ class _CudaFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _RECURRENT:
+            self._notes[f"{WORKSPACE_OF}{func.__name__}"] = _OF_CUDNN
         if func in _FUSED and _is_widened(args[0], kwargs.get("dtype")):
             dim = args[1] if len(args) > 1 else kwargs["dim"]
             return _FUSED[func](args[0], dim, half_to_float=True)

@@ -31,6 +31,7 @@ from dpprof.records.step_costs import (
     Moved,
     Timeline,
     Work,
+    find_unknown_workspaces,
 )
 from dpprof.records.terms import COMPONENTS, EVIDENCE, Component, Evidence, OpKind, Phase
 from dpprof.spec.architecture import Architecture
@@ -72,6 +73,7 @@ def state_memory(
         first_peak = place(
             first.before, first.events, first.requested_bytes, most_steps=1
         ).peaks.allocated_bytes
+    assumed = _list_assumptions(steady, experiment.device)
     return Memory(
         peak_allocated_bytes=peak,
         first_step_peak_allocated_bytes=first_peak,
@@ -85,10 +87,10 @@ def state_memory(
             allocator_peak,
             _sum_by_evidence(steady),
             peak - steady.peak_bytes,
+            unknown=find_unknown_workspaces(assumed),
         ),
         allocator=allocator,
-        assumed=_list_assumptions(steady, experiment.device)
-        | (_of_ranks(experiment) if not real else {}),
+        assumed=assumed | (_of_ranks(experiment) if not real else {}),
     )
 
 

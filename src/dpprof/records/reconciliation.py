@@ -1,6 +1,6 @@
 """Reconciliation: compares the recorded peak with the allocator's."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from dpprof.records.step_costs import Attribution
 from dpprof.records.terms import Evidence
@@ -30,11 +30,14 @@ def reconcile(
     allocator_peak_bytes: int | None,
     evidence: Mapping[Evidence, int],
     rounding_bytes: int = 0,
+    *,
+    unknown: Iterable[str] = (),
 ) -> Attribution:
     """Return how the recorded peak compares with the allocator's, if the latter is known.
 
     On CUDA the allocator's peak counts whole blocks, as ``max_memory_allocated`` does;
-    ``rounding_bytes`` is what they take beyond the timeline's sizes.
+    ``rounding_bytes`` is what they take beyond the timeline's sizes. ``unknown`` names the operators
+    that may allocate and free more than was recorded; a reason names them too.
     """
     gap: int | None = None
     valid: bool | None = None
@@ -44,6 +47,9 @@ def reconcile(
         bound = bound_bytes(experiment, allocator_peak_bytes)
         valid = abs(gap) <= bound
         reason = None if valid else f"the gap of {gap:,} bytes exceeds its bound of {bound:,}"
+    named = ", ".join(unknown)
+    if reason and named:
+        reason = f"{reason}; not all workspaces are known, of {named}"
     return Attribution(
         valid=valid,
         timeline_peak_bytes=timeline_peak_bytes,

@@ -1,5 +1,6 @@
 """What a result says of a step's memory, FLOPs and bytes moved."""
 
+from collections.abc import Mapping
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -222,6 +223,12 @@ WORKSPACE_OF = "workspace of "
 """What begins the keys of ``assumed`` that name an operator."""
 
 
+def find_unknown_workspaces(assumed: Mapping[str, str]) -> dict[str, str]:
+    """Return why operators may allocate and free more than is counted, by operator."""
+    named = [(key.removeprefix(WORKSPACE_OF), key) for key in assumed]
+    return {op: assumed[key] for op, key in named if op != key}
+
+
 class Memory(Part):
     """Peaks of the steady state (the timed steps), and of the first step where it differs."""
 
@@ -250,9 +257,3 @@ class Memory(Part):
         default_factory=dict,
         description="what is assumed about the device, and why",
     )
-
-    @property
-    def unknown_workspaces(self) -> dict[str, str]:
-        """Why operators may allocate and free more than is counted, by operator."""
-        named = (key.partition(WORKSPACE_OF) for key in self.assumed)
-        return {op: self.assumed[f"{start}{op}"] for _, start, op in named if start}

@@ -22,9 +22,17 @@ from dpprof.analysis.groups import ExperimentRuns
 from dpprof.analysis.tables.axes import axes_of, key_of
 from dpprof.analysis.tables.frames import make_frame, pick
 from dpprof.records.ceilings import Ceilings, find_ceilings
-from dpprof.records.reconciliation import bound_bytes, reconcile
+from dpprof.records.reconciliation import JOINED, bound_bytes, reconcile
 from dpprof.records.result import Result
-from dpprof.records.step_costs import AtPeak, Attribution, Compute, Io, Memory, Moved
+from dpprof.records.step_costs import (
+    AtPeak,
+    Attribution,
+    Compute,
+    Io,
+    Memory,
+    Moved,
+    find_unknown_workspaces,
+)
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import CPU_TARGET, Experiment
@@ -152,13 +160,11 @@ def _peak_row(
             int(median(group.peaks.sizes)) if group is not None and known else None,
             attribution.evidence,
             attribution.rounding_bytes,
+            unknown=find_unknown_workspaces(memory.assumed),
         )
     allocator = attribution.allocator_peak_bytes
     target = _target_of(experiment)
-    reason = "no measurement to compare with" if allocator is None else attribution.reason
-    unknown = ", ".join(memory.unknown_workspaces)
-    if reason and unknown:
-        reason += f"; not all workspaces are known, of {unknown}"
+    reason = attribution.reason and attribution.reason.replace(JOINED, "no measurement to compare with")
     return (
         pick("peaks", result.model, at_peak, placed, attribution)
         | {

@@ -1,7 +1,7 @@
 """What `dpprof estimate` says, as text."""
 
 from dpprof.records.result import Result
-from dpprof.records.step_costs import Allocator
+from dpprof.records.step_costs import Allocator, find_unknown_workspaces
 from dpprof.spec.tasks import name_size
 
 _GIB, _MOST = 2**30, 8
@@ -30,7 +30,7 @@ def format_estimate(result: Result) -> str:
     told = (memory.assumed.get(key) for key in (experiment.dtype, "logits"))
     lines += [f"        {text}" for text in told if text]
     by_reason: dict[str, list[str]] = {}
-    for op, why in memory.unknown_workspaces.items():
+    for op, why in find_unknown_workspaces(memory.assumed).items():
         by_reason.setdefault(why, []).append(op)
     lines += [f"        workspace of {', '.join(ops)}: {why}" for why, ops in by_reason.items()]
     if compute is not None:
