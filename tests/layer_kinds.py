@@ -276,3 +276,9 @@ KINDS: dict[str, Callable[[Experiment], Any]] = {
     **{name: after(partial(_against_zeros, name)) for name in LOSSES},
     "svdvals": after(torch.linalg.svdvals),
 }
+if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.13
+    KINDS["LinearCrossEntropyLoss"] = calling(
+        partial(nn.LinearCrossEntropyLoss, 32, 50, reduction="none"),
+        lambda layer, x: layer(x, torch.zeros(len(x), dtype=torch.int64)),
+        32,
+    )

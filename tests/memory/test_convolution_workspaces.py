@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from allocator_events import find_peak
 
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 
@@ -17,20 +17,6 @@ CASES = [
     (8, 64, 128, 1, 1, 16, 1),
     (2, 128, 128, 3, 1, 16, 8),
 ]
-
-
-def find_peak(run) -> int:
-    """Return the most that a call holds beyond its results."""
-    run()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        found = run()
-    live = most = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            most = max(most, live)
-    results = found if isinstance(found, tuple) else (found,)
-    return most - sum(one.nbytes for one in results if one is not None)
 
 
 @pytest.mark.skipif(

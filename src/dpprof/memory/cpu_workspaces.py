@@ -82,8 +82,12 @@ def _batch_norm_backward(
 
 
 def _safe_softmax(x: Tensor, dim: int, **_: Any) -> Sequence[int]:
-    """Return which elements are minus infinity, and in which rows all are; a byte for each."""
-    return (x.numel() + x.numel() // max(1, x.shape[dim]),)
+    """Return which elements are minus infinity, and in which rows all are; a byte for each.
+
+    A contiguous copy is freed before.
+    """
+    marks = x.numel() + x.numel() // max(1, x.shape[dim])
+    return (max(marks, 0 if x.is_contiguous() else x.nbytes),)
 
 
 def _all_gather(_out: Any, given: Any, *_: Any, **__: Any) -> Sequence[int]:
@@ -124,7 +128,11 @@ _LOWER_BOUNDS = {
         "not counted: the sorted ids of all bags, some 8-byte numbers for each id",
     ),
     **dict.fromkeys(
-        ("_trilinear", "soft_margin_loss_backward", "multilabel_margin_loss_backward"),
+        (
+            *("_trilinear", "affine_grid_generator", "binary_cross_entropy_with_logits"),
+            *("logsumexp", "multilabel_margin_loss_backward", "multilabel_margin_loss_forward"),
+            *("soft_margin_loss_backward", "im2col", "col2im"),
+        ),
         "not counted: it computes in several steps, each with a result of its own",
     ),
 }

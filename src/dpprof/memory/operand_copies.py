@@ -2,7 +2,7 @@
 
 Element-wise operators compute in the dtype that their operands are promoted to, and reductions in
 the dtype that they are asked for; both copy an operand of another dtype first (``compute_types`` in
-aten/src/ATen/TensorIterator.cpp). Products copy an operand that BLAS cannot read in place, a batch
+aten/src/ATen/TensorIterator.cpp). Some kernels read contiguous tensors alone. Products copy an operand that BLAS cannot read in place, a batch
 of them one matrix for each thread at a time (``addmm_impl_cpu_`` and ``bmm_out_or_baddbmm_`` in
 aten/src/ATen/native/LinearAlgebra.cpp).
 """
@@ -64,6 +64,10 @@ def _of_complex(x: Tensor, *_: Any, **__: Any) -> Sequence[int]:
     return (x.nbytes,) if x.is_complex() else ()
 
 
+def _make_contiguous(*operands: Any, **_: Any) -> Sequence[int]:
+    return tuple(x.nbytes for x in operands if isinstance(x, Tensor) and not x.is_contiguous())
+
+
 def _is_read_by_blas(matrix: Sequence[int], stride: Sequence[int]) -> bool:
     (rows, columns), (of_row, of_column) = matrix, stride
     by_columns = of_row == 1 and of_column >= max(1, rows)
@@ -102,6 +106,9 @@ OPERAND_COPIES: Mapping[Any, Workspace] = {
     aten.mean: _reduce_as,
     aten.linalg_vector_norm: _reduce_as,
     **dict.fromkeys((aten.sum, aten.prod, aten.cumsum, aten.cumprod), _sum_as),
+    **dict.fromkeys((aten._softmax, aten._softmax_backward_data), _make_contiguous),  # noqa: SLF001
+    **dict.fromkeys((aten._log_softmax, aten._log_softmax_backward_data), _make_contiguous),  # noqa: SLF001
+    aten.native_layer_norm: _make_contiguous,
     aten.mm: _multiply,
     aten.addmm: _multiply_and_add,
     aten.bmm: _multiply_batch,

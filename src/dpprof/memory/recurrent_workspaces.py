@@ -49,16 +49,22 @@ def _pages(*sizes: int) -> int:
 def _kept_bytes(x_TBd: Tensor, width: int) -> int:
     """Return what forward keeps for backward: gates, outputs, states, and gradients of states."""
     steps, batch, inputs = x_TBd.shape
-    size, rows, states = x_TBd.element_size(), steps * batch, 2 * (steps + 1) * batch
-    widest = max(inputs, width)
+    size, rows = x_TBd.element_size(), steps * batch
+    states = 2 * (steps + 1) * batch
     return _pages(
         rows * _row(_GATES * width, size) * size,
         rows * _row(width, size) * size,
-        states * _row(widest, size) * size,
-        states * width * size,
-        *[states * _row(widest, _FLOAT32) * _FLOAT32] * 2,
+        *_states(x_TBd, width),
+        *[states * _row(max(inputs, width), _FLOAT32) * _FLOAT32] * 2,
         states * width * _FLOAT32,
     )
+
+
+def _states(x_TBd: Tensor, width: int) -> tuple[int, int]:
+    """Return the outputs, and the states of cells, of all steps and of what precedes them."""
+    steps, batch, inputs = x_TBd.shape
+    rows, size = 2 * (steps + 1) * batch, x_TBd.element_size()
+    return rows * _row(max(inputs, width), size) * size, rows * width * size
 
 
 def run_layer(x_TBd: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -97,7 +103,10 @@ def _forward(x_TBd: Tensor, *args: Any, **__: Any) -> Sequence[int]:
     bias = _GATES * width * size
     if size != _FLOAT32:
         return (bias * (1 + inputs + width),)
-    scratch = _scratch_bytes(x_TBd, width, merged=batch < _MOST_MERGED)
+    keeps = torch.is_grad_enabled()
+    scratch = _scratch_bytes(x_TBd, width, merged=keeps and batch < _MOST_MERGED)
+    if not keeps:  # at least
+        scratch += _pages(*_states(x_TBd, width)) - _pages(batch * _row(width, size) * size)
     copies = sum(_copied_bytes(rows, width, of_one=False) for rows in (inputs, width))
     return (bias + copies + scratch,)
 
