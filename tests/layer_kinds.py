@@ -279,6 +279,6 @@ KINDS: dict[str, Callable[[Experiment], Any]] = {
 if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.13
     KINDS["LinearCrossEntropyLoss"] = calling(
         partial(nn.LinearCrossEntropyLoss, 32, 50, reduction="none"),
-        lambda layer, x: layer(x, torch.zeros(len(x), dtype=torch.int64)),
+        lambda layer, x: layer(x, torch.zeros(len(x), dtype=torch.int64))[:, None],
         32,
     )

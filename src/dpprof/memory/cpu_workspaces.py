@@ -68,9 +68,7 @@ def _layer_norm_backward(
     return copied, 2 * torch.get_num_threads() * width * gradient.element_size()
 
 
-def _batch_norm_backward(
-    gradient: Tensor, x: Tensor, *rest: Any, **options: Any
-) -> Sequence[int]:
+def _batch_norm_backward(gradient: Tensor, x: Tensor, *rest: Any, **options: Any) -> Sequence[int]:
     """Return a second gradient of the input, where both tensors are laid out in the same way."""
     needs_input = (rest[-1] if rest else options["output_mask"])[0]
     formats = [torch.contiguous_format]

@@ -81,7 +81,9 @@ _WINDOWS = {
         *(aten.bartlett_window, aten.blackman_window, aten.hamming_window),
         *(aten.hann_window, aten.kaiser_window),
     )
-    for overload in (getattr(packet, name) for name in packet.overloads() if "out" not in name)
+    for name in packet.overloads()  # type: ignore[no-untyped-call]
+    if "out" not in name
+    for overload in (getattr(packet, name),)
 }
 
 _INSTEAD: dict[Any, Callable[..., Any]] = {

@@ -8,6 +8,7 @@ without MKL reads every layout as it is.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ class _Layout(NamedTuple):
         long = [axis for axis in others if self.shape[axis] != 1]
         is_one = all(
             self.stride[left] == self.stride[right] * self.shape[right]
-            for left, right in zip(long, long[1:], strict=False)
+            for left, right in pairwise(long)
         )
         return 0 if is_one else self.nbytes
 
@@ -54,18 +55,22 @@ class _Layout(NamedTuple):
         return self._replace(stride=stride)
 
 
+def _has_mkl() -> bool:
+    return bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
+
+
 def _layout_of(x: Tensor) -> _Layout:
     return _Layout(x.shape, x.stride(), x.element_size())
 
 
 def _one_pass(x: Tensor, axes: Sequence[int], *_: Any, **__: Any) -> Sequence[int]:
-    return (_layout_of(x).copy_bytes(axes),) if torch.backends.mkl.is_available() else ()
+    return (_layout_of(x).copy_bytes(axes),) if _has_mkl() else ()
 
 
 def _to_real(
     x: Tensor, axes: Sequence[int], _normalization: int, length: int, **_: Any
 ) -> Sequence[int]:
-    if not torch.backends.mkl.is_available():
+    if not _has_mkl():
         return ()
     given = _layout_of(x)
     *first, last = axes

@@ -2,9 +2,9 @@
 
 Element-wise operators compute in the dtype that their operands are promoted to, and reductions in
 the dtype that they are asked for; both copy an operand of another dtype first (``compute_types`` in
-aten/src/ATen/TensorIterator.cpp). Some kernels read contiguous tensors alone. Products copy an operand that BLAS cannot read in place, a batch
-of them one matrix for each thread at a time (``addmm_impl_cpu_`` and ``bmm_out_or_baddbmm_`` in
-aten/src/ATen/native/LinearAlgebra.cpp).
+aten/src/ATen/TensorIterator.cpp). Some kernels read contiguous tensors alone. Products copy an
+operand that BLAS cannot read in place, a batch of them one matrix for each thread at a time
+(``addmm_impl_cpu_`` and ``bmm_out_or_baddbmm_`` in aten/src/ATen/native/LinearAlgebra.cpp).
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ def _cast(*operands: Any, **_: Any) -> Sequence[int]:
 
 def _cast_in_place(x: Tensor, *others: Any, **_: Any) -> Sequence[int]:
     """Return the casts, and the result before it is cast back."""
-    _, dtype = _promote((x, *others))
+    dtype = _promote((x, *others))[1]
     back = x.numel() * dtype.itemsize if dtype not in (None, x.dtype) else 0
     return (*_cast(x, *others), back)
 

@@ -36,8 +36,8 @@ def reconcile(
     """Return how the recorded peak compares with the allocator's, if the latter is known.
 
     On CUDA the allocator's peak counts whole blocks, as ``max_memory_allocated`` does;
-    ``rounding_bytes`` is what they take beyond the timeline's sizes. ``unknown`` names the operators
-    that may allocate and free more than was recorded; a reason names them too.
+    ``rounding_bytes`` is what they take beyond the timeline's sizes. ``unknown`` names operators
+    that may allocate and free more than was recorded, as a reason then does.
     """
     gap: int | None = None
     valid: bool | None = None

@@ -164,7 +164,9 @@ def _peak_row(
         )
     allocator = attribution.allocator_peak_bytes
     target = _target_of(experiment)
-    reason = attribution.reason and attribution.reason.replace(JOINED, "no measurement to compare with")
+    reason = attribution.reason and attribution.reason.replace(
+        JOINED, "no measurement to compare with"
+    )
     return (
         pick("peaks", result.model, at_peak, placed, attribution)
         | {
