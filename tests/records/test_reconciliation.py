@@ -47,3 +47,15 @@ def test_an_unknown_peak_is_null_with_a_reason() -> None:
 
     assert recorded.valid is recorded.gap_bytes is recorded.allocator_peak_bytes is None
     assert recorded.reason == JOINED
+
+
+@pytest.mark.parametrize("allocator_peak", [None, 10**9])
+def test_a_reason_names_what_may_have_allocated_more(allocator_peak) -> None:
+    told = reconcile(make_experiment(), 10**8, allocator_peak, {}, unknown=["convolution", "lstm"])
+    without = reconcile(make_experiment(), 10**8, allocator_peak, {})
+
+    assert told.reason == f"{without.reason}; not all workspaces are known, of convolution, lstm"
+
+
+def test_there_is_no_reason_where_peaks_agree() -> None:
+    assert reconcile(make_experiment(), 10**8, 10**8, {}, unknown=["convolution"]).reason is None
