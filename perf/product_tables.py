@@ -129,7 +129,7 @@ def hold_out(table: ProductTable) -> pd.DataFrame:
     chosen = np.random.default_rng(0).permutation(len(table.shapes))[:HELD_OUT]
     found = pd.DataFrame(table.shapes[chosen], columns=["m", "n", "k"])
     everything = np.arange(len(table.shapes))
-    predicted = [table.fit(np.log2(table.shapes[at]), everything != at) for at in chosen]
+    predicted = [table.fit(table.shapes[at].tolist(), everything != at) for at in chosen]
     return found.assign(error=np.log(table.shares[chosen] / predicted))
 
 
@@ -151,7 +151,7 @@ def extrapolate(document: dict[str, Any], by: int) -> pd.DataFrame:
         for name in ("m", "shares")
     }
     most = np.flatnonzero(table.shapes[:, 0] == ROWS[-1])
-    found = pd.DataFrame(table.shapes[most].astype(int), columns=["m", "n", "k"])
+    found = pd.DataFrame(table.shapes[most], columns=["m", "n", "k"])
     find = ProductTable(shorter).find
     predicted = [find(m, n, k)[0] for m, n, k in found.to_numpy().tolist()]
     return found.assign(error=np.log(table.shares[most] / predicted))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dpprof.records.ceilings import ceilings_path, device_name, read_ceilings
 from dpprof.records.operators import OperatorShape, OperatorTable, OperatorTime
 from dpprof.step_time.op_time import Z_90, OpTime, UnknownTimeError
-from dpprof.step_time.product_table import Floats, fit_plane
+from dpprof.step_time.plane import Floats, fit_plane, log2
 from dpprof.system.hardware import available_cores, cpu_name
 
 _NEIGHBOURS = 12
@@ -108,7 +108,7 @@ class OwnTable:
         for one in self._known.values():
             group = self._groups[one.op, one.dtype]
             sizes = np.array(_sizes(one, as_product=group.of_products))
-            usable = np.abs(group.sizes - sizes).max(axis=1) > 1e-9  # noqa: PLR2004 (rounding)
+            usable = (group.sizes != sizes).any(axis=1)
             if usable.any():
                 speed = group.fit(sizes, one.layout, usable)
                 found.append((self._bound_s(one) / math.exp(speed), one.seconds, one))
@@ -168,4 +168,4 @@ def _sizes(one: OperatorShape, *, as_product: bool) -> tuple[float, ...]:
 
 
 def _log(size: int) -> float:
-    return math.log2(max(size, 1))
+    return log2(max(size, 1))

@@ -8,7 +8,7 @@ the share. A share is above 1 where the device's cache held the operands.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -18,37 +18,7 @@ from numpy.typing import NDArray
 
 from dpprof.records.terms import Basis
 from dpprof.step_time.op_time import OpTime
-
-Floats = NDArray[np.float64]
-
-_BLUR = 0.05
-"""Added to distances, so that no one point decides alone. In doublings of a size."""
-
-_LEVEL = 0.05
-"""Pulls the plane's slopes towards zero where the neighbours say little of them."""
-
-
-def fit_plane(points: Floats, values: Floats, at: Floats, apart: Floats, neighbours: int) -> float:
-    """Fit a plane through the points nearest to a place, and return its value there.
-
-    Args:
-        points: Logarithms of sizes to base 2, one row for each point.
-        values: One for each point.
-        at: The place.
-        apart: A further distance of each point for differences other than sizes; infinite for a
-            point that does not count. At least one is finite.
-        neighbours: The most points that the plane goes through.
-    """
-    offsets = points - at
-    squares = (offsets**2).sum(axis=1) + apart**2
-    few = min(neighbours, int(np.isfinite(apart).sum()))
-    nearest = np.argpartition(squares, few - 1)[:few]
-    weights = 1 / (np.sqrt(squares[nearest]) + _BLUR)
-    design = np.column_stack([np.ones(few), offsets[nearest]]) * weights[:, None]
-    level = np.diag([0.0] + [_LEVEL] * len(at))
-    right = np.concatenate([values[nearest] * weights, np.zeros(len(level))])
-    return float(np.linalg.lstsq(np.concatenate([design, level]), right, rcond=None)[0][0])
-
+from dpprof.step_time.plane import Floats, fit_plane, log2
 
 _NEIGHBOURS = 16
 """The plane goes through this many measured shapes."""
@@ -82,6 +52,11 @@ def bound_s(sizes: tuple[Any, Any, Any, Any], itemsize: int, peaks: PeakRates) -
     return np.maximum(flops / peaks.flops_per_s, moved / peaks.bytes_per_s)
 
 
+def _combine(axes: Sequence[Sequence[float]]) -> NDArray[Any]:
+    """Return all combinations of numbers, one of each axis, on a grid of these axes."""
+    return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
+
+
 class ProductTable:
     """Measured speeds of products of one dtype on one device.
 
@@ -90,24 +65,24 @@ class ProductTable:
     """
 
     def __init__(self, document: Mapping[str, Any]) -> None:
-        sizes = [np.asarray(document[name], dtype=float) for name in ("m", "n", "k")]
+        sizes = [document[name] for name in ("m", "n", "k")]
         parts = np.asarray(document["shares"], dtype=float)
         known = parts > 0
-        self.shapes: Floats = np.stack(np.meshgrid(*sizes, indexing="ij"), axis=-1)[known]
+        self.shapes: NDArray[np.int64] = _combine(sizes)[known]
         """Sizes ``(m, n, k)`` of the measured products, one row each."""
 
         self.shares: Floats = parts[known] / UNIT
         """The share of the roofline that each reached."""
 
-        self._logs = np.log2(self.shapes)
+        self._logs: Floats = _combine([list(map(log2, axis)) for axis in sizes])[known]
         self._log_shares = np.log(self.shares)
         self._spreads: dict[Basis, float] = document["spreads"]
         self._more_rows: float = document["more_rows_spread"]
         """Of products with more rows than the table has, and no other size beyond it. A device
         divides them into more of the same tiles."""
 
-        self._known = {tuple(row): at for at, row in enumerate(self.shapes.astype(int).tolist())}
-        self._low, self._high = self._logs.min(axis=0), self._logs.max(axis=0)
+        self._known = {tuple(row): at for at, row in enumerate(self.shapes.tolist())}
+        self._low, self._high = self.shapes.min(axis=0), self.shapes.max(axis=0)
         self.find = lru_cache(maxsize=4096)(self._find)
 
     def _find(self, m: int, n: int, k: int) -> tuple[float, float, Basis]:
@@ -116,27 +91,28 @@ class ProductTable:
         if at is not None:
             basis: Basis = "measured at this shape"
             return float(self.shares[at]), self._spreads[basis], basis
-        point = np.log2([m, n, k])
-        inside = np.clip(point, self._low, self._high)
+        inside = np.clip((m, n, k), self._low, self._high).tolist()
         share = self.fit(inside, np.ones(len(self._logs), dtype=bool))
-        beyond_m, beyond_n, beyond_k = point - inside
+        beyond_m, beyond_n, beyond_k = (
+            log2(size) - log2(edge) for size, edge in zip((m, n, k), inside, strict=True)
+        )
         others = max(abs(beyond_n), abs(beyond_k), -beyond_m)
         if others > 0:
-            spread = self._spreads["extrapolated"] * (1 + min(float(others), _FAR))
+            spread = self._spreads["extrapolated"] * (1 + min(others, _FAR))
             return share, spread, "extrapolated"
         if beyond_m > 0:
             return share, self._more_rows, "extrapolated"
         return share, self._spreads["interpolated"], "interpolated"
 
-    def fit(self, point: Floats, usable: NDArray[np.bool_]) -> float:
-        """Fit a plane through the usable shapes nearest to a point, and return its share there.
+    def fit(self, shape: Iterable[int], usable: NDArray[np.bool_]) -> float:
+        """Fit a plane through the usable shapes nearest to a shape, and return its share there.
 
         Args:
-            point: Logarithms of m, n and k to base 2.
+            shape: m, n and k.
             usable: One for each row of the table.
         """
-        apart = np.where(usable, 0.0, np.inf)
-        return math.exp(fit_plane(self._logs, self._log_shares, point, apart, _NEIGHBOURS))
+        apart, at = np.where(usable, 0.0, np.inf), np.array([log2(size) for size in shape])
+        return math.exp(fit_plane(self._logs, self._log_shares, at, apart, _NEIGHBOURS))
 
     def predict(self, shape: tuple[int, int, int, int], itemsize: int, peaks: PeakRates) -> OpTime:
         """Predict ``batch`` products of ``(m, k)`` and ``(k, n)`` matrices.
