@@ -21,6 +21,7 @@ from dpprof.memory.events import Workspace
 from dpprof.memory.fourier_workspaces import FOURIER_WORKSPACES
 from dpprof.memory.operand_copies import OPERAND_COPIES
 from dpprof.memory.recurrent_workspaces import RECURRENT_WORKSPACES
+from dpprof.memory.wrapped_numbers import with_numbers
 
 aten = torch.ops.aten
 _REDUCED = (torch.bfloat16, torch.float16)
@@ -94,7 +95,7 @@ def _all_gather(_out: Any, given: Any, *_: Any, **__: Any) -> Sequence[int]:
     return (distributed.get_world_size() * own.nbytes,)
 
 
-CPU_WORKSPACES: Mapping[Any, Workspace] = {
+_WORKSPACES: Mapping[Any, Workspace] = {
     **CONVOLUTION_WORKSPACES,
     **FOURIER_WORKSPACES,
     **OPERAND_COPIES,
@@ -111,6 +112,8 @@ CPU_WORKSPACES: Mapping[Any, Workspace] = {
     # The copy of the input that gloo reduces on all ranks, before it takes a part of it.
     torch.ops.c10d._reduce_scatter_base_: lambda _, given, *__, **___: (given.nbytes,),
 }
+
+CPU_WORKSPACES: Mapping[Any, Workspace] = with_numbers(_WORKSPACES)
 """By overload packet, from an operator's arguments to bytes."""
 
 _RECURRENT = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")

@@ -39,6 +39,7 @@ from dpprof.memory.exchanged_tensors import Roles, around_propagation, find_role
 from dpprof.memory.in_place_backward import INTO_FRESH, count_engines_references, find_in_place
 from dpprof.memory.operand_copies import OPERAND_COPIES
 from dpprof.memory.quantized_operators import PARTS
+from dpprof.memory.wrapped_numbers import WRAPPING
 from dpprof.methods.tensors import tensors_in
 from dpprof.models.quantized import scales_of
 from dpprof.norms.code_paths import CodePath, finds_norms
@@ -380,9 +381,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return resized
 
     def _note_workspace(self, rule: OperatorRule, args: Any, kwargs: Any) -> None:
-        find = self.workspaces[rule.packet]
+        packet = rule.packet
+        find = self.workspaces[packet]
         requests = [*filter(None, find(*args, **kwargs))]
-        if not requests and OPERAND_COPIES.get(rule.packet) is find:
+        if not requests and (packet in WRAPPING or OPERAND_COPIES.get(packet) is find):
             return
         before, module = len(self.storages), self._module()
         if self.launches is not None:
