@@ -67,12 +67,11 @@ def state_memory(
         real: Whether the step really ran, so that its times have a meaning.
         allocator: The simulated caching allocator's figures; None for a CPU.
     """
-    peak, first_peak = steady.peak_bytes, first.peak_bytes
+    peak, first_peak, recorded_peak = steady.peak_bytes, first.peak_bytes, steady.peak_bytes
     if allocator is not None:
-        peak = allocator.allocated_bytes
-        first_peak = place(
-            first.before, first.events, first.requested_bytes, most_steps=1
-        ).peaks.allocated_bytes
+        peak, first_peak = allocator.allocated_bytes, _place_once(first)
+        # Blocks are divided otherwise in later steps, and this one's peak was measured.
+        recorded_peak = _place_once(steady) if real else peak
     assumed = _list_assumptions(steady, experiment.device)
     return Memory(
         peak_allocated_bytes=peak,
@@ -86,12 +85,18 @@ def state_memory(
             steady.peak_bytes,
             allocator_peak,
             _sum_by_evidence(steady),
-            peak - steady.peak_bytes,
+            recorded_peak - steady.peak_bytes,
             unknown=find_unknown_workspaces(assumed),
         ),
         allocator=allocator,
         assumed=assumed | (_of_ranks(experiment) if not real else {}),
     )
+
+
+def _place_once(step: MemoryTimeline) -> int:
+    """Return the allocator's peak of a step that runs once after all before it."""
+    once = place(step.before, step.events, step.requested_bytes, most_steps=1)
+    return once.peaks.allocated_bytes
 
 
 def simulate_allocator(
