@@ -68,3 +68,26 @@ def train(private: Any, model: Model, epochs: int = 2) -> int:
 def weights(model: nn.Module) -> Tensor:
     """Join all parameters."""
     return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def scheduled_weights() -> tuple[Tensor, list[float], int]:
+    """Train on ranks, with a schedule; returns the weights, the rate of each step, and parts."""
+    model = Model().double()
+    replica = nn.parallel.DistributedDataParallel(model.layers)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    rates: list[float] = []
+    sgd.register_step_pre_hook(lambda *_: rates.append(sgd.param_groups[0]["lr"]))
+    settings = {"max_grad_norm": 0.5, "noise_multiplier": 1.0, "max_batch_size": 1, "check": False}
+    _, optimizer, loader = make_private(
+        replica, sgd, load(), sampling_generator=seeded(2), **settings
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    parts = 0
+    for x, y in loader:
+        optimizer.backward((replica(x)[:, 0] - y).square())
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        parts += 1
+    optimizer.clipping.remove()
+    return weights(model), rates, parts

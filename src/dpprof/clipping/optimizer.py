@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.noise import NoiseOfStep, draw_secure_noise
 from dpprof.clipping.ranks import Settings, distinct_part
+from dpprof.clipping.schedules import NOISY, keep_to_batches
 from dpprof.clipping.sums import bound_of, dtype_of_sum
 from dpprof.clipping.unnoised_steps import AWAITS_NOISE, refuse_unnoised_steps
 
@@ -130,6 +131,7 @@ class NoisyOptimizer(Optimizer):
         self.step_hook: Callable[[Any], None] | None = None
         self._step_skip_queue: list[bool] = []
         self._is_last_step_skipped = False
+        self._is_last_part = True
         for parameter in self.params:
             parameter.summed_grad = None
         for clipped in clipping.parameters:  # also those of no optimizer yet
@@ -157,7 +159,9 @@ class NoisyOptimizer(Optimizer):
         if hasattr(optimizer, HOOK):  # of an earlier NoisyOptimizer around it
             getattr(optimizer, HOOK).remove()
         setattr(optimizer, HOOK, optimizer.register_step_pre_hook(self._require_noise))
+        setattr(optimizer, NOISY, self)
         refuse_unnoised_steps()
+        keep_to_batches()
 
     param_groups: Any = _attribute_of(_INNER, "param_groups", "The original optimizer's groups.")
     state: Any = _attribute_of(_INNER, "state", "The original optimizer's state.")
@@ -232,7 +236,30 @@ class NoisyOptimizer(Optimizer):
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Queue whether a coming step only accumulates: all but the last of a batch in parts."""
+        if not self._step_skip_queue:  # else parts are drawn ahead, and this is none at hand
+            self._is_last_part = not do_skip
         self._step_skip_queue.append(do_skip)
+        if do_skip:
+            keep_to_batches()
+
+    @property
+    def is_last_part(self) -> bool:
+        """Whether the part at hand is the last one of its batch; True for a batch in one part.
+
+        What a loop does once for each batch, it does where this is True. Schedulers ask by
+        themselves. ``steps`` counts batches.
+        """
+        is_clipped = self.clipping.batches != self._batches_before
+        return not self._will_skip() if is_clipped else self._is_last_part
+
+    @property
+    def _opt_called(self) -> bool:
+        """Whether a batch was stepped on, of which schedulers remind; they set it for each part."""
+        return self.steps > 0
+
+    @_opt_called.setter
+    def _opt_called(self, _: bool) -> None:
+        """Do nothing: a part is no step."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the gradient private and step, unless this step is to be skipped."""
@@ -241,6 +268,7 @@ class NoisyOptimizer(Optimizer):
                 closure()
         self.accumulate()
         self._is_last_step_skipped = bool(self._step_skip_queue) and self._step_skip_queue.pop(0)
+        self._is_last_part = not self._is_last_step_skipped
         if self._is_last_step_skipped:
             return None
         self.add_noise()
@@ -349,6 +377,7 @@ class NoisyOptimizer(Optimizer):
         self.clipping.shard_sums.forget()
         self._step_skip_queue.clear()
         self._is_last_step_skipped = self._is_noised = False
+        self._is_last_part = True
         self._bound = None
         self._batches_before = self.clipping.batches
         self._failures_before = self.clipping.failures

@@ -120,12 +120,22 @@ class PoissonLoader:
         """The probability with which a step draws each sample."""
         return self.numbers.sample_rate
 
+    @property
+    def is_last_part(self) -> bool:
+        """Whether what was handed out last ends a batch (``NoisyOptimizer.is_last_part``)."""
+        return self.optimizer is None or self.optimizer.is_last_part
+
     def __iter__(self) -> Iterator[Any]:
         """Hand out the rest of an epoch; what was left of a batch is thrown away."""
-        for batch, part in self.parts():
-            assert self.optimizer is not None
-            self.optimizer.take_part(part)
-            yield batch
+        assert self.optimizer is not None
+        turn = self._turn + 1
+        try:
+            for batch, part in self.parts():
+                self.optimizer.take_part(part)
+                yield batch
+        finally:
+            if turn == self._turn:
+                self.optimizer.leave_parts()
 
     def parts(self) -> Iterator[tuple[Any, Part]]:
         """Hand out the rest of an epoch, with what ``PrivateOptimizer.take_part`` is to be told.

@@ -65,6 +65,10 @@ class PrivateOptimizer(NoisyOptimizer):
         self.signal_skip_step(not part.is_last)
         self._part = part
 
+    def leave_parts(self) -> None:
+        """Note that a loop over parts was left, so that what follows it belongs to no part."""
+        self._is_last_part = True
+
     def discard(self) -> None:
         """Throw away the sums of a batch that is not finished, and forget its part."""
         super().discard()

@@ -1,0 +1,439 @@
+"""What a loop does once for each batch happens once for each batch, however many parts it has."""
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterable
+
+import opacus.schedulers
+import pytest
+import torch
+from one_call import BATCH, SAMPLES, Model, load, prepare, scheduled_weights, train, weights
+from opacus.data_loader import DPDataLoader
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch.optim import SGD, lr_scheduler
+from torch.optim.swa_utils import SWALR, AveragedModel
+
+from dpprof.clipping import BookKeeping, CapturedStep, NoisyOptimizer
+
+STEPS = 2 * SAMPLES // BATCH
+"""Of two epochs."""
+
+
+class Doubling(lr_scheduler.LRScheduler):
+    """A scheduler of a user, which counts by itself in a ``step`` of its own."""
+
+    def __init__(self, optimizer) -> None:
+        self.calls = -1
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [base * 2**self.calls for base in self.base_lrs]
+
+    def step(self, epoch=None) -> None:
+        self.calls += 1
+        super().step(epoch)
+
+
+class Counting:
+    """A mixin, which is no scheduler itself."""
+
+    def step(self, epoch=None) -> None:
+        self.calls = getattr(self, "calls", -1) + 1
+        super().step(epoch)
+
+
+class Mixed(Counting, lr_scheduler.StepLR):
+    """A scheduler whose first ``step`` is that of no scheduler."""
+
+    def get_lr(self) -> list[float]:
+        return [base * 3.0**-self.calls for base in self.base_lrs]
+
+
+def one_after_the_other(optimizer):
+    parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 3), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [3])
+
+
+def both(optimizer):
+    parts = [
+        lr_scheduler.LinearLR(optimizer, 0.1, 1, 4),
+        lr_scheduler.ExponentialLR(optimizer, 0.8),
+    ]
+    return lr_scheduler.ChainedScheduler(parts, optimizer)
+
+
+def by_transformers(name: str):
+    def make(optimizer):
+        transformers = pytest.importorskip("transformers")
+        return transformers.get_scheduler(name, optimizer, 2, STEPS)
+
+    return make
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda at: 1 - at / STEPS),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda at: 1 / at),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 3),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 1, 0.1, STEPS),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.7),
+    "SequentialLR": one_after_the_other,
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
+    "ChainedScheduler": both,
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 1.0, 3),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1.0, STEPS + 1),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, STEPS, 2),
+    "SWALR": lambda o: SWALR(o, 0.01, 4),
+    "of a user": Doubling,
+    "of a mixin": lambda o: Mixed(o, 1),
+    "transformers' cosine": by_transformers("cosine"),
+    "transformers' greedy": by_transformers("greedy"),
+}
+
+
+def step_once(schedule) -> None:
+    """Step as a loop does; a scheduler that watches a loss sees one that does not fall."""
+    watches = type(schedule).__name__ in ("ReduceLROnPlateau", "GreedyLR")
+    schedule.step(*[1.0] * watches)
+
+
+def watch(optimizer) -> list[tuple[float, float]]:
+    """Note the rate and the momentum of each step that changes the model."""
+    seen: list[tuple[float, float]] = []
+    optimizer.register_step_pre_hook(
+        lambda one, *_: seen.append((one.param_groups[0]["lr"], one.param_groups[0]["momentum"]))
+    )
+    return seen
+
+
+def make_sgd(model: Model) -> SGD:
+    return SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def expect(name: str, steps: int = STEPS) -> list[tuple[float, float]]:
+    """Return what plain training has, one step for each batch."""
+    model = Model()
+    optimizer = make_sgd(model)
+    seen, schedule = watch(optimizer), SCHEDULERS[name](optimizer)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        step_once(schedule)
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", r".*lr_scheduler|.*optimizer\.step")
+        yield
+
+
+def parts_of(private, model: Model, epochs: int = 2) -> Iterable[None]:
+    """Train in the documented loop, and do the rest of its body once for each part."""
+    _, optimizer, loader = private
+    for _ in range(epochs):
+        for batch in loader:
+            optimizer.backward(model.losses(*batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+def test_every_scheduler_of_pytorch_is_tried() -> None:
+    assert set(lr_scheduler.__all__) - {"LRScheduler"} <= set(SCHEDULERS)
+
+
+@pytest.mark.parametrize("place", ["private", "inside", "before"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_step_once_for_each_batch(name, place) -> None:
+    model = Model().double()
+    sgd = make_sgd(model)
+    seen = watch(sgd)
+    before = SCHEDULERS[name](sgd) if place == "before" else None
+    private = prepare(model, optimizer=sgd, max_batch_size=2, check=False)
+    scheduled = private.optimizer if place == "private" else private.optimizer.original_optimizer
+    schedule = before or SCHEDULERS[name](scheduled)
+    parts = 0
+    for _ in parts_of(private, model):
+        step_once(schedule)
+        parts += 1
+
+    assert parts > 2 * STEPS
+    assert seen == expect(name)
+    assert getattr(schedule, "last_epoch", STEPS) == STEPS  # a chain has none of its own
+
+
+@pytest.mark.parametrize("max_batch_size", [None, 1, 4])
+def test_a_linear_schedule_of_12_steps_falls_to_a_twelfth(max_batch_size) -> None:
+    model = Model().double()
+    private = prepare(model, max_batch_size=max_batch_size)
+    seen = watch(private.optimizer.original_optimizer)
+    schedule = lr_scheduler.LambdaLR(private.optimizer, lambda at: 1 - at / 12)
+    for _ in parts_of(private, model, epochs=3):
+        schedule.step()
+
+    assert [rate for rate, _ in seen] == pytest.approx([0.1 * (1 - at / 12) for at in range(12)])
+    assert schedule.get_last_lr() == [0.0]
+
+
+def test_batches_without_samples_count() -> None:
+    model = Model().double()
+    few = load(batch_size=1)  # a third of the batches have no samples
+    private = prepare(model, data_loader=few, check=False, max_batch_size=1)
+    seen = watch(private.optimizer.original_optimizer)
+    schedule = lr_scheduler.ExponentialLR(private.optimizer, 0.9)
+    for _ in parts_of(private, model, epochs=1):
+        schedule.step()
+
+    assert [rate for rate, _ in seen] == pytest.approx([0.1 * 0.9**at for at in range(SAMPLES)])
+
+
+@pytest.mark.parametrize("order", ["hoisted", "zero_grad first", "scheduler first"])
+def test_the_order_of_a_loop_changes_no_number_of_steps(order) -> None:
+    model = Model().double()
+    _, optimizer, loader = prepare(model, max_batch_size=2)
+    seen = watch(optimizer.original_optimizer)
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step = schedule.step
+    is_wrong = order == "scheduler first"
+    said = pytest.warns(UserWarning, match=r"before `optimizer\.step\(\)`")
+    with said if is_wrong else contextlib.nullcontext():
+        for batch in loader:
+            if order == "zero_grad first":
+                optimizer.zero_grad()
+            optimizer.backward(model.losses(*batch))
+            if is_wrong:
+                schedule.step()
+            optimizer.step()
+            if order != "zero_grad first":
+                optimizer.zero_grad()
+            if not is_wrong:
+                step()
+
+    assert [rate for rate, _ in seen] == [0.1 * 0.5 ** (at + is_wrong) for at in range(4)]
+    assert schedule.last_epoch == 4
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_step_before_the_first_batch_is_warned_of(inside) -> None:
+    _, optimizer, _ = prepare(Model().double(), max_batch_size=2)
+    scheduled = optimizer.original_optimizer if inside else optimizer
+    schedule = lr_scheduler.ExponentialLR(scheduled, 0.5)
+    with pytest.warns(UserWarning, match=r"before `optimizer\.step\(\)`"):
+        schedule.step()
+
+
+@pytest.mark.parametrize("stop", ["never", "at once", "after a step"])
+def test_schedulers_of_epochs_step_after_a_loop_that_was_left_within_a_batch(stop) -> None:
+    model = Model().double()
+    _, optimizer, loader = prepare(model, max_batch_size=1)
+    schedule = lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for epoch in range(3):
+        for number, batch in enumerate(loader):
+            if epoch > 0 and stop == "at once" and number == 2:
+                assert not loader.is_last_part
+                break
+            optimizer.backward(model.losses(*batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            if epoch > 0 and stop == "after a step":
+                assert not loader.is_last_part
+                break
+        schedule.step()
+        assert schedule.get_last_lr() == [0.1 * 0.5 ** (epoch + 1)]
+
+
+def test_one_part_by_hand_is_no_batch() -> None:
+    model = Model().double()
+    private = prepare(model, max_batch_size=1)
+    train(private, model, epochs=1)
+    _, optimizer, loader = private
+    schedule = lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer.backward(model.losses(*next(iter(loader))))
+    optimizer.step()
+    schedule.step()
+
+    assert not optimizer.is_last_part
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    optimizer.discard()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_scheduler_that_is_made_within_a_batch_begins_with_its_first_rate() -> None:
+    model = Model().double()
+    private = prepare(model, max_batch_size=1)
+    schedule = None
+    for _ in parts_of(private, model, epochs=1):
+        schedule = schedule or lr_scheduler.LambdaLR(private.optimizer, lambda at: 2.0**-at)
+        assert schedule.get_last_lr() == [0.1 * 2.0**-schedule.last_epoch]
+        schedule.step()
+
+    assert schedule.last_epoch == 4
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "SequentialLR", "CosineAnnealingWarmRestarts"])
+def test_a_run_that_is_resumed_goes_on_with_the_schedule(name) -> None:
+    def start(model: Model):
+        private = prepare(model, max_batch_size=2)
+        seen = watch(private.optimizer.original_optimizer)
+        return private, SCHEDULERS[name](private.optimizer), seen
+
+    model, other = Model().double(), Model().double()
+    private, schedule, seen = start(model)
+    saved = None
+    for _ in parts_of(private, model):
+        schedule.step()
+        if private.optimizer.steps == 3 and saved is None and private.data_loader.is_last_part:
+            saved = copy.deepcopy((private.state_dict(), schedule.state_dict()))
+    resumed, again, seen_again = start(other)
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    while resumed.optimizer.steps < STEPS:
+        for _ in parts_of(resumed, other, epochs=1):
+            again.step()
+
+    assert seen == expect(name)
+    assert seen_again == seen[3:]
+    assert torch.equal(weights(other), weights(model))
+    assert schedule.get_last_lr() == again.get_last_lr()
+
+
+NOISE = {
+    "exponential": lambda o: opacus.schedulers.ExponentialNoise(o, gamma=0.9),
+    "lambda": lambda o: opacus.schedulers.LambdaNoise(o, noise_lambda=lambda at: 0.9**at),
+    "step": lambda o: opacus.schedulers.StepNoise(o, step_size=1, gamma=0.9),
+}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_the_noise_falls_once_for_each_batch(name) -> None:
+    model = Model().double()
+    private = prepare(model, max_batch_size=2)
+    schedule = NOISE[name](private.optimizer)
+    for _ in parts_of(private, model):
+        schedule.step()
+
+    found = [noise for noise, _, steps in private.spent.history for _ in range(steps)]
+    assert found == pytest.approx([0.9**at for at in range(STEPS)])
+
+
+def test_the_bound_falls_once_for_each_batch() -> None:
+    model = Model().double()
+    private = prepare(model, max_batch_size=2)
+    schedule = opacus.schedulers.ExponentialGradClip(private.optimizer, gamma=0.9)
+    for _ in parts_of(private, model):
+        schedule.step()
+
+    assert private.optimizer.max_grad_norm == pytest.approx(0.5 * 0.9**STEPS)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_schedulers_follow_the_batches_of_opacus_batch_memory_manager(workers) -> None:
+    """Workers draw parts ahead of the one at hand."""
+    model = Model().double()
+    optimizer = NoisyOptimizer(
+        make_sgd(model), BookKeeping(model, 1.0), noise_multiplier=1.0, expected_batch_size=BATCH
+    )
+    seen = watch(optimizer.original_optimizer)
+    schedule = SCHEDULERS["OneCycleLR"](optimizer)
+    loader = DPDataLoader.from_data_loader(load(num_workers=workers))
+    parts = ends = 0
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as split:
+        for _ in range(2):
+            for x, y in split:
+                optimizer.clipping.backward(model.losses(x, y) if len(x) else torch.zeros(0))
+                is_last = optimizer.is_last_part
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                assert optimizer.is_last_part == is_last
+                parts += 1
+                ends += is_last
+
+    assert parts > STEPS == ends
+    assert seen == expect("OneCycleLR")
+
+
+def test_captured_steps_are_whole_batches() -> None:
+    model = Model().double()
+    optimizer = NoisyOptimizer(
+        make_sgd(model), BookKeeping(model, 1.0), noise_multiplier=1.0, expected_batch_size=BATCH
+    )
+    seen = watch(optimizer.original_optimizer)
+    step, schedule = CapturedStep(model.losses, optimizer, 2), SCHEDULERS["OneCycleLR"](optimizer)
+    x, y = load().dataset.tensors
+    for _ in range(STEPS):
+        step(x[:7], y[:7])
+        assert optimizer.is_last_part
+        schedule.step()
+
+    assert seen == expect("OneCycleLR")
+
+
+def test_a_loop_does_the_rest_of_a_batch_in_its_last_part() -> None:
+    """An average of weights, a warm-up by hand and the number of steps, beside batches in whole."""
+    model, other = Model().double(), Model().double()
+    private, whole = prepare(model, max_batch_size=2), prepare(other)
+    average, expected = (
+        AveragedModel(one, avg_fn=lambda a, b, _: (a + b) / 2) for one in (model, other)
+    )
+    numbers = []
+    for _ in parts_of(private, model):
+        if private.data_loader.is_last_part:
+            average.update_parameters(model)
+            numbers.append(private.optimizer.steps)
+    for _ in parts_of(whole, other):
+        assert whole.data_loader.is_last_part
+        expected.update_parameters(other)
+
+    assert numbers == list(range(1, STEPS + 1))
+    torch.testing.assert_close(weights(average), weights(expected), rtol=1e-9, atol=1e-12)
+
+
+def test_a_loader_says_before_backward_which_part_is_the_last() -> None:
+    model = Model().double()
+    _, optimizer, loader = prepare(model, max_batch_size=2)
+    assert loader.is_last_part
+    steps = 0
+    for batch in loader:
+        is_last = loader.is_last_part
+        optimizer.backward(model.losses(*batch))
+        assert optimizer.is_last_part == is_last
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += is_last
+        assert optimizer.steps == steps
+        assert loader.is_last_part == is_last
+
+    assert steps == 4
+
+
+def test_other_optimizers_and_their_schedulers_stay_as_they_are() -> None:
+    model, other = Model().double(), Model()
+    private = prepare(model, max_batch_size=1)
+    plain = make_sgd(other)
+    schedule = lr_scheduler.ExponentialLR(plain, 0.9)
+    parts = 0
+    for _ in parts_of(private, model, epochs=1):
+        plain.step()
+        schedule.step()
+        parts += 1
+
+    assert schedule.last_epoch == parts > 4
+
+
+def test_ranks_with_other_numbers_of_parts_keep_the_same_rate(pools) -> None:
+    (one, rates, parts), (other, other_rates, other_parts) = pools[2].compute(scheduled_weights)
+
+    assert parts != other_parts
+    assert rates == other_rates == [0.5**at for at in range(4)]
+    assert torch.equal(one, other)
