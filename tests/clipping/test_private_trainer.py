@@ -268,6 +268,23 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path) -> None:
     assert whole.spent.epsilon() == accountant.get_epsilon(delta=1e-2)
 
 
+def test_a_schedule_steps_once_for_each_batch(tmp_path) -> None:
+    options = {"max_steps": 12, "learning_rate": 0.12, "lr_scheduler_type": "linear"}
+    trainer = make("bert", tmp_path, per_device_train_batch_size=1, **options)
+    rates = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_train_begin(self, *_, **__) -> None:
+            inner = trainer.private_optimizer.original_optimizer
+            inner.register_step_pre_hook(lambda one, *_: rates.append(one.param_groups[0]["lr"]))
+
+    trainer.add_callback(Watch())
+    trainer.train()
+
+    assert trainer._clipping.batches > 12 == trainer.private_optimizer.steps
+    assert rates == pytest.approx([0.12 - 0.01 * at for at in range(12)])
+
+
 def test_dropout_is_resumed_too(tmp_path) -> None:
     options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
     models = []

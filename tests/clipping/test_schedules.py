@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+import math
 import warnings
 from collections.abc import Iterable
 
 import opacus.schedulers
 import pytest
 import torch
+from documents import PRIVATE_TRAINING, find_code
 from one_call import BATCH, SAMPLES, Model, load, prepare, scheduled_weights, train, weights
 from opacus.data_loader import DPDataLoader
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -397,6 +399,15 @@ def test_a_loop_does_the_rest_of_a_batch_in_its_last_part() -> None:
 
     assert numbers == list(range(1, STEPS + 1))
     torch.testing.assert_close(weights(average), weights(expected), rtol=1e-9, atol=1e-12)
+
+
+def test_the_loop_in_the_documents_follows_batches(capsys) -> None:
+    model = Model().double()
+    _, optimizer, loader = prepare(model, max_batch_size=2)
+    names = {"model": model, "optimizer": optimizer, "data_loader": loader}
+    exec(find_code(PRIVATE_TRAINING, "OneCycleLR"), names | {"sample_losses": model.losses})  # noqa: S102
+    expected = 1e-3 * (1 + math.cos(math.pi * (10 - 2.6) / (11 - 2.6))) / 2  # falls after 2.6 of 11
+    assert capsys.readouterr().out == f"step 10: rate {expected:.2g}\n"
 
 
 def test_a_loader_says_before_backward_which_part_is_the_last() -> None:
