@@ -8,6 +8,7 @@ it. Anything else that a loop does once for each batch asks ``is_last_part``.
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,8 @@ _BASES = {
 }
 """The first class of each family of schedulers, by its module, which need not be imported."""
 
-_IS_REPLACED = "_steps_once_a_batch"
+_REPLACED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+"""What took the place of a ``step``."""
 
 
 def keep_to_batches() -> None:
@@ -33,7 +35,7 @@ def keep_to_batches() -> None:
 
 
 def _replace_steps(scheduler: type[Any]) -> None:
-    if not hasattr(scheduler.step, _IS_REPLACED):
+    if scheduler.step not in _REPLACED:
         scheduler.step = _once_a_batch(scheduler.step)
     for derived in scheduler.__subclasses__():
         _replace_steps(derived)
@@ -44,7 +46,7 @@ def _once_a_batch(step: Callable[..., Any]) -> Callable[..., Any]:
     def step_once(scheduler: Any, *inputs: Any, **named: Any) -> Any:
         return None if _awaits_last_part(scheduler) else step(scheduler, *inputs, **named)
 
-    setattr(step_once, _IS_REPLACED, True)
+    _REPLACED.add(step_once)
     return step_once
 
 
