@@ -411,9 +411,11 @@ def test_the_loop_in_the_documents_follows_batches(capsys) -> None:
     assert capsys.readouterr().out == f"step 10: rate {expected:.2g}\n"
 
 
-def test_a_loader_says_before_backward_which_part_is_the_last() -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_says_before_backward_which_part_is_the_last(workers) -> None:
     model = Model().double()
-    _, optimizer, loader = prepare(model, max_batch_size=2)
+    data = load(num_workers=workers)
+    _, optimizer, loader = prepare(model, data_loader=data, max_batch_size=2, check=False)
     assert loader.is_last_part
     steps = 0
     for batch in loader:
