@@ -187,6 +187,9 @@ def test_removed_training_leaves_model_and_optimizer_as_before() -> None:
 
     assert torch.equal(model.weight, other.weight)
     assert private.spent.steps == 1
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1)
+    schedule.step()
+    assert schedule.get_last_lr() == [0.1]  # a removal within a batch does not hold it up
 
 
 def test_a_second_private_training_names_what_removes_the_first() -> None:

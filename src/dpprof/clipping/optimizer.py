@@ -394,7 +394,8 @@ class NoisyOptimizer(Optimizer):
                 if hasattr(parameter, name):
                     delattr(parameter, name)
         getattr(self.original_optimizer, HOOK).remove()
-        delattr(self.original_optimizer, HOOK)
+        for name in (HOOK, NOISY):
+            delattr(self.original_optimizer, name)
 
     def step_with_noise_in(self, gradients: Sequence[Tensor]) -> None:
         """Let the original optimizer step on gradients of ``params`` that have noise already."""
