@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.contributions import storage_of
 
 B, T, D = 3, 4, 6
 
@@ -226,3 +227,12 @@ def test_one_backward_at_a_time(way) -> None:
 
     clipping.backward(losses, enter)
     assert found == [True]
+
+
+def test_memory_that_was_freed_is_not_taken_for_another() -> None:
+    """A storage often gets the address of one that was freed before."""
+    known = {storage_of(torch.empty(8)) for _ in range(50)}
+    alive = torch.empty(8)
+
+    assert storage_of(alive) not in known
+    assert storage_of(alive[2:]) == storage_of(alive)

@@ -181,13 +181,13 @@ def test_removed_training_leaves_model_and_optimizer_as_before() -> None:
     private.remove()
     other = copy.deepcopy(model)
     plain = torch.optim.SGD(other.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1)
     for one, steps in ((model, inner), (other, plain)):
         one(x).square().mean().backward()
         steps.step()
 
     assert torch.equal(model.weight, other.weight)
     assert private.spent.steps == 1
-    schedule = torch.optim.lr_scheduler.StepLR(inner, 1)
     schedule.step()
     assert schedule.get_last_lr() == [0.1]  # a removal within a batch does not hold it up
 

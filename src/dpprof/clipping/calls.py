@@ -8,7 +8,9 @@ changed tensor that it saved; checkpointing hides even that.
 from collections.abc import Callable
 
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from dpprof.clipping.contributions import storage_of
 from dpprof.clipping.tensor_kinds import is_sparse
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -76,8 +78,6 @@ def read_settings(layer: nn.Module) -> dict[str, object]:
     return {name: value for name, value in vars(layer).items() if type(value) in _PLAIN}
 
 
-def _storage_of(parameter: nn.Parameter) -> int:
-    if is_sparse(parameter):  # which has several; a frozen one may be
-        return 0
-    storage: int = parameter.untyped_storage()._cdata  # noqa: SLF001 (data_ptr changes under FSDP)
-    return storage
+def _storage_of(parameter: nn.Parameter) -> StorageWeakRef | None:
+    # A sparse one has several; a frozen one may be sparse. data_ptr changes under FSDP.
+    return None if is_sparse(parameter) else storage_of(parameter)

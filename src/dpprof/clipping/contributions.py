@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpprof.norms import placement, triton_ops
 from dpprof.norms.convolution import Kernel, sample_gradients, sum_weighted
@@ -387,10 +388,12 @@ def device_of(kept: Kept) -> torch.device:
     return first[0].device
 
 
-def storage_of(x: Tensor) -> int:
-    """Identify the memory that a tensor, and each view of it, holds."""
-    storage: int = x.untyped_storage()._cdata  # noqa: SLF001 (no public name)
-    return storage
+def storage_of(x: Tensor) -> StorageWeakRef:
+    """Identify the memory that a tensor, and each view of it, holds, without holding it.
+
+    No other storage is equal to it: an address alone may be that of a later one.
+    """
+    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def materialise_vector(contribution: Contribution) -> Summable:

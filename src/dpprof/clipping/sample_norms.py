@@ -7,7 +7,7 @@ Shape legend: B samples, T tokens, d width of an input, p width of an output.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from dpprof.norms.table import inner_product, square_lookup
 from dpprof.norms.tiles import square
 from dpprof.records.births import allocates
 from dpprof.spec.registry import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.multiprocessing.reductions import StorageWeakRef
 
 Keep = Callable[[nn.Parameter, Kept], None]
 
@@ -114,7 +117,7 @@ class SampleNorms:
         self._vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
         """Per-sample gradients of vectors that are kept, (B, ...)."""
 
-        self._stored: set[int] = set()
+        self._stored: set[StorageWeakRef] = set()
         """The storages of inputs and output gradients that are kept as they are."""
 
         self._added: list[Squares] = []
