@@ -231,8 +231,12 @@ def test_one_backward_at_a_time(way) -> None:
 
 def test_memory_that_was_freed_is_not_taken_for_another() -> None:
     """A storage often gets the address of one that was freed before."""
-    known = {storage_of(torch.empty(8)) for _ in range(50)}
-    alive = torch.empty(8)
+    freed = [torch.empty(8) for _ in range(200)]
+    addresses = {one.untyped_storage()._cdata for one in freed}
+    known = {storage_of(one) for one in freed}
+    del freed
+    alive = [torch.empty(8) for _ in range(200)]
 
-    assert storage_of(alive) not in known
-    assert storage_of(alive[2:]) == storage_of(alive)
+    assert not known.intersection(map(storage_of, alive))
+    assert not addresses.intersection(one.untyped_storage()._cdata for one in alive)
+    assert storage_of(alive[0][2:]) == storage_of(alive[0])
