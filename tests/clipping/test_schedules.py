@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Iterable
@@ -39,6 +40,14 @@ class Doubling(lr_scheduler.LRScheduler):
         super().step(epoch)
 
 
+class Halving(lr_scheduler.LRScheduler):
+    """A scheduler of a user, whose ``step`` calls no other and leaves ``last_epoch`` alone."""
+
+    def step(self, epoch=None) -> None:  # noqa: ARG002
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+
+
 class Counting:
     """A mixin, which is no scheduler itself."""
 
@@ -57,6 +66,13 @@ class Mixed(Counting, lr_scheduler.StepLR):
 def one_after_the_other(optimizer):
     parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 3), lr_scheduler.ExponentialLR(optimizer, 0.9)]
     return lr_scheduler.SequentialLR(optimizer, parts, [3])
+
+
+def one_in_another(optimizer):
+    first = one_after_the_other(optimizer)
+    last = lr_scheduler.ExponentialLR(optimizer, 0.8)
+    with warnings.catch_warnings(action="ignore"):  # PyTorch steps the inner one, and warns of it
+        return lr_scheduler.SequentialLR(optimizer, [first, last], [5])
 
 
 def both(optimizer):
@@ -84,6 +100,7 @@ SCHEDULERS = {
     "LinearLR": lambda o: lr_scheduler.LinearLR(o, 1, 0.1, STEPS),
     "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.7),
     "SequentialLR": one_after_the_other,
+    "SequentialLR in SequentialLR": one_in_another,
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
     "ChainedScheduler": both,
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
@@ -93,6 +110,7 @@ SCHEDULERS = {
     "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, STEPS, 2),
     "SWALR": lambda o: SWALR(o, 0.01, 4),
     "of a user": Doubling,
+    "of a user, without a count": Halving,
     "of a mixin": lambda o: Mixed(o, 1),
     "transformers' cosine": by_transformers("cosine"),
     "transformers' greedy": by_transformers("greedy"),
@@ -230,6 +248,73 @@ def test_a_step_before_the_first_batch_is_warned_of(inside) -> None:
     schedule = lr_scheduler.ExponentialLR(scheduled, 0.5)
     with pytest.warns(UserWarning, match=r"before `optimizer\.step\(\)`"):
         schedule.step()
+
+
+@pytest.mark.parametrize("make", [one_in_another, lambda o: lr_scheduler.StepLR(o, 1)])
+def test_a_scheduler_that_is_made_within_a_batch_begins_as_any(make) -> None:
+    model = Model().double()
+    private = prepare(model, max_batch_size=1)
+    schedule = None
+    for _ in parts_of(private, model, epochs=1):
+        if schedule is None:
+            assert not private.data_loader.is_last_part
+            schedule = make(private.optimizer)
+        schedule.step()
+    plain = make_sgd(Model())
+    expected = make(plain)
+    for _ in range(4):
+        plain.step()
+        expected.step()
+
+    assert schedule.get_last_lr() == expected.get_last_lr()
+    assert private.optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+
+
+def test_two_trainings_at_once_keep_their_own_batches() -> None:
+    models = [Model().double() for _ in range(2)]
+    pairs = [(m, prepare(m, max_batch_size=1 + at)) for at, m in enumerate(models)]
+    schedules = [lr_scheduler.StepLR(private.optimizer, 1, 0.5) for _, private in pairs]
+    loops = [parts_of(private, model, epochs=1) for model, private in pairs]
+    parts = [0, 0]
+    for passes in itertools.zip_longest(*loops, fillvalue="over"):
+        for at, over in enumerate(passes):
+            if over is None:
+                schedules[at].step()
+                parts[at] += 1
+
+    assert parts[0] > parts[1] > 4
+    assert [schedule.last_epoch for schedule in schedules] == [4, 4]
+
+
+def test_an_older_loop_that_ends_late_changes_nothing() -> None:
+    _, _, loader = prepare(Model().double(), max_batch_size=1)
+    older, newer = iter(loader), iter(loader)
+    next(older)
+    next(newer)
+    older.close()
+    assert not loader.is_last_part
+    newer.close()
+    assert loader.is_last_part
+
+
+def test_schedulers_step_as_before_once_the_privacy_is_removed_within_a_batch() -> None:
+    model = Model().double()
+    sgd = make_sgd(model)
+    before = lr_scheduler.StepLR(sgd, 1, 0.5)
+    private = prepare(model, optimizer=sgd, max_batch_size=1)
+    for batch in private.data_loader:
+        private.optimizer.backward(model.losses(*batch))
+        private.optimizer.step()
+        before.step()
+        assert not private.data_loader.is_last_part
+        private.remove()
+        break
+    for _ in range(3):
+        model.losses(*batch).mean().backward()
+        sgd.step()
+        before.step()
+
+    assert sgd.param_groups[0]["lr"] == 0.1 * 0.5**3
 
 
 @pytest.mark.parametrize("stop", ["never", "at once", "after a step"])

@@ -52,7 +52,8 @@ def _once_a_batch(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _awaits_last_part(scheduler: Any) -> bool:
     """Tell whether more parts of a batch follow; a scheduler that is being made takes its step."""
-    if getattr(scheduler, "_is_initial", False) or getattr(scheduler, "last_epoch", None) == -1:
+    # PyTorch's say so themselves; their classes need not count in last_epoch.
+    if getattr(scheduler, "_is_initial", getattr(scheduler, "last_epoch", None) == -1):
         return False
     optimizer = getattr(scheduler, "optimizer", None)
     return not getattr(getattr(optimizer, NOISY, optimizer), "is_last_part", True)
