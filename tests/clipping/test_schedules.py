@@ -5,6 +5,7 @@ import copy
 import functools
 import itertools
 import math
+import pickle
 import warnings
 from collections.abc import Iterable
 
@@ -536,3 +537,22 @@ def test_ranks_with_other_numbers_of_parts_keep_the_same_rate(pools) -> None:
     assert parts != other_parts
     assert rates == other_rates == [0.5**at for at in range(4)]
     assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_of_the_optimizer_is_refused_and_breaks_no_other(make_copy) -> None:
+    """PyTorch wraps ``step`` of an optimizer's whole class where one is copied."""
+    model = Model().double()
+    private = prepare(model, max_batch_size=2)
+    schedule = lr_scheduler.StepLR(private.optimizer, 1)
+    with pytest.raises(TypeError, match=r"a PrivateOptimizer cannot be copied or pickled.*noise"):
+        make_copy(private.optimizer)
+    if make_copy is not copy.copy:  # which has the same optimizer
+        with pytest.raises(TypeError, match=r"use state_dict\(\), of a scheduler too"):
+            make_copy(schedule)
+    another = Model().double()
+    train(prepare(another, max_batch_size=2), another, epochs=1)
+
+    for _ in parts_of(private, model, epochs=1):
+        schedule.step()
+    assert schedule.last_epoch == 4

@@ -484,6 +484,14 @@ class NoisyOptimizer(Optimizer):
     def __repr__(self) -> str:
         return repr(self.original_optimizer)
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Refuse a copy, also as part of a scheduler: it would repeat the noise of this one."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: two would draw the same noise "
+            "for different batches; use state_dict(), of a scheduler too, or copy the "
+            "original_optimizer"
+        )
+
     def _match(self, saved: dict[str, Tensor]) -> list[tuple[torch.Generator, Tensor]]:
         """Pair generators with states that they take, in the order of the parameters."""
         kinds = [torch.device(name).type for name in saved]
