@@ -24,14 +24,14 @@ from torch.utils import _pytree as pytree
 
 from dpprof.clipping.broadcasts import LOSSES, follow
 from dpprof.clipping.coverage import trained_in
-from dpprof.clipping.graph import nodes_behind
+from dpprof.clipping.graph import find_users, nodes_behind
 from dpprof.clipping.layers import Receive, multiply
 from dpprof.clipping.layers_without_rule import parametrizing_safely, run_any_layer, versions_of
 from dpprof.clipping.patching import PatchedLayer, unpatch_layer
 from dpprof.clipping.quantized_layers import is_quantized
 from dpprof.clipping.ranks import Ranks, is_sharded_alone
+from dpprof.clipping.rows import Rows
 from dpprof.clipping.rules import Found
-from dpprof.clipping.sample_major import find_users
 from dpprof.spec.registry import UnsupportedError
 
 _ADAPTER = "peft.tuners.tuners_utils.BaseTunerLayer"
@@ -132,7 +132,7 @@ class Choice:
 
     def _is_unseen(self, leaf: Any, users: Mapping[Any, list[tuple[Any, int]]]) -> bool:
         """Tell whether a parameter is used otherwise than by its rule, or for all samples."""
-        entries, others = follow(leaf, users, 0, lambda _: True)
+        entries, others = follow(leaf, users, lambda _: Rows.in_order(1, 0))
         return bool(others - {LOSSES}) or (
             bool(entries) and self._ranks.own(leaf.variable) in self.ruled
         )

@@ -13,16 +13,17 @@ layer, the code that follows must keep samples apart, which the first batch show
 Shape legend: B samples.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.utils.checkpoint import _Holder
 
-from dpprof.clipping.sample_major import SampleMajor, dtype_of, kind_of, shape_of
+from dpprof.clipping.graph import dtype_of, is_read_once, kind_of, shape_of
+from dpprof.clipping.layout import Layout
+from dpprof.clipping.rows import Rows
 from dpprof.norms.tiles import accumulator_of
 from dpprof.spec.registry import UnsupportedError
 
@@ -58,7 +59,8 @@ class _Entry(NamedTuple):
     is_complex: bool
     """Whether its operand is; the gradient of a real one among complex ones is the real part."""
 
-    samples: int
+    rows: Rows
+    """Which rows of its output samples have."""
 
     moves: list[tuple[Any, int]]
     """The operators between, from the value on, and which of their operands it is."""
@@ -71,7 +73,7 @@ class _Entry(NamedTuple):
     def differentiate(self, g: Tensor) -> Tensor:
         """Turn the gradient of the operator's output into the value's; (B, ...).
 
-        The output's has one entry for each sample, or k of each (``sample_major``).
+        The output's has rows of each sample (``layout``).
         """
         kind = kind_of(self.node)
         if kind == "Mul":
@@ -88,8 +90,11 @@ class _Entry(NamedTuple):
         axes = [at for at in range(1, g.dim()) if padded[at] == 1 != g.shape[at]]
         if axes:
             g = g.sum(axes, keepdim=True, dtype=accumulator_of(g.dtype))
-        g = g.reshape(self.samples, -1, *self.shape)
-        g = g[:, 0] if g.shape[1] == 1 else g.sum(1, dtype=accumulator_of(g.dtype))
+        if kind == "Repeat":
+            g = torch.unflatten(g, 0, (-1, *self.shape[:1]))
+            g = Rows.in_order(self.rows.samples, len(g)).sum(g)
+        else:
+            g = self.rows.sum(g.reshape(-1, *self.shape))
         for node, operand in reversed(self.moves):
             g = torch.func.vmap(partial(_pull_back, node, operand))(g)
         return g
@@ -142,11 +147,9 @@ class Broadcasts:
     """What enters for all samples of a batch.
 
     Args:
-        nodes: Those behind the losses.
-        samples: How many losses there are.
+        layout: The batch, and which rows samples have.
         leaves: Parameters that no layer's rule runs.
         name_of: Names a parameter.
-        layout: Tells where samples come first.
 
     Raises:
         UnsupportedError: A leaf enters in another way.
@@ -154,13 +157,11 @@ class Broadcasts:
 
     def __init__(
         self,
-        nodes: Sequence[Any],
-        samples: int,
-        leaves: Collection[nn.Parameter],
-        name_of: Callable[[nn.Parameter], str],
-        layout: SampleMajor,
+        layout: Layout,
+        leaves: Collection[nn.Parameter] = (),
+        name_of: Callable[[nn.Parameter], str] = str,
     ) -> None:
-        self._layout = layout
+        self._layout, samples = layout, layout.samples
         self.of: dict[nn.Parameter, Broadcast] = {}
         """By leaf."""
 
@@ -169,30 +170,25 @@ class Broadcasts:
 
         self._all: list[Broadcast] = []
         self._lookups: list[Any] = []
-        values = [node for node in nodes if _is_value(node, leaves)] if samples else []
+        values = [node for node in layout.nodes if _is_value(node, leaves)] if samples else []
         try:
             for node in values:
-                self._add(node, samples, name_of)
+                self._add(node, name_of)
         except BaseException:
             self.remove()
             raise
 
-    def _add(
-        self,
-        node: Any,
-        samples: int,
-        name_of: Callable[[nn.Parameter], str],
-    ) -> None:
+    def _add(self, node: Any, name_of: Callable[[nn.Parameter], str]) -> None:
+        samples = self._layout.samples
         leaf = getattr(node, "variable", None)
         name = name_of(node.clipped[0] if leaf is None else leaf)
         if samples == 1:
             entries: list[_Entry] = []
             others: set[str] = set()
         else:
-            entries, others = follow(node, self._layout.above, samples, self._layout.holds)
+            entries, others = follow(node, self._layout.above, self._layout.rows_of)
         if any(
-            _is_read_once(one.node) or any(_is_read_once(n) for n, _ in one.moves)
-            for one in entries
+            is_read_once(one.node) or any(is_read_once(n) for n, _ in one.moves) for one in entries
         ):
             raise UnsupportedError(
                 f"{name} enters for all samples inside of a checkpoint, by an operator whose "
@@ -234,13 +230,6 @@ class Broadcasts:
         self.of.clear()
 
 
-def _is_read_once(node: Any) -> bool:
-    """Tell whether a node reads what a checkpoint computes again, and hands out once."""
-    saved = (getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_"))
-    each = (one for found in saved for one in (found if isinstance(found, tuple) else (found,)))
-    return any(isinstance(getattr(one, "data", None), _Holder) for one in each)
-
-
 def _is_value(node: Any, leaves: Collection[nn.Parameter]) -> bool:
     """Tell whether a node is that of a lookup, or of a leaf."""
     if isinstance(node, BackwardCFunction):
@@ -268,16 +257,14 @@ def _is_alike(user: Any, kind: str, operand: int, out: tuple[int, ...]) -> bool:
 def follow(
     value: Any,
     above: Mapping[Any, list[tuple[Any, int]]],
-    samples: int,
-    holds_samples: Callable[[Any], bool],
+    rows_of: Callable[[Any], Rows | None],
 ) -> tuple[list[_Entry], set[str]]:
     """Return where a value enters for all samples, and the other operators that use it.
 
     Args:
         value: The node of a leaf, or of a lookup.
         above: The users of each node.
-        samples: How many samples there are.
-        holds_samples: Tells whether what a node returned has entries of each sample first.
+        rows_of: Tells which rows of what a node returned samples have, None where it has none.
     """
     entries: list[_Entry] = []
     others: set[str] = set()
@@ -295,9 +282,14 @@ def follow(
                     others.add(type(user).__name__.strip("_").removesuffix("Backward"))
                 continue  # a layer's rule takes its own parameters
             kind, out = kind_of(user), shape_of(user)
-            if kind in _ENTERING and _is_repeated(kind, shape, out) and holds_samples(user):
-                is_complex = dtype_of(node).is_complex
-                entries.append(_Entry(user, operand, shape, is_complex, samples, moves))
+            is_repeated = kind in _ENTERING and _is_repeated(kind, shape, out)
+            rows = rows_of(user) if is_repeated else None
+            if kind == "Repeat" and rows is not None and (not rows.each or rows.each % shape[0]):
+                rows = None  # a sample has parts of the value
+            if rows is not None:
+                entries.append(
+                    _Entry(user, operand, shape, dtype_of(node).is_complex, rows, moves)
+                )
             elif (kind in _OF_ONE and len(user.next_functions) == 1) or (
                 out == shape and _is_alike(user, kind, operand, out)
             ):

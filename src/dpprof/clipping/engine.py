@@ -34,13 +34,12 @@ from dpprof.clipping.coverage import Coverage, trained_in
 from dpprof.clipping.distribution import find_ranks
 from dpprof.clipping.factor import scaled_factor, verify_bound
 from dpprof.clipping.first_batch import FirstBatches, Handler
-from dpprof.clipping.graph import nodes_behind
 from dpprof.clipping.layers import Contributions, count_uses
+from dpprof.clipping.layout import Layout
 from dpprof.clipping.patching import patch_layer, unpatch_layer
 from dpprof.clipping.ranks import Ranks, Settings, refuse_other_wrapper
 from dpprof.clipping.released_state import ReleasedState
 from dpprof.clipping.rules import Found, LayerRule, find_rewritten, find_rules
-from dpprof.clipping.sample_major import SampleMajor
 from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.clipping.shard_sums import ShardSums
 from dpprof.clipping.sums import (
@@ -132,6 +131,9 @@ class Clipping(ABC):
 
     _disabled = False
 
+    _has_orders: bool | None = None
+    """Whether batches had orders of rows that lengths do not tell; None before the first."""
+
     batches = 0
     """How many batches were clipped: every ``backward`` that was not refused."""
 
@@ -212,7 +214,7 @@ class Clipping(ABC):
         }
         """Parameters of modules that contain layers, which have no rule, and their modules."""
 
-        self._broadcasts = self._without_broadcasts()
+        self._broadcasts = Broadcasts(Layout())
         self._stashed: dict[nn.Parameter, tuple[Tensor | None, Tensor]] = {}
         """While autograd adds up a loose parameter's gradient: what was there, and what it adds."""
 
@@ -435,25 +437,26 @@ class Clipping(ABC):
             self._stashed.clear()
             self._broadcasts.remove()
             # They keep the graph, and its nodes of parameters would remember this stream for ever.
-            self._broadcasts = self._without_broadcasts()
+            self._broadcasts = Broadcasts(Layout())
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
 
-    def _without_broadcasts(self) -> Broadcasts:
-        return Broadcasts((), 0, (), self.name_of, SampleMajor((), 0))
-
     def _read_graph(self, losses: Tensor) -> list[Any]:
         """Return the nodes behind the losses, and find what enters for all samples."""
-        nodes = list(nodes_behind(losses))
-        layout = SampleMajor(nodes, len(losses))
+
+        def name_of(leaf: nn.Parameter) -> str:
+            return self.name_of(self.ranks.own(leaf))
+
+        proves, reads = self._has_orders is not False, self.deferral is None
+        layout = Layout(losses, name_of, proves=proves, reads=reads)
         leaves = {leaf for one in self._loose for leaf in self.ranks.leaves(one)}
-        self._broadcasts = Broadcasts(
-            nodes, len(losses), leaves, lambda one: self.name_of(self.ranks.own(one)), layout
-        )
+        self._broadcasts = Broadcasts(layout, leaves, name_of)
         layout.group()
+        if len(losses) > 1:
+            self._has_orders = layout.has_orders or bool(self._has_orders)
         ways = self._broadcasts.ways | layout.describe() | describe(self._batch_second)
         self._first_batches.expect(ways)
-        return nodes
+        return layout.nodes
 
     def verify_released(self) -> None:
         """Refuse a step if a buffer or frozen parameter changed; this may wait for the device.

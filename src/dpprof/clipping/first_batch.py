@@ -86,8 +86,8 @@ class FirstBatches:
         """Verify again where the coming batch is computed in a way that was not verified.
 
         Args:
-            ways: How values enter for all samples (``broadcasts``), where samples come first
-                (``sample_major``), and settings (``batch_axis``).
+            ways: How values enter for all samples (``broadcasts``), which rows samples have
+                (``layout``), and settings (``batch_axis``).
         """
         self._ways = ways
         self._are_other = self._verified_ways is not None and not ways <= self._verified_ways

@@ -1,9 +1,14 @@
-"""Walks the autograd graph."""
+"""Walks the autograd graph, and reads its nodes."""
 
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.utils.checkpoint import _Holder
+
+_IDENTITY = "RegisterPostBackwardFunctionBackward"
+"""The node by which FSDP notices that backward has passed a module: it returns what it gets."""
 
 
 def nodes_behind(*tensors: Tensor, until: Collection[Any] = ()) -> Iterator[Any]:
@@ -19,3 +24,70 @@ def nodes_behind(*tensors: Tensor, until: Collection[Any] = ()) -> Iterator[Any]
         seen.add(node)
         waiting += [before for before, _ in node.next_functions]
         yield node
+
+
+def kind_of(node: Any) -> str:
+    """Return what a node differentiates: ``Add`` for ``AddBackward0``."""
+    name: str = node.name()
+    return name.rpartition("Backward")[0]
+
+
+def operator_of(node: Any) -> str:
+    """Return the name of an operator, for a message."""
+    return kind_of(node).strip("_") or node.name().rpartition("::")[2]
+
+
+def is_leaf(node: Any) -> bool:
+    """Tell whether a node is that of a leaf, such as a parameter."""
+    return hasattr(node, "variable")
+
+
+def shapes_of(node: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of all that an operator returned."""
+    return [tuple(one.shape) for one in node._input_metadata]  # noqa: SLF001
+
+
+def shape_of(node: Any, output: int = 0) -> tuple[int, ...]:
+    """Return the shape of what an operator returned, or of a leaf."""
+    variable = getattr(node, "variable", None)
+    return tuple(
+        node._input_metadata[output].shape if variable is None else variable.shape  # noqa: SLF001
+    )
+
+
+def dtype_of(node: Any, output: int = 0) -> torch.dtype:
+    """Return the dtype of what an operator returned, or of a leaf."""
+    variable = getattr(node, "variable", None)
+    dtype: torch.dtype = (node._input_metadata[output] if variable is None else variable).dtype  # noqa: SLF001
+    return dtype
+
+
+def edges_of(node: Any) -> list[tuple[Any, int]]:
+    """Return the nodes whose outputs an operator used, and which output; past FSDP's identities."""
+    return [past_identities(*edge) for edge in node.next_functions]
+
+
+def past_identities(node: Any, output: int) -> tuple[Any, int]:
+    """Return the node that computed what a node returned, and which of its outputs that is."""
+    while node is not None and node.name() == _IDENTITY:
+        node, output = node.next_functions[output]
+    return node, output
+
+
+def find_users(nodes: Iterable[Any]) -> dict[Any, list[tuple[Any, int]]]:
+    """Return for each node those that use its output, and as which operand."""
+    above: dict[Any, list[tuple[Any, int]]] = defaultdict(list)
+    for node in nodes:
+        if node.name() == _IDENTITY:
+            continue
+        for operand, (below, _) in enumerate(edges_of(node)):
+            if below is not None:
+                above[below].append((node, operand))
+    return above
+
+
+def is_read_once(node: Any) -> bool:
+    """Tell whether a node reads what a checkpoint computes again, and hands out once."""
+    saved = (getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_"))
+    each = (one for found in saved for one in (found if isinstance(found, tuple) else (found,)))
+    return any(isinstance(getattr(one, "data", None), _Holder) for one in each)

@@ -114,6 +114,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.transposed, ctx.receive = weight, bias, transposed, receive
+        ctx.widths = 1  # for ``layout``: how many axes make a token, each of which it treats alike
         ctx.clipped = [weight] if bias is None else [weight, bias]
         matrix = cast_weight(weight, x)
         y = functional.linear(
@@ -189,6 +190,7 @@ class _LayerNorm(torch.autograd.Function):
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, layer.eps)
         ctx.save_for_backward(x, mean, rstd)
         ctx.weight, ctx.bias, ctx.shape, ctx.receive = weight, bias, shape, receive
+        ctx.widths = len(shape)
         ctx.clipped = [one for one in (weight, bias) if one is not None]
         return y
 
@@ -258,6 +260,7 @@ class RmsNorm(torch.autograd.Function):
         y, rstd = normalise_and_scale(x, weight, formula)
         ctx.save_for_backward(x, rstd)
         ctx.weight, ctx.formula, ctx.receive, ctx.clipped = weight, formula, receive, [weight]
+        ctx.widths = len(formula.axes)
         return y
 
     @staticmethod

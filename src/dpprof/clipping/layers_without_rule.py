@@ -4,7 +4,7 @@
 the experts that were chosen, runs for one sample after the other.
 
 The first axis of what a layer returns has k entries of each sample, one in most cases
-(``sample_major``). Tensors that a layer gets have as many, or are alike for all samples, such as
+(``layout``). Tensors that a layer gets have as many, or are alike for all samples, such as
 tables of rotary positions. Lengths may leave open which; so what each sample gives alone must be
 what the layer gave, or the step is refused.
 
@@ -132,7 +132,7 @@ class _AnyLayer(torch.autograd.Function):
         count = len(call.trained)
         ctx.save_for_backward(*tensors[count:])
         ctx.clipped, ctx.call, ctx.receive = tensors[:count], call, receive
-        ctx.samples = None  # ``sample_major`` sets how many there are, 0 if it cannot prove it
+        ctx.samples = None  # ``layout`` sets on how many it runs, 0 if it cannot prove it, and why
         versions = versions_of(tensors)
         values, structure = pytree.tree_flatten(call.forward(tensors[count:]))
         if versions_of(tensors) != versions:
@@ -156,6 +156,7 @@ class _AnyLayer(torch.autograd.Function):
         call.returned = [_HERE if isinstance(one, Tensor) else one for one in values], structure
         ctx.mark_non_differentiable(*(y for y in outputs if not _has_gradient(y)))
         ctx.real = [at for at, y in enumerate(outputs) if _has_gradient(y)]
+        ctx.why = ""
         ctx.projected = [_project(y) for y in real] if any(ctx.needs_input_grad) else None
         return tuple(outputs)
 
@@ -170,8 +171,8 @@ class _AnyLayer(torch.autograd.Function):
         if (samples == 0 and len(gs[0])) or any(len(g) % max(samples, 1) for g in gs):
             raise BatchAxisError(
                 f"{call.name} has no rule and returned {_shapes(gs)}, whose first axis is not "
-                "proven to have the entries of one sample after the other; name a module around "
-                "it that gets and returns samples in as_one=[...], or freeze its parameters"
+                f"proven to have rows of each sample{ctx.why and f' ({ctx.why})'}; name a module "
+                "around it that gets and returns samples in as_one=[...], or freeze its parameters"
             )
         run = _Rerun(call, ctx.clipped, inputs, needed, gs, samples)
         of_parameters, of_inputs, changed_B = run.find(ctx.projected)

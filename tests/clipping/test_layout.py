@@ -103,6 +103,17 @@ def by_tokens(m, x):
     return m.inside(x.transpose(0, 1).reshape(-1, D)).view(-1, len(x), D).transpose(0, 1)
 
 
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("samples", [B, T, 2])
+def test_rows_of_all_samples_token_by_token_are_exact(samples, layer, way) -> None:
+    model = Inside(by_tokens, LAYERS[layer])
+    del model.bias
+    x = torch.randn(samples, T, D, dtype=torch.float64)
+
+    assert_exact(way, model, (x,), bound=0.5)
+
+
 def gathered(m, x):
     """Gather as many tokens as there are, as for an expert."""
     order = torch.arange(x.shape[0] * x.shape[1]).flip(0)
@@ -121,7 +132,7 @@ def beside_a_leaf(m, x):
 @pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize(
     ("run", "samples"),
-    [(by_tokens, B), (by_tokens, T), (by_tokens, 2), (gathered, B), (beside_a_leaf, 4)],
+    [(gathered, B), (gathered, T), (gathered, 2), (beside_a_leaf, 4)],
 )
 def test_another_order_is_refused_whatever_its_length(run, samples, way) -> None:
     model = Inside(run)
@@ -184,17 +195,54 @@ class InChunks(nn.Module):
 
 
 @pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("samples", [2, 3])
+def test_chunks_before_samples_are_exact_whatever_their_length(samples, way) -> None:
+    """Of 2 samples there are as many chunks as samples."""
+    model = InChunks().double()
+    clipping = assert_exact(way, model, (torch.randn(samples, 3, 3).double(),), bound=1.0)
+    clipping.remove()
+    model.zero_grad()
+
+    assert_exact(way, model, (torch.randn(samples, 8, 3).double(),), bound=1.0)
+
+
+class Sometimes(nn.Module):
+    """Mixes rows of samples in long inputs alone, by an operator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def losses(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x.flatten(0, 1)).view(*x.shape[:2], 4)
+        y = y if x.shape[1] < 4 else Rolled.apply(y)
+        return self.last(y.tanh().flatten(0, 1)).square().sum(1).view(len(x), -1).sum(1)
+
+
+class Rolled(torch.autograd.Function):
+    """Gives each sample another's, unknown to anybody."""
+
+    @staticmethod
+    def forward(ctx, x):  # noqa: ARG004
+        return x.roll(1, 0)
+
+    @staticmethod
+    def backward(ctx, g):  # noqa: ARG004
+        return g.roll(-1, 0)
+
+
+@pytest.mark.parametrize("way", FLAT)
 def test_another_graph_is_verified_again(way) -> None:
-    """As many chunks as samples: then the end of the path is as long as the batch."""
-    model = InChunks()
+    model = Sometimes()
     clipping = way(model, 1.0)
     for _ in range(2):
         clipping.backward(model.losses(torch.randn(3, 3, 3)))
         model.zero_grad()
     assert clipping.first_batch_verified
 
-    with pytest.raises(UnsupportedError, match="middle"):
-        clipping.backward(model.losses(torch.randn(2, 8, 3)))
+    with pytest.raises(UnsupportedError, match="the loss of sample 1 depends on what first"):
+        clipping.backward(model.losses(torch.randn(3, 8, 3)))
 
 
 class TokensFirst(nn.Module):

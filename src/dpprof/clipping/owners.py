@@ -1,0 +1,129 @@
+"""Which sample each element of a tensor belongs to.
+
+The owner of an element is the sample whose loss depends on it. Owners are an array with the axes
+of the tensor, of length 1 where owners are alike along an axis.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import reduce
+
+import numpy as np
+from numpy.typing import NDArray
+
+Owners = NDArray[np.int32]
+Shape = tuple[int, ...]
+
+FREE = -1
+"""The owner of what no loss depends on."""
+
+MANY = -2
+"""The owner of what the losses of several samples depend on."""
+
+_MOST = 2**24
+"""The most elements whose owners are told apart."""
+
+
+def of_first_axis(owners: Owners, axes: int) -> Owners:
+    """Return the owners of a tensor of some axes by those of its first axis, (N,)."""
+    return owners.reshape(-1, *(1,) * (axes - 1))
+
+
+def along_first_axis(owners: Owners) -> Owners | None:
+    """Return the owners of a first axis, (N,); None where they differ along another one."""
+    found = join(owners, range(1, owners.ndim)) if owners.ndim else None
+    return None if found is None else found.reshape(-1)
+
+
+def is_complete(owners: Owners) -> bool:
+    """Tell whether each element has one owner."""
+    return bool(owners.min(initial=0) >= 0)
+
+
+def merge(parts: Iterable[Owners]) -> Owners:
+    """Return the owners of what several operators use."""
+
+    def merge_two(one: Owners, other: Owners) -> Owners:
+        if one is other:
+            return one
+        own = np.where((other == FREE) | (one == other), one, MANY)
+        return np.where(one == FREE, other, own).astype(np.int32)
+
+    return reduce(merge_two, parts)
+
+
+def spread(owners: Owners, axes: Sequence[int]) -> Owners:
+    """Return the owners of what is repeated, or goes into all, along axes; they stay as 1."""
+    none = np.iinfo(np.int32).max
+    for axis in axes:
+        if owners.shape[axis] > 1:
+            least = np.where(owners == FREE, none, owners).min(axis, keepdims=True)
+            most = owners.max(axis, keepdims=True)
+            own = np.where(least == most, most, MANY)
+            owners = np.where(least == none, FREE, own).astype(np.int32)
+    return owners
+
+
+def join(owners: Owners, axes: Sequence[int]) -> Owners | None:
+    """Return the owners of what may go into all along axes; None where these differ."""
+    found = spread(owners, axes)
+    return None if ((found == MANY) & (owners != MANY)).any() else found
+
+
+def unrepeat(owners: Owners, shape: Shape) -> Owners:
+    """Return the owners of what was repeated to more, or longer, axes."""
+    extra = owners.ndim - len(shape)
+    longer = [at + extra for at, size in enumerate(shape) if size == 1]
+    found = spread(owners, [*range(extra), *longer])
+    return found.reshape(found.shape[extra:])
+
+
+def place(owners: Owners, axis: int, size: int, places: Sequence[int]) -> Owners:
+    """Return the owners of a tensor of which some places of an axis were taken.
+
+    The others are free. Where that were much to write down, they count as taken too.
+    """
+    shape = [size if at == axis else length for at, length in enumerate(owners.shape)]
+    if owners.shape[axis] == 1 and math.prod(shape) > _MOST:
+        return owners
+    found = np.full(shape, FREE, np.int32)
+    found[(slice(None),) * axis + (list(places),)] = owners
+    return found
+
+
+def whole(owners: Owners, axis: int, size: int) -> Owners:
+    """Return owners with the length that an axis has."""
+    shape = list(owners.shape)
+    shape[axis] = size
+    return np.broadcast_to(owners, shape)
+
+
+def shorten(owners: Owners) -> Owners:
+    """Give axes along which owners are alike length 1."""
+    for axis in range(owners.ndim):
+        first = owners.take([0], axis) if owners.shape[axis] > 1 else owners
+        if bool((owners == first).all()):
+            owners = first
+    return owners
+
+
+def reshape(owners: Owners, before: Shape, after: Shape) -> Owners | None:
+    """Return the owners of a tensor in another shape, with its elements in order."""
+    if before == after:
+        return owners
+    if not all(before):
+        return None
+    full: list[int] = []
+    given: list[int] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        start_i, start_j = i, j
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while (p := math.prod(before[start_i:i])) != (q := math.prod(after[start_j:j])):
+            i, j = (i + 1, j) if p < q else (i, j + 1)
+        is_alike = all(size == 1 for size in owners.shape[start_i:i])
+        full += [1] * (i - start_i) if is_alike else before[start_i:i]
+        given += [1] * (j - start_j) if is_alike else after[start_j:j]
+    if math.prod(full) > _MOST:
+        return None
+    return shorten(np.broadcast_to(owners, full).reshape(given))

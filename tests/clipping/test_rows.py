@@ -1,0 +1,537 @@
+"""Several rows for each sample: pairs, negatives, augmentations; exact where the graph proves it.
+
+The reference computes each sample's loss alone. What the graph does not prove is refused, whatever
+a first batch shows: no batch is verified here unless a test says so.
+
+Shape legend: B samples, N rows of each, T tokens, D width.
+"""
+
+import pytest
+import torch
+from small_models import EVERY, FLAT, Scale, assert_exact, gradients, is_clear, one_by_one
+from torch import nn
+from torch.nn import functional
+
+from dpprof.clipping import linear_cross_entropy
+from dpprof.clipping.sample_norms import BatchAxisError
+from dpprof.spec.registry import UnsupportedError
+
+B, N, T, D = 4, 3, 2, 5
+
+
+def make_model() -> nn.Module:
+    """Make a model that returns what samples, tokens and 3 outputs have: (R, T, 3)."""
+    torch.manual_seed(1)
+    layers = nn.Linear(D, 6), nn.Tanh(), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)
+    return nn.Sequential(*layers).double()
+
+
+def rows_of(m, x):
+    """One number for each row, of (B, N, T, D), one sample's rows after another's."""
+    return m(x.flatten(0, 1)).square().mean((1, 2))
+
+
+def pairs_of(m, x):
+    """All first rows, and then all second ones: what each returns, (2B, T, 3)."""
+    return m(torch.cat([x[:, 0], x[:, 1]]))
+
+
+def prefer(scores):
+    chosen, rejected = scores.chunk(2)
+    return -functional.logsigmoid(chosen - rejected)
+
+
+def prefer_by_logits(m, x):
+    chosen, rejected = pairs_of(m, x).chunk(2)
+    return prefer(torch.cat([y.log_softmax(-1)[..., 0].sum(-1) for y in (chosen, rejected)]))
+
+
+def by_triplets(m, x):
+    y, n = m(torch.cat(x.unbind(1))).flatten(1), len(x)
+    return functional.triplet_margin_loss(y[:n], y[n : 2 * n], y[2 * n :], reduction="none")
+
+
+def by_negatives(m, x):
+    anchors, others = m(x[:, 0]).flatten(1), m(x[:, 1:].flatten(0, 1)).flatten(1)
+    others = functional.normalize(others, dim=1).view(len(x), N - 1, -1)
+    scores = torch.einsum("bd,bkd->bk", functional.normalize(anchors, dim=1), others)
+    labels = torch.zeros(len(x), dtype=torch.long)
+    return functional.cross_entropy(scores / 0.1, labels, reduction="none")
+
+
+def by_repeated_anchors(m, x):
+    anchors, others = m(x[:, 0]).flatten(1), m(x[:, 1:].flatten(0, 1)).flatten(1)
+    distances = functional.pairwise_distance(anchors.repeat_interleave(N - 1, 0), others)
+    return distances.view(len(x), -1).amin(1)
+
+
+def by_anchor_and_blocks(m, x):
+    y, n = m(torch.cat([x[:, 0], x[:, 1:].flatten(0, 1)])).square().mean((1, 2)), len(x)
+    return y[:n] + y[n:].view(n, -1).mean(1)
+
+
+def weighted(m, x):
+    losses, weights = rows_of(m, x), x.flatten(0, 1).abs().sum((1, 2))
+    return (losses * weights).view(-1, N).sum(1) / weights.view(-1, N).sum(1)
+
+
+def masked(m, x):
+    losses, mask = m(x.flatten(0, 1)).square().mean(2), x.flatten(0, 1)[..., 0] > -1
+    means = (losses * mask).sum(1) / mask.sum(1).clamp(min=1)
+    return means.view(-1, N).mean(1)
+
+
+def labelled(m, x):
+    logits, labels = m(x.flatten(0, 1)).flatten(0, 1), x.flatten(0, 2)[:, 0].gt(0).long()
+    return functional.cross_entropy(logits, labels, reduction="none").view(len(x), -1).mean(1)
+
+
+def by_loop(m, x):
+    return torch.stack([part.mean() for part in rows_of(m, x).split(N)])
+
+
+def by_slices(m, x):
+    y = rows_of(m, x)
+    return torch.stack([y[i * N : (i + 1) * N].max() for i in range(len(x))])
+
+
+def by_index(m, x):
+    y, first = rows_of(m, x), torch.arange(len(x)) * N
+    return (y[first] - 2 * y[first + 1]).square()
+
+
+def by_index_add(m, x):
+    of_rows = torch.arange(len(x)).repeat_interleave(N)
+    return torch.zeros(len(x), dtype=x.dtype).index_add(0, of_rows, rows_of(m, x))
+
+
+def by_last_token(m, x):
+    y = m(x.flatten(0, 1))
+    y = y[torch.arange(len(y)), torch.full((len(y),), T - 1)]
+    return y.square().sum(1).view(-1, N).mean(1)
+
+
+def by_products(m, x):
+    first, second = pairs_of(m, x).flatten(1).chunk(2)
+    return (first @ second.t()).diagonal().square()
+
+
+def by_steps(m, x):
+    y = m(x[:, :2].flatten(0, 1)).square().mean((1, 2))
+    return (y[::2] - 2 * y[1::2]).square()
+
+
+def by_narrow(m, x):
+    y, n = pairs_of(m, x).mean((1, 2)), len(x)
+    return (y.narrow(0, 0, n) - 2 * y.narrow(0, n, n)).square()
+
+
+def the_best(m, x):
+    y = rows_of(m, x).view(-1, N)
+    return y.gather(1, y.argmax(1, keepdim=True))[:, 0]
+
+
+def by_softmax(m, x):
+    y = rows_of(m, x).view(-1, N)
+    return (y.softmax(1) * y).sum(1)
+
+
+EXACT = {
+    "a mean over rows": lambda m, x: rows_of(m, x).view(-1, N).mean(1),
+    "rows after samples": lambda m, x: (
+        m(x.transpose(0, 1).flatten(0, 1)).square().mean((1, 2)).view(N, -1).amax(0)
+    ),
+    "three axes": lambda m, x: (
+        m(x.permute(2, 0, 1, 3).flatten(0, 2)).square().sum(1).view(T, -1, N).mean((0, 2))
+    ),
+    "logsumexp": lambda m, x: rows_of(m, x).view(-1, N).logsumexp(1),
+    "prod": lambda m, x: rows_of(m, x).unflatten(0, (-1, N)).prod(1),
+    "std": lambda m, x: rows_of(m, x).view(-1, N).std(1),
+    "norm": lambda m, x: m(x.flatten(0, 1)).flatten(1).view(len(x), -1).norm(dim=1),
+    "the best": the_best,
+    "the best two": lambda m, x: rows_of(m, x).view(-1, N).topk(2, 1).values.sum(1),
+    "softmax over rows": by_softmax,
+    "pairs": lambda m, x: prefer(pairs_of(m, x).square().mean((1, 2))),
+    "pairs by logits": prefer_by_logits,
+    "pairs, one after the other": by_steps,
+    "pairs, narrowed": by_narrow,
+    "pairs, two calls": lambda m, x: (m(x[:, 0]) - 2 * m(x[:, 1])).square().mean((1, 2)),
+    "pairs, two calls joined": lambda m, x: (
+        torch.cat([m(x[:, i]).mean((1, 2)) for i in (0, 1)]).view(2, -1).square().sum(0)
+    ),
+    "pairs by products": by_products,
+    "triplets": by_triplets,
+    "negatives": by_negatives,
+    "anchors that are repeated": by_repeated_anchors,
+    "anchors, then negatives": by_anchor_and_blocks,
+    "a call for each": lambda m, x: torch.stack(
+        [m(x[:, i]).square().mean((1, 2)) for i in range(N)], 1
+    ).prod(1),
+    "weighted": weighted,
+    "masked": masked,
+    "labelled": labelled,
+    "a loop": by_loop,
+    "slices": by_slices,
+    "an index": by_index,
+    "added at an index": by_index_add,
+    "the last token": by_last_token,
+    "differences": lambda m, x: (
+        functional.pad(m(x.flatten(0, 1)).flatten(1).view(-1, N, 6), (0, 0, 1, 0))
+        .diff(dim=1)
+        .square()
+        .sum((1, 2))
+    ),
+}
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("samples", [B, N, 2, 1])
+@pytest.mark.parametrize("form", EXACT)
+def test_it_is_exact(form, samples, way) -> None:
+    model, x = make_model(), torch.randn(samples, N, T, D, dtype=torch.float64)
+
+    assert_exact(way, model, (x,), lambda x: EXACT[form](model, x))
+
+
+@pytest.mark.parametrize("form", ["a mean over rows", "rows after samples", "pairs", "negatives"])
+def test_each_layer_is_clipped_exactly(form) -> None:
+    model, x = make_model(), torch.randn(B, N, T, D, dtype=torch.float64)
+    if form == "negatives":  # in one call
+        losses = lambda x: by_anchor_and_blocks(model, x)  # noqa: E731
+    else:
+        losses = lambda x: EXACT[form](model, x)  # noqa: E731
+    clipping = EVERY[-1](model, 0.1)
+    groups, expected = clipping.groups, dict.fromkeys(model.parameters(), 0.0)
+    clipping.backward(losses(x))
+    found = {p: p.grad for p in model.parameters()}
+    clipping.remove()
+    for one in x:
+        model.zero_grad()
+        losses(one[None]).sum().backward()
+        for parameters, bound in groups:
+            norm = torch.cat([p.grad.flatten() for p in parameters]).norm()
+            for p in parameters:
+                expected[p] = expected[p] + p.grad * min(1.0, bound / (float(norm) + 1e-6))
+
+    for parameter, gradient in expected.items():
+        torch.testing.assert_close(found[parameter], gradient)
+
+
+class Transposed(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(3, 1, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+class Returns(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+class AddsPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(T, 3)
+
+    def forward(self, x):
+        return x + self.table(torch.arange(T))
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(3, 3), nn.Parameter(torch.randn(T, 3))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+LAYERS = {
+    "no rule": lambda: Scale(3),
+    "a table of positions": AddsPositions,
+    "convolution": lambda: Transposed(nn.Conv1d(3, 3, 2, padding=1)),
+    "group norm": lambda: Transposed(nn.GroupNorm(1, 3)),
+    "attention": Attends,
+    "recurrent": lambda: Returns(nn.GRU(3, 3, batch_first=True)),
+    "a scale outside of layers": Scales,
+}
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("form", ["a mean over rows", "rows after samples", "pairs by logits"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_kind_of_layer_is_exact(layer, form, way) -> None:
+    model = make_model()
+    model.extend([LAYERS[layer]().double(), nn.Tanh(), nn.Linear(3, 3).double()])
+    x = torch.randn(B, N, T, D, dtype=torch.float64)
+
+    assert_exact(way, model, (x,), lambda x: EXACT[form](model, x), bound=0.1)
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_pairs_through_a_head_without_logits_are_exact(tied, keep, way) -> None:
+    """As in preference training, where nothing keeps the logits."""
+    torch.manual_seed(0)
+    table, body, head = nn.Embedding(7, D), nn.Linear(D, D), nn.Linear(D, 7, bias=not tied)
+    if tied:
+        head.weight = table.weight
+    model = nn.ModuleList([table, body, head]).double()
+    ids = torch.randint(7, (B, 2, T + 1))
+
+    def losses_of(ids):
+        both = torch.cat([ids[:, 0], ids[:, 1]])
+        hidden = body(table(both[:, :-1])).tanh()
+        return prefer(-linear_cross_entropy(hidden, head, both[:, 1:], keep=keep).sum(1))
+
+    assert_exact(way, model, (ids,), losses_of, bound=0.2)
+
+
+def ragged(m, x, sizes):
+    """As many rows of a sample as ``sizes`` say."""
+    parts = rows_of(m, x).split(sizes)
+    return torch.stack([part.sum() for part in parts])
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_another_number_of_rows_of_each_sample_is_exact(way) -> None:
+    """Also where there are as many rows as samples, after a batch that has one of each."""
+    model = make_model()
+    clipping = way(model, 0.05)
+    for sizes in ([1, 1, 1], [2, 0, 1], [0, 1, 4], [3, 3, 3], [0, 0, 3]):
+        x = torch.randn(sum(sizes), 1, T, D, dtype=torch.float64)
+        clipping.backward(ragged(model, x, sizes))
+        found = gradients(model)
+        model.zero_grad()
+        samples = []
+        with clipping.disabled():
+            for part in x.split(sizes):
+                ragged(model, part, [len(part)]).sum().backward()
+                samples.append(gradients(model))
+                model.zero_grad()
+        factors = [min(1.0, 0.05 / (float(one.norm()) + 1e-6)) for one in samples]
+        expected = sum(f * one for f, one in zip(factors, samples, strict=True))
+        assert (found - expected).norm() <= 1e-9 * expected.norm()
+
+
+class Unknown(torch.autograd.Function):
+    """The identity, as far as anybody can see nothing."""
+
+    @staticmethod
+    def forward(ctx, x):  # noqa: ARG004
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):  # noqa: ARG004
+        return g
+
+
+def against(first, second):
+    labels = torch.arange(len(first))
+    return functional.cross_entropy(first @ second.t(), labels, reduction="none")
+
+
+def shifted_pairs(m, x):
+    y, n = pairs_of(m, x).mean((1, 2)), len(x)
+    return (y[:n] - torch.cat([y[n + 1 :], y[n : n + 1]])).square()
+
+
+def flipped_pairs(m, x):
+    chosen, rejected = pairs_of(m, x).mean((1, 2)).chunk(2)
+    return (chosen - rejected.flip(0)).square()
+
+
+def with_the_first(m, x):
+    y = rows_of(m, x)
+    return y.view(-1, N).mean(1) + y[0]
+
+
+def by_rows(change):
+    return lambda m, x: change(rows_of(m, x)).view(-1, N).mean(1)
+
+
+REFUSED = {
+    "flip": (by_rows(lambda y: y.flip(0)), "Flip"),
+    "roll": (by_rows(lambda y: y.roll(1, 0)), "Roll"),
+    "roll by slices": (by_rows(lambda y: torch.cat([y[1:], y[:1]])), "another order"),
+    "sort": (by_rows(lambda y: y.sort(0).values), "Sort"),
+    "an index by data": (by_rows(lambda y: y[(-y).argsort()]), "another order"),
+    "an index at random": (
+        by_rows(lambda y: y[torch.randperm(len(y), generator=torch.Generator().manual_seed(0))]),
+        "another order",
+    ),
+    "cumsum": (by_rows(lambda y: y.cumsum(0)), "Cumsum"),
+    "softmax": (by_rows(lambda y: y.softmax(0)), "Softmax"),
+    "centred": (by_rows(lambda y: y - y.mean(0)), "Sub"),
+    "the largest": (by_rows(lambda y: y / y.max()), "Div"),
+    "batch statistics": (
+        lambda m, x: (
+            functional.batch_norm(m(x.flatten(0, 1)).flatten(1), None, None, training=True)
+            .square()
+            .mean(1)
+            .view(-1, N)
+            .mean(1)
+        ),
+        "NativeBatchNorm",
+    ),
+    "a product over rows": (
+        lambda m, x: (
+            (torch.ones(len(x) * N, len(x) * N).double() @ m(x.flatten(0, 1)).flatten(1))
+            .square()
+            .mean(1)
+            .view(-1, N)
+            .mean(1)
+        ),
+        "Mm",
+    ),
+    "attention over rows": (
+        lambda m, x: (
+            functional.scaled_dot_product_attention(
+                *[m(x.flatten(0, 1)).flatten(1)[None, None]] * 3
+            )[0, 0]
+            .square()
+            .mean(1)
+            .view(-1, N)
+            .mean(1)
+        ),
+        "ScaledDotProduct",
+    ),
+    "negatives of others": (
+        lambda m, x: against(*pairs_of(m, x).flatten(1).chunk(2)),
+        "Mm",
+    ),
+    "pairs of others": (flipped_pairs, "Flip"),
+    "pairs of the next": (shifted_pairs, "another order"),
+    "windows that overlap": (
+        lambda m, x: rows_of(m, x).unfold(0, N, N - 1).mean(1)[: len(x)],
+        "Unfold",
+    ),
+    "one of another sample": (with_the_first, "Add"),
+    "code that is not known": (by_rows(Unknown.apply), "Unknown"),
+    "code in place": (
+        by_rows(lambda y: y.clone().index_fill_(0, torch.tensor([0]), 0.0).flip(0)),
+        "Flip",
+    ),
+}
+
+
+@pytest.mark.parametrize("first_batch", ["verified", "trusted"])
+@pytest.mark.parametrize("way", EVERY)
+@pytest.mark.parametrize("form", REFUSED)
+def test_what_the_graph_does_not_prove_is_refused_by_name(form, way, first_batch) -> None:
+    model, x = make_model(), torch.randn(B, N, T, D, dtype=torch.float64)
+    losses_of, message = REFUSED[form]
+    clipping = way(model, 0.1, first_batch=first_batch)
+    for _ in range(2):
+        with pytest.raises(BatchAxisError, match=r"saw (8|12) samples") as found:
+            clipping.backward(losses_of(model, x))
+        assert message in str(found.value)
+        assert is_clear(model)
+    clipping.backward(EXACT["a mean over rows"](model, x))  # the next batch
+
+
+def influences(losses_of, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Which samples' losses depend on each row of the first layer's output, by differences."""
+    rows = model[0](torch.zeros(1, T, D, dtype=x.dtype)).new_zeros(0)
+    shift = {"at": None}
+
+    def move(_module, _inputs, y):
+        nonlocal rows
+        rows = y
+        if shift["at"] is None:
+            return y
+        moved = y.clone()
+        moved[shift["at"]] += 1e-3
+        return moved
+
+    handle = model[0].register_forward_hook(move)
+    with torch.no_grad():
+        plain = losses_of(model, x)
+        found = []
+        for row in range(len(rows)):
+            shift["at"] = row
+            found.append((losses_of(model, x) - plain).abs() > 1e-12)
+    handle.remove()
+    return torch.stack(found)
+
+
+ONE_CALL = [
+    form
+    for form in EXACT
+    if form
+    not in (
+        "pairs, two calls",
+        "pairs, two calls joined",
+        "negatives",
+        "anchors that are repeated",
+        "a call for each",
+    )
+]
+
+
+@pytest.mark.parametrize("form", ONE_CALL)
+def test_what_is_proven_is_what_differences_show(form) -> None:
+    """Each row of a layer moves the loss of one sample at most, whose gradient it joins."""
+    model, x = make_model(), torch.randn(B, N, T, D, dtype=torch.float64)
+    moved = influences(EXACT[form], model, x)
+
+    assert (moved.sum(1) <= 1).all()
+    assert moved.any(0).all()
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_as_many_rows_as_samples_in_another_order_are_refused_later_too(way) -> None:
+    """An index by data keeps the order of the first batch, and not of the second."""
+    model = make_model()
+    clipping = way(model, 1.0)
+
+    def losses_of(x):
+        y = model(x[:, 0]).square().mean((1, 2))
+        return y[x[:, 0, 0, 0].argsort()]
+
+    x = torch.randn(B, 1, T, D, dtype=torch.float64)
+    x[:, 0, 0, 0] = torch.arange(B)
+    clipping.backward(losses_of(x))
+    model.zero_grad()
+    with pytest.raises(BatchAxisError, match="another order"):
+        clipping.backward(losses_of(x.flip(0)))
+    assert is_clear(model)
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_a_layer_without_a_rule_that_mixes_rows_of_pairs_is_refused(way) -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3).double())
+
+        def forward(self, x):
+            return (x - x.mean(0)) * self.weight
+
+    model = make_model().append(Centred())
+    x = torch.randn(B, N, T, D, dtype=torch.float64)
+    with pytest.raises((UnsupportedError, RuntimeError), match=r"gave another output|depends on"):
+        way(model, 1.0).backward(prefer(pairs_of(model, x).square().mean((1, 2))))
+    assert is_clear(model)
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_a_sample_that_is_not_finite_is_excluded_with_all_its_rows(way) -> None:
+    model, x = make_model(), torch.randn(B, N, T, D, dtype=torch.float64)
+    losses = EXACT["rows after samples"]
+    _, expected, _ = one_by_one(lambda x: losses(model, x), model, (x[[0, 2, 3]],), 0.1)
+    x[1, 1] = torch.inf
+    clipping = way(model, 0.1)
+    clipping.backward(losses(model, x))
+
+    assert clipping.nonfinite_samples == 1
+    assert (gradients(model) - expected).norm() <= 1e-9 * expected.norm()
