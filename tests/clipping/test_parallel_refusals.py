@@ -345,6 +345,16 @@ def test_a_refused_batch_verifies_nothing_on_ranks_with_shards(way) -> None:
         clipping.backward(model(torch.randn(5, 5, 3)))
 
 
+def test_a_loss_that_contains_a_gradient_is_refused() -> None:
+    model = fully_shard(Mixing())
+    x = torch.randn(3, 5, 3, requires_grad=True)
+    clipping = BookKeeping(model, 1.0)
+    with pytest.raises(UnsupportedError, match="under fully_shard no gradient"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedError, match="under fully_shard no gradient"):
+        clipping.backward(torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].sum((1, 2)))
+
+
 def test_batches_of_one_sample_verify_nothing_on_ranks_with_shards() -> None:
     model = fully_shard(Mixing())
     clipping = BookKeeping(model, 1.0)

@@ -160,7 +160,7 @@ def run_tokenwise(
     return rule(layer, partial(receive_turned, receive, x.shape[1]), x)
 
 
-def receive_turned(receive: Receive, B: int, contributions: Contributions) -> None:
+def receive_turned(receive: Receive, B: int, contributions: Contributions, **named: Any) -> None:
     """Pass on contributions whose second axis is the batch, with other tokens."""
 
     def turn(part: Any) -> Any:
@@ -173,5 +173,6 @@ def receive_turned(receive: Receive, B: int, contributions: Contributions) -> No
         [
             (p, one._replace(**{k: turn(v) for k, v in one._asdict().items()}))
             for p, one in contributions
-        ]
+        ],
+        **named,
     )

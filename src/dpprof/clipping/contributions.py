@@ -34,6 +34,10 @@ class Product(NamedTuple):
     transposed: bool = False
     """Whether the parameter is (d, p), as in GPT-2's Conv1D."""
 
+    def transpose(self) -> "Product":
+        """Return the same with inputs and output gradients exchanged."""
+        return Product(self.g_BTp, self.x_BTd, not self.transposed)
+
     def materialise(self, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
         """Compute the per-sample gradients; (B, p, d), or (B, d, p)."""
         left, right = (x_BTd, g_BTp) if self.transposed else (g_BTp, x_BTd)
@@ -437,15 +441,16 @@ def merge_uses(contributions: Sequence[Contribution]) -> list[Contribution] | No
     chunked = [one for one in contributions if isinstance(one, ChunkedProduct)]
     lookups = [one for one in contributions if isinstance(one, Lookup)]
     others = [one for one in contributions if isinstance(one, Direct | Convolution)]
-    transposed = {product.transposed for product in products}
-    if len(transposed) > 1 or (lookups and (others or True in transposed)) or (others and products):
+    if (lookups and others) or (others and products):
         return None
     if chunked and (len(chunked) > 1 or products or others):
         return None
     merged: list[Contribution] = [*chunked]
     if products:
+        transposed = products[0].transposed and not lookups
+        products = [p if p.transposed == transposed else p.transpose() for p in products]
         x, g = _join_tokens(p.x_BTd for p in products), _join_tokens(p.g_BTp for p in products)
-        merged.append(Product(x, g, products[0].transposed))
+        merged.append(Product(x, g, transposed))
     if lookups:
         padding = lookups[0].padding
         if any(one.padding != padding for one in lookups):

@@ -62,14 +62,37 @@ class _Convolution(torch.autograd.Function):
             contributions.append((ctx.weight, _contribute(x.detach(), g, ctx.weight, ctx.options)))
         if ctx.needs_input_grad[2]:
             contributions.append((ctx.bias, Shift(g.flatten(2).transpose(1, 2))))
-        ctx.receive(contributions)
+        ctx.receive(contributions, may_repeat=True)
         input_gradient = None
         if ctx.needs_input_grad[0]:
-            input_gradient = differentiate_input(x, g, ctx.weight.to(g.dtype), ctx.options)
+            repeats = torch.is_grad_enabled()
+            input_gradient = (
+                _run_back(ctx, x, g)
+                if repeats
+                else differentiate_input(x, g, ctx.weight.to(g.dtype), ctx.options)
+            )
             if ctx.places is not None:
                 found, input_gradient = input_gradient, input_gradient.new_zeros(ctx.shape)
                 input_gradient[ctx.places] = found
         return input_gradient, None, None, None, None
+
+
+def _run_back(ctx: Any, x: Tensor, g: Tensor) -> Tensor:
+    """Compute the gradient of the input by another convolution, whose weight is clipped too."""
+    options: _Options = ctx.options
+    places = tuple(x.shape[2:])
+    if options.transposed:
+        more: tuple[int, ...] = (0,) * len(places)
+    else:
+        kernel = ctx.weight.shape[2:]
+        read = zip(
+            g.shape[2:], options.stride, options.padding, options.dilation, kernel, strict=True
+        )
+        least = [(n - 1) * s - 2 * p + d * (k - 1) + 1 for n, s, p, d, k in read]
+        more = tuple(n - one for n, one in zip(places, least, strict=True))
+    back = options._replace(transposed=not options.transposed, output_padding=more)
+    found = apply(_Convolution, g, ctx.weight, None, back, ctx.receive)
+    return found[(slice(None), slice(None), *map(slice, places))]
 
 
 def _contribute(x: Tensor, g: Tensor, weight: Tensor, options: _Options) -> Convolution:

@@ -32,6 +32,12 @@ from dpprof.clipping.contributions import (
 )
 from dpprof.clipping.coverage import Coverage, trained_in
 from dpprof.clipping.distribution import find_ranks
+from dpprof.clipping.double_backward import (
+    DIFFERENTIATED_AGAIN,
+    computes_gradients,
+    refuse_gradient,
+    refuse_transforms,
+)
 from dpprof.clipping.factor import scaled_factor, verify_bound
 from dpprof.clipping.first_batch import FirstBatches, Handler
 from dpprof.clipping.layers import Contributions, count_uses
@@ -325,6 +331,12 @@ class Clipping(ABC):
         return [(self.parameters, self.max_grad_norm)]
 
     @property
+    def _why_no_gradients(self) -> str:
+        """Why no loss may contain a gradient; nothing where it may."""
+        is_sharded = self.ranks.is_sharded
+        return "under fully_shard no gradient is differentiated again" if is_sharded else ""
+
+    @property
     def generators(self) -> list[torch.Generator]:
         """Sources of random numbers that the clipping itself draws."""
         return []
@@ -395,15 +407,16 @@ class Clipping(ABC):
         self.plan = {}
         self._first_batches.begin()
         try:
-            nodes = self._read_graph(losses)
-            self._first_batches.verify(losses, self.handling, self._coverage)
+            layout = self._read_graph(losses)
+            self._first_batches.verify(losses, self.handling, self._coverage, layout)
+            layout.raises = True
             self._changed.clear()
             if self.ranks.is_sharded:
                 self._expect_shards(losses)
             if len(losses) or self.ranks.is_sharded:
                 norms = SampleNorms(
                     losses.detach(),
-                    self._find_reused(nodes),
+                    self._find_reused(layout.nodes),
                     self._keep,
                     keeps=self.keeps,
                     shares=self.ranks.is_sharded,
@@ -441,8 +454,8 @@ class Clipping(ABC):
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
 
-    def _read_graph(self, losses: Tensor) -> list[Any]:
-        """Return the nodes behind the losses, and find what enters for all samples."""
+    def _read_graph(self, losses: Tensor) -> Layout:
+        """Find which rows samples have, and what enters for all samples."""
 
         def name_of(leaf: nn.Parameter) -> str:
             return self.name_of(self.ranks.own(leaf))
@@ -456,7 +469,7 @@ class Clipping(ABC):
             self._has_orders = layout.has_orders or bool(self._has_orders)
         ways = self._broadcasts.ways | layout.describe() | describe(self._batch_second)
         self._first_batches.expect(ways)
-        return layout.nodes
+        return layout
 
     def verify_released(self) -> None:
         """Refuse a step if a buffer or frozen parameter changed; this may wait for the device.
@@ -501,10 +514,15 @@ class Clipping(ABC):
         call: LayerCall,
         contributions: Contributions,
         changed_B: Tensor | None = None,
+        *,
+        may_repeat: bool = False,
     ) -> None:
         call.verify(self._name_of_layer)
-        if not contributions:
-            return
+        if torch.is_grad_enabled() and (not may_repeat or self._why_no_gradients):
+            problem = self._why_no_gradients or DIFFERENTIATED_AGAIN
+            refuse_gradient(self._name_of_layer(layer), type(layer).__name__, problem)
+        if not computes_gradients(contributions, self.name_of):
+            return  # somebody else's gradient, of an input
         if self._handler is None:
             raise RuntimeError(
                 "this model's gradients are clipped: call backward(losses) of its Clipping in "
@@ -708,6 +726,7 @@ def _run(
     **named: Any,
 ) -> Any:
     refuse_other_wrapper(ranks)
+    refuse_transforms(layer)
     if torch.is_grad_enabled() and not isinstance(getattr(rule, "__self__", None), Choice):
         given = (*inputs, *named.values())
         is_alone = len(given) == 1  # without the loss of a head

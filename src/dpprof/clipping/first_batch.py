@@ -33,6 +33,7 @@ from dpprof.clipping.contributions import (
     Shift,
 )
 from dpprof.clipping.layers import Contributions
+from dpprof.clipping.layout import Layout
 from dpprof.clipping.ranks import Ranks
 from dpprof.clipping.sample_norms import BatchAxisError
 from dpprof.spec.registry import UnsupportedError
@@ -97,6 +98,7 @@ class FirstBatches:
         losses: Tensor,
         handling: Callable[[Handler], AbstractContextManager[None]],
         parameters: Iterable[nn.Parameter],
+        layout: Layout,
     ) -> None:
         """Verify a batch, unless that is done; one with fewer than two samples shows nothing.
 
@@ -104,6 +106,7 @@ class FirstBatches:
             losses: (B,), whose graph stays.
             handling: Lets a function look at every layer's contributions.
             parameters: Say on which devices random numbers are drawn.
+            layout: Notes layers of which it proves nothing.
 
         Raises:
             UnsupportedError: Samples are mixed.
@@ -119,14 +122,15 @@ class FirstBatches:
             return
         with _random_state_kept(parameters), handling(batch.look):
             torch.autograd.backward(losses, batch.weights, retain_graph=True)
+        problem = layout.problem or batch.problem
         is_wrong, has_looked, is_incomplete, has_ways = ranks.any(
-            batch.problem is not None,
+            problem is not None,
             batch.sample is not None,
             not batch.is_complete,
             bool(self._ways),
         )
         if is_wrong:
-            raise batch.problem or UnsupportedError("another rank found that samples are mixed")
+            raise problem or UnsupportedError("another rank found that samples are mixed")
         self._asks |= has_ways
         if not has_looked:  # no rank has two samples
             return

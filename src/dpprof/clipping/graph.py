@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import _Holder
 

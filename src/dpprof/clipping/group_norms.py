@@ -11,9 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dpprof.clipping.contributions import Contribution, SampleGradients
-from dpprof.clipping.layers import Receive, apply, cast_for_normalisation
+from dpprof.clipping.layers import (
+    Receive,
+    apply,
+    cast_for_normalisation,
+    differentiate_again,
+    scale_gradient,
+)
 from dpprof.norms import placement
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -38,6 +45,7 @@ class _GroupNorm(torch.autograd.Function):
         y, mean_BG, rstd_BG = torch.ops.aten.native_group_norm(x, weight, bias, *sizes, eps)
         ctx.save_for_backward(x, mean_BG, rstd_BG)
         ctx.weight, ctx.bias, ctx.receive = weight, bias, receive
+        ctx.groups, ctx.eps = groups, eps
         ctx.clipped = [one for one in (weight, bias) if one is not None]
         return y  # type: ignore[no-any-return]
 
@@ -45,6 +53,14 @@ class _GroupNorm(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, mean_BG, rstd_BG = ctx.saved_tensors
         B, C = x.shape[:2]
+        repeated = None
+        if ctx.needs_input_grad[0] and torch.is_grad_enabled():
+            per_channel = (C, *(1,) * (x.dim() - 2))
+            repeated = differentiate_again(
+                lambda x: functional.group_norm(x, ctx.groups, eps=ctx.eps),
+                *(x, scale_gradient(g, ctx.weight, per_channel, ctx.receive)),
+            )
+            x, g = x.detach(), g.detach()
         weight = None if ctx.weight is None else ctx.weight.repeat(B)
         input_gradient, of_weight, of_bias = torch.ops.aten.native_group_norm_backward(
             *(g.contiguous().flatten(0, 1)[None], x.contiguous().flatten(0, 1)[None]),
@@ -57,8 +73,10 @@ class _GroupNorm(torch.autograd.Function):
             contributions.append((ctx.weight, SampleGradients(of_weight.view(B, C))))
         if ctx.needs_input_grad[2]:
             contributions.append((ctx.bias, SampleGradients(of_bias.view(B, C))))
-        ctx.receive(contributions)
-        if ctx.needs_input_grad[0]:
+        ctx.receive(contributions, may_repeat=True)
+        if repeated is not None:
+            input_gradient = repeated
+        elif ctx.needs_input_grad[0]:
             input_gradient = input_gradient.view(x.shape)
             if not x.is_contiguous():
                 input_gradient = torch.empty_like(x).copy_(input_gradient)

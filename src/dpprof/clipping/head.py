@@ -40,6 +40,7 @@ from dpprof.norms import placement, triton_ops
 from dpprof.norms.linear import fill_grams
 from dpprof.norms.tiles import accumulator_of, spans
 from dpprof.records.births import allocates
+from dpprof.spec.registry import UnsupportedError
 
 CHUNK_BYTES = 2**28
 """About how much the logits of a chunk take, in the dtype of sums."""
@@ -468,6 +469,11 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_BT: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "the loss contains a gradient, which goes through linear_cross_entropy; compute "
+                "the logits, and their cross_entropy"
+            )
         labels_BT, x_BTd, beside_BTk, *found, grams_BTT = ctx.saved_tensors
         of_input, of_beside = (
             None if one is None else _scale_rows(one.view(*g_BT.shape, -1), g_BT) for one in found

@@ -3,14 +3,15 @@
 Each rule is an autograd function. Its backward computes the gradient of the layer's input as
 autograd would. In place of the parameters' gradients it passes on contributions: the tensors that
 determine the per-sample gradients. It needs only the tensors that it saved, so activation
-checkpointing works, and no hook has to match forward calls with gradients.
+checkpointing works, and no hook has to match forward calls with gradients. Where a loss contains a
+gradient, autograd differentiates these backward passes again: then they run rules themselves.
 
 Shape legend: B samples, T tokens (all axes between the first and the last), d width of an
 input, p width of an output.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,12 +24,14 @@ from dpprof.clipping.contributions import (
     Contribution,
     Lookup,
     Product,
+    SampleGradients,
     Scale,
     Shift,
 )
 from dpprof.clipping.tensor_kinds import is_sparse
 from dpprof.norms import placement
 from dpprof.norms.complex_numbers import interleave, split_product
+from dpprof.norms.tiles import accumulator_of
 
 Contributions = Sequence[tuple[nn.Parameter, Contribution]]
 
@@ -36,8 +39,20 @@ Contributions = Sequence[tuple[nn.Parameter, Contribution]]
 class Receive(Protocol):
     """Takes what one use of a layer contributes, in each backward, even if that is nothing."""
 
-    def __call__(self, contributions: Contributions, changed_B: Tensor | None = None) -> None:
-        """Take contributions, and which samples' outputs are others when computed again; (B,)."""
+    def __call__(
+        self,
+        contributions: Contributions,
+        changed_B: Tensor | None = None,
+        *,
+        may_repeat: bool = False,
+    ) -> None:
+        """Take contributions.
+
+        Args:
+            contributions: Of trained parameters.
+            changed_B: Which samples' outputs are others when computed again; (B,).
+            may_repeat: Whether the gradient of the layer's input may be differentiated again.
+        """
 
 
 def _flatten(x: Tensor) -> Tensor:
@@ -126,7 +141,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         input_gradient = None
-        if ctx.needs_input_grad[0]:
+        may_repeat = not g.is_complex()
+        if ctx.needs_input_grad[0] and torch.is_grad_enabled() and may_repeat:
+            input_gradient = apply(_Linear, g, ctx.weight, None, not ctx.transposed, ctx.receive)
+        elif ctx.needs_input_grad[0]:
             matrix = ctx.weight.to(g.dtype).conj()
             input_gradient = g @ (matrix.t() if ctx.transposed else matrix)
         g_BTp = _flatten(g)
@@ -136,7 +154,7 @@ class _Linear(torch.autograd.Function):
             contributions.append((ctx.weight, product))
         if ctx.needs_input_grad[2]:
             contributions.append((ctx.bias, Shift(interleave(g_BTp))))
-        ctx.receive(contributions)
+        ctx.receive(contributions, may_repeat=may_repeat)
         return input_gradient, None, None, None, None
 
 
@@ -174,6 +192,76 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None
 
 
+class _Scaled(torch.autograd.Function):
+    """The gradient of a norm's output times the norm's scale, to be differentiated again."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        g: Tensor,
+        weight: Tensor,
+        shape: Sequence[int],
+        scale_of: Callable[[Tensor], Tensor],
+        receive: Receive,
+    ) -> Tensor:
+        ctx.save_for_backward(g)
+        ctx.weight, ctx.receive, ctx.clipped = weight, receive, [weight]
+        ctx.shape, ctx.scale_of = shape, scale_of
+        return g * scale_of(weight).view(*shape)
+
+    @staticmethod
+    def backward(ctx: Any, again: Tensor) -> Any:
+        (g,) = ctx.saved_tensors
+        given = ctx.weight, ctx.shape, ctx.scale_of, ctx.receive
+        of_g = None
+        if ctx.needs_input_grad[0]:
+            scale = ctx.scale_of(ctx.weight).view(*ctx.shape)
+            of_g = apply(_Scaled, again, *given) if torch.is_grad_enabled() else again * scale
+        contributions: list[tuple[nn.Parameter, Contribution]] = []
+        if ctx.needs_input_grad[1]:
+            products = g.detach() * again
+            places = (len(g), *(1,) * (g.dim() - 1 - len(ctx.shape)), *ctx.shape)[-g.dim() :]
+            axes = [at for at in range(1, g.dim()) if places[at] == 1 != g.shape[at]]
+            if axes:
+                products = products.sum(axes, dtype=accumulator_of(g.dtype))
+            contributions.append((ctx.weight, SampleGradients(products.reshape(len(g), -1))))
+        ctx.receive(contributions, may_repeat=True)
+        return of_g, None, None, None, None
+
+
+def scale_gradient(
+    g: Tensor,
+    weight: Tensor | None,
+    shape: Sequence[int],
+    receive: Receive,
+    scale_of: Callable[[Tensor], Tensor] = lambda weight: weight,
+) -> Tensor:
+    """Multiply the gradient of a norm's output by the norm's scale, where that is clipped too.
+
+    Args:
+        g: The gradient.
+        weight: The scale; None for none.
+        shape: That of the scale beside the last axes of ``g``.
+        receive: Receives what the scale contributes.
+        scale_of: Returns what is multiplied.
+    """
+    return g if weight is None else apply(_Scaled, g, weight, shape, scale_of, receive)
+
+
+def differentiate_again(run: Callable[[Tensor], Tensor], x: Tensor, g: Tensor) -> Tensor:
+    """Differentiate a function without parameters, so that autograd can differentiate that again.
+
+    Args:
+        run: The function.
+        x: Its input, with its graph.
+        g: The gradient of its output.
+    """
+    own = x.view_as(x)
+    y = run(own)
+    (found,) = torch.autograd.grad(y, own, g.to(y.dtype), create_graph=True)
+    return found
+
+
 class _LayerNorm(torch.autograd.Function):
     """Normalise the last axes, scale and shift."""
 
@@ -190,7 +278,7 @@ class _LayerNorm(torch.autograd.Function):
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, layer.eps)
         ctx.save_for_backward(x, mean, rstd)
         ctx.weight, ctx.bias, ctx.shape, ctx.receive = weight, bias, shape, receive
-        ctx.widths = len(shape)
+        ctx.widths, ctx.eps = len(shape), layer.eps
         ctx.clipped = [one for one in (weight, bias) if one is not None]
         return y
 
@@ -198,7 +286,12 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, mean, rstd = ctx.saved_tensors
         input_gradient = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and torch.is_grad_enabled():
+            input_gradient = differentiate_again(
+                lambda x: functional.layer_norm(x, ctx.shape, eps=ctx.eps),
+                *(x, scale_gradient(g, ctx.weight, ctx.shape, ctx.receive)),
+            )
+        elif ctx.needs_input_grad[0]:
             input_gradient = torch.ops.aten.native_layer_norm_backward(
                 g, x, ctx.shape, mean, rstd, ctx.weight, ctx.bias, [True, False, False]
             )[0]
@@ -210,7 +303,7 @@ class _LayerNorm(torch.autograd.Function):
             contributions.append((ctx.weight, Scale(flat[0], flat[1], flat[2], flat[3], beside)))
         if ctx.needs_input_grad[2]:
             contributions.append((ctx.bias, Shift(flat[3], beside)))
-        ctx.receive(contributions)
+        ctx.receive(contributions, may_repeat=True)
         return input_gradient, None, None, None, None
 
 
@@ -269,7 +362,14 @@ class RmsNorm(torch.autograd.Function):
         x, rstd = ctx.saved_tensors
         formula: RmsFormula = ctx.formula
         input_gradient = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and torch.is_grad_enabled():
+            ones = torch.zeros_like if formula.is_shifted else torch.ones_like
+            scaled = scale_gradient(g, ctx.weight, ctx.weight.shape, ctx.receive, formula.scale_of)
+            input_gradient = differentiate_again(
+                lambda x: normalise_and_scale(x, ones(ctx.weight.detach()), formula)[0],
+                *(x, scaled),
+            )
+        elif ctx.needs_input_grad[0]:
             scaled = g * _at_least_float32(formula.scale_of(ctx.weight))
             normal = x * rstd
             common = (scaled * normal).mean(formula.axes, keepdim=True)
@@ -279,7 +379,7 @@ class RmsNorm(torch.autograd.Function):
             axes = len(formula.axes)
             flat_x, flat_rstd, flat_g = (_flatten(t.flatten(-axes)) for t in (x.detach(), rstd, g))
             contributions.append((ctx.weight, Scale(flat_x, None, flat_rstd, flat_g)))
-        ctx.receive(contributions)
+        ctx.receive(contributions, may_repeat=True)
         return input_gradient, None, None, None
 
 

@@ -78,6 +78,7 @@ class Layout:
         start = (None, 0) if losses is None else (losses.grad_fn, losses.output_nr)
         self._start: _Output = past_identities(*start)
         self._name_of, self._proves, self._reads = name_of, proves, reads
+        self._has_read = False
         self._above: Mapping[Any, list[tuple[Any, int]]] | None = None
         self._owners: dict[_Output, Owners] | None = None
         self._stops: dict[_Output, Any] = {}
@@ -88,6 +89,12 @@ class Layout:
 
         self._rows: dict[tuple[Any, int], Rows | None] = {}
         self._receivers: list[tuple[Any, Receive]] = []
+        self.problem: BatchAxisError | None = None
+        """The first layer that contributed, and of which nothing is proven."""
+
+        self.raises = False
+        """Whether such a layer is refused at once, and not only noted."""
+
         self.has_orders = False
         """Whether rows have orders that lengths do not tell; then all of the graph is looked at."""
 
@@ -118,13 +125,25 @@ class Layout:
         if self._owners is None:
             self._owners = {}
             self._prove(self._owners)
-        owners = self._owners.get((node, 0))
-        along = None if owners is None else along_first_axis(np.moveaxis(owners, axis, 0))
+        along = self._owners_along(node, axis)
         if along is None or (along == MANY).any():
             # Samples may lie on another axis, or code mixes them: the first batch shows it.
             return Rows.in_order(count, count) if count == self.samples else None
         found = Rows.of(whole(along, 0, count), self.samples)
-        return found if found is None or self._reads or found.is_in_blocks else None
+        # What an index picks may depend on data: as many rows of each sample do not.
+        is_fixed = found is None or found.is_in_blocks or (self._reads and not self._has_read)
+        return found if is_fixed else None
+
+    def _owners_along(self, node: Any, axis: int) -> Owners | None:
+        """Return the owners of the rows of all that a node returned; None if they are not known."""
+        count = shape_of(node)[axis]
+        found = []
+        for output, shape in enumerate(shapes_of(node)):
+            owners = (self._owners or {}).get((node, output))
+            if shape[axis : axis + 1] == (count,) and owners is not None:
+                found.append(along_first_axis(np.moveaxis(owners, axis, 0)))
+        known = [one for one in found if one is not None]
+        return merge(known) if known and len(known) == len(found) else None
 
     def _prove(self, owners: dict[_Output, Owners]) -> None:
         """Find owners, from the losses on, and from what is below operators that are not known."""
@@ -260,6 +279,7 @@ class Layout:
         """Return the values of an index, None where they are not known."""
         if not self._reads or isinstance(index, FakeTensor):
             return None
+        self._has_read = True
         return index.detach().cpu().numpy()
 
     def group(self) -> None:
@@ -293,7 +313,8 @@ class Layout:
         place: tuple[Any, int],
         receive: Receive,
         contributions: Contributions,
-        changed_B: Tensor | None = None,
+        *changed_B: Tensor | None,
+        **named: Any,
     ) -> None:
         node, axis = place
         is_other_order = shape_of(node)[axis] == self.samples
@@ -301,8 +322,12 @@ class Layout:
             if is_other_order or len(one[0]) != self.samples:
                 name = self._name_of(parameter)
                 name, why = name.rpartition(".")[0] or name, self._explain(node)
-                raise BatchAxisError.of(name, len(one[0]), self.samples, why)
-        receive(contributions, changed_B)
+                problem = BatchAxisError.of(name, len(one[0]), self.samples, why)
+                self.problem = self.problem or problem
+                if self.raises:
+                    raise problem
+                return
+        receive(contributions, *changed_B, **named)
 
     def _explain(self, node: Any) -> str:
         """Tell why nothing proves which rows of what a node returned samples have."""
@@ -317,6 +342,8 @@ class Layout:
             return f"rows of several samples meet in {how}; keep each sample's rows apart"
         if along_first_axis(owners) is None:
             return "samples lie on another of its axes; name it in batch_second, if on the second"
+        if self._has_read:
+            return "an index picks its rows; pick as many of each sample, in the order of samples"
         return "the losses are in another order than the rows; keep the order of samples"
 
     def describe(self) -> set[str]:
@@ -347,6 +374,10 @@ def _is_of_a_leaf(node: Any) -> bool:
 
 
 def _receive_grouped(
-    receive: Receive, rows: Rows, contributions: Contributions, changed_B: Tensor | None = None
+    receive: Receive,
+    rows: Rows,
+    contributions: Contributions,
+    *changed_B: Tensor | None,
+    **named: Any,
 ) -> None:
-    receive([(p, rows.group_contribution(one)) for p, one in contributions], changed_B)
+    receive([(p, rows.group_contribution(one)) for p, one in contributions], *changed_B, **named)

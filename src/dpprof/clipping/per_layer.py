@@ -84,6 +84,13 @@ class PerLayerClipping(Clipping):
         trained = ([p for p in own if p.requires_grad] for own in self._list_layers())
         return [(own, bound) for own in trained if own]
 
+    @property
+    def _why_no_gradients(self) -> str:
+        return (
+            "per-layer clipping clips each use of a weight by itself, and a gradient is another; "
+            "use BookKeeping or FlashClipping"
+        )
+
     def _list_layers(self) -> list[list[nn.Parameter]]:
         """List the parameters that are clipped together, with those that were frozen since.
 

@@ -59,20 +59,23 @@ _STEPS: dict[str, Callable[[Tensor, Tensor, _State], _State]] = {
 class _Offsets(torch.autograd.Function):
     """Zeros to add to what matrices return, (B, T, p) each.
 
-    ``inputs`` are those of the matrices, (B, T, d) each, once they ran; None for x itself.
+    ``inputs`` are those of the matrices, (B, T, d) each, once they ran; None for x itself. The
+    first tensors are states, so that a gradient of a state passes here too.
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 (autograd passes them so)
         ctx: Any,
         x: Tensor,
         matrices: Sequence[_Matrix],
         inputs: list[Tensor | None],
         receive: Receive,
-        *parameters: Tensor,
+        states: int,
+        *tensors: Tensor,
     ) -> Any:
         ctx.save_for_backward(x)
-        ctx.matrices, ctx.inputs, ctx.receive, ctx.clipped = matrices, inputs, receive, parameters
+        ctx.matrices, ctx.inputs, ctx.receive = matrices, inputs, receive
+        ctx.states, ctx.clipped = states, tensors[states:]
         zero = x.new_zeros(())
         return tuple(zero.expand(*x.shape[:2], len(weight)) for weight, _ in matrices)
 
@@ -87,7 +90,7 @@ class _Offsets(torch.autograd.Function):
             if bias is not None and bias.requires_grad:
                 contributions.append((bias, Shift(g_BTp)))
         ctx.receive(contributions)
-        return None, None, None, None, *[None] * len(ctx.clipped)
+        return *[None] * 5, *[None] * (ctx.states + len(ctx.clipped))
 
 
 def _cast(matrix: _Matrix, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -140,8 +143,11 @@ class _Recurrence:
         refuse_other_numbers(flat[0][0], x)
         dtype = autocast_dtype(x) or x.dtype
         x, states = x.to(dtype), [tuple(one.to(dtype) for one in state) for state in states]
+        given = [one for state in states for one in state]
         parameters = [p for matrix in flat for p in matrix if p is not None]
-        offsets = iter(apply(_Offsets, x, flat, inputs, self._receive, *parameters))
+        offsets = iter(
+            apply(_Offsets, x, flat, inputs, self._receive, len(given), *given, *parameters)
+        )
         waiting, last = iter(states), []
         for at, group in enumerate(self._matrices):
             if at:

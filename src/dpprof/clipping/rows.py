@@ -60,21 +60,30 @@ class Rows:
         Known orders: samples one after the other, or several such blocks of rows, each with rows of
         all samples.
         """
-        owned_R = owners_R[owners_R != FREE]
+        is_free_R = owners_R == FREE
+        owned_R = owners_R[~is_free_R]
         if not len(owned_R) or not is_complete(owned_R):
             return None
-        starts = [0, *(np.flatnonzero(np.diff(owned_R) < 0) + 1), len(owned_R)]
-        runs = [owned_R[a:b] for a, b in itertools.pairwise(starts)]
-        counts = [np.bincount(run, minlength=samples) for run in runs]
-        if len(runs) > 1 and not all(one.all() for one in counts):
+        # A row that no loss uses may count as any sample's: as that of the one before.
+        before_R = np.maximum(np.cumsum(~is_free_R) - 1, 0)
+        filled = cls._in_blocks(owned_R[before_R], samples)
+        if filled is not None:
+            return filled
+        if not _is_in_order(owned_R, samples):
             return None
-        if len(owned_R) == len(owners_R) and all((one == one[0]).all() for one in counts):
-            blocks: list[_Blocks] = []
-            for one in counts:
-                again = blocks.pop() if blocks and blocks[-1].each == one[0] else _Blocks(0, 0)
-                blocks.append(_Blocks(again.repeats + 1, int(one[0])))
-            return cls(samples, len(owners_R), blocks)
         return cls(samples, len(owners_R), [], _list_places(owners_R, samples))
+
+    @classmethod
+    def _in_blocks(cls, owners_R: Owners, samples: int) -> "Rows | None":
+        """Return rows in blocks with as many of each sample; None where they are in no blocks."""
+        counts = [np.bincount(run, minlength=samples) for run in _runs_of(owners_R)]
+        if not all((one == one[0]).all() for one in counts):
+            return None
+        blocks: list[_Blocks] = []
+        for one in counts:
+            again = blocks.pop() if blocks and blocks[-1].each == one[0] else _Blocks(0, 0)
+            blocks.append(_Blocks(again.repeats + 1, int(one[0])))
+        return cls(samples, len(owners_R), blocks)
 
     @property
     def is_in_blocks(self) -> bool:
@@ -156,6 +165,18 @@ class Rows:
             for _ in range(repeats):
                 yield slice(start + some.start * each, start + some.stop * each), each
                 start += self.samples * each
+
+
+def _runs_of(owners_R: Owners) -> list[Owners]:
+    """Cut owners where they fall."""
+    starts = [0, *(np.flatnonzero(np.diff(owners_R) < 0) + 1), len(owners_R)]
+    return [owners_R[a:b] for a, b in itertools.pairwise(starts)]
+
+
+def _is_in_order(owners_R: Owners, samples: int) -> bool:
+    """Tell whether samples come one after another, or several times all of them."""
+    runs = _runs_of(owners_R)
+    return len(runs) == 1 or all(np.bincount(one, minlength=samples).all() for one in runs)
 
 
 def _list_places(owners_R: Owners, samples: int) -> Tensor:
