@@ -155,7 +155,7 @@ def test_it_is_exact(name, loss, way) -> None:
 
     model.zero_grad()
     clipping.backward(losses_of(draw()))
-    assert clipping.batches == 2  # noqa: PLR2004
+    assert clipping.batches == 2
 
 
 @pytest.mark.parametrize("way", FLAT)

@@ -340,6 +340,12 @@ def against(first, second):
     return functional.cross_entropy(first @ second.t(), labels, reduction="none")
 
 
+def change_in_place(y):
+    y = y * 1
+    y[0].mul_(2)
+    return y
+
+
 def shifted_pairs(m, x):
     y, n = pairs_of(m, x).mean((1, 2)), len(x)
     return (y[:n] - torch.cat([y[n + 1 :], y[n : n + 1]])).square()
@@ -417,6 +423,10 @@ REFUSED = {
     ),
     "one of another sample": (with_the_first, "Add"),
     "code that is not known": (by_rows(Unknown.apply), "Unknown"),
+    "a view in place": (
+        by_rows(change_in_place),
+        "changes a view in place",
+    ),
     "code in place": (
         by_rows(lambda y: y.clone().index_fill_(0, torch.tensor([0]), 0.0).flip(0)),
         "Flip",

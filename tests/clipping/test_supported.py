@@ -238,6 +238,14 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "samples and tokens in one axis": lambda: Between(
         nn.Linear(D, D), lambda inside, x: inside(x.flatten(0, 1)).view(x.shape)
     ),
+    "several rows for a sample": lambda: Between(
+        nn.Linear(D, D),
+        lambda inside, x: torch.stack(inside(torch.cat([x, x.tanh()])).chunk(2)).prod(0),
+    ),
+    "loss that contains a gradient of the model": lambda: Between(
+        nn.Linear(D, D),
+        lambda inside, x: torch.autograd.grad(inside(x).sin().sum(), x, create_graph=True)[0],
+    ),
     "windows": lambda: Between(
         nn.Linear(D, D), lambda inside, x: inside(x.view(-1, 2, D)).view(x.shape)
     ),
@@ -404,6 +412,18 @@ class Counts(nn.Module):
 REFUSED: dict[str, Callable[[], object]] = {
     "samples mixed between layers": lambda: clip(
         Between(nn.Linear(D, D), lambda inside, x: inside(x) - inside(x).mean(0))
+    ),
+    "rows whose sample the graph does not show": lambda: clip(
+        Between(nn.Linear(D, D), lambda inside, x: inside(torch.cat([x, x])).flip(0)[: len(x)])
+    ),
+    "gradient of a parameter in the loss": lambda: clip(
+        Between(
+            nn.Linear(D, D),
+            lambda inside, x: torch.autograd.grad(inside(x).sum(), inside.weight)[0] + x,
+        )
+    ),
+    "model inside of `torch.func.grad`, `vmap` or `jvp`": lambda: clip(
+        Between(nn.Linear(D, D), lambda inside, x: torch.func.vmap(inside)(x))
     ),
     "parameter that another module uses": lambda: clip(
         Between(Owner(nn.Linear(D, D)), lambda inside, x: x + inside.token @ torch.eye(D))

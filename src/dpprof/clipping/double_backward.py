@@ -44,7 +44,7 @@ def computes_gradients(
     node = torch._C._current_autograd_node() if own else None  # noqa: SLF001
     for leaf, _ in () if node is None else node.next_functions:
         parameter = own.get(id(getattr(leaf, "variable", None)))
-        if parameter is None:
+        if leaf is None or parameter is None:
             continue
         try:
             if torch._C._will_engine_execute_node(leaf):  # noqa: SLF001

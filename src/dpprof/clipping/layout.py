@@ -49,6 +49,9 @@ from dpprof.clipping.owners import (
 from dpprof.clipping.rows import Rows
 from dpprof.clipping.sample_norms import BatchAxisError
 
+_IN_PLACE = {"AsStrided", "CopySlices"}
+"""What changes of views in place leave in a graph."""
+
 _Output = tuple[Any, int]
 """A node, and which of its outputs."""
 
@@ -211,7 +214,7 @@ class Layout:
         if key in given:
             found = merge(given[key])
             if key in self._stops and (found == FREE).any():
-                found = None
+                found = _complete(found)
         elif key not in self._stops:
             found = np.full((1,) * len(shape), FREE, np.int32)
         if found is None and shape[:1] == (self.samples,) and not _is_of_a_leaf(key[0]):
@@ -236,8 +239,8 @@ class Layout:
                 if (node, output) in owners:
                     continue
                 for at, below in enumerate(edges_of(node)):
-                    given = owners.get(below)
-                    if given is None or not is_complete(given):
+                    given = _complete(owners.get(below))
+                    if given is None:
                         continue
                     before = shape_of(*below)
                     if isinstance(node, BackwardCFunction):
@@ -335,7 +338,7 @@ class Layout:
         owners = (self._owners or {}).get(key)
         if owners is None:
             stop = self._stops.get(key)
-            return "" if stop is None else f"it stops at {operator_of(stop)}, which is not known"
+            return "" if stop is None else _explain_stop(operator_of(stop))
         if (owners == MANY).any():
             mix = self._mixes.get(key)
             how = "their losses" if mix is None else operator_of(mix)
@@ -366,11 +369,27 @@ class Layout:
         self._receivers.clear()
 
 
+def _explain_stop(name: str) -> str:
+    if name in _IN_PLACE:
+        return "code changes a view in place; change a copy, by masked_fill or torch.where"
+    return f"it stops at {name}, which is not known"
+
+
 def _is_of_a_leaf(node: Any) -> bool:
     """Tell whether only operators of one operand are between a leaf and a node."""
     while node is not None and len(below := edges_of(node)) == 1:
         node = below[0][0]
     return node is not None and is_leaf(node)
+
+
+def _complete(owners: Owners | None) -> Owners | None:
+    """Return owners of which none is free, where some of each row has one; None elsewhere."""
+    if owners is None or is_complete(owners):
+        return owners
+    along = along_first_axis(owners)
+    if along is None or not is_complete(along):
+        return None
+    return of_first_axis(along, owners.ndim)
 
 
 def _receive_grouped(
