@@ -179,6 +179,28 @@ def test_a_gradient_of_a_layers_output_is_exact(way) -> None:
     assert_exact(way, model, (draw(),), lambda x: of_outputs(model, x))
 
 
+class TokensFirst(nn.Module):
+    """Layers that get (T, B, d)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(2, 4), nn.LayerNorm(4), nn.Tanh(), nn.RMSNorm(4), nn.Linear(4, 1)
+        )
+
+    def forward(self, x):
+        return self.layers(x.unflatten(1, (2, 2)).transpose(0, 1)).sum(0)
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_layers_with_the_batch_second_are_exact(loss, way) -> None:
+    torch.manual_seed(0)
+    model = TokensFirst().double()
+    losses_of = lambda x: LOSSES[loss](model, x)  # noqa: E731
+    assert_exact(way, model, (draw(),), losses_of, tolerance=1e-8, batch_second=["layers"])
+
+
 @pytest.mark.parametrize("way", FLAT)
 def test_rows_of_several_samples_are_exact(way) -> None:
     """A penalty in each of two rows of a sample."""

@@ -55,10 +55,10 @@ class _GroupNorm(torch.autograd.Function):
         B, C = x.shape[:2]
         repeated = None
         if ctx.needs_input_grad[0] and torch.is_grad_enabled():
-            per_channel = (C, *(1,) * (x.dim() - 2))
+            scaled = scale_gradient(g.reshape(B, C, -1).mT, ctx.weight, ctx.receive)
             repeated = differentiate_again(
                 lambda x: functional.group_norm(x, ctx.groups, eps=ctx.eps),
-                *(x, scale_gradient(g, ctx.weight, per_channel, ctx.receive)),
+                *(x, scaled.mT.reshape(g.shape)),
             )
             x, g = x.detach(), g.detach()
         weight = None if ctx.weight is None else ctx.weight.repeat(B)

@@ -24,14 +24,12 @@ from dpprof.clipping.contributions import (
     Contribution,
     Lookup,
     Product,
-    SampleGradients,
     Scale,
     Shift,
 )
 from dpprof.clipping.tensor_kinds import is_sparse
 from dpprof.norms import placement
 from dpprof.norms.complex_numbers import interleave, split_product
-from dpprof.norms.tiles import accumulator_of
 
 Contributions = Sequence[tuple[nn.Parameter, Contribution]]
 
@@ -196,43 +194,31 @@ class _Scaled(torch.autograd.Function):
     """The gradient of a norm's output times the norm's scale, to be differentiated again."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917
-        ctx: Any,
-        g: Tensor,
-        weight: Tensor,
-        shape: Sequence[int],
-        scale_of: Callable[[Tensor], Tensor],
-        receive: Receive,
+    def forward(
+        ctx: Any, g: Tensor, weight: Tensor, scale_of: Callable[[Tensor], Tensor], receive: Receive
     ) -> Tensor:
         ctx.save_for_backward(g)
-        ctx.weight, ctx.receive, ctx.clipped = weight, receive, [weight]
-        ctx.shape, ctx.scale_of = shape, scale_of
-        return g * scale_of(weight).view(*shape)
+        ctx.weight, ctx.scale_of, ctx.receive, ctx.clipped = weight, scale_of, receive, [weight]
+        ctx.widths = weight.dim()
+        return g * scale_of(weight)
 
     @staticmethod
     def backward(ctx: Any, again: Tensor) -> Any:
         (g,) = ctx.saved_tensors
-        given = ctx.weight, ctx.shape, ctx.scale_of, ctx.receive
         of_g = None
         if ctx.needs_input_grad[0]:
-            scale = ctx.scale_of(ctx.weight).view(*ctx.shape)
-            of_g = apply(_Scaled, again, *given) if torch.is_grad_enabled() else again * scale
+            of_g = scale_gradient(again, ctx.weight, ctx.receive, ctx.scale_of)
         contributions: list[tuple[nn.Parameter, Contribution]] = []
         if ctx.needs_input_grad[1]:
-            products = g.detach() * again
-            places = (len(g), *(1,) * (g.dim() - 1 - len(ctx.shape)), *ctx.shape)[-g.dim() :]
-            axes = [at for at in range(1, g.dim()) if places[at] == 1 != g.shape[at]]
-            if axes:
-                products = products.sum(axes, dtype=accumulator_of(g.dtype))
-            contributions.append((ctx.weight, SampleGradients(products.reshape(len(g), -1))))
+            products = (g.detach() * again).flatten(-ctx.widths)
+            contributions.append((ctx.weight, Shift(_flatten(products))))
         ctx.receive(contributions, may_repeat=True)
-        return of_g, None, None, None, None
+        return of_g, None, None, None
 
 
 def scale_gradient(
     g: Tensor,
     weight: Tensor | None,
-    shape: Sequence[int],
     receive: Receive,
     scale_of: Callable[[Tensor], Tensor] = lambda weight: weight,
 ) -> Tensor:
@@ -240,12 +226,15 @@ def scale_gradient(
 
     Args:
         g: The gradient.
-        weight: The scale; None for none.
-        shape: That of the scale beside the last axes of ``g``.
+        weight: The scale, of the last axes; None for none.
         receive: Receives what the scale contributes.
         scale_of: Returns what is multiplied.
     """
-    return g if weight is None else apply(_Scaled, g, weight, shape, scale_of, receive)
+    if weight is None:
+        return g
+    # What is not differentiated again needs no node.
+    is_last = not torch.is_grad_enabled()
+    return g * scale_of(weight) if is_last else apply(_Scaled, g, weight, scale_of, receive)
 
 
 def differentiate_again(run: Callable[[Tensor], Tensor], x: Tensor, g: Tensor) -> Tensor:
@@ -289,7 +278,7 @@ class _LayerNorm(torch.autograd.Function):
         if ctx.needs_input_grad[0] and torch.is_grad_enabled():
             input_gradient = differentiate_again(
                 lambda x: functional.layer_norm(x, ctx.shape, eps=ctx.eps),
-                *(x, scale_gradient(g, ctx.weight, ctx.shape, ctx.receive)),
+                *(x, scale_gradient(g, ctx.weight, ctx.receive)),
             )
         elif ctx.needs_input_grad[0]:
             input_gradient = torch.ops.aten.native_layer_norm_backward(
@@ -364,7 +353,7 @@ class RmsNorm(torch.autograd.Function):
         input_gradient = None
         if ctx.needs_input_grad[0] and torch.is_grad_enabled():
             ones = torch.zeros_like if formula.is_shifted else torch.ones_like
-            scaled = scale_gradient(g, ctx.weight, ctx.weight.shape, ctx.receive, formula.scale_of)
+            scaled = scale_gradient(g, ctx.weight, ctx.receive, formula.scale_of)
             input_gradient = differentiate_again(
                 lambda x: normalise_and_scale(x, ones(ctx.weight.detach()), formula)[0],
                 *(x, scaled),

@@ -194,7 +194,7 @@ class _Check:
 
     def _is_random(self) -> bool:
         """Tell whether the loss is drawn anew each time."""
-        with self.loop.plain() as model, torch.no_grad():
+        with self.loop.plain() as model:  # with gradients, of which the loss may contain one
             values = (self.batch.call(self.loop.loss, model) for _ in range(2))
             first, second = (read_losses(one, self.batch.samples).nan_to_num() for one in values)
         return not torch.equal(first, second)

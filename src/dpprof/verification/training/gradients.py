@@ -224,7 +224,7 @@ def find_shared_layer(loop: Loop, batch: TrainingBatch) -> str | None:
 
         return look
 
-    with ExitStack() as hooks, loop.plain() as model, torch.no_grad():
+    with ExitStack() as hooks, loop.plain() as model:
         for name, layer in loop.model.named_modules():
             if any(p.requires_grad for p in layer.parameters(recurse=False)):
                 hooks.enter_context(layer.register_forward_hook(watch(name)))
