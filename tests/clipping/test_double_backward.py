@@ -174,6 +174,20 @@ def test_instance_norms_are_exact(loss, way) -> None:
 
 
 @pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_scale_of_losses_changes_nothing_in_float32(loss, way) -> None:
+    """One of both uses of a weight has scaled inputs, the other scaled output gradients."""
+    model = make("norm")
+    x = draw()
+    _, expected, bound = one_by_one(lambda x: LOSSES[loss](model, x), model, (x,))
+    model.float()
+    clipping = way(model, bound, loss_scale=2.0**16)
+    clipping.backward(LOSSES[loss](model, x.float()))
+
+    assert (gradients(model) - expected).norm() <= 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("way", FLAT)
 def test_a_gradient_of_a_layers_output_is_exact(way) -> None:
     model = make("norm")
     assert_exact(way, model, (draw(),), lambda x: of_outputs(model, x))

@@ -34,9 +34,23 @@ class Product(NamedTuple):
     transposed: bool = False
     """Whether the parameter is (d, p), as in GPT-2's Conv1D."""
 
-    def transpose(self) -> "Product":
-        """Return the same with inputs and output gradients exchanged."""
-        return Product(self.g_BTp, self.x_BTd, not self.transposed)
+    def transpose(self, like: "Product") -> "Product":
+        """Return the same with inputs and output gradients exchanged.
+
+        Both are scaled by powers of two, so that they are to each other as those of another use:
+        otherwise the bound of rounding errors of both uses together would be too large.
+        """
+        x_BTd, g_BTp = self.g_BTp, self.x_BTd
+        if x_BTd.dtype != torch.float16:  # which could overflow
+            sizes = [
+                torch.linalg.vector_norm(one, dim=(1, 2), dtype=accumulator_of(one.dtype))
+                for one in (like.x_BTd, like.g_BTp, x_BTd, g_BTp)
+            ]
+            ratio_B = (sizes[0] / sizes[1]) * (sizes[3] / sizes[2])
+            power_B = (ratio_B.log2() / 2).round().nan_to_num(0, 0, 0)[:, None, None]
+            x_BTd = torch.ldexp(x_BTd, power_B.to(x_BTd.dtype))
+            g_BTp = torch.ldexp(g_BTp, -power_B.to(g_BTp.dtype))
+        return Product(x_BTd, g_BTp, not self.transposed)
 
     def materialise(self, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
         """Compute the per-sample gradients; (B, p, d), or (B, d, p)."""
@@ -448,7 +462,8 @@ def merge_uses(contributions: Sequence[Contribution]) -> list[Contribution] | No
     merged: list[Contribution] = [*chunked]
     if products:
         transposed = products[0].transposed and not lookups
-        products = [p if p.transposed == transposed else p.transpose() for p in products]
+        like = next((p for p in products if p.transposed == transposed), products[0])
+        products = [p if p.transposed == transposed else p.transpose(like) for p in products]
         x, g = _join_tokens(p.x_BTd for p in products), _join_tokens(p.g_BTp for p in products)
         merged.append(Product(x, g, transposed))
     if lookups:

@@ -281,26 +281,27 @@ def _index(one: Operand) -> Owners | None:
     first, count = given[0], len(given)
     masks = [at for at in given if indices[at].dtype == torch.bool and indices[at].dim() > 1]
     if given != list(range(first, first + count)) or (masks and count > 1):
-        return None
+        return spread(owners, range(owners.ndim)).reshape(-1)[:1].reshape([1] * len(one.shape))
     if masks:
         count = indices[first].dim()
     width = 1 if masks else max(indices[at].dim() for at in given)
     joined = join(owners, range(first, first + width))
-    if joined is not None:
-        kept = (*joined.shape[:first], *(1,) * count, *joined.shape[first + width :])
-        return joined.reshape(kept)
-    values = [one.read(indices[at]) for at in given]
-    if first or any(value is None for value in values):
-        return None
-    places = [each for v in values for each in (v.nonzero() if v.dtype == bool else [v])]
-    return _scatter(owners, np.broadcast_arrays(*places), one.shape)
+    if joined is None and not first:
+        values = [one.read(indices[at]) for at in given]
+        if any(value is None for value in values):
+            return None
+        places = [each for v in values for each in (v.nonzero() if v.dtype == bool else [v])]
+        return _scatter(owners, np.broadcast_arrays(*places), one.shape)
+    if joined is None:
+        joined = spread(owners, range(first, first + width))
+    return joined.reshape(*joined.shape[:first], *(1,) * count, *joined.shape[first + width :])
 
 
 def _index_select(one: Operand) -> Owners | None:
     (axis,), owners = one.axes, one.above[0]
-    if owners.shape[axis] == 1:
-        return owners
-    index = None if axis else one.read(one.node._saved_index)  # noqa: SLF001
+    if axis or owners.shape[axis] == 1:
+        return spread(owners, [axis])
+    index = one.read(one.node._saved_index)  # noqa: SLF001
     return None if index is None else _scatter(owners, [index], one.shape)
 
 
@@ -318,14 +319,15 @@ def _scatter(owners: Owners, indices: Sequence[Any], shape: Shape) -> Owners | N
 
 
 def _added(one: Operand) -> Owners | None:
-    """Entries are added at an index of the first axis."""
-    owners = one.above[0]
+    """Entries are added at an index of an axis."""
+    (axis,), owners = one.axes, one.above[0]
     if not one.at:
         return unrepeat(owners, one.shape)
-    if owners.shape[one.axes[0]] == 1:
-        return owners if kind_of(one.node) == "IndexAdd" else None
-    index = None if one.axes[0] else one.read(one.node._saved_index)  # noqa: SLF001
-    return owners.take(index, 0) if index is not None and index.ndim == 1 else None
+    is_by_axis = kind_of(one.node) == "IndexAdd"
+    if axis or owners.shape[axis] == 1 or not (is_by_axis or len(one.shape) == 1):
+        return spread(owners, [axis] if is_by_axis else range(owners.ndim))
+    index = one.read(one.node._saved_index)  # noqa: SLF001
+    return None if index is None else owners.take(index, 0)
 
 
 _RULES: dict[str, Rule] = {}
