@@ -287,9 +287,7 @@ def follow(
             if kind == "Repeat" and rows is not None and (not rows.each or rows.each % shape[0]):
                 rows = None  # a sample has parts of the value
             if rows is not None:
-                entries.append(
-                    _Entry(user, operand, shape, dtype_of(node).is_complex, rows, moves)
-                )
+                entries.append(_Entry(user, operand, shape, dtype_of(node).is_complex, rows, moves))
             elif (kind in _OF_ONE and len(user.next_functions) == 1) or (
                 out == shape and _is_alike(user, kind, operand, out)
             ):

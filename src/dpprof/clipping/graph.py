@@ -45,15 +45,19 @@ def is_leaf(node: Any) -> bool:
 
 def shapes_of(node: Any) -> list[tuple[int, ...]]:
     """Return the shapes of all that an operator returned."""
-    return [tuple(one.shape) for one in node._input_metadata]  # noqa: SLF001
+    return [_read_shape(one) for one in node._input_metadata]  # noqa: SLF001
 
 
 def shape_of(node: Any, output: int = 0) -> tuple[int, ...]:
     """Return the shape of what an operator returned, or of a leaf."""
     variable = getattr(node, "variable", None)
-    return tuple(
-        node._input_metadata[output].shape if variable is None else variable.shape  # noqa: SLF001
-    )
+    return _read_shape(node._input_metadata[output] if variable is None else variable)  # noqa: SLF001
+
+
+def _read_shape(one: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor or of what is known of one; that of a nested one is ()."""
+    is_nested = getattr(one, "is_nested_tensor", False) or getattr(one, "is_nested", False)
+    return () if is_nested else tuple(one.shape)
 
 
 def dtype_of(node: Any, output: int = 0) -> torch.dtype:
