@@ -99,6 +99,7 @@ def make(kind: str, folder, *, model: nn.Module | None = None, **options) -> Pri
     given |= {"noise_generator": torch.Generator().manual_seed(2)}
     given |= options.pop("privacy", {})
     losses_of, data = options.pop("losses_of", None), options.pop("data", None)
+    collate = options.pop("data_collator", None)
     settings = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 3,
@@ -119,6 +120,7 @@ def make(kind: str, folder, *, model: nn.Module | None = None, **options) -> Pri
         train_dataset=draw(kind) if data is None else data,
         privacy=PrivacyArguments(**given),
         losses_of=losses_of,
+        data_collator=collate,
     )
 
 
@@ -360,6 +362,30 @@ def test_losses_of_ones_own_that_mix_samples_are_found_by_the_check(tmp_path) ->
     with pytest.raises(WrongTrainingError, match="in the batch is 1/2 of its loss alone"):
         make("bert", tmp_path, losses_of=losses_of).train()
     make("bert", tmp_path, losses_of=losses_of, privacy={"check": False}).train()
+
+
+def test_losses_of_ones_own_that_draw_and_inputs_with_words_are_checked(tmp_path) -> None:
+    seen = []
+
+    def losses_of(model, inputs) -> Tensor:
+        seen.append(inputs["words"])
+        logits = model(input_ids=inputs["ids"]["own"]).logits
+        return (logits + torch.randn_like(logits)).square().mean(1)
+
+    def collate(records):
+        ids = torch.stack([one["input_ids"] for one in records])
+        return {"ids": {"own": ids}, "words": [str(one) for one in ids.sum(1).tolist()]}
+
+    options = {"data_collator": collate, "remove_unused_columns": False}
+    make("bert", tmp_path, losses_of=losses_of, **options).train()
+    assert [len(words) for words in seen[:4]] == [2, 2, 1, 1]  # the batch, and each sample alone
+
+    def centred(model, inputs) -> Tensor:
+        losses = losses_of(model, inputs)
+        return losses - losses.mean()
+
+    with pytest.raises(WrongTrainingError, match="the model or the loss mixes samples"):
+        make("bert", tmp_path, losses_of=centred, **options).train()
 
 
 class OwnLoss(PrivateTrainer):

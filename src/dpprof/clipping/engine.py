@@ -295,15 +295,15 @@ class Clipping(ABC):
         return [self.ranks.own(p) for p in self.model.parameters() if p.requires_grad]
 
     def check(
-        self, losses_of: Callable[..., Tensor], *batch: Tensor, tolerance: float | None = None
+        self, losses_of: Callable[..., Tensor], *batch: Any, tolerance: float | None = None
     ) -> Any:
         """Check on one batch that this clips the gradients of single samples.
 
         This is ``dpprof.verification.check`` of the clipping alone, without optimizer and noise.
 
         Args:
-            losses_of: Computes losses, one for each sample, from tensors like those of the batch.
-            batch: The arguments of ``losses_of``, samples first; at least two samples.
+            losses_of: Computes losses, one for each sample; it may draw numbers.
+            batch: The arguments of ``losses_of``, of any structure; at least two samples.
             tolerance: Largest relative error.
 
         Returns:
@@ -315,7 +315,7 @@ class Clipping(ABC):
         # By name, because it is in a higher layer, which also knows Opacus.
         verification = importlib.import_module("dpprof.verification")
 
-        def loss(_: nn.Module, *parts: Tensor) -> Tensor:
+        def loss(_: nn.Module, *parts: Any) -> Tensor:
             return losses_of(*parts)
 
         return verification.check(self.model, loss, batch, self, tolerance=tolerance)

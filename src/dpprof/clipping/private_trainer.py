@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from dpprof.clipping.poisson_batches import PoissonLoader, refuse_related
 from dpprof.clipping.private_optimizer import Part, PrivateOptimizer
 from dpprof.clipping.private_training import METHODS, make_sampling_generator
 from dpprof.clipping.public_numbers import find_public_numbers
+from dpprof.clipping.random_state import random_state_kept
 from dpprof.clipping.ranks import Ranks, is_distributed
 from dpprof.models.sample_losses import sample_losses, shift_labels
 from dpprof.spec.number_formats import refuse_loss_scale
@@ -318,14 +320,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         assert self._steps is not None
         if self._steps.loader.samples < 2:  # noqa: PLR2004 (one shows nothing)
             return
-        inputs = self._prepare_inputs(self._steps.loader.load(range(2)))
-        names = [name for name, one in inputs.items() if isinstance(one, Tensor)]
-
-        def losses_of(*parts: Tensor) -> Tensor:
-            given = {**inputs, **dict(zip(names, parts, strict=True))}
-            return self.compute_sample_losses(self.model, given)
-
-        self._clipping.check(losses_of, *(inputs[name] for name in names))
+        with random_state_kept():  # a collator may draw
+            inputs = self._prepare_inputs(self._steps.loader.load(range(2)))
+        self._clipping.check(partial(self.compute_sample_losses, self.model), inputs)
 
     @torch.no_grad()
     def _verify_losses(self) -> None:

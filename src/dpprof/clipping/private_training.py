@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpprof.clipping.automatic import FirstBatch, choose_method
+from dpprof.clipping.batches import give
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.budget import Spent, find_noise, verify_budget, warn_of_delta
 from dpprof.clipping.engine import Clipping
@@ -17,6 +18,7 @@ from dpprof.clipping.factor import find_stability
 from dpprof.clipping.poisson_batches import PoissonLoader, refuse_related
 from dpprof.clipping.private_optimizer import PrivateOptimizer
 from dpprof.clipping.public_numbers import find_public_numbers
+from dpprof.clipping.random_state import random_state_kept
 from dpprof.clipping.ranks import Ranks
 from dpprof.clipping.two_pass import FlashClipping
 
@@ -234,7 +236,8 @@ def make_private(
         noise_multiplier = find_noise(epsilon, delta, planned, numbers.sample_rate, accountant)
         counted.refuse_beyond(noise_multiplier, numbers.sample_rate, planned)
     assert noise_multiplier is not None
-    draw = None if losses_of is None else cache(partial(_draw_first, losses_of, data_loader))
+    most = max(2, max_batch_size or numbers.samples)  # one shows nothing
+    draw = None if losses_of is None else cache(partial(_draw_first, losses_of, data_loader, most))
     if method == "auto":
         usual = max(1, round(numbers.expected_batch_size))
         method = choose_method(model, optimizer, draw, max_batch_size or usual)
@@ -244,8 +247,7 @@ def make_private(
         if check:
             assert draw is not None
             first = draw()
-            most = max(2, max_batch_size or numbers.samples)  # one shows nothing
-            clipped.check(first.losses_of, *(part[:most] for part in first.batch))
+            clipped.check(first.losses_of, *first.batch)
         private = PrivateOptimizer(
             optimizer,
             clipped,
@@ -296,15 +298,20 @@ def _plan_steps(epochs: int | None, steps: int | None, steps_of_epoch: int) -> i
     return int(planned)
 
 
-def _draw_first(losses_of: Callable[..., Tensor], data_loader: DataLoader[Any]) -> FirstBatch:
+def _draw_first(
+    losses_of: Callable[..., Tensor], data_loader: DataLoader[Any], most: int
+) -> FirstBatch:
     """Return a first batch as its parts, and the losses as a function of these."""
-    with torch.random.fork_rng(devices=[]):
-        batch = next(iter(data_loader))
-    if isinstance(batch, dict):
-        names = list(batch)
-        by_name = lambda *parts: losses_of(**dict(zip(names, parts, strict=True)))  # noqa: E731
-        return FirstBatch(by_name, list(batch.values()))
-    return FirstBatch(losses_of, batch if isinstance(batch, list | tuple) else [batch])
+    with random_state_kept():
+        drawn: list[int] = next(iter(cast("Any", data_loader.batch_sampler)), [])[:most]
+        chosen = drawn if len(drawn) > 1 else range(min(2, len(cast("Any", data_loader.dataset))))
+        few = DataLoader(
+            data_loader.dataset, batch_sampler=[list(chosen)], collate_fn=data_loader.collate_fn
+        )
+        batch = next(iter(few))
+    given, named = give(losses_of, batch)
+    by_name = lambda *parts: losses_of(**dict(zip(named, parts, strict=True)))  # noqa: E731
+    return FirstBatch(by_name, list(named.values())) if named else FirstBatch(losses_of, given)
 
 
 def _get_state(device: torch.device) -> Tensor:

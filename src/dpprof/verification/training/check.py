@@ -4,7 +4,7 @@ Shape legend: B samples, T tokens.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.graph import nodes_behind
 from dpprof.norms.complex_numbers import as_real
+from dpprof.system.substitutes import substitute
+from dpprof.verification.training.batch import TrainingBatch, count_samples, read_batch
 from dpprof.verification.training.gradients import (
     Samples,
     clip,
+    compare_company,
     compare_losses,
     compare_norms,
     diagnose,
@@ -37,10 +40,9 @@ from dpprof.verification.training.loop import (
     PrivateOptimizer,
     StepEffects,
     StepWatcher,
-    TrainingBatch,
+    WrongScaleError,
     WrongTrainingError,
     completed,
-    read_batch,
     refuse_settings,
 )
 from dpprof.verification.training.padding import change_padding
@@ -78,7 +80,7 @@ class Checked(NamedTuple):
 def check(
     model: nn.Module,
     loss: Callable[..., Any],
-    batch: Sequence[Tensor] | Mapping[str, Tensor],
+    batch: Any,
     private: PrivateOptimizer | Clipping | Mechanism,
     *,
     step: Callable[..., Any] | None = None,
@@ -88,11 +90,12 @@ def check(
     """Check one's own private training on one batch, and name the first thing that is wrong.
 
     A step's gradient without noise is compared with the clipped gradients of single samples, each
-    in a batch of its own through ordinary autograd. Then it is checked that every trained parameter
-    is in the optimizer, moves, and gets noise of the right scale; that frozen ones stay; that
-    padding and an empty batch contribute nothing. Dropout is off, but for one comparison with the
-    gradient of each sample's loss in the whole batch, with the same random numbers. Everything is
-    restored afterwards: parameters, gradients, the optimizer's state, random state; no accountant
+    in a batch of its own through ordinary autograd. A loss may draw numbers: every step, and every
+    sample alone, gets those that were drawn for the batch. Then it is checked that every trained
+    parameter is in the optimizer, moves, and gets noise of the right scale; that frozen ones stay;
+    that padding and an empty batch contribute nothing. Dropout is off, but for one comparison with
+    the gradient of each sample's loss in the whole batch, with the same random numbers. Everything
+    is restored afterwards: parameters, gradients, the optimizer's state, generators; no accountant
     counts. It costs B + 12 steps at most, and B + 2 more with dropout, and the memory of B + 6
     gradients and of two copies of the parameters and the optimizer's state.
 
@@ -101,10 +104,13 @@ def check(
             Opacus.
         loss: Computes from ``(model, *batch)`` what the loop differentiates: one loss a sample,
             (B,); the mean of them; or, in ghost clipping, the loss of Opacus's criterion.
-        batch: Tensors, samples first; at least two samples. A dictionary is given by name.
-        private: dpprof's ``NoisyOptimizer``, Opacus's optimizer, a ``Clipping`` without either,
-            whose optimizer and noise then stay unchecked, or a ``Mechanism`` that describes a loop
-            by hand.
+        batch: As the data loader hands it out, with at least two samples. Mappings are given by
+            name, lists and tuples by position, where the loss takes them so, and all else as one
+            argument. Inside, tensors, arrays and lists with one entry for each sample are split by
+            samples; the rest belongs to all of them.
+        private: dpprof's ``NoisyOptimizer`` or the optimizer of ``make_private``, Opacus's
+            optimizer, a ``Clipping`` without either, whose optimizer and noise then stay unchecked,
+            or a ``Mechanism`` that describes a loop by hand.
         step: One whole step on ``batch``: clear gradients, forward, backward, step, and no
             scheduler. By default the step of a loop with ``loss`` and ``private``.
         padding: (B, T) bool, True at tokens that must not matter. By default the zeros of a mask
@@ -114,8 +120,8 @@ def check(
 
     Raises:
         WrongTrainingError: Something is wrong. The message names the first such thing.
-        ValueError: There are fewer than two samples, the loss or the step is random with dropout
-            off, or an argument is invalid.
+        ValueError: There are fewer than two samples, a list of the batch may be read in two ways,
+            the loss or the step draws what cannot be repeated, or an argument is invalid.
         TypeError: ``private`` is of another type.
 
     Guarantee: on this batch the gradient before noise is within the tolerance that of the
@@ -150,8 +156,8 @@ def check(
             found = check(model, loss, batch, optimizer, padding=padding, tolerance=tolerance)
         why = "a Clipping has none; give the optimizer that adds the noise"
         return found._replace(unchecked={"optimizer": why} | found.unchecked)
-    samples = read_batch(batch)
-    return _Check(Loop(model, loss, private, step), samples, tolerance).run(padding)
+    given = read_batch(batch, loss, model)
+    return _Check(Loop(model, loss, private, step), given, tolerance).run(padding)
 
 
 @dataclass
@@ -173,15 +179,18 @@ class _Check:
         refuse_settings(loop)
         self.checked.append("every trained parameter is in the optimizer")
         with loop.quiet(), ExitStack() as stack:
-            if self._is_random() and loop.clipping is not None and not self.loop.by_hand:
+            is_random = self._is_random()
+            if is_random and loop.clipping is not None and not self.loop.by_hand:
                 stack.enter_context(loop.evaluation())
                 self.is_random = True
-            if self._is_random():
+                is_random = self._is_random()
+            if is_random:
                 raise ValueError(
-                    "loss is random with dropout off: it gives the same batch another loss each "
-                    "time"
+                    "loss draws numbers that cannot be repeated, and gives the same batch another "
+                    "loss each time; draw with PyTorch's functions, or with generators of NumPy or "
+                    "Python"
                 )
-            self._compare_losses(samples := take_alone(loop, self.batch))
+            samples = self._take_samples()
             taken = self._compare_gradients(samples)
             self._compare_with_dropout()
             self._find_untrained(samples, taken)
@@ -193,17 +202,45 @@ class _Check:
         )
 
     def _is_random(self) -> bool:
-        """Tell whether the loss is drawn anew each time."""
-        with self.loop.plain() as model:  # with gradients, of which the loss may contain one
-            values = (self.batch.call(self.loop.loss, model) for _ in range(2))
-            first, second = (read_losses(one, self.batch.samples).nan_to_num() for one in values)
-        return not torch.equal(first, second)
+        """Record what the loss draws, and tell whether the same draws give another loss."""
+        first = self.loop.record(self.batch)
+        if not self.batch.samples:
+            self.batch = self.batch._replace(samples=count_samples(first, self.batch))
+            self.loop.draws.samples = self.batch.samples
+        with self.loop.plain() as model, self.loop.drawing():  # a loss may contain a gradient
+            second = self.batch.call(self.loop.loss, model)
+        values = (read_losses(one, self.batch.samples).nan_to_num() for one in (first, second))
+        return not torch.equal(*values)
 
-    def _compare_losses(self, samples: Samples) -> None:
+    def _take_samples(self) -> Samples:
+        """Compute the samples' gradients: alone, or in the batch where alone they are others."""
+        samples, reason = take_alone(self.loop, self.batch)
+        if samples is not None:
+            try:
+                self._compare_losses(samples)
+            except WrongTrainingError as error:
+                if reason is None or isinstance(error, WrongScaleError):
+                    raise
+            else:
+                return samples
+        together = take_together(self.loop, self.batch)
+        if together is None:
+            raise ValueError(f"{reason}; let loss return one loss for each sample")
+        self._compare_losses(together, are_alone=False)
+        shows_nothing = compare_company(self.loop, self.batch, together.losses_B, self.limit)
+        hidden = "the loss's scale is not checked"
+        if shows_nothing is None:
+            self.checked.append("each sample's loss is the same among copies of the sample")
+        else:
+            hidden += ", nor that it keeps samples apart"
+        self.unchecked["each sample alone"] = f"{reason}; so {hidden}"
+        return together
+
+    def _compare_losses(self, samples: Samples, *, are_alone: bool = True) -> None:
         """Compare the batch's losses with those of its samples alone."""
         count = self.batch.samples
         watch = StepWatcher(silent=False)
-        with self.loop.plain() as model, watch:
+        with self.loop.plain() as model, watch, self.loop.drawing():
             value = self.batch.call(self.loop.loss, model)
             losses = read_losses(value, count)
             names = [type(node).__name__ for node in nodes_behind(losses)]
@@ -214,6 +251,8 @@ class _Check:
         self.limit = self._limit(losses, in_16_bits=watch.in_16_bits)
         if not samples.losses_B.isfinite().all():
             raise WrongTrainingError("the loss of a sample is not finite")
+        if not are_alone:
+            return
         if losses.dim() or not self.loop.by_hand:
             averages = self.loop.averages
             compare_losses(losses.cpu().double(), samples.losses_B, self.limit, averages=averages)
@@ -224,7 +263,7 @@ class _Check:
                 raise WrongTrainingError(
                     f"{self.loop.names[first]}: the gradient of the batch's loss is not that of "
                     "its samples alone: samples are mixed, or the mean is over all tokens of the "
-                    "batch"
+                    "batch" + (f", or {_DRAWN_AGAIN}" if self.loop.draws.made else "")
                 )
         self.checked.append("each sample's loss is its own")
 
@@ -306,6 +345,11 @@ class _Check:
                 "step is random beyond Gaussian noise of torch, with dropout off, and cannot be "
                 "compared"
             )
+        if loop.by_hand and loop.draws.elsewhere is not None:
+            raise ValueError(
+                "the loss draws numbers with NumPy or Python, so a step by hand that draws them in "
+                "another order cannot be compared; draw them with PyTorch"
+            )
         name, found = loop.names[first], taken.given[first]
         shared = find_shared_layer(loop, self.batch)
         if reason := shared or diagnose(loop, samples, taken.given, self.limit):
@@ -333,13 +377,16 @@ class _Check:
         if self.loop.by_hand:
             self.unchecked["dropout"] = "a step by hand may draw its numbers in another order"
             return
-        with loop.dropout_on():
-            samples = take_together(loop, self.batch)
-        if samples is None:
-            self.unchecked["dropout"] = "loss does not return one loss for each sample"
-            return
-        with loop.dropout_on():
-            taken = self._take(self.batch)
+        with substitute(loop, "draws", loop.draws):
+            with loop.dropout_on():
+                loop.record(self.batch)
+            with loop.dropout_on():
+                samples = take_together(loop, self.batch)
+            if samples is None:
+                self.unchecked["dropout"] = "loss does not return one loss for each sample"
+                return
+            with loop.dropout_on():
+                taken = self._take(self.batch)
         self._compare_norms(samples, taken, _DRAWN_AGAIN)
         expected = clip(samples, loop.groups, loop.divisor, stability=loop.stability)
         first, worst = find_difference(taken.given, expected, self.limit)
@@ -419,8 +466,10 @@ class _Check:
 
     def _try_empty(self) -> None:
         """Take a step on a batch without samples, which Poisson sampling draws at times."""
+        has_parts = self.loop.has_parts  # one sample stands for a batch without
         try:
-            taken = self.loop.take(self.batch.map(lambda part: part[:0]), silent=True)
+            empty = self.batch.take([0] if has_parts else [])
+            taken = self.loop.take(empty, silent=True, is_empty=has_parts)
         except Exception as error:  # noqa: BLE001 (any model may fail in any way)
             self.unchecked["empty batch"] = f"not supported: {type(error).__name__}: {error}"
             return

@@ -7,18 +7,19 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 
+from dpprof.verification.training.batch import TrainingBatch
+from dpprof.verification.training.draws import Replay
 from dpprof.verification.training.loop import (
     Gradients,
     Loop,
     Mechanism,
-    TrainingBatch,
+    WrongScaleError,
     WrongTrainingError,
 )
 
@@ -61,42 +62,107 @@ def read_losses(value: Any, count: int) -> Tensor:
     )
 
 
-def take_alone(loop: Loop, batch: TrainingBatch) -> Samples:
-    """Compute the gradient of each sample in a batch of its own, by ordinary autograd."""
+def take_alone(loop: Loop, batch: TrainingBatch) -> tuple[Samples | None, str | None]:
+    """Compute the gradient of each sample in a batch of its own, by ordinary autograd.
 
-    def losses() -> Iterator[Tensor]:
-        for at in range(batch.samples):
-            try:
-                alone = batch.map(itemgetter(slice(at, at + 1)))
-                yield read_losses(alone.call(loop.loss, model), 1).sum()
-            except ValueError as error:  # which the whole batch does not raise
-                reason = f"sample {at} alone: {error}: the model or the loss mixes samples"
-                raise WrongTrainingError(reason) from error
+    Returns:
+        The samples; and the reason why they may rightly be others than in the batch, if there is
+        one. Where that made a sample fail alone, there are none.
 
+    Raises:
+        WrongTrainingError: A sample fails alone without such a reason.
+    """
+    reason, found = _find_reason(loop, batch), []
     with loop.plain() as model:
-        return _differentiate_each(loop, losses())
+        for at in range(batch.samples):
+            # Also while it is differentiated, for checkpointing.
+            with loop.drawing(at, is_alone=True) as replay:
+                try:
+                    loss = read_losses(batch.take([at]).call(loop.loss, model), 1).sum()
+                except Exception as error:
+                    if reason := reason or _find_missed(replay):
+                        return None, reason
+                    if not isinstance(error, ValueError):  # which the whole batch does not raise
+                        raise
+                    why = f"sample {at} alone: {error}: the model or the loss mixes samples"
+                    raise WrongTrainingError(why) from error
+                found.append(_differentiate(loop, loss))
+            _refuse_mixed_draws(replay, at)
+            reason = reason or _find_missed(replay)
+    return _gather(loop, found), reason
+
+
+def _find_reason(loop: Loop, batch: TrainingBatch) -> str | None:
+    if batch.whole:
+        return f"{batch.whole[0]} has no entry for each sample, and belongs to the whole batch"
+    if loop.draws.elsewhere is not None:
+        return "the loss draws numbers with NumPy or Python, which are not those of one sample"
+    return None
+
+
+def _find_missed(replay: Replay) -> str | None:
+    missed = replay.missed
+    return missed and f"the loss draws numbers that are not those of one sample, by {missed}"
+
+
+def _refuse_mixed_draws(replay: Replay, at: int) -> None:
+    if replay.mixes is not None:
+        raise WrongTrainingError(
+            f"what is drawn for sample {at} by {replay.mixes} depends on other samples: the model "
+            "or the loss mixes samples"
+        )
 
 
 def take_together(loop: Loop, batch: TrainingBatch) -> Samples | None:
     """Compute the gradient of each sample's loss in the whole batch; None if losses are one."""
-    with loop.plain() as model:
+    with loop.plain() as model, loop.drawing():
         losses = read_losses(batch.call(loop.loss, model), batch.samples)
-        return _differentiate_each(loop, losses) if losses.dim() else None
+        if not losses.dim():
+            return None
+        return _gather(loop, [_differentiate(loop, one, retain_graph=True) for one in losses])
 
 
-def _differentiate_each(loop: Loop, losses: Iterator[Tensor] | Tensor) -> Samples:
-    values, gradients = [], []
-    for loss in losses:
-        if not loss.requires_grad:
+def compare_company(loop: Loop, batch: TrainingBatch, losses_B: Tensor, limit: float) -> str | None:
+    """Compare each sample's loss with that among copies of itself, with the same draws.
+
+    Returns:
+        Why that shows nothing; None if it does.
+
+    Raises:
+        WrongTrainingError: A loss depends on the other samples.
+    """
+    for at in range(batch.samples):
+        company = batch.take([at] * batch.samples)
+        with loop.plain() as model, loop.drawing(at) as replay:
+            losses = read_losses(company.call(loop.loss, model), batch.samples).detach()
+        if replay.missed is not None:
+            return _find_missed(replay)
+        _refuse_mixed_draws(replay, at)
+        found, expected = losses[at].cpu().double(), losses_B[at]
+        if not _is_close(found, expected, limit):
             raise WrongTrainingError(
-                "the loss depends on no trained parameter; a frozen model under reentrant "
-                "checkpointing needs enable_input_require_grads()"
+                f"the loss of sample {at} is {expected:.6g} in the batch and {found:.6g} among "
+                "copies of itself, with the same draws: the model or the loss mixes samples"
             )
-        values.append(float(loss.detach()))
-        # One graph may have the losses of all samples.
-        gradients.append(loop.differentiate(loss, retain_graph=isinstance(losses, Tensor)))
-    stacked = {p: torch.stack([own.pop(p) for own in gradients]) for p in loop.trained}
-    return Samples(torch.tensor(values, dtype=torch.float64), stacked)
+    return None
+
+
+def _differentiate(
+    loop: Loop, loss: Tensor, *, retain_graph: bool = False
+) -> tuple[float, Gradients]:
+    if not loss.requires_grad:
+        raise WrongTrainingError(
+            "the loss depends on no trained parameter; a frozen model under reentrant "
+            "checkpointing needs enable_input_require_grads()"
+        )
+    return float(loss.detach()), loop.differentiate(loss, retain_graph=retain_graph)
+
+
+def _gather(loop: Loop, found: Sequence[tuple[float, Gradients]]) -> Samples:
+    losses_B = torch.tensor([loss for loss, _ in found], dtype=torch.float64)
+    return Samples(
+        losses_B, {p: torch.stack([own.pop(p) for _, own in found]) for p in loop.trained}
+    )
 
 
 def clip(
@@ -228,6 +294,7 @@ def find_shared_layer(loop: Loop, batch: TrainingBatch) -> str | None:
         for name, layer in loop.model.named_modules():
             if any(p.requires_grad for p in layer.parameters(recurse=False)):
                 hooks.enter_context(layer.register_forward_hook(watch(name)))
+        hooks.enter_context(loop.drawing())
         batch.call(loop.loss, model)
     return seen[0] if seen else None
 
@@ -271,8 +338,10 @@ def compare_losses(found: Tensor, alone_B: Tensor, limit: float, *, averages: bo
         )
     if _is_close(found, expected, limit).all():
         return
-    reasons = (reason for wrong, reason in mistakes if _is_close(found, wrong, limit).all())
-    raise WrongTrainingError(next(reasons, otherwise))
+    for wrong, reason in mistakes:
+        if _is_close(found, wrong, limit).all():
+            raise WrongScaleError(reason)
+    raise WrongTrainingError(otherwise)
 
 
 def _is_close(found: Tensor, expected: Tensor, limit: float) -> Tensor:

@@ -4,7 +4,7 @@ Shape legend: B samples.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,11 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpprof.clipping import private_optimizer
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.clipping.random_state import OtherGenerators, random_state_kept
 from dpprof.clipping.released_state import is_same
 from dpprof.clipping.sums import dtype_of_sum
 from dpprof.system.substitutes import substitute
+from dpprof.verification.training.batch import TrainingBatch
+from dpprof.verification.training.draws import Draws, Replay
 
 Gradients = dict[nn.Parameter, Tensor]
 PrivateOptimizer: TypeAlias = DPOptimizer | NoisyOptimizer
@@ -30,6 +34,10 @@ class WrongTrainingError(RuntimeError):
     """A training loop is wrong; the message names the first thing that is."""
 
 
+class WrongScaleError(WrongTrainingError):
+    """The losses of a batch are a multiple of those of its samples alone."""
+
+
 class Mechanism(NamedTuple):
     """The settings of a loop that is written by hand, without a private optimizer."""
 
@@ -38,53 +46,6 @@ class Mechanism(NamedTuple):
     noise_multiplier: float
     expected_batch_size: float
     """The divisor of the noisy sum; 1 for none."""
-
-
-class TrainingBatch(NamedTuple):
-    """Tensors, samples first, by position or by name."""
-
-    given: tuple[Tensor, ...]
-    named: dict[str, Tensor]
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """All tensors."""
-        return (*self.given, *self.named.values())
-
-    @property
-    def samples(self) -> int:
-        """How many there are."""
-        return len(self.parts[0])
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "TrainingBatch":
-        """Return the batch with a function applied to each tensor."""
-        named = {name: function(part) for name, part in self.named.items()}
-        return TrainingBatch(tuple(map(function, self.given)), named)
-
-    def call(self, function: Callable[..., Any], *first: Any) -> Any:
-        """Call a function with the tensors."""
-        return function(*first, *self.given, **self.named)
-
-
-def read_batch(given: Sequence[Tensor] | Mapping[str, Tensor]) -> TrainingBatch:
-    """Return a batch of at least two samples.
-
-    Raises:
-        ValueError: It is none.
-    """
-    if isinstance(given, Mapping):
-        batch = TrainingBatch((), dict(given))
-    else:
-        batch = TrainingBatch(tuple(given), {})
-    if not all(isinstance(part, Tensor) and part.dim() for part in batch.parts):
-        raise ValueError("batch must be tensors, samples first")
-    counts = {len(part) for part in batch.parts}
-    if len(counts) != 1 or min(counts) < 2:  # noqa: PLR2004 (one sample cannot be mixed)
-        shapes = ", ".join(str(tuple(part.shape)) for part in batch.parts) or "nothing"
-        raise ValueError(
-            f"batch must be tensors of at least two samples, samples first, and is {shapes}"
-        )
-    return batch
 
 
 class StepEffects(NamedTuple):
@@ -100,22 +61,40 @@ class StepEffects(NamedTuple):
 
 
 class StepWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether anything computes in 16 bits; ``silent`` makes Gaussian draws their means."""
+    """Sees whether anything computes in 16 bits; ``silent`` makes Gaussian draws their means.
+
+    Args:
+        silent: Whether it does.
+        draws: Keeps or repeats the numbers that a loss draws, which stay.
+        generators: Gets the states of the user's generators, before they draw.
+    """
 
     in_16_bits = False
 
-    def __init__(self, *, silent: bool) -> None:
+    def __init__(
+        self,
+        *,
+        silent: bool,
+        draws: Draws | Replay | None = None,
+        generators: dict[torch.Generator, Tensor] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.silent = silent
+        self.draws = draws or Replay(Draws())
+        self.generators = {} if generators is None else generators
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if self.silent and name in ("add_noise_", "add_noise_in_threads_"):
             args = *args[:3], 0.0, args[4]  # the standard deviation
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is not None and generator not in self.generators:
+            self.generators[generator] = generator.get_state()
+        out, is_of_loss = self.draws.call(func, args, kwargs)
         if isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16):
             self.in_16_bits = True
-        if self.silent and name in ("randn", "randn_like", "normal", "normal_"):
+        if self.silent and not is_of_loss and name in ("randn", "randn_like", "normal", "normal_"):
             place = 1 if name == "normal_" else 0
             mean = args[place] if name.startswith("normal") and len(args) > place else 0.0
             out.copy_(mean) if isinstance(mean, Tensor) else out.fill_(mean)
@@ -145,6 +124,13 @@ class Loop:
         self.private = private
         self.by_hand = step is not None
         self.step = step or self._step
+        self.draws = Draws()
+        """What the loss drew for the batch; every other call repeats it."""
+
+        self.others: OtherGenerators | None = None
+        self.generators: dict[torch.Generator, Tensor] = {}
+        """The states of generators of PyTorch that the loop has, before they drew."""
+
         while isinstance(model, AbstractGradSampleModule):
             model = model._module  # noqa: SLF001 (Opacus offers no other way that keeps its hooks)
         self.model: nn.Module = model
@@ -173,18 +159,25 @@ class Loop:
             optimizer = optimizer.original_optimizer
         self.optimizer = optimizer
 
-    def _step(self, *batch: Tensor, **named: Tensor) -> None:
+    def _step(self, *batch: Any, **named: Any) -> None:
         private = self.private
         assert isinstance(private, PrivateOptimizer)
         private.zero_grad()
         value = self.loss(self.wrapped, *batch, **named)
-        if isinstance(private, NoisyOptimizer):
+        if isinstance(private, private_optimizer.PrivateOptimizer):
+            private.backward(value)
+        elif isinstance(private, NoisyOptimizer):
             private.clipping.backward(value)
         elif isinstance(value, Tensor) and value.dim():
             torch.autograd.backward(value.mean() if self.averages else value.sum())
         else:
             value.backward()
         private.step()
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the optimizer is that of ``make_private``, which knows the parts of batches."""
+        return isinstance(self.private, private_optimizer.PrivateOptimizer)
 
     @property
     def optimized(self) -> list[nn.Parameter]:
@@ -233,6 +226,33 @@ class Loop:
             bounds.append((self.private, "max_grad_norms", [bound * factor for bound in several]))
         return _setting(*bounds)
 
+    def record(self, batch: TrainingBatch) -> Any:
+        """Compute a plain loss, and keep what it draws, which every other call repeats."""
+        assert self.others is not None
+        self.draws = Draws(batch.samples)
+        before = self.others.read()
+        watch = StepWatcher(silent=False, draws=self.draws, generators=self.generators)
+        with self.plain() as model, watch:  # with gradients: a loss may contain one
+            value = batch.call(self.loss, model)
+        if self.others.read() != before:
+            self.draws.elsewhere = before
+        return value
+
+    @contextmanager
+    def drawing(self, sample: int | None = None, *, is_alone: bool = False) -> Iterator[Replay]:
+        """Repeat inside the context what the loss drew (``Replay``)."""
+        replay = Replay(self.draws, sample, is_alone=is_alone)
+        self.rewind()
+        watch = StepWatcher(silent=False, draws=replay, generators=self.generators)
+        with watch if self.draws.made else nullcontext():
+            yield replay
+
+    def rewind(self) -> None:
+        """Set NumPy's and Python's generators back, if the loss draws with them."""
+        if self.draws.elsewhere is not None:
+            assert self.others is not None
+            self.others.write(self.draws.elsewhere)
+
     @contextmanager
     def plain(self) -> Iterator[nn.Module]:
         """Run the model without hooks and clipping inside the context."""
@@ -265,7 +285,8 @@ class Loop:
         sources = [getattr(self.private, "generator", None)]
         sources = getattr(self.private, "generators", sources)
         off = _setting(*self.dropout_off)
-        with torch.random.fork_rng(), self._restored(), off, ExitStack() as stack:
+        with random_state_kept() as self.others, self._restored(), off, ExitStack() as stack:
+            stack.callback(self._restore_generators)
             if self.clipping is not None:
                 stack.enter_context(self.clipping.first_batch_trusted())
             for source in filter(None, sources):
@@ -273,6 +294,8 @@ class Loop:
             if isinstance(self.private, PrivateOptimizer):
                 self.private.step_hook = None
                 self.private._step_skip_queue = []  # noqa: SLF001 (Opacus has no other way)
+            if isinstance(self.private, private_optimizer.PrivateOptimizer):
+                self.private.spent, self.private.planned_steps = None, None
             draw = torch.Generator().manual_seed(0)
             with torch.no_grad():
                 for parameter in self.trained:
@@ -280,6 +303,10 @@ class Loop:
                         values = torch.randn(parameter.shape, generator=draw, dtype=torch.float32)
                         parameter.copy_(0.02 * values)
             yield
+
+    def _restore_generators(self) -> None:
+        for generator, state in self.generators.items():
+            generator.set_state(state)
 
     def evaluation(self) -> AbstractContextManager[None]:
         """Evaluate the model inside the context, as ``eval()`` does."""
@@ -293,11 +320,21 @@ class Loop:
             torch.manual_seed(0)
             yield
 
-    def take(self, batch: TrainingBatch, *, silent: bool, times: int = 1) -> StepEffects | None:
+    def _take_part(self, samples: int, *, is_empty: bool) -> None:
+        """Tell an optimizer of ``make_private`` that its data loader handed out a batch."""
+        if isinstance(self.private, private_optimizer.PrivateOptimizer):
+            self.private._part = None  # noqa: SLF001 (a batch may be under way, and is restored)
+            state = torch.get_rng_state()
+            self.private.take_part(private_optimizer.Part(samples, True, is_empty, state))
+
+    def take(
+        self, batch: TrainingBatch, *, silent: bool, times: int = 1, is_empty: bool = False
+    ) -> StepEffects | None:
         """Take a step, and undo it; None if the optimizer made none. ``silent`` draws no noise.
 
         Gradients are cleared before. ``times`` takes it from the same parameters again and again,
-        with what it left of gradients, and returns the last.
+        with what it left of gradients, and returns the last. ``is_empty`` says that the one sample
+        stands for a batch without.
 
         Raises:
             WrongTrainingError: The optimizer made several steps in one.
@@ -308,7 +345,7 @@ class Loop:
             pairs = ((p, torch.zeros_like(p) if p.grad is None else p.grad) for p in self.trained)
             given.append({p: gradient.clone() for p, gradient in pairs})
 
-        mode, squares = StepWatcher(silent=silent), Gradients()
+        mode, squares = StepWatcher(silent=silent, generators=self.generators), Gradients()
         with self._restored() as before:
             if self.clipping is not None:
                 self.clipping.squares = squares
@@ -321,6 +358,10 @@ class Loop:
                     given.clear()
                     squares.clear()
                     self._write(before)
+                    split = batch.samples if self.by_hand else None
+                    mode.draws = Replay(self.draws, split=split)
+                    self.rewind()
+                    self._take_part(batch.samples, is_empty=is_empty)
                     with mode:
                         batch.call(self.step)
             moved = {p for p in self.names if not torch.equal(p.detach(), before[p])}

@@ -6,7 +6,7 @@ Shape legend: B samples, T tokens.
 import torch
 from torch import Tensor
 
-from dpprof.verification.training.loop import TrainingBatch
+from dpprof.verification.training.batch import TrainingBatch
 
 
 def change_padding(batch: TrainingBatch, padding: Tensor | None) -> TrainingBatch | str:

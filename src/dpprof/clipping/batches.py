@@ -1,0 +1,215 @@
+"""Splits batches of any structure by samples: nested, of objects, with strings beside tensors.
+
+A batch is a tree of mappings, lists, tuples, dataclasses and objects. A leaf that has one entry for
+each sample on its first axis is split; every other leaf belongs to all samples, and stays whole.
+
+Shape legend: B samples.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+Split = Callable[[Any], Any]
+
+
+def take(batch: Any, samples: int, at: Sequence[int]) -> Any:
+    """Return the batch of some of its samples, in this order; a sample may come again.
+
+    Args:
+        batch: Of any structure.
+        samples: How many it has.
+        at: Which to take.
+
+    Raises:
+        ValueError: A list could be one of samples or one of tensors; the message names its path.
+    """
+    return apply(batch, samples, lambda leaf: _take_of_leaf(leaf, at))
+
+
+def apply(batch: Any, samples: int, function: Split, path: str = "batch") -> Any:
+    """Return the batch with a function applied to each leaf that has one entry for each sample.
+
+    Such a leaf is a tensor, an array, a ``PackedSequence``, or a list or tuple of samples.
+
+    Raises:
+        ValueError: As of ``take``.
+    """
+    if _is_split(batch, samples, path):
+        return function(batch)
+    parts = _parts_of(batch)
+    others = {
+        key: apply(one, samples, function, f"{path}{_write(batch, key)}")
+        for key, one in parts.items()
+    }
+    if all(others[key] is one for key, one in parts.items()):
+        return batch
+    return _rebuild(batch, others)
+
+
+def find_split(batch: Any, samples: int, path: str = "batch") -> Iterator[Any]:
+    """List the leaves that have an entry for each sample."""
+    if _is_split(batch, samples, path):
+        yield batch
+        return
+    for key, one in _parts_of(batch).items():
+        yield from find_split(one, samples, f"{path}{_write(batch, key)}")
+
+
+def find_whole(batch: Any, samples: int, path: str = "batch") -> Iterator[str]:
+    """Name the tensors that belong to all samples; not those of a single number."""
+    if _is_split(batch, samples, path):
+        return
+    if isinstance(batch, Tensor) and batch.dim():
+        yield path
+    for key, one in _parts_of(batch).items():
+        yield from find_whole(one, samples, f"{path}{_write(batch, key)}")
+
+
+def find_sizes(batch: Any) -> Iterator[int]:
+    """List how many entries each leaf has that may have one for each sample."""
+    if isinstance(batch, PackedSequence):
+        yield int(batch.batch_sizes[0])
+    elif _is_array(batch):
+        yield len(batch)
+    else:
+        sizes = [size for one in _parts_of(batch).values() for size in find_sizes(one)]
+        if _is_list(batch) and (len(set(sizes)) != 1 or _has_records(batch)):
+            yield len(batch)
+        yield from sizes
+
+
+def give(
+    function: Callable[..., Any], batch: Any, *before: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a batch as the arguments with which a loop would call a function.
+
+    Mappings are given by name, lists and tuples by position, where the function takes them so; all
+    else as one argument.
+
+    Args:
+        function: Computes the losses.
+        batch: As the data loader hands it out.
+        before: Arguments that come first.
+    """
+    if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
+        given: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(batch))
+    elif isinstance(batch, list | tuple) and not isinstance(batch, PackedSequence):
+        given = (tuple(batch), {})
+    else:
+        return (batch,), {}
+    return given if _may_call(function, *before, *given[0], **given[1]) else ((batch,), {})
+
+
+def _may_call(function: Callable[..., Any], *given: Any, **named: Any) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # as of functions in C
+        return True
+    try:
+        signature.bind(*given, **named)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_array(leaf: Any) -> bool:
+    """Tell whether a leaf is a tensor or an array with a first axis."""
+    if isinstance(leaf, Tensor):
+        return leaf.dim() > 0
+    return hasattr(leaf, "__array__") and bool(getattr(leaf, "shape", ()))
+
+
+def _is_plain(one: Any) -> bool:
+    return one is None or isinstance(one, str | bytes | int | float | complex)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+
+
+def _has_records(value: Any) -> bool:
+    """Tell whether a list has mappings or objects, which are taken for samples."""
+    return any(_parts_of(one) and not isinstance(one, list | tuple) for one in value)
+
+
+def _is_split(value: Any, samples: int, path: str) -> bool:
+    """Tell whether a leaf has an entry for each sample.
+
+    Raises:
+        ValueError: It may be read in two ways.
+    """
+    if isinstance(value, PackedSequence):
+        return int(value.batch_sizes[0]) == samples
+    if _is_array(value):
+        return len(value) == samples
+    if not _is_list(value) or len(value) != samples or path == "batch":
+        return False
+    fits = [size == samples for one in value for size in find_sizes(one)]
+    if not any(fits) or (_has_records(value) and not all(fits)):
+        return True
+    raise ValueError(
+        f"{path} has {samples} entries that are as long as the batch of {samples} samples, and may "
+        "be samples or parts of samples; give a batch of another size, or parts by name"
+    )
+
+
+def _parts_of(value: Any) -> dict[Any, Any]:
+    """Return what a structure or an object has, by key; nothing of a leaf."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if _is_plain(value) or isinstance(value, type | Tensor | nn.Module) or callable(value):
+        return {}
+    if type(value).__module__ in ("builtins", "numpy"):
+        return {}
+    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    own = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return own | getattr(value, "__dict__", {})
+
+
+def _rebuild(value: Any, parts: dict[Any, Any]) -> Any:
+    """Return a copy of a structure or an object that has other parts."""
+    if isinstance(value, list | tuple):
+        if hasattr(value, "_fields"):
+            return type(value)(*parts.values())
+        return type(value)(parts.values())
+    if isinstance(value, Mapping):
+        if not hasattr(value, "__setitem__"):
+            return parts
+        other: Any = copy.copy(value)
+        for key, one in parts.items():
+            other[key] = one
+        return other
+    other = copy.copy(value)
+    for name, one in parts.items():
+        object.__setattr__(other, name, one)  # also of what is frozen
+    return other
+
+
+def _write(value: Any, key: Any) -> str:
+    is_object = not isinstance(value, Mapping | list | tuple)
+    return f".{key}" if is_object else f"[{key!r}]"
+
+
+def _take_of_leaf(leaf: Any, at: Sequence[int]) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf[torch.tensor(at, dtype=torch.long, device=leaf.device)]
+    if isinstance(leaf, PackedSequence):
+        padded, lengths = pad_packed_sequence(leaf, batch_first=True)
+        places = torch.tensor(at, dtype=torch.long)
+        return pack_padded_sequence(
+            padded[places.to(padded.device)],
+            lengths[places],
+            batch_first=True,
+            enforce_sorted=False,
+        )
+    if isinstance(leaf, list | tuple):
+        return type(leaf)([leaf[place] for place in at])
+    return leaf[list(at)]
