@@ -138,8 +138,23 @@ def test_numbers_that_are_given_do_not_follow_from_the_samples(tmp_path) -> None
     assert (first.numbers, len(first)) == (second.numbers, len(second))
     assert [one.private_optimizer.expected_batch_size for one in both] == [5, 5]
     assert "probability 0.166667" in both[0].guarantee
-    assert "No number here follows from the data." in both[0].guarantee
+    assert "number of steps were given: this holds if none was computed" in both[0].guarantee
     assert both[0].state.log_history[0]["epsilon"] == math.inf  # without noise
+
+
+def test_after_training_model_and_optimizer_train_as_before(tmp_path) -> None:
+    trainer = make("bert", tmp_path)
+    with pytest.raises(RuntimeError, match=r"nothing is private yet: train\(\) makes"):
+        _ = trainer.guarantee
+    trainer.train()
+    inner, model = trainer.private_optimizer.original_optimizer, trainer.model
+    before = trained(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    inner.step()
+
+    assert not torch.equal(trained(model), before)
+    assert trainer.spent.steps > 0
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,21 @@ import torch
 from documents import find_all_code
 from opacus import PrivacyEngine
 from opacus.accountants import PRVAccountant
+from opacus.data_loader import DPDataLoader
+from scipy.special import log_ndtr, ndtr
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpprof.clipping import UnsupportedError, make_private, numbers_of_opacus
 
 D = 50
+
+
 PUBLIC = {"max_grad_norm": 1.0, "delta": 1e-5, "check": False}
+
+
+def load(length: int):
+    return DataLoader(TensorDataset(torch.ones(length, D)), batch_size=4)
 
 
 def prepare(length: int, *, batch_size: int = 4, missing: int | None = None, **options):
@@ -59,7 +67,7 @@ def test_one_sample_less_changes_neither_noise_nor_divisor(
     assert len(both[0].data_loader) == len(both[1].data_loader)
     assert both[0].optimizer.expected_batch_size == batch_size
     assert torch.equal(*map(release, both))
-    assert "No number here follows from the data." in both[0].guarantee
+    assert "number of steps were given: this holds if none was computed" in both[0].guarantee
 
 
 def test_by_default_the_divisor_is_the_loaders_own_batch_size() -> None:
@@ -116,6 +124,10 @@ def test_a_public_rate_is_drawn_planned_and_counted_as_it_is(rate) -> None:
         ({"samples": 8, "sample_rate": 0.5}, "give samples or sample_rate"),
         ({"sample_rate": 0.0}, r"sample_rate must be above 0 and at most 1, and is 0\.0"),
         ({"sample_rate": 1.5}, r"sample_rate must be above 0 and at most 1, and is 1\.5"),
+        ({"samples": True}, "samples must be a whole number, at least 1, and is True"),
+        ({"sample_rate": "0.5"}, "sample_rate must be above 0 and at most 1, and is '0.5'"),
+        ({"sample_rate": 1e-300}, "draw each sample with probability 1e-300, so none at all"),
+        ({"samples": 10**400}, "draw each sample with probability 0, so none at all"),
         ({"sample_rate": math.nan}, "sample_rate must be above 0 and at most 1, and is nan"),
         ({"expected_batch_size": 0}, "expected_batch_size must be positive and finite, and is 0"),
         ({"expected_batch_size": math.inf}, "expected_batch_size must be positive and finite"),
@@ -124,6 +136,39 @@ def test_a_public_rate_is_drawn_planned_and_counted_as_it_is(rate) -> None:
 def test_numbers_out_of_their_range_are_refused(given, said) -> None:
     with pytest.raises(ValueError, match=said):
         prepare(8, **given)
+
+
+def test_a_batch_smaller_than_one_sample_has_a_public_number_of_samples() -> None:
+    assert prepare(8, expected_batch_size=0.4, sample_rate=1.0).data_loader.numbers.samples == 1
+
+
+def test_a_dataset_without_samples_is_refused() -> None:
+    model = nn.Linear(D, 1)
+    nothing = DataLoader(TensorDataset(torch.zeros(0, D)), batch_size=2)
+    with pytest.raises(ValueError, match="the dataset has no samples"):
+        make_private(
+            model, torch.optim.SGD(model.parameters()), nothing, noise_multiplier=1.0, **PUBLIC
+        )
+
+
+def make_from_opacus_loader(**given):
+    model = nn.Linear(D, 1)
+    loader = DPDataLoader(TensorDataset(torch.zeros(8, D)), sample_rate=0.25)
+    sgd = torch.optim.SGD(model.parameters())
+    return make_private(model, sgd, loader, noise_multiplier=1.0, **PUBLIC, **given)
+
+
+def test_numbers_of_opacus_own_loader_follow_from_the_data_unless_both_are_given() -> None:
+    assert "The number of samples, 8, is public" in make_from_opacus_loader().guarantee
+    given = make_from_opacus_loader(samples=10, expected_batch_size=3)
+    assert given.data_loader.numbers[:2] == (0.3, 3)
+    assert "is public" not in given.guarantee
+
+
+@pytest.mark.parametrize("given", [{"samples": 10}, {"sample_rate": 0.3}])
+def test_opacus_own_loader_needs_a_public_batch_size_beside_a_public_rate(given) -> None:
+    with pytest.raises(ValueError, match="need expected_batch_size"):
+        make_from_opacus_loader(**given)
 
 
 @pytest.mark.parametrize(("samples", "batch_size"), [(8, 4), (7, 4), (10, 3), (48, 1), (9, 2)])
@@ -157,6 +202,19 @@ def test_a_delta_out_of_its_range_is_refused_when_epsilon_is_asked(delta) -> Non
     release(private)
     with pytest.raises(ValueError, match="delta must lie between 0 and 1"):
         private.epsilon_spent(delta)
+
+
+@pytest.mark.parametrize("delta", [0.99, 0.5, 1e-5, 1e-12, 1e-15, 1e-25, 1e-300])
+@pytest.mark.parametrize("noise", [0.7, 3.0])
+def test_every_delta_has_an_epsilon_that_is_no_less_than_spent(noise, delta) -> None:
+    """The Gaussian mechanism's exact delta at that epsilon (Balle and Wang 2018) is smaller."""
+    private = prepare(8, noise_multiplier=noise, sample_rate=1.0)
+    release(private)
+    epsilon = private.epsilon_spent(delta)
+    near, far = 0.5 / noise - epsilon * noise, -0.5 / noise - epsilon * noise
+
+    assert 0 <= epsilon < math.inf
+    assert ndtr(near) - math.exp(epsilon + log_ndtr(far)) <= delta
 
 
 @pytest.mark.parametrize("noise", [0.05, 1e-3, 1e-9, 1e-300])
@@ -194,7 +252,7 @@ def test_removed_training_leaves_model_and_optimizer_as_before() -> None:
 
 def test_a_second_private_training_names_what_removes_the_first() -> None:
     private = prepare(8)
-    loader = DataLoader(TensorDataset(torch.zeros(8, D)), batch_size=4)
+    loader = load(8)
     again = torch.optim.SGD(private.model.parameters())
     options = PUBLIC | {"noise_multiplier": 1.0}
     with pytest.raises(UnsupportedError, match=r"remove\(\) of that, or of what make_private"):
@@ -202,6 +260,42 @@ def test_a_second_private_training_names_what_removes_the_first() -> None:
     private.remove()
 
     assert release(make_private(private.model, again, loader, **options)).isfinite().all()
+
+
+def test_removing_twice_leaves_a_later_private_training_alone() -> None:
+    first = prepare(8)
+    first.remove()
+    inner, model = first.optimizer.original_optimizer, first.model
+    second = make_private(model, inner, load(8), **PUBLIC, noise_multiplier=1.0)
+    first.remove()
+    (x,) = next(iter(second.data_loader))
+    second.optimizer.backward(model(x)[:, 0])
+    with pytest.raises(RuntimeError, match="asked to step on gradients without noise"):
+        inner.step()
+    second.optimizer.step()
+
+    assert second.spent.steps == 1
+
+
+def test_a_loop_over_a_removed_training_is_refused() -> None:
+    private = prepare(8)
+    private.remove()
+    with pytest.raises(RuntimeError, match=r"this private training ended, by remove\(\)"):
+        next(iter(private.data_loader))
+
+
+def test_trainings_that_are_counted_together_count_their_own_rates() -> None:
+    first = prepare(8, sample_rate=0.5)
+    second = prepare(8, sample_rate=0.25, spent=first.spent)
+    for one in (first, second, first):
+        release(one)
+
+    assert first.spent.history == [(8.0, 0.5, 1), (8.0, 0.25, 1), (8.0, 0.5, 1)]
+    assert first.epsilon_spent() == second.epsilon_spent()
+    saved = first.state_dict()
+    release(second)
+    first.load_state_dict(saved)
+    assert second.spent.steps == 3
 
 
 def test_rounds_are_counted_together_and_end_with_their_budget() -> None:

@@ -14,6 +14,9 @@ _FAR = 200.0
 """An epsilon above which ``rdp`` alone tells it: ``prv`` takes ever more time and memory, and
 neither protects anybody."""
 
+_FAILURES = (ArithmeticError, IndexError, MemoryError, RuntimeError, ValueError)
+"""What Opacus's accountants raise, as where floating point does not suffice."""
+
 
 class Spent:
     """Counts steps, and tells what they spent.
@@ -27,15 +30,16 @@ class Spent:
     def __init__(self, sample_rate: float, delta: float | None, accountant: str) -> None:
         self.sample_rate, self.delta, self.accountant = sample_rate, delta, accountant
         self.history: list[tuple[float, float, int]] = []
-        """Noise multiplier, sample rate and steps, in the order of training, as Opacus keeps it."""
+        """Noise multiplier, sample rate and steps, in the order of training, as Opacus keeps it.
+        One list for all trainings that are counted together."""
 
     @property
     def steps(self) -> int:
         """How many steps were counted."""
         return sum(steps for _, _, steps in self.history)
 
-    def continue_with(self, other: "Spent") -> "Spent":
-        """Count the steps of another training too, on the same samples, and return this.
+    def continue_with(self, other: "Spent") -> None:
+        """Let another training, on the same samples, count its steps together with this one's.
 
         Raises:
             ValueError: The other has another accountant or delta.
@@ -44,8 +48,7 @@ class Spent:
             own, new = getattr(self, name), getattr(other, name)
             if own != new:
                 raise ValueError(f"what was spent has {name} {own!r}, and this training {new!r}")
-        self.sample_rate = other.sample_rate
-        return self
+        other.history = self.history
 
     def count(self, optimizer: NoisyOptimizer) -> None:
         """Count a step, which an optimizer is about to take."""
@@ -78,6 +81,8 @@ class Spent:
         Args:
             delta: None for that of the plan.
 
+        Where ``prv`` fails, as at a delta of 1e-15, it is the bound by ``rdp``, which is higher.
+
         Raises:
             ValueError: No delta is known, or it is out of its range, or the accountant fails.
             ImportError: Opacus is not installed.
@@ -90,8 +95,19 @@ class Spent:
             return 0.0
         if any(noise == 0 for noise, _, _ in self.history):
             return math.inf
-        bound = self._account("rdp", delta)
-        return bound if self.accountant == "rdp" or bound > _FAR else self._account("prv", delta)
+        try:
+            bound = self._account("rdp", delta)
+        except _FAILURES as error:
+            raise ValueError(
+                f"rdp computes no epsilon at delta {delta:g} for steps of (noise multiplier, "
+                f"sample rate, number) {self.history[:3]}: {type(error).__name__}: {error}"
+            ) from error
+        if self.accountant == "rdp" or bound > _FAR:
+            return bound
+        try:
+            return self._account("prv", delta)
+        except _FAILURES:
+            return bound
 
     def _account(self, accountant: str, delta: float) -> float:
         """Return an upper bound of epsilon; infinite where the numbers of one are too large."""
@@ -102,14 +118,10 @@ class Spent:
                 warnings.simplefilter("ignore")  # that other orders might give a tighter bound
                 epsilon = float(book.get_epsilon(delta=delta))
         except ArithmeticError:
+            if accountant == "prv":
+                raise
             return math.inf
-        except (IndexError, MemoryError, RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"{accountant} computes no epsilon at delta {delta:g} for steps of "
-                f"(noise multiplier, sample rate, number) {self.history[:3]}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        return math.inf if math.isnan(epsilon) else epsilon
+        return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
 
 
 def verify_budget(

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from dpprof.clipping.budget import Spent
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.clipping.schedules import NOISY
 
 
 class Part(NamedTuple):
@@ -55,8 +56,13 @@ class PrivateOptimizer(NoisyOptimizer):
         """Prepare for the coming part of a batch.
 
         Raises:
-            RuntimeError: There was no step for the part before.
+            RuntimeError: There was no step for the part before, or this was removed.
         """
+        if getattr(self.original_optimizer, NOISY, None) is not self:
+            raise RuntimeError(
+                "this private training ended, by remove() or by another one of its optimizer; call "
+                "make_private again"
+            )
         if self._step_skip_queue or self._part is not None:
             raise RuntimeError(
                 "the part before had no backward and step, so parts of two batches would meet in "
@@ -68,6 +74,11 @@ class PrivateOptimizer(NoisyOptimizer):
     def leave_parts(self) -> None:
         """Note that a loop over parts was left, so that what follows it belongs to no part."""
         self._is_last_part = True
+
+    def remove(self) -> None:
+        """Remove clipping and noise; nothing where a later one took this one's place."""
+        if getattr(self.original_optimizer, NOISY, None) is self:
+            super().remove()
 
     def discard(self) -> None:
         """Throw away the sums of a batch that is not finished, and forget its part."""

@@ -219,7 +219,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     @property
     def guarantee(self) -> str:
         """What is guaranteed, with the numbers that everybody may know; once training began."""
-        assert self._steps is not None, "train() makes the steps private"
+        if self._steps is None or self._clipping is None:
+            raise RuntimeError("nothing is private yet: train() makes clipping, noise and batches")
         return self._steps.loader.numbers.describe(self.private_optimizer)
 
     def get_train_dataloader(self) -> Any:
@@ -349,12 +350,14 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             return
 
     def train(self, *inputs: Any, **named: Any) -> Any:
-        """Train, as ``Trainer`` does; afterwards the model is as it was, without clipping."""
+        """Train, as ``Trainer`` does; afterwards model and optimizer are as they were."""
         try:
             return super().train(*inputs, **named)
         finally:
             if self._clipping is not None:
                 self._clipping.remove()
+            if self._steps is not None and self._steps.loader.optimizer is not None:
+                self._steps.loader.optimizer.remove()
 
     def training_step(
         self,
@@ -512,7 +515,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         assert self._steps is not None
         self._steps.loader.load_state_dict(state["loader"])
         self._steps.handed = self.private_optimizer.steps
-        self.spent.history = [tuple(one) for one in state["history"]]
+        self.spent.history[:] = [tuple(one) for one in state["history"]]
         if self.private_optimizer.steps != self.state.global_step:
             raise ValueError(
                 f"{checkpoint} is of {self.private_optimizer.steps:,} private steps, and its "

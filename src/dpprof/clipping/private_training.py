@@ -103,7 +103,7 @@ class PrivateTraining:
         self.data_loader.load_state_dict(state["data_loader"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.spent.history = [tuple(one) for one in state["history"]]
+        self.spent.history[:] = [tuple(one) for one in state["history"]]
         for device in self._devices:
             _set_state(device, state["random"][str(device)])
 
@@ -226,7 +226,7 @@ def make_private(
     )
     counted = Spent(numbers.sample_rate, delta, accountant)
     if spent is not None:
-        counted = spent.continue_with(counted)
+        spent.continue_with(counted)
     warn_of_delta(delta, numbers.samples)
     refuse_related(sampling_generator, noise_generator)
     planned = None

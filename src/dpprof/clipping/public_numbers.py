@@ -5,7 +5,9 @@ must not follow from the samples: one sample less would change them, and the noi
 """
 
 import math
+import sys
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any, NamedTuple, cast
 
 from torch.utils.data import (
@@ -15,6 +17,11 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
 )
+
+_LEAST_RATE = 2.0**-53
+"""Samples are drawn by multiples of it."""
+
+_MOST = sys.float_info.max
 
 _OPACUS = "opacus.utils.uniform_sampler.UniformWithReplacementSampler"
 
@@ -44,7 +51,8 @@ class PublicNumbers(NamedTuple):
             "number of steps follow from it: a sample is removed by one in its place whose "
             "gradient is zero. Give samples=... to keep it private."
             if self.follows_from_data
-            else "No number here follows from the data."
+            else "Probability, divisor and number of steps were given: this holds if none was "
+            "computed from the data, as numbers_of_opacus computes them."
         )
         return (
             f"A step draws each sample with probability {self.sample_rate:.6g}, whatever else it "
@@ -76,30 +84,39 @@ def find_public_numbers(
         TypeError: Its dataset has no length.
     """
     sampler = _verify_sampler(data_loader)
-    if samples is not None and not (isinstance(samples, int) and samples >= 1):
-        raise ValueError(f"samples must be a whole number, at least 1, and is {samples!r}")
+    for name, value, kind, most, allowed in (
+        ("samples", samples, Integral, math.inf, "a whole number, at least 1"),
+        ("sample_rate", sample_rate, Real, 1.0, "above 0 and at most 1"),
+        ("expected_batch_size", expected_batch_size, Real, _MOST, "positive and finite"),
+    ):
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < value <= most):
+            raise ValueError(f"{name} must be {allowed}, and is {value!r}")
     if samples is not None and sample_rate is not None:
         raise ValueError("give samples or sample_rate: one follows from the other")
-    if sample_rate is not None and not 0 < sample_rate <= 1:
-        raise ValueError(f"sample_rate must be above 0 and at most 1, and is {sample_rate!r}")
-    size = expected_batch_size
-    if size is not None and not (math.isfinite(size) and size > 0):
-        raise ValueError(f"expected_batch_size must be positive and finite, and is {size!r}")
+    size = None if expected_batch_size is None else float(expected_batch_size)
+    follows = samples is None and sample_rate is None
+    if sampler is None and size is None and not follows:
+        raise ValueError(
+            "Opacus's data loader has no batch size of its own, so samples and sample_rate need "
+            "expected_batch_size"
+        )
     counted = len(cast("Any", data_loader.dataset))
-    if size is None and sampler is None:  # Opacus's loader knows its rate alone
+    known = counted if samples is None else int(samples)
+    if not known:
+        raise ValueError("the dataset has no samples")
+    if sampler is not None:
+        size = size or sampler.batch_size
+    elif follows:  # Opacus's loader knows its rate alone
         drawn = numbers_of_opacus(data_loader)
-        size, sample_rate = drawn["expected_batch_size"], sample_rate or drawn["sample_rate"]
-    elif size is None:
-        assert sampler is not None
-        size = sampler.batch_size
+        size, sample_rate = size or drawn["expected_batch_size"], drawn["sample_rate"]
     assert size is not None
-    known = counted if samples is None else samples
-    follows = samples is None and (sample_rate is None or sampler is None)
-    if sample_rate is None:
-        rate, steps = min(1.0, size / known), math.ceil(known / size)
-    else:
-        rate, steps = float(sample_rate), math.ceil((1 - 1e-9) / sample_rate)
-        known = counted if follows else round(size / rate)
+    rate = min(1.0, size / known) if sample_rate is None else float(sample_rate)
+    if rate < _LEAST_RATE:
+        raise ValueError(f"a step would draw each sample with probability {rate:g}, so none at all")
+    steps = math.ceil(known / size if sample_rate is None else (1 - 1e-9) / rate)
+    if sample_rate is not None and not follows:
+        known = max(1, round(size / rate))
     return PublicNumbers(rate, size, steps, known, follows)
 
 
