@@ -277,7 +277,17 @@ class FrozenHead(Head):
         return super().forward(self.body(x))
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(D, D, dtype=torch.complex128)
+
+    def forward(self, x):
+        return self.weight(x.to(torch.complex128)).abs()
+
+
 REFUSED = {
+    "complex": (Complex, "goes through 0.weight, a Linear"),
     "no rule": (lambda: Scale(D), "goes through 0, a Scale: clipping differentiates linear"),
     "recurrent": (Recurrent, "goes through 0.rnn, a GRU"),
     "attention": (Attends, "goes through 0.attention, a MultiheadAttention"),

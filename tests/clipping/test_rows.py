@@ -545,3 +545,23 @@ def test_a_sample_that_is_not_finite_is_excluded_with_all_its_rows(way) -> None:
 
     assert clipping.nonfinite_samples == 1
     assert (gradients(model) - expected).norm() <= 1e-9 * expected.norm()
+
+
+class Fourier(nn.Module):
+    """A complex weight between two Fourier transforms over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(3, 3, bias=False, dtype=torch.complex128)
+
+    def forward(self, x):
+        return torch.fft.irfft(self.weight(torch.fft.rfft(x, dim=1)), n=x.shape[1], dim=1)
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("form", ["a mean over rows", "pairs by logits"])
+def test_complex_layers_are_exact(form, way) -> None:
+    model = make_model().append(Fourier())
+    x = torch.randn(B, N, T, D, dtype=torch.float64)
+
+    assert_exact(way, model, (x,), lambda x: EXACT[form](model, x), bound=0.1)

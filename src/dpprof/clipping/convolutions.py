@@ -62,10 +62,10 @@ class _Convolution(torch.autograd.Function):
             contributions.append((ctx.weight, _contribute(x.detach(), g, ctx.weight, ctx.options)))
         if ctx.needs_input_grad[2]:
             contributions.append((ctx.bias, Shift(g.flatten(2).transpose(1, 2))))
-        ctx.receive(contributions, may_repeat=True)
+        ctx.receive(contributions, may_repeat=not g.is_complex())
         input_gradient = None
         if ctx.needs_input_grad[0]:
-            repeats = torch.is_grad_enabled()
+            repeats = torch.is_grad_enabled() and not g.is_complex()
             input_gradient = (
                 _run_back(ctx, x, g)
                 if repeats

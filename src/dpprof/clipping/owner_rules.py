@@ -117,6 +117,15 @@ def _transposing(one: Operand) -> Owners | None:
     return one.above[0].transpose(np.argsort(order_of(one.node, len(one.shape))))
 
 
+def _real(one: Operand) -> Owners | None:
+    """Complex numbers as two real ones, on an axis of their own."""
+    return spread(one.above[0], [len(one.shape)])[..., 0]
+
+
+def _complex(one: Operand) -> Owners | None:
+    return np.expand_dims(one.above[0], len(one.shape) - 1)
+
+
 def _repeat(one: Operand) -> Owners | None:
     owners = one.above[0]
     extra = owners.ndim - len(one.shape)
@@ -338,14 +347,15 @@ def _register(rule: Rule, names: str) -> None:
 
 
 _POINTWISE = (
-    "Abs Acos Acosh Add Addcdiv Addcmul Alias Asin Asinh Atan Atan2 Atanh BinaryCrossEntropy "
-    "BinaryCrossEntropyWithLogits Ceil Celu Clamp ClampMax ClampMin Clone Contiguous Copy Copysign "
-    "Cos Cosh Digamma Div Elu Erf Erfc Erfinv Exp Exp2 Expand Expm1 Floor Fmod Frac Gelu "
-    "Hardshrink Hardsigmoid Hardswish Hardtanh HuberLoss Hypot LeakyRelu Lerp Lgamma Log Log10 "
-    "Log1P Log2 LogSigmoid Logaddexp Logaddexp2 Logit MaskedFill Maximum Minimum Mish MseLoss Mul "
-    "NanToNum NativeDropout Neg Pow PreluKernel Reciprocal Relu Remainder Round Rsqrt Rsub Selu "
-    "Sgn Sigmoid Sign Silu Sin Sinc Sinh SmoothL1Loss SoftMarginLoss Softplus Softshrink Sqrt Sub "
-    "Tan Tanh Threshold ToCopy Tril Triu Trunc Where Xlogy"
+    "Abs Acos Acosh Add Addcdiv Addcmul Alias Angle Asin Asinh Atan Atan2 Atanh "
+    "BinaryCrossEntropy BinaryCrossEntropyWithLogits Ceil Celu Clamp ClampMax ClampMin Clone "
+    "Complex Conj Contiguous Copy Copysign Cos Cosh Digamma Div Elu Erf Erfc Erfinv Exp Exp2 "
+    "Expand Expm1 Floor Fmod Frac Gelu Hardshrink Hardsigmoid Hardswish Hardtanh HuberLoss "
+    "Hypot LeakyRelu Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid Logaddexp Logaddexp2 Logit "
+    "MaskedFill Maximum Minimum Mish MseLoss Mul NanToNum NativeDropout Neg Pow PreluKernel "
+    "Reciprocal Relu Remainder Round Rsqrt Rsub Selu Sgn Sigmoid Sign Silu Sin Sinc Sinh "
+    "SmoothL1Loss SoftMarginLoss Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCopy Tril "
+    "Triu Trunc Where Xlogy"
 )
 _register(_pointwise, _POINTWISE)
 _register(_pointwise, " ".join(f"{name}Backward" for name in _POINTWISE.split()))
@@ -359,10 +369,14 @@ _register(
     "Amax Amin Aminmax Kthvalue LinalgVectorNorm Logsumexp Max Mean Median Min Mode Nanmedian "
     "Nansum Norm Prod Std StdMean Sum Var VarMean",
 )
-_register(_mixing, "Cummax Cummin Cumprod Cumsum LogSoftmax Logcumsumexp Softmax")
+_register(
+    _mixing, "Cummax Cummin Cumprod Cumsum FftC2C FftC2R FftR2C LogSoftmax Logcumsumexp Softmax"
+)
 _register(_moving, "Flip Gather Glu Roll Sort Topk")
 _register(_reshaping, "ReshapeAlias Squeeze UnsafeView Unsqueeze View")
 _register(_transposing, "Permute T Transpose")
+_register(_real, "ViewAsReal")
+_register(_complex, "ViewAsComplex")
 _register(_repeat, "Repeat")
 _register(partial(_product, 0), "Bmm Mm Mv")
 _register(partial(_product, 1), "Addmm Baddbmm")

@@ -111,8 +111,8 @@ def reshape(owners: Owners, before: Shape, after: Shape) -> Owners | None:
     """Return the owners of a tensor in another shape, with its elements in order."""
     if before == after:
         return owners
-    if not all(before):
-        return None
+    if math.prod(before) != math.prod(after) or not all(before):
+        return None  # a nested one, or one without elements
     full: list[int] = []
     given: list[int] = []
     i = j = 0
