@@ -224,7 +224,7 @@ X = torch.zeros(B, T, E)
         ((X,) * 3, {"key_padding_mask": torch.zeros(1, S)}, r"key_padding_mask has shape \(1, 4\)"),
         ((X,) * 3, {"attn_mask": NOT_ALLOWED.byte()}, "bool or floating point"),
         ((X,) * 3, {"is_causal": True}, "is_causal needs attn_mask"),
-        ((torch.nested.nested_tensor([*X]),) * 3, {}, "nested tensors"),
+        ((torch.nested.nested_tensor([*X]),) * 3, {}, "a nested tensor; pad it"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

@@ -385,8 +385,11 @@ class NoisyOptimizer(Optimizer):
     def remove(self) -> None:
         """Remove clipping and noise: model and original optimizer are as without them.
 
-        A batch that is not finished is thrown away.
+        A batch that is not finished is thrown away. A later ``NoisyOptimizer`` of the original
+        optimizer stays as it is.
         """
+        if getattr(self.original_optimizer, NOISY, None) is not self:
+            return
         self.discard()
         self.clipping.remove()
         for parameter in {*self.params, *self.clipping.parameters}:

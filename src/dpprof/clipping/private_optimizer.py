@@ -75,11 +75,6 @@ class PrivateOptimizer(NoisyOptimizer):
         """Note that a loop over parts was left, so that what follows it belongs to no part."""
         self._is_last_part = True
 
-    def remove(self) -> None:
-        """Remove clipping and noise; nothing where a later one took this one's place."""
-        if getattr(self.original_optimizer, NOISY, None) is self:
-            super().remove()
-
     def discard(self) -> None:
         """Throw away the sums of a batch that is not finished, and forget its part."""
         super().discard()
