@@ -9,6 +9,7 @@ import os
 import re
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -63,10 +64,6 @@ def declared_changes(name, given):
     return [int(one) for one in is_written]
 
 
-def interpret() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-
-
 def examine(name):
     """Return what ``opcheck`` says, versions' changes, and whether inference changes a result."""
     verdict = torch.library.opcheck(
@@ -85,8 +82,9 @@ def examine(name):
 
 @pytest.fixture(scope="module")
 def interpreter():
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, initializer=interpret) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):  # read as triton is imported
+            pool.submit(os.getpid).result()
         yield pool
 
 
