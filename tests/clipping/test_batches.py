@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
-from dpprof.clipping.batches import find_sizes, find_whole, give, take
+from dpprof.clipping.batches import find_sizes, find_whole, give, move, take
 
 B = 4
 ROWS = torch.arange(B * 3.0).view(B, 3)
@@ -170,3 +171,50 @@ def test_batches_are_given_as_the_function_takes_them() -> None:
     assert give(whole, ROWS)[0][0] is ROWS
     assert give(max, [1, 2]) == ((1, 2), {})
     assert give(whole, {1: 2}) == (({1: 2},), {})
+
+
+class Attributes(dict):
+    """A dictionary by attributes, which raises another error than a missing attribute does."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Store(MutableMapping):
+    """A mapping that keeps what it has in a dictionary, which a shallow copy shares."""
+
+    def __init__(self, **own) -> None:
+        self.own = own
+
+    def __getitem__(self, key):
+        return self.own[key]
+
+    def __setitem__(self, key, value) -> None:
+        self.own[key] = value
+
+    def __delitem__(self, key) -> None:
+        del self.own[key]
+
+    def __iter__(self):
+        return iter(self.own)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+
+@pytest.mark.parametrize("kind", [Attributes, Store, lambda **own: MappingProxyType(own)])
+def test_a_mapping_is_split_and_stays_as_it_was(kind) -> None:
+    batch = kind(x=torch.arange(3), y={"z": torch.ones(3, 2)})
+    taken = take(batch, 3, [2])
+
+    assert type(taken) is type(batch)
+    assert (taken["x"].tolist(), taken["y"]["z"].shape) == ([2], (1, 2))
+    assert (batch["x"].tolist(), batch["y"]["z"].shape) == ([0, 1, 2], (3, 2))
+
+
+def test_tensors_move_wherever_they_are() -> None:
+    batch = {"a": Store(x=torch.ones(2)), "b": (torch.ones(3), 3), "c": "text"}
+    moved = move(batch, torch.device("meta"))
+
+    assert moved["a"]["x"].device.type == moved["b"][0].device.type == "meta"
+    assert (moved["b"][1], moved["c"]) == (3, "text")
+    assert batch["a"]["x"].device.type == "cpu"

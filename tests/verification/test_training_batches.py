@@ -69,6 +69,20 @@ def test_a_clipping_is_checked_on_arguments_of_any_structure() -> None:
     assert found.samples == B
 
 
+@pytest.mark.parametrize("looks_up", [True, False], ids=["fails", "is another one"])
+def test_weights_as_many_as_samples_are_named(looks_up) -> None:
+    def loss(model, x, y, weights):
+        own = weights[y.argmax(1)] if looks_up else weights.sum()
+        return points_loss(model, x, y) * own
+
+    setup = with_dpprof(BookKeeping, build_mlp(), loss)
+    with pytest.raises(
+        WrongTrainingError, match=r"depends on all 4 entries of batch\[2\]: the model"
+    ):
+        setup.check((X, Y, torch.arange(1.0, B + 1)))
+    assert setup.check((X, Y, torch.arange(1.0, B + 2))).samples == B
+
+
 def weighted(model, x, y, weights):
     return points_loss(model, x, y) * weights.sum()
 

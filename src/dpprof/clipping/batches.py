@@ -8,7 +8,9 @@ Shape legend: B samples.
 
 import copy
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,19 +19,23 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 Split = Callable[[Any], Any]
 
+_MOVED = (Tensor, PackedSequence)
 
-def take(batch: Any, samples: int, at: Sequence[int]) -> Any:
+
+def take(batch: Any, samples: int, at: Sequence[int], whole: Any = None) -> Any:
     """Return the batch of some of its samples, in this order; a sample may come again.
 
     Args:
         batch: Of any structure.
         samples: How many it has.
         at: Which to take.
+        whole: A leaf that stays as it is.
 
     Raises:
         ValueError: A list could be one of samples or one of tensors; the message names its path.
     """
-    return apply(batch, samples, lambda leaf: _take_of_leaf(leaf, at))
+    keep = lambda leaf: leaf if leaf is whole else _take_of_leaf(leaf, at)  # noqa: E731
+    return apply(batch, samples, keep)
 
 
 def apply(batch: Any, samples: int, function: Split, path: str = "batch") -> Any:
@@ -40,11 +46,22 @@ def apply(batch: Any, samples: int, function: Split, path: str = "batch") -> Any
     Raises:
         ValueError: As of ``take``.
     """
-    if _is_split(batch, samples, path):
+    return _change(batch, lambda one, at: _is_split(one, samples, at), function, path)
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """Return the batch with all its tensors on a device."""
+    return _change(batch, lambda one, _: isinstance(one, _MOVED), lambda one: one.to(device))
+
+
+def _change(
+    batch: Any, is_leaf: Callable[[Any, str], bool], function: Split, path: str = "batch"
+) -> Any:
+    if is_leaf(batch, path):
         return function(batch)
     parts = _parts_of(batch)
     others = {
-        key: apply(one, samples, function, f"{path}{_write(batch, key)}")
+        key: _change(one, is_leaf, function, f"{path}{_write(batch, key)}")
         for key, one in parts.items()
     }
     if all(others[key] is one for key, one in parts.items()):
@@ -52,10 +69,10 @@ def apply(batch: Any, samples: int, function: Split, path: str = "batch") -> Any
     return _rebuild(batch, others)
 
 
-def find_split(batch: Any, samples: int, path: str = "batch") -> Iterator[Any]:
-    """List the leaves that have an entry for each sample."""
+def find_split(batch: Any, samples: int, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """List the leaves that have an entry for each sample, with their paths."""
     if _is_split(batch, samples, path):
-        yield batch
+        yield path, batch
         return
     for key, one in _parts_of(batch).items():
         yield from find_split(one, samples, f"{path}{_write(batch, key)}")
@@ -107,6 +124,7 @@ def give(
 
 
 def _may_call(function: Callable[..., Any], *given: Any, **named: Any) -> bool:
+    """Tell whether a function takes these arguments, as far as its signature says."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # as of functions in C
@@ -122,7 +140,7 @@ def _is_array(leaf: Any) -> bool:
     """Tell whether a leaf is a tensor or an array with a first axis."""
     if isinstance(leaf, Tensor):
         return leaf.dim() > 0
-    return hasattr(leaf, "__array__") and bool(getattr(leaf, "shape", ()))
+    return hasattr(type(leaf), "__array__") and bool(getattr(leaf, "shape", ()))
 
 
 def _is_plain(one: Any) -> bool:
@@ -161,7 +179,7 @@ def _is_split(value: Any, samples: int, path: str) -> bool:
 
 def _parts_of(value: Any) -> dict[Any, Any]:
     """Return what a structure or an object has, by key; nothing of a leaf."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | UserDict | MappingProxyType):
         return dict(value)
     if isinstance(value, list | tuple):
         return dict(enumerate(value))
@@ -180,13 +198,12 @@ def _rebuild(value: Any, parts: dict[Any, Any]) -> Any:
         if hasattr(value, "_fields"):
             return type(value)(*parts.values())
         return type(value)(parts.values())
-    if isinstance(value, Mapping):
-        if not hasattr(value, "__setitem__"):
-            return parts
-        other: Any = copy.copy(value)
-        for key, one in parts.items():
-            other[key] = one
-        return other
+    if isinstance(value, MappingProxyType):
+        return MappingProxyType(parts)
+    if isinstance(value, dict | UserDict):
+        filled = copy.copy(value)
+        filled.update(parts)
+        return filled
     other = copy.copy(value)
     for name, one in parts.items():
         object.__setattr__(other, name, one)  # also of what is frozen

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from dpprof.clipping.batches import move
 from dpprof.clipping.budget import (
     Spent,
     find_noise,
@@ -325,6 +326,12 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             inputs = self._prepare_inputs(self._steps.loader.load(range(2)))
         self._clipping.check(partial(self.compute_sample_losses, self.model), inputs)
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Move tensors to the device, also those inside of objects."""
+        if isinstance(inputs, Mapping) and not inputs:
+            return super()._prepare_inputs(inputs)  # refuses it
+        return move(inputs, self.args.device)
+
     @torch.no_grad()
     def _verify_losses(self) -> None:
         """Compare the loss of the first sample that has one with the model's own, in ``eval()``.
@@ -384,12 +391,18 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 optimizer.zero_grad()
         return total / max(1, samples)
 
-    def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def compute_sample_losses(self, model: nn.Module, inputs: Any) -> Tensor:
         """Compute one loss for each sample, by autocast where ``bf16`` or a scale is set; (B,)."""
-        _refuse_packed(inputs)
+        if isinstance(inputs, Mapping):
+            _refuse_packed(inputs)
         with self._autocast():
             if self.losses_of is not None:
                 return self.losses_of(model, inputs)
+            if not isinstance(inputs, Mapping):
+                raise TypeError(
+                    f"the inputs are a {type(inputs).__name__}, and no dictionary with labels; "
+                    "give PrivateTrainer losses_of"
+                )
             _refuse_left_padding(inputs)
             smoothing = self.args.label_smoothing_factor
             return self._losses_of_labels(model, dict(inputs), smoothing).float()
@@ -425,7 +438,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         if self._flops_of_token is None:
             one = {main: torch.empty(1, device="meta")}
             self._flops_of_token = int(super().floating_point_ops(one))
-        tokens: int = sum(part[main].numel() for part, _ in inputs["parts"] if main in part)
+        known = [one for one, _ in inputs["parts"] if isinstance(one, Mapping) and main in one]
+        tokens: int = sum(one[main].numel() for one in known)
         return self._flops_of_token * tokens
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:

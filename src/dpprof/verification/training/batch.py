@@ -24,7 +24,12 @@ class TrainingBatch(NamedTuple):
     def parts(self) -> list[Tensor]:
         """The tensors, samples first, that have an entry for each sample."""
         found = batches.find_split(self.tree, self.samples)
-        return [one for one in found if isinstance(one, Tensor)]
+        return [one for _, one in found if isinstance(one, Tensor)]
+
+    @property
+    def split(self) -> dict[str, Any]:
+        """The parts that have an entry for each sample, by their paths."""
+        return dict(batches.find_split(self.tree, self.samples))
 
     @property
     def whole(self) -> list[str]:
@@ -36,9 +41,10 @@ class TrainingBatch(NamedTuple):
         mapped = lambda one: function(one) if isinstance(one, Tensor) else one  # noqa: E731
         return self._of(batches.apply(self.tree, self.samples, mapped))
 
-    def take(self, at: Sequence[int]) -> "TrainingBatch":
-        """Return the batch of some of its samples."""
-        return self._of(batches.take(self.tree, self.samples, at))._replace(samples=len(at))
+    def take(self, at: Sequence[int], whole: Any = None) -> "TrainingBatch":
+        """Return the batch of some of its samples; the part ``whole`` stays as it is."""
+        taken = batches.take(self.tree, self.samples, at, whole)
+        return self._of(taken)._replace(samples=len(at))
 
     def _of(self, tree: dict[Any, Any]) -> "TrainingBatch":
         given = tuple(tree[at] for at in range(len(self.given)))

@@ -3,6 +3,7 @@
 Shape legend: B samples, T tokens.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from dpprof.verification.training.gradients import (
     compare_norms,
     diagnose,
     find_difference,
+    find_part_of_all,
     find_shared_layer,
     norm_of,
     read_losses,
@@ -60,6 +62,9 @@ _MIXES = "samples are mixed or permuted before this layer, or its input has anot
 _DRAWN_AGAIN = (
     "backward draws other numbers than forward did (checkpoint with preserve_rng_state=True)"
 )
+
+
+_log = logging.getLogger("dpprof")
 
 
 class Checked(NamedTuple):
@@ -219,21 +224,25 @@ class _Check:
             try:
                 self._compare_losses(samples)
             except WrongTrainingError as error:
-                if reason is None or isinstance(error, WrongScaleError):
+                if isinstance(error, WrongScaleError):
                     raise
+                if reason is None:
+                    part = find_part_of_all(self.loop, self.batch)
+                    raise (WrongTrainingError(part) if part else error) from error
             else:
                 return samples
         together = take_together(self.loop, self.batch)
         if together is None:
             raise ValueError(f"{reason}; let loss return one loss for each sample")
         self._compare_losses(together, are_alone=False)
-        shows_nothing = compare_company(self.loop, self.batch, together.losses_B, self.limit)
+        shows_nothing = compare_company(self.loop, self.batch, together, self.limit)
         hidden = "the loss's scale is not checked"
         if shows_nothing is None:
             self.checked.append("each sample's loss is the same among copies of the sample")
         else:
             hidden += ", nor that it keeps samples apart"
         self.unchecked["each sample alone"] = f"{reason}; so {hidden}"
+        _log.warning("check: %s; so %s", reason, hidden)
         return together
 
     def _compare_losses(self, samples: Samples, *, are_alone: bool = True) -> None:
@@ -357,6 +366,11 @@ class _Check:
         if not found.any():
             raise WrongTrainingError(
                 f"{name}: the optimizer is given no gradient, and it is trained"
+            )
+        if loop.by_hand and loop.draws.made:
+            raise ValueError(
+                f"{name}: the gradient of step is wrong, or it draws the numbers of its losses in "
+                "another order than loss; let loss take them from the batch, and check again"
             )
         raise WrongTrainingError(
             f"{name}: the gradient is not the sum of the samples' clipped gradients over "

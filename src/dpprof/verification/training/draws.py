@@ -37,6 +37,12 @@ class Draws:
         self.elsewhere: list[bytes] | None = None
         """The states of NumPy's and Python's generators before, if the loss draws with them."""
 
+    def of_turn(self, sample: int, each: int) -> "Draws":
+        """Return a sample's own draws, where the loss draws ``each`` for one after the other."""
+        own = Draws(self.samples)
+        own.made, own.elsewhere = self.made[sample * each : (sample + 1) * each], self.elsewhere
+        return own
+
     def call(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """Run an operator, and keep its numbers."""
         state = _state_of(func, args, kwargs)
@@ -74,6 +80,11 @@ class Replay:
         self._missed: str | None = None
         self.mixes: str | None = None
         """An operator whose numbers of the sample depend on others."""
+
+    @property
+    def asked(self) -> int:
+        """How many of the batch's draws were repeated."""
+        return self._at
 
     @property
     def missed(self) -> str | None:
@@ -131,6 +142,8 @@ class Replay:
         if numbers.shape == shape:
             if self._count is None and any(size and size % B == 0 for size in shape):
                 self._count = B
+            if self._is_alone and B in shape:
+                self._missed = self._missed or "an operator that draws for all samples"
             return numbers
         if len(shape) != numbers.dim():
             return None

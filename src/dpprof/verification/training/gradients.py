@@ -13,6 +13,7 @@ import torch
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 
+from dpprof.system.substitutes import substitute
 from dpprof.verification.training.batch import TrainingBatch
 from dpprof.verification.training.draws import Replay
 from dpprof.verification.training.loop import (
@@ -25,6 +26,9 @@ from dpprof.verification.training.loop import (
 
 _EPSILON = 1e-6
 """What Opacus and dpprof add to the norm."""
+
+_RTOL = 1e-2
+"""How much losses that are the same may differ by rounding."""
 
 _ALONE = 0.1
 """A parameter is compared with its own gradient, or with this part of the whole."""
@@ -72,24 +76,40 @@ def take_alone(loop: Loop, batch: TrainingBatch) -> tuple[Samples | None, str | 
     Raises:
         WrongTrainingError: A sample fails alone without such a reason.
     """
-    reason, found = _find_reason(loop, batch), []
+    reason, found, draws = _find_reason(loop, batch), [], loop.draws
+    each = _count_in_turn(loop, batch)
     with loop.plain() as model:
         for at in range(batch.samples):
+            own = draws if each is None else draws.of_turn(at, each)
             # Also while it is differentiated, for checkpointing.
-            with loop.drawing(at, is_alone=True) as replay:
+            with substitute(loop, "draws", own), loop.drawing(at, is_alone=True) as replay:
                 try:
                     loss = read_losses(batch.take([at]).call(loop.loss, model), 1).sum()
                 except Exception as error:
                     if reason := reason or _find_missed(replay):
                         return None, reason
-                    if not isinstance(error, ValueError):  # which the whole batch does not raise
+                    if isinstance(error, torch.OutOfMemoryError):
                         raise
+                    # The whole batch does not raise it.
                     why = f"sample {at} alone: {error}: the model or the loss mixes samples"
-                    raise WrongTrainingError(why) from error
+                    raise WrongTrainingError(find_part_of_all(loop, batch) or why) from error
                 found.append(_differentiate(loop, loss))
             _refuse_mixed_draws(replay, at)
             reason = reason or _find_missed(replay)
     return _gather(loop, found), reason
+
+
+def _count_in_turn(loop: Loop, batch: TrainingBatch) -> int | None:
+    """Count the draws of a sample, if the loss draws for one after the other; None if not."""
+    made = len(loop.draws.made)
+    if not made:
+        return None
+    with loop.plain() as model, torch.no_grad(), loop.drawing(0, is_alone=True) as replay:
+        try:
+            batch.take([0]).call(loop.loss, model)
+        except Exception:  # noqa: BLE001 (what it raises is read later)
+            return None
+    return replay.asked if replay.asked * batch.samples == made else None
 
 
 def _find_reason(loop: Loop, batch: TrainingBatch) -> str | None:
@@ -122,27 +142,59 @@ def take_together(loop: Loop, batch: TrainingBatch) -> Samples | None:
         return _gather(loop, [_differentiate(loop, one, retain_graph=True) for one in losses])
 
 
-def compare_company(loop: Loop, batch: TrainingBatch, losses_B: Tensor, limit: float) -> str | None:
-    """Compare each sample's loss with that among copies of itself, with the same draws.
+def find_part_of_all(loop: Loop, batch: TrainingBatch) -> str | None:
+    """Say which part of the batch the losses need whole, though it has an entry for each sample."""
+    split, found = batch.split, None
+    if len(split) < 2:  # noqa: PLR2004 (one has the samples)
+        return None
+    with loop.plain() as model, torch.no_grad():
+        with loop.drawing():
+            losses = read_losses(batch.call(loop.loss, model), batch.samples)
+
+        def is_right(at: int, whole: Any) -> bool:
+            try:
+                with loop.drawing(at, is_alone=True):
+                    alone = batch.take([at], whole).call(loop.loss, model)
+                loss = read_losses(alone, 1).sum()
+            except Exception:  # noqa: BLE001 (any loss may fail in any way)
+                return False
+            return bool(_is_close(loss, losses[at], _RTOL))
+
+        if losses.dim():
+            rows = range(batch.samples)
+            whole = (path for path, one in split.items() if all(is_right(at, one) for at in rows))
+            found = next(whole, None)
+    return found and (
+        f"each sample's loss depends on all {batch.samples} entries of {found}: the model or the "
+        "loss mixes samples, or these are no samples; then give a batch of another size"
+    )
+
+
+def compare_company(loop: Loop, batch: TrainingBatch, samples: Samples, limit: float) -> str | None:
+    """Compare each sample's loss and gradient with those among copies of it, with the same draws.
 
     Returns:
         Why that shows nothing; None if it does.
 
     Raises:
-        WrongTrainingError: A loss depends on the other samples.
+        WrongTrainingError: A loss or its gradient depends on the other samples.
     """
     for at in range(batch.samples):
         company = batch.take([at] * batch.samples)
         with loop.plain() as model, loop.drawing(at) as replay:
-            losses = read_losses(company.call(loop.loss, model), batch.samples).detach()
+            losses = read_losses(company.call(loop.loss, model), batch.samples)
+            found, gradients = _differentiate(loop, losses[at])
         if replay.missed is not None:
             return _find_missed(replay)
         _refuse_mixed_draws(replay, at)
-        found, expected = losses[at].cpu().double(), losses_B[at]
-        if not _is_close(found, expected, limit):
+        expected = samples.losses_B[at]
+        own = {parameter: one[at] for parameter, one in samples.gradients.items()}
+        is_close = bool(_is_close(torch.tensor(found), expected, limit))
+        if not is_close or find_difference(gradients, own, limit)[0] is not None:
+            others = " with another gradient" if is_close else ""
             raise WrongTrainingError(
-                f"the loss of sample {at} is {expected:.6g} in the batch and {found:.6g} among "
-                "copies of itself, with the same draws: the model or the loss mixes samples"
+                f"the loss of sample {at} is {expected:.6g} in the batch and {found:.6g}{others} "
+                "among copies of itself, with the same draws: the model or the loss mixes samples"
             )
     return None
 

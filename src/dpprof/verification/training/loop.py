@@ -294,6 +294,9 @@ class Loop:
             if isinstance(self.private, PrivateOptimizer):
                 self.private.step_hook = None
                 self.private._step_skip_queue = []  # noqa: SLF001 (Opacus has no other way)
+                self.private._is_last_step_skipped = False  # noqa: SLF001 (within a batch)
+            if isinstance(self.private, NoisyOptimizer):
+                self.private.discard()  # the parts of a batch that the loop is in, until the end
             if isinstance(self.private, private_optimizer.PrivateOptimizer):
                 self.private.spent, self.private.planned_steps = None, None
             draw = torch.Generator().manual_seed(0)

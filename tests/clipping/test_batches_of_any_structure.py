@@ -1,0 +1,257 @@
+"""``make_private``, ``check`` and ``PrivateTrainer`` take batches of any structure."""
+
+import collections
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from dpprof.clipping import make_private
+from dpprof.verification import WrongTrainingError, check
+
+SAMPLES, B = 12, 4
+Pair = collections.namedtuple("Pair", "x y")  # noqa: PYI024 (as users write it)
+
+
+class Data(Dataset):
+    """Samples that draw as they are loaded, as augmentation does."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, at: int):
+        source = torch.Generator().manual_seed(at)
+        scale = 1 + 0.1 * float(torch.rand(()))
+        scale += 0.1 * random.random() + 0.1 * np.random.rand()  # noqa: S311, NPY002
+        return scale * torch.randn(5, generator=source), torch.randn(3, generator=source), str(at)
+
+
+@dataclasses.dataclass
+class Batch:
+    """What a user's collator makes."""
+
+    x: Tensor
+    y: Tensor
+    names: list[str]
+
+
+def of_dataclass(samples) -> Batch:
+    x, y, names = zip(*samples, strict=True)
+    return Batch(torch.stack(x), torch.stack(y), list(names))
+
+
+def of_encoding(samples):
+    transformers = pytest.importorskip("transformers")
+    one = of_dataclass(samples)
+    return transformers.BatchEncoding({"x": one.x, "y": one.y})
+
+
+def nested(samples):
+    one = of_dataclass(samples)
+    return {"a": {"x": one.x, "none": None}, "y": one.y, "names": one.names}
+
+
+def of_tuple(samples):
+    one = of_dataclass(samples)
+    return one.x, one.y, one.names, torch.ones(3)
+
+
+def losses(model, x, y):
+    return (model(x + torch.randn_like(x)) - y).square().mean(1)
+
+
+CASES = {
+    "a dataclass": (of_dataclass, lambda model, one: losses(model, one.x, one.y)),
+    "a BatchEncoding": (of_encoding, lambda model, one: losses(model, one.x, one["y"])),
+    "a BatchEncoding by name": (of_encoding, losses),
+    "nested": (nested, lambda model, one: losses(model, one["a"]["x"], one["y"])),
+    "nested by name": (nested, lambda model, a, y, names: losses(model, a["x"], y * len(names[0]))),
+    "strings": (of_tuple, lambda model, x, y, _names, scale: losses(model, x * scale.mean(), y)),
+    "a namedtuple": (
+        lambda samples: Pair(*of_tuple(samples)[:2]),
+        lambda model, one: losses(model, one.x, one.y),
+    ),
+}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def call(function, model, batch):
+    """Call as a user's loop does."""
+    if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
+        return function(model, *batch)
+    try:
+        return function(model, batch)
+    except TypeError:
+        return function(model, **batch)
+
+
+def prepare(model, collate, losses_of, **options):
+    loader = DataLoader(Data(), batch_size=B, shuffle=True, collate_fn=collate)
+    settings = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "max_batch_size": 3, "delta": 1e-3}
+    settings |= {
+        "sampling_generator": torch.Generator().manual_seed(1),
+        "noise_generator": torch.Generator().manual_seed(2),
+    }
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return make_private(model, sgd, loader, losses_of, **settings | options)
+
+
+def of_model(function, model):
+    """Return losses of the batch alone, which take it as the function does."""
+    if function in (losses, CASES["nested by name"][1]):
+        return lambda **batch: function(model, **batch)
+    if function is CASES["strings"][1]:
+        return lambda x, y, names, scale: function(model, x, y, names, scale)
+    return lambda batch: function(model, batch)
+
+
+def train(private, function, model) -> Tensor:
+    torch.manual_seed(3)
+    for batch in private.data_loader:
+        private.optimizer.backward(call(function, model, batch))
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_training_is_checked_and_trains_what_it_does_without(kind) -> None:
+    collate, function = CASES[kind]
+    found = []
+    for checks in (True, False):
+        model = build()
+        random.seed(4)
+        np.random.seed(4)  # noqa: NPY002
+        private = prepare(model, collate, of_model(function, model), check=checks)
+        found.append(train(private, function, model))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_mixed_samples_are_found_in_a_batch_of_any_structure(kind) -> None:
+    collate, function = CASES[kind]
+
+    class Mixing(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x - x.mean(0))
+
+    model = Mixing(*build())
+    with pytest.raises(WrongTrainingError, match="the model or the loss mixes samples"):
+        prepare(model, collate, of_model(function, model))
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_optimizer_of_make_private_is_checked_within_its_loop(at) -> None:
+    """Also between the parts of a batch, whose sums go on."""
+    collate, function = CASES["nested"]
+    found = []
+    for checks in (True, False):
+        model = build()
+        random.seed(4)
+        np.random.seed(4)  # noqa: NPY002
+        private = prepare(model, collate, of_model(function, model), check=False)
+        batch = collate([Data()[one] for one in range(5)])
+        torch.manual_seed(3)
+        for number, part in enumerate(private.data_loader):
+            if checks and number == at:
+                checked = check(model, function, batch, private.optimizer)
+            private.optimizer.backward(call(function, model, part))
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        assert private.spent.history == [(1.0, 1 / 3, 3)]
+    assert torch.equal(*found)
+    assert checked.samples == 5
+    assert "an empty batch contributes nothing" in checked.checked
+
+
+def test_a_spent_budget_does_not_keep_its_optimizer_from_a_check() -> None:
+    model = build()
+    function = CASES["a dataclass"][1]
+    private = prepare(
+        model,
+        of_dataclass,
+        of_model(function, model),
+        noise_multiplier=None,
+        epsilon=3.0,
+        epochs=1,
+        accountant="rdp",
+    )
+    train(private, function, model)
+    spent = private.epsilon_spent()
+    batch = of_dataclass([Data()[at] for at in range(5)])
+    assert (
+        "an empty batch contributes nothing"
+        in check(model, function, batch, private.optimizer).checked
+    )
+
+    def step(one) -> None:
+        private.optimizer.zero_grad()
+        private.optimizer.backward(function(model, one))
+        private.optimizer.step()
+
+    assert check(model, function, batch, private.optimizer, step=step).samples == 5
+
+    def step_by_clipping(one) -> None:
+        private.optimizer.zero_grad()
+        private.optimizer.clipping.backward(function(model, one))
+        private.optimizer.step()
+
+    with pytest.raises(WrongTrainingError, match=r"call backward\(losses\) of this optimizer"):
+        check(model, function, batch, private.optimizer, step=step_by_clipping)
+    assert private.epsilon_spent() == spent
+
+
+def of_trainer(collate, losses_of, folder, model, **privacy):
+    transformers = pytest.importorskip("transformers")
+    from dpprof.clipping.private_trainer import PrivacyArguments, PrivateTrainer  # noqa: PLC0415
+
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=2, use_cpu=True, report_to=[], optim="sgd"
+    )
+    arguments = PrivacyArguments(
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
+        sampling_generator=torch.Generator().manual_seed(1),
+        noise_generator=torch.Generator().manual_seed(2),
+        **privacy,
+    )
+    return PrivateTrainer(
+        model=model,
+        args=args,
+        train_dataset=Data(),
+        data_collator=collate,
+        losses_of=losses_of,
+        privacy=arguments,
+    )
+
+
+@pytest.mark.parametrize("kind", ["a dataclass", "a BatchEncoding", "nested"])
+def test_a_trainer_checks_and_trains_on_any_structure(kind, tmp_path) -> None:
+    collate, losses_of = CASES[kind]
+    found = []
+    for checks in (True, False):
+        model = build()
+        of_trainer(collate, losses_of, tmp_path, model, check=checks).train()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*found)
+
+    def wrong(model, inputs):
+        return losses_of(model, inputs) / losses_of(model, inputs).detach().sum()
+
+    with pytest.raises(WrongTrainingError, match="mixes samples"):
+        of_trainer(collate, wrong, tmp_path, build()).train()
+
+
+def test_a_trainer_without_losses_refuses_inputs_without_labels(tmp_path) -> None:
+    trainer = of_trainer(of_dataclass, None, tmp_path, build())
+    with pytest.raises(TypeError, match=r"the inputs are a Batch, .*give PrivateTrainer losses_of"):
+        trainer.compute_sample_losses(trainer.model, of_dataclass([Data()[0]]))
