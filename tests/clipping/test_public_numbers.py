@@ -290,12 +290,31 @@ def test_trainings_that_are_counted_together_count_their_own_rates() -> None:
     for one in (first, second, first):
         release(one)
 
-    assert first.spent.history == [(8.0, 0.5, 1), (8.0, 0.25, 1), (8.0, 0.5, 1)]
+    assert first.spent.history == second.spent.history == [(8.0, 0.5, 2), (8.0, 0.25, 1)]
     assert first.epsilon_spent() == second.epsilon_spent()
     saved = first.state_dict()
     release(second)
     first.load_state_dict(saved)
-    assert second.spent.steps == 3
+    assert second.spent.steps == 4  # the last one was released, whatever another training loads
+
+
+def test_trainings_that_go_on_in_another_process_are_counted_once_each() -> None:
+    """In any order: here the second one steps before the first one's state is loaded."""
+    first = prepare(8, sample_rate=0.5)
+    second = prepare(8, sample_rate=0.5, spent=first.spent)
+    for one in (first, first, second):
+        release(one)
+    saved = [one.state_dict() for one in (first, second)]
+    again = prepare(8, sample_rate=0.5)
+    later = prepare(8, sample_rate=0.5, spent=again.spent)
+    third = prepare(8, sample_rate=0.5, spent=again.spent)
+    release(third)
+    later.load_state_dict(saved[1])
+    release(later)
+    again.load_state_dict(saved[0])
+
+    for one in (again, later, third):
+        assert one.spent.steps == 2 + 2 + 1
 
 
 def test_rounds_are_counted_together_and_end_with_their_budget() -> None:

@@ -1,8 +1,11 @@
 """The budget of a private training: the noise that keeps it, and what was spent of it."""
 
+import copy
 import importlib
 import math
+import uuid
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from dpprof.accounting.search import BeyondReachError
@@ -18,6 +21,13 @@ _FAILURES = (ArithmeticError, IndexError, MemoryError, RuntimeError, ValueError)
 """What Opacus's accountants raise, as where floating point does not suffice."""
 
 
+_Steps = tuple[float, float, int]
+
+
+def _count(history: Iterable[_Steps]) -> int:
+    return sum(steps for _, _, steps in history)
+
+
 class Spent:
     """Counts steps, and tells what they spent.
 
@@ -29,14 +39,28 @@ class Spent:
 
     def __init__(self, sample_rate: float, delta: float | None, accountant: str) -> None:
         self.sample_rate, self.delta, self.accountant = sample_rate, delta, accountant
-        self.history: list[tuple[float, float, int]] = []
-        """Noise multiplier, sample rate and steps, in the order of training, as Opacus keeps it.
-        One list for all trainings that are counted together."""
+        self.training = uuid.uuid4().hex
+        """Names this training among those that are counted together."""
+
+        self.histories: dict[str, list[_Steps]] = {self.training: []}
+        """By training: one dictionary for all trainings that are counted together."""
+
+    @property
+    def history(self) -> list[_Steps]:
+        """Noise multiplier, sample rate and number of steps, of one training after another.
+
+        Opacus's accountants take such a list.
+        """
+        return [steps for each in self.histories.values() for steps in each]
+
+    @history.setter
+    def history(self, own: Iterable[_Steps]) -> None:
+        self.histories[self.training][:] = own
 
     @property
     def steps(self) -> int:
         """How many steps were counted."""
-        return sum(steps for _, _, steps in self.history)
+        return _count(self.history)
 
     def continue_with(self, other: "Spent") -> None:
         """Let another training, on the same samples, count its steps together with this one's.
@@ -48,15 +72,28 @@ class Spent:
             own, new = getattr(self, name), getattr(other, name)
             if own != new:
                 raise ValueError(f"what was spent has {name} {own!r}, and this training {new!r}")
-        other.history = self.history
+        self.histories |= other.histories
+        other.histories = self.histories
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what all trainings spent that are counted together."""
+        return {"training": self.training, "histories": copy.deepcopy(self.histories)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; no step of another training is forgotten."""
+        if not self.histories[self.training]:
+            del self.histories[self.training]
+        self.training = state["training"]
+        for training, saved in state["histories"].items():
+            known = self.histories.setdefault(training, [])
+            if training == self.training or _count(saved) > _count(known):
+                known[:] = [(noise, rate, steps) for noise, rate, steps in saved]
 
     def count(self, optimizer: NoisyOptimizer) -> None:
         """Count a step, which an optimizer is about to take."""
-        spent = (optimizer.noise_multiplier, self.sample_rate)
-        steps = 0
-        if self.history and self.history[-1][:2] == spent:
-            steps = self.history.pop()[2]
-        self.history.append((*spent, steps + 1))
+        own, spent = self.histories[self.training], (optimizer.noise_multiplier, self.sample_rate)
+        steps = own.pop()[2] if own and own[-1][:2] == spent else 0
+        own.append((*spent, steps + 1))
 
     def refuse_beyond(self, noise_multiplier: float, sample_rate: float, planned: int) -> None:
         """Refuse a plan that steps which were counted do not fit into.
@@ -97,6 +134,8 @@ class Spent:
             return math.inf
         try:
             bound = self._account("rdp", delta)
+        except ArithmeticError:
+            return math.inf  # its numbers are too large for floating point
         except _FAILURES as error:
             raise ValueError(
                 f"rdp computes no epsilon at delta {delta:g} for steps of (noise multiplier, "
@@ -110,17 +149,12 @@ class Spent:
             return bound
 
     def _account(self, accountant: str, delta: float) -> float:
-        """Return an upper bound of epsilon; infinite where the numbers of one are too large."""
+        """Return an upper bound of epsilon, by one of Opacus's accountants."""
         book = import_opacus().create_accountant(mechanism=accountant)
         book.history = list(self.history)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that other orders might give a tighter bound
-                epsilon = float(book.get_epsilon(delta=delta))
-        except ArithmeticError:
-            if accountant == "prv":
-                raise
-            return math.inf
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that other orders might give a tighter bound
+            epsilon = float(book.get_epsilon(delta=delta))
         return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
 
 

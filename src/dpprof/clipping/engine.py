@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.as_one import Choice, find_choices
 from dpprof.clipping.batch_axis import describe, find_batch_second
+from dpprof.clipping.batches import give, may_call
 from dpprof.clipping.broadcasts import Broadcasts
 from dpprof.clipping.calls import LayerCall
 from dpprof.clipping.contributions import (
@@ -303,7 +304,8 @@ class Clipping(ABC):
 
         Args:
             losses_of: Computes losses, one for each sample; it may draw numbers.
-            batch: The arguments of ``losses_of``, of any structure; at least two samples.
+            batch: The arguments of ``losses_of``, of any structure, or one batch as the data loader
+                hands it out; at least two samples.
             tolerance: Largest relative error.
 
         Returns:
@@ -315,10 +317,12 @@ class Clipping(ABC):
         # By name, because it is in a higher layer, which also knows Opacus.
         verification = importlib.import_module("dpprof.verification")
 
-        def loss(_: nn.Module, *parts: Any) -> Tensor:
-            return losses_of(*parts)
+        def loss(_: nn.Module, /, *parts: Any, **named: Any) -> Tensor:
+            return losses_of(*parts, **named)
 
-        return verification.check(self.model, loss, batch, self, tolerance=tolerance)
+        takes_all = may_call(losses_of, *batch) and not isinstance(batch[0], Mapping)
+        given, named = (batch, {}) if takes_all or batch[1:] else give(losses_of, batch[0])
+        return verification.check(self.model, loss, named or given, self, tolerance=tolerance)
 
     @property
     def first_batch_verified(self) -> bool:

@@ -503,7 +503,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         state = {
             "loader": self._steps.loader.state_dict(),
             "privacy": self.private_optimizer.state_dict()["privacy"],
-            "history": self.spent.history,
+            "spent": self.spent.state_dict(),
         }
         Path(output_dir).mkdir(parents=True, exist_ok=True)  # rank 0 may not have come so far
         torch.save(state, Path(output_dir, self._name_of_rank("private", "pt")))
@@ -529,7 +529,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         assert self._steps is not None
         self._steps.loader.load_state_dict(state["loader"])
         self._steps.handed = self.private_optimizer.steps
-        self.spent.history[:] = [tuple(one) for one in state["history"]]
+        self.spent.load_state_dict(state["spent"])
         if self.private_optimizer.steps != self.state.global_step:
             raise ValueError(
                 f"{checkpoint} is of {self.private_optimizer.steps:,} private steps, and its "

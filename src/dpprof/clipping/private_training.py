@@ -88,7 +88,7 @@ class PrivateTraining:
             "optimizer": self.optimizer.state_dict(),  # refuses within a batch
             "model": self.model.state_dict(),
             "data_loader": self.data_loader.state_dict(),
-            "history": list(self.spent.history),
+            "spent": self.spent.state_dict(),
             "random": {str(device): _get_state(device) for device in self._devices},
         }
 
@@ -103,7 +103,7 @@ class PrivateTraining:
         self.data_loader.load_state_dict(state["data_loader"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.spent.history[:] = [tuple(one) for one in state["history"]]
+        self.spent.load_state_dict(state["spent"])
         for device in self._devices:
             _set_state(device, state["random"][str(device)])
 
