@@ -39,19 +39,17 @@ class Numbers(nn.Module):
         return x[:, None] * self.numbers.to(wide).abs()
 
 
+def make_noisy(model: nn.Module, **options) -> tuple[BookKeeping, NoisyOptimizer]:
+    clipping, sgd = BookKeeping(model, 0.5), torch.optim.SGD(model.parameters(), lr=1.0)
+    options |= {"expected_batch_size": 2, "generator": torch.Generator().manual_seed(5)}
+    return clipping, NoisyOptimizer(sgd, clipping, **options)
+
+
 @pytest.mark.parametrize("secure_mode", [False, True])
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_each_part_of_a_parameter_gets_noise_of_the_whole_scale(dtype, secure_mode) -> None:
     model = Numbers(dtype)
-    clipping = BookKeeping(model, 0.5)
-    optimizer = NoisyOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        clipping,
-        noise_multiplier=2.0,
-        expected_batch_size=2,
-        generator=torch.Generator().manual_seed(5),
-        secure_mode=secure_mode,
-    )
+    clipping, optimizer = make_noisy(model, noise_multiplier=2.0, secure_mode=secure_mode)
     clipping.backward(model(torch.zeros(2)).square().sum(1).float())
     optimizer.step()
     wide = torch.promote_types(dtype, torch.float32)
@@ -124,15 +122,7 @@ def test_a_private_step_is_the_same_under_a_default_dtype_of_16_bits() -> None:
     def step(default: torch.dtype) -> Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 3), nn.RMSNorm(3))
-        clipping = BookKeeping(model, 0.5)
-        optimizer = NoisyOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            clipping,
-            noise_multiplier=1.0,
-            expected_batch_size=2,
-            generator=torch.Generator().manual_seed(5),
-            secure_mode=True,
-        )
+        clipping, optimizer = make_noisy(model, noise_multiplier=1.0, secure_mode=True)
         x = torch.randn(3, 4)
         with default_dtype(default):
             for losses in (model(x).square().sum(1), torch.zeros(0)):

@@ -120,10 +120,10 @@ def give(
         given = (tuple(batch), {})
     else:
         return (batch,), {}
-    return given if _may_call(function, *before, *given[0], **given[1]) else ((batch,), {})
+    return given if may_call(function, *before, *given[0], **given[1]) else ((batch,), {})
 
 
-def _may_call(function: Callable[..., Any], *given: Any, **named: Any) -> bool:
+def may_call(function: Callable[..., Any], *given: Any, **named: Any) -> bool:
     """Tell whether a function takes these arguments, as far as its signature says."""
     try:
         signature = inspect.signature(function)
