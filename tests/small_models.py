@@ -173,6 +173,12 @@ def squares(model: nn.Module, *inputs: Tensor) -> Tensor:
     return model(*inputs).square().flatten(1).sum(1)
 
 
+def sums_of(clipping) -> torch.Tensor:
+    """Return the clipped sums that wait for noise; zeros where no sample has a gradient."""
+    part = clipping.sums.part
+    return torch.cat([part.get(p, torch.zeros_like(p)).flatten() for p in clipping.parameters])
+
+
 def gradients(model: nn.Module) -> Tensor:
     """Join the gradients of a model's trained parameters, zero where there is none, in float64."""
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -9,16 +9,24 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.data_loader import DPDataLoader
 from opacus.optimizers.optimizer import _generate_noise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from small_models import EVERY, Small, V, build, default_dtype, gradients, private
+from small_models import EVERY, Small, V, build, default_dtype, gradients, private, sums_of
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.noise import NoiseOfStep
+from dpprof.clipping.noise_keys import StepKey
 from dpprof.clipping.two_pass import FlashClipping
 
 C, SIGMA = 0.7, 2.5
+
+
+class Secure(torch.Generator):
+    """As torchcsprng's, which has no state to give."""
+
+    def get_state(self):
+        raise RuntimeError("not implemented")
 
 
 def sample_losses(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -49,7 +57,7 @@ def test_noise_is_gaussian_of_the_stated_scale_whatever_the_batch(way, samples) 
     for _ in range(40):
         nn.utils.vector_to_parameters(before.clone(), model.parameters())
         clipping.backward(sample_losses(model, ids, labels) if samples else torch.zeros(0))
-        clean = gradients(model)
+        clean = sums_of(clipping)
         optimizer.step()
         optimizer.zero_grad()
         after = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -88,16 +96,16 @@ def test_noise_follows_a_generator_that_is_given_and_never_the_global_seed() -> 
 def test_a_gradient_is_the_sum_with_opacus_noise_over_the_batch_size_expected(
     is_secure, reduction
 ) -> None:
-    model = build("linear")
+    model, kind = build("linear"), Secure if is_secure else torch.Generator
     clipping, optimizer = make_private(
         BookKeeping,
         model,
-        generator=torch.Generator().manual_seed(5),
+        generator=kind().manual_seed(5),
         secure_mode=is_secure,
         loss_reduction=reduction,
     )
     clipping.backward(sample_losses(model, *data(3).tensors))
-    sums = [p.grad.clone() for p in model.parameters()]
+    sums = [clipping.sums.part[p].clone() for p in model.parameters()]
     again = torch.Generator().manual_seed(5)
     with default_dtype(torch.float64):  # in which Opacus draws secure noise
         noise = [_generate_noise(SIGMA * C, one, again, secure_mode=is_secure) for one in sums]
@@ -119,7 +127,8 @@ def test_noise_is_added_before_anything_is_rounded_to_16_bits(dtype) -> None:
     optimizer.noise_multiplier = size * step / 8 / C
     summed = torch.full((10_000,), size * step / 2, dtype=dtype)  # half a step, once divided
 
-    NoiseOfStep(optimizer._std, optimizer._divisor, lambda _: None).add_to(summed)
+    key = StepKey(b"", given=torch.Generator().manual_seed(4))
+    NoiseOfStep(optimizer._std, optimizer._divisor, key).add_to(summed)
 
     up = (summed > 0).double().mean()
     assert set(summed.tolist()) == {0.0, step}

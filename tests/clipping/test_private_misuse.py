@@ -182,10 +182,6 @@ def weigh_samples() -> None:
     prepare(Model().double(), data_loader=load(shuffle=False, sampler=sampler))
 
 
-def step_another(model, _optimizer) -> None:
-    torch.optim.SGD(model.parameters()).step()
-
-
 def warn_of_delta() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -213,10 +209,6 @@ MISUSES = {
         r"a parameter of shape \(1, 7\) that the model does not train; make the optimizer last",
     ),
     "an optimizer in accelerate's": (wrap_by_accelerate, "AcceleratedOptimizer wraps an optimizer"),
-    "another optimizer steps": (
-        after_backward(step_another),
-        "SGD was asked to step on gradients without noise; call step",
-    ),
     "the optimizer inside steps": (
         after_backward(lambda _, optimizer: optimizer.original_optimizer.step()),
         "SGD was asked to step on gradients without noise",
@@ -244,10 +236,6 @@ MISUSES = {
     "weights written before backward": (
         after_forward(lambda model, _: nn.init.zeros_(model.layers[0].weight)),
         "weight was changed in place",
-    ),
-    "clip_grad_norm_": (
-        after_backward(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
-        "changed after it was clipped; change neither",
     ),
     "GradScaler": (scale_losses, "GradScaler does not work with clipping"),
     "a step without backward": (

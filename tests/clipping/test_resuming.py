@@ -59,7 +59,7 @@ class Run:
         file.seek(0)
         saved = torch.load(file, weights_only=True)
         self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        self.optimizer.load_state_dict(saved["optimizer"], exact=True)
         return self
 
 
@@ -149,7 +149,7 @@ def refuse(run: Run, state, told: str, error=ValueError) -> None:
     """Load a state, which is refused and changes nothing."""
     before = run.save()
     with pytest.raises(error, match=told):
-        run.optimizer.load_state_dict(state)
+        run.optimizer.load_state_dict(state, exact=True)
     before.seek(0)
     assert same(run.state(), torch.load(before))
 
@@ -179,13 +179,10 @@ REFUSED = {
         lambda s: s["privacy"]["made_with"].update({"number of ranks": 2}),
         "made with number of ranks 2, and this one with 1;",
     ),
-    "another size of generator": (
-        lambda s: s["privacy"].update(generators={"cpu": s["privacy"]["generators"]["cpu"][:16]}),
-        "does not take this state .*size",
-    ),
-    "another kind of generator": (
-        lambda s: s["privacy"].update(generators={"cuda:0": torch.zeros(16, dtype=torch.uint8)}),
-        "was drawn on cuda, and this optimizer draws on cpu;",
+    "no secrets": (lambda s: s["privacy"].update(secrets={}), "has no secrets, so its noise"),
+    "a generator's noise": (
+        lambda s: s["privacy"].update(secrets={"cuda": torch.zeros(16, dtype=torch.uint8)}),
+        "follows from: cuda, and here from: secret, nonce; leave out exact=True",
     ),
     "other groups of parameters": (
         lambda s: s.update(param_groups=s["param_groups"] * 2),
@@ -215,16 +212,30 @@ class Secure(torch.Generator):
     def get_state(self):
         raise RuntimeError("not implemented")
 
-    clone_state = set_state = get_state
+    set_state = get_state
 
 
-def test_a_generator_without_a_state_is_told() -> None:
-    run = Run(generator=Secure()).train(1)
-    with pytest.raises(RuntimeError, match=r"generator of the noise does not give its state"):
-        run.optimizer.state_dict()
-    state = Run().train(1).optimizer.state_dict()
-    with pytest.raises(ValueError, match="generator of the noise does not take this state"):
-        run.optimizer.load_state_dict(state)
+@pytest.mark.parametrize("is_secure", [False, True])
+def test_a_generator_without_a_state_goes_on_with_fresh_noise_alone(is_secure) -> None:
+    run = Run(generator=Secure(), secure_mode=is_secure).train(1)
+    state = run.optimizer.state_dict()
+    with pytest.raises(ValueError, match="has no secrets, so its noise cannot be repeated"):
+        run.optimizer.load_state_dict(state, exact=True)
+    run.optimizer.load_state_dict(state)
+    assert run.train(1).optimizer.steps == 2
+
+
+def test_a_generator_takes_the_states_of_its_kind_alone() -> None:
+    state = Run(generator=torch.Generator()).optimizer.state_dict()
+    state["privacy"]["secrets"]["cpu"] = torch.zeros(16, dtype=torch.uint8)
+    refuse(Run(generator=torch.Generator()), state, "does not take this state .*size")
+
+
+def test_secure_noise_is_the_systems_or_of_a_secure_generator() -> None:
+    with pytest.raises(ValueError, match="PyTorch's own are not; leave out the generator"):
+        Run(generator=torch.Generator(), secure_mode=True)
+    run = Run(secure_mode=True).train(1)
+    assert run.optimizer.state_dict()["privacy"]["secrets"] == {}
 
 
 def left_after_backward(run: Run) -> None:
@@ -273,6 +284,8 @@ def test_a_batch_that_was_dropped_may_be_followed_by_a_state() -> None:
 
 SETUP = '''
 import os
+import random
+import secrets
 import signal
 
 import torch
@@ -292,6 +305,8 @@ class Seeded(torch.Generator):
 
 
 torch.Generator = Seeded
+numbers = random.Random(attempt)
+secrets.token_bytes = numbers.randbytes
 torch.set_num_threads(1)
 torch.manual_seed(attempt)
 from dpprof.clipping import Clipping

@@ -70,7 +70,7 @@ class BookKeeping(Clipping):
                 self._sum(*self._kept.pop(), factors_B)
             # Last: the products keep a GPU busy while Python prepares these.
             for on_device in vectors:
-                self._add_vectors_to_grad(on_device, factors_B)
+                self._add_up_vectors(on_device, factors_B)
         finally:
             self._kept.clear()
             self._versions.clear()
@@ -117,7 +117,7 @@ class BookKeeping(Clipping):
                     f"an activation or output gradient that was kept for {self.name_of(parameter)} "
                     "was changed in place after its norm was found, by a hook maybe; change a copy"
                 )
-        self._add_to_grad(parameter, contribution, factors_B)
+        self._add_up(parameter, contribution, factors_B)
 
 
 def _exposed(contribution: Kept) -> list[Tensor]:

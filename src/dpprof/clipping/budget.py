@@ -28,6 +28,17 @@ def _count(history: Iterable[_Steps]) -> int:
     return sum(steps for _, _, steps in history)
 
 
+def _beyond(history: Iterable[_Steps], saved: Iterable[_Steps]) -> list[_Steps]:
+    """Return the steps of a history that come after those that were saved of it."""
+    done, beyond = _count(saved), []
+    for noise, rate, steps in history:
+        left = max(0, steps - done)
+        done -= steps - left
+        if left:
+            beyond.append((noise, rate, left))
+    return beyond
+
+
 class Spent:
     """Counts steps, and tells what they spent.
 
@@ -79,14 +90,23 @@ class Spent:
         """Return what all trainings spent that are counted together."""
         return {"training": self.training, "histories": copy.deepcopy(self.histories)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; no step of another training is forgotten."""
-        if not self.histories[self.training]:
-            del self.histories[self.training]
-        self.training = state["training"]
-        for training, saved in state["histories"].items():
-            known = self.histories.setdefault(training, [])
-            if training == self.training or _count(saved) > _count(known):
+    def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
+        """Go on from a saved state; no step is forgotten.
+
+        Steps that this process took after the state was saved stay counted, as those of a training
+        of their own; with ``exact`` they are not: they are taken again, and release the same.
+        """
+        training, histories = state["training"], state["histories"]
+        own = self.histories.pop(self.training)
+        if training == self.training:
+            beyond = [] if exact else _beyond(own, histories[training])
+            self.histories |= {uuid.uuid4().hex: beyond} if beyond else {}
+        elif own:
+            self.histories[self.training] = own
+        self.training = training
+        for name, saved in histories.items():
+            known = self.histories.setdefault(name, [])
+            if name == training or _count(saved) > _count(known):
                 known[:] = [(noise, rate, steps) for noise, rate, steps in saved]
 
     def count(self, optimizer: NoisyOptimizer) -> None:

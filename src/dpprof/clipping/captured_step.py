@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dpprof.clipping.cuda_graphs import CudaGraphs, holding_inputs, make_capturable
 from dpprof.clipping.deferral import Deferral
+from dpprof.clipping.noise_keys import takes_kernel
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.surroundings import (
     Surroundings,
@@ -64,8 +65,8 @@ class CapturedStep:
     - These follow each replay, before noise: if a sample is not finite, or another output or
       gradient was summed than measured, the sums are thrown away, and the batch runs as an
       ordinary loop, which excludes, counts or refuses.
-    - Buffers and frozen parameters are verified in every step. A replay that draws no new noise is
-      refused before anything is applied. The hooks of accountants run in each step, after noise and
+    - Buffers and frozen parameters are verified in every step. Each replay reads the step's own
+      seed, and the digest of its sums. The hooks of accountants run in each step, after noise and
       before the update; what they change counts from then on, as in the loop.
     - The step of Adam, AdamW and SGD is captured; any other optimizer's runs in Python.
     - Not seen is a change elsewhere: of lists and objects (a config), of global variables, of what
@@ -253,7 +254,8 @@ class _Graphs:
         """What the graphs read and nothing else may keep: freed memory may become another's."""
 
     def _list_generators(self) -> list[torch.Generator]:
-        return [*self._optimizer.generators, *self._clipping.generators]
+        given = self._optimizer.keys.given
+        return [*self._clipping.generators, *([] if given is None else [given])]
 
     def run_parts(self, batch: Sequence[Tensor]) -> Tensor | None:
         """Sum the clipped gradients of a batch; return its losses, (n,), or None.
@@ -282,7 +284,12 @@ class _Graphs:
         """Capture noise, and the optimizer's step where that is possible, unless that is done."""
         if self._noise is not None:
             return
-        self._noise = self._capture(self._optimizer.add_noise)
+        assert self._sums is not None
+        optimizer = self._optimizer
+        self._noise = optimizer.release
+        is_on_device = optimizer.keys.given is not None or all(map(takes_kernel, self._sums))
+        if is_on_device and not optimizer.secure_mode:
+            self._noise = self._capture(optimizer.release)
         self._options = describe_options(self._optimizer)
         if may_capture_step(self._optimizer):
             make_capturable(self._optimizer.original_optimizer)
@@ -294,13 +301,23 @@ class _Graphs:
         """Add noise to the sums and average them.
 
         Raises:
-            RuntimeError: It would be the noise of an earlier step.
+            RuntimeError: A given generator would repeat the noise of an earlier step.
         """
         assert self._noise is not None
-        before = self._states()
+        self._give_sums()
+        self._optimizer.begin_noise()
+        before = self._read_given()
         self._noise()
-        if self._optimizer.noise_multiplier > 0 and self._states() == before:
+        self._optimizer.discard()  # what it did in Python: the sums are here
+        if before and self._read_given() == before:
             raise RuntimeError("the graph drew no new noise, so nothing was applied; use the loop")
+
+    def _read_given(self) -> bytes:
+        """Return the state of the generator that draws the noise, if one was given."""
+        given = self._optimizer.keys.given
+        if given is None or self._optimizer.noise_multiplier == 0:
+            return b""
+        return given.get_state().numpy().tobytes()
 
     def step(self) -> None:
         """Let the optimizer step on the sums, which have noise."""
@@ -312,10 +329,7 @@ class _Graphs:
                 if rate is not None:
                     rate.fill_(group["lr"])
             self._step()
-        self._optimizer.count_step()
-
-    def _states(self) -> list[bytes]:
-        return [one.get_state().numpy().tobytes() for one in self._optimizer.generators]
+        self._optimizer.end_step()
 
     def _step_on_sums(self) -> None:
         assert self._sums is not None
@@ -365,7 +379,7 @@ class _Graphs:
             else:
                 self._give_sums()
             replay, output = self._graphs.capture(run)
-            self._sums = [parameter.summed_grad for parameter in self._optimizer.params]
+            self._sums = list(self._clipping.sums.total.values())
         self._clipping.verify_released()
         return _Part(replay, *output)
 
@@ -373,8 +387,7 @@ class _Graphs:
         """Give the optimizer the sums of the parts before, as if it had accumulated them."""
         assert self._sums is not None
         self._optimizer.discard()
-        for parameter, summed in zip(self._optimizer.params, self._sums, strict=True):
-            parameter.summed_grad = summed
+        self._clipping.sums.total |= zip(self._optimizer.params, self._sums, strict=True)
 
     @contextmanager
     def _keeping_count(self) -> Iterator[None]:

@@ -49,12 +49,7 @@ from dpprof.clipping.released_state import ReleasedState
 from dpprof.clipping.rules import Found, LayerRule, find_rewritten, find_rules
 from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.clipping.shard_sums import ShardSums
-from dpprof.clipping.sums import (
-    add_to_grad,
-    dtype_of_sum,
-    refuse_other_sums,
-    refuse_unclipped,
-)
+from dpprof.clipping.sums import ClippedSums, dtype_of_sum, refuse_gradients
 from dpprof.clipping.tensor_kinds import refuse_inputs, refuse_losses
 from dpprof.norms.code_paths import CodePath, Watch
 from dpprof.norms.complex_numbers import as_parameter, interleave
@@ -184,7 +179,7 @@ class Clipping(ABC):
         self.continues: Callable[[], bool] = lambda: False
         """Whether the coming batch is a part of one, and other parts follow."""
 
-        self.settings_of_step: Callable[[], Settings] = lambda: Settings({})
+        self.settings_of_step: Callable[[], Settings] = dict
         """What ranks must have alike in the coming step, which they compare in backward."""
 
         self.deferral: Deferral | None = None
@@ -199,8 +194,8 @@ class Clipping(ABC):
         self.ranks = find_ranks(model)
         """The ranks that train the model."""
 
-        self.shard_sums = ShardSums(self.ranks)
-        """Sums that are not in ``.grad`` yet, under ``fully_shard``."""
+        self.sums = ClippedSums()
+        self.shard_sums = ShardSums(self.ranks, self.sums.add)
 
         self._loss_scale = refuse_loss_scale(loss_scale)
         self._first_batches = FirstBatches(
@@ -364,11 +359,12 @@ class Clipping(ABC):
         self.ranks.release()
 
     def backward(self, losses: Tensor, enter: Enter = lambda _: None) -> None:
-        """Add the sum of clipped gradients to every trained parameter's ``.grad``.
+        """Sum the clipped gradients of a batch, in place of ``loss.backward()``.
 
-        In place of ``loss.backward()``. Called again before gradients are cleared it adds to them,
-        as autograd does; ``NoisyOptimizer`` refuses to step on more than one batch, and says how to
-        split a batch. If it raises, it leaves no gradient.
+        A ``NoisyOptimizer`` takes the sums in its step, and ``.grad`` stays None until they have
+        noise. It refuses to step on more than one batch, and says how to split one. Without a
+        ``NoisyOptimizer`` the sums are added to ``.grad``, as autograd does, WITHOUT NOISE: they
+        have sensitivity C, and are not private. If it raises, it adds nothing.
 
         Under ``DistributedDataParallel`` the sum is that of this rank's samples until the step.
         Under ``fully_shard`` it is this rank's shard of the sum of all ranks' samples, or of those
@@ -383,9 +379,10 @@ class Clipping(ABC):
         Raises:
             ValueError: The losses are not one for each sample, in float32 or float64.
             RuntimeError: A trained parameter would not be clipped: it was used outside of its
-                layer, or was not trained when this was made. Or a ``.grad`` is not a clipped sum
-                of this batch, such as the last step's gradient. Or a layer, a buffer or a frozen
-                parameter changed. Or ranks disagree, or another ``backward`` is under way.
+                layer, or was not trained when this was made. Or a ``.grad`` is where the
+                ``NoisyOptimizer`` will put its own, such as the last step's. Or a layer, a buffer
+                or a frozen parameter changed. Or ranks disagree, or another ``backward`` is under
+                way.
             UnsupportedError: Samples are mixed.
         """
         if not self._is_running.acquire(blocking=False):
@@ -404,7 +401,9 @@ class Clipping(ABC):
         self.ranks.verify()
         self._shared = self._coverage.verify(self.model)
         self._hook_leaves()
-        refuse_other_sums(self._coverage, self.max_grad_norm, self.name_of)
+        if self.sums.await_noise:
+            refuse_gradients(self._coverage, self.name_of)
+        self.sums.begin(self.max_grad_norm)
         self._losses = losses.detach()
         self.sample_norms = None
         self.nonfinite_samples = 0
@@ -438,12 +437,10 @@ class Clipping(ABC):
             self._refuse_changed_outputs()
             self.shard_sums.finish()
             self.ranks.refuse_unclipped()
-            refuse_unclipped(self._coverage, self.name_of)
             if self.deferral is None:
                 self.verify_released()
         except BaseException:
-            for parameter in self._coverage:
-                parameter.grad = None  # part of a batch must not be applied
+            self.sums.forget_part()  # part of a batch must not be applied
             self.shard_sums.forget()
             if not self.ranks.is_sharded:  # whose ranks verify together
                 self._first_batches.undo()
@@ -451,10 +448,14 @@ class Clipping(ABC):
         finally:
             self._losses = self._excluded = self._nonfinite = None
             self._changed.clear()
+            for leaf, (before, _) in self._stashed.items():
+                leaf.grad = before
             self._stashed.clear()
             self._broadcasts.remove()
             # They keep the graph, and its nodes of parameters would remember this stream for ever.
             self._broadcasts = Broadcasts(Layout())
+        if not self.sums.await_noise:
+            self.sums.give()
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
 
@@ -495,7 +496,7 @@ class Clipping(ABC):
 
     @abstractmethod
     def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
-        """Add the sum of clipped gradients to ``.grad``, and set ``sample_norms``."""
+        """Add up the clipped gradients, and set ``sample_norms``."""
 
     @abstractmethod
     def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
@@ -683,7 +684,7 @@ class Clipping(ABC):
         return factors_B.masked_fill(nonfinite_B, 0)
 
     @torch.no_grad()
-    def _add_to_grad(self, parameter: nn.Parameter, contribution: Kept, factors_B: Tensor) -> None:
+    def _add_up(self, parameter: nn.Parameter, contribution: Kept, factors_B: Tensor) -> None:
         """Sum a contribution over samples, scaled by clipping factors, and add that."""
         if self._excluded is not None:
             contribution = zero_samples(contribution, self._excluded)
@@ -695,10 +696,10 @@ class Clipping(ABC):
             self.shard_sums.add(parameter, as_parameter(whole, parameter))
             return
         summed = as_parameter(contribution.sum(factors_B), parameter)
-        add_to_grad(parameter, summed.to(dtype_of_sum(parameter)), self.max_grad_norm)
+        self.sums.add(parameter, summed.to(dtype_of_sum(parameter)))
 
     @torch.no_grad()
-    def _add_vectors_to_grad(
+    def _add_up_vectors(
         self, vectors: Sequence[tuple[nn.Parameter, Tensor]], factors_B: Tensor
     ) -> None:
         """Sum the per-sample gradients of vectors, (B, p) each, over samples; add the sums."""
@@ -707,12 +708,12 @@ class Clipping(ABC):
             joined = zero_samples(joined, self._excluded)
         summed = joined.sum(factors_B.to(device_of(joined)))
         sizes = [gradients.shape[1] for _, gradients in vectors]
-        # Views of one tensor would share its version, by which each sum is recognised.
+        # Views of one tensor would keep the memory of all as long as one of them is there.
         own = [summed.new_empty(size) for size in sizes]
         torch._foreach_copy_(own, torch.split(summed, sizes))
         for (parameter, _), part in zip(vectors, own, strict=True):
             summed = as_parameter(part, parameter)
-            add_to_grad(parameter, summed.to(dtype_of_sum(parameter)), self.max_grad_norm)
+            self.sums.add(parameter, summed.to(dtype_of_sum(parameter)))
 
 
 @allocates("unsharded_gradients")

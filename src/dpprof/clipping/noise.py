@@ -1,20 +1,21 @@
 """Gaussian noise, drawn and added to sums.
 
-On a GPU with Triton one kernel draws noise and adds it: in place, and at the speed at which memory
-is read and written. In each step a key is drawn from the optimizer's generator, and the noise of
-every sum follows from it. Elsewhere PyTorch draws noise from the generator, one parameter's at a
-time. On a CPU the parts of a long sum get noise in several threads, from generators of their own,
-whose states are drawn from that one, whole: a seed would be no more than 32 bits of them. All are
-pseudorandom numbers of 32 bits: no noise is larger than 6.8 standard deviations, which 1 of 10^11
-normal numbers would be. No generator is cryptographically secure.
+All noise of a step follows from its key (``noise_keys``). On a GPU with Triton one kernel draws
+noise and adds it: in place, and at the speed at which memory is read and written. Elsewhere
+PyTorch's generators draw it, one parameter's at a time; on a CPU the parts of a long sum get noise
+in several threads, from generators of their own, whose states are drawn from the step's, whole.
+All are pseudorandom numbers of 32 bits: no noise is larger than 6.8 standard deviations, which 1
+of 10^11 normal numbers would be. ``draw_secure_noise`` is for those who trust in ciphers alone.
 """
 
-from collections.abc import Callable
+import math
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+from dpprof.clipping.noise_keys import WORDS, StepKey, set_words, takes_kernel
 from dpprof.norms import placement, triton_ops
 from dpprof.norms.complex_numbers import as_real
 from dpprof.norms.tiles import spans
@@ -28,12 +29,6 @@ _AT_ONCE = 2**15
 """Elements that a thread draws before it adds them: they stay in its cache, and PyTorch adds so few
 in the thread itself."""
 
-_WORDS = 624
-"""Words of 32 bits in the state of PyTorch's generator on a CPU, MT19937."""
-
-GeneratorOn = Callable[[torch.device], torch.Generator | None]
-"""Returns what noise on a device is drawn from; None for PyTorch's own generator."""
-
 
 class NoiseOfStep:
     """Adds the noise of one step to sums, and averages them.
@@ -41,12 +36,11 @@ class NoiseOfStep:
     Args:
         std: Standard deviation of the noise of an average.
         size: What sums are divided by.
-        generator_on: What noise is drawn from.
+        key: What noise follows from.
     """
 
-    def __init__(self, std: float, size: float, generator_on: GeneratorOn) -> None:
-        self._std, self._size, self._generator_on = std, size, generator_on
-        self._keys: dict[torch.device, Tensor] = {}
+    def __init__(self, std: float, size: float, key: StepKey) -> None:
+        self._std, self._size, self._key = std, size, key
         self._count = 0
 
     @torch.no_grad()
@@ -61,18 +55,17 @@ class NoiseOfStep:
         if self._std == 0:
             summed.div_(self._size)
             return
-        generator = self._generator_on(summed.device)
-        if _has_kernel(summed):
-            if summed.device not in self._keys:
-                self._keys[summed.device] = draw_key(summed.device, generator)
-            key = self._keys[summed.device]
-            triton_ops.add_noise_(summed, key, self._count, self._std, 1 / self._size)
+        if takes_kernel(summed):
+            words = self._key.words_on(summed.device)
+            triton_ops.add_noise_(summed, words, self._count, self._std, 1 / self._size)
             self._count += 1
-        elif _is_long(summed):
+            return
+        generator = self._key.generator_on(summed.device)
+        if _is_long(summed):
             count = -(-summed.numel() // DRAWN_IN_TURN)
-            words = draw_states(count, summed.device, generator)
+            states = draw_states(count, summed.device, generator)
             room = make_room(count, summed)
-            add_noise_in_threads_(summed, words, room, self._std, 1 / self._size)
+            add_noise_in_threads_(summed, states, room, self._std, 1 / self._size)
         else:
             noise = draw_noise(self._std, summed, generator)
             torch.add(noise, summed, alpha=1 / self._size, out=summed)
@@ -82,16 +75,6 @@ def _is_long(summed: Tensor) -> bool:
     """Tell whether several threads of a CPU draw a sum's noise."""
     is_on_cpu = summed.is_cpu and not placement.is_cuda(summed)
     return is_on_cpu and summed.is_contiguous() and summed.numel() > DRAWN_IN_TURN
-
-
-def _has_kernel(summed: Tensor) -> bool:
-    return triton_ops.is_fused(summed) and summed.dtype == torch.float32 and summed.is_contiguous()
-
-
-@allocates("noise")
-def draw_key(device: torch.device, generator: torch.Generator | None) -> Tensor:
-    """Draw 63 random bits, from which the noise of a step follows; (1,), int64."""
-    return torch.empty(1, dtype=torch.int64, device=device).random_(generator=generator)
 
 
 @allocates("noise")
@@ -118,7 +101,7 @@ def _dtype_of_noise(summed: Tensor) -> torch.dtype:
 @allocates("noise")
 def draw_states(count: int, cpu: torch.device, generator: torch.Generator | None) -> Tensor:
     """Draw the states of generators from another; (count, 624), int64 below 2^32."""
-    words = torch.empty(count, _WORDS, dtype=torch.int64, device=cpu)
+    words = torch.empty(count, WORDS, dtype=torch.int64, device=cpu)
     return words.random_(2**32, generator=generator)
 
 
@@ -150,7 +133,8 @@ def add_noise_in_threads_(
 
     def add(given: tuple[Tensor, Tensor, Tensor]) -> None:
         part, state, row = given
-        generator = _start_generator(state)
+        generator = torch.Generator("cpu")
+        set_words(generator, state)
         with torch.inference_mode(is_inference), torch.no_grad():
             for some in spans(len(part), _AT_ONCE):
                 few = part[some]
@@ -169,24 +153,57 @@ def _noised(_summed: Tensor, _words: Tensor, _room: Tensor, _std: float, _factor
     """Allocate nothing."""
 
 
-def _start_generator(words: Tensor) -> torch.Generator:
-    """Return PyTorch's generator on a CPU in a state, which lies behind a seed and a position."""
-    generator = torch.Generator("cpu")
-    state = generator.get_state()
-    state.view(torch.int64)[3 : 3 + _WORDS] = words
-    return generator.set_state(state)
-
-
 @allocates("noise")
 def draw_secure_noise(std: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw Gaussian noise whose floating point numbers do not reveal the sum that it is added to.
 
-    It is half the sum of four draws, after one that is thrown away: the same numbers as Opacus's
-    where the default dtype is the sum's. Draws of fewer bits would leave the sum's last ones bare.
+    It is half the sum of four draws, which are Opacus's where a generator is given. Draws of fewer
+    bits would leave the sum's last ones bare.
     Source: Holohan & Braghin 2021, "Secure Random Sampling in Differential Privacy", section 5.1.
+
+    Args:
+        std: Standard deviation.
+        like: Has the device and shape.
+        generator: A cryptographically secure one; None for the operating system's, on the CPU.
     """
-    draw_noise(std, like.new_empty(1, 1), generator)
-    total = draw_noise(std, like, generator)
-    for _ in range(3):
-        total += draw_noise(std, like, generator)
+    if generator is not None:
+        draw_noise(std, like.new_empty(1, 1), generator)  # so that no half of a pair is old
+    drawn = (
+        draw_noise(std, like, generator) if generator else _draw_from_system(std, like)
+        for _ in range(4)
+    )
+    total = next(drawn)
+    for another in drawn:
+        total += another
     return total / 2
+
+
+def _draw_from_system(std: float, like: Tensor) -> Tensor:
+    """Draw normal numbers from the operating system's random bits (Box and Muller 1958)."""
+    real = as_real(like)
+    n = -(-real.numel() // 2)
+    bits = torch.frombuffer(bytearray(os.urandom(16 * n or 16)), dtype=torch.int64)[: 2 * n]
+    # 53 bits, the centres of as many equal parts of the unit interval.
+    uniform = ((bits >> 11) + 2**52).to(torch.float64).add_(0.5).mul_(2.0**-53)
+    radius, angle = uniform[:n].log().mul_(-2).sqrt_(), uniform[n:].mul(2 * math.pi)
+    normal = torch.cat([radius * angle.cos(), radius * angle.sin()])[: real.numel()]
+    drawn = normal.mul_(std).view(real.shape).to(like.device, _dtype_of_noise(real))
+    return torch.view_as_complex(drawn) if like.is_complex() else drawn
+
+
+def refuse_insecure(generator: torch.Generator | None) -> None:
+    """Refuse a generator that is not cryptographically secure: one that tells its state.
+
+    Raises:
+        ValueError: It is PyTorch's own.
+    """
+    if generator is None:
+        return
+    try:
+        generator.get_state()
+    except RuntimeError:
+        return
+    raise ValueError(
+        "secure_mode needs a cryptographically secure generator, and PyTorch's own are not; leave "
+        "out the generator, so that the operating system draws"
+    )

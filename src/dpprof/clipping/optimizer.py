@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpprof.clipping.engine import Clipping
-from dpprof.clipping.noise import NoiseOfStep, draw_secure_noise
-from dpprof.clipping.ranks import Settings, distinct_part
+from dpprof.clipping.noise import NoiseOfStep, draw_secure_noise, refuse_insecure
+from dpprof.clipping.noise_keys import NoiseKeys
+from dpprof.clipping.ranks import Settings
 from dpprof.clipping.schedules import NOISY, keep_to_batches
-from dpprof.clipping.sums import bound_of, dtype_of_sum
-from dpprof.clipping.unnoised_steps import AWAITS_NOISE, refuse_unnoised_steps
+from dpprof.clipping.sums import own_part, refuse_gradients
 
 HOOK = "_clipping_noise_hook"
 """The attribute of an optimizer with the hook that refuses steps without noise."""
 
 _INNER = "original_optimizer"
 
-_INTO_INNER = "make it alike, or load the state into optimizer.original_optimizer, for fresh noise"
+_INTO_INNER = "make it alike, or load the state into optimizer.original_optimizer"
 
 
 def _attribute_of(owner: str, name: str, doc: str) -> property:
@@ -41,52 +41,49 @@ def _attribute_of(owner: str, name: str, doc: str) -> property:
 
 
 class NoisyOptimizer(Optimizer):
-    """Adds noise to the sums that a ``Clipping`` left in ``.grad``, then steps.
+    """Adds noise to the sums of a ``Clipping``, puts them into ``.grad``, then steps.
 
     It does what Opacus's optimizer does: noise of standard deviation
-    ``noise_multiplier * max_grad_norm`` from its generator, division by ``expected_batch_size``,
-    step hooks for accountants, and skipped steps for a batch in parts (``BatchMemoryManager``).
-    Only memory differs: noise and division turn each sum into the gradient in place. Opacus keeps
-    a copy each for ``.grad``, ``.summed_grad`` and their sum.
+    ``noise_multiplier * max_grad_norm``, division by ``expected_batch_size``, step hooks for
+    accountants, and skipped steps for a batch in parts (``BatchMemoryManager``). Until a sum has
+    its noise, the clipping alone has it, and ``.grad`` is None. Noise and division turn each sum
+    into the gradient in place.
 
     Args:
-        optimizer: Any PyTorch optimizer; from now on it refuses to step without this noise, and so
-            does any other optimizer on sums of these parameters.
+        optimizer: Any PyTorch optimizer; from now on it steps as a part of this one's ``step``
+            alone.
         clipping: The clipping of the gradients; its bound also scales the noise.
         noise_multiplier: Standard deviation of the noise over the bound; finite, 0 for none.
         expected_batch_size: The mean batch size of Poisson sampling, over all ranks.
         loss_reduction: ``mean`` divides by ``expected_batch_size``, ``sum`` does not.
-        generator: Source of the noise, used as it is given: seeded as in an earlier run, it repeats
-            that run's noise. By default each device has one of its own, which the operating system
-            seeds. On a CPU its numbers start other generators for long sums. Of several ranks only
-            rank 0's counts: each rank draws from a generator of its own, whose seed derives from
-            the next number of this one.
-        secure_mode: Draw noise that withstands floating point attacks, see ``draw_secure_noise``;
-            the generator must be secure too. Refused with several ranks.
+        generator: Draws the noise in place of what is said below, as Opacus's does: seeded as in an
+            earlier run, it repeats that run's noise, on any sums. Of several ranks each draws a
+            secret from its own, which may be seeded alike.
+        secure_mode: Draw noise that withstands floating point attacks (``draw_secure_noise``), from
+            the generator, which must be cryptographically secure, or from the operating system.
 
     Raises:
         ValueError: A setting is out of its range.
 
     Formal guarantees: a step applies the clipped sums of one batch with noise in every element
     of every parameter that it changes. Otherwise it raises ``RuntimeError`` and leaves the model
-    unchanged: if a parameter is not clipped, is frozen but has a gradient, or has a gradient that
-    changed after it was clipped; if not exactly one batch was clipped since the last step, because
-    the accountant counts one; if the bound changed in between; if ranks have other settings.
-    With several ranks the batch is that of all ranks, and each element gets noise once. Under
-    ``fully_shard`` ranks compare their settings in ``backward``, so these must stay until the step.
+    unchanged: if a parameter is not clipped, or has a gradient that is not the clipping's; if not
+    exactly one batch was clipped since the last step, because the accountant counts one; if the
+    bound changed in between; if ranks have other settings. With several ranks the batch is that of
+    all ranks, and each element gets noise once. Under ``fully_shard`` ranks compare their settings
+    in ``backward``, so these must stay until the step.
 
-    Noise does not follow ``torch.manual_seed``: a run that is started again with its seed would put
-    the same noise on other batches, and the difference of two released models would have no noise.
+    No two sums get the same noise (``noise_keys``): it follows from a secret of 256 bits, a nonce,
+    the number of the step and the sums themselves, and not from ``torch.manual_seed``. A run that
+    loads ``state_dict`` draws a new nonce, and so does a forked process: what is computed again
+    gets fresh noise, and what was released of it before counts for the accountant too. With
+    ``exact=True`` the nonce is restored: equal sums get equal noise, so a run that is resumed ends
+    with the same bits; where anything else came out otherwise, the noise is another. Whoever sees
+    what both runs released learns *whether* their sums differed, so release two exact runs only of
+    the same data.
 
-    A run that loads ``state_dict`` draws the noise that the stopped one would have drawn. It
-    computes again what that one did after it saved, so all else must come out the same: samples,
-    dropout, and what else is random. Restore it from the same file, let one run alone go on from a
-    state, and release nothing of what the stopped run did later. Or take fresh noise: load the
-    state into the ``original_optimizer`` of an optimizer that was given no generator. Then
-    whatever was released of the steps that are repeated counts for the accountant too.
-
-    Cost: noise for one parameter at a time, and one pass over memory each to draw and to add it. On
-    a GPU with Triton one pass over the sums, and no memory for noise.
+    Cost: one pass over the sums to hash them; noise for one parameter at a time, and one pass over
+    memory each to draw and to add it. On a GPU with Triton one pass each, and no memory for noise.
 
     Example:
         >>> import torch
@@ -124,43 +121,43 @@ class NoisyOptimizer(Optimizer):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', and is {loss_reduction!r}")
         if loss_reduction == "mean" and size is None:
             raise ValueError("expected_batch_size must be given where loss_reduction is 'mean'")
-        if secure_mode and clipping.ranks.size > 1:
-            raise ValueError("secure_mode does not work with several ranks: seeds derive from one")
+        if secure_mode:
+            refuse_insecure(generator)
         # Optimizer's own __init__ is not called: groups, state and defaults are the original's.
         self.original_optimizer = optimizer
         self.step_hook: Callable[[Any], None] | None = None
         self._step_skip_queue: list[bool] = []
         self._is_last_step_skipped = False
         self._is_last_part = True
-        for parameter in self.params:
-            parameter.summed_grad = None
-        for clipped in clipping.parameters:  # also those of no optimizer yet
-            setattr(clipped, AWAITS_NOISE, True)
         self.clipping = clipping
+        clipping.sums.forget()
+        clipping.sums.await_noise = True
         clipping.continues = self._will_skip
         clipping.settings_of_step = self._settings_of_ranks
         clipping.shard_sums.forget()
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
-        self.generator = clipping.ranks.make_generator(generator)
-        self._own_generators: dict[torch.device, torch.Generator] = {}
+        self.generator = generator
         self.secure_mode = secure_mode
-        self.steps = 0
-        """How many batches got noise."""
-
         ranks = clipping.ranks
+        is_given = generator is not None and ranks.size == 1
+        kind = {"given": generator} if is_given else {"source": generator}
+        self.keys = NoiseKeys(**kind, rank=ranks.rank)
+        """What noise follows from, but for that of ``secure_mode``."""
+
+        self.steps = 0
+        """How many batches got noise; counted where it is drawn."""
+
         made_with = {"rank": ranks.rank, "number of ranks": ranks.size}
         self._made_with = self.settings | made_with | {"stability": clipping.stability}
         self._batches_before = clipping.batches
         self._failures_before = clipping.failures
-        self._bound: float | None = None
         self._is_noised = False
         if hasattr(optimizer, HOOK):  # of an earlier NoisyOptimizer around it
             getattr(optimizer, HOOK).remove()
         setattr(optimizer, HOOK, optimizer.register_step_pre_hook(self._require_noise))
         setattr(optimizer, NOISY, self)
-        refuse_unnoised_steps()
         keep_to_batches()
 
     param_groups: Any = _attribute_of(_INNER, "param_groups", "The original optimizer's groups.")
@@ -180,19 +177,6 @@ class NoisyOptimizer(Optimizer):
         if not (math.isfinite(multiplier) and multiplier >= 0):
             raise ValueError(f"noise_multiplier must be finite and at least 0, and is {multiplier}")
         self._noise_multiplier = float(multiplier)
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """The sources of the noise: the given one, or one for each device of the parameters."""
-        return list(dict.fromkeys(self._generator_on(p.device) for p in self.every_parameter))
-
-    def _generator_on(self, device: torch.device) -> torch.Generator:
-        if self.generator is not None:
-            return self.generator
-        if device not in self._own_generators:
-            self._own_generators[device] = own = torch.Generator(device)
-            own.seed()
-        return self._own_generators[device]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -217,7 +201,7 @@ class NoisyOptimizer(Optimizer):
 
     @property
     def params(self) -> list[Any]:
-        """The parameters that are trained, each with an attribute ``summed_grad``."""
+        """The parameters that are trained."""
         return [p for p in self.every_parameter if p.requires_grad]
 
     @property
@@ -277,24 +261,13 @@ class NoisyOptimizer(Optimizer):
         return self.original_optimizer.step()
 
     def accumulate(self) -> None:
-        """Move clipped sums from ``.grad`` to ``.summed_grad``, which also sums skipped steps."""
+        """Add the sums of a part to those of the parts before."""
         self._refuse_failed_part()
         self._require_one_clipped_batch()
         if not self._will_skip():
             self.clipping.shard_sums.reduce_waiting(self.max_grad_norm)
-        for parameter in self.params:
-            if parameter.grad is None:
-                if parameter.summed_grad is None:  # a batch without samples
-                    parameter.summed_grad = torch.zeros_like(
-                        parameter, dtype=dtype_of_sum(parameter)
-                    )
-            elif parameter.summed_grad is None:
-                parameter.summed_grad = parameter.grad
-            else:
-                parameter.summed_grad += parameter.grad
-            parameter.grad = None
+        self.clipping.sums.close_part(self.params)
         self._batches_before = self.clipping.batches
-        self._bound = self.max_grad_norm
 
     def add_noise(self) -> None:
         """Add noise to the sums, divide by the expected batch size, and move them to ``.grad``.
@@ -304,29 +277,38 @@ class NoisyOptimizer(Optimizer):
                 The batch is discarded then, so that no step applies it together with another.
         """
         try:
-            self._release()
+            self.begin_noise()
+            self.release()
         except BaseException:
             self.discard()
             raise
-        self._bound = None
-        self._is_noised = True
-        self.steps += 1
 
-    def _release(self) -> None:
-        self._refuse_other_bound()
+    def begin_noise(self) -> None:
+        """Verify what a step rests on, count it, and prepare its noise."""
+        sums = self.clipping.sums
+        sums.refuse_other_bound(self.max_grad_norm)
         ranks = self.clipping.ranks
         if ranks.is_sharded:
             self.clipping.shard_sums.refuse_other(self._settings_of_ranks())
         elif ranks.size > 1:
             ranks.agree(self._settings_of_ranks())
-        noise = NoiseOfStep(self._std, self._divisor, self._generator_on)
-        add = self._add_secure_noise_to if self.secure_mode else noise.add_to
-        sums = {parameter: parameter.summed_grad for parameter in self.params}
-        for parameter in self.params:
-            parameter.summed_grad = None
+        self.steps += 1
+        self.keys.begin(self.steps, [own_part(one) for one in sums.total.values()])
+
+    def release(self) -> None:
+        """Add noise to the sums, and move them to ``.grad``; a graph may hold this."""
+        ranks, sums = self.clipping.ranks, self.clipping.sums.take()
+        if self.secure_mode:
+            add = self._add_secure_noise_to
+        else:
+            own = [own_part(one) for one in sums.values()] if self._std > 0 else []
+            key = self.keys.bind(own, ranks.share if ranks.adds_up_in_step else None)
+            add = NoiseOfStep(self._std, self._divisor, key).add_to
+            del own
         for parameter, averaged in ranks.release_sums(sums, add):
             parameter.grad = averaged.to(parameter.dtype)
             del averaged  # before the next one gets noise
+        self._is_noised = True
 
     def _settings_of_ranks(self) -> Settings:
         """Return what ranks must have alike before they step together."""
@@ -338,7 +320,12 @@ class NoisyOptimizer(Optimizer):
             "the trained parameters": "\n".join(trained),
             "what is reduced together": self.clipping.ranks.grouping,
         }
-        return Settings(alike, None if self.generator is None else distinct_part(self.generator))
+        return alike
+
+    @property
+    def _is_of_system(self) -> bool:
+        """Whether the operating system draws the noise."""
+        return self.secure_mode and self.generator is None
 
     @property
     def _divisor(self) -> float:
@@ -357,15 +344,15 @@ class NoisyOptimizer(Optimizer):
             other.div_(self._divisor)
         if self._std > 0:
             std = self.noise_multiplier * self.max_grad_norm
-            summed += draw_secure_noise(std, summed, self._generator_on(summed.device))
+            summed += draw_secure_noise(std, summed, self.generator)
         summed /= self._divisor
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free gradients as PyTorch does; sums survive only a skipped step."""
-        if not self._is_last_step_skipped:
-            for parameter in self.params:
-                parameter.summed_grad = None
-            self._bound = None
+        if self._is_last_step_skipped:
+            self.clipping.sums.forget_part()
+        else:
+            self.clipping.sums.forget()
             self.clipping.shard_sums.forget()
         self.original_optimizer.zero_grad(set_to_none)
         self._batches_before = self.clipping.batches
@@ -373,12 +360,12 @@ class NoisyOptimizer(Optimizer):
     def discard(self) -> None:
         """Throw away the sums of a batch that is not finished: nothing of it is applied."""
         for parameter in self.params:
-            parameter.grad = parameter.summed_grad = None
+            parameter.grad = None
+        self.clipping.sums.forget()
         self.clipping.shard_sums.forget()
         self._step_skip_queue.clear()
         self._is_last_step_skipped = self._is_noised = False
         self._is_last_part = True
-        self._bound = None
         self._batches_before = self.clipping.batches
         self._failures_before = self.clipping.failures
 
@@ -391,11 +378,8 @@ class NoisyOptimizer(Optimizer):
         if getattr(self.original_optimizer, NOISY, None) is not self:
             return
         self.discard()
+        self.clipping.sums.await_noise = False
         self.clipping.remove()
-        for parameter in {*self.params, *self.clipping.parameters}:
-            for name in ("summed_grad", AWAITS_NOISE):
-                if hasattr(parameter, name):
-                    delattr(parameter, name)
         getattr(self.original_optimizer, HOOK).remove()
         for name in (HOOK, NOISY):
             delattr(self.original_optimizer, name)
@@ -407,51 +391,46 @@ class NoisyOptimizer(Optimizer):
         self._is_noised = True
         self.original_optimizer.step()
 
-    def count_step(self) -> None:
-        """Count a step on all batches that were clipped since the last one, which a graph took."""
+    def end_step(self) -> None:
+        """End a step on all batches that were clipped since the last one, which a graph took."""
         self._batches_before = self.clipping.batches
-        self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on; ``torch.load(weights_only=True)`` reads it.
 
         Returns:
-            ``state`` and ``param_groups`` of the optimizer inside, and ``privacy``: states of the
-            generators, settings as they were given and as they are, and counts.
+            ``state`` and ``param_groups`` of the optimizer inside, and ``privacy``: settings as
+            they were given and as they are, counts, and ``secrets``, which nobody may see who sees
+            what is released. Only ``exact=True`` needs them.
 
         Raises:
-            RuntimeError: A batch is not finished, or the generator does not give its state.
+            RuntimeError: A batch is not finished.
         """
         self._refuse_within_a_batch("saved")
-        try:
-            states = {str(one.device): one.get_state() for one in self.generators}
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the generator of the noise does not give its state ({error}), so no run can draw "
-                "what this one would; save optimizer.original_optimizer.state_dict()"
-            ) from error
         privacy = {
             "made_with": dict(self._made_with),
             "settings": self.settings,
-            "generators": states,
             "steps": self.steps,
             "batches": self.clipping.batches,
             "nonfinite_samples": self.clipping.nonfinite_samples_total,
+            "secrets": {} if self._is_of_system else self.keys.state_dict(),
         }
         return self.original_optimizer.state_dict() | {"privacy": privacy}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, exact: bool = False) -> None:
         """Go on where ``state_dict`` was called, or raise and change nothing.
 
-        Settings that a scheduler had changed by then, and the clipping's counts, are restored too.
+        Settings that a scheduler had changed by then, and counts, are restored too.
 
         Args:
             state_dict: Of the same rank of an optimizer that was made with the same settings.
+            exact: Whether equal sums get the noise that they would have got in the run that was
+                saved. By default all noise is fresh.
 
         Raises:
             RuntimeError: A batch is not finished.
             ValueError: The state is of other settings, of another rank or number of ranks, of an
-                optimizer without noise, or of generators that are not like those here.
+                optimizer without noise, or has no secrets for ``exact``.
         """
         self._refuse_within_a_batch("loaded")
         inner = dict(state_dict)
@@ -468,18 +447,26 @@ class NoisyOptimizer(Optimizer):
                     f"this state is of an optimizer that was made with {name} {other!r}, and this "
                     f"one with {own!r}; {_INTO_INNER}"
                 )
-        states = self._match(privacy["generators"])
+        secrets = privacy.get("secrets")
+        if exact and (not secrets or self._is_of_system):
+            raise ValueError(
+                "this state has no secrets, so its noise cannot be repeated; leave out exact=True"
+            )
         counts = ("steps", "batches", "nonfinite_samples")
         steps, batches, nonfinite = (privacy[name] for name in counts)
-        before = self.settings
+        before, of_noise = self.settings, self.keys.state_dict()
         try:
+            if exact:
+                self.keys.load_state_dict(secrets)
             self._set(privacy["settings"])
             self.original_optimizer.load_state_dict(inner)
         except BaseException:
             self._set(before)
+            if exact:
+                self.keys.load_state_dict(of_noise)
             raise
-        for generator, state in states:
-            generator.set_state(state)
+        if not exact:
+            self.keys.renew()
         self.steps = steps
         self.clipping.batches = self._batches_before = batches
         self.clipping.nonfinite_samples_total = nonfinite
@@ -495,26 +482,6 @@ class NoisyOptimizer(Optimizer):
             "original_optimizer"
         )
 
-    def _match(self, saved: dict[str, Tensor]) -> list[tuple[torch.Generator, Tensor]]:
-        """Pair generators with states that they take, in the order of the parameters."""
-        kinds = [torch.device(name).type for name in saved]
-        own = [one.device.type for one in self.generators]
-        if kinds != own:
-            raise ValueError(
-                f"the noise of this state was drawn on {', '.join(kinds)}, and this optimizer "
-                f"draws on {', '.join(own)}; {_INTO_INNER}"
-            )
-        states = [state.cpu() for state in saved.values()]  # map_location may have moved them
-        pairs = list(zip(self.generators, states, strict=True))
-        try:
-            for generator, state in pairs:
-                generator.clone_state().set_state(state)
-        except RuntimeError as error:
-            raise ValueError(
-                f"the generator of the noise does not take this state ({error}); {_INTO_INNER}"
-            ) from error
-        return pairs
-
     def _set(self, settings: dict[str, Any]) -> None:
         for name, value in settings.items():
             setattr(self, name, value)
@@ -526,7 +493,7 @@ class NoisyOptimizer(Optimizer):
             self.clipping.batches != self._batches_before
             or bool(self._step_skip_queue)
             or self._is_noised
-            or any(getattr(p, "summed_grad", None) is not None for p in self.every_parameter)
+            or bool(self.clipping.sums.total)
         )
 
     def _refuse_within_a_batch(self, done: str) -> None:
@@ -553,50 +520,25 @@ class NoisyOptimizer(Optimizer):
                 "one; to split one batch, step after each part, with signal_skip_step() before all "
                 "but the last, as Opacus's BatchMemoryManager does"
             )
-        self._refuse_other_bound()
-        for parameter in self.every_parameter:
-            self._require_clipped(parameter)
+        self.clipping.sums.refuse_other_bound(self.max_grad_norm)
+        for parameter in self.params:
+            if not self.clipping.clips(parameter):
+                raise RuntimeError(
+                    f"this optimizer trains {self.clipping.name_of(parameter)}, which its Clipping "
+                    "does not clip; remove it from the optimizer, or make a Clipping of a model "
+                    "that contains it"
+                )
+        refuse_gradients(self.every_parameter, self.clipping.name_of)
 
     def _refuse_failed_part(self) -> None:
         """Refuse to add a part to those of a batch of which another part failed."""
-        has_other_parts = bool(self._step_skip_queue) or any(
-            getattr(one, "summed_grad", None) is not None for one in self.params
-        )
+        has_other_parts = bool(self._step_skip_queue) or bool(self.clipping.sums.total)
         if has_other_parts and self.clipping.failures != self._failures_before:
             raise RuntimeError(
                 "a backward pass failed since the last step, and with it a part of this batch may "
                 "be missing; call discard(), and begin the batch again"
             )
         self._failures_before = self.clipping.failures
-
-    def _refuse_other_bound(self) -> None:
-        if self._bound not in (None, self.max_grad_norm):
-            raise RuntimeError(
-                f"max_grad_norm changed from {self._bound} to {self.max_grad_norm} between the "
-                "parts of a batch"
-            )
-
-    def _require_clipped(self, parameter: torch.nn.Parameter) -> None:
-        name = self.clipping.name_of(parameter)
-        if not parameter.requires_grad:
-            if parameter.grad is not None or getattr(parameter, "summed_grad", None) is not None:
-                raise RuntimeError(
-                    f"{name} is frozen and has a gradient, which would be applied without noise; "
-                    "set its .grad and .summed_grad to None"
-                )
-            return
-        if not self.clipping.clips(parameter):
-            raise RuntimeError(
-                f"this optimizer trains {name}, which its Clipping does not clip; remove it from "
-                "the optimizer, or make a Clipping of a model that contains it"
-            )
-        if parameter.grad is not None and bound_of(parameter.grad) != self.max_grad_norm:
-            raise RuntimeError(
-                f"the gradient of {name}, or the bound, changed after it was clipped; change "
-                "neither between backward and step (clip_grad_norm_ changes gradients even with a "
-                "bound of inf, as Hugging Face's Trainer calls it: give your Trainer a "
-                "_clip_grad_norm and a _get_grad_norm that do nothing)"
-            )
 
     def _require_noise(self, optimizer: Optimizer, *_: Any) -> None:
         """Refuse a direct step of the wrapped optimizer."""

@@ -143,4 +143,4 @@ class PerLayerClipping(Clipping):
         self._norms.append(norms_B)
         factors_B = self._compute_factors(norms_B, self.max_grad_norm / math.sqrt(count))
         for parameter, _ in contributions:
-            self._add_to_grad(parameter, self._kept.pop(parameter), factors_B)
+            self._add_up(parameter, self._kept.pop(parameter), factors_B)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from dpprof.clipping.noise_keys import make_generator
 from dpprof.clipping.private_optimizer import Part, PrivateOptimizer
 from dpprof.clipping.public_numbers import PublicNumbers
 
@@ -62,7 +63,8 @@ class PoissonLoader:
         data_loader: What loads: its dataset, workers and ``collate_fn`` are used.
         numbers: With which probability samples are drawn, and how many steps an epoch has.
         max_batch_size: The most samples of a part; None for batches in one part.
-        generator: Draws the samples; None for one that the operating system seeds.
+        generator: Draws the samples, or the secret that they follow from where there are several
+            ranks; None for the operating system.
         rank: This rank: each draws from samples of its own.
         ranks: How many there are.
 
@@ -86,9 +88,9 @@ class PoissonLoader:
         self.optimizer: PrivateOptimizer | None = None
         """Is told of parts and of batches without samples; set before the first iteration."""
 
-        if generator is None:
-            generator = torch.Generator()
-            generator.seed()
+        self._rank, self._is_given = rank, generator is not None
+        if generator is None or ranks > 1 or generator.device.type != "cpu":
+            generator = make_generator(generator, rank)
         self.samples = len(cast("Sized", data_loader.dataset))
         indices = range(self.samples)[rank::ranks]
         if not indices:
@@ -169,20 +171,26 @@ class PoissonLoader:
         return self._loader.collate_fn([self._loader.dataset[at] for at in indices])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next batch begins."""
+        """Return where the next batch begins; ``secrets`` tell which samples follow."""
         return {
-            "generator": self._state,
+            "secrets": {"generator": self._state},
             "steps of the epoch": self._done,
             "samples": self.samples,
             "steps in an epoch": len(self),
             "sample rate": self.sample_rate,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
         """Go on from a state: the next iteration hands out the rest of its epoch.
 
+        Args:
+            state: Of ``state_dict``.
+            exact: Whether the samples are those that would have been drawn; by default they are
+                drawn anew, as accountants suppose.
+
         Raises:
-            ValueError: It is of other data, or of batches of another size.
+            ValueError: It is of other data, or of batches of another size; or it has no secrets for
+                ``exact``.
         """
         own = self.state_dict()
         for name in ("samples", "steps in an epoch", "sample rate"):
@@ -191,8 +199,14 @@ class PoissonLoader:
                     f"this state was saved with {name}: {state.get(name)}, and here there are "
                     f"{own[name]}"
                 )
+        if exact and not state.get("secrets"):
+            raise ValueError("this state has no secrets, so no run can draw the same samples")
         self._turn += 1
-        self._state, self._done = state["generator"].cpu(), state["steps of the epoch"]
+        self._done = state["steps of the epoch"]
+        if exact:
+            self._state = state["secrets"]["generator"].cpu()
+        elif not self._is_given:
+            self._state = make_generator(rank=self._rank).get_state()
 
 
 def refuse_related(sampling: torch.Generator | None, noise: torch.Generator | None) -> None:

@@ -97,11 +97,25 @@ class PrivateOptimizer(NoisyOptimizer):
     def _refuse_failed_part(self) -> None:
         """Do nothing: a part that failed stays the one to clip next."""
 
-    def add_noise(self) -> None:
-        """Add noise, and count the step."""
-        super().add_noise()
+    def begin_noise(self) -> None:
+        """Count the step, where its noise begins."""
+        super().begin_noise()
         if self.spent is not None:
             self.spent.count(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return that of ``NoisyOptimizer``, with what was spent."""
+        state = super().state_dict()
+        if self.spent is not None:
+            state["privacy"]["spent"] = self.spent.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, exact: bool = False) -> None:
+        """Go on as ``NoisyOptimizer`` does; no step that was counted is forgotten."""
+        super().load_state_dict(state_dict, exact=exact)
+        spent = state_dict["privacy"].get("spent")
+        if self.spent is not None and spent is not None:
+            self.spent.load_state_dict(spent, exact=exact)
 
     def _refuse_beyond_plan(self) -> None:
         if self.planned_steps is None:

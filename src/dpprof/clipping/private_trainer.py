@@ -28,7 +28,7 @@ from dpprof.clipping.causal_lm import causal_lm_losses, evaluated, is_same_loss
 from dpprof.clipping.factor import find_stability
 from dpprof.clipping.poisson_batches import PoissonLoader, refuse_related
 from dpprof.clipping.private_optimizer import Part, PrivateOptimizer
-from dpprof.clipping.private_training import METHODS, make_sampling_generator
+from dpprof.clipping.private_training import METHODS
 from dpprof.clipping.public_numbers import find_public_numbers
 from dpprof.clipping.random_state import random_state_kept
 from dpprof.clipping.ranks import Ranks, is_distributed
@@ -258,7 +258,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             loader,
             numbers,
             max_batch_size=part,
-            generator=make_sampling_generator(self._ranks, privacy.sampling_generator),
+            generator=privacy.sampling_generator,
             rank=self._ranks.rank,
             ranks=self._ranks.size,
         )

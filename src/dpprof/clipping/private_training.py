@@ -19,7 +19,6 @@ from dpprof.clipping.poisson_batches import PoissonLoader, refuse_related
 from dpprof.clipping.private_optimizer import PrivateOptimizer
 from dpprof.clipping.public_numbers import find_public_numbers
 from dpprof.clipping.random_state import random_state_kept
-from dpprof.clipping.ranks import Ranks
 from dpprof.clipping.two_pass import FlashClipping
 
 METHODS: dict[str, type[Clipping]] = {
@@ -75,37 +74,53 @@ class PrivateTraining:
         return self.spent.epsilon(delta)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs to end with the same bits, between two steps.
+        """Return all that a run needs to go on, between two steps.
 
-        That is the state of the model, the optimizer and its noise, the sampling, what was spent,
-        and PyTorch's generators. Generators of Python and NumPy are not in it. The rules of
-        ``NoisyOptimizer`` hold: one run alone goes on from a state.
+        That is the state of the model, of the optimizer, with what was spent, and of the sampling.
+        Under ``secrets`` is what only an exact resume needs: of the noise, the sampling and
+        PyTorch's generators. Keep it apart from what is published, with a mode of 0600: the noise
+        of the next step follows from it. Generators of Python and NumPy are not in it.
 
         Raises:
             RuntimeError: A batch is not finished.
         """
+        optimizer, loader = self.optimizer.state_dict(), self.data_loader.state_dict()
         return {
-            "optimizer": self.optimizer.state_dict(),  # refuses within a batch
+            "optimizer": optimizer,
             "model": self.model.state_dict(),
-            "data_loader": self.data_loader.state_dict(),
-            "spent": self.spent.state_dict(),
-            "random": {str(device): _get_state(device) for device in self._devices},
+            "data_loader": loader,
+            "secrets": {
+                "noise": optimizer["privacy"].pop("secrets"),
+                "sampling": loader.pop("secrets"),
+                "random": {str(device): _get_state(device) for device in self._devices},
+            },
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
         """Restore a state; the next iteration over the data loader goes on where it was saved.
+
+        Args:
+            state: Of ``state_dict``; without ``exact`` its secrets are not read.
+            exact: Whether the run ends with the same bits as the one that was saved, if it gets the
+                same data. By default noise and samples are drawn anew (``NoisyOptimizer``).
 
         Raises:
             RuntimeError: A batch is not finished, or the model is another one.
-            ValueError: The state is of other settings, as ``NoisyOptimizer.load_state_dict`` says.
+            ValueError: The state is of other settings, as ``NoisyOptimizer.load_state_dict`` says;
+                or it has no secrets for ``exact``.
         """
-        # First what refuses other data: an optimizer that was loaded would repeat its noise.
-        self.data_loader.load_state_dict(state["data_loader"])
+        secrets: dict[str, Any] = state.get("secrets", {}) if exact else {}
+        if exact and not secrets:
+            raise ValueError("this state has no secrets, and exact=True needs them")
+        loader, optimizer = dict(state["data_loader"]), dict(state["optimizer"])
+        if secrets:
+            loader["secrets"] = secrets["sampling"]
+            optimizer["privacy"] = {**optimizer["privacy"], "secrets": secrets["noise"]}
+        self.data_loader.load_state_dict(loader, exact=exact)
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.spent.load_state_dict(state["spent"])
-        for device in self._devices:
-            _set_state(device, state["random"][str(device)])
+        self.optimizer.load_state_dict(optimizer, exact=exact)
+        for device in self._devices if secrets else ():
+            _set_state(device, secrets["random"][str(device)])
 
     @property
     def _devices(self) -> list[torch.device]:
@@ -260,7 +275,7 @@ def make_private(
             data_loader,
             numbers,
             max_batch_size=max_batch_size,
-            generator=make_sampling_generator(clipped.ranks, sampling_generator),
+            generator=sampling_generator,
             rank=clipped.ranks.rank,
             ranks=clipped.ranks.size,
         )
@@ -278,14 +293,6 @@ def _refuse_parts_of_shards(clipping: Clipping, max_batch_size: int | None) -> N
             "under fully_shard ranks draw other numbers of parts, and wait for each other; leave "
             "out max_batch_size"
         )
-
-
-def make_sampling_generator(ranks: Ranks, source: torch.Generator | None) -> torch.Generator | None:
-    """Make a rank's source of samples, which no other rank has; that of the caller for one rank."""
-    own = ranks.make_generator(source)
-    if own is None or own.device.type == "cpu":
-        return own
-    return torch.Generator().manual_seed(own.initial_seed())  # samples are drawn on the CPU
 
 
 def _plan_steps(epochs: int | None, steps: int | None, steps_of_epoch: int) -> int:

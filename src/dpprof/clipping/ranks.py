@@ -6,9 +6,10 @@ FSDP's reduce-scatter carry one: the sums of clipped gradients are added here, u
 float32 at least. The collectives of a step, beside those with which FSDP gathers parameters, in
 their order:
 
-* DDP (``Replicas``), in the optimizer's step: one all-gather of settings (``agree``); one
-  all-reduce for each bucket of DDP's size, last parameters first. Before it, every rank adds the
-  noise of its own part of the bucket's elements.
+* DDP (``Replicas``), in the optimizer's step: one all-gather of settings (``agree``), and one of
+  digests of the sums, to which the noise is bound (``share``); one all-reduce for each bucket of
+  DDP's size, last parameters first. Before it, every rank adds the noise of its own part of the
+  bucket's elements.
 * FSDP (``Shards``), in backward once norms are known: one all-gather of settings; one
   reduce-scatter for each group of parameters that ``fully_shard`` shards together, as soon as all
   sums of the group are there, in the order in which backward passed each group's last use
@@ -16,17 +17,17 @@ their order:
   tells whether a batch is verified: on the first ones, and on all of a model in which values enter
   for all samples at once (``first_batch``).
 * HSDP (``Shards`` with replicas), as FSDP among the ranks of a replica; settings are gathered
-  among replicas too. In the step, one all-reduce among replicas for each group, in the order of
-  the optimizer's parameters, with noise as under DDP.
+  among replicas too. In the step, one all-gather of digests among replicas, and one all-reduce for
+  each group, in the order of the optimizer's parameters, with noise as under DDP.
 
 The guarantee rests on this: every rank clips to one bound, each element gets noise from one rank,
-and ranks' random numbers are independent. Before anything is applied, ranks compare what they are
-set to (``agree``), and seeds come from rank 0 (``make_generator``).
+and ranks' random numbers are independent, because they follow from the rank too (``noise_keys``).
+Before anything is applied, ranks compare what they are set to (``agree``).
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
@@ -39,15 +40,8 @@ from dpprof.spec.registry import UnsupportedError
 AddNoise = Callable[..., None]
 """Adds noise to its first argument, and averages all."""
 
-_GOLDEN = 0x9E3779B9
-"""Odd, so its multiples differ modulo 2^32; of a Weyl sequence."""
-
-
-class Settings(NamedTuple):
-    """What is the same on all ranks, by name, and the seed of this rank, which no other has."""
-
-    alike: Mapping[str, float | str]
-    seed: int | None = None
+Settings = Mapping[str, float | str]
+"""What is the same on all ranks, by name."""
 
 
 class Reduction(Protocol):
@@ -56,7 +50,7 @@ class Reduction(Protocol):
     def add(self, parameter: nn.Parameter, summed: Tensor) -> None:
         """Take over a sum; several of a parameter are added up."""
 
-    def finish(self, bound: float) -> None:
+    def finish(self, add: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Reduce all onto the shards of all ranks; a parameter without a sum has zeros."""
 
 
@@ -120,38 +114,35 @@ class Ranks:
         return ""
 
     def agree(self, settings: Settings) -> None:
-        """Verify that all ranks have the same settings, and that no two have one seed.
+        """Verify that all ranks have the same settings.
 
         Raises:
             RuntimeError: They differ; every rank raises it.
         """
         if not self.groups:
             return
-        numbers = [*map(_number, settings.alike.values()), float(settings.seed or 0)]
+        numbers = list(map(_number, settings.values()))
         mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        gathered = self._gather(mine)
+        gathered = mine[None]
+        for group in self.groups:
+            gathered = gather(gathered, group)
         if isinstance(mine, FakeTensor):  # of a prediction, which has one rank and no elements
             return
-        *columns, seeds = zip(*gathered.tolist(), strict=True)
-        for (name, setting), values in zip(settings.alike.items(), columns, strict=True):
+        columns = zip(*gathered.tolist(), strict=True)
+        for (name, setting), values in zip(settings.items(), columns, strict=True):
             other = next((r for r, value in enumerate(values) if value != values[0]), None)
             if other is not None:
                 both = "" if isinstance(setting, str) else f": {values[0]:g} and {values[other]:g}"
                 raise RuntimeError(f"{name} differs between rank 0 and rank {other}{both}")
-        if settings.seed is not None and len(set(seeds)) < self.size:
-            raise RuntimeError(
-                "two ranks draw noise from one seed, so their noise is not independent; leave the "
-                "optimizer's generator as it is"
-            )
 
-    def _gather(self, mine: Tensor) -> Tensor:
-        """Return a row for each rank, in their order."""
-        rows = mine[None]
-        for group in self.groups:
-            parts = [torch.empty_like(rows) for _ in range(distributed.get_world_size(group))]
-            distributed.all_gather(parts, rows, group=group)
-            rows = torch.cat(parts)
-        return rows
+    @property
+    def adds_up_in_step(self) -> bool:
+        """Whether sums of several ranks are added up in the step, once they have noise."""
+        return len(self.groups) > int(self.is_sharded)
+
+    def share(self, digest: Tensor) -> Tensor:
+        """Gather the digests of the ranks whose sums are added up in the step."""
+        return gather(digest.to(self.device), self.groups[-1])
 
     def any(self, *holds: bool) -> list[bool]:
         """Tell whether things hold on this rank; where it is sharded, on any, and all ask."""
@@ -164,25 +155,6 @@ class Ranks:
     def begin_reduction(self, parameters: Sequence[nn.Parameter]) -> "Reduction":
         """Prepare to reduce the sums of parameters that are sharded together."""
         raise NotImplementedError
-
-    def make_generator(self, source: torch.Generator | None) -> torch.Generator | None:
-        """Make a generator whose seed no other rank has, from the next number of rank 0's.
-
-        Without a source the number is the operating system's.
-        """
-        if self.size == 1:
-            return source
-        if source is None:
-            base = torch.tensor([torch.Generator().seed() % 2**63])
-        else:
-            base = torch.randint(2**63 - 1, (1,), generator=source, device=source.device)
-        base = base.to(self.device)
-        for group in self.groups:
-            distributed.broadcast(base, group=group, group_src=0)
-        if isinstance(base, FakeTensor):
-            return torch.Generator(self.device)
-        seed = seed_of_rank(int(base), self.rank)
-        return torch.Generator(self.device).manual_seed(seed)
 
     def release_sums(
         self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise
@@ -223,18 +195,11 @@ class Ranks:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def seed_of_rank(base: int, rank: int) -> int:
-    """Derive a rank's seed; the seeds of 2^32 ranks differ in their lower 32 bits.
-
-    PyTorch's generator on a CPU ignores the others.
-    """
-    low = (base + rank * _GOLDEN) % 2**32
-    return base >> 32 << 32 | low
-
-
-def distinct_part(generator: torch.Generator) -> int:
-    """Return the part of a generator's seed that decides its numbers."""
-    return generator.initial_seed() % 2**32
+def gather(rows: Tensor, group: Any) -> Tensor:
+    """Return the rows of all ranks of a group, in their order."""
+    parts = [torch.empty_like(rows) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(parts, rows, group=group)
+    return torch.cat(parts)
 
 
 def is_distributed(parameter: Tensor) -> bool:

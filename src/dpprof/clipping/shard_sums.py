@@ -23,10 +23,11 @@ class ShardSums:
 
     Args:
         ranks: Reduces sums.
+        add: Gets a parameter and its reduced sum.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, add: Callable[[nn.Parameter, Tensor], None]) -> None:
+        self._ranks, self._add = ranks, add
         self._bound = 0.0
         self._continues = False
         self._uses: dict[nn.Parameter, int] = {}
@@ -68,7 +69,7 @@ class ShardSums:
             "whether code outside of layers was verified": float(has_late_ways),
             "what waits of earlier parts of the batch": "\n".join(names[p] for p in self._waiting),
         }
-        self._ranks.agree(Settings({**of_sums, **of_step.alike}, of_step.seed))
+        self._ranks.agree({**of_sums, **of_step})
         self._agreed = of_step
         self.is_counting = False
         late = () if self._continues else self._waiting
@@ -88,10 +89,8 @@ class ShardSums:
         Raises:
             RuntimeError: One is another.
         """
-        agreed = self._agreed or Settings({})
-        pairs = [(name, value, agreed.alike.get(name)) for name, value in of_step.alike.items()]
-        for name, value, before in (*pairs, ("the seed of the noise", of_step.seed, agreed.seed)):
-            if value != before:
+        for name, value in of_step.items():
+            if value != (self._agreed or {}).get(name):
                 raise RuntimeError(
                     f"{name} changed after backward, where ranks compared it; under fully_shard "
                     "change it before backward, or after the step"
@@ -148,7 +147,7 @@ class ShardSums:
             self._begin()
         parameters = self._groups.pop(0)
         if self._begun is not None:
-            self._begun.finish(self._bound)
+            self._begun.finish(self._add)
             self._begun = None
             return
         for parameter in parameters:

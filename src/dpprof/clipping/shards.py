@@ -16,7 +16,7 @@ Shape legend: N ranks with shards, S elements of a group's shards.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dpprof.clipping.distribution import groups_of
 from dpprof.clipping.ranks import AddNoise, Ranks
-from dpprof.clipping.sums import add_to_grad, dtype_of_sum, own_part
+from dpprof.clipping.sums import dtype_of_sum, own_part
 from dpprof.records.births import allocates
 from dpprof.spec.registry import UnsupportedError
 
@@ -92,8 +92,8 @@ class ReduceScatter:
         _write(self._parts[parameter], summed, self._buffer_NS, adds=not is_first)
 
     @torch.no_grad()
-    def finish(self, bound: float) -> None:
-        """Reduce over the samples of all ranks with shards, and add the shards to ``.grad``."""
+    def finish(self, add: Callable[[nn.Parameter, Tensor], None]) -> None:
+        """Reduce over the samples of all ranks with shards, and hand out the shards."""
         for part in self._missing.values():
             self._buffer_NS[:, part.start : part.end] = 0
         N, S = self._buffer_NS.shape
@@ -104,8 +104,7 @@ class ReduceScatter:
         for parameter, axis, shape, start, end in self._parts.values():
             padded = shards_S[start:end].view(shape)
             shard = padded.narrow(axis, 0, own_part(parameter).shape[axis])
-            # By .data a view has a version of its own, by which a sum is recognised.
-            add_to_grad(parameter, _as_shard(parameter, shard.data), bound)
+            add(parameter, _as_shard(parameter, shard))
 
 
 class Shards(Ranks):

@@ -1,23 +1,16 @@
-"""Marks clipped sums, to recognise them as long as nothing changes them.
+"""The clipped sums of a batch, which have no noise yet.
 
-Any code may write a parameter's ``.grad``. A step is private only if it applies the clipped sum,
-so each sum is marked with its version counter and the bound that it was clipped to.
+They belong to the engine. Where a ``NoisyOptimizer`` is attached, nothing else holds them: its
+step adds noise to them, and only then puts them into ``.grad``. So hooks, callbacks, other
+optimizers and whoever saves the model find no gradient until there is one that may be published.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-
-_MARK = "_clipped"
-
-
-def _version(gradient: Tensor) -> tuple[int, int, torch.dtype]:
-    """Return a gradient's version, that of this rank's shard of a ``DTensor``, and the dtype.
-
-    Converting a module writes ``.grad.data``, which leaves versions as they are.
-    """
-    return gradient._version, own_part(gradient)._version, gradient.dtype  # noqa: SLF001
 
 
 def own_part(gradient: Tensor) -> Tensor:
@@ -26,70 +19,133 @@ def own_part(gradient: Tensor) -> Tensor:
     return shard
 
 
-def bound_of(gradient: Tensor) -> float | None:
-    """Return the bound of a clipped sum; None if it is another gradient, or changed since."""
-    version, bound = getattr(gradient, _MARK, (None, None))
-    return bound if version == _version(gradient) else None
-
-
 def dtype_of_sum(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's clipped sum: at least float32."""
+    """Return the dtype of a parameter's clipped sum: at least float32.
+
+    Rounded to 16 bits before noise, it could move by more than one sample contributes.
+    """
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-@torch.no_grad()
-def add_to_grad(parameter: nn.Parameter, summed: Tensor, bound: float) -> None:
-    """Add a clipped sum to ``.grad``, and mark that.
+class ClippedSums:
+    """The sums of one batch, by parameter."""
 
-    That of a parameter in 16 bits is in float32, until noise was added: rounded to 16 bits, it
-    could move by more than one sample contributes.
-    """
-    if parameter.grad is None:
-        if summed.dtype != parameter.dtype:
-            parameter.grad_dtype = None
-        parameter.grad = summed
-    elif bound_of(parameter.grad) != bound:
-        raise RuntimeError(
-            "a gradient that is not clipped was found where the clipped sum goes; clear gradients"
-        )
-    else:
-        own_part(parameter.grad).add_(own_part(summed))
-    setattr(parameter.grad, _MARK, (_version(parameter.grad), bound))
+    def __init__(self) -> None:
+        self.await_noise = False
+        """Whether a ``NoisyOptimizer`` takes them; otherwise each ``backward`` ends with them in
+        ``.grad``."""
+
+        self.part: dict[nn.Parameter, Tensor] = {}
+        """Of what was clipped since the last step, which may be a part of a batch."""
+
+        self.total: dict[nn.Parameter, Tensor] = {}
+        """Of the parts of the batch that had a step."""
+
+        self.bound: float | None = None
+        """The C of the batch; None before its first part."""
+
+    @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """Begin a batch of its own within; what is here now comes back at the end."""
+        kept = dict(vars(self))
+        vars(self).update(vars(ClippedSums()))
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
+
+    def begin(self, bound: float) -> None:
+        """Begin to clip a part of a batch, to a bound.
+
+        Raises:
+            RuntimeError: The bound is another than that of the parts before.
+        """
+        self.refuse_other_bound(bound)
+        self.bound = bound
+
+    def refuse_other_bound(self, bound: float) -> None:
+        """Refuse another bound than that of the sums that are there.
+
+        Raises:
+            RuntimeError: It is another.
+        """
+        if self.bound not in (None, bound):
+            raise RuntimeError(
+                f"max_grad_norm changed from {self.bound} to {bound} between the parts of a batch, "
+                "or between backward and step; change it after a step"
+            )
+
+    def add(self, parameter: nn.Parameter, summed: Tensor) -> None:
+        """Add a sum over samples."""
+        before = self.part.get(parameter)
+        if before is None:
+            self.part[parameter] = summed
+        else:
+            own_part(before).add_(own_part(summed))
+
+    @torch.no_grad()
+    def give(self) -> None:
+        """Add the sums to ``.grad``, as autograd does."""
+        for parameter, summed in self.part.items():
+            if parameter.grad is not None:
+                own_part(parameter.grad).add_(own_part(summed))
+                continue
+            if summed.dtype != parameter.dtype:
+                parameter.grad_dtype = None  # any
+            parameter.grad = summed
+        self.forget()
+
+    @torch.no_grad()
+    def close_part(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add the part to the total, with zeros for parameters that no sample used."""
+        for parameter in parameters:
+            summed, before = self.part.pop(parameter, None), self.total.get(parameter)
+            if before is None:
+                if summed is None:
+                    summed = torch.zeros_like(parameter, dtype=dtype_of_sum(parameter))
+                self.total[parameter] = summed
+            elif summed is not None:
+                before += summed
+        self.part.clear()
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        """Return the total, and forget it."""
+        total, self.total = self.total, {}
+        self.forget()
+        return total
+
+    def forget_part(self) -> None:
+        """Forget what was clipped since the last step."""
+        self.part.clear()
+        if not self.total:
+            self.bound = None
+
+    def forget(self) -> None:
+        """Forget the whole batch."""
+        self.part.clear()
+        self.total.clear()
+        self.bound = None
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        """Refuse to be saved or copied."""
+        raise TypeError("clipped sums without noise cannot be copied or saved; copy the model")
 
 
-def refuse_other_sums(
-    parameters: Iterable[nn.Parameter], bound: float, name_of: Callable[[nn.Parameter], str]
+def refuse_gradients(
+    parameters: Iterable[nn.Parameter], name_of: Callable[[nn.Parameter], str]
 ) -> None:
-    """Refuse to add to a ``.grad`` that is no clipped sum to this bound; clear zeros.
+    """Refuse gradients where the sums will go once they have noise; clear zeros.
 
     Raises:
         RuntimeError: There is one.
     """
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None or bound_of(gradient) == bound:
+        if parameter.grad is None:
             continue
-        if bound_of(gradient) is None and not own_part(gradient).any():
-            parameter.grad = None
-            continue
-        raise RuntimeError(
-            f"{name_of(parameter)} has a gradient that is not a sum of this clipping, or was "
-            "clipped to another bound, such as the last step's; call optimizer.zero_grad() after "
-            "each step"
-        )
-
-
-def refuse_unclipped(
-    parameters: Iterable[nn.Parameter], name_of: Callable[[nn.Parameter], str]
-) -> None:
-    """Refuse to end a backward that left anything but clipped sums.
-
-    Raises:
-        RuntimeError: It did.
-    """
-    for parameter in parameters:
-        if parameter.grad is not None and bound_of(parameter.grad) is None:
+        if own_part(parameter.grad).any():
             raise RuntimeError(
-                f"{name_of(parameter)} has a gradient that is not clipped; call backward(losses) "
-                "of the Clipping alone"
+                f"{name_of(parameter)} has a gradient, such as the last step's or one that was "
+                "written by hand; the step puts the clipped and noised sum there: call "
+                "optimizer.zero_grad() after each step, and leave .grad alone before it"
             )
+        parameter.grad = None

@@ -20,7 +20,6 @@ from torch.optim import SGD, Adam, AdamW
 
 from dpprof.clipping.optimizer import HOOK, NoisyOptimizer
 from dpprof.clipping.patching import patch_of
-from dpprof.clipping.unnoised_steps import refuse_clipped_sums
 from dpprof.norms.float32_products import allows_tf32
 
 _PLAIN = (int, float, bool, str, type(None))
@@ -71,7 +70,7 @@ def look_around(optimizer: NoisyOptimizer, batch: Sequence[Tensor]) -> Surroundi
         objects += group["params"]
     objects.append(getattr(optimizer.original_optimizer, HOOK, None))
     values += describe_options(optimizer)
-    objects += optimizer.generators
+    objects += optimizer.keys.on_devices
     device = batch[0].device.type
     values += [optimizer.settings, torch.is_grad_enabled(), allows_tf32()]
     values += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
@@ -94,15 +93,7 @@ def describe_options(optimizer: NoisyOptimizer) -> list[Any]:
 def _hooks_of_steps(optimizer: NoisyOptimizer) -> list[Any]:
     module = importlib.import_module("torch.optim.optimizer")
     own = optimizer.original_optimizer
-    of_all = [
-        {
-            key: hook
-            for key, hook in getattr(module, name).items()
-            if hook is not refuse_clipped_sums
-        }
-        for name in _GLOBAL
-    ]
-    return [getattr(own, name) for name in _OF_STEPS] + of_all
+    return [getattr(own, name) for name in _OF_STEPS] + [getattr(module, name) for name in _GLOBAL]
 
 
 def may_capture_step(optimizer: NoisyOptimizer) -> bool:

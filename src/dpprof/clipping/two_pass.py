@@ -80,14 +80,14 @@ class FlashClipping(Clipping):
     def _add_layer(
         self, factors_B: Tensor, _layer: nn.Module, contributions: Contributions
     ) -> None:
-        """Add what a layer contributes in the second pass to ``.grad``."""
+        """Add what a layer contributes in the second pass."""
         for parameter, found in contributions:
             if self.ranks.is_sharded:
                 self.shard_sums.begin_use(parameter)
             contribution = materialise_vector(found)
             if self._projections is not None:
                 self._projections.note(parameter, contribution, is_measured=False)
-            self._add_to_grad(parameter, contribution, factors_B)
+            self._add_up(parameter, contribution, factors_B)
             if self.ranks.is_sharded:
                 self.shard_sums.end_use(parameter)
 

@@ -1,7 +1,7 @@
 """Bytes by component at a moment: storages of tensors that are known by identity."""
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,11 +12,15 @@ from dpprof.methods.training_step import Batch
 from dpprof.records.terms import Component
 
 _OF_PARAMETERS: tuple[Component, ...] = (
+    "gradients",
     "per_sample_gradients",
     "norm_samples",
     "summed_gradients",
 )
-"""Components that a method may keep as attributes of a parameter."""
+"""Components that a method may keep for a parameter."""
+
+Held = Callable[[nn.Parameter], Iterable[tuple[Component, Any]]]
+"""Returns what a method keeps for a parameter beside ``.grad``, with its component."""
 
 
 class TensorHolders(NamedTuple):
@@ -25,8 +29,7 @@ class TensorHolders(NamedTuple):
     module: nn.Module
     optimizer: Optimizer | None = None
     batch: Batch | None = None
-    attributes: Mapping[str, Component] = {}
-    """Components by the attribute of a parameter that holds them, ``.grad`` excepted."""
+    held_for: Held = lambda _: ()
 
 
 def take_census(holders: TensorHolders) -> dict[str, int]:
@@ -47,10 +50,10 @@ def take_census(holders: TensorHolders) -> dict[str, int]:
         "inputs": holders.batch or (),
         "parameters": [*parameters, *holders.module.buffers()],
     }
-    groups["gradients"] = tensors_in([parameter.grad for parameter in parameters])
+    held = [("gradients", parameter.grad) for parameter in parameters]
+    held += [pair for parameter in parameters for pair in holders.held_for(parameter)]
     for kept in _OF_PARAMETERS:
-        names = [name for name, owner in holders.attributes.items() if owner == kept]
-        groups[kept] = tensors_in([getattr(p, name, None) for p in parameters for name in names])
+        groups[kept] = tensors_in([each for component, each in held if component == kept])
     state = holders.optimizer.state if holders.optimizer else {}
     groups["optimizer_state"] = tensors_in([list(of_one.values()) for of_one in state.values()])
     layers = holders.module.modules()

@@ -36,7 +36,7 @@ class Training(NamedTuple):
     def holders(self) -> TensorHolders:
         """The objects that hold the training's tensors."""
         return TensorHolders(
-            self.step.module, self.step.optimizer, self.batch, attributes=self.step.attributes
+            self.step.module, self.step.optimizer, self.batch, held_for=self.step.held_for
         )
 
     def run_phases(
@@ -137,12 +137,10 @@ def set_up(
     step = method(model, experiment)
     if experiment.execution == "compiled":
         step.compile()
-    moment("wrapped_with_dp", TensorHolders(step.module, attributes=step.attributes))
+    moment("wrapped_with_dp", TensorHolders(step.module, held_for=step.held_for))
     trainable = [p for p in step.module.parameters() if p.requires_grad]
     step.attach_optimizer(_make_optimizer(experiment, trainable))
-    moment(
-        "optimizer_created", TensorHolders(step.module, step.optimizer, attributes=step.attributes)
-    )
+    moment("optimizer_created", TensorHolders(step.module, step.optimizer, held_for=step.held_for))
     if distributed.is_initialized() and distributed.get_rank():
         torch.manual_seed(experiment.seed + distributed.get_rank())  # other samples on other ranks
     batch = make_batch(model, device, experiment)

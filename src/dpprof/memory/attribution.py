@@ -56,7 +56,7 @@ class StepObserver:
         self._step = step
         self._enter = enter
         *wrappers, model = _unwrap(step.module)
-        self._layers: dict[Tensor, str] = {
+        self._layers: dict[Any, str] = {
             parameter: _name_layer(name) for name, parameter in model.named_parameters()
         }
         self._names = {module: name for name, module in model.named_modules()}
@@ -81,7 +81,7 @@ class StepObserver:
                 every_module.register_module_forward_hook(self._after_forward, always_call=True),
             ]
             hooks += [
-                parameter.register_hook(partial(self._note_gradient, layer))  # type: ignore[no-untyped-call]
+                parameter.register_hook(partial(self._note_gradient, layer))
                 for parameter, layer in self._layers.items()
                 if parameter.requires_grad
             ]
@@ -118,6 +118,9 @@ class StepObserver:
                 for tensor in tensors_in(value):
                     role = self._step.attributes.get(name) or _role_by_shape(tensor, parameter)
                     give_role(tensor, role, layer)
+            for component, held in self._step.held_for(parameter):
+                for tensor in tensors_in(held):
+                    give_role(tensor, component, layer)
         for key, of_one in self._step.optimizer.state.items():
             for tensor in tensors_in(of_one):
                 give_role(tensor, "optimizer_state", self._layers.get(key))

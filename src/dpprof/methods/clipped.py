@@ -3,10 +3,10 @@
 Shape legend: B batch.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from dpprof.clipping.captured_step import CapturedStep
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.factor import clip_factor
+from dpprof.clipping.noise_keys import NoiseKeys
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.methods.losses import losses_of
 from dpprof.methods.training_step import Batch, ClipGroup, Enter, TrainingStep
@@ -36,7 +37,6 @@ class ClippedStep(TrainingStep):
     knows_formats: ClassVar[bool] = True
     clipping_type: type[Clipping]
     optimizer: NoisyOptimizer
-    attributes: ClassVar[Mapping[str, Component]] = {"summed_grad": "summed_gradients"}
     births: ClassVar[Mapping[Function, Component]] = {clip_factor: "norm_samples"}
     """Functions of ``dpprof.clipping`` and ``dpprof.norms`` that ``allocates`` marks are added."""
 
@@ -60,8 +60,8 @@ class ClippedStep(TrainingStep):
             self.clipping,
             noise_multiplier=self.experiment.noise_multiplier,
             expected_batch_size=self.experiment.world_size * self.experiment.batch_size,
-            generator=seeded,
         )
+        self.optimizer.keys = NoiseKeys(source=seeded, rank=self.clipping.ranks.rank)
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``.
@@ -84,6 +84,12 @@ class ClippedStep(TrainingStep):
         step = CapturedStep(partial(losses_of, self), self.optimizer, part_size=len(batch.labels))
         step(batch.labels, *batch.inputs)
         return partial(step, batch.labels, *batch.inputs)
+
+    def held_for(self, parameter: nn.Parameter) -> Iterator[tuple[Component, Any]]:
+        """Yield the clipped sums of this part of a batch, which become gradients, and before."""
+        sums = self.clipping.sums
+        yield "gradients", sums.part.get(parameter)
+        yield "summed_gradients", sums.total.get(parameter)
 
     def clip_groups(self) -> Sequence[ClipGroup]:
         """Return the groups of the clipping."""

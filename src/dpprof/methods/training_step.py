@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -172,6 +172,11 @@ class TrainingStep(ABC):
     @abstractmethod
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave in every parameter's ``.grad`` the gradient for the optimizer."""
+
+    def held_for(self, parameter: nn.Parameter) -> Iterator[tuple[Component, Any]]:
+        """Yield what is kept for a parameter beside ``.grad``, tensors or lists of them."""
+        for name, component in self.attributes.items():
+            yield component, getattr(parameter, name, None)
 
     def clip_groups(self) -> Sequence[ClipGroup]:
         """Return the groups in which the last ``compute_gradient`` clipped, with their bounds.

@@ -395,21 +395,23 @@ def to_normals(a, b):
 
 
 @triton.jit(do_not_specialize=["which"])
-def add_normal(sum_ptr, key_ptr, which, n, std, factor, GROUP: tl.constexpr):
+def add_normal(sum_ptr, words_ptr, which, n, std, factor, GROUP: tl.constexpr):
     """Multiply n numbers by a factor, and add normal noise.
 
     Four numbers at a time are the cipher Philox4x32-10 of a counter (Salmon et al. 2011, "Parallel
-    Random Numbers: As Easy as 1, 2, 3"), as in PyTorch's own generator on a GPU. The counter is the
-    place in the sum, and ``which`` of a key's sums it is.
+    Random Numbers: As Easy as 1, 2, 3"), as in PyTorch's own generator on a GPU. Its key is the
+    first word. The counter is the place in the sum, ``which`` of the step's sums it is, and the
+    second word.
     """
     program = tl.program_id(0).to(tl.int64)
-    place_G = program * GROUP + tl.arange(0, GROUP)
-    low_G = (place_G & 0xFFFFFFFF).to(tl.uint32)
-    high_G = (place_G >> 32).to(tl.uint32)
-    zero_G = low_G ^ low_G
-    key = tl.load(key_ptr).to(tl.uint64)
+    place_G = (program * GROUP + tl.arange(0, GROUP)).to(tl.uint32)
+    zero_G = place_G ^ place_G
+    seed = tl.load(words_ptr).to(tl.uint64)
+    digest = tl.load(words_ptr + 1)
     which_G = (zero_G + which).to(tl.uint32)
-    a_G, b_G, c_G, d_G = tl.philox(key, low_G, high_G, which_G, zero_G)
+    low_G = zero_G + (digest & 0xFFFFFFFF).to(tl.uint32)
+    high_G = zero_G + ((digest >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    a_G, b_G, c_G, d_G = tl.philox(seed, place_G, which_G, low_G, high_G)
     of_ab = to_normals(a_G, b_G)
     of_cd = to_normals(c_G, d_G)
     at_G = program * (4 * GROUP) + tl.arange(0, GROUP)
@@ -424,3 +426,25 @@ def add_to(sum_ptr, at_G, n, noise_G, std, factor):
     """Multiply n numbers by a factor, and add noise of a standard deviation."""
     sum_G = tl.load(sum_ptr + at_G, mask=at_G < n, other=0.0)
     tl.store(sum_ptr + at_G, sum_G * factor + std * noise_G, mask=at_G < n)
+
+
+@triton.jit(do_not_specialize=["which"])
+def add_digest(of_ptr, table_ptr, words_ptr, which, n, GROUP: tl.constexpr):
+    """Add the hash of a group of n numbers of 32 bits to the second word, modulo 2^64.
+
+    The sum of their products with secret numbers is hashed again, with numbers that the cipher
+    Philox makes of the group's place and of ``which`` sum it is of.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    in_G = tl.arange(0, GROUP)
+    at_G = program * GROUP + in_G
+    number_G = tl.load(of_ptr + at_G, mask=at_G < n, other=0).to(tl.int64)
+    of_group = tl.sum(number_G * tl.load(table_ptr + 1 + in_G), 0)
+    place = program.to(tl.uint32)
+    zero = place ^ place
+    key = tl.load(table_ptr).to(tl.uint64)
+    a, b, c, d = tl.philox(key, place, (zero + which).to(tl.uint32), zero, zero)
+    of_low = a.to(tl.int64) + (b.to(tl.int64) << 32)
+    of_high = c.to(tl.int64) + (d.to(tl.int64) << 32)
+    hashed = (of_group & 0xFFFFFFFF) * of_low + ((of_group >> 32) & 0xFFFFFFFF) * of_high
+    tl.atomic_add(words_ptr + 1, hashed)

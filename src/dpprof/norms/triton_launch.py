@@ -11,6 +11,7 @@ Shapes: B batch, T tokens, d in, p out, N sums, S slots of partial sums.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dpprof.norms.float32_products import name_precision
 from dpprof.norms.triton_kernels import (
+    add_digest,
     add_normal,
     differentiate_cross_entropy,
     sum_gram_squares,
@@ -32,6 +34,7 @@ from dpprof.norms.tuning import (
     DESCRIBED_TOKENS,
     GRAM,
     GROUP,
+    HASHED,
     INTERPRETED,
     LOGITS,
     PRODUCT,
@@ -287,19 +290,42 @@ def launch_cross_entropy(
     return losses_N
 
 
-def launch_noise(summed: Tensor, key: Tensor, which: int, std: float, factor: float) -> None:
+def launch_noise(summed: Tensor, words: Tensor, which: int, std: float, factor: float) -> None:
     """Multiply a sum by a factor, and add normal noise, in place.
 
     Args:
         summed: In float32, without gaps.
-        key: 64 bits on the same device, from which all noise follows; (1,), int64.
-        which: Number of the sum, below 2^31: two sums of a key and a number get the same noise.
+        words: On the same device, a cipher's key and a part of its counter; (2,), int64.
+        which: Number of the sum, below 2^31: two sums of the same words and number get the same
+            noise.
         std: Standard deviation of the noise.
         factor: Of the sum.
+
+    Raises:
+        ValueError: The sum has 2^34 elements or more, which the counter cannot tell apart.
     """
     n = summed.numel()
+    if n >= 2**34:
+        raise ValueError(f"a parameter has {n:,} elements, and noise is for less than 2^34")
     if n:
         with torch.cuda.device_of(summed):  # type: ignore[no-untyped-call]
             add_normal[(cdiv(n, 4 * GROUP),)](
-                *(summed, key, which, n, std, factor), GROUP=GROUP, num_warps=8
+                *(summed, words, which, n, std, factor), GROUP=GROUP, num_warps=8
             )
+
+
+def launch_digest(words: Tensor, sums: Sequence[Tensor], table: Tensor) -> None:
+    """Hash sums to 64 bits, the second of the words.
+
+    Args:
+        words: Changed in place; (2,), int64.
+        sums: Words of 32 bits without gaps, (n,) int32 each.
+        table: Secret numbers on the same device, more than ``HASHED``, int64.
+    """
+    words[1].zero_()
+    for which, each in enumerate(sums):
+        if len(each):
+            with torch.cuda.device_of(each):  # type: ignore[no-untyped-call]
+                add_digest[(cdiv(len(each), HASHED),)](
+                    *(each, table, words, which, len(each)), GROUP=HASHED, num_warps=8
+                )

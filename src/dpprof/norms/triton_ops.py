@@ -166,18 +166,31 @@ def _losses_of(z_NV: Tensor, _labels_N: Tensor, *_: Any) -> Tensor:
 
 
 @torch.library.custom_op("dpprof::add_noise_", mutates_args={"summed"})
-def add_noise_(summed: Tensor, key: Tensor, which: int, std: float, factor: float) -> None:
+def add_noise_(summed: Tensor, words: Tensor, which: int, std: float, factor: float) -> None:
     """Multiply a sum by a factor and add normal noise, in one pass and in place.
 
-    The noise follows from ``key``, 64 random bits, and from ``which`` sum of it this is.
+    The noise follows from ``words``, a seed and a digest, and from ``which`` sum of them this is.
     """
     from dpprof.norms import triton_launch  # noqa: PLC0415 (it imports triton)
 
-    triton_launch.launch_noise(summed, key, which, std, factor)
+    triton_launch.launch_noise(summed, words, which, std, factor)
 
 
 @add_noise_.register_fake
-def _noised(_summed: Tensor, _key: Tensor, _which: int, _std: float, _factor: float) -> None:
+def _noised(*_: Any) -> None:
+    """Allocate nothing."""
+
+
+@torch.library.custom_op("dpprof::digest_", mutates_args={"words"})
+def digest_(words: Tensor, sums: list[Tensor], table: Tensor) -> None:
+    """Hash sums, (n,) int32 each, with secret numbers to 64 bits: the second of the words."""
+    from dpprof.norms import triton_launch  # noqa: PLC0415 (it imports triton)
+
+    triton_launch.launch_digest(words, sums, table)
+
+
+@digest_.register_fake
+def _digested(*_: Any) -> None:
     """Allocate nothing."""
 
 

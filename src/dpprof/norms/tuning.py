@@ -72,8 +72,11 @@ WEIGHED = {"BLOCK": 4096}
 GROUP = 1024
 """Blocks of four random numbers that a program draws: four for each of 256 threads."""
 
+HASHED = 4096
+"""Words of 32 bits that a program hashes: 16 for each of 256 threads, and one atomic addition."""
+
 if INTERPRETED:
-    GROUP = 16
+    GROUP = HASHED = 16
     WEIGHED = {"BLOCK": 32}
     SCALED = {"TILE_T": 8, "TILE_D": 16}
     GRAM = [_config(1, 1, TILE_T=32, TILE_K=32)]

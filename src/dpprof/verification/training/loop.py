@@ -86,7 +86,7 @@ class StepWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if self.silent and name in ("add_noise_", "add_noise_in_threads_"):
-            args = *args[:3], 0.0, args[4]  # the standard deviation
+            args = *args[:3], 0.0, *args[4:]  # the standard deviation
         kwargs = kwargs or {}
         generator = kwargs.get("generator")
         if generator is not None and generator not in self.generators:
@@ -282,14 +282,13 @@ class Loop:
         Trained parameters that are all zero, such as an adapter's second matrix, are moved
         meanwhile: others have no gradient behind them.
         """
-        sources = [getattr(self.private, "generator", None)]
-        sources = getattr(self.private, "generators", sources)
+        source = getattr(self.private, "generator", None)
         off = _setting(*self.dropout_off)
         with random_state_kept() as self.others, self._restored(), off, ExitStack() as stack:
             stack.callback(self._restore_generators)
             if self.clipping is not None:
                 stack.enter_context(self.clipping.first_batch_trusted())
-            for source in filter(None, sources):
+            if source is not None:
                 stack.callback(source.set_state, source.get_state())
             if isinstance(self.private, PrivateOptimizer):
                 self.private.step_hook = None
@@ -468,14 +467,12 @@ def completed(clipping: Clipping, model: nn.Module) -> Iterator[NoisyOptimizer]:
     An optimizer of its own may be in the middle of a batch in parts: the sums of those are kept.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    sums = [getattr(parameter, "summed_grad", None) for parameter in trained]
     sgd = torch.optim.SGD(trained, lr=1.0)
-    try:
-        with substitute(clipping, "continues", clipping.continues):
-            yield NoisyOptimizer(sgd, clipping, noise_multiplier=0.0, expected_batch_size=1)
-    finally:
-        for parameter, summed in zip(trained, sums, strict=True):
-            vars(parameter)["summed_grad"] = summed
+    with ExitStack() as stack:
+        stack.enter_context(clipping.sums.put_aside())
+        for name in ("continues", "settings_of_step"):
+            stack.enter_context(substitute(clipping, name, getattr(clipping, name)))
+        yield NoisyOptimizer(sgd, clipping, noise_multiplier=0.0, expected_batch_size=1)
 
 
 def _refuse_unknown(private: Any, step: Any) -> None:

@@ -1,0 +1,266 @@
+"""Noise is bound to what it hides: other sums get independent noise, whatever is resumed."""
+
+import copy
+import itertools
+import math
+import os
+
+import pytest
+import torch
+from small_models import FLAT, batch, build, private
+from torch import nn
+
+from dpprof.clipping import captured_step, noise, noise_keys
+from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.digest import LANES, hash_words
+from dpprof.clipping.noise import NoiseOfStep
+from dpprof.clipping.noise_keys import NoiseKeys, StepKey, make_generator
+from dpprof.norms import triton_ops
+
+N = 2**17
+
+
+def draw(keys: NoiseKeys, summed: torch.Tensor, step: int = 1) -> torch.Tensor:
+    """Return the noise of a step on a sum, in float64."""
+    keys.begin(step, [summed])
+    noised = summed.clone()
+    NoiseOfStep(1.0, 1.0, keys.bind([summed])).add_to(noised)
+    return noised.double() - summed.double()
+
+
+def are_independent(noises) -> bool:
+    """Tell whether no two of them correlate, by five standard errors."""
+    both = torch.corrcoef(torch.stack([one.flatten() for one in noises]))
+    return bool((both - torch.eye(len(noises))).abs().max() < 5 / math.sqrt(noises[0].numel()))
+
+
+def alike(keys: NoiseKeys) -> NoiseKeys:
+    other = NoiseKeys()
+    other.load_state_dict(keys.state_dict())
+    return other
+
+
+SUMS = {
+    "one element": (lambda s: s[3].add_(1)),
+    "the last element": (lambda s: s[-1].add_(1e-3)),
+    "one sign": (lambda s: s[201].neg_()),
+    "the sign of another": (lambda s: s[202].neg_()),
+    "all signs": (lambda s: s.neg_()),
+    "the sign of zero": (lambda s: s[:100].zero_().neg_()),
+    "an order": (lambda s: s[200:202].copy_(s[200:202].flip(0))),
+    "a row": (lambda s: s.copy_(s.roll(2 * LANES))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_sums_have_equal_noise_and_others_independent_noise(dtype) -> None:
+    keys = NoiseKeys()
+    sums = [torch.randn(N, dtype=dtype)]
+    sums[0][:100] = 0
+    for change in SUMS.values():
+        sums.append(sums[0].clone())
+        change(sums[-1])
+    noises = [draw(keys, one) for one in sums]
+
+    assert torch.equal(draw(alike(keys), sums[0]), noises[0])
+    assert are_independent(noises)
+
+
+def test_another_step_nonce_secret_or_rank_has_independent_noise() -> None:
+    keys, summed = NoiseKeys(), torch.randn(N)
+    renewed, ranks = alike(keys), [NoiseKeys(source=make_generator(), rank=r) for r in (0, 1)]
+    renewed.renew()
+    ranks[1].load_state_dict(ranks[0].state_dict())
+    flipped = []
+    for at in range(0, 256, 51):
+        flipped.append(alike(keys))
+        bits = int.from_bytes(keys.secret, "big") ^ (1 << at)
+        flipped[-1].secret = bits.to_bytes(32, "big")
+    noises = [draw(one, summed) for one in (keys, renewed, *ranks, *flipped)]
+
+    assert are_independent([*noises, draw(keys, summed, 2), draw(keys, summed, 2**40)])
+
+
+def test_a_digest_tells_every_bit_of_every_place() -> None:
+    table = noise_keys._make_table(b"secret" * 6, torch.device("cpu"))
+    words = torch.randint(-(2**31), 2**31, (2 * LANES + 3,), dtype=torch.int32)
+    sums = [words, words[1:], words[:-1], words[:0]]
+    for place, bit in itertools.product([0, 1, LANES, 2 * LANES - 1, 2 * LANES, -2, -1], range(32)):
+        other = words.clone()
+        other[place] ^= -(2**31) if bit == 31 else 1 << bit
+        sums.append(other)
+    digests = {tuple(hash_words([one], table).flatten().tolist()) for one in sums}
+
+    assert len(digests) == len(sums)
+
+
+def test_a_digest_is_the_sum_of_products_modulo_2_to_the_64() -> None:
+    table = noise_keys._make_table(bytes(32), torch.device("cpu"))
+    words = torch.tensor([7, -5, 2**31 - 1, -(2**31), 3], dtype=torch.int32)
+    one, other = table[:, :3].tolist()
+    lanes = [7 - 5 * 2**32, 2**31 - 1 - 2**63, 3]
+    expected = [
+        sum(a * b for a, b in zip(lanes, one, strict=True)),
+        sum(a * b for a, b in zip([-5, -(2**31), 0], other, strict=True)),
+    ]
+    found = hash_words([words], table).tolist()
+
+    assert [[value % 2**64 for value in row] for row in found] == [
+        [value % 2**64 for value in expected]
+    ]
+
+
+class Run:
+    """A private training of a small model, of which each step's noise is known."""
+
+    def __init__(self, way=BookKeeping) -> None:
+        self.model = build()
+        self.clipping = way(self.model, 0.5, first_batch="trusted")
+        self.optimizer = private(self.clipping, self.model, noise_multiplier=2.0)
+        self.optimizer.param_groups[0]["lr"] = 0.0  # so that equal batches have equal sums
+
+    def step(self, seed: int = 0) -> torch.Tensor:
+        self.clipping.backward(self.model.losses(*batch(4, 5 + seed)))
+        sums = [self.clipping.sums.part[p].clone() for p in self.model.parameters()]
+        self.optimizer.step()
+        released = [p.grad.clone() for p in self.model.parameters()]
+        self.optimizer.zero_grad()
+        size = self.optimizer._divisor
+        parts = zip(released, sums, strict=True)
+        return torch.cat([(size * one - summed).flatten() for one, summed in parts])
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_resumed_rolled_back_and_reordered_steps_have_independent_noise(way) -> None:
+    run = Run(way)
+    noises = [run.step(), run.step()]
+    state = copy.deepcopy(run.optimizer.state_dict())
+    noises += [run.step(1), run.step(2)]
+    run.optimizer.load_state_dict(state)  # rolled back
+    noises += [run.step(1), run.step(2)]
+    other = Run(way)
+    other.optimizer.load_state_dict(state)  # resumed
+    noises += [other.step(1), other.step(2)]
+    exact = Run(way)
+    exact.optimizer.load_state_dict(state, exact=True)
+    again = exact.step(1)
+    exact.optimizer.load_state_dict(state, exact=True)
+    noises.append(exact.step(3))  # other sums than in this step before
+    noises.append(exact.step(1))
+
+    assert torch.equal(again, noises[2])
+    assert are_independent(noises)
+
+
+def test_a_fork_draws_noise_of_its_own(monkeypatch) -> None:
+    keys, summed = NoiseKeys(), torch.randn(N)
+    mine, parent = draw(keys, summed), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    assert are_independent([mine, draw(keys, summed)])
+
+
+def test_a_fork_does_not_repeat_a_given_generator(monkeypatch) -> None:
+    keys = NoiseKeys(given=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(
+        RuntimeError, match="was forked, and its copy of the generator"
+    ):
+        keys.begin(1, [])
+
+
+def test_a_generator_is_a_source_of_secrets() -> None:
+    one, again = (NoiseKeys(source=torch.Generator().manual_seed(4)) for _ in range(2))
+    other = NoiseKeys(source=torch.Generator().manual_seed(2**32 + 4 + 1))
+    assert (one.secret, one.nonce) == (again.secret, again.nonce)
+    assert len({one.secret, one.nonce, other.secret, other.nonce}) == 4
+    assert len(one.secret) == 32
+
+
+def test_ranks_with_one_seed_draw_other_numbers() -> None:
+    drawn = [torch.rand(N, generator=make_generator(torch.Generator(), rank)) for rank in (0, 1)]
+    assert are_independent([one.double() - 0.5 for one in drawn])
+
+
+def draw_by_words(summed, words, which, std, factor) -> None:
+    """Stand in for the kernel: noise that follows from the words."""
+    generator = torch.Generator().manual_seed(hash((*words.tolist(), which)) % 2**63)
+    summed.mul_(factor).add_(torch.normal(0.0, std, summed.shape, generator=generator))
+
+
+def digest_by_bytes(words, sums, _table) -> None:
+    words[1] = hash(b"".join(one.numpy().tobytes() for one in sums))
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """As where Triton's kernels run."""
+    for module in (noise, noise_keys, captured_step):
+        monkeypatch.setattr(module, "takes_kernel", lambda _: True)
+    monkeypatch.setattr(triton_ops, "add_noise_", draw_by_words)
+    monkeypatch.setattr(triton_ops, "digest_", digest_by_bytes)
+
+
+def test_a_kernel_gets_a_seed_for_each_step_and_the_digest_of_its_sums(kernels) -> None:
+    keys, summed = NoiseKeys(), torch.randn(N)
+    other = summed.clone()
+    other[7] = -other[7]
+    noises = [draw(keys, summed), draw(keys, other), draw(keys, summed, 2)]
+
+    assert torch.equal(draw(alike(keys), summed), noises[0])
+    assert are_independent(noises)
+    assert keys.on_devices[-1].shape == (2,)
+
+
+def test_ranks_that_add_up_share_digests() -> None:
+    shared = []
+
+    def share(digest):
+        shared.append(digest)
+        return torch.cat([digest, digest + len(shared)])
+
+    keys, summed = NoiseKeys(), torch.randn(N)
+    keys.begin(1, [summed])
+    first, second = (keys.bind([summed], share) for _ in range(2))
+
+    assert torch.equal(shared[0], shared[1])
+    drawn = [
+        torch.rand(N, generator=one.generator_on(torch.device("cpu"))) for one in (first, second)
+    ]
+    assert are_independent([one.double() - 0.5 for one in drawn])
+
+
+def test_a_step_key_has_other_noise_for_each_device() -> None:
+    key = StepKey(bytes(32))
+    assert key.words_on(torch.device("cpu")).tolist() != [0, 0]
+    assert key.generator_on(torch.device("cpu")) is key.generator_on(torch.device("cpu"))
+
+
+def test_a_module_that_is_saved_holds_no_sums(tmp_path) -> None:
+    run = Run()
+    run.optimizer.signal_skip_step()
+    for part in (0, 1):
+        run.clipping.backward(run.model.losses(*batch(4, 5 + part)))
+        torch.save(run.model, tmp_path / "model.pt")
+        saved = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert all(p.grad is None and not vars(p) for p in saved.parameters())
+        run.optimizer.step()
+    with pytest.raises(TypeError, match="clipped sums without noise cannot be copied or saved"):
+        copy.deepcopy(run.clipping.sums)
+
+
+def test_hooks_and_other_optimizers_find_no_gradient() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    clipping = BookKeeping(model, 1.0)
+    optimizer = private(clipping, model, noise_multiplier=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    seen = []
+    model.register_full_backward_hook(lambda *_: seen.extend(p.grad for p in model.parameters()))
+    clipping.backward(model(torch.ones(2, 3, requires_grad=True))[:, 0])
+    torch.optim.AdamW(model.parameters(), weight_decay=1.0).step()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    assert seen
+    assert not [one for one in seen if one is not None]
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))
