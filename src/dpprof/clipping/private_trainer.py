@@ -88,8 +88,8 @@ class PrivacyArguments:
             ``causal_lm_losses``.
         loss_scale: Runs the model in float16 by autocast, for GPUs without units for bfloat16, and
             multiplies losses with this power of two for backward (``Clipping``). Samples that
-            overflow are left out, and counted in ``Clipping.excluded_samples``. Evaluation stays in
-            the arguments' dtype.
+            overflow are left out, and counted in ``Clipping.nonfinite_samples``. Evaluation stays
+            in the arguments' dtype.
         check: Whether ``losses_of`` is checked on two samples (``Clipping.check``), in one process.
         sampling_generator: Draws the samples; by default the operating system seeds one.
         noise_generator: Draws the noise; likewise.
@@ -606,6 +606,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         """Save the states of all generators apart from the checkpoint, if they are needed."""
         if self.privacy.resume == "exact":
             folder = self._secrets_of(output_dir)
+            refuse_published(folder, self.args.output_dir)
             with writing_secrets(folder):
                 super()._save_rng_state(str(folder))
                 torch.save(self._secrets, folder / self._name_of_rank("secrets", "pt"))
@@ -624,6 +625,12 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         """Load all that a resumed run needs, or refuse: it would repeat noise on other samples."""
         if checkpoint is None:
             return
+        logs = set().union(*self.state.log_history)
+        if logs & {"loss", "train_loss"} and not self.privacy.log_private:
+            raise ValueError(
+                f"the trainer_state.json of {checkpoint} has private logs, which later checkpoints "
+                "would repeat; give PrivacyArguments(log_private=True), or empty its log_history"
+            )
         own = self._name_of_rank("private", "pt")
         for name in (own, "optimizer.pt", "scheduler.pt"):
             if not Path(checkpoint, name).exists():
@@ -636,7 +643,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             torch.load(Path(checkpoint, name), map_location="cpu", weights_only=True)
             for name in (own, "optimizer.pt", "scheduler.pt")
         )
-        state = join_secrets(state, self._take_secrets(checkpoint, state.pop("name of secrets")))
+        state = join_secrets(
+            state, self._take_secrets(checkpoint, state.pop("name of secrets", None))
+        )
         self.private_optimizer.load_state_dict(optimizer | {"privacy": state["privacy"]})
         self.lr_scheduler.load_state_dict(scheduler)
         assert self._steps is not None

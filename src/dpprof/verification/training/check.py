@@ -489,7 +489,8 @@ class _Check:
             empty = self.batch.take([0] if has_parts else [])
             taken = self.loop.take(empty, silent=True, is_empty=has_parts)
         except Exception as error:  # noqa: BLE001 (any model may fail in any way)
-            self.unchecked["empty batch"] = f"not supported: {type(error).__name__}: {error}"
+            said = f": {error}" if not has_parts or _is_own(error) else ""
+            self.unchecked["empty batch"] = f"not supported: {type(error).__name__}{said}"
             return
         if taken is None:
             self.unchecked["empty batch"] = (
