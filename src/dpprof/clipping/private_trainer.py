@@ -789,7 +789,7 @@ def refuse_arguments(args: Any, trainer: Any, *, is_sharded: bool) -> None:
         "include_num_input_tokens_seen": (
             args.include_num_input_tokens_seen != "no"
             and (args.world_size > 1 or not trainer.privacy.log_private),
-            "it follows from drawn samples; PrivacyArguments(log_private=True) allows one process",
+            "it counts drawn tokens; PrivacyArguments(log_private=True) allows it in one process",
         ),
         "debug": (
             DebugOption.UNDERFLOW_OVERFLOW in args.debug and not trainer.privacy.log_private,
