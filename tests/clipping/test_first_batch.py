@@ -15,7 +15,7 @@ from dpprof.spec.registry import UnsupportedError
 
 B = T = 4
 D = 6
-MIXED = "depends on what .* computed for sample"
+MIXED = "depends on what .* computed for another"
 AXIS = r"saw another axis than samples first"
 
 
