@@ -99,8 +99,9 @@ class PrivacyArguments:
         resume: How a run goes on from a checkpoint. ``fresh`` draws samples, noise and dropout
             anew, whatever generators are given. ``exact`` ends with the same bits as a run that was
             not stopped: it needs the secrets of the stopped one, and so writes its own.
-        secrets_folder: Of these secrets; by default ``_secrets`` beside the checkpoints. From them
-            and a published model the sums of samples follow without noise: publish none.
+        secrets_folder: Of these secrets, not within the output folder; by default beside that, as
+            ``<output_dir>_secrets``. From them and a published model the sums of samples follow
+            without noise: publish none.
     """
 
     max_grad_norm: float

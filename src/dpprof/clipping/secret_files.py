@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 
-FOLDER = "_secrets"
-"""Beside checkpoints. Hub pushes of ``Trainer`` leave out what begins with ``_``."""
-
 SECRET = frozenset({"secrets", "generators", "generator", "samples", "batches"})
 SECRET |= {"nonfinite_samples"}
 """Entries of states that are not published, with all that is in them: generators, and counts that
@@ -48,26 +45,24 @@ def find_secrets(checkpoint: str | Path, folder: str | Path | None) -> Path:
     """Return where the secrets of a checkpoint are, or would be.
 
     Args:
-        checkpoint: The folder of the checkpoint.
-        folder: Of the secrets of all checkpoints; None for the one beside them.
+        checkpoint: The folder of the checkpoint, in an output folder.
+        folder: Of the secrets of all checkpoints; None for the one beside the output folder, whose
+            name ends with ``_secrets``: whatever copies the output folder leaves it out.
     """
-    path = Path(checkpoint)
-    return (path.parent / FOLDER if folder is None else Path(folder)) / path.name
+    path = Path(checkpoint).absolute()
+    beside = path.parent.with_name(f"{path.parent.name}_secrets")
+    return (beside if folder is None else Path(folder)) / path.name
 
 
 def refuse_published(folder: str | Path, output_dir: str | Path) -> None:
-    """Refuse a folder for secrets which is pushed with an output folder.
+    """Refuse a folder for secrets within an output folder, which is published.
 
     Raises:
-        ValueError: It is within that, and does not begin with ``_``.
+        ValueError: It is.
     """
-    own, of_output = Path(folder).resolve(), Path(output_dir).resolve()
-    if own == of_output or (
-        own.is_relative_to(of_output) and not own.relative_to(of_output).parts[0].startswith("_")
-    ):
+    if Path(folder).resolve().is_relative_to(Path(output_dir).resolve()):
         raise ValueError(
-            f"secrets_folder {folder} would be published with {output_dir}; name one outside of "
-            f"it, or leave it out for {Path(output_dir, FOLDER)}"
+            f"secrets_folder {folder} would be published with {output_dir}; name one outside of it"
         )
 
 
@@ -81,6 +76,7 @@ def writing_secrets(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
+        (folder / ".gitignore").write_text("*\n")
         yield
     finally:
         os.umask(before)
