@@ -33,7 +33,6 @@ from torch.utils.data import TensorDataset
 from dpprof.clipping import shards
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.clipping.ranks import distinct_part
 from dpprof.flops.collectives import COLLECTIVES
 from dpprof.system.substitutes import substitute
 
@@ -82,7 +81,7 @@ def distribute_wide(make: Callable[[], Wide], kind: str) -> nn.Module:
 
 def draw_noise(
     kind: str, *, seeded: bool, dtype: torch.dtype = torch.float32
-) -> tuple[list[Tensor], int]:
+) -> tuple[list[Tensor], bytes]:
     """Take two steps on batches without samples: their gradients are noise alone."""
     model = distribute_wide(partial(Wide, dtype), kind)
     generator = torch.Generator().manual_seed(5) if seeded else None
@@ -94,7 +93,7 @@ def draw_noise(
         optimizer.step()
         steps.append(torch.cat([whole(p.grad).flatten() for p in model.parameters()]))
         optimizer.zero_grad()
-    return steps, distinct_part(optimizer.generator)
+    return steps, optimizer.keys.secret
 
 
 class Mixing(Wide):
@@ -204,8 +203,6 @@ def take_a_step(case: Case, change: str) -> None:
     model, clipping, optimizer = prepare(case, **given)
     if change == "frozen" and other:
         next(model.parameters()).requires_grad_(False)
-    if change == "seed":
-        optimizer.generator.manual_seed(7)
     if change == "parts" and other:
         optimizer.signal_skip_step()
     optimizer.steps += change == "steps" and other
@@ -236,7 +233,7 @@ def resume(case: Case) -> tuple[list[dict[str, Tensor]], list[Any], str]:
     weights, state = torch.load(file, weights_only=True)
     model, _, optimizer = other_run
     model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(state, exact=True)
     go_on(*other_run)
     found = [{name: whole(p) for name, p in named(run[0])} for run in (whole_run, other_run)]
     privacy = [run[2].state_dict()["privacy"] for run in (whole_run, other_run)]
@@ -247,11 +244,6 @@ def resume(case: Case) -> tuple[list[dict[str, Tensor]], list[Any], str]:
     except ValueError as error:
         return found, privacy, str(error)
     return found, privacy, ""
-
-
-def make_secure(case: Case) -> None:
-    """Ask for noise that seeds from one source cannot give."""
-    prepare(case, secure_mode=True)
 
 
 def reshard_onto_fewer() -> None:

@@ -122,10 +122,11 @@ def train(
             noise_multiplier=noise,
             delta=1e-3,
             accountant="rdp",
+            resume="exact",
             sampling_generator=torch.Generator().manual_seed(1),
             noise_generator=torch.Generator().manual_seed(2),
         ),
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(folder / resume))
-    logged = [one for one in trainer.state.log_history if "loss" in one]
+    logged = [one for one in trainer.state.log_history if "learning_rate" in one]
     return Trained(before, weights(model), trainer.drawn, logged, trainer.spent.history)

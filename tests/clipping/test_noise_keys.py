@@ -162,9 +162,7 @@ def test_a_fork_draws_noise_of_its_own(monkeypatch) -> None:
 def test_a_fork_does_not_repeat_a_given_generator(monkeypatch) -> None:
     keys = NoiseKeys(given=torch.Generator().manual_seed(1))
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    with pytest.raises(
-        RuntimeError, match="was forked, and its copy of the generator"
-    ):
+    with pytest.raises(RuntimeError, match="was forked, and its copy of the generator"):
         keys.begin(1, [])
 
 

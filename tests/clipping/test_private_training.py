@@ -356,11 +356,11 @@ def test_few_samples_have_a_batch_of_their_own_size() -> None:
 
 
 def test_a_state_of_other_data_is_refused() -> None:
-    saved = prepare(Model().double()).state_dict()["data_loader"]
+    saved = prepare(Model().double()).data_loader.state_dict()
     fewer = TensorDataset(*load().dataset[:12])
     private = prepare(Model().double(), data_loader=DataLoader(fewer, batch_size=6, shuffle=True))
     with pytest.raises(ValueError, match="saved with samples: 24, and here there are 12"):
-        private.data_loader.load_state_dict(saved)
+        private.data_loader.load_state_dict(saved, exact=True)
 
 
 def test_a_state_of_other_settings_is_refused() -> None:

@@ -179,9 +179,9 @@ REFUSED = {
         lambda s: s["privacy"]["made_with"].update({"number of ranks": 2}),
         "made with number of ranks 2, and this one with 1;",
     ),
-    "no secrets": (lambda s: s["privacy"].update(secrets={}), "has no secrets, so its noise"),
+    "no secrets": (lambda s: s["privacy"].pop("secrets"), "has no secrets, so its noise"),
     "a generator's noise": (
-        lambda s: s["privacy"].update(secrets={"cuda": torch.zeros(16, dtype=torch.uint8)}),
+        lambda s: s["privacy"]["secrets"].update(noise={"cuda": torch.zeros(16)}),
         "follows from: cuda, and here from: secret, nonce; leave out exact=True",
     ),
     "other groups of parameters": (
@@ -192,7 +192,7 @@ REFUSED = {
         lambda s: s["privacy"]["settings"].update(max_grad_norm=float("nan")),
         "max_grad_norm must be positive and finite",
     ),
-    "no counts": (lambda s: s["privacy"].pop("batches"), "batches"),
+    "no counts": (lambda s: s["privacy"]["secrets"].pop("batches"), "batches"),
 }
 
 
@@ -227,7 +227,7 @@ def test_a_generator_without_a_state_goes_on_with_fresh_noise_alone(is_secure) -
 
 def test_a_generator_takes_the_states_of_its_kind_alone() -> None:
     state = Run(generator=torch.Generator()).optimizer.state_dict()
-    state["privacy"]["secrets"]["cpu"] = torch.zeros(16, dtype=torch.uint8)
+    state["privacy"]["secrets"]["noise"]["cpu"] = torch.zeros(16, dtype=torch.uint8)
     refuse(Run(generator=torch.Generator()), state, "does not take this state .*size")
 
 
@@ -235,7 +235,7 @@ def test_secure_noise_is_the_systems_or_of_a_secure_generator() -> None:
     with pytest.raises(ValueError, match="PyTorch's own are not; leave out the generator"):
         Run(generator=torch.Generator(), secure_mode=True)
     run = Run(secure_mode=True).train(1)
-    assert run.optimizer.state_dict()["privacy"]["secrets"] == {}
+    assert run.optimizer.state_dict()["privacy"]["secrets"]["noise"] == {}
 
 
 def left_after_backward(run: Run) -> None:

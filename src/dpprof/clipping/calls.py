@@ -57,7 +57,9 @@ class LayerCall:
         present = vars(self._layer)
         for name, value in self._settings.items():
             if name not in present or present[name] != value:
-                self._refuse(name_of, f"{name} was {value!r}, and is {present.get(name)!r}")
+                is_set = type(value) is bool  # numbers and words may be those of samples
+                which = f"was {value}, and is {present.get(name)}" if is_set else "is another one"
+                self._refuse(name_of, f"{name} {which}")
         for parameter, version, storage in self._versions:
             if parameter._version != version or _storage_of(parameter) != storage:  # noqa: SLF001
                 own = self._layer._parameters.items()  # noqa: SLF001

@@ -162,7 +162,7 @@ class Clipping(ABC):
 
         self.nonfinite_samples = 0
         """Samples of the last batch that were excluded: their loss or norm was not finite, also
-        because it overflowed in 16 bits."""
+        because it overflowed in 16 bits. Like the norms, it is private, and never logged."""
 
         self.nonfinite_samples_total = 0
         """The same over all batches."""

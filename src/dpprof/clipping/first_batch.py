@@ -204,16 +204,15 @@ class _Batch:
         sample = self.sample
         if sample is None:
             return None
-        nonzero = _find_nonzero(gradients, 0)
+        nonzero = set(_find_nonzero(gradients, 0))
         self.is_complete &= sample in nonzero
-        others = [at for at in nonzero if at != sample]
-        if not others:
+        if not nonzero - {sample}:
             return None
         problem = f"{self._name_of(layer)} saw another axis than samples first, of the same length"
         if not _lies_on_another_axis(gradients, sample):
             problem = (
-                f"the loss of sample {sample} depends on what {self._name_of(layer)} computed for "
-                f"sample {others[0]}: code after it mixes samples, or another axis comes first"
+                f"the loss of one sample depends on what {self._name_of(layer)} computed for "
+                "another: code after it mixes samples, or another axis comes first"
             )
         return UnsupportedError(
             f"{problem}; keep samples apart, and on the first axis everywhere, or on the second "

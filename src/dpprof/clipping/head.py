@@ -188,8 +188,8 @@ def refuse_labels(labels_BT: Tensor, ignore_index: int, count: int) -> None:
     wrong = (labels_BT != ignore_index) & ((labels_BT < 0) | (labels_BT >= count))
     if wrong.any():
         raise ValueError(
-            f"a label is {int(labels_BT[wrong][0])}, and the head has {count} outputs; tokens "
-            f"without a loss have {ignore_index}"
+            f"a label is none of the head's {count} outputs; tokens without a loss have "
+            f"{ignore_index}"
         )
 
 

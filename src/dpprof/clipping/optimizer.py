@@ -400,8 +400,9 @@ class NoisyOptimizer(Optimizer):
 
         Returns:
             ``state`` and ``param_groups`` of the optimizer inside, and ``privacy``: settings as
-            they were given and as they are, counts, and ``secrets``, which nobody may see who sees
-            what is released. Only ``exact=True`` needs them.
+            they were given and as they are, the number of steps, and ``secrets``, which nobody may
+            see who sees what is released: what noise follows from, and the clipping's counts. Only
+            ``exact=True`` reads them.
 
         Raises:
             RuntimeError: A batch is not finished.
@@ -411,16 +412,18 @@ class NoisyOptimizer(Optimizer):
             "made_with": dict(self._made_with),
             "settings": self.settings,
             "steps": self.steps,
-            "batches": self.clipping.batches,
-            "nonfinite_samples": self.clipping.nonfinite_samples_total,
-            "secrets": {} if self._is_of_system else self.keys.state_dict(),
+            "secrets": {
+                "noise": {} if self._is_of_system else self.keys.state_dict(),
+                "batches": self.clipping.batches,
+                "nonfinite_samples": self.clipping.nonfinite_samples_total,
+            },
         }
         return self.original_optimizer.state_dict() | {"privacy": privacy}
 
     def load_state_dict(self, state_dict: dict[str, Any], *, exact: bool = False) -> None:
         """Go on where ``state_dict`` was called, or raise and change nothing.
 
-        Settings that a scheduler had changed by then, and counts, are restored too.
+        Settings that a scheduler had changed by then are restored too.
 
         Args:
             state_dict: Of the same rank of an optimizer that was made with the same settings.
@@ -447,17 +450,18 @@ class NoisyOptimizer(Optimizer):
                     f"this state is of an optimizer that was made with {name} {other!r}, and this "
                     f"one with {own!r}; {_INTO_INNER}"
                 )
-        secrets = privacy.get("secrets")
-        if exact and (not secrets or self._is_of_system):
+        secrets = privacy.get("secrets") or {}
+        if exact and (not secrets.get("noise") or self._is_of_system):
             raise ValueError(
                 "this state has no secrets, so its noise cannot be repeated; leave out exact=True"
             )
-        counts = ("steps", "batches", "nonfinite_samples")
-        steps, batches, nonfinite = (privacy[name] for name in counts)
+        steps, batches, nonfinite = privacy["steps"], self.clipping.batches, 0
+        if exact:
+            batches, nonfinite = (secrets[name] for name in ("batches", "nonfinite_samples"))
         before, of_noise = self.settings, self.keys.state_dict()
         try:
             if exact:
-                self.keys.load_state_dict(secrets)
+                self.keys.load_state_dict(secrets["noise"])
             self._set(privacy["settings"])
             self.original_optimizer.load_state_dict(inner)
         except BaseException:

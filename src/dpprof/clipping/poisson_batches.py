@@ -173,9 +173,8 @@ class PoissonLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return where the next batch begins; ``secrets`` tell which samples follow."""
         return {
-            "secrets": {"generator": self._state},
+            "secrets": {"generator": self._state, "samples": self.samples},
             "steps of the epoch": self._done,
-            "samples": self.samples,
             "steps in an epoch": len(self),
             "sample rate": self.sample_rate,
         }
@@ -192,15 +191,19 @@ class PoissonLoader:
             ValueError: It is of other data, or of batches of another size; or it has no secrets for
                 ``exact``.
         """
-        own = self.state_dict()
-        for name in ("samples", "steps in an epoch", "sample rate"):
-            if state.get(name) != own[name]:
-                raise ValueError(
-                    f"this state was saved with {name}: {state.get(name)}, and here there are "
-                    f"{own[name]}"
-                )
         if exact and not state.get("secrets"):
             raise ValueError("this state has no secrets, so no run can draw the same samples")
+        saved, own = dict(state), self.state_dict()
+        names = ["steps in an epoch", "sample rate"]
+        if exact:
+            saved, own = saved | saved["secrets"], own | own["secrets"]
+            names.append("samples")
+        for name in names:
+            if saved.get(name) != own[name]:
+                raise ValueError(
+                    f"this state was saved with {name}: {saved.get(name)}, and here there are "
+                    f"{own[name]}"
+                )
         self._turn += 1
         self._done = state["steps of the epoch"]
         if exact:

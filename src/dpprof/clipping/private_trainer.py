@@ -2,18 +2,24 @@
 
 import copy
 import math
+import os
+import random
+import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.debug_utils import DebugOption
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dpprof.clipping.batches import move
@@ -32,10 +38,23 @@ from dpprof.clipping.private_training import METHODS
 from dpprof.clipping.public_numbers import find_public_numbers
 from dpprof.clipping.random_state import random_state_kept
 from dpprof.clipping.ranks import Ranks, is_distributed
+from dpprof.clipping.secret_files import (
+    find_checkpoints,
+    find_secrets,
+    join_secrets,
+    read_secrets,
+    refuse_later_checkpoints,
+    refuse_published,
+    split_secrets,
+    writing_secrets,
+)
 from dpprof.models.sample_losses import sample_losses, shift_labels
 from dpprof.spec.number_formats import refuse_loss_scale
 
 _QUANTILES = (0.1, 0.5, 0.9)
+
+_PUBLIC_LOGS = {"learning_rate", "epoch", "epsilon", "noise_multiplier"}
+"""What training logs that does not follow from samples."""
 
 _OF_PACKING = {
     *("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_q", "cu_seqlens_k", "seq_idx", "seq_lengths"),
@@ -69,11 +88,20 @@ class PrivacyArguments:
             ``causal_lm_losses``.
         loss_scale: Runs the model in float16 by autocast, for GPUs without units for bfloat16, and
             multiplies losses with this power of two for backward (``Clipping``). Samples that
-            overflow are left out, and counted in ``Clipping.excluded_samples``. Evaluation stays in
-            the arguments' dtype.
+            overflow are left out, and counted in ``Clipping.nonfinite_samples``. Evaluation stays
+            in the arguments' dtype.
         check: Whether ``losses_of`` is checked on two samples (``Clipping.check``), in one process.
         sampling_generator: Draws the samples; by default the operating system seeds one.
         noise_generator: Draws the noise; likewise.
+        log_private: Logs what follows from the drawn samples, has no noise, and must not be
+            published: losses, quantiles of their gradients' norms, the share that was clipped,
+            counts of tokens and operations, times, memory.
+        resume: How a run goes on from a checkpoint. ``fresh`` draws samples, noise and dropout
+            anew, whatever generators are given. ``exact`` ends with the same bits as a run that was
+            not stopped: it needs the secrets of the stopped one, and so writes its own.
+        secrets_folder: Of these secrets, not within the output folder; by default beside that, as
+            ``<output_dir>_secrets``. From them and a published model the sums of samples follow
+            without noise: publish none.
     """
 
     max_grad_norm: float
@@ -92,6 +120,9 @@ class PrivacyArguments:
     check: bool = True
     sampling_generator: torch.Generator | None = None
     noise_generator: torch.Generator | None = None
+    log_private: bool = False
+    resume: str = "fresh"
+    secrets_folder: str | Path | None = None
 
 
 class _Steps:
@@ -138,10 +169,13 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     A step draws each sample with the probability
     ``PrivacyArguments.expected_batch_size / samples``, and runs ``per_device_train_batch_size``
     samples at a time. Each sample's loss is the mean over its own
-    labelled tokens. Evaluation, callbacks, schedulers and checkpoints are those of ``Trainer``; a
-    resumed run ends with the same bits. What is logged (losses, norms, the share that was clipped)
-    is that of the samples, of rank 0 where there are several, and not private. Epsilon is logged
-    beside it, as often as its computation takes a hundredth of the time, and at the end.
+    labelled tokens. Evaluation, callbacks, schedulers and checkpoints are those of ``Trainer``.
+    Training logs the learning rate, the noise multiplier and epsilon, the latter as often as its
+    computation takes a hundredth of the time, and at the end. ``log_private`` adds what follows
+    from the samples, of rank 0 where there are several. Without it the output folder, the state,
+    what callbacks are given to log and what ``train`` returns hold nothing of them, but for the
+    weights, the optimizer's averages, and the evaluation, whose data are not protected. The times
+    of files, the shapes in errors, and whether a run fails, are not hidden.
 
     Under ``torchrun`` each rank draws samples of its own, and ``DistributedDataParallel`` runs the
     model, unless ``fully_shard`` sharded it before.
@@ -186,10 +220,16 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             raise ValueError(f"head must be logits, chunked or kept, and is {privacy.head!r}")
         if privacy.loss_scale is not None:
             refuse_loss_scale(privacy.loss_scale)
+        if privacy.resume not in ("fresh", "exact"):
+            raise ValueError(f"resume must be fresh or exact, and is {privacy.resume!r}")
         super().__init__(*inputs, **named)
         self._is_sharded = any(map(is_distributed, self.model.parameters()))
         refuse_arguments(self.args, self, is_sharded=self._is_sharded)
         refuse_related(privacy.sampling_generator, privacy.noise_generator)
+        if privacy.secrets_folder is not None:
+            refuse_published(privacy.secrets_folder, self.args.output_dir)
+        self._draws_anew = self._is_evaluating = False
+        self._checkpoints: set[Path] = set()
         self.is_distributed_loading_by_transformers |= self._is_sharded  # accelerate leaves it so
         self._ranks = Ranks()
         if self.args.world_size > 1:
@@ -258,7 +298,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             loader,
             numbers,
             max_batch_size=part,
-            generator=privacy.sampling_generator,
+            generator=None if self._draws_anew else privacy.sampling_generator,
             rank=self._ranks.rank,
             ranks=self._ranks.size,
         )
@@ -310,7 +350,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             self._clipping,
             noise_multiplier=noise,
             expected_batch_size=self._steps.loader.numbers.expected_batch_size,
-            generator=privacy.noise_generator,
+            generator=None if self._draws_anew else privacy.noise_generator,
         )
         self.optimizer.planned_steps = None if privacy.epsilon is None else self.state.max_steps
         self.optimizer.spent = self.spent
@@ -351,15 +391,22 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 if expected is None or not is_same_loss(self.model, found[0], expected):
                     raise ValueError(
                         f"{type(self.model).__name__} computes its loss otherwise than as the "
-                        f"cross-entropy of its logits with labels: {expected}, and that is "
-                        f"{float(found):.6g}; give PrivateTrainer losses_of"
+                        "cross-entropy of its logits with labels; give PrivateTrainer losses_of"
                     )
             return
 
-    def train(self, *inputs: Any, **named: Any) -> Any:
-        """Train, as ``Trainer`` does; afterwards model and optimizer are as they were."""
+    def train(self, resume_from_checkpoint: Any = None, *inputs: Any, **named: Any) -> Any:
+        """Train, as ``Trainer`` does; afterwards model and optimizer are as they were.
+
+        Returns:
+            ``TrainOutput``; without ``log_private`` its loss is NaN, and it has no times.
+        """
+        self._draws_anew = bool(resume_from_checkpoint) and self.privacy.resume == "fresh"
+        self._remove_secrets()
         try:
-            return super().train(*inputs, **named)
+            done = super().train(resume_from_checkpoint, *inputs, **named)
+            self._remove_secrets()
+            return done if self.privacy.log_private else done._replace(training_loss=math.nan)
         finally:
             if self._clipping is not None:
                 self._clipping.remove()
@@ -372,7 +419,10 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         inputs: dict[str, Any],
         num_items_in_batch: Any = None,  # noqa: ARG002 (each sample has its own mean)
     ) -> Tensor:
-        """Clip and add up the gradients of a batch, part by part; return the mean loss."""
+        """Clip and add up the gradients of a batch, part by part; return the mean loss.
+
+        Without ``log_private`` the loss is 0.
+        """
         if not model.training:  # a layer that was frozen in eval() stays so
             model.train()
         optimizer = self.private_optimizer
@@ -382,7 +432,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             optimizer.take_part(part)
             losses = self.compute_sample_losses(model, self._prepare_inputs(batch))
             optimizer.backward(losses)
-            if not part.is_empty:
+            if self.privacy.log_private and not part.is_empty:
                 total += losses.detach().sum()
                 samples += len(losses)
                 self._note_norms(optimizer.clipping.sample_norms)
@@ -433,7 +483,12 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return read_losses(logits, labels, shifts=is_causal, smoothing=smoothing)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Multiply those of one token, which take long to find, by the tokens of all parts."""
+        """Multiply those of one token, which take long to find, by the tokens of all parts.
+
+        Without ``log_private`` they are 0.
+        """
+        if not self.privacy.log_private:
+            return 0
         main = getattr(self.model, "main_input_name", "input_ids")
         if self._flops_of_token is None:
             one = {main: torch.empty(1, device="meta")}
@@ -452,10 +507,19 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
         """Return none: reading it would change the gradients."""
 
+    def evaluate(self, *inputs: Any, **named: Any) -> Any:
+        """Evaluate as ``Trainer`` does: what follows from these samples is logged."""
+        self._is_evaluating = True
+        try:
+            return super().evaluate(*inputs, **named)
+        finally:
+            self._is_evaluating = False
+
     def log(self, logs: dict[str, float], *inputs: Any, **named: Any) -> None:
-        """Log the norms of samples since the last time, and what was spent."""
+        """Log what was spent; in training without ``log_private`` leave out all that is private."""
         if "loss" in logs:
             logs |= self._describe_norms()
+            logs["noise_multiplier"] = self.private_optimizer.noise_multiplier
             if self._epsilon_is_due():
                 start = time.monotonic()
                 epsilon = self.spent.epsilon()
@@ -463,6 +527,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 logs["epsilon"] = up
                 self._told_at = time.monotonic()
                 self._telling_took_s = self._told_at - start
+        if self.is_in_train and not (self._is_evaluating or self.privacy.log_private):
+            for name in logs.keys() - _PUBLIC_LOGS:  # also from the metrics that train returns
+                del logs[name]
         super().log(logs, *inputs, **named)
 
     def _epsilon_is_due(self) -> bool:
@@ -492,6 +559,26 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             described["clipped_share"] = float((found > self.privacy.max_grad_norm).float().mean())
         return described
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self._remove_secrets()
+
+    def _remove_secrets(self) -> None:
+        """Remove the secrets of checkpoints that were there before, and were removed since."""
+        if self.privacy.resume == "exact" and self.args.should_save:
+            present = set(find_checkpoints(self.args.output_dir))
+            for removed in self._checkpoints - present:
+                shutil.rmtree(self._secrets_of(removed), ignore_errors=True)
+            self._checkpoints = present
+
+    def _state(self) -> dict[str, Any]:
+        """Return what this rank has beside the optimizer's state, with its secrets."""
+        assert self._steps is not None
+        return {
+            "loader": self._steps.loader.state_dict(),
+            "privacy": self.private_optimizer.state_dict()["privacy"],
+        }
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self._steps is not None
         if self._steps.handed != self.private_optimizer.steps:
@@ -499,21 +586,51 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 "a checkpoint can be saved after a step alone, and here a batch was drawn whose "
                 "step was not taken: a resumed run would add its noise to other samples"
             )
-        super()._save_optimizer_and_scheduler(output_dir)
-        state = {
-            "loader": self._steps.loader.state_dict(),
-            "privacy": self.private_optimizer.state_dict()["privacy"],
-            "spent": self.spent.state_dict(),
-        }
-        Path(output_dir).mkdir(parents=True, exist_ok=True)  # rank 0 may not have come so far
-        torch.save(state, Path(output_dir, self._name_of_rank("private", "pt")))
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not have come so far
+        public, secrets = split_secrets(self._state())
+        secrets["name"] = public["name of secrets"] = uuid.uuid4().hex
+        torch.save(public, folder / self._name_of_rank("private", "pt"))
+        if self.args.should_save:
+            inner = self.private_optimizer.original_optimizer
+            torch.save(inner.state_dict(), folder / "optimizer.pt")
+            torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
+        self._secrets = secrets
+
+    def _secrets_of(self, checkpoint: str | Path) -> Path:
+        return find_secrets(checkpoint, self.privacy.secrets_folder)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the states of all generators apart from the checkpoint, if they are needed."""
+        if self.privacy.resume == "exact":
+            folder = self._secrets_of(output_dir)
+            refuse_published(folder, self.args.output_dir)
+            with writing_secrets(folder):
+                super()._save_rng_state(str(folder))
+                torch.save(self._secrets, folder / self._name_of_rank("secrets", "pt"))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if self.privacy.resume == "exact":
+            super()._load_rng_state(str(self._secrets_of(checkpoint)))
+            return
+        torch.seed()
+        random.seed()
+        np.random.seed()  # noqa: NPY002 (the generator that Trainer seeds, too)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load all that a resumed run needs, or refuse: it would repeat noise on other samples."""
         if checkpoint is None:
             return
-        own, random = self._name_of_rank("private", "pt"), self._name_of_rank("rng_state", "pth")
-        for name in (own, random, "optimizer.pt", "scheduler.pt"):
+        logs = set().union(*self.state.log_history)
+        if logs & {"loss", "train_loss"} and not self.privacy.log_private:
+            raise ValueError(
+                f"the trainer_state.json of {checkpoint} has private logs, which later checkpoints "
+                "would repeat; give PrivacyArguments(log_private=True), or empty its log_history"
+            )
+        own = self._name_of_rank("private", "pt")
+        for name in (own, "optimizer.pt", "scheduler.pt"):
             if not Path(checkpoint, name).exists():
                 raise ValueError(
                     f"{checkpoint} has no {name}: it was saved by another Trainer, or not to the "
@@ -524,17 +641,23 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             torch.load(Path(checkpoint, name), map_location="cpu", weights_only=True)
             for name in (own, "optimizer.pt", "scheduler.pt")
         )
-        self.private_optimizer.load_state_dict(optimizer | {"privacy": state["privacy"]})
+        name, exact = state.pop("name of secrets", None), self.privacy.resume == "exact"
+        if exact:
+            path = self._secrets_of(checkpoint) / self._name_of_rank("secrets", "pt")
+            state = join_secrets(state, read_secrets(path, checkpoint, name))
+        whole = optimizer | {"privacy": state["privacy"]}
+        self.private_optimizer.load_state_dict(whole, exact=exact)
         self.lr_scheduler.load_state_dict(scheduler)
         assert self._steps is not None
-        self._steps.loader.load_state_dict(state["loader"])
+        self._steps.loader.load_state_dict(state["loader"], exact=exact)
         self._steps.handed = self.private_optimizer.steps
-        self.spent.load_state_dict(state["spent"])
         if self.private_optimizer.steps != self.state.global_step:
             raise ValueError(
                 f"{checkpoint} is of {self.private_optimizer.steps:,} private steps, and its "
                 f"trainer_state.json of {self.state.global_step:,}; resume from another checkpoint"
             )
+        if self._draws_anew:
+            refuse_later_checkpoints(checkpoint, self.state.global_step)
 
     def _name_of_rank(self, stem: str, suffix: str) -> str:
         """Name a file that each of several ranks has, as ``Trainer`` does."""
@@ -656,8 +779,18 @@ def refuse_arguments(args: Any, trainer: Any, *, is_sharded: bool) -> None:
         ),
         "parallelism_config": (args.parallelism_config is not None, "it is not supported"),
         "include_num_input_tokens_seen": (
-            args.world_size > 1 and args.include_num_input_tokens_seen != "no",
-            "ranks have other numbers of parts",
+            args.include_num_input_tokens_seen != "no"
+            and (args.world_size > 1 or not trainer.privacy.log_private),
+            "it counts drawn tokens; PrivacyArguments(log_private=True) allows it in one process",
+        ),
+        "debug": (
+            DebugOption.UNDERFLOW_OVERFLOW in args.debug and not trainer.privacy.log_private,
+            "it prints activations of samples; PrivacyArguments(log_private=True) allows it",
+        ),
+        "WANDB_WATCH": (
+            os.environ.get("WANDB_WATCH") in ("all", "gradients")
+            and not trainer.privacy.log_private,
+            "it uploads gradients of samples; PrivacyArguments(log_private=True) allows it",
         ),
         "n_gpu": (args.n_gpu > 1, "DataParallel copies the model; show one GPU"),
         "compute_loss_func": (

@@ -5,6 +5,7 @@ Shape legend: B samples, T tokens.
 
 import logging
 import math
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -124,7 +125,8 @@ def check(
             and 5e-2 where something computes in 16 bits.
 
     Raises:
-        WrongTrainingError: Something is wrong. The message names the first such thing.
+        WrongTrainingError: Something is wrong. The message names the first such thing, and nothing
+            of single samples; what is known of those is in ``details``, and private.
         ValueError: There are fewer than two samples, a list of the batch may be read in two ways,
             the loss or the step draws what cannot be repeated, or an argument is invalid.
         TypeError: ``private`` is of another type.
@@ -300,10 +302,11 @@ class _Check:
             taken = self.loop.take(batch, silent=silent, times=times)
         except WrongTrainingError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (any step may fail in any way)
             shared = find_shared_layer(self.loop, self.batch)
-            reason = shared or f"the step fails: {type(error).__name__}: {error}"
-            raise WrongTrainingError(reason) from error
+            said = f": {error}" if _is_own(error) else ""
+            reason = shared or f"the step fails: {type(error).__name__}{said}"
+            raise WrongTrainingError(reason, str(error)) from None
         if taken is None:
             raise WrongTrainingError("the step did not step the optimizer")
         return taken
@@ -374,8 +377,9 @@ class _Check:
             )
         raise WrongTrainingError(
             f"{name}: the gradient is not the sum of the samples' clipped gradients over "
-            f"{loop.divisor:g}; the error is {float((found - expected[first]).norm()):.2g}, and "
-            f"the gradient's norm {float(expected[first].norm()):.2g}"
+            f"{loop.divisor:g}",
+            f"the error is {float((found - expected[first]).norm()):.2g}, and the gradient's norm "
+            f"{float(expected[first].norm()):.2g}",
         )
 
     def _compare_norms(self, samples: Samples, taken: StepEffects, reason: str) -> None:
@@ -485,7 +489,8 @@ class _Check:
             empty = self.batch.take([0] if has_parts else [])
             taken = self.loop.take(empty, silent=True, is_empty=has_parts)
         except Exception as error:  # noqa: BLE001 (any model may fail in any way)
-            self.unchecked["empty batch"] = f"not supported: {type(error).__name__}: {error}"
+            said = f": {error}" if not has_parts or _is_own(error) else ""
+            self.unchecked["empty batch"] = f"not supported: {type(error).__name__}{said}"
             return
         if taken is None:
             self.unchecked["empty batch"] = (
@@ -498,3 +503,9 @@ class _Check:
                     f"{self.loop.names[parameter]}: a batch without samples has a gradient"
                 )
         self.checked.append("an empty batch contributes nothing")
+
+
+def _is_own(error: Exception) -> bool:
+    """Tell whether dpprof raised it: what others raise may quote samples, such as a label."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("dpprof.")

@@ -91,8 +91,13 @@ def take_alone(loop: Loop, batch: TrainingBatch) -> tuple[Samples | None, str | 
                     if isinstance(error, torch.OutOfMemoryError):
                         raise
                     # The whole batch does not raise it.
-                    why = f"sample {at} alone: {error}: the model or the loss mixes samples"
-                    raise WrongTrainingError(find_part_of_all(loop, batch) or why) from error
+                    why = (
+                        f"the loss of a sample alone raises {type(error).__name__}: the model or "
+                        "the loss mixes samples"
+                    )
+                    raise WrongTrainingError(
+                        find_part_of_all(loop, batch) or why, f"sample {at}: {error}"
+                    ) from None
                 found.append(_differentiate(loop, loss))
             _refuse_mixed_draws(replay, at)
             reason = reason or _find_missed(replay)
@@ -128,8 +133,9 @@ def _find_missed(replay: Replay) -> str | None:
 def _refuse_mixed_draws(replay: Replay, at: int) -> None:
     if replay.mixes is not None:
         raise WrongTrainingError(
-            f"what is drawn for sample {at} by {replay.mixes} depends on other samples: the model "
-            "or the loss mixes samples"
+            f"what is drawn for a sample by {replay.mixes} depends on other samples: the model or "
+            "the loss mixes samples",
+            f"sample {at}",
         )
 
 
@@ -191,10 +197,11 @@ def compare_company(loop: Loop, batch: TrainingBatch, samples: Samples, limit: f
         own = {parameter: one[at] for parameter, one in samples.gradients.items()}
         is_close = bool(_is_close(torch.tensor(found), expected, limit))
         if not is_close or find_difference(gradients, own, limit)[0] is not None:
-            others = " with another gradient" if is_close else ""
+            what = "loss with another gradient" if is_close else "loss"
             raise WrongTrainingError(
-                f"the loss of sample {at} is {expected:.6g} in the batch and {found:.6g}{others} "
-                "among copies of itself, with the same draws: the model or the loss mixes samples"
+                f"a sample has another {what} in the batch than among copies of itself, with the "
+                "same draws: the model or the loss mixes samples",
+                f"the loss of sample {at} is {expected:.6g} in the batch and {found:.6g} there",
             )
     return None
 
@@ -276,8 +283,9 @@ def compare_norms(
         if is_wrong_B.any():
             at = int(is_wrong_B.long().argmax())
             raise WrongTrainingError(
-                f"{loop.names[parameter]}: the gradient of sample {at} has norm {own_B[at]:.6g} "
-                f"by definition and {found_B[at]:.6g} as it is clipped: {reason}"
+                f"{loop.names[parameter]}: the gradient of a sample has another norm by definition "
+                f"than as it is clipped: {reason}",
+                f"sample {at}: {own_B[at]:.6g} by definition, and {found_B[at]:.6g}",
             )
 
 
@@ -373,9 +381,10 @@ def compare_losses(found: Tensor, alone_B: Tensor, limit: float, *, averages: bo
             ),
         )
         at = int((~_is_close(found, alone_B, limit)).long().argmax())
+        why = "the model or the loss mixes samples"
         otherwise = (
-            f"the loss of sample {at} is {alone_B[at]:.6g} alone and {found[at]:.6g} in the "
-            "batch: the model or the loss mixes samples"
+            f"a sample alone has another loss than in the batch: {why}",
+            f"the loss of sample {at} is {alone_B[at]:.6g} alone and {found[at]:.6g} in the batch",
         )
     else:
         expected = mean if averages else total
@@ -384,16 +393,17 @@ def compare_losses(found: Tensor, alone_B: Tensor, limit: float, *, averages: bo
             (mean, "the loss is a mean over the batch, and the optimizer expects a sum"),
             (mean / count, f"the loss is 1/{count} of the samples' mean: {twice}"),
         )
+        why = "samples are mixed, or the mean is over all tokens of the batch"
         otherwise = (
-            f"the batch's loss is {found:.6g}, and the mean over its samples alone is {mean:.6g}: "
-            "samples are mixed, or the mean is over all tokens of the batch"
+            f"the batch's loss is not the mean over its samples alone: {why}",
+            f"the loss is {found:.6g}, and the mean {mean:.6g}",
         )
     if _is_close(found, expected, limit).all():
         return
     for wrong, reason in mistakes:
         if _is_close(found, wrong, limit).all():
             raise WrongScaleError(reason)
-    raise WrongTrainingError(otherwise)
+    raise WrongTrainingError(*otherwise)
 
 
 def _is_close(found: Tensor, expected: Tensor, limit: float) -> Tensor:

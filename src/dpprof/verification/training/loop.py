@@ -31,7 +31,17 @@ PrivateOptimizer: TypeAlias = DPOptimizer | NoisyOptimizer
 
 
 class WrongTrainingError(RuntimeError):
-    """A training loop is wrong; the message names the first thing that is."""
+    """A training loop is wrong; the message names the first thing that is, and nothing of samples.
+
+    Args:
+        message: What is wrong.
+        details: What else is known: losses, norms, places in the batch, or what the user's code
+            raised. It is private, so it is an attribute, and no part of the message.
+    """
+
+    def __init__(self, message: str, details: str | None = None) -> None:
+        super().__init__(message)
+        self.details = details
 
 
 class WrongScaleError(WrongTrainingError):

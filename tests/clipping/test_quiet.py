@@ -1,0 +1,267 @@
+"""What leaves a private training beside weights: nothing of its samples, and no secrets."""
+
+import dataclasses
+import logging
+import math
+import re
+import stat
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+from dpprof.clipping.private_trainer import PrivacyArguments, PrivateTrainer  # noqa: E402
+from dpprof.clipping.secret_files import join_secrets, split_secrets  # noqa: E402
+
+ROWS, T, V = 12, 5, 17
+
+WEIGHTS = {"model.safetensors", "optimizer.pt"}
+"""What is released with noise, and so may differ."""
+
+EVENTS = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
+
+
+class Spy(transformers.TrainerCallback):
+    """Notes all that callbacks are told, but for objects of the trainer."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        for event in EVENTS:
+            setattr(
+                self, event, lambda *given, event=event, **named: self.note(event, given, named)
+            )
+
+    def note(self, event: str, given: Any, named: dict[str, Any]) -> None:
+        args, state, control = given
+        plain = {name: one for name, one in named.items() if isinstance(one, dict)}
+        known = dataclasses.asdict(state)
+        self.told.append((event, str(args), str(known), str(control), str(plain), sorted(named)))
+
+
+def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    ids = torch.nn.utils.rnn.pad_sequence([one["input_ids"] for one in rows], batch_first=True)
+    labels = torch.stack([one["labels"] for one in rows])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
+
+
+def make(*, canary: bool = False, privacy: Any = (), **options: Any) -> PrivateTrainer:
+    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(4)
+    rows = [
+        {"input_ids": torch.randint(1, V, (T,), generator=draw), "labels": torch.tensor(at % 3)}
+        for at in range(ROWS)
+    ]
+    if canary:
+        rows += 5 * [{"input_ids": torch.full((40,), V - 1), "labels": torch.tensor(2)}]
+    config = transformers.BertConfig(
+        vocab_size=V,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=0,
+        num_labels=3,
+    )
+    model = transformers.BertForSequenceClassification(config)
+    with torch.no_grad():
+        model.classifier.weight.mul_(300)  # losses are far apart
+    settings = {
+        "output_dir": "out",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "max_steps": 3,
+        "save_steps": 1,
+        "logging_steps": 1,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    given = {"noise_multiplier": 1.0, "delta": 1e-2, "accountant": "rdp", "samples": ROWS}
+    given |= {"expected_batch_size": 6, "sampling_generator": torch.Generator().manual_seed(1)}
+    given |= {"noise_generator": torch.Generator().manual_seed(2)}
+    return PrivateTrainer(
+        model=model,
+        args=transformers.TrainingArguments(**settings | options),
+        train_dataset=rows,
+        eval_dataset=rows[:2] if "eval_strategy" in options else None,
+        data_collator=pad,
+        privacy=PrivacyArguments(max_grad_norm=0.3, **given | dict(privacy)),
+    )
+
+
+def read(path: Path) -> Any:
+    """Read a file; of TensorBoard's all but the times."""
+    if "tfevents" not in path.name:
+        return path.read_bytes()
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    events = list(loader.EventFileLoader(str(path)).Load())
+    for one in events:
+        one.wall_time = 0
+    return [str(one) for one in events]
+
+
+@pytest.mark.parametrize("log_private", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_nothing_but_weights_tells_of_a_sample(
+    log_private, tmp_path, monkeypatch, capfd, caplog
+) -> None:
+    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=1))
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "out/board")
+    caplog.set_level(logging.INFO)
+    for name in ("transformers", "dpprof"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.INFO)
+    found, weights = [], []
+    for canary in (False, True):
+        folder = tmp_path / str(canary)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        caplog.clear()
+        trainer = make(
+            canary=canary,
+            report_to=["tensorboard"],
+            skip_memory_metrics=False,
+            max_steps=2,
+            privacy={"log_private": log_private},
+        )
+        trainer.add_callback(spy := Spy())
+        done = trainer.train()
+        trainer.save_state()
+        trainer.log_metrics("train", done.metrics)
+        trainer.save_metrics("train", done.metrics)
+        out, err = capfd.readouterr()  # with bars that tell how fast weights were written
+        lines = [line for line in re.split(r"[\r\n]", err) if not line.startswith("Writing model")]
+        told = {"returned": str(done), "printed": (out, lines), "callbacks": spy.told}
+        told |= {"logged": caplog.messages, "history": str(trainer.state.log_history)}
+        for path in sorted(Path("out").rglob("*")):
+            name = "board" if "tfevents" in path.name else str(path)
+            if path.is_file() and path.name not in WEIGHTS:
+                told[name] = read(path)
+        found.append(told)
+        weights.append(torch.cat([one.detach().flatten() for one in trainer.model.parameters()]))
+
+    assert not torch.equal(*weights)
+    differing = {name for name in found[0] | found[1] if found[0].get(name) != found[1].get(name)}
+    states = {f"out/{at}trainer_state.json" for at in ("", *(f"checkpoint-{n}/" for n in (1, 2)))}
+    metrics = {"out/all_results.json", "out/train_results.json"}
+    told = {"returned", "printed", "callbacks", "history", "board"}
+    assert differing == (states | metrics | told if log_private else set())
+    assert len(found[0]) > 15
+    assert math.isnan(done.training_loss) is not log_private
+    logged = {name for one in trainer.state.log_history for name in one}
+    public = {"learning_rate", "epoch", "step", "epsilon", "noise_multiplier"}
+    assert logged == public or log_private
+
+
+def find_tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, dict | list | tuple):
+        inner = value.values() if isinstance(value, dict) else value
+        return [one for each in inner for one in find_tensors(each)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+@pytest.mark.parametrize("resume", ["fresh", "exact"])
+def test_checkpoints_hold_no_secrets(resume, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(privacy={"resume": resume}, save_total_limit=2).train()
+
+    saved = list(Path("out").glob("checkpoint-*/*.pt*"))
+    assert {path.name for path in saved} == {"private.pt", "optimizer.pt", "scheduler.pt"}
+    for path in saved:
+        for tensor in find_tensors(torch.load(path, weights_only=True)):
+            assert tensor.dtype != torch.uint8  # as generators' states are
+    there = [path for path in Path().rglob("*") if path.parts[0] != "out"]
+    expected = {"out_secrets": 0o700}
+    for at in (2, 3):  # the first checkpoint was removed
+        own = f"out_secrets/checkpoint-{at}"
+        files = (f"{own}/{name}" for name in (".gitignore", "secrets.pt", "rng_state.pth"))
+        expected |= {own: 0o700, **dict.fromkeys(files, 0o600)}
+    modes = {str(path): stat.S_IMODE(path.stat().st_mode) for path in there}
+    assert modes == (expected if resume == "exact" else {})
+
+
+def train(*, resume_from: Any = None, **options: Any) -> PrivateTrainer:
+    trainer = make(**options)
+    trainer.train(resume_from_checkpoint=resume_from)
+    return trainer
+
+
+def weights_of(trainer: PrivateTrainer) -> Tensor:
+    return torch.cat([one.detach().flatten() for one in trainer.model.parameters()])
+
+
+def test_a_fresh_run_repeats_neither_noise_nor_samples(tmp_path, monkeypatch) -> None:
+    """Though its generators are seeded as before, and it has no more than what is published."""
+    monkeypatch.chdir(tmp_path)
+    stopped = train(max_steps=1)
+    ended = [train(resume_from=True, save_strategy="no") for _ in range(2)]
+
+    assert not torch.equal(*map(weights_of, ended))
+    states = {bytes(one._steps.loader._state.tolist()) for one in (stopped, *ended)}
+    assert len(states) == 3
+    assert not [one for one in ended if one.private_optimizer.keys.given]
+    for one in ended:
+        assert one.spent.history == [(1.0, 0.5, 3)]
+        assert one.private_optimizer.steps == 3
+
+
+def test_secrets_elsewhere_resume_to_the_same_bits_or_are_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exact = {"resume": "exact", "secrets_folder": "kept"}
+    whole = train(privacy=exact, max_steps=2)
+    assert sorted(path.name for path in Path().iterdir()) == ["kept", "out"]
+    again = train(privacy=exact, resume_from="out/checkpoint-1", max_steps=2, save_strategy="no")
+    assert torch.equal(weights_of(again), weights_of(whole))
+
+    with pytest.raises(
+        ValueError, match=r"has no secrets at .*out_secrets/checkpoint-1/secrets\.pt"
+    ):
+        train(privacy={"resume": "exact"}, resume_from="out/checkpoint-1")
+    Path("kept/checkpoint-1").rename("kept/other")
+    Path("kept/checkpoint-2").rename("kept/checkpoint-1")
+    with pytest.raises(ValueError, match="has the secrets of another checkpoint than out/check"):
+        train(privacy=exact, resume_from="out/checkpoint-1")
+    state = Path("out/checkpoint-2/trainer_state.json")
+    state.write_text(state.read_text().replace('"learning_rate"', '"loss"'))
+    with pytest.raises(ValueError, match="json of out/checkpoint-2 has private logs, which later"):
+        train(resume_from=True)
+    with pytest.raises(ValueError, match=r"out/checkpoint-2 lies beside out/checkpoint-1, and the"):
+        train(resume_from="out/checkpoint-1")
+    for folder in ("out", "out/kept", "out/checkpoint-1"):
+        with pytest.raises(ValueError, match=f"secrets_folder {folder} would be published with"):
+            make(privacy={"resume": "exact", "secrets_folder": folder})
+
+
+def test_evaluation_in_training_is_logged_and_decides(tmp_path, monkeypatch) -> None:
+    """And secrets go with their checkpoints at the end, too."""
+    monkeypatch.chdir(tmp_path)
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_total_limit": 1}
+    trainer = train(privacy={"resume": "exact"}, load_best_model_at_end=True, **options)
+    losses = [one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one]
+
+    assert len(losses) == 3
+    assert trainer.state.best_metric == min(losses)
+    assert not any("loss" in one or "train_loss" in one for one in trainer.state.log_history)
+    left = [path.name for path in Path("out").glob("checkpoint-*")]
+    assert len(left) == 1
+    assert [path.name for path in Path("out_secrets").iterdir()] == left
+
+
+def test_gradients_are_not_uploaded(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_WATCH", "gradients")
+    with pytest.raises(ValueError, match="WANDB_WATCH is not allowed in private training: it upl"):
+        make()
+
+
+def test_secrets_are_split_off_at_any_depth() -> None:
+    state = {"a": {"secrets": {"key": 1}, "steps": 2}, "secrets": 3, "b": {"c": {"d": 4}}}
+    public, secrets = split_secrets(state)
+
+    assert public == {"a": {"steps": 2}, "b": {"c": {"d": 4}}}
+    assert secrets["a"] == {"secrets": {"key": 1}}
+    assert join_secrets(public, secrets) == state
