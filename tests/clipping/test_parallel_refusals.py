@@ -183,23 +183,11 @@ def test_a_backward_that_is_not_the_clipping_s(wrap) -> None:
 def test_gradients_that_fsdp_reduced_by_itself_are_not_stepped_on(way) -> None:
     model = sharded()
     clipping = way(model, 1.0)
+    private(clipping, model, noise_multiplier=1.0)
     with clipping.disabled():
         squares(model, X).sum().backward()
-    with pytest.raises(RuntimeError, match="has a gradient that is not a sum of this clipping"):
+    with pytest.raises(RuntimeError, match="has a gradient, such as"):
         clipping.backward(squares(model, X))
-
-
-@pytest.mark.parametrize(
-    "change", [lambda gradient: gradient.to_local().mul_(2), lambda gradient: gradient.mul_(2)]
-)
-def test_a_shard_that_was_changed_after_it_was_clipped(change) -> None:
-    model = sharded()
-    clipping = BookKeeping(model, 1.0)
-    optimizer = private(clipping, model, noise_multiplier=1.0)
-    clipping.backward(squares(model, X))
-    change(model.last.weight.grad)
-    with pytest.raises(RuntimeError, match=r"gradient of last\.weight, or the bound, changed"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("way", FLAT)
@@ -369,7 +357,7 @@ def test_ranks_compare_the_size_of_buckets() -> None:
     for megabytes in (25, 0.005):
         model = DistributedDataParallel(Small(), bucket_cap_mb=megabytes)
         clipping = BookKeeping(model, 1.0)
-        sizes.append(private(clipping, model)._settings_of_ranks().alike)
+        sizes.append(private(clipping, model)._settings_of_ranks())
     differing = [name for name, value in sizes[0].items() if sizes[1][name] != value]
     assert differing == ["what is reduced together"]
 

@@ -384,5 +384,5 @@ def test_the_loop_in_the_documents_ends_with_the_same_bits_however_often_it_is_k
     expected, found = (torch.load(folder / "final.pt") for folder in (whole, killed))
     assert same(found, expected)
     assert found[2]["history"] == [(1.0, 0.1, 24)]
-    batches = found[1]["privacy"]["batches"]
+    batches = found[1]["privacy"]["secrets"]["batches"]
     assert batches == 24 if physical_batch == 16 else batches > 2 * 24

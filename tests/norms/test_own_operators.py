@@ -14,9 +14,11 @@ from unittest import mock
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import dpprof
 from dpprof.clipping import noise
+from dpprof.clipping.digest import LANES
 from dpprof.norms import triton_ops
 
 SOURCES = Path(dpprof.__file__).parent
@@ -28,6 +30,7 @@ def draw_examples():
     per_token = torch.rand(3, 20)
     long_sum = torch.zeros(noise.DRAWN_IN_TURN + 7)
     states = noise.draw_states(2, long_sum.device, torch.Generator().manual_seed(1))
+    words = [torch.arange(1, 41, dtype=torch.int32), torch.arange(7, dtype=torch.int32)]
     logits, labels = torch.randn(6, 11), torch.arange(6)
     return {
         "gram_squares": (x, g),
@@ -35,7 +38,13 @@ def draw_examples():
         "scale_gradients": (x, x.clone(), per_token, per_token + 1, True),
         "weigh": (x, torch.rand(3)),
         "differentiate_cross_entropy_": (logits, labels, torch.ones(6), -100, 0.0, 1.0, None),
-        "add_noise_": (torch.zeros(40), torch.ones(1, dtype=torch.int64), 2, 1.0, 0.5),
+        "add_noise_": (torch.zeros(40), torch.ones(2, dtype=torch.int64), 2, 1.0, 0.5),
+        "digest_": (torch.zeros(2, dtype=torch.int64), words, torch.arange(5000)),
+        "hash_in_threads_": (
+            torch.zeros(2, LANES, dtype=torch.int64),
+            words,
+            torch.arange(2 * LANES).view(2, LANES),
+        ),
         "add_noise_in_threads_": (long_sum, states, noise.make_room(2, long_sum), 1.0, 0.5),
     }
 
@@ -120,8 +129,5 @@ def test_pytorch_finds_nothing_wrong_with_an_operator(interpreter, name) -> None
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_versions_of_fake_tensors_change_as_those_of_real_ones(name) -> None:
     with FakeTensorMode() as mode:
-        given = [
-            mode.from_tensor(one) if isinstance(one, torch.Tensor) else one
-            for one in EXAMPLES[name]
-        ]
+        given = tree_map_only(torch.Tensor, mode.from_tensor, EXAMPLES[name])
         assert count_changes(name, given) == declared_changes(name, given)

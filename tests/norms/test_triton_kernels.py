@@ -425,7 +425,7 @@ def add_noise(device, summed, *, key, which, std=1.0, factor=1.0, group=None):
 
     summed = summed.to(device, copy=True)
     with mock.patch.object(triton_launch, "GROUP", group or triton_launch.GROUP):
-        key = torch.tensor([key], device=device)
+        key = torch.tensor(key if isinstance(key, list) else [key, 0], device=device)
         triton_launch.launch_noise(summed, key, which, std, factor)
         return summed.cpu()
 
@@ -437,9 +437,9 @@ FAR = (130,)
 @pytest.mark.parametrize(
     ("sizes", "key", "which"),
     [
-        ((7, 30), 5, 0),
-        ((64,), 2**62 + 12345, 3),
-        ((1,), 2**63 - 1, 2**31 - 1),
+        ((7, 30), [5, -(2**62) + 77], 0),
+        ((64,), [2**62 + 12345, 2**40 + 9], 3),
+        ((1,), [2**63 - 1, -1], 2**31 - 1),
         (FAR, 7, 566_275_388),
     ],
 )
@@ -451,7 +451,9 @@ def test_noise_is_that_of_its_key_its_number_and_its_place(place, sizes, key, wh
     n = summed.numel()
     programs = -(-n // (4 * group))
     places = torch.arange(programs * group, dtype=torch.float64)
-    counters = torch.stack([places, 0 * places, 0 * places + which, 0 * places], dim=1)
+    key, digest = key if isinstance(key, list) else (key, 0)
+    others = (digest % 2**32, which, (digest >> 32) % 2**32)
+    counters = torch.stack([places, *(0 * places + one for one in others)], dim=1)
     a, b, c, d = philox(counters, key).T / 2**32
     pairs = [(a, b), (c, d)]
     tau, least = 2 * torch.pi, 2**-33
@@ -502,10 +504,11 @@ def test_noise_is_normal_and_independent(place) -> None:
 def tell_deviations(device, dtype, n):
     """Add the noise of a step to a sum of zeros, and measure it in each part of its numbers."""
     from dpprof.clipping import noise  # noqa: PLC0415
+    from dpprof.clipping.noise_keys import StepKey  # noqa: PLC0415
     from dpprof.norms import placement, triton_launch  # noqa: PLC0415
 
     summed = torch.zeros(n, dtype=dtype, device=device)
-    step = noise.NoiseOfStep(0.5, 2.0, lambda on: torch.Generator(on).manual_seed(1))
+    step = noise.NoiseOfStep(0.5, 2.0, StepKey(bytes(32)))
     with (
         placement.as_if_on_cuda(),
         mock.patch.object(triton_launch, "GROUP", 2**14),  # few programs to interpret
@@ -577,3 +580,37 @@ def test_memory_is_that_of_the_partial_sums_even_when_tuning(gpu, kernel) -> Non
     gpu[1](compute, kernel, x_BTd, g_BTp)
 
     assert torch.cuda.max_memory_allocated() - before_bytes < 2**16  # a T x T has 2^24
+
+
+def digest(device, sums, table):
+    from dpprof.norms import triton_launch  # noqa: PLC0415
+
+    words = torch.tensor([3, 5], device=device)
+    triton_launch.launch_digest(words, [one.to(device) for one in sums], table.to(device))
+    return words.tolist()
+
+
+def test_a_digest_is_a_hash_of_hashes_modulo_2_to_the_64(place) -> None:
+    draw = torch.Generator().manual_seed(2)
+    sums = [torch.empty(n, dtype=torch.int32).random_(generator=draw) - 2**30 for n in (40, 16, 0)]
+    table = torch.empty(5000, dtype=torch.int64).random_(generator=draw) * 2 - 2**40
+    found = [place[1](digest, sums, table) for _ in range(2)]
+
+    assert found[0] == found[1]
+    assert found[0][0] == 3
+    if place[0] == "interpreter":  # whose groups are of 16
+        expected = 0
+        for which, words in enumerate(sums):
+            for at, group in enumerate(words.split(16)):
+                pairs = zip(group.tolist(), table[1 : len(group) + 1].tolist(), strict=True)
+                hashed = sum(a * b for a, b in pairs) % 2**64
+                counter = torch.tensor([[at, which, 0, 0]]).double()
+                a, b, c, d = philox(counter, int(table[0]) % 2**64)[0]
+                keys = int(a) + (int(b) << 32), int(c) + (int(d) << 32)
+                expected += hashed % 2**32 * keys[0] + (hashed >> 32) * keys[1]
+        assert (found[0][1] - expected) % 2**64 == 0
+    for words in sums[:2]:
+        for change in (1, -(2**31)):
+            words[3] ^= change
+            assert place[1](digest, sums, table)[1] != found[0][1]
+            words[3] ^= change

@@ -33,6 +33,7 @@ from torch.optim import SGD
 import dpprof.norms
 from dpprof.clipping import BookKeeping, FlashClipping, NoisyOptimizer, PerLayerClipping
 from dpprof.clipping.noise import DRAWN_IN_TURN, NoiseOfStep
+from dpprof.clipping.noise_keys import StepKey
 from dpprof.norms.triton_ops import add_noise_
 from dpprof.verification import Mechanism, check
 from dpprof.verification.training.loop import StepWatcher
@@ -50,14 +51,14 @@ def test_a_loop_is_taken_without_the_noise_of_our_kernel(monkeypatch) -> None:
     kernel = SimpleNamespace(launch_noise=lambda *given: launches.append(given))
     monkeypatch.setattr(dpprof.norms, "triton_launch", kernel, raising=False)
     with StepWatcher(silent=True):
-        add_noise_(torch.ones(4), torch.ones(1, dtype=torch.int64), 0, 1.0, 0.5)
+        add_noise_(torch.ones(4), torch.ones(2, dtype=torch.int64), 0, 1.0, 0.5)
     assert [call[3:] for call in launches] == [(0.0, 0.5)]
 
 
 def test_a_loop_is_taken_without_the_noise_of_long_sums() -> None:
     summed = torch.ones(DRAWN_IN_TURN + 1)
     with StepWatcher(silent=True):
-        NoiseOfStep(1.0, 4, lambda _: None).add_to(summed)
+        NoiseOfStep(1.0, 4, StepKey(bytes(32))).add_to(summed)
     assert summed.unique().tolist() == [0.25]
 
 
@@ -216,13 +217,12 @@ def test_it_leaves_everything_as_it_was(way) -> None:
     momenta = copy.deepcopy(private.original_optimizer.state_dict()["state"])
     gradients = [p.grad.clone() for p in model.parameters()]
     random = torch.get_rng_state()
-    sources = private.generators if way == "flash-bk" else []
-    noise = [one.get_state() for one in sources]
+    noise = str(private.state_dict().get("privacy"))
     setup.check()
 
     assert len(counted) == 1
     assert torch.equal(torch.get_rng_state(), random)
-    assert all(map(torch.equal, [one.get_state() for one in sources], noise))
+    assert str(private.state_dict().get("privacy")) == noise
     assert all(map(torch.equal, model.parameters(), other))
     assert all(map(torch.equal, [p.grad for p in model.parameters()], gradients))
     for at, one in private.original_optimizer.state_dict()["state"].items():
@@ -238,12 +238,12 @@ def test_a_clipping_alone_is_checked_and_the_loop_goes_on() -> None:
 
     clipping.backward(points_loss(model, *points()))
     optimizer.accumulate()  # the first part of a batch
-    before = [p.summed_grad.clone() for p in trained(model)]
+    before = [clipping.sums.total[p].clone() for p in trained(model)]
 
     found = check(model, points_loss, points(), clipping)
 
     for parameter, summed in zip(trained(model), before, strict=True):
-        assert torch.equal(parameter.summed_grad, summed)
+        assert torch.equal(clipping.sums.total[parameter], summed)
     optimizer.zero_grad()
     assert set(found.unchecked) >= {"optimizer", "noise"}
     assert "the gradient is that of single samples, clipped" in found.checked

@@ -32,7 +32,7 @@ def hash_words(sums: Sequence[Tensor], table: Tensor) -> Tensor:
     """
     if table.is_cpu:
         parts = [part for one in sums for part in torch.split(one, _PART)]
-        found: Tensor = hash_in_threads_(parts, table, _make_room(len(parts), table))
+        found: Tensor = hash_in_threads_(_make_room(len(parts), table), parts, table)
         return found
     rows = (part for one in sums for part in torch.split(one, _ROWS * 2 * LANES))
     return torch.cat([_hash_rows(one, table) for one in rows])
@@ -51,13 +51,13 @@ def _make_room(parts: int, table: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("dpprof::hash_in_threads_", mutates_args={"room"}, device_types="cpu")
-def hash_in_threads_(parts: list[Tensor], table: Tensor, room: Tensor) -> Tensor:
+def hash_in_threads_(room: Tensor, parts: list[Tensor], table: Tensor) -> Tensor:
     """Hash parts, in as many threads as PyTorch uses.
 
     Args:
+        room: A row for each part, (parts, LANES) int64.
         parts: Words of 32 bits, (n,) int32 each.
         table: Secret numbers, (2, LANES) int64.
-        room: A row for each part, (parts, LANES) int64.
 
     Returns:
         Two numbers for each ``2 LANES`` words, (N, 2) int64.
@@ -76,7 +76,7 @@ def hash_in_threads_(parts: list[Tensor], table: Tensor, room: Tensor) -> Tensor
 
 
 @hash_in_threads_.register_fake
-def _hashed(parts: list[Tensor], table: Tensor, _room: Tensor) -> Tensor:
+def _hashed(_room: Tensor, parts: list[Tensor], table: Tensor) -> Tensor:
     return table.new_empty(sum(-(-len(one) // (2 * LANES)) for one in parts), 2)
 
 

@@ -411,7 +411,7 @@ def add_normal(sum_ptr, words_ptr, which, n, std, factor, GROUP: tl.constexpr):
     which_G = (zero_G + which).to(tl.uint32)
     low_G = zero_G + (digest & 0xFFFFFFFF).to(tl.uint32)
     high_G = zero_G + ((digest >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    a_G, b_G, c_G, d_G = tl.philox(seed, place_G, which_G, low_G, high_G)
+    a_G, b_G, c_G, d_G = tl.philox(seed, place_G, low_G, which_G, high_G)
     of_ab = to_normals(a_G, b_G)
     of_cd = to_normals(c_G, d_G)
     at_G = program * (4 * GROUP) + tl.arange(0, GROUP)

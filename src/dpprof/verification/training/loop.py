@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.clipping import private_optimizer
 from dpprof.clipping.engine import Clipping
+from dpprof.clipping.noise_keys import NoiseKeys
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.random_state import OtherGenerators, random_state_kept
 from dpprof.clipping.released_state import is_same
@@ -183,6 +184,11 @@ class Loop:
         else:
             value.backward()
         private.step()
+
+    @property
+    def keys(self) -> NoiseKeys | None:
+        """What the noise of dpprof's optimizer follows from; None for another one."""
+        return self.private.keys if isinstance(self.private, NoisyOptimizer) else None
 
     @property
     def has_parts(self) -> bool:
@@ -359,6 +365,8 @@ class Loop:
 
         mode, squares = StepWatcher(silent=silent, generators=self.generators), Gradients()
         with self._restored() as before:
+            if self.keys is not None:
+                self.keys.renew()  # or equal sums had equal noise in each try
             if self.clipping is not None:
                 self.clipping.squares = squares
             for parameter in self.names:
@@ -403,6 +411,7 @@ class Loop:
         gradients = [(p, p.grad) for p in self.names]
         owners = [*self.wrapped.modules(), *self.hooks, *tensors, self.optimizer, self.clipping]
         owners.append(self.private if isinstance(self.private, PrivateOptimizer) else None)
+        owners.append(self.keys)
         attributes = [(one, dict(vars(one))) for one in owners if one is not None]
         groups = [(group, dict(group)) for group in self.optimizer.param_groups]
         state = {
