@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpprof.norms import placement, triton_ops
-from dpprof.norms.convolution import Kernel, sample_gradients, sum_weighted
+from dpprof.norms.convolution import Kernel, bound_size, sample_gradients, sum_weighted
 from dpprof.norms.float32_products import allows_tf32, convolutions_allow_tf32
-from dpprof.norms.scale import scale_gradients
-from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, may_weigh, multiply, spans
+from dpprof.norms.rounding import size_of
+from dpprof.norms.scale import scale_gradients, square_terms
+from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, may_weigh, multiply, spans, square
 from dpprof.records.births import allocates_for_its_caller
 from dpprof.spec.registry import UnsupportedError
 
@@ -38,7 +39,7 @@ class Product(NamedTuple):
         """Return the same with inputs and output gradients exchanged.
 
         Both are scaled by powers of two, so that they are to each other as those of another use:
-        otherwise the bound of rounding errors of both uses together would be too large.
+        otherwise rounding errors of both uses together would seem too large.
         """
         x_BTd, g_BTp = self.g_BTp, self.x_BTd
         if x_BTd.dtype != torch.float16:  # which could overflow
@@ -366,6 +367,11 @@ class GradientsInParts(NamedTuple):
         """Compute the weighted sum over samples."""
         return _add_up(part.sum(weights_B[some]) for some, part in self._spans())
 
+    def take(self, at: int) -> SampleGradients:
+        """Return the gradient of one sample."""
+        some, part = next(pair for pair in self._spans() if at < pair[0].stop)
+        return SampleGradients(part.gradients[at - some.start : at - some.start + 1])
+
     def without(self, excluded_B: Tensor) -> "GradientsInParts":
         """Return it with some samples set to zero."""
         excluded_B11 = excluded_B.to(self.parts[0].gradients.device)[:, None, None]
@@ -419,6 +425,25 @@ def materialise_vector(contribution: Contribution) -> Summable:
     if isinstance(contribution, Shift | Scale):
         return SampleGradients(contribution.materialise(*contribution))
     return contribution
+
+
+def find_size(contribution: Contribution) -> Tensor | None:
+    """Find the square of what rounding of materialised gradients is relative to; (B,).
+
+    Returns:
+        As ``norms.rounding`` says; None where no tokens are added up, or nothing is known. Vectors
+        on CUDA are not looked at: each would take several launches.
+    """
+    match contribution:
+        case Product(x_BTd, g_BTp) if x_BTd.shape[1] > 1:
+            return size_of(square(x_BTd), square(g_BTp))
+        case Convolution(x, g, kernel) if g.shape[2:].numel() > 1:
+            return bound_size(x, g, kernel)
+        case Shift(g_BTp) if g_BTp.shape[1] > 1 and not placement.is_cuda(g_BTp):
+            return g_BTp.shape[1] * square(g_BTp)
+        case Scale(x_BTd) if x_BTd.shape[1] > 1 and not placement.is_cuda(x_BTd):
+            return x_BTd.shape[1] * square_terms(*contribution[:4])
+    return None
 
 
 def may_join(parameter: Tensor, gradients: Tensor) -> bool:
