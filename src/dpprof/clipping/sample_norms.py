@@ -213,20 +213,29 @@ class SampleNorms:
         )
 
     def _measure(
-        self, layer: nn.Module, parameter: nn.Parameter, contribution: Contribution
+        self,
+        layer: nn.Module,
+        parameter: nn.Parameter,
+        contribution: Contribution,
+        *,
+        is_whole: bool = True,
     ) -> Callable[[], Tensor]:
-        """Add a contribution's squared norms; return a function that computes them, (B,)."""
+        """Add a contribution's squared norms; return a function that computes them, (B,).
+
+        If it is not the parameter's whole gradient, its per-sample gradients are not kept: what is
+        left of the sum may be mostly their rounding.
+        """
+        keeps = self._keeps and is_whole
         self._check(parameter, contribution)
         measured: GramSums | Squares
         match contribution:
             case Product(x_BTd, g_BTp):
-                way = self._choose(parameter, contribution, g_BTp.shape[2], keeps=self._keeps)
+                way = self._choose(parameter, contribution, g_BTp.shape[2], keeps=keeps)
                 if way is Way.KEPT:
                     return self._measure_gradients(layer, Way.KEPT, parameter, contribution)
                 measured = self._run(layer, way, WAYS[way], (x_BTd, g_BTp))
             case ChunkedProduct():
-                keeps = self._keeps and parameter not in self._reused
-                keeps &= contribution.outlasts_gradients
+                keeps &= parameter not in self._reused and contribution.outlasts_gradients
                 way = self._choose(parameter, contribution, contribution.p, keeps=keeps)
                 if way is Way.KEPT:
                     return self._materialise_chunks(layer, parameter, contribution)
@@ -372,7 +381,9 @@ class SampleNorms:
             name = self._name_of(parameter)
             raise UnsupportedError(f"{name} is used in ways whose gradients cannot be combined")
         found = {
-            type(contribution): self._measure(layer, parameter, contribution)
+            type(contribution): self._measure(
+                layer, parameter, contribution, is_whole=len(merged) == 1
+            )
             for contribution in merged
         }
         match merged:
