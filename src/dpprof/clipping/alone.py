@@ -23,9 +23,11 @@ from dpprof.clipping.contributions import (
     GradientsInParts,
     Kept,
     Lookup,
+    Merged,
     Product,
     SampleGradients,
     Scale,
+    Several,
     Shift,
 )
 from dpprof.norms.convolution import crop
@@ -111,7 +113,7 @@ def take(contribution: Contribution | Kept, at: int) -> Contribution:
     return taken
 
 
-def compute_alone(one: Contribution) -> Tensor:
+def _compute_alone(one: Contribution) -> Tensor:
     """Compute the gradient of a sample that was taken, in float64."""
     match one:
         case Product(x, g):
@@ -128,11 +130,15 @@ def compute_alone(one: Contribution) -> Tensor:
     raise TypeError(f"{type(one).__name__} is not of one sample that was taken")
 
 
+def _add_up(uses: Sequence[Contribution]) -> Tensor:
+    return functools.reduce(Tensor.add, map(_compute_alone, uses))
+
+
 def _tiles(uses: Sequence[Contribution]) -> Iterator[tuple[slice, Tensor]]:
     """Compute the sum of all uses, some rows of the parameter at a time."""
     factored = [one for one in uses if isinstance(one, Product | Lookup)]
     if len(factored) < len(uses):
-        yield slice(None), functools.reduce(Tensor.add, map(compute_alone, uses))
+        yield slice(None), _add_up(uses)
         return
     rows, columns = _shape(factored[0])
     for some in spans(rows, max(1, WORKSPACE_BYTES // (8 * max(1, columns)))):
@@ -172,13 +178,14 @@ class Mending:
 
     @torch.no_grad()
     def expect(
-        self, unsure_B: Tensor, contribution: Contribution, gradients: Tensor, found_B: Tensor
+        self, unsure_B: Tensor, contribution: Merged, gradients: Tensor, found_B: Tensor
     ) -> None:
         """Mend per-sample gradients and their squared norms, both in place, of unsure samples."""
+        uses = contribution.uses if isinstance(contribution, Several) else (contribution,)
 
         def mend(flags: list[bool]) -> None:
             for at in (at for at, is_unsure in enumerate(flags) if is_unsure):
-                gradient = compute_alone(take(contribution, at))
+                gradient = _add_up([take(one, at) for one in uses])
                 gradients[at] = gradient.view(gradients[at].shape)
                 found_B[at] = gradient.square().sum()
 

@@ -402,6 +402,20 @@ Summable = Product | ChunkedProduct | Convolution | Lookup | SampleGradients
 
 Contribution = Summable | Direct
 
+
+class Several(NamedTuple):
+    """Several uses of one parameter, whose per-sample gradients are materialised and added."""
+
+    uses: tuple[Direct | Convolution, ...]
+
+    @staticmethod
+    def materialise(uses: "tuple[Direct | Convolution, ...]") -> Tensor:
+        """Compute the per-sample gradients."""
+        return torch.stack([one.materialise(*one) for one in uses]).sum(0)
+
+
+Merged = Contribution | Several
+
 Kept = Summable | GradientsInParts
 """What is kept until the norms are known."""
 
@@ -427,7 +441,7 @@ def materialise_vector(contribution: Contribution) -> Summable:
     return contribution
 
 
-def find_size(contribution: Contribution) -> Tensor | None:
+def find_size(contribution: Merged) -> Tensor | None:
     """Find the square of what rounding of materialised gradients is relative to; (B,).
 
     Returns:
@@ -435,13 +449,29 @@ def find_size(contribution: Contribution) -> Tensor | None:
         on CUDA are not looked at: each would take several launches.
     """
     match contribution:
-        case Product(x_BTd, g_BTp) if x_BTd.shape[1] > 1:
+        case Several(uses):
+            sizes = [size_B for size_B in map(_find_size, uses) if size_B is not None]
+            return len(uses) * torch.stack(sizes).sum(0) if len(sizes) == len(uses) else None
+        case SampleGradients() | Lookup() | ChunkedProduct():
+            return None
+        case Convolution(_, g) if g.shape[2:].numel() == 1:
+            return None
+        case Product(one) | Shift(one) | Scale(one) if one.shape[1] == 1:
+            return None
+    return _find_size(contribution)
+
+
+def _find_size(contribution: Contribution) -> Tensor | None:
+    match contribution:
+        case Product(x_BTd, g_BTp):
             return size_of(square(x_BTd), square(g_BTp))
-        case Convolution(x, g, kernel) if g.shape[2:].numel() > 1:
+        case Convolution(x, g, kernel):
             return bound_size(x, g, kernel)
-        case Shift(g_BTp) if g_BTp.shape[1] > 1 and not placement.is_cuda(g_BTp):
+        case SampleGradients(gradients):
+            return square(gradients)
+        case Shift(g_BTp) if not placement.is_cuda(g_BTp):
             return g_BTp.shape[1] * square(g_BTp)
-        case Scale(x_BTd) if x_BTd.shape[1] > 1 and not placement.is_cuda(x_BTd):
+        case Scale(x_BTd) if not placement.is_cuda(x_BTd):
             return x_BTd.shape[1] * square_terms(*contribution[:4])
     return None
 
@@ -467,11 +497,11 @@ def zero_samples(contribution: Kept, excluded_B: Tensor) -> Kept:
     return contribution._replace(**numbers)
 
 
-def merge_uses(contributions: Sequence[Contribution]) -> list[Contribution] | None:
+def merge_uses(contributions: Sequence[Contribution]) -> list[Merged] | None:
     """Combine the contributions of several uses of one parameter.
 
-    Several uses of a matrix, or of a table, equal one use with the tokens of all. The per-sample
-    gradients of other contributions, such as convolutions, are materialised and added.
+    Several uses of a matrix, or of a table, equal one use with the tokens of all; those of vectors
+    and convolutions stay ``Several``.
 
     Returns:
         One contribution for each kind of use; None if the kinds cannot be combined.
@@ -484,7 +514,7 @@ def merge_uses(contributions: Sequence[Contribution]) -> list[Contribution] | No
         return None
     if chunked and (len(chunked) > 1 or products or others):
         return None
-    merged: list[Contribution] = [*chunked]
+    merged: list[Merged] = [*chunked]
     if products:
         transposed = products[0].transposed and not lookups
         like = next((p for p in products if p.transposed == transposed), products[0])
@@ -500,8 +530,7 @@ def merge_uses(contributions: Sequence[Contribution]) -> list[Contribution] | No
         g = _join_tokens(one.g_BTd for one in lookups)
         merged.append(lookups[0]._replace(ids_BT=ids, g_BTd=g, padding=padding))
     if others:
-        gradients = [one.materialise(*one) for one in others]
-        merged.append(SampleGradients(torch.stack(gradients).sum(0)))
+        merged.append(others[0] if len(others) == 1 else Several(tuple(others)))
     return merged
 
 

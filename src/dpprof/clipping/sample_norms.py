@@ -21,8 +21,10 @@ from dpprof.clipping.contributions import (
     GradientsInParts,
     Kept,
     Lookup,
+    Merged,
     Product,
     SampleGradients,
+    Several,
     find_size,
     may_join,
     merge_uses,
@@ -144,6 +146,7 @@ class SampleNorms:
                 name = self._name_of(parameter)
                 raise RuntimeError(f"{name} was used more than once, {self._why_once}")
             self._seen.add(parameter)
+            self._check(parameter, contribution)
             self._measure(layer, parameter, contribution)
 
     def add_reused(self) -> None:
@@ -216,7 +219,7 @@ class SampleNorms:
         self,
         layer: nn.Module,
         parameter: nn.Parameter,
-        contribution: Contribution,
+        contribution: Merged,
         *,
         is_whole: bool = True,
     ) -> Callable[[], Tensor]:
@@ -226,7 +229,6 @@ class SampleNorms:
         left of the sum may be mostly their rounding.
         """
         keeps = self._keeps and is_whole
-        self._check(parameter, contribution)
         measured: GramSums | Squares
         match contribution:
             case Product(x_BTd, g_BTp):
@@ -331,7 +333,7 @@ class SampleNorms:
         layer: nn.Module,
         way: Way,
         parameter: nn.Parameter,
-        contribution: Product | Convolution | Direct,
+        contribution: Product | Convolution | Direct | Several,
     ) -> Callable[[], Tensor]:
         """Materialise the per-sample gradients, keep them, and add their squared norms."""
         inputs = contribution[:2] if isinstance(contribution, Product) else tuple(contribution)
@@ -349,7 +351,7 @@ class SampleNorms:
         self._tell(parameter, found_B)
         return lambda: found_B
 
-    def _mend(self, contribution: Contribution, gradients: Tensor, size_B: Tensor | None) -> Tensor:
+    def _mend(self, contribution: Merged, gradients: Tensor, size_B: Tensor | None) -> Tensor:
         """Return squared norms of gradients; those that are unsure are computed again, alone.
 
         Only here are all tokens there.
