@@ -16,10 +16,7 @@ from small_models import EVERY, FLAT, Conv1D, gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping import linear_cross_entropy
-from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.clipping.two_pass import FlashClipping
 
 WAYS = [*EVERY, *(functools.partial(way, stability=0.01) for way in FLAT)]
 NATURAL, CANCELLING = 1e-5, 1e-3
@@ -106,6 +103,10 @@ class Case(NamedTuple):
         return gradients(layer)
 
 
+def real_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype is torch.bfloat16 else dtype
+
+
 def pad(one: torch.Tensor, before: int, after: int) -> torch.Tensor:
     return nn.functional.pad(one, (0, 0, before, after))
 
@@ -127,7 +128,7 @@ def find_change(case: Case, x, g, *, more: int, before: int, after: int) -> floa
 def draw_pair(seed: int, longest: int) -> tuple[Case, torch.Tensor, torch.Tensor, dict[str, int]]:
     """Draw a case, samples, and what is added to them; every other pair of samples cancels."""
     torch.manual_seed(seed)
-    r = random.Random(seed)
+    r = random.Random(seed)  # noqa: S311 (it draws test cases)
     kind = r.choice(sorted(LAYERS))
     ways = FLAT if kind in ("tied", "twice") else WAYS
     dtype = r.choice([torch.float32, torch.float32, torch.bfloat16, torch.float64])
@@ -135,7 +136,7 @@ def draw_pair(seed: int, longest: int) -> tuple[Case, torch.Tensor, torch.Tensor
     p = d if kind == "layer norm" else p
     B, T = min(r.choice([1, 2, 3, 8, 64]), 2**12 // longest + 2), r.choice([1, 2, 7, longest // 2])
     case = Case(r.choice(ways), kind, d, p, dtype, r.random() < 0.3, r.choice([1, 1, 2]), 0.1)
-    real = torch.float64 if dtype is torch.float64 else torch.float32
+    real = real_of(dtype)
     x, g = torch.randn(B, T, d, dtype=real), torch.randn(B, T, p, dtype=real)
     if seed % 2 and T > 1:
         x = torch.randn(B, 1, d, dtype=real) + r.choice([1e-6, 1e-3, 1e-1]) * x
@@ -153,7 +154,7 @@ def assert_alone(seeds: range, longest: int) -> None:
         limit = CANCELLING if seed % 2 else NATURAL
         assert change <= limit, (seed, case, added, x.shape)
         worst[limit] = max(worst[limit], change)
-    print(worst)  # noqa: T201 (shown with -s)
+    print(worst)
 
 
 def test_others_do_not_change_what_samples_contribute() -> None:
@@ -184,7 +185,7 @@ KINDS = ["linear", "no bias", "transposed", "convolution", "twice", "bias alone"
 def test_cancelling_samples_contribute_the_same_with_others(dtype, kind, way) -> None:
     if kind in ("tied", "twice") and way is PerLayerClipping:
         pytest.skip("it refuses a second use")
-    x, g = cancelling(64, 64, torch.float64 if dtype is torch.float64 else torch.float32, SIZES[dtype])
+    x, g = cancelling(64, 64, real_of(dtype), SIZES[dtype])
     case = Case(way, kind, 64, 64, dtype)
     twenty = [one.expand(20, -1, -1) for one in (x, g)]
     assert find_change(case, x, g, more=1, before=0, after=0) <= 1e-6

@@ -1,12 +1,17 @@
 """Inputs whose products cancel, tables that differ, 16 bits: no way round the bound."""
 
+import itertools
+
 import pytest
 import torch
-from small_models import FLAT, assert_exact, gradients
+from small_models import EVERY, FLAT, assert_exact, gradients
 from torch import nn
 from torch.nn import functional
 
+from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.contributions import Lookup, Product, SampleGradients, merge_uses
+from dpprof.clipping.factor import LEAST_STABILITY
+from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.norms.linear import WAYS, GramSums
 from dpprof.norms.rounding import depth_of_products
 from dpprof.norms.tiles import multiply_in_slices, square
@@ -171,3 +176,43 @@ def test_products_in_slices_are_as_exact_as_is_said(terms, dtype) -> None:
 
         assert (error <= depth_of_products(terms) * unit * sizes[:, :, None] * sizes[:, None]).all()
     assert depth_of_products(terms) <= terms or terms < 200
+
+
+BOUNDS = [1e-38, 7e-33, 1e-27, 1e-12, 1.0, 1e12, 1e38]
+
+
+@pytest.mark.parametrize("way", EVERY)
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_every_bound_is_kept_for_gradients_of_every_size(bound, way) -> None:
+    """Also where factors are too small for float32, and inputs much smaller than gradients."""
+    stability = max(LEAST_STABILITY, bound / 2**39)
+    options = [{}, {"loss_scale": 2.0**16}]
+    if way is not PerLayerClipping and stability < 1e30:
+        options.append({"stability": stability})
+    generator = torch.Generator().manual_seed(0)
+    x, g = torch.randn(2, 3, 8, generator=generator), torch.randn(2, 3, 6, generator=generator)
+    for option in options:
+        for power, of_inputs in itertools.product([-36, -9, -4, 1, 13, 25, 33], [0, -22, 15]):
+            layer = nn.Linear(8, 6, bias=False)
+            clipping = way(layer, bound, first_batch="trusted", **option)
+            inputs, weights = x * 10.0**of_inputs, g * 10.0 ** max(-38, power - of_inputs)
+            losses = (layer(inputs) * weights).sum((1, 2)) * torch.tensor([1.0, 0.0])
+            if not losses.isfinite().all():
+                continue
+            clipping.backward(losses)
+            exact = weights[0].double().t() @ inputs[0].double()
+            factor = bound / (exact.norm() + option.get("stability", 1e-6))
+            if "stability" not in option:
+                factor.clamp_(max=1)
+            if clipping.nonfinite_samples:  # scaled gradients overflow
+                largest = max(exact.norm(), weights[0].double().norm())
+                assert largest * option["loss_scale"] > 1e37
+                factor.zero_()
+            error = (layer.weight.grad.double() - exact * factor).norm()
+            assert error <= 2**-8 * bound, (option, power, of_inputs)
+
+
+@pytest.mark.parametrize("bound", [0.0, 9e-39, 2e38, float("inf"), float("nan")])
+def test_bounds_beyond_float32_are_refused(bound) -> None:
+    with pytest.raises(ValueError, match="max_grad_norm must be"):
+        BookKeeping(nn.Linear(1, 1), bound)
