@@ -13,7 +13,7 @@ from dpprof.clipping.contributions import Lookup, Product, SampleGradients, merg
 from dpprof.clipping.factor import LEAST_STABILITY
 from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.norms.linear import WAYS, GramSums
-from dpprof.norms.rounding import depth_of_products
+from dpprof.norms.rounding import depth_of_products, is_unsure
 from dpprof.norms.tiles import multiply_in_slices, square
 
 C = 1.0
@@ -58,6 +58,27 @@ def test_squares_and_their_slack_are_not_below_the_true_ones(dtype, way) -> None
         if slack_B is None:
             slack_B = 1e-12 * size_B  # made of a gradient: wrong in proportion to its terms
         assert found_B.double() + slack_B.double() >= exact
+
+
+@pytest.mark.parametrize(
+    ("way", "T", "d", "p", "common"),
+    [
+        ("tiled gram", 1024, 256, 256, 1.0),
+        ("tiled gram", 64, 64, 128_000, 1.0),
+        ("tiled product", 8192, 128, 128, 0.0),
+        ("tiled product", 1024, 256, 8, 2.0),
+    ],
+)
+def test_no_sample_is_unsure_in_ordinary_batches(way, T, d, p, common) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, T, d, generator=generator) + common * torch.randn(1, 1, d)
+    g = torch.randn(1, T, p, generator=generator)
+    if p > 10_000:  # of a cross-entropy
+        g = g.softmax(2)
+        g[0, :, :T] -= torch.eye(T)
+    measured = WAYS[way](x, g)
+
+    assert not is_unsure(measured.square() if isinstance(measured, GramSums) else measured, 0.0)
 
 
 @pytest.mark.parametrize("way", FLAT)
