@@ -21,7 +21,7 @@ from dpprof.norms import placement, triton_ops
 from dpprof.norms.convolution import Kernel, bound_size, sample_gradients, sum_weighted
 from dpprof.norms.float32_products import allows_tf32, convolutions_allow_tf32
 from dpprof.norms.rounding import size_of
-from dpprof.norms.scale import scale_gradients, square_terms
+from dpprof.norms.scale import scale_gradients
 from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, may_weigh, multiply, spans, square
 from dpprof.records.births import allocates_for_its_caller
 from dpprof.spec.registry import UnsupportedError
@@ -281,10 +281,19 @@ class Lookup(NamedTuple):
 
 
 class BesideScale:
-    """The per-sample gradients of a shift, which those of the scale beside it may come with."""
+    """What the per-sample gradients of a scale come with.
 
-    def __init__(self) -> None:
+    Args:
+        is_shifted: Whether the same layer has a shift.
+    """
+
+    def __init__(self, *, is_shifted: bool) -> None:
+        self.is_shifted = is_shifted
         self.gradients: Tensor | None = None
+        """Those of the shift, where they are there too."""
+
+        self.squares_B: Tensor | None = None
+        """The squares of all terms that were added up, where they are known."""
 
 
 class Shift(NamedTuple):
@@ -310,7 +319,7 @@ class Scale(NamedTuple):
     rstd_BT1: Tensor
     g_BTd: Tensor
     beside: BesideScale | None = None
-    """Shared with the shift of the same layer, if there is one."""
+    """Shared with the shift of the same layer."""
 
     def materialise(
         self,
@@ -322,9 +331,10 @@ class Scale(NamedTuple):
     ) -> Tensor:
         """Compute the per-sample gradients; (B, d)."""
         given = x_BTd, g_BTd, mean_BT1, rstd_BT1
-        found, of_shift = scale_gradients(*given, shifted=beside is not None)
+        is_shifted = beside is not None and beside.is_shifted
+        found, of_shift, squares_B = scale_gradients(*given, shifted=is_shifted)
         if beside is not None:
-            beside.gradients = of_shift
+            beside.gradients, beside.squares_B = of_shift, squares_B
         return found
 
 
@@ -441,8 +451,12 @@ def materialise_vector(contribution: Contribution) -> Summable:
     return contribution
 
 
-def find_size(contribution: Merged) -> Tensor | None:
+def find_size(contribution: Merged, squared: Callable[[Tensor], Tensor] = square) -> Tensor | None:
     """Find the square of what rounding of materialised gradients is relative to; (B,).
+
+    Args:
+        contribution: What was materialised.
+        squared: Sums each sample's squares, unless it knows them already.
 
     Returns:
         As ``norms.rounding`` says; None where no tokens are added up, or nothing is known. Vectors
@@ -458,21 +472,23 @@ def find_size(contribution: Merged) -> Tensor | None:
             return None
         case Product(one) | Shift(one) | Scale(one) if one.shape[1] == 1:
             return None
-    return _find_size(contribution)
+    return _find_size(contribution, squared)
 
 
-def _find_size(contribution: Contribution) -> Tensor | None:
+def _find_size(
+    contribution: Contribution, squared: Callable[[Tensor], Tensor] = square
+) -> Tensor | None:
     match contribution:
         case Product(x_BTd, g_BTp):
-            return size_of(square(x_BTd), square(g_BTp))
+            return size_of(squared(x_BTd), squared(g_BTp))
         case Convolution(x, g, kernel):
-            return bound_size(x, g, kernel)
+            return bound_size(x, g, kernel, squared)
         case SampleGradients(gradients):
             return square(gradients)
         case Shift(g_BTp) if not placement.is_cuda(g_BTp):
-            return g_BTp.shape[1] * square(g_BTp)
-        case Scale(x_BTd) if not placement.is_cuda(x_BTd):
-            return x_BTd.shape[1] * square_terms(*contribution[:4])
+            return g_BTp.shape[1] * squared(g_BTp)
+        case Scale(x_BTd, beside=BesideScale(squares_B=Tensor() as squares_B)):
+            return x_BTd.shape[1] * squares_B
     return None
 
 

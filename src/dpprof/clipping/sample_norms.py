@@ -34,7 +34,7 @@ from dpprof.clipping.layers import Contributions
 from dpprof.norms import convolution
 from dpprof.norms.code_paths import Watch, Way
 from dpprof.norms.float32_products import exact_products
-from dpprof.norms.linear import WAYS, GramSums, WayChoice, choose_way, gram_of_given
+from dpprof.norms.linear import WAYS, GramSums, WayChoice, choose_way, gram_of_given, tiled_gram
 from dpprof.norms.rounding import LEAST_NORM, Squares, cross_slack, is_unsure, size_of
 from dpprof.norms.table import inner_product, square_lookup
 from dpprof.norms.tiles import square
@@ -132,12 +132,16 @@ class SampleNorms:
         self._added: list[Squares] = []
         """What was added up already."""
 
+        self._known: dict[Any, Tensor] = {}
+        """The squares of what weight and bias of one layer have in common."""
+
         self._loss_scale, self._deferral, self._mending = loss_scale, deferral, Mending()
 
     def add(self, layer: nn.Module, contributions: Contributions) -> None:
         """Add the squared norms of a layer's contributions."""
         if not len(self._losses):
             return
+        self._known.clear()
         for parameter, contribution in contributions:
             if parameter in self._reused:
                 self._waiting[parameter].append((layer, contribution))
@@ -326,7 +330,10 @@ class SampleNorms:
     ) -> Any:
         """Find squared norms with float32 products, even where training itself uses TF32."""
         with exact_products():
-            return self._watch(layer, way, function, inputs)
+            found = self._watch(layer, way, function, inputs)
+        if function is tiled_gram:
+            self._known[_identify(inputs[1])] = found.sums_5B[2]
+        return found
 
     def _measure_gradients(
         self,
@@ -342,7 +349,7 @@ class SampleNorms:
         if self._keeps and may_join(parameter, gradients):
             self._vectors[gradients.device].append((parameter, gradients))
             return lambda: square(gradients)
-        size_B = find_size(contribution)
+        size_B = find_size(contribution, self._square)
         if self._keeps:
             found_B, size_B = self._mend(contribution, gradients, size_B), None
         else:
@@ -364,6 +371,15 @@ class SampleNorms:
             else:
                 self._mending.expect(unsure_B, contribution, gradients, found_B)
         return found_B
+
+    def _square(self, one: Tensor) -> Tensor:
+        """Sum each sample's squares, unless they are known."""
+        key = _identify(one)
+        if key is None:
+            return square(one)
+        if key not in self._known:
+            self._known[key] = square(one)
+        return self._known[key]
 
     def _check(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         if len(contribution[0]) != len(self._losses):
@@ -421,6 +437,15 @@ class SampleNorms:
         squares = self._squares
         if squares is not None:
             squares[parameter] = squares[parameter] + found_B if parameter in squares else found_B
+
+
+def _identify(one: Tensor) -> Any:
+    """Identify a sample's elements, in any order; None where they do not lie side by side."""
+    sides = [(size, step) for size, step in zip(one.shape, one.stride(), strict=True) if size > 1]
+    last = sum((size - 1) * step for size, step in sides)
+    if last + 1 != one.numel() or not all(step for _, step in sides):
+        return None
+    return storage_of(one), one.storage_offset(), one.numel(), one.dtype
 
 
 def _join(parts: Sequence[Any]) -> Any:

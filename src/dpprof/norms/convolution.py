@@ -25,7 +25,7 @@ Shape legend: B samples, C channels of the input, O of the output, L places, (..
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -258,15 +258,15 @@ def crop(x: Tensor, g: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor, Kernel]:
     return x, g, kernel._replace(padding=(0,) * len(kernel.padding))
 
 
-def bound_size(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
+def bound_size(x: Tensor, g: Tensor, kernel: Kernel, squared: Callable[[Tensor], Tensor]) -> Tensor:
     """Bound the squares of windows and output gradients, multiplied; (B,).
 
-    Each pixel is in a few windows.
+    Each pixel is in a few windows. ``squared`` sums each sample's squares.
     """
     if kernel.groups > 1:
         return _size(x, g, kernel)
     each = math.prod(-(-k // s) for k, s in zip(kernel.shape[2:], kernel.stride, strict=True))
-    return size_of(each * square(x), square(g))
+    return size_of(each * squared(x), squared(g))
 
 
 def product_squares(x: Tensor, g: Tensor, kernel: Kernel) -> Squares:
