@@ -378,7 +378,8 @@ class SampleNorms:
         if key is None:
             return square(one)
         if key not in self._known:
-            self._known[key] = square(one)
+            in_order = sorted(range(1, one.dim()), key=one.stride, reverse=True)
+            self._known[key] = square(one.permute(0, *in_order))
         return self._known[key]
 
     def _check(self, parameter: nn.Parameter, contribution: Contribution) -> None:
