@@ -704,7 +704,9 @@ class Clipping(ABC):
         self._nonfinite = (
             nonfinite_B if before_B is None else before_B | nonfinite_B.to(before_B.device)
         )
-        self._excluded = nonfinite_B.index_fill(0, torch.tensor(samples, dtype=torch.long), True)
+        for at in samples:
+            lost[at] = True
+        self._excluded = norms_B.new_tensor(lost, dtype=torch.bool)
         return factors_B.masked_fill(self._excluded, 0)
 
     def _find_factors(self, norms_B: Tensor, bound: float) -> Tensor:

@@ -392,6 +392,7 @@ class SampleNorms:
         self, parameter: nn.Parameter, uses: Sequence[tuple[nn.Module, Contribution]]
     ) -> None:
         """Add the squared norms of the sum of a parameter's uses."""
+        self._known.clear()
         for _, contribution in uses:
             self._check(parameter, contribution)
         layer = uses[0][0]

@@ -36,9 +36,10 @@ For all others the computed norm is used as it is, in whichever way. So, in floa
 * Another sample, a longer one, or another order moves what a sample contributes by no more than
   twice that: both results are that close to the exact one. Where tokens do not cancel it is about
   1e-6 C, and for unsure samples nothing. This says nothing on what the model itself computes of the
-  sample: operators of PyTorch round it otherwise in a batch of another shape, and so may the
-  gradients that it computes for layers without a rule, recurrent layers, group norms, and rows
-  that ``clipping.rows`` adds up, and on CUDA those of the scales of norms.
+  sample: operators of PyTorch round it otherwise in a batch of another shape. So do gradients that
+  come as they are: of layers without a rule, recurrent layers, group norms, the bias of a head
+  whose losses are computed in chunks, convolutions whose rows ``clipping.rows`` adds up, and on
+  CUDA all vectors. Their norm is that of what is added, so C holds for them too.
 
 Nothing is unsure in ordinary trainings: for random tokens size is T times the squared norm, so
 16,384 tokens are too few, and slack stays below 2^-5 of it also where 1,024 tokens have much in
