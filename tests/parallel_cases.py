@@ -20,6 +20,7 @@ from parallel_training import (
     make_mesh,
     named,
     train,
+    train_ranks,
     whole,
 )
 from small_models import Small, draw
@@ -34,6 +35,7 @@ from dpprof.clipping import shards
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.flops.collectives import COLLECTIVES
+from dpprof.norms import rounding
 from dpprof.system.substitutes import substitute
 
 SIGMA, EXPECTED = 2.0, 4
@@ -177,6 +179,12 @@ def train_in_precision(case: Case, steps: list[list[Parts]], dtype: torch.dtype)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.bfloat16)
     model = distribute(build(case), case, mp_policy=policy)
     return train(model, case, [parts[rank()] for parts in steps])
+
+
+def train_measuring_alone(case: Case, steps: list[list[Parts]]) -> Trained:
+    """Train where all samples of one rank are measured and added one by one."""
+    with substitute(rounding, "MOST", 1e-3 if rank() else rounding.MOST):
+        return train_ranks(case, steps)
 
 
 def train_sharded_by_columns(case: Case, steps: list[list[Parts]]) -> Trained:

@@ -129,6 +129,15 @@ def test_gathered_parameters_may_be_in_16_bits(pools) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS_OF_RANKS)
+def test_samples_of_one_rank_may_be_measured_alone(pools, way, kind) -> None:
+    case, steps = Case(way=way, kind=kind, tied=True), UNEVEN[2]
+    ranks = pools[2].compute(parallel_cases.train_measuring_alone, case, steps)
+
+    assert_same(ranks, train_alone(case, steps))
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_parameters_may_be_sharded_by_another_axis(pools, way) -> None:
     case, steps = Case(way=way), UNEVEN[2]
     ranks = pools[2].compute(parallel_cases.train_sharded_by_columns, case, steps)

@@ -176,10 +176,12 @@ def test_gradients_of_a_scale(with_mean) -> None:
     mean, rstd = x.mean(2, keepdim=True), x.std(2, keepdim=True).reciprocal()
     normalised = ((x - mean) if with_mean else x) * rstd
 
-    found, of_shift = scale_gradients(x, g, mean if with_mean else None, rstd, shifted=True)
+    mean = mean if with_mean else None
+    found, of_shift, squares_B = scale_gradients(x, g, mean, rstd, shifted=True)
 
     assert of_shift is None  # another pass costs no more here
     torch.testing.assert_close(found, (g * normalised).sum(1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(squares_B, (g * normalised).square().sum((1, 2)))
 
 
 def test_inner_product_of_two_uses_of_a_matrix() -> None:

@@ -190,7 +190,7 @@ def test_tokens_that_cancel_leave_nothing(place, kernel) -> None:
     assert (result_B <= 1e-6 * scale_B).all()
     if kernel == "product_squares":
         assert (result_B >= 0).all()
-    else:  # a difference of large squares: what clipping adds to it keeps it from falling below 0
+    else:  # a difference of large squares: wrong by no more than is said
         x_BTT, g_BTT = x_BTd @ x_BTd.mT, g_BTp @ g_BTp.mT
         slack_B = gram_slack(
             trace_of_x_B=x_BTT.diagonal(dim1=1, dim2=2).sum(dim=1),

@@ -88,8 +88,11 @@ class _Projections(torch.autograd.Function):
         found: list[tuple[nn.Parameter, Contribution]]
         found = list(zip(own.projecting, products, strict=True))
         if own.in_proj_bias is not None:
-            sums = [Shift(g).materialise(g) for g in projected]
-            found.append((own.in_proj_bias, SampleGradients(torch.cat(sums, 1))))
+            if len(projected) == 1:
+                found.append((own.in_proj_bias, Shift(projected[0])))
+            else:
+                sums = [Shift(g).materialise(g) for g in projected]
+                found.append((own.in_proj_bias, SampleGradients(torch.cat(sums, 1))))
         for parameter, g in zip(own.joining, joined, strict=True):
             found.append((parameter, SampleGradients(g[:, None])))
         ctx.receive([one for one in found if one[0].requires_grad])

@@ -13,11 +13,14 @@ backward.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dpprof.clipping.alone import Alone
 from dpprof.clipping.contributions import (
     ChunkedProduct,
     Convolution,
@@ -53,7 +56,7 @@ class BookKeeping(Clipping):
 
     def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
         super().__init__(model, max_grad_norm, **options)
-        self._kept: list[tuple[nn.Parameter, Kept]] = []
+        self._kept: dict[nn.Parameter, list[Kept]] = defaultdict(list)
         self._versions: dict[int, int] = {}
 
     def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
@@ -64,10 +67,10 @@ class BookKeeping(Clipping):
             enter("clip")
             factors_B = self._finish(norms)
             if self.ranks.is_sharded:
-                self._reduce_kept(factors_B)
-            vectors = self._take_vectors()
-            while self._kept:
-                self._sum(*self._kept.pop(), factors_B)
+                self.shard_sums.close_all(partial(self._sum, factors_B))
+            vectors = [] if self._alone else self._take_vectors()
+            for parameter in reversed(list(self._kept)):
+                self._sum(factors_B, parameter)
             # Last: the products keep a GPU busy while Python prepares these.
             for on_device in vectors:
                 self._add_up_vectors(on_device, factors_B)
@@ -81,43 +84,37 @@ class BookKeeping(Clipping):
         Each takes a launch otherwise.
         """
         vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
-        others: list[tuple[nn.Parameter, Kept]] = []
-        for parameter, contribution in self._kept:
-            if isinstance(contribution, SampleGradients) and may_join(parameter, contribution[0]):
-                gradients = contribution.gradients
-                vectors[gradients.device].append((parameter, gradients))
-            else:
-                others.append((parameter, contribution))
-        self._kept[:] = others
+        for parameter, kept in reversed(list(self._kept.items())):
+            only = kept[0]
+            if isinstance(only, SampleGradients) and may_join(parameter, only.gradients):
+                vectors[only.gradients.device].append((parameter, only.gradients))
+                del self._kept[parameter]
         return list(vectors.values())
-
-    def _reduce_kept(self, factors_B: Tensor) -> None:
-        """Compute and reduce sums, group by group."""
-        kept: dict[nn.Parameter, list[Kept]] = defaultdict(list)
-        while self._kept:
-            parameter, contribution = self._kept.pop()
-            kept[parameter].append(contribution)
-
-        def compute(parameter: nn.Parameter) -> None:
-            for contribution in kept.pop(parameter, ()):
-                self._sum(parameter, contribution, factors_B)
-
-        self.shard_sums.close_all(compute)
 
     def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
         for tensor in _exposed(contribution):
             self._versions[id(tensor)] = tensor._version  # noqa: SLF001 (it has no public name)
-        self._kept.append((parameter, contribution))
+        self._kept[parameter].append(contribution)
 
-    def _sum(self, parameter: nn.Parameter, contribution: Kept, factors_B: Tensor) -> None:
-        """Add a kept contribution to the sum, unless a hook wrote it since its norm was found."""
-        for tensor in _exposed(contribution):
+    def _measure_alone(self, samples: Sequence[int]) -> Alone | None:
+        if not samples:
+            return None
+        alone = Alone(samples)
+        for contributions in self._kept.values():
+            alone.measure(alone.take(contributions))
+        return alone
+
+    def _sum(self, factors_B: Tensor, parameter: nn.Parameter) -> None:
+        """Add what is kept to the sum, unless a hook wrote it since its norm was found."""
+        contributions = self._kept.pop(parameter, [])
+        for tensor in (one for contribution in contributions for one in _exposed(contribution)):
             if tensor._version != self._versions[id(tensor)]:  # noqa: SLF001
                 raise RuntimeError(
                     f"an activation or output gradient that was kept for {self.name_of(parameter)} "
                     "was changed in place after its norm was found, by a hook maybe; change a copy"
                 )
-        self._add_up(parameter, contribution, factors_B)
+        taken = self._take_alone(contributions)
+        self._add_up(parameter, contributions, factors_B, taken)
 
 
 def _exposed(contribution: Kept) -> list[Tensor]:

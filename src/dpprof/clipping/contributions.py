@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpprof.norms import placement, triton_ops
-from dpprof.norms.convolution import Kernel, sample_gradients, sum_weighted
+from dpprof.norms.convolution import Kernel, bound_size, sample_gradients, sum_weighted
 from dpprof.norms.float32_products import allows_tf32, convolutions_allow_tf32
+from dpprof.norms.rounding import size_of
 from dpprof.norms.scale import scale_gradients
-from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, may_weigh, multiply, spans
+from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, may_weigh, multiply, spans, square
 from dpprof.records.births import allocates_for_its_caller
 from dpprof.spec.registry import UnsupportedError
 
@@ -38,7 +39,7 @@ class Product(NamedTuple):
         """Return the same with inputs and output gradients exchanged.
 
         Both are scaled by powers of two, so that they are to each other as those of another use:
-        otherwise the bound of rounding errors of both uses together would be too large.
+        otherwise rounding errors of both uses together would seem too large.
         """
         x_BTd, g_BTp = self.g_BTp, self.x_BTd
         if x_BTd.dtype != torch.float16:  # which could overflow
@@ -280,10 +281,19 @@ class Lookup(NamedTuple):
 
 
 class BesideScale:
-    """The per-sample gradients of a shift, which those of the scale beside it may come with."""
+    """What the per-sample gradients of a scale come with.
 
-    def __init__(self) -> None:
+    Args:
+        is_shifted: Whether the same layer has a shift.
+    """
+
+    def __init__(self, *, is_shifted: bool) -> None:
+        self.is_shifted = is_shifted
         self.gradients: Tensor | None = None
+        """Those of the shift, where they are there too."""
+
+        self.squares_B: Tensor | None = None
+        """The squares of all terms that were added up, where they are known."""
 
 
 class Shift(NamedTuple):
@@ -309,7 +319,7 @@ class Scale(NamedTuple):
     rstd_BT1: Tensor
     g_BTd: Tensor
     beside: BesideScale | None = None
-    """Shared with the shift of the same layer, if there is one."""
+    """Shared with the shift of the same layer."""
 
     def materialise(
         self,
@@ -321,9 +331,10 @@ class Scale(NamedTuple):
     ) -> Tensor:
         """Compute the per-sample gradients; (B, d)."""
         given = x_BTd, g_BTd, mean_BT1, rstd_BT1
-        found, of_shift = scale_gradients(*given, shifted=beside is not None)
+        is_shifted = beside is not None and beside.is_shifted
+        found, of_shift, squares_B = scale_gradients(*given, shifted=is_shifted)
         if beside is not None:
-            beside.gradients = of_shift
+            beside.gradients, beside.squares_B = of_shift, squares_B
         return found
 
 
@@ -366,6 +377,11 @@ class GradientsInParts(NamedTuple):
         """Compute the weighted sum over samples."""
         return _add_up(part.sum(weights_B[some]) for some, part in self._spans())
 
+    def take(self, at: int) -> SampleGradients:
+        """Return the gradient of one sample."""
+        some, part = next(pair for pair in self._spans() if at < pair[0].stop)
+        return SampleGradients(part.gradients[at - some.start : at - some.start + 1])
+
     def without(self, excluded_B: Tensor) -> "GradientsInParts":
         """Return it with some samples set to zero."""
         excluded_B11 = excluded_B.to(self.parts[0].gradients.device)[:, None, None]
@@ -396,6 +412,20 @@ Summable = Product | ChunkedProduct | Convolution | Lookup | SampleGradients
 
 Contribution = Summable | Direct
 
+
+class Several(NamedTuple):
+    """Several uses of one parameter, whose per-sample gradients are materialised and added."""
+
+    uses: tuple[Direct | Convolution, ...]
+
+    @staticmethod
+    def materialise(uses: "tuple[Direct | Convolution, ...]") -> Tensor:
+        """Compute the per-sample gradients."""
+        return torch.stack([one.materialise(*one) for one in uses]).sum(0)
+
+
+Merged = Contribution | Several
+
 Kept = Summable | GradientsInParts
 """What is kept until the norms are known."""
 
@@ -421,6 +451,47 @@ def materialise_vector(contribution: Contribution) -> Summable:
     return contribution
 
 
+def find_size(contribution: Merged, squared: Callable[[Tensor], Tensor] = square) -> Tensor | None:
+    """Find the square of what rounding of materialised gradients is relative to; (B,).
+
+    Args:
+        contribution: What was materialised.
+        squared: Sums each sample's squares, unless it knows them already.
+
+    Returns:
+        As ``norms.rounding`` says; None where no tokens are added up, or nothing is known. Vectors
+        on CUDA are not looked at: each would take several launches.
+    """
+    match contribution:
+        case Several(uses):
+            sizes = [size_B for size_B in map(_find_size, uses) if size_B is not None]
+            return len(uses) * torch.stack(sizes).sum(0) if len(sizes) == len(uses) else None
+        case SampleGradients() | Lookup() | ChunkedProduct():
+            return None
+        case Convolution(_, g) if g.shape[2:].numel() == 1:
+            return None
+        case Product(one) | Shift(one) | Scale(one) if one.shape[1] == 1:
+            return None
+    return _find_size(contribution, squared)
+
+
+def _find_size(
+    contribution: Contribution, squared: Callable[[Tensor], Tensor] = square
+) -> Tensor | None:
+    match contribution:
+        case Product(x_BTd, g_BTp):
+            return size_of(squared(x_BTd), squared(g_BTp))
+        case Convolution(x, g, kernel):
+            return bound_size(x, g, kernel, squared)
+        case SampleGradients(gradients):
+            return square(gradients)
+        case Shift(g_BTp) if not placement.is_cuda(g_BTp):
+            return g_BTp.shape[1] * squared(g_BTp)
+        case Scale(x_BTd, beside=BesideScale(squares_B=Tensor() as squares_B)):
+            return x_BTd.shape[1] * squares_B
+    return None
+
+
 def may_join(parameter: Tensor, gradients: Tensor) -> bool:
     """Tell whether per-sample gradients are worth a copy beside others: on CUDA, of a vector."""
     return parameter.dim() == 1 and placement.is_cuda(gradients)
@@ -442,11 +513,11 @@ def zero_samples(contribution: Kept, excluded_B: Tensor) -> Kept:
     return contribution._replace(**numbers)
 
 
-def merge_uses(contributions: Sequence[Contribution]) -> list[Contribution] | None:
+def merge_uses(contributions: Sequence[Contribution]) -> list[Merged] | None:
     """Combine the contributions of several uses of one parameter.
 
-    Several uses of a matrix, or of a table, equal one use with the tokens of all. The per-sample
-    gradients of other contributions, such as convolutions, are materialised and added.
+    Several uses of a matrix, or of a table, equal one use with the tokens of all; those of vectors
+    and convolutions stay ``Several``.
 
     Returns:
         One contribution for each kind of use; None if the kinds cannot be combined.
@@ -459,7 +530,7 @@ def merge_uses(contributions: Sequence[Contribution]) -> list[Contribution] | No
         return None
     if chunked and (len(chunked) > 1 or products or others):
         return None
-    merged: list[Contribution] = [*chunked]
+    merged: list[Merged] = [*chunked]
     if products:
         transposed = products[0].transposed and not lookups
         like = next((p for p in products if p.transposed == transposed), products[0])
@@ -475,8 +546,7 @@ def merge_uses(contributions: Sequence[Contribution]) -> list[Contribution] | No
         g = _join_tokens(one.g_BTd for one in lookups)
         merged.append(lookups[0]._replace(ids_BT=ids, g_BTd=g, padding=padding))
     if others:
-        gradients = [one.materialise(*one) for one in others]
-        merged.append(SampleGradients(torch.stack(gradients).sum(0)))
+        merged.append(others[0] if len(others) == 1 else Several(tuple(others)))
     return merged
 
 

@@ -7,6 +7,7 @@ losses.
 import functools
 import importlib
 import itertools
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dpprof.clipping.alone import Alone, Taken
 from dpprof.clipping.as_one import Choice, find_choices
 from dpprof.clipping.batch_axis import describe, find_batch_second
 from dpprof.clipping.batches import give, may_call
@@ -39,7 +41,7 @@ from dpprof.clipping.double_backward import (
     refuse_gradient,
     refuse_transforms,
 )
-from dpprof.clipping.factor import scaled_factor, verify_bound
+from dpprof.clipping.factor import LEAST_FACTOR, clip_factor, verify_bound
 from dpprof.clipping.first_batch import FirstBatches, Handler
 from dpprof.clipping.layers import Contributions, count_uses
 from dpprof.clipping.layout import Layout
@@ -53,6 +55,7 @@ from dpprof.clipping.sums import ClippedSums, dtype_of_sum, refuse_gradients
 from dpprof.clipping.tensor_kinds import refuse_inputs, refuse_losses
 from dpprof.norms.code_paths import CodePath, Watch
 from dpprof.norms.complex_numbers import as_parameter, interleave
+from dpprof.norms.rounding import LEAST_NORM
 from dpprof.records.births import allocates
 from dpprof.spec.number_formats import refuse_loss_scale
 from dpprof.spec.registry import UnsupportedError
@@ -106,7 +109,8 @@ class Clipping(ABC):
 
     Formal guarantees: the sum has L2 sensitivity C when one sample is added or removed
     (add/remove neighbouring batches): each sample contributes at most C, for any input, whatever is
-    frozen; ``norms.rounding`` says what rounding adds to C. A sample whose loss or gradient is
+    frozen; ``norms.rounding`` says what rounding adds to C, and how little it lets another sample,
+    or padding, move what a sample contributes. A sample whose loss or gradient is
     NaN or infinite contributes nothing, and is counted in ``nonfinite_samples``; one whose gradient
     is zero contributes zero; a batch without samples leaves no gradient. The gradient is that of
     the forward that ran: a layer that changed since is refused. Buffers and frozen parameters that
@@ -132,6 +136,9 @@ class Clipping(ABC):
     """Whether contributions are kept until the norms are known."""
 
     _disabled = False
+
+    _alone: Alone | None = None
+    """The samples of the batch that are added one by one."""
 
     _has_orders: bool | None = None
     """Whether batches had orders of rows that lengths do not tell; None before the first."""
@@ -423,6 +430,8 @@ class Clipping(ABC):
                     self._keep,
                     keeps=self.keeps,
                     shares=self.ranks.is_sharded,
+                    loss_scale=self._loss_scale,
+                    deferral=self.deferral,
                     watch=self.watch,
                     squares=self.squares,
                     name_of=self.name_of,
@@ -446,7 +455,7 @@ class Clipping(ABC):
                 self._first_batches.undo()
             raise
         finally:
-            self._losses = self._excluded = self._nonfinite = None
+            self._losses = self._excluded = self._nonfinite = self._alone = None
             self._changed.clear()
             for leaf, (before, _) in self._stashed.items():
                 leaf.grad = before
@@ -501,6 +510,10 @@ class Clipping(ABC):
     @abstractmethod
     def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
         """Keep a contribution for the clipped sum, unless another pass computes it again."""
+
+    @abstractmethod
+    def _measure_alone(self, samples: Sequence[int]) -> Alone | None:
+        """Measure samples one by one; where ranks are sharded, all call this."""
 
     def _find_reused(self, nodes: Sequence[Any]) -> Collection[nn.Parameter]:
         """Find the parameters that more than one contribution of this batch may be for."""
@@ -632,17 +645,17 @@ class Clipping(ABC):
         """Set ``sample_norms`` once backward is over, and return the clipping factors; (B,)."""
         self._refuse_changed_outputs()
         norms.add_reused()
-        self.sample_norms = self._compute_norms(norms)
+        self.sample_norms, unsure_B = self._compute_norms(norms, self.max_grad_norm)
         if self.ranks.is_sharded:
             late = self._first_batches.has_late_ways
             self.shard_sums.agree(self._coverage.names, self.settings_of_step(), has_late_ways=late)
             self._first_batches.refuse_late_ways()
-        return self._compute_factors(self.sample_norms, self.max_grad_norm)
+        return self._compute_factors(self.sample_norms, unsure_B, self.max_grad_norm)
 
-    def _compute_norms(self, norms: SampleNorms) -> Tensor:
-        """Compute the norms of gradients as they are without ``loss_scale``; (B,)."""
-        norms_B = norms.compute()
-        return norms_B if self._loss_scale == 1 else norms_B / self._loss_scale
+    def _compute_norms(self, norms: SampleNorms, bound: float) -> tuple[Tensor, Tensor]:
+        """Compute the norms of gradients as they are without ``loss_scale``; which are unsure."""
+        norms_B, unsure_B = norms.compute(max(self._stability or bound, LEAST_NORM))
+        return norms_B if self._loss_scale == 1 else norms_B / self._loss_scale, unsure_B
 
     @allocates("norm_samples")
     def _make_weights(self, losses_B: Tensor) -> Tensor:
@@ -664,39 +677,87 @@ class Clipping(ABC):
                 )
         self._changed.clear()
 
-    def _compute_factors(self, norms_B: Tensor, bound: float) -> Tensor:
-        """Compute clipping factors; samples that are not finite get 0, and are excluded."""
+    def _compute_factors(self, norms_B: Tensor, unsure_B: Tensor, bound: float) -> Tensor:
+        """Compute clipping factors; samples that are not finite, or are added alone, get 0.
+
+        The norms of the latter are corrected in place.
+        """
         assert self._losses is not None
-        factors_B = scaled_factor(norms_B, bound, self._stability, self._loss_scale)
-        nonfinite_B = ~(norms_B.isfinite() & self._losses.to(norms_B.device).isfinite())
+        self._excluded = self._alone = None
+        factors_B = self._find_factors(norms_B, bound)
+        is_lost_B = ~self._losses.to(norms_B.device).isfinite()
+        unsure_B = unsure_B | ~norms_B.isfinite() | (factors_B < LEAST_FACTOR)
         if self.deferral is not None:
-            self.deferral.flag(nonfinite_B)
+            self.deferral.flag(is_lost_B | unsure_B)
             return factors_B * self.deferral.weights_B.to(factors_B)
+        flags_2B = torch.stack([is_lost_B, unsure_B])
         # A fake tensor has no values; otherwise this waits for the device.
-        if isinstance(nonfinite_B, FakeTensor) or not any(nonfinite_B.tolist()):
-            self._excluded = None
+        lost, unsure = [[], []] if isinstance(flags_2B, FakeTensor) else flags_2B.tolist()
+        samples = [at for at, flag in enumerate(unsure) if flag and not lost[at]]
+        if samples or self.ranks.is_sharded:
+            self._alone = self._measure_alone(samples)
+        if not (samples or any(lost)):
             return factors_B
-        self._excluded = nonfinite_B
+        for at in samples:
+            lost[at] = not self._set_factor(at, norms_B, bound)
+        nonfinite_B = norms_B.new_tensor(lost, dtype=torch.bool)
         before_B = self._nonfinite
         self._nonfinite = (
             nonfinite_B if before_B is None else before_B | nonfinite_B.to(before_B.device)
         )
-        return factors_B.masked_fill(nonfinite_B, 0)
+        for at in samples:
+            lost[at] = True
+        self._excluded = norms_B.new_tensor(lost, dtype=torch.bool)
+        return factors_B.masked_fill(self._excluded, 0)
+
+    def _find_factors(self, norms_B: Tensor, bound: float) -> Tensor:
+        return clip_factor(norms_B, bound, self._stability, self._loss_scale)
+
+    def _set_factor(self, at: int, norms_B: Tensor, bound: float) -> bool:
+        """Set norm and factor of a sample that is added alone; tell whether it is finite."""
+        assert self._alone is not None
+        norm = torch.tensor(self._alone.squares[at], dtype=torch.float64).sqrt() / self._loss_scale
+        norms_B[at] = norm
+        if not math.isfinite(norms_B[at]):
+            return False
+        self._alone.factors[at] = float(self._find_factors(norm, bound))
+        return True
+
+    def _take_alone(self, contributions: Sequence[Kept]) -> Taken:
+        """Take the samples that are added alone out of all contributions of a parameter."""
+        return {} if self._alone is None else self._alone.take(contributions)
 
     @torch.no_grad()
-    def _add_up(self, parameter: nn.Parameter, contribution: Kept, factors_B: Tensor) -> None:
-        """Sum a contribution over samples, scaled by clipping factors, and add that."""
-        if self._excluded is not None:
-            contribution = zero_samples(contribution, self._excluded)
+    def _add_up(
+        self,
+        parameter: nn.Parameter,
+        contributions: Sequence[Kept],
+        factors_B: Tensor,
+        taken: Taken,
+    ) -> None:
+        """Sum contributions over samples, scaled by clipping factors, and add that.
+
+        ``taken`` is what is added alone.
+        """
         if not len(factors_B):  # it belongs to no sample
             return
-        factors_B = factors_B.to(device_of(contribution))
-        if self.ranks.is_sharded:
-            whole = sum_whole(contribution, factors_B)
-            self.shard_sums.add(parameter, as_parameter(whole, parameter))
-            return
-        summed = as_parameter(contribution.sum(factors_B), parameter)
-        self.sums.add(parameter, summed.to(dtype_of_sum(parameter)))
+        for contribution in contributions:
+            kept = contribution
+            if self._excluded is not None:
+                kept = zero_samples(contribution, self._excluded)
+            on_device_B = factors_B.to(device_of(kept))
+            if self.ranks.is_sharded:
+                summed = sum_whole(kept, on_device_B)
+            else:
+                summed = kept.sum(on_device_B)
+            if self._alone is not None:
+                self._alone.add(taken, summed)
+                taken = {}
+            if self.ranks.is_sharded:
+                self.shard_sums.add(parameter, as_parameter(summed, parameter))
+                continue
+            summed = as_parameter(summed, parameter)
+            self.sums.add(parameter, summed.to(dtype_of_sum(parameter)))
 
     @torch.no_grad()
     def _add_up_vectors(

@@ -10,14 +10,20 @@ are those of flat clipping.
 
 Rounding is that of flat clipping (``norms.rounding``): a norm that is told too small by a fraction
 lets its sample exceed C by that fraction at most. A norm may also be told as zero, where squares
-underflow: where the sum of squares of the larger factor of a gradient stays finite, the gradient is
-then shorter than about 1e-6. A gamma of ``LEAST_STABILITY`` makes less than 2^-8 C of it.
+underflow: the gradient is then shorter than about 1e-6 2^-9. A gamma of ``LEAST_STABILITY`` makes
+less than 2^-8 C of it.
+
+A factor below ``LEAST_FACTOR`` would make numbers of which float32 has few digits, or none. Such a
+sample is computed by itself in float64 (``clipping.alone``), so C may be any number from
+``LEAST_BOUND`` to ``LARGEST_BOUND``.
 """
 
 import math
 
 import torch
 from torch import Tensor
+
+from dpprof.norms.rounding import LEAST_NORM
 
 CLIPPINGS = ("flat", "normalised")
 
@@ -26,30 +32,30 @@ STABILITY = 0.01
 
 LEAST_STABILITY = 2.0**-10
 
+LEAST_FACTOR = 2.0**-80
+
+LEAST_BOUND, LARGEST_BOUND = 1e-38, 1e38
+"""Sums of smaller or larger contributions are beyond float32."""
+
 _LARGEST_FACTOR = 2.0**40
 """Larger factors of short gradients could overflow in the sum."""
 
 
-def clip_factor(norm: Tensor, max_grad_norm: float, stability: float | None = None) -> Tensor:
+def clip_factor(
+    norm: Tensor, max_grad_norm: float, stability: float | None = None, loss_scale: float = 1.0
+) -> Tensor:
     """Compute the factor that scales a gradient of this norm to at most ``max_grad_norm``.
 
     Flat clipping, ``stability=None``: ``min(1, C / (norm + 1e-6))``, elementwise; the constant is
     Opacus's, so that results can be compared to the last digits. Normalised clipping:
-    ``C / (norm + stability)``.
+    ``C / (norm + stability)``. What is scaled may be ``loss_scale`` times the gradient.
     """
     if stability is not None:
-        return max_grad_norm / (norm + stability)
-    return torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0)
-
-
-def scaled_factor(
-    norm: Tensor, max_grad_norm: float, stability: float | None, loss_scale: float
-) -> Tensor:
-    """Compute the factor of what is ``loss_scale`` times a gradient of this norm."""
-    factor = clip_factor(norm, max_grad_norm, stability)
-    if loss_scale == 1:
-        return factor
-    factor = factor / loss_scale
+        factor = max_grad_norm / (norm + stability)
+    else:
+        factor = torch.clamp(max_grad_norm / (norm + LEAST_NORM), max=1.0)
+    if loss_scale != 1:
+        factor = factor / loss_scale
     # A smaller number may have been rounded up.
     return factor.masked_fill(factor < torch.finfo(factor.dtype).tiny, 0)
 
@@ -77,6 +83,11 @@ def verify_bound(max_grad_norm: float, stability: float | None) -> None:
     """
     if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
         raise ValueError(f"max_grad_norm must be positive and finite, and is {max_grad_norm}")
+    if not LEAST_BOUND <= max_grad_norm <= LARGEST_BOUND:
+        raise ValueError(
+            f"max_grad_norm must be from {LEAST_BOUND:g} to {LARGEST_BOUND:g}, and is "
+            f"{max_grad_norm}; multiply the losses, and divide the learning rate"
+        )
     if stability is None:
         return
     least = max(LEAST_STABILITY, max_grad_norm / _LARGEST_FACTOR)

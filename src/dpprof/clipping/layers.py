@@ -287,7 +287,7 @@ class _LayerNorm(torch.autograd.Function):
         axes = len(ctx.shape)
         flat = [_flatten(t.flatten(-axes)) for t in (x.detach(), mean, rstd, g)]
         contributions: list[tuple[nn.Parameter, Contribution]] = []
-        beside = BesideScale() if all(ctx.needs_input_grad[1:3]) else None
+        beside = BesideScale(is_shifted=all(ctx.needs_input_grad[1:3]))
         if ctx.needs_input_grad[1]:
             contributions.append((ctx.weight, Scale(flat[0], flat[1], flat[2], flat[3], beside)))
         if ctx.needs_input_grad[2]:
@@ -367,7 +367,8 @@ class RmsNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             axes = len(formula.axes)
             flat_x, flat_rstd, flat_g = (_flatten(t.flatten(-axes)) for t in (x.detach(), rstd, g))
-            contributions.append((ctx.weight, Scale(flat_x, None, flat_rstd, flat_g)))
+            beside = BesideScale(is_shifted=False)
+            contributions.append((ctx.weight, Scale(flat_x, None, flat_rstd, flat_g, beside)))
         ctx.receive(contributions, may_repeat=True)
         return input_gradient, None, None, None
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpprof.clipping.alone import Alone
 from dpprof.clipping.contributions import Kept
 from dpprof.clipping.engine import Clipping, Enter
 from dpprof.clipping.layers import Contributions
@@ -127,6 +128,12 @@ class PerLayerClipping(Clipping):
     def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
         self._kept[parameter] = contribution
 
+    def _measure_alone(self, samples: Sequence[int]) -> Alone | None:
+        alone = Alone(samples)
+        for kept in self._kept.values():
+            alone.measure(alone.take([kept]))
+        return alone
+
     def _find_reused(self, _nodes: Sequence[Any]) -> Collection[nn.Parameter]:
         return ()  # a second use is refused
 
@@ -139,8 +146,10 @@ class PerLayerClipping(Clipping):
                 f"more than {count} layers contributed, so a sample could exceed the bound; "
                 "make a new clipping"
             )
-        norms_B = self._compute_norms(norms)
+        bound = self.max_grad_norm / math.sqrt(count)
+        norms_B, unsure_B = self._compute_norms(norms, bound)
         self._norms.append(norms_B)
-        factors_B = self._compute_factors(norms_B, self.max_grad_norm / math.sqrt(count))
+        factors_B = self._compute_factors(norms_B, unsure_B, bound)
         for parameter, _ in contributions:
-            self._add_up(parameter, self._kept.pop(parameter), factors_B)
+            kept = [self._kept.pop(parameter)]
+            self._add_up(parameter, kept, factors_B, self._take_alone(kept))

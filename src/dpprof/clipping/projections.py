@@ -95,6 +95,7 @@ class Projections:
         """
         on_device = [one.to(norms_B.device) for one in self._differences.values()]
         moved_B = torch.cat(on_device, dim=1).square_().sum(1).sqrt_()
+        least = min(least, torch.finfo(norms_B.dtype).max)
         differs_B = ~(moved_B <= self._limit * norms_B.clamp(min=least))
         if excluded_B is not None:
             differs_B &= ~excluded_B

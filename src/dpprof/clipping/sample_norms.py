@@ -1,6 +1,6 @@
 """Finds the norms of one batch's per-sample gradients while backward runs.
 
-``norms.rounding`` says how large the rounding errors of norms are, and how they are bounded.
+``norms.rounding`` says how large rounding errors are, and for which samples they count.
 
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dpprof.clipping.alone import Mending
 from dpprof.clipping.contributions import (
     ChunkedProduct,
     Contribution,
@@ -20,8 +21,11 @@ from dpprof.clipping.contributions import (
     GradientsInParts,
     Kept,
     Lookup,
+    Merged,
     Product,
     SampleGradients,
+    Several,
+    find_size,
     may_join,
     merge_uses,
     storage_of,
@@ -30,8 +34,8 @@ from dpprof.clipping.layers import Contributions
 from dpprof.norms import convolution
 from dpprof.norms.code_paths import Watch, Way
 from dpprof.norms.float32_products import exact_products
-from dpprof.norms.linear import WAYS, GramSums, WayChoice, choose_way, gram_of_given
-from dpprof.norms.rounding import TOLERATED, Squares, bound_spread, cross_slack
+from dpprof.norms.linear import WAYS, GramSums, WayChoice, choose_way, gram_of_given, tiled_gram
+from dpprof.norms.rounding import LEAST_NORM, Squares, cross_slack, is_unsure, size_of
 from dpprof.norms.table import inner_product, square_lookup
 from dpprof.norms.tiles import square
 from dpprof.records.births import allocates
@@ -39,6 +43,8 @@ from dpprof.spec.registry import UnsupportedError
 
 if TYPE_CHECKING:
     from torch.multiprocessing.reductions import StorageWeakRef
+
+    from dpprof.clipping.deferral import Deferral
 
 Keep = Callable[[nn.Parameter, Kept], None]
 
@@ -64,7 +70,6 @@ class _Kind(NamedTuple):
     sizes: tuple[int, ...]
     """d, p and the terms of a sum, of Gram matrices."""
 
-    is_rounded: bool
     device: torch.device
     dtype: torch.dtype
 
@@ -84,6 +89,8 @@ class SampleNorms:
         keep: Gets each contribution whose squared norms were added.
         keeps: Whether contributions are kept until the norms are known.
         shares: Whether ranks share each sum.
+        loss_scale: What gradients are multiplied with.
+        deferral: If not None, nothing waits for the device: takes what only values show.
         watch: Called with layer, way, function and its arguments, in place of the function.
         squares: If not None, receives the squared per-sample norms of each parameter, (B,) each.
         name_of: Names a parameter.
@@ -98,6 +105,8 @@ class SampleNorms:
         *,
         keeps: bool,
         shares: bool,
+        loss_scale: float,
+        deferral: "Deferral | None",
         watch: Watch,
         squares: dict[nn.Parameter, Tensor] | None,
         name_of: Callable[[nn.Parameter], str],
@@ -123,10 +132,16 @@ class SampleNorms:
         self._added: list[Squares] = []
         """What was added up already."""
 
+        self._known: dict[Any, Tensor] = {}
+        """The squares of what weight and bias of one layer have in common."""
+
+        self._loss_scale, self._deferral, self._mending = loss_scale, deferral, Mending()
+
     def add(self, layer: nn.Module, contributions: Contributions) -> None:
         """Add the squared norms of a layer's contributions."""
         if not len(self._losses):
             return
+        self._known.clear()
         for parameter, contribution in contributions:
             if parameter in self._reused:
                 self._waiting[parameter].append((layer, contribution))
@@ -135,6 +150,7 @@ class SampleNorms:
                 name = self._name_of(parameter)
                 raise RuntimeError(f"{name} was used more than once, {self._why_once}")
             self._seen.add(parameter)
+            self._check(parameter, contribution)
             self._measure(layer, parameter, contribution)
 
     def add_reused(self) -> None:
@@ -143,13 +159,17 @@ class SampleNorms:
             self._add_uses(parameter, self._waiting.pop(parameter))
 
     @allocates("norm_samples")
-    def compute(self) -> Tensor:
-        """Compute norms that are too small by no more than ``norms.rounding`` allows; (B,).
+    def compute(self, least: float) -> tuple[Tensor, Tensor]:
+        """Compute norms, (B,), and for which samples they are unsure (``norms.rounding``), (B,).
 
         What was added counts for these norms alone.
+
+        Args:
+            least: The norm below which nothing is clipped.
         """
         if not len(self._losses):
-            return self._losses
+            return self._losses, self._losses.bool()
+        self._mending.finish()
         added = [*self._added, *self._square_vectors()]
         for kind, rows in self._figures.items():
             added.append(self._square_all(kind, rows))
@@ -158,20 +178,14 @@ class SampleNorms:
         if not added:
             raise RuntimeError("the losses depend on no trained parameter")
         device = added[0].found_B.device
-        found_B, slack_B, spread_B = (
+        found_B, slack_B, size_B = (
             _add_up(part.to(device) for part in parts if part is not None)
             for parts in zip(*added, strict=True)
         )
         assert found_B is not None
+        unsure_B = is_unsure(Squares(found_B, slack_B, size_B), least * self._loss_scale)
         # Negative inner products may exceed the squares.
-        squares_B = found_B.clamp(min=0)
-        if slack_B is not None:
-            squares_B += slack_B
-        norms_B = squares_B.sqrt_()
-        if spread_B is not None:
-            least_B = spread_B.sqrt().div_(TOLERATED[norms_B.dtype])
-            norms_B = torch.maximum(norms_B, least_B)
-        return norms_B
+        return found_B.clamp(min=0).sqrt_(), unsure_B
 
     def _square_vectors(self) -> Iterator[Squares]:
         """Add up the squares of all gradients of vectors that are kept."""
@@ -187,7 +201,7 @@ class SampleNorms:
         self._vectors.clear()
 
     def _square_all(self, kind: _Kind, rows: Sequence[tuple[nn.Parameter, Tensor]]) -> Squares:
-        """Add up the squares of layers whose figures are of one kind; size is the spread."""
+        """Add up the squares of layers whose figures are of one kind."""
         stacked = torch.stack([figures for _, figures in rows])
         if kind.of is GramSums:
             squares = GramSums(stacked, *kind.sizes).square()
@@ -202,36 +216,41 @@ class SampleNorms:
         return Squares(
             found_LB.sum(0),
             None if slack_LB is None else slack_LB.sum(0),
-            bound_spread(squares.size_B.sum(0), is_rounded=kind.is_rounded),
+            squares.size_B.sum(0),
         )
 
     def _measure(
-        self, layer: nn.Module, parameter: nn.Parameter, contribution: Contribution
+        self,
+        layer: nn.Module,
+        parameter: nn.Parameter,
+        contribution: Merged,
+        *,
+        is_whole: bool = True,
     ) -> Callable[[], Tensor]:
-        """Add a contribution's squared norms; return a function that computes them, (B,)."""
-        self._check(parameter, contribution)
+        """Add a contribution's squared norms; return a function that computes them, (B,).
+
+        If it is not the parameter's whole gradient, its per-sample gradients are not kept: what is
+        left of the sum may be mostly their rounding.
+        """
+        keeps = self._keeps and is_whole
         measured: GramSums | Squares
         match contribution:
             case Product(x_BTd, g_BTp):
-                rounded = contribution.is_rounded
-                way = self._choose(parameter, contribution, g_BTp.shape[2], keeps=self._keeps)
+                way = self._choose(parameter, contribution, g_BTp.shape[2], keeps=keeps)
                 if way is Way.KEPT:
                     return self._measure_gradients(layer, Way.KEPT, parameter, contribution)
                 measured = self._run(layer, way, WAYS[way], (x_BTd, g_BTp))
             case ChunkedProduct():
-                rounded = contribution.is_rounded
-                keeps = self._keeps and parameter not in self._reused
-                keeps &= contribution.outlasts_gradients
+                keeps &= parameter not in self._reused and contribution.outlasts_gradients
                 way = self._choose(parameter, contribution, contribution.p, keeps=keeps)
                 if way is Way.KEPT:
                     return self._materialise_chunks(layer, parameter, contribution)
                 measured = self._measure_chunks(layer, way, contribution)
             case Convolution(x, g, kernel):
-                rounded = contribution.is_rounded
                 choice = convolution.choose_way(
                     *(x, g, kernel),
                     keeps=self._keeps,
-                    on_tensor_cores=rounded,
+                    on_tensor_cores=contribution.is_rounded,
                     becomes_sum=self._becomes_sum and self._keeps,
                     kept_anyway=sum(
                         one[0].numel() for one in (x, g) if storage_of(one) in self._stored
@@ -247,7 +266,6 @@ class SampleNorms:
                 measured = self._run(
                     layer, Way.SUMMED, square_lookup, (ids_BT, contribution.trained_BTd)
                 )
-                rounded = False
             case _:
                 return self._measure_gradients(layer, Way.DIRECT, parameter, contribution)
         self._keep(parameter, contribution)
@@ -258,7 +276,7 @@ class SampleNorms:
         else:
             assert measured.size_B is not None
             figures, sizes = torch.stack([measured.found_B, measured.size_B]), ()
-        kind = _Kind(type(measured), sizes, rounded, figures.device, figures.dtype)
+        kind = _Kind(type(measured), sizes, figures.device, figures.dtype)
         self._figures[kind].append((parameter, figures))
         return lambda: measured.found_B.clamp(min=0)
 
@@ -279,14 +297,16 @@ class SampleNorms:
     ) -> Callable[[], Tensor]:
         """Turn kept output gradients into per-sample gradients, which take no more memory."""
         assert product.release is not None
-        parts = []
+        parts, found = [], []
         for some, part in product.parts():
             gradients = self._watch(layer, Way.KEPT, part.materialise, part[:2])
             parts.append(SampleGradients(gradients, is_own=True))
+            found.append(self._mend(part, gradients, find_size(part)))
+            self._mending.finish()
             del part  # it has what is freed
             product.release(some)
         self._keep(parameter, GradientsInParts(tuple(parts)))
-        found_B = torch.cat([square(part.gradients) for part in parts])
+        found_B = torch.cat(found)
         self._added.append(Squares(found_B, None, None))
         self._tell(parameter, found_B)
         return lambda: found_B
@@ -310,14 +330,17 @@ class SampleNorms:
     ) -> Any:
         """Find squared norms with float32 products, even where training itself uses TF32."""
         with exact_products():
-            return self._watch(layer, way, function, inputs)
+            found = self._watch(layer, way, function, inputs)
+        if function is tiled_gram:
+            self._known[_identify(inputs[1])] = found.sums_5B[2]
+        return found
 
     def _measure_gradients(
         self,
         layer: nn.Module,
         way: Way,
         parameter: nn.Parameter,
-        contribution: Product | Convolution | Direct,
+        contribution: Product | Convolution | Direct | Several,
     ) -> Callable[[], Tensor]:
         """Materialise the per-sample gradients, keep them, and add their squared norms."""
         inputs = contribution[:2] if isinstance(contribution, Product) else tuple(contribution)
@@ -325,10 +348,39 @@ class SampleNorms:
         self._keep(parameter, SampleGradients(gradients, is_own=way is Way.KEPT))
         if self._keeps and may_join(parameter, gradients):
             self._vectors[gradients.device].append((parameter, gradients))
+            return lambda: square(gradients)
+        size_B = find_size(contribution, self._square)
+        if self._keeps:
+            found_B, size_B = self._mend(contribution, gradients, size_B), None
         else:
-            self._added.append(Squares(square(gradients), None, None))
-            self._tell(parameter, self._added[-1].found_B)
-        return lambda: square(gradients)
+            found_B = square(gradients)
+        self._added.append(Squares(found_B, None, size_B))
+        self._tell(parameter, found_B)
+        return lambda: found_B
+
+    def _mend(self, contribution: Merged, gradients: Tensor, size_B: Tensor | None) -> Tensor:
+        """Return squared norms of gradients; those that are unsure are computed again, alone.
+
+        Only here are all tokens there.
+        """
+        found_B = square(gradients)
+        if size_B is not None:
+            unsure_B = is_unsure(Squares(found_B, None, size_B), LEAST_NORM * self._loss_scale)
+            if self._deferral is not None:
+                self._deferral.flag(unsure_B)
+            else:
+                self._mending.expect(unsure_B, contribution, gradients, found_B)
+        return found_B
+
+    def _square(self, one: Tensor) -> Tensor:
+        """Sum each sample's squares, unless they are known."""
+        key = _identify(one)
+        if key is None:
+            return square(one)
+        if key not in self._known:
+            in_order = sorted(range(1, one.dim()), key=one.stride, reverse=True)
+            self._known[key] = square(one.permute(0, *in_order))
+        return self._known[key]
 
     def _check(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         if len(contribution[0]) != len(self._losses):
@@ -340,6 +392,7 @@ class SampleNorms:
         self, parameter: nn.Parameter, uses: Sequence[tuple[nn.Module, Contribution]]
     ) -> None:
         """Add the squared norms of the sum of a parameter's uses."""
+        self._known.clear()
         for _, contribution in uses:
             self._check(parameter, contribution)
         layer = uses[0][0]
@@ -348,7 +401,9 @@ class SampleNorms:
             name = self._name_of(parameter)
             raise UnsupportedError(f"{name} is used in ways whose gradients cannot be combined")
         found = {
-            type(contribution): self._measure(layer, parameter, contribution)
+            type(contribution): self._measure(
+                layer, parameter, contribution, is_whole=len(merged) == 1
+            )
             for contribution in merged
         }
         match merged:
@@ -375,7 +430,7 @@ class SampleNorms:
         for some, (x_BTd, g_BTp, _) in parts:
             operands = (ids_BT[some], e_BTd[some], x_BTd, g_BTp)
             found = self._run(layer, Way.CROSSED, inner_product, operands)
-            crossed.append(found._replace(size_B=square(x_BTd) * square(g_BTp)))
+            crossed.append(found._replace(size_B=size_of(square(x_BTd), square(g_BTp))))
         joined: Squares = _join(crossed)
         return joined
 
@@ -384,6 +439,15 @@ class SampleNorms:
         squares = self._squares
         if squares is not None:
             squares[parameter] = squares[parameter] + found_B if parameter in squares else found_B
+
+
+def _identify(one: Tensor) -> Any:
+    """Identify a sample's elements, in any order; None where they do not lie side by side."""
+    sides = [(size, step) for size, step in zip(one.shape, one.stride(), strict=True) if size > 1]
+    last = sum((size - 1) * step for size, step in sides)
+    if last + 1 != one.numel() or not all(step for _, step in sides):
+        return None
+    return storage_of(one), one.storage_offset(), one.numel(), one.dtype
 
 
 def _join(parts: Sequence[Any]) -> Any:

@@ -6,7 +6,10 @@ need neither per-sample gradients nor T x T matrices. The first pass computes no
 parameters; the second frees the graph. Other implementations differentiate weighted losses in the
 second pass. Here both passes differentiate the same losses, and each layer weights its own sum:
 the second pass sums the gradients whose norms the first pass found, and can exclude samples that
-are not finite. ``projections`` verifies that they are the same.
+are not finite. ``projections`` verifies that they are the same. Samples that are unsure
+(``norms.rounding``) are measured alone in one more pass between these, which all ranks of
+``fully_shard`` run if one does; the pass that sums adds the same gradients, or the batch is
+refused.
 
 Cost for a linear layer of d x p over T tokens: 2 B T d p FLOPs each for forward, inputs'
 gradients twice and weights' gradients, 8 B T d p, and the norm (``norms.linear``).
@@ -15,6 +18,8 @@ Memory beyond an ordinary step: the graph, kept for the second pass; B norms, an
 weighted activations or output gradients, whichever are narrower.
 """
 
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dpprof.clipping.contributions import GradientsInParts, Kept, materialise_vector
+from dpprof.clipping.alone import Alone, Taken
+from dpprof.clipping.contributions import (
+    Contribution,
+    GradientsInParts,
+    Kept,
+    materialise_vector,
+)
 from dpprof.clipping.engine import Clipping, Enter
 from dpprof.clipping.layers import Contributions
 from dpprof.clipping.projections import Projections
@@ -54,6 +65,15 @@ class FlashClipping(Clipping):
         super().__init__(model, max_grad_norm, **options)
         self._projections: Projections | None = None
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._uses: Counter[nn.Parameter] = Counter()
+        """How often each parameter was used, where samples were measured alone."""
+
+        self._taken: dict[nn.Parameter, list[Taken]] = defaultdict(list)
+        """Of the uses so far."""
+
+        self._reused: Collection[nn.Parameter] = ()
+        self._repeat: Callable[[], None] = lambda: None
+        """Runs the first pass again."""
 
     def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
         if len(losses):
@@ -61,16 +81,58 @@ class FlashClipping(Clipping):
             self._projections = Projections(self._coverage, losses, generator)
         try:
             enter("backward")
+            weights = self._make_weights(losses)
+            self._repeat = partial(torch.autograd.backward, losses, weights, retain_graph=True)
             with self.handling(norms.add):
-                torch.autograd.backward(losses, self._make_weights(losses), retain_graph=True)
+                self._repeat()
             enter("clip")
             factors_B = self._finish(norms)
             enter("second_backward")
             with self.handling(partial(self._add_layer, factors_B)):
-                torch.autograd.backward(losses, self._make_weights(losses))
+                torch.autograd.backward(losses, weights)
             self._refuse_difference()
         finally:
             self._projections = None
+            self._repeat, self._reused = lambda: None, ()
+            self._uses.clear()
+            self._taken.clear()
+
+    def _find_reused(self, nodes: Sequence[Any]) -> Collection[nn.Parameter]:
+        self._reused = super()._find_reused(nodes)
+        return self._reused
+
+    def _measure_alone(self, samples: Sequence[int]) -> Alone | None:
+        if not any(self.ranks.any(bool(samples))):
+            return None
+        alone = Alone(samples)
+        with self.handling(partial(self._measure_layer, alone)):
+            self._repeat()
+        for parameter in list(self._taken):
+            alone.measure(self._join_uses(parameter))
+        return alone
+
+    def _measure_layer(self, alone: Alone, _layer: nn.Module, contributions: Contributions) -> None:
+        """Measure what a layer contributes to the samples that are added alone."""
+        for parameter, contribution in contributions:
+            self._uses[parameter] += 1
+            self._taken[parameter].append(alone.take([contribution]))
+            if parameter not in self._reused:
+                alone.measure(self._join_uses(parameter))
+
+    def _take_use(self, parameter: nn.Parameter, contribution: Contribution) -> Taken:
+        """Take the samples that are added alone out of a use; return all uses with the last."""
+        if self._alone is None:
+            return {}
+        self._taken[parameter].append(self._alone.take([contribution]))
+        self._uses[parameter] -= 1
+        return {} if self._uses[parameter] else self._join_uses(parameter)
+
+    def _join_uses(self, parameter: nn.Parameter) -> Taken:
+        joined: dict[int, list[Contribution]] = defaultdict(list)
+        for taken in self._taken.pop(parameter):
+            for at, uses in taken.items():
+                joined[at] += uses
+        return joined
 
     def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
         assert self._projections is not None
@@ -87,7 +149,8 @@ class FlashClipping(Clipping):
             contribution = materialise_vector(found)
             if self._projections is not None:
                 self._projections.note(parameter, contribution, is_measured=False)
-            self._add_up(parameter, contribution, factors_B)
+            taken = self._take_use(parameter, found)
+            self._add_up(parameter, [contribution], factors_B, taken)
             if self.ranks.is_sharded:
                 self.shard_sums.end_use(parameter)
 
@@ -103,9 +166,11 @@ class FlashClipping(Clipping):
             self.deferral.flag(differs_B)
             return
         parameter = self._projections.find_difference(differs_B)
-        if parameter is not None:
+        differs_alone = self._alone is not None and self._alone.differ
+        if parameter is not None or differs_alone:
+            which = "a sample" if parameter is None else self.name_of(parameter)
             raise RuntimeError(
-                f"another gradient of {self.name_of(parameter)} was summed than measured, so "
+                f"another gradient of {which} was summed than measured, so "
                 "samples could exceed the bound: code that the second backward runs again draws "
                 "other random numbers, counts its calls, or reads what changed; checkpoint with "
                 "preserve_rng_state=True, draw with PyTorch's generators alone, or use "

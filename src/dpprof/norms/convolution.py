@@ -25,7 +25,7 @@ Shape legend: B samples, C channels of the input, O of the output, L places, (..
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from torch.nn import functional
 from dpprof.norms import placement
 from dpprof.norms.code_paths import Way
 from dpprof.norms.linear import ON_TENSOR_CORES, GramSums, Price, WayChoice, sum_of_grams
-from dpprof.norms.rounding import Squares
+from dpprof.norms.rounding import Squares, size_of
 from dpprof.norms.tiles import (
     WORKSPACE_BYTES,
     accumulator_of,
@@ -242,6 +242,33 @@ def project_rows(x: Tensor, g: Tensor, kernel: Kernel, u: Tensor) -> Tensor:
     return multiply(rows, met.flatten(0, 1)[:, :, None]).view(len(x), -1)
 
 
+def crop(x: Tensor, g: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor, Kernel]:
+    """Leave out what is before the first output gradient and after the last, on each axis.
+
+    Returns:
+        Input, output gradient and kernel of a convolution with the same gradient of its weight.
+    """
+    x = _pad(x, kernel)
+    axes = zip(kernel.shape[2:], kernel.stride, kernel.dilation, strict=True)
+    for axis, (size, s, d) in enumerate(axes, start=2):
+        places = g.ne(0).movedim(axis, 0).flatten(1).any(1).nonzero().flatten().tolist() or [0]
+        first, more = places[0], places[-1] - places[0]
+        g = g.narrow(axis, first, more + 1)
+        x = x.narrow(axis, first * s, more * s + (size - 1) * d + 1)
+    return x, g, kernel._replace(padding=(0,) * len(kernel.padding))
+
+
+def bound_size(x: Tensor, g: Tensor, kernel: Kernel, squared: Callable[[Tensor], Tensor]) -> Tensor:
+    """Bound the squares of windows and output gradients, multiplied; (B,).
+
+    Each pixel is in a few windows. ``squared`` sums each sample's squares.
+    """
+    if kernel.groups > 1:
+        return _size(x, g, kernel)
+    each = math.prod(-(-k // s) for k, s in zip(kernel.shape[2:], kernel.stride, strict=True))
+    return size_of(each * squared(x), squared(g))
+
+
 def product_squares(x: Tensor, g: Tensor, kernel: Kernel) -> Squares:
     """Materialise the gradients of as many samples as the workspace holds; (B,) each."""
     at_once = samples_at_once(len(x), 2 * math.prod(kernel.shape), 0, accumulator_of(x.dtype))
@@ -262,8 +289,7 @@ def _size(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
         for one, axis in enumerate(phase, start=2):
             part = _add_up([part.narrow(one, start, axis.places) for start in axis.starts])
         of_windows += part.flatten(2).sum(2)
-    size_B: Tensor = (of_windows * _sum_channels(g, kernel.groups).flatten(2).sum(2)).sum(1)
-    return size_B
+    return size_of(of_windows, _sum_channels(g, kernel.groups).flatten(2).sum(2)).sum(1)
 
 
 def _sum_channels(x: Tensor, groups: int) -> Tensor:

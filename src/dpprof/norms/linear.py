@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from dpprof.norms.code_paths import Way
-from dpprof.norms.rounding import Squares, depth_of_sum, gram_slack
+from dpprof.norms.rounding import Squares, depth_of_sum, gram_slack, size_of
 from dpprof.norms.tiles import (
     REDUCED_SLICE,
     SUMMED_SLICE,
@@ -119,7 +119,7 @@ class GramSums(NamedTuple):
             p=self.p,
             depth=depth_of_sum(self.terms),
         )
-        return Squares(found_B, slack_B, trace_of_x_B * trace_of_g_B)
+        return Squares(found_B, slack_B, size_of(trace_of_x_B, trace_of_g_B))
 
 
 def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> GramSums:
@@ -227,7 +227,7 @@ def tiled_product(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
         squares_B = product_squares(x_BTd, g_BTp)
     else:
         squares_B = by_products()
-    return Squares(squares_B, None, square(x_BTd) * square(g_BTp))
+    return Squares(squares_B, None, size_of(square(x_BTd), square(g_BTp)))
 
 
 def _square_product_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:

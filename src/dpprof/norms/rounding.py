@@ -1,9 +1,14 @@
-"""Bounds of the rounding errors of a norm and of a clipped sum.
+"""Which samples' gradients cancel so far that rounding counts, and what it adds to the bound C.
 
-A sample's squared norm is computed from a layer's inputs X and output gradients G; the clipped sum
-is computed from both again, in another order. Where the tokens' products cancel, either may be
-mostly rounding error. Three figures of each layer keep a sample within its bound:
+A sample's squared norm is computed from a layer's inputs X and output gradients G, in the way that
+is cheapest for a batch; the clipped sum is computed from both again, in another order. Where
+tokens cancel, rounding errors are large beside what is left, and they depend on the longest sample
+of the batch, on how many samples there are, and so on. Two figures say how far that may go:
 
+* ``size``, |X|^2 |G|^2: the rounding error of X^T G is relative to its square root. The error of a
+  sum of n terms is about sqrt(n) u times the sum of their magnitudes (Higham and Mary 2019, "A New
+  Approach to Probabilistic Rounding Error Analysis"), and libraries sum in blocks of a few thousand
+  terms at most: 2^-16 sqrt(size) is four times that in float32.
 * ``slack``, by how much the true squared norm may exceed the computed one. Only the Gram ways need
   it, which subtract large squares; other ways have an error relative to ``size``. With
   A = X X^T and B = G G^T, an entry of A is a sum of d products. In any order of summation its
@@ -14,19 +19,31 @@ mostly rounding error. Three figures of each layer keep a sample within its boun
   ``u (n(d) tr(A) |B| + n(p) |A| tr(B) + m |A| |B|)`` plus terms of u^2, where m is the depth of the
   last sum. ``eps = 2 u`` in place of u covers those, accumulators that truncate, and the error of
   the traces, which are sums of the diagonals.
-* ``size``, |X|^2 |G|^2: the rounding error of X^T G is relative to its square root. The error
-  of a sum of n terms is about sqrt(n) u times the sum of their magnitudes (Higham and Mary 2019,
-  "A New Approach to Probabilistic Rounding Error Analysis"); libraries sum in blocks, so n is at
-  most ``BLOCK``. ``spread`` takes four times that, for batches of any size.
-* the norm used is ``max(sqrt(found + slack), sqrt(spread) / TOLERATED)``. It is never below the
-  true norm by more than the fraction ``TOLERATED``. Where a gradient is mostly rounding error, the
-  norm is so large that the error, scaled, stays below ``TOLERATED`` of the bound C.
 
-So a sample contributes at most ``C (1 + TOLERATED)`` to the computed sum, rounding included. For
-inputs that do not cancel, this changes a norm in float32 by less than 1e-3 over few tokens; the
-slack of Gram ways grows with them, to about 1e-2 where 1,024 tokens have much in common, or a
-vocabulary has 128,000 ids. Per-sample gradients that are kept (``norms.linear``) need no
-correction, because they themselves are summed.
+A sample is *unsure* where size exceeds ``MOST``^2 M, or slack 2^-5 M (in float64 2^-34 M), or where
+numbers may have left the range of their format; M is the squared norm, or that below which nothing
+is clipped. Then neither norm nor product is used: its gradient is computed again by itself, in
+float64, from those of its tokens that have one (``clipping.alone``). The norm is that of the very
+gradient that is added, so the sample contributes C, and no other sample moves a bit of it.
+
+For all others the computed norm is used as it is, in whichever way. So, in float32:
+
+* A sample contributes at most C (1 + 2^-8): its norm is too small by 2^-9 at most, and the sum
+  rounds by 2^-9. If all rounding errors were as large as they can be, and of one sign, the norm
+  would be too small by 2^-6. Tensor cores round the sum's weighted operands to 16 bits or TF32, by
+  at most 2^-9 each: there C (1 + 1/4) if all these errors have one sign. In float64 the bound is
+  C (1 + 2^-34).
+* Another sample, a longer one, or another order moves what a sample contributes by no more than
+  twice that: both results are that close to the exact one. Where tokens do not cancel it is about
+  1e-6 C, and for unsure samples nothing. This says nothing on what the model itself computes of the
+  sample: operators of PyTorch round it otherwise in a batch of another shape. So do gradients that
+  come as they are: of layers without a rule, recurrent layers, group norms, the bias of a head
+  whose losses are computed in chunks, convolutions whose rows ``clipping.rows`` adds up, and on
+  CUDA all vectors. Their norm is that of what is added, so C holds for them too.
+
+Nothing is unsure in ordinary trainings: for random tokens size is T times the squared norm, so
+16,384 tokens are too few, and slack stays below 2^-5 of it also where 1,024 tokens have much in
+common, or a vocabulary has 128,000 ids.
 
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
@@ -37,16 +54,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 4096
-"""Terms in a block of a library's sum."""
+MOST = 128.0
+"""How many times a norm the norms of both factors may be, multiplied, of a sample that is sure."""
 
-TOLERATED = {torch.float32: 2.0**-8, torch.float64: 2.0**-24}
-"""The fraction of the bound that rounding may add to a sample, by the dtype of sums."""
+_SLACK = 2.0**18
+"""The most slack, in eps times the squared norm."""
 
-OF_FACTORS = 2.0**-14
-"""The spread where tensor cores round the sum's weighted operands to 16 bits or TF32. The error is
-at most 2^-9 for each token; so a sample may contribute up to
-``C (1 + 2^-9 / OF_FACTORS * TOLERATED)``, an eighth more than C, if all errors have one sign."""
+_LARGEST = 1e37
+"""Squared norms beyond it may have overflowed."""
+
+_LOST = 1e-30
+"""More than what underflows of a sum of squares."""
+
+LEAST_NORM = 1e-6
+"""What ``clipping.factor`` adds to a norm: errors of shorter ones hardly count."""
 
 _SPLIT = 6
 """What three TF32 products in place of one (``norms.float32_products``) add, in eps."""
@@ -62,7 +83,30 @@ class Squares(NamedTuple):
     """By how much the true ones may exceed them; None where ``size`` bounds that."""
 
     size_B: Tensor | None
-    """The square of what rounding is relative to; None for an inner product."""
+    """The square of what rounding is relative to; None where nothing cancels, or for an inner
+    product."""
+
+
+def size_of(square_of_x_B: Tensor, square_of_g_B: Tensor) -> Tensor:
+    """Multiply the squares of both factors, neither of which may vanish by underflow; (B,)."""
+    return (square_of_x_B + _LOST) * (square_of_g_B + _LOST)
+
+
+def is_unsure(squares: Squares, least: float) -> Tensor:
+    """Tell for which samples rounding may count; (B,).
+
+    Args:
+        squares: Of all layers that are clipped together, added up.
+        least: The norm below which nothing is clipped.
+    """
+    found_B, slack_B, size_B = squares
+    most_B = found_B.clamp(min=min(least, 1e15) ** 2)
+    is_sure_B = most_B < _LARGEST  # which NaN is not
+    if size_B is not None:
+        is_sure_B &= size_B <= MOST**2 * most_B
+    if slack_B is not None:
+        is_sure_B &= slack_B <= _SLACK * torch.finfo(found_B.dtype).eps * most_B
+    return ~is_sure_B
 
 
 def gram_slack(
@@ -76,7 +120,11 @@ def gram_slack(
     depth: int,
 ) -> Tensor:
     """Bound the error of the sum of A * B from tr(A), tr(B), |A|^2, |B|^2 and ``depth_of_sum``."""
-    norm_of_x_B, norm_of_g_B = square_of_x_B.sqrt(), square_of_g_B.sqrt()
+    # Each is at most the trace, also where squares underflow.
+    norm_of_x_B, norm_of_g_B = (
+        torch.where(square_B < _LOST, trace_B, square_B.sqrt())
+        for square_B, trace_B in ((square_of_x_B, trace_of_x_B), (square_of_g_B, trace_of_g_B))
+    )
     of_inputs = (depth_of_products(d) + _SPLIT) * trace_of_x_B * norm_of_g_B
     of_gradients = (depth_of_products(p) + _SPLIT) * norm_of_x_B * trace_of_g_B
     eps = torch.finfo(norm_of_x_B.dtype).eps
@@ -109,15 +157,3 @@ def cross_slack(found_B: Tensor, size_B: Tensor, terms: int) -> Tensor:
     eps = torch.finfo(found_B.dtype).eps
     wrong_B = (0.5 * eps * math.sqrt(terms)) * size_B.sqrt()
     return 16 * eps * found_B + (2 * found_B.sqrt() + wrong_B) * wrong_B
-
-
-def bound_spread(size_B: Tensor, *, is_rounded: bool = False) -> Tensor:
-    """Bound the square of the rounding error of a sum of products over any number of samples; (B,).
-
-    It does not depend on how many samples the batch has: their norms would, and one sample more
-    would move what the others contribute. ``is_rounded`` says whether the operands are rounded to
-    16 bits, or to TF32.
-    """
-    unit = 2 * torch.finfo(size_B.dtype).eps * math.sqrt(BLOCK)
-    unit = max(unit, OF_FACTORS if is_rounded else 0.0)
-    return size_B * (unit * unit)

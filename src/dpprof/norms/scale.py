@@ -9,7 +9,7 @@ Shape legend: B samples, T tokens, d width.
 from torch import Tensor
 
 from dpprof.norms import placement, triton_ops
-from dpprof.norms.tiles import TOKEN_PARTS, accumulator_of
+from dpprof.norms.tiles import TOKEN_PARTS, accumulator_of, square
 
 
 def scale_gradients(
@@ -19,27 +19,32 @@ def scale_gradients(
     rstd_BT1: Tensor,
     *,
     shifted: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Sum ``g * (x - mean) * rstd`` over tokens.
 
     ``rstd_BT1`` are reciprocal standard deviations; the means are None if none were subtracted.
 
     Returns:
-        (B, d) in float32, or float64 for float64; and if ``shifted`` the sums of ``g``, (B, d),
-        where the kernel gives them without another pass.
+        (B, d) in float32, or float64 for float64; if ``shifted`` the sums of ``g``, (B, d), where
+        the kernel gives them without another pass; and the squares of all terms, (B,), except on
+        CUDA.
     """
     B, _, d = x_BTd.shape
     if triton_ops.is_fused(x_BTd):
         mean_BT = None if mean_BT1 is None else mean_BT1.squeeze(2)
         made_BRd = triton_ops.scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT1.squeeze(2), shifted)
-        return made_BRd[:, 0], made_BRd[:, 1] if shifted else None
-    parts_of_T = 1 if placement.is_cuda(x_BTd) else TOKEN_PARTS
+        return made_BRd[:, 0], made_BRd[:, 1] if shifted else None, None
+    on_gpu = placement.is_cuda(x_BTd)
+    parts_of_T = 1 if on_gpu else TOKEN_PARTS
     accumulator = accumulator_of(x_BTd.dtype)
     means = None if mean_BT1 is None else mean_BT1.chunk(parts_of_T, dim=1)
     parts = zip(x_BTd.chunk(parts_of_T, dim=1), rstd_BT1.chunk(parts_of_T, dim=1), strict=True)
     sums_Bd = x_BTd.new_zeros((B, d), dtype=accumulator)
+    squares_B = None if on_gpu else x_BTd.new_zeros(B, dtype=accumulator)
     for at, ((x, rstd), g) in enumerate(zip(parts, g_BTd.chunk(parts_of_T, dim=1), strict=True)):
         exact = x.to(accumulator)
         normal = exact * rstd if means is None else (exact - means[at]).mul_(rstd)
         sums_Bd += normal.mul_(g).sum(1)
-    return sums_Bd, None
+        if squares_B is not None:
+            squares_B += square(normal)
+    return sums_Bd, None, squares_B
