@@ -1,5 +1,7 @@
 """Misuse in any order: the bound holds, or the step is refused; the next right step is right."""
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -7,6 +9,8 @@ import torch
 from small_models import EVERY, gradients, is_clear, private, squares
 from torch import nn
 from torch._dynamo.exc import Unsupported
+from torch.autograd import forward_ad
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.two_pass import FlashClipping
@@ -144,3 +148,114 @@ def test_compiling_the_whole_graph_says_what_to_leave_out() -> None:
     run = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(Unsupported, match="cannot be compiled; leave out fullgraph=True"):
         run(draw())
+
+
+def take_steps_in_backward(model) -> None:
+    _apply_optimizer_in_backward(torch.optim.SGD, [model.beside], {"lr": 1.0})
+
+
+def take_steps_behind_gradients(model) -> None:
+    sgd = torch.optim.SGD([model.beside], lr=1.0)
+    model.beside.register_post_accumulate_grad_hook(lambda _: sgd.step())
+
+
+HOOKS = {
+    "an optimizer in backward": (take_steps_in_backward, "an optimizer that steps in backward"),
+    "a step in a hook": (take_steps_behind_gradients, "a hook behind its gradient"),
+    "a hook": (lambda model: model.beside.register_hook(lambda g: 100 * g), "a hook on its grad"),
+    "a hook of a layer's": (
+        lambda model: model.layer.weight.register_hook(lambda g: 100 * g),
+        "a hook on its gradient",
+    ),
+    "a hook on all gradients": (
+        lambda model: torch.autograd.graph.register_multi_grad_hook(
+            list(model.parameters()), lambda _: None
+        ),
+        "a hook on its gradient",
+    ),
+}
+
+
+class WithBeside(nn.Module):
+    """A parameter beside a layer, whose sum of gradients autograd computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.beside = nn.Linear(D, D), nn.Parameter(torch.zeros(D))
+
+    def forward(self, x):
+        return self.layer(x) + self.beside
+
+
+@pytest.mark.parametrize("way", EVERY)
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_who_would_handle_gradients_in_backward_is_refused(is_late, kind, way) -> None:
+    add, message = HOOKS[kind]
+    model = WithBeside()
+    before = copy.deepcopy(model.state_dict())
+    if is_late:
+        clipping = way(model, C)
+        add(model)
+        with pytest.raises(UnsupportedError, match=f"is trained and has {message}"):
+            clipping.backward(squares(model, torch.ones(B, D)))
+    else:
+        add(model)
+        with pytest.raises(UnsupportedError, match=f"is trained and has {message}"):
+            way(model, C)
+        assert type(model.layer) is nn.Linear
+    assert is_clear(model)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_hooks_that_look_at_layers_and_activations_stay(way) -> None:
+    model, seen = build(), []
+    clipping = way(model, C)
+    model[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    model[2].register_forward_pre_hook(
+        lambda _, given: given[0].register_hook(seen.append) and None
+    )
+    torch.testing.assert_close(take(clipping, model), expected(way), rtol=1e-12, atol=0)
+    assert len(seen) > 2
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_clipping_is_not_copied_and_its_model_is(make) -> None:
+    model = build()
+    clipping = BookKeeping(model, C)
+    with pytest.raises(
+        TypeError, match="a BookKeeping cannot be copied or pickled; copy its model"
+    ):
+        make(clipping)
+    make(model)
+
+
+def run_with_others(model):
+    others = {name: nn.Parameter(2 * p.detach()) for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, others, (draw(),)).square().sum((1, 2))
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_tensors_in_place_of_parameters_are_refused(way) -> None:
+    model = build()
+    clipping = way(model, C)
+    with pytest.raises(RuntimeError, match="2 ran with tensors in place of its parameters"):
+        clipping.backward(run_with_others(model))
+    torch.testing.assert_close(take(clipping, model), expected(way), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_backward_inside_of_other_modes_is_refused(way) -> None:
+    model = build()
+    clipping = way(model, C)
+    losses = squares(model, draw())
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(UnsupportedError, match=r"runs inside of torch\.autograd\.forward_ad"),
+    ):
+        clipping.backward(forward_ad.make_dual(losses, torch.ones_like(losses)))
+    with torch.inference_mode(), pytest.raises(ValueError, match="inference mode"):
+        clipping.backward(losses)
+    torch.testing.assert_close(take(clipping, model), expected(way), rtol=1e-12, atol=0)

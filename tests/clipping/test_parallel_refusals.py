@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed import destroy_process_group
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -107,6 +108,12 @@ def quantised_and_sharded() -> nn.Module:
     return fully_shard(model)
 
 
+def with_hook_on_buckets() -> nn.Module:
+    model = DistributedDataParallel(Small())
+    model.register_comm_hook(None, fp16_compress_hook)
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "CPU offload": (
         lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
@@ -127,6 +134,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "FullyShardedDataParallel does not work",
     ),
     "replicate()": (lambda: replicate(Small()), r"replicate\(\) does not work with clipping"),
+    "a hook on buckets": (with_hook_on_buckets, r"register_comm_hook\(\) does not work"),
     "static graph": (
         lambda: DistributedDataParallel(Small(), static_graph=True),
         "with static_graph does not work",

@@ -11,6 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpprof.clipping.contributions import storage_of
+from dpprof.clipping.forwards import Forward
 from dpprof.clipping.tensor_kinds import is_sparse
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -24,12 +25,13 @@ class LayerCall:
 
     Args:
         layer: It is about to run.
+        forward: Of the model, which the call belongs to; None for layers inside.
     """
 
-    __slots__ = ("_inside", "_layer", "_settings", "_versions")
+    __slots__ = ("_inside", "_layer", "_settings", "_versions", "forward")
 
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
+    def __init__(self, layer: nn.Module, forward: Forward | None = None) -> None:
+        self._layer, self.forward = layer, forward
         self._settings = read_settings(layer)
         # named_parameters lists no parameter twice
         own = [p for p in layer._parameters.values() if p is not None]  # noqa: SLF001

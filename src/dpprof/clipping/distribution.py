@@ -143,11 +143,13 @@ class Replicas(Ranks):
 
     def _refuse_settings(self) -> None:
         wrapper = self.wrapper
+        is_predicted = distributed.get_backend(self.groups[0]) == distributed.Backend.FAKE
         refused = {
             "static_graph": wrapper.static_graph,
             "mixed_precision": wrapper.mixed_precision is not None,
             "the Python reducer": wrapper._use_python_reducer,  # noqa: SLF001
             "delay_all_reduce_named_params": bool(wrapper._delay_all_reduce_params),  # noqa: SLF001
+            "register_comm_hook()": bool(wrapper._comm_hooks) and not is_predicted,  # noqa: SLF001
             "join()": wrapper._join_config.enable,  # noqa: SLF001
         }
         for name, is_set in refused.items():

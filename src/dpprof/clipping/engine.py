@@ -43,9 +43,11 @@ from dpprof.clipping.double_backward import (
 )
 from dpprof.clipping.factor import LEAST_FACTOR, clip_factor, verify_bound
 from dpprof.clipping.first_batch import FirstBatches, Handler
+from dpprof.clipping.forwards import Forwards
+from dpprof.clipping.gradient_hooks import refuse_hooks
 from dpprof.clipping.layers import Contributions, count_uses
 from dpprof.clipping.layout import Layout
-from dpprof.clipping.patching import patch_layer, unpatch_layer
+from dpprof.clipping.patching import patch_layer, unpatch_layer, watch_calls
 from dpprof.clipping.ranks import Ranks, Settings, refuse_other_wrapper
 from dpprof.clipping.released_state import ReleasedState
 from dpprof.clipping.rules import Found, LayerRule, find_rewritten, find_rules
@@ -90,8 +92,9 @@ class Clipping(ABC):
         first_batch: ``verified`` spends one more backward on the first batch of two samples or
             more, and refuses it where samples are mixed between layers (the module
             ``first_batch`` says what that proves); ``trusted`` does not.
-        public_buffers: Names of buffers, as in ``state_dict()``, that may change because they hold
-            nothing of the samples.
+        public_buffers: Names of buffers, attributes and parameters, as in ``layers.0.mean``, that
+            may change because they hold nothing of the samples, or are in no ``state_dict()`` and
+            read by no later forward.
         batch_second: Names of modules, as in ``named_modules()``, whose layers get the batch on
             their second axis, (T, B, d). Modules of PyTorch and Opacus with ``batch_first=False``
             say so themselves, for the layers directly in them too.
@@ -113,9 +116,11 @@ class Clipping(ABC):
     or padding, move what a sample contributes. A sample whose loss or gradient is
     NaN or infinite contributes nothing, and is counted in ``nonfinite_samples``; one whose gradient
     is zero contributes zero; a batch without samples leaves no gradient. The gradient is that of
-    the forward that ran: a layer that changed since is refused. Buffers and frozen parameters that
-    change are refused, because ``state_dict()`` would release them without noise. Samples must be
-    handled independently of each other: the first batch shows most code that does not
+    the forward that ran: a layer that changed since is refused. A step changes trained parameters
+    alone, and those in the optimizer's ``step()`` alone: what else forward writes, into tensors
+    that modules hold, would leave the run or reach a later step without noise, and is refused
+    (``released_state`` and ``forwards`` say what is seen). Samples must be handled independently of
+    each other: the first batch shows most code that does not
     (``first_batch``), and ``check`` shows more.
 
     Example:
@@ -230,7 +235,7 @@ class Clipping(ABC):
         self._coverage = Coverage(own, self.ranks)
         self._shared = self._coverage.verify(model)
         self._released = ReleasedState(model, self.ranks.own, self.clips, public_buffers)
-        self._rewritten = self._patch_layers(rules)
+        self._rewritten = self._patch_layers(rules, public_buffers)
         self._hooks: dict[nn.Parameter, list[Any]] = {}
         self._hook_leaves()
         self.ranks.take_over()
@@ -254,19 +259,32 @@ class Clipping(ABC):
             )
         return own
 
-    def _patch_layers(self, rules: Mapping[nn.Module, Found]) -> Collection[nn.Module]:
-        """Let rules run layers; return the other modules that run otherwise."""
+    def _patch_layers(
+        self, rules: Mapping[nn.Module, Found], public: Collection[str]
+    ) -> Collection[nn.Module]:
+        """Let rules run layers, and watch calls of the model; return what else runs otherwise."""
+        self._forwards = self._find_forwards(public)
         choices = {one: Found(choice.run, type(one)) for one, choice in self._choices.items()}
         for layer, (rule, replaced) in (*rules.items(), *choices.items()):
-            run = partial(
-                _make_uncompiled(), self.ranks, rule, layer, partial(self._receive, layer)
-            )
+            receive = partial(self._receive, layer)
+            run = partial(_make_uncompiled(), self.ranks, self._forwards, rule, layer, receive)
             around = [one for one in self._choices.values() if layer in one.inside]
             patch_layer(layer, run, replaced, partial(self._is_on, around))
         rewritten = find_rewritten(self.model)
         for module, run_module in rewritten.items():
             patch_layer(module, run_module, type(module), lambda: not self._disabled)
+        is_on = lambda: not (self._disabled or torch.compiler.is_exporting())  # noqa: E731
+        watch_calls(self.model, self._forwards.watcher(), is_on)
         return rewritten
+
+    def _find_forwards(self, public: Collection[str]) -> Forwards:
+        """Prepare to see which parameters a forward writes."""
+        names = {
+            self.ranks.own(one): name
+            for name, one in self.model.named_parameters()
+            if name not in public
+        }
+        return Forwards(names, lambda: self.deferral is None)
 
     def _is_on(self, around: Sequence[Choice]) -> bool:
         """Tell whether a layer is clipped by itself, and not with a module around it."""
@@ -358,12 +376,19 @@ class Clipping(ABC):
 
     def remove(self) -> None:
         """Restore the model's layers, and remove all hooks."""
-        for layer in (*self._layers, *self._rewritten):
+        for layer in (*self._layers, *self._rewritten, self.model):
             unpatch_layer(layer)
         for hook in itertools.chain(*self._hooks.values()):
             hook.remove()
         self._layers.clear()
         self.ranks.release()
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Refuse a copy: it would clip the layers of the model that this one clips."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled; copy its model, which is then a "
+            "plain one, and make a clipping of the copy"
+        )
 
     def backward(self, losses: Tensor, enter: Enter = lambda _: None) -> None:
         """Sum the clipped gradients of a batch, in place of ``loss.backward()``.
@@ -387,10 +412,10 @@ class Clipping(ABC):
             ValueError: The losses are not one for each sample, in float32 or float64.
             RuntimeError: A trained parameter would not be clipped: it was used outside of its
                 layer, or was not trained when this was made. Or a ``.grad`` is where the
-                ``NoisyOptimizer`` will put its own, such as the last step's. Or a layer, a buffer
-                or a frozen parameter changed. Or ranks disagree, or another ``backward`` is under
-                way.
-            UnsupportedError: Samples are mixed.
+                ``NoisyOptimizer`` will put its own, such as the last step's. Or a layer changed, or
+                a tensor that a module holds, or forward wrote a trained parameter. Or ranks
+                disagree, or another ``backward`` is under way.
+            UnsupportedError: Samples are mixed, or a hook or a transform would see gradients.
         """
         if not self._is_running.acquire(blocking=False):
             raise RuntimeError("another backward of this clipping is under way")
@@ -405,6 +430,7 @@ class Clipping(ABC):
 
     def _backward(self, losses: Tensor, enter: Enter) -> None:
         refuse_losses(losses)
+        refuse_transforms(self.model)
         self.ranks.verify()
         self._shared = self._coverage.verify(self.model)
         self._hook_leaves()
@@ -446,6 +472,7 @@ class Clipping(ABC):
             self._refuse_changed_outputs()
             self.shard_sums.finish()
             self.ranks.refuse_unclipped()
+            self._forwards.verify()
             if self.deferral is None:
                 self.verify_released()
         except BaseException:
@@ -455,18 +482,23 @@ class Clipping(ABC):
                 self._first_batches.undo()
             raise
         finally:
-            self._losses = self._excluded = self._nonfinite = self._alone = None
-            self._changed.clear()
-            for leaf, (before, _) in self._stashed.items():
-                leaf.grad = before
-            self._stashed.clear()
-            self._broadcasts.remove()
-            # They keep the graph, and its nodes of parameters would remember this stream for ever.
-            self._broadcasts = Broadcasts(Layout())
+            self._forget_batch()
         if not self.sums.await_noise:
             self.sums.give()
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
+
+    def _forget_batch(self) -> None:
+        """Forget what is of one backward alone."""
+        self._losses = self._excluded = self._nonfinite = self._alone = None
+        self._changed.clear()
+        for leaf, (before, _) in self._stashed.items():
+            leaf.grad = before
+        self._stashed.clear()
+        self._forwards.close()
+        self._broadcasts.remove()
+        # They keep the graph, and its nodes of parameters would remember this stream for ever.
+        self._broadcasts = Broadcasts(Layout())
 
     def _read_graph(self, losses: Tensor) -> Layout:
         """Find which rows samples have, and what enters for all samples."""
@@ -486,7 +518,7 @@ class Clipping(ABC):
         return layout
 
     def verify_released(self) -> None:
-        """Refuse a step if a buffer or frozen parameter changed; this may wait for the device.
+        """Refuse a step if a tensor that modules hold changed; this may wait for the device.
 
         Raises:
             RuntimeError: One did.
@@ -546,9 +578,17 @@ class Clipping(ABC):
                 "this model's gradients are clipped: call backward(losses) of its Clipping in "
                 "place of loss.backward()"
             )
+        if call.forward is not None:
+            self._forwards.differentiate(call.forward)
         if changed_B is not None:
             self._changed.append((layer, changed_B))
         owned = [(self.ranks.own(parameter), one) for parameter, one in contributions]
+        if any(parameter not in self._coverage for parameter, _ in owned):
+            raise RuntimeError(
+                f"{self._name_of_layer(layer)} ran with tensors in place of its parameters, as "
+                "torch.func.functional_call gives them, which are not clipped; call the model with "
+                "its own"
+            )
         # A parameter may have been frozen after forward.
         trained = [pair for pair in owned if pair[0].requires_grad]
         if self.ranks.is_sharded:
@@ -594,6 +634,7 @@ class Clipping(ABC):
         """Handle a loose parameter's per-sample gradients in place of their sum."""
         if leaf not in self._stashed:
             return
+        self._forwards.differentiate()
         leaf.grad, gradient = self._stashed.pop(leaf)
         parameter = self.ranks.own(leaf)
         gradients = self._find_loose(leaf, gradient)
@@ -614,10 +655,17 @@ class Clipping(ABC):
         return found.take(gradient) if found else None
 
     def _hook_leaves(self) -> None:
-        """Watch everything that may get a gradient of a clipped parameter from autograd."""
+        """Watch everything that may get a gradient of a clipped parameter from autograd.
+
+        Raises:
+            UnsupportedError: Something else watches it.
+        """
         for parameter in self._coverage:
             for leaf in self.ranks.leaves(parameter):
-                if not leaf.requires_grad or leaf in self._hooks:
+                if not leaf.requires_grad:
+                    continue
+                refuse_hooks(self.name_of(parameter), leaf, self._hooks.get(leaf, ()))
+                if leaf in self._hooks:
                     continue
                 if parameter in self._loose:
                     self._hooks[leaf] = [
@@ -785,6 +833,7 @@ def sum_whole(contribution: Kept, factors_B: Tensor) -> Tensor:
 
 def _run(
     ranks: Ranks,
+    forwards: Forwards,
     rule: LayerRule,
     layer: nn.Module,
     receive: Callable[..., None],
@@ -793,11 +842,12 @@ def _run(
 ) -> Any:
     refuse_other_wrapper(ranks)
     refuse_transforms(layer)
-    if torch.is_grad_enabled() and not isinstance(getattr(rule, "__self__", None), Choice):
+    forward = forwards.of(layer) if torch.is_grad_enabled() else None
+    if forward is not None and not isinstance(getattr(rule, "__self__", None), Choice):
         given = (*inputs, *named.values())
         is_alone = len(given) == 1  # without the loss of a head
         refuse_inputs(layer, given, may_be_sparse=is_alone and isinstance(layer, nn.Linear))
-    call = LayerCall(layer)
+    call = LayerCall(layer, forward)
     y = rule(layer, partial(receive, call), *inputs, **named)
     call.end()
     return y

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpprof.clipping.engine import Clipping
+from dpprof.clipping.inner_optimizers import refuse_optimizer
 from dpprof.clipping.noise import NoiseOfStep, draw_secure_noise, refuse_insecure
 from dpprof.clipping.noise_keys import NoiseKeys
 from dpprof.clipping.ranks import Settings
@@ -112,6 +113,7 @@ class NoisyOptimizer(Optimizer):
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
     ) -> None:
+        refuse_optimizer(optimizer)
         if not isinstance(clipping, Clipping):
             raise TypeError(f"clipping must be a Clipping, and is a {type(clipping).__name__}")
         size = expected_batch_size

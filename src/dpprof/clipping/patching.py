@@ -2,7 +2,8 @@
 
 A patched layer's class becomes a subclass of its own class, so names, ``isinstance`` and
 ``state_dict`` stay the same. A rule may also replace the ``forward`` of a base class alone: then
-the layer's own ``forward`` runs, and its call of ``super().forward`` runs the rule. Every copy
+the layer's own ``forward`` runs, and its call of ``super().forward`` runs the rule. The call of a
+module may be watched in the same way, and its ``forward`` keeps its signature. Every copy
 (``copy.deepcopy``, ``AveragedModel``, pickle, ``torch.save``) has the original class: its
 parameters are new, so no clipping knows them.
 """
@@ -16,6 +17,7 @@ from typing import Any
 from torch import nn
 
 _PATCH = "_clipping_patch"
+_WATCH = "_clipping_watch"
 
 
 class _Patch:
@@ -41,11 +43,26 @@ class _Replacing:
         return patch.forward(*inputs, **named)
 
 
+class _Watching:
+    """Comes before the class of a module whose calls are watched."""
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Let the watch call the module, or call it where there is none."""
+        call = super().__call__  # type: ignore[misc]
+        watch = vars(self).get(_WATCH)
+        if watch is None or watch.layer is not self or not watch.is_on():
+            return call(*inputs, **named)
+        return watch.forward(call, *inputs, **named)
+
+
 class PatchedLayer:
     """First base class of every patched layer's class."""
 
     original: type[nn.Module]
     """The layer's class before it was patched."""
+
+    replaced: type[nn.Module] | None
+    """The class whose ``forward`` is replaced; None where only the calls are watched."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -55,18 +72,23 @@ class PatchedLayer:
         if make is getattr(copyreg, "__newobj__"):  # noqa: B009 (its stub leaves it out)
             make = object.__new__  # pickle accepts __newobj__ only with the object's own class
         if rest and isinstance(rest[0], dict):
-            rest[0] = {name: value for name, value in rest[0].items() if name != _PATCH}
+            rest[0] = {
+                name: value for name, value in rest[0].items() if name not in (_PATCH, _WATCH)
+            }
         return make, arguments, *rest
 
 
 @functools.cache
-def _derive_class(original: Any, replaced: Any) -> Any:
+def _derive_class(original: Any, replaced: Any, watches: bool) -> Any:
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    if replaced is original:
-        bases = (PatchedLayer, _Replacing, original)
+    own: tuple[Any, ...] = (PatchedLayer, *([_Watching] if watches else []))
+    if replaced is None:
+        bases = (*own, original)
+    elif replaced is original:
+        bases = (*own, _Replacing, original)
     else:
-        bases = (PatchedLayer, original, type(replaced.__name__, (_Replacing, replaced), {}))
-    return type(original.__name__, bases, {**names, "original": original})
+        bases = (*own, original, type(replaced.__name__, (_Replacing, replaced), {}))
+    return type(original.__name__, bases, {**names, "original": original, "replaced": replaced})
 
 
 def patch_layer(
@@ -80,8 +102,17 @@ def patch_layer(
     ``replaced`` is the layer's own class, or a base whose ``forward`` its own calls.
     """
     classes: tuple[Any, Any] = (type(layer), replaced)
-    layer.__class__ = _derive_class(*classes)
+    layer.__class__ = _derive_class(*classes, False)
     vars(layer)[_PATCH] = _Patch(layer, forward, is_on)
+
+
+def watch_calls(module: nn.Module, watch: Callable[..., Any], is_on: Callable[[], bool]) -> None:
+    """Let ``watch`` call a module, patched or not: it gets the call, and the call's arguments."""
+    own: Any = type(module)
+    has_patch = PatchedLayer in own.__bases__
+    classes: tuple[Any, Any] = (own.original, own.replaced) if has_patch else (own, None)
+    module.__class__ = _derive_class(*classes, True)
+    vars(module)[_WATCH] = _Patch(module, watch, is_on)
 
 
 def patch_of(layer: nn.Module) -> object:
@@ -101,8 +132,9 @@ def is_patched_now(layer: nn.Module) -> bool:
 
 
 def unpatch_layer(layer: nn.Module) -> None:
-    """Restore a layer's original ``forward``."""
-    vars(layer).pop(_PATCH, None)
+    """Restore a layer's original ``forward`` and calls."""
+    for name in (_PATCH, _WATCH):
+        vars(layer).pop(name, None)
     # A class derived from the patched one since then runs the original forward without a patch.
     if isinstance(layer, PatchedLayer) and PatchedLayer in type(layer).__bases__:
         layer.__class__ = layer.original  # type: ignore[assignment]

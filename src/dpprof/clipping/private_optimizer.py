@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from dpprof.clipping.budget import Spent
 from dpprof.clipping.engine import Clipping
+from dpprof.clipping.inner_optimizers import refuse_optimizer
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.schedules import NOISY
 
@@ -49,6 +50,7 @@ class PrivateOptimizer(NoisyOptimizer):
     """The clipping's count of batches after the last ``backward`` of this."""
 
     def __init__(self, optimizer: Optimizer, clipping: Clipping, **settings: Any) -> None:
+        refuse_optimizer(optimizer)
         _refuse_other_parameters(optimizer, clipping)
         super().__init__(optimizer, clipping, **settings)
 
@@ -162,11 +164,6 @@ class PrivateOptimizer(NoisyOptimizer):
 
 def _refuse_other_parameters(optimizer: Optimizer, clipping: Clipping) -> None:
     """Refuse an optimizer of other parameters than the model trains."""
-    if hasattr(optimizer, "optimizer"):
-        raise ValueError(
-            f"{type(optimizer).__name__} wraps an optimizer, and may skip its steps; give the "
-            "optimizer inside, optimizer.optimizer"
-        )
     given = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in given:
         if parameter.requires_grad and not clipping.clips(parameter):

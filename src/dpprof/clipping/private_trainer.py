@@ -7,7 +7,7 @@ import random
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,6 +90,7 @@ class PrivacyArguments:
             multiplies losses with this power of two for backward (``Clipping``). Samples that
             overflow are left out, and counted in ``Clipping.nonfinite_samples``. Evaluation stays
             in the arguments' dtype.
+        public_buffers: As of ``make_private``.
         check: Whether ``losses_of`` is checked on two samples (``Clipping.check``), in one process.
         sampling_generator: Draws the samples; by default the operating system seeds one.
         noise_generator: Draws the noise; likewise.
@@ -117,6 +118,7 @@ class PrivacyArguments:
     accountant: str = "prv"
     head: str = "logits"
     loss_scale: float | None = None
+    public_buffers: Collection[str] = ()
     check: bool = True
     sampling_generator: torch.Generator | None = None
     noise_generator: torch.Generator | None = None
@@ -337,6 +339,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             privacy.max_grad_norm,
             stability=find_stability(privacy.clipping, privacy.stability),
             loss_scale=privacy.loss_scale or 1.0,
+            public_buffers=privacy.public_buffers,
         )
         if self.losses_of is None and privacy.head == "logits":
             self._verify_losses()

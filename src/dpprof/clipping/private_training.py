@@ -1,6 +1,6 @@
 """Private training in one call: clipping, noise, Poisson batches and accounting together."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial
 from typing import Any, cast
 
@@ -154,6 +154,7 @@ def make_private(
     noise_generator: torch.Generator | None = None,
     secure_mode: bool = False,
     loss_scale: float = 1.0,
+    public_buffers: Collection[str] = (),
 ) -> PrivateTraining:
     """Make an ordinary training loop private.
 
@@ -192,6 +193,8 @@ def make_private(
         noise_generator: Draws the noise; likewise.
         secure_mode: Draw noise that withstands floating point attacks.
         loss_scale: What losses are multiplied with for backward in float16 (``Clipping``).
+        public_buffers: Names of what may change because it holds nothing of the samples, or is not
+            read again (``Clipping``).
 
     Returns:
         Model, optimizer and data loader, which it unpacks to, with ``epsilon_spent`` and
@@ -256,7 +259,13 @@ def make_private(
     if method == "auto":
         usual = max(1, round(numbers.expected_batch_size))
         method = choose_method(model, optimizer, draw, max_batch_size or usual)
-    clipped = METHODS[method](model, max_grad_norm, stability=stability, loss_scale=loss_scale)
+    clipped = METHODS[method](
+        model,
+        max_grad_norm,
+        stability=stability,
+        loss_scale=loss_scale,
+        public_buffers=public_buffers,
+    )
     try:
         _refuse_parts_of_shards(clipped, max_batch_size)
         if check:

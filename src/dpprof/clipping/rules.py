@@ -14,6 +14,7 @@ from dpprof.clipping.batch_axis import Settings, run_tokenwise
 from dpprof.clipping.convolutions import run_convolution, run_transposed_convolution
 from dpprof.clipping.coverage import refuse_wrapper, trained_in
 from dpprof.clipping.embedding_bag import run_embedding_bag
+from dpprof.clipping.gradient_hooks import refuse_hooks
 from dpprof.clipping.group_norms import run_group_norm, run_instance_norm
 from dpprof.clipping.head import HeadLoss, run_head
 from dpprof.clipping.layers import (
@@ -142,11 +143,13 @@ def find_rules(
         refuse_mixing(layer)
         refuse_quantized(layer, is_sharded=is_sharded)
         found = find_rule(layer) if _is_run(layer) else None
-        _refuse_hooks(layer)
         if found is not None:
             rules[layer] = found
             if layer in second:
                 rules[layer] = _let_batch_be_second(found, layer, second[layer])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            refuse_hooks(name, parameter)
     return rules
 
 
@@ -166,16 +169,6 @@ def _let_batch_be_second(found: Found, layer: nn.Module, settings: Settings) -> 
         return found
     widths = len(getattr(layer, "normalized_shape", ())) or _TOKENWISE.get(rule, 1)
     return found._replace(rule=partial(run_tokenwise, rule, widths, settings))
-
-
-def _refuse_hooks(layer: nn.Module) -> None:
-    """Refuse hooks on gradients, such as projections: autograd computes no gradient to hook."""
-    for name, parameter in trained_in(layer).items():
-        if parameter._backward_hooks:  # noqa: SLF001 (no public name)
-            raise UnsupportedError(
-                f"{name} of {type(layer).__name__} has a hook on its gradient, which clipping does "
-                "not run; remove the hook, or freeze the parameter"
-            )
 
 
 def refuse_mixing(layer: nn.Module) -> None:

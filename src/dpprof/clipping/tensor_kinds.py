@@ -60,8 +60,11 @@ def refuse_losses(losses: Tensor) -> None:
     """Refuse losses that clipping factors cannot be computed of.
 
     Raises:
-        ValueError: They are not one for each sample, dense, in float32 or float64.
+        ValueError: They are not one for each sample, dense, in float32 or float64; or autograd is
+            off for good.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("gradients do not exist in inference mode; call backward outside of it")
     what = find_no_bytes(losses)
     if what is not None:
         raise ValueError(f"losses are {what}")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules import module as every_module
 
+from dpprof.clipping.gradient_hooks import Looking
 from dpprof.clipping.graph import nodes_behind
 from dpprof.memory.exchanged_tensors import find_gathered
 from dpprof.memory.owners import BACKPROPS, DP_ACTIVATIONS, LOGITS, SAVED
@@ -81,7 +81,7 @@ class StepObserver:
                 every_module.register_module_forward_hook(self._after_forward, always_call=True),
             ]
             hooks += [
-                parameter.register_hook(partial(self._note_gradient, layer))
+                parameter.register_hook(Looking(self._note_gradient, layer))
                 for parameter, layer in self._layers.items()
                 if parameter.requires_grad
             ]
