@@ -13,6 +13,7 @@ import torch
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 
+from dpprof.clipping.company import WrongTrainingError
 from dpprof.system.substitutes import substitute
 from dpprof.verification.training.batch import TrainingBatch
 from dpprof.verification.training.draws import Replay
@@ -21,7 +22,6 @@ from dpprof.verification.training.loop import (
     Loop,
     Mechanism,
     WrongScaleError,
-    WrongTrainingError,
 )
 
 _EPSILON = 1e-6
@@ -191,10 +191,10 @@ def compare_company(loop: Loop, batch: TrainingBatch, samples: Samples, limit: f
         own = {parameter: one[at] for parameter, one in samples.gradients.items()}
         is_close = bool(_is_close(torch.tensor(found), expected, limit))
         if not is_close or find_difference(gradients, own, limit)[0] is not None:
-            others = " with another gradient" if is_close else ""
+            what = "the gradient of the loss" if is_close else "the loss"
             raise WrongTrainingError(
-                f"the loss of sample {at} is {expected:.6g} in the batch and {found:.6g}{others} "
-                "among copies of itself, with the same draws: the model or the loss mixes samples"
+                f"{what} of sample {at} in the batch is another than among copies of itself, with "
+                "the same draws: the model or the loss mixes samples"
             )
     return None
 
@@ -276,8 +276,8 @@ def compare_norms(
         if is_wrong_B.any():
             at = int(is_wrong_B.long().argmax())
             raise WrongTrainingError(
-                f"{loop.names[parameter]}: the gradient of sample {at} has norm {own_B[at]:.6g} "
-                f"by definition and {found_B[at]:.6g} as it is clipped: {reason}"
+                f"{loop.names[parameter]}: the gradient of sample {at} has another norm as it is "
+                f"clipped than by definition: {reason}"
             )
 
 
@@ -374,8 +374,8 @@ def compare_losses(found: Tensor, alone_B: Tensor, limit: float, *, averages: bo
         )
         at = int((~_is_close(found, alone_B, limit)).long().argmax())
         otherwise = (
-            f"the loss of sample {at} is {alone_B[at]:.6g} alone and {found[at]:.6g} in the "
-            "batch: the model or the loss mixes samples"
+            f"the loss of sample {at} alone is another than in the batch: the model or the loss "
+            "mixes samples"
         )
     else:
         expected = mean if averages else total
@@ -385,8 +385,8 @@ def compare_losses(found: Tensor, alone_B: Tensor, limit: float, *, averages: bo
             (mean / count, f"the loss is 1/{count} of the samples' mean: {twice}"),
         )
         otherwise = (
-            f"the batch's loss is {found:.6g}, and the mean over its samples alone is {mean:.6g}: "
-            "samples are mixed, or the mean is over all tokens of the batch"
+            "the batch's loss is not the mean over its samples alone: samples are mixed, or the "
+            "mean is over all tokens of the batch"
         )
     if _is_close(found, expected, limit).all():
         return

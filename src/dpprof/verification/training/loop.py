@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.clipping import private_optimizer
+from dpprof.clipping.company import WrongTrainingError, find_dropout
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.random_state import OtherGenerators, random_state_kept
@@ -28,10 +29,6 @@ from dpprof.verification.training.draws import Draws, Replay
 Gradients = dict[nn.Parameter, Tensor]
 PrivateOptimizer: TypeAlias = DPOptimizer | NoisyOptimizer
 """Opacus's optimizer, or dpprof's with the same interface."""
-
-
-class WrongTrainingError(RuntimeError):
-    """A training loop is wrong; the message names the first thing that is."""
 
 
 class WrongScaleError(WrongTrainingError):
@@ -137,13 +134,7 @@ class Loop:
         self.names = {p: name for name, p in model.named_parameters()}
         self.trained = [p for p in self.names if p.requires_grad]
         self.hooks = _find_hooks(self.wrapped)
-        kind = nn.modules.dropout._DropoutNd  # noqa: SLF001 (the common base)
-        dropping = [
-            (one, name, rate)
-            for one in self.model.modules()
-            for kinds, name in ((kind, "p"), ((nn.MultiheadAttention, nn.RNNBase), "dropout"))
-            if isinstance(one, kinds) and (rate := getattr(one, name))
-        ]
+        dropping = find_dropout(self.model)
         self.dropout_off = [(one, name, 0.0) for one, name, _ in dropping]
         """Modules that drop, their attributes with the rate, and no rate."""
 

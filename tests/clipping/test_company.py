@@ -1,0 +1,266 @@
+"""A sample's loss is the same alone and beside others; where it is not, training is refused."""
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from dpprof.clipping import BookKeeping, make_private
+from dpprof.clipping.company import WrongTrainingError, choose, compare_samples
+from dpprof.clipping.first_batch import FirstBatches
+from dpprof.spec.registry import UnsupportedError
+from dpprof.verification import check
+
+V, D, SAMPLES = 13, 6, 12
+LENGTH, COLLATED, MIXED = "length to which a batch pads", "collate_fn gives", "samples beside it"
+
+
+class Text(nn.Module):
+    """Classifies texts, (B, T) with a mask, by the mean of their tokens."""
+
+    def __init__(self, pool=None, between=None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.first, self.head = nn.Embedding(V, D), nn.Linear(D, D), nn.Linear(D, 3)
+        self.pool, self.between = pool or mean_of, between
+
+    def forward(self, ids_BT, mask_BT):
+        h_BTd = self.first(self.embed(ids_BT)).tanh()
+        if self.between is not None:
+            h_BTd = self.between(self, h_BTd)
+        return self.head(self.pool(h_BTd, mask_BT))
+
+
+def mean_of(h_BTd, mask_BT):
+    return (h_BTd * mask_BT[..., None]).sum(1) / mask_BT.sum(1, keepdim=True)
+
+
+def texts(count: int = SAMPLES):
+    draw = random.Random(3)
+    lengths = [5, 7, 2, 6, 3, 4]
+    return [
+        ([draw.randrange(1, V) for _ in range(lengths[at % 6])], draw.randrange(3))
+        for at in range(count)
+    ]
+
+
+def pad(samples, length: int | None = None):
+    T = length or max(len(ids) for ids, _ in samples)
+    rows = [ids + [0] * (T - len(ids)) for ids, _ in samples]
+    ids_BT = torch.tensor(rows)
+    return ids_BT, (ids_BT > 0).float(), torch.tensor([y for _, y in samples])
+
+
+def plain_losses(model, ids_BT, mask_BT, y_B):
+    return functional.cross_entropy(model(ids_BT, mask_BT), y_B, reduction="none")
+
+
+def compare(model=None, losses=plain_losses, collate=pad):
+    model = Text() if model is None else model
+    clipping = BookKeeping(model, 1.0)
+    compute = partial(losses, model)
+    return compare_samples(clipping, compute, partial(choose, texts()), collate)
+
+
+def rotate(h_BTd, mask_BT):
+    T = h_BTd.shape[1]
+    angles = torch.arange(T) * (0.5 if T > 5 else 1.0)  # as of the longest sample
+    return mean_of(h_BTd * angles.cos()[:, None], mask_BT)
+
+
+POOLS = {
+    "the mean over padding": lambda h, _: h.mean(1),
+    "the last token, which is padding": lambda h, _: h[:, -1],
+    "positions from the end": lambda h, m: mean_of(h * torch.arange(h.shape[1]).flip(0)[:, None], m),
+    "rotations of the longest sample": rotate,
+    "attention without a mask": lambda h, m: mean_of((h @ h.mT).softmax(2) @ h, m),
+    "a scale of the longest sample": lambda h, m: mean_of(h, m) * h.shape[1] ** -0.5,
+    "a norm over all tokens": lambda h, m: mean_of(functional.layer_norm(h, h.shape[1:]), m),
+}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_loss_that_follows_the_longest_sample_is_refused(pool) -> None:
+    with pytest.raises(WrongTrainingError, match=LENGTH):
+        compare(Text(POOLS[pool]))
+
+
+def mix_up(samples, share, order):
+    ids, mask, y = pad(samples)
+    one_hot = functional.one_hot(y, 3).float()
+    return ids, mask, share * one_hot + (1 - share) * one_hot[order]
+
+
+def mix_up_at_random(samples):
+    share = float(np.random.beta(0.4, 0.4))  # noqa: NPY002 (as users' collators do)
+    return mix_up(samples, share, torch.randperm(len(samples)))
+
+
+def cut_mix(samples):
+    ids, mask, y = pad(samples)
+    ids, order = ids.clone(), torch.randperm(len(samples))
+    half = random.randrange(1, 3)
+    ids[:, :half] = ids[order, :half]
+    return ids, mask, y
+
+
+def refill(samples):
+    """Fill the padding with tokens of the next sample, and mask nothing."""
+    ids, mask, y = pad(samples)
+    return torch.where(mask > 0, ids, ids.roll(1, 0).clamp(min=1)), torch.ones_like(mask), y
+
+
+def draw_labels(samples):
+    ids, mask, y = pad(samples)
+    return ids, mask, torch.where(torch.rand(len(y)) < 0.5, y, y[torch.randint(len(y), y.shape)])
+
+
+def weigh(samples):
+    ids, mask, y = pad(samples, 8)
+    return ids, mask * (1 + mask.mean()), y  # which cancels, and the tokens not
+
+
+def shift(samples):
+    ids, mask, y = pad(samples, 8)
+    return ids, mask, (y + ids.sum()) % 3
+
+
+COLLATES = {
+    "mixup": mix_up_at_random,
+    "mixup with the next": lambda samples: mix_up(samples, 0.7, list(range(1, len(samples))) + [0]),
+    "cutmix": cut_mix,
+    "labels of others at random": draw_labels,
+    "labels that follow all": shift,
+}
+
+
+@pytest.mark.parametrize("collate", COLLATES)
+def test_a_collate_that_mixes_is_refused(collate) -> None:
+    with pytest.raises(WrongTrainingError, match="collate_fn gives|samples beside it") as error:
+        compare(collate=COLLATES[collate])
+    assert (COLLATED in str(error.value)) or collate == "mixup with the next"
+    with pytest.raises(WrongTrainingError):
+        compare(collate=refill)
+
+
+def contrast(model, *batch):
+    z = model(*batch[:2])
+    return functional.cross_entropy(z @ z.T.detach(), torch.arange(len(z)), reduction="none")
+
+
+def times(weigh):
+    def losses(model, ids, mask, y):
+        found = plain_losses(model, ids, mask, y)
+        return weigh(found, mask)
+
+    return losses
+
+
+def only_the_first(losses, _):
+    return torch.cat([losses[:1] * (1 + 0.1 * losses.detach().mean()), losses[1:]])
+
+
+LOSSES = {
+    "contrast": contrast,
+    "over the tokens of the batch": times(lambda losses, mask: losses / mask.sum()),
+    "minus a detached mean": times(lambda losses, _: losses - losses.detach().mean()),
+    "over the largest": times(lambda losses, _: losses / losses.detach().max()),
+    "by rank": times(lambda losses, _: losses * (1 + losses.argsort().argsort())),
+    "other for one sample": times(lambda losses, _: losses * (2 if len(losses) == 1 else 1)),
+    "of the first sample alone": times(only_the_first),
+}
+
+
+@pytest.mark.parametrize("losses", LOSSES)
+def test_a_loss_that_mixes_values_is_refused(losses) -> None:
+    with pytest.raises(WrongTrainingError, match=MIXED):
+        compare(losses=LOSSES[losses])
+
+
+def test_mixing_in_an_activations_hook_is_refused() -> None:
+    model = Text()
+    model.first.register_forward_hook(lambda *given: given[2] - given[2].detach().mean(0))
+    clipping = BookKeeping(Text(), 1.0)
+    with pytest.raises(WrongTrainingError, match=MIXED):
+        compare_samples(clipping, partial(plain_losses, model), lambda: texts(3), partial(pad, length=8))
+
+
+@pytest.mark.parametrize(
+    ("losses", "collate"),
+    [
+        (lambda model, *batch: batch_norm(plain_losses(model, *batch)), pad),
+        (plain_losses, lambda samples: pad(samples) if len(samples) > 1 else 1 / 0),
+    ],
+)
+def test_what_fails_on_one_sample_is_said_to(losses, collate) -> None:
+    with pytest.raises(WrongTrainingError, match=r"one sample alone fails \((Value|ZeroDiv)") as error:
+        compare(losses=losses, collate=collate)
+    assert "contrastive" in str(error.value)
+
+
+def batch_norm(losses):
+    return functional.batch_norm(losses[:, None], None, None, training=True)[:, 0]
+
+
+def mask_tokens(samples):
+    """As masked language models: other ids at tokens that are drawn, each for itself."""
+    ids, mask, y = pad(samples)
+    return torch.where(torch.rand(ids.shape) < 0.3, torch.full_like(ids, 1), ids), mask, y
+
+
+def sort(samples):
+    return pad(sorted(samples, key=lambda one: len(one[0]), reverse=True))
+
+
+def dropping(_, h):
+    return functional.dropout(h, 0.3, _.training)
+
+
+OWN = torch.Generator().manual_seed(5)
+
+
+def with_own_generator(samples):
+    ids, mask, y = pad(samples)
+    return ids, mask * (1 + torch.rand(mask.shape, generator=OWN)), y
+
+
+def noise(model, ids, mask, y):
+    return plain_losses(model, ids, mask, y) * (1 + 0.1 * torch.rand(len(y)))
+
+
+def of_the_system(model, ids, mask, y):
+    return plain_losses(model, ids, mask, y) * (1 + random.SystemRandom().random())
+
+
+RIGHT = {
+    "pads": ({}, []),
+    "sorts by length": ({"collate": sort}, []),
+    "draws for each token": ({"collate": mask_tokens}, []),
+    "draws from a generator of its own": ({"collate": with_own_generator}, []),
+    "drops in forward": ({"model": Text(between=dropping)}, []),
+    "the mean over one length": ({"model": Text(POOLS["the mean over padding"]),
+                                  "collate": partial(pad, length=8)}, []),
+    "draws in the loss": ({"losses": noise}, ["the loss draws numbers, which alone are others"]),
+    "draws what does not repeat": ({"losses": of_the_system}, [
+        "the loss or collate_fn draws numbers that cannot be repeated, such as those of the "
+        "operating system"]),
+    "16 bits": ({"model": Text().bfloat16(), "losses": lambda m, i, k, y: plain_losses(m, i, k.bfloat16(), y).float()}, []),
+    "float64": ({"model": Text().double()}, []),
+    "no labels: not a number": ({"losses": times(lambda losses, _: losses * torch.nan)}, []),
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_right_losses_pass_and_leave_all_generators_as_they_were(kind) -> None:
+    options, unchecked = RIGHT[kind]
+    states = lambda: (random.getstate(), str(np.random.get_state()),  # noqa: E731
+                      torch.get_rng_state().tolist(), OWN.get_state().tolist())
+    options = {"model": Text()} | options
+    before = states()
+    assert compare(**options) == unchecked
+    assert states() == before
