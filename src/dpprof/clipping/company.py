@@ -60,7 +60,8 @@ _Read = tuple[list[bytes], dict[torch.Generator, Tensor], list[bytes]]
 _LENGTH = (
     "a sample's loss follows the length to which a batch pads it: look at positions (RoPE that "
     "follows the longest sample, padding on the left without position_ids), at pooling or "
-    "normalising over padding, and for a mask that the model does not get"
+    "normalising over padding, at what collate_fn puts in place of padding, and for a mask that "
+    "the model does not get"
 )
 _COLLATED = (
     "collate_fn gives a sample other values beside other samples: look for mixup, cutmix, packing, "
