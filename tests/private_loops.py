@@ -76,7 +76,7 @@ def points_loss(model, x, y):
 
 
 def logits_of(model, ids_BT, mask_BT):
-    positions_BT = torch.arange(ids_BT.shape[1]).repeat(len(ids_BT), 1)
+    positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)  # from each sample's own first token
     found = model(
         input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, use_cache=False
     )

@@ -11,6 +11,9 @@ ones: the first ones' numbers stay, and so must their losses. Rows are cut from 
 for the rest, and each to its own length by the mask of the batch; a model that draws in training is
 evaluated for that.
 
+All is compared twice: as the model is, and with the outputs of its layers amplified to a size of
+one, so that a model that begins its training shows what positions and attention do.
+
 Losses agree if they differ by less than rounding explains. That is measured: the outputs of layers
 get random errors of two units in their last place, and the losses of ``_ROUNDING`` times the
 largest change that this makes are alike.
@@ -22,9 +25,10 @@ there is more in 16 bits.
 Shape legend: B samples, T tokens.
 """
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -50,6 +54,8 @@ LOOKED_AT = 64
 
 _ROUNDS = 6
 """How often samples are replaced where numbers are drawn."""
+
+_MOST_GAIN = 1e4
 
 _ROUNDING = 4.0
 _FLOOR = 16
@@ -185,8 +191,9 @@ class Company:
                 module.training = False
             with self._states.noting() as of_losses:
                 losses_B = self._compute(batch, self.count)
-            if of_losses.drew:
-                self.unchecked.append("the loss draws numbers, which alone are others")
+            if of_losses.drew:  # rows of a batch are cut with their draws elsewhere
+                if self.collates or any(map(is_mask, _leaves_of(batch, self.count))):
+                    self.unchecked.append("the loss draws numbers, which alone are others")
                 return
         if self._cannot_repeat(losses_B, self._compute(batch, self.count)):
             return
@@ -194,6 +201,15 @@ class Company:
         if is_cut and (why := self._find_no_rows(batch)):
             self.unchecked.append(why)
             return
+        for layers in (nullcontext(), _amplified(self.model)):
+            with layers:
+                self._compare_parts(gather, batch, is_cut=is_cut)
+
+    def _compare_parts(
+        self, gather: Callable[[Sequence[int]], Any], batch: Any, *, is_cut: bool
+    ) -> None:
+        """Compare a batch of all with each sample alone, at its own length, and with others."""
+        losses_B = self._compute(batch, self.count)
         allowed_B = self._find_rounding(lambda: self._compute(batch, self.count), losses_B)
         alone_B = self._run_alone(gather, batch, losses_B, allowed_B, is_cut=is_cut)
         if is_cut and not self._has_one_length(batch):
@@ -207,7 +223,8 @@ class Company:
     def _compute(self, batch: Any, count: int) -> Tensor:
         """Return the losses of a batch; (B,) float64, on the CPU."""
         with torch.enable_grad():  # a loss may contain a gradient
-            value = self.losses_of(batch)
+            own = copy.copy(batch) if isinstance(batch, Mapping) else batch  # a loss may pop labels
+            value = self.losses_of(own)
         losses = getattr(value, "loss_per_sample", value)
         if not isinstance(losses, Tensor) or losses.numel() != count:
             shape = tuple(getattr(losses, "shape", ()))
@@ -413,27 +430,35 @@ class _States:
     @contextmanager
     def noting(self) -> Iterator[_Noted]:
         """Note whether anything draws inside the context."""
-        noted, known, before = _Noted(), len(self._seen), self.read()
-        with _Watch(self._seen):
+        noted, others = _Noted(), self._others.read()
+        with _Watch(self, noted):
             yield noted
-        after = self.read()
-        moved = any(not torch.equal(after[1][one], state) for one, state in before[1].items())
-        noted.drew = moved or len(self._seen) > known or before[::2] != after[::2]
+        noted.drew |= others != self._others.read()
+
+    def note(self, generator: torch.Generator | None) -> list[bytes]:
+        """Return the states from which an operator may draw, and remember its own generator."""
+        if generator is None:
+            return self.read()[0]
+        state = generator.get_state()
+        self._seen.setdefault(generator, state)
+        return [state.numpy().tobytes()]
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the generators that are given to operators, with their states before."""
+    """Notes operators that draw, also where the loss sets a seed before."""
 
-    def __init__(self, seen: dict[torch.Generator, Tensor]) -> None:
+    def __init__(self, states: _States, noted: _Noted) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seen = seen
+        self._states, self._noted = states, noted
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        generator = kwargs.get("generator")
-        if generator is not None and generator not in self._seen:
-            self._seen[generator] = generator.get_state()
-        return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        before = self._states.note(kwargs.get("generator"))
+        out = func(*args, **kwargs)
+        self._noted.drew |= before != self._states.note(kwargs.get("generator"))
+        return out
 
 
 @contextmanager
@@ -456,26 +481,50 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _rounding_otherwise(model: nn.Module, seed: int) -> Iterator[None]:
-    """Change the outputs of layers with parameters by two units in their last place."""
+def _changed(model: nn.Module, change: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
+    """Change the outputs of layers with parameters inside the context."""
+
+    def change_output(layer: nn.Module, _: Any, output: Any) -> Any:
+        is_number = isinstance(output, Tensor) and output.is_floating_point()
+        return change(layer, output) if is_number else output
+
+    own = [one for one in model.modules() if any(True for _ in one.parameters(recurse=False))]
+    hooks = [one.register_forward_hook(change_output) for one in own]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _rounding_otherwise(model: nn.Module, seed: int) -> AbstractContextManager[None]:
+    """Change the outputs of layers by two units in their last place."""
     generators: dict[torch.device, torch.Generator] = {}
 
-    def change(layer: nn.Module, _: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return output
+    def change(layer: nn.Module, output: Tensor) -> Tensor:
         if output.device not in generators:
             generators[output.device] = torch.Generator(output.device).manual_seed(seed)
         drawn = torch.empty_like(output, requires_grad=False)
         sign = drawn.bernoulli_(0.5, generator=generators[output.device]).mul_(2).sub_(1)
         return output * (1 + 2 * _unit_of(layer, output) * sign)
 
-    own = [one for one in model.modules() if any(True for _ in one.parameters(recurse=False))]
-    hooks = [one.register_forward_hook(change) for one in own]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return _changed(model, change)
+
+
+def _amplified(model: nn.Module) -> AbstractContextManager[None]:
+    """Multiply the outputs of layers by what gives each a mean square of one in its first call.
+
+    In a model that begins its training, attention is nearly even and positions hardly matter.
+    """
+    gains: dict[nn.Module, float] = {}
+
+    def change(layer: nn.Module, output: Tensor) -> Tensor:
+        if layer not in gains:
+            size = float(output.detach().float().square().mean().sqrt()) if output.numel() else 0.0
+            gains[layer] = min(1 / size, _MOST_GAIN) if 0 < size < 1 else 1.0
+        return output * gains[layer]
+
+    return _changed(model, change)
 
 
 def _unit_of(layer: nn.Module, output: Tensor) -> float:
