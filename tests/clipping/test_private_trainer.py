@@ -410,14 +410,6 @@ def of_many_lengths() -> list[dict[str, Tensor]]:
     return [{name: one[name][:length] for name in one} for one, length in rows]
 
 
-def pad(records) -> dict[str, Tensor]:
-    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-    return {
-        name: nn.utils.rnn.pad_sequence([one[name] for one in records], True, value)
-        for name, value in fill.items()
-    }
-
-
 def cut_and_mix(records) -> dict[str, Tensor]:
     """Give some samples the tokens of another."""
     batch = pad(records)
@@ -445,7 +437,7 @@ def test_losses_that_depend_on_other_samples_are_refused(tmp_path) -> None:
         make("llama", tmp_path, model=build_long(), **options)
     for other in ({"losses_of": mean_over_padding}, {"data_collator": cut_and_mix}):
         model = build_long("default")
-        with pytest.raises(WrongTrainingError, match="length to which a batch|collate_fn gives a"):
+        with pytest.raises(WrongTrainingError, match=r"length to which a batch|collate_fn gives a"):
             make("llama", tmp_path, model=model, **options | other).train()
 
 

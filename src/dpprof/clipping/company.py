@@ -156,11 +156,11 @@ class Company:
     unchecked: list[str] = field(default_factory=list)
     """What could not be compared, and why."""
 
-    def compare(self, others: OtherGenerators) -> list[str]:
+    def compare(self, states: "States") -> list[str]:
         """Compare all samples with each alone and in other batches; return what cannot be.
 
         Args:
-            others: Of ``random_state_kept``, which restores all generators that it knows.
+            states: Of all generators; ``random_state_kept`` restores those that it knows.
 
         Raises:
             WrongTrainingError: A loss depends on other samples. No message has a sample's numbers.
@@ -170,11 +170,8 @@ class Company:
         with _unchanged(self.model):
             for module, name, _ in find_dropout(self.model):
                 setattr(module, name, 0.0)
-            self._states = _States(others)
-            try:
-                self._compare()
-            finally:
-                self._states.restore()
+            self._states = states
+            self._compare()
         return self.unchecked
 
     def _compare(self) -> None:
@@ -380,7 +377,7 @@ def compare_samples(
         WrongTrainingError: A sample's loss depends on others.
     """
     with random_state_kept() as others, clipping.disabled():  # the data may draw
-        samples = load()
+        states = States(others)
 
         def compute(batch: Any) -> Any:
             given, named = batches.give(losses_of, batch)
@@ -389,14 +386,17 @@ def compare_samples(
         def gather(at: Sequence[int]) -> Any:
             return collate([samples[place] for place in at])
 
-        return Company(clipping.model, compute, gather, len(samples)).compare(others)
+        with states.restored():
+            with states.noting():
+                samples = load()
+            return Company(clipping.model, compute, gather, len(samples)).compare(states)
 
 
 class _Noted:
     drew = False
 
 
-class _States:
+class States:
     """The states of all generators, also of those that only the loss and ``collate_fn`` have."""
 
     def __init__(self, others: OtherGenerators) -> None:
@@ -422,10 +422,14 @@ class _States:
             one.set_state(seen.get(one, first))
         self._others.write(others)
 
-    def restore(self) -> None:
-        """Set the generators that were seen back to their states before."""
-        for one, first in self._seen.items():
-            one.set_state(first)
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Set the generators that were seen back to their states before, at the end."""
+        try:
+            yield
+        finally:
+            for one, first in self._seen.items():
+                one.set_state(first)
 
     @contextmanager
     def noting(self) -> Iterator[_Noted]:
@@ -447,7 +451,7 @@ class _States:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes operators that draw, also where the loss sets a seed before."""
 
-    def __init__(self, states: _States, noted: _Noted) -> None:
+    def __init__(self, states: States, noted: _Noted) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._states, self._noted = states, noted
 

@@ -17,7 +17,7 @@ from scipy.stats import chi2
 from torch import Tensor, nn
 
 from dpprof.clipping.batches import give
-from dpprof.clipping.company import COMPANY, Company, WrongTrainingError
+from dpprof.clipping.company import COMPANY, Company, States, WrongTrainingError
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.graph import nodes_behind
 from dpprof.norms.complex_numbers import as_real
@@ -105,9 +105,9 @@ def check(
     frozen ones stay; that padding and an empty batch contribute nothing. Dropout is off, but for
     one comparison with the gradient of each sample's loss in the whole batch, with the same random
     numbers. Everything is restored afterwards: parameters, gradients, the optimizer's state,
-    generators; no accountant counts. It costs B + 12 steps at most, the forward passes of six
-    batches, or with draws of 25, and B + 2 steps more with dropout; and the memory of B + 6
-    gradients and of two copies of the parameters and the optimizer's state.
+    generators; no accountant counts. It costs B + 12 steps at most, B + 2 more with dropout, the
+    forward passes of 16 batches, and of 20 more with draws; and the memory of B + 6 gradients and
+    of two copies of the parameters and the optimizer's state.
 
     Args:
         model: The model that is trained, as the loop has it: plain, with adapters, or wrapped by
@@ -293,12 +293,13 @@ class _Check:
             return batch.take(at).tree
 
         assert loop.others is not None
-        with loop.plain() as model:
+        states = States(loop.others)
+        with loop.plain() as model, states.restored():
             if collate is None:
                 company = Company(model, compute_cut, cut, batch.samples, collates=False)
             else:
                 company = Company(model, compute, gather, len(self.samples))
-            problems = company.compare(loop.others)
+            problems = company.compare(states)
         if problems:
             self.unchecked[COMPANY] = "; ".join(problems)
         else:
