@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from dpprof.clipping import BookKeeping, make_private
-from dpprof.clipping.company import Company, States, WrongTrainingError, choose, compare_samples
-from dpprof.clipping.random_state import random_state_kept
+from dpprof.clipping.company import Company, WrongTrainingError, choose, compare_samples
+from dpprof.clipping.random_state import States, random_state_kept
 from dpprof.spec.registry import UnsupportedError
 from dpprof.verification import check
 

@@ -28,17 +28,17 @@ Shape legend: B samples, T tokens.
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.clipping import batches
-from dpprof.clipping.random_state import OtherGenerators, random_state_kept
+from dpprof.clipping.changed_layers import amplified, rounding_otherwise
+from dpprof.clipping.random_state import States, random_state_kept
 from dpprof.clipping.released_state import is_same
 
 if TYPE_CHECKING:
@@ -55,13 +55,9 @@ LOOKED_AT = 64
 _ROUNDS = 6
 """How often samples are replaced where numbers are drawn."""
 
-_MOST_GAIN = 1e4
-
 _ROUNDING = 4.0
 _FLOOR = 16
 """Units in the last place of a loss that always are rounding."""
-
-_Read = tuple[list[bytes], dict[torch.Generator, Tensor], list[bytes]]
 
 _LENGTH = (
     "a sample's loss follows the length to which a batch pads it: look at positions (RoPE that "
@@ -156,7 +152,7 @@ class Company:
     unchecked: list[str] = field(default_factory=list)
     """What could not be compared, and why."""
 
-    def compare(self, states: "States") -> list[str]:
+    def compare(self, states: States) -> list[str]:
         """Compare all samples with each alone and in other batches; return what cannot be.
 
         Args:
@@ -167,7 +163,8 @@ class Company:
         """
         if self.count < 2:  # noqa: PLR2004 (one has no company)
             return []
-        with _unchanged(self.model):
+        # What is compiled would be compiled again, for layers with hooks.
+        with _unchanged(self.model), torch.compiler.set_stance("force_eager"):
             for module, name, _ in find_dropout(self.model):
                 setattr(module, name, 0.0)
             self._states = states
@@ -198,7 +195,7 @@ class Company:
         if is_cut and (why := self._find_no_rows(batch)):
             self.unchecked.append(why)
             return
-        for layers in (nullcontext(), _amplified(self.model)):
+        for layers in (nullcontext(), amplified(self.model)):
             with layers:
                 self._compare_parts(gather, batch, is_cut=is_cut)
 
@@ -227,7 +224,7 @@ class Company:
             shape = tuple(getattr(losses, "shape", ()))
             raise WrongTrainingError(
                 f"the losses of {count} samples have shape {shape}, and must be one for each: "
-                "collate_fn joins samples or leaves some out, or the loss is that of a batch"
+                "collate_fn packs samples or leaves some out, or the loss is that of a batch"
             )
         self._unit = torch.finfo(losses.dtype).eps
         return losses.detach().reshape(-1).cpu().double()
@@ -254,7 +251,7 @@ class Company:
         """Return by how much losses may differ that ``run`` computes; (B,) float64."""
         changed = losses_B.new_zeros(())
         for seed in range(2):
-            with _rounding_otherwise(self.model, seed):
+            with rounding_otherwise(self.model, seed):
                 change_B = (run() - losses_B).abs()
             changed = torch.maximum(changed, change_B.nan_to_num(0.0, 0.0).max())
         return _ROUNDING * changed + _FLOOR * self._unit * losses_B.abs()
@@ -349,7 +346,7 @@ class Company:
                 is_alike = _rows_are_same(batch, other, self.count, kept)
                 raise WrongTrainingError(_MIXED if is_alike else _COLLATED)
 
-    def _run_from(self, start: _Read, places: Sequence[int], kept: int) -> tuple[Any, Tensor]:
+    def _run_from(self, start: Any, places: Sequence[int], kept: int) -> tuple[Any, Tensor]:
         """Collate and compute from a state of the generators; return the first losses."""
         self._states.write(start)
         batch = self.gather(places)
@@ -392,79 +389,6 @@ def compare_samples(
             return Company(clipping.model, compute, gather, len(samples)).compare(states)
 
 
-class _Noted:
-    drew = False
-
-
-class States:
-    """The states of all generators, also of those that only the loss and ``collate_fn`` have."""
-
-    def __init__(self, others: OtherGenerators) -> None:
-        self._others = others
-        self._seen: dict[torch.Generator, Tensor] = {}
-
-    def read(self) -> _Read:
-        """Return them."""
-        own = [torch.get_rng_state()]
-        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        own += torch.cuda.get_rng_state_all() if has_cuda else []
-        seen = {one: one.get_state() for one in self._seen}
-        return [one.numpy().tobytes() for one in own], seen, self._others.read()
-
-    def write(self, states: _Read) -> None:
-        """Set them back; one that was not seen before, to its state before it drew."""
-        own, seen, others = states
-        cpu, *of_cuda = (torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in own)
-        torch.set_rng_state(cpu)
-        if of_cuda:
-            torch.cuda.set_rng_state_all(of_cuda)
-        for one, first in self._seen.items():
-            one.set_state(seen.get(one, first))
-        self._others.write(others)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Set the generators that were seen back to their states before, at the end."""
-        try:
-            yield
-        finally:
-            for one, first in self._seen.items():
-                one.set_state(first)
-
-    @contextmanager
-    def noting(self) -> Iterator[_Noted]:
-        """Note whether anything draws inside the context."""
-        noted, others = _Noted(), self._others.read()
-        with _Watch(self, noted):
-            yield noted
-        noted.drew |= others != self._others.read()
-
-    def note(self, generator: torch.Generator | None) -> list[bytes]:
-        """Return the states from which an operator may draw, and remember its own generator."""
-        if generator is None:
-            return self.read()[0]
-        state = generator.get_state()
-        self._seen.setdefault(generator, state)
-        return [state.numpy().tobytes()]
-
-
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes operators that draw, also where the loss sets a seed before."""
-
-    def __init__(self, states: States, noted: _Noted) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._states, self._noted = states, noted
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        before = self._states.note(kwargs.get("generator"))
-        out = func(*args, **kwargs)
-        self._noted.drew |= before != self._states.note(kwargs.get("generator"))
-        return out
-
-
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore attributes and buffers of modules at the end of the context."""
@@ -482,64 +406,6 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             for buffer, value in values:
                 if not is_same(buffer, value):
                     buffer.copy_(value)
-
-
-@contextmanager
-def _changed(model: nn.Module, change: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
-    """Change the outputs of layers with parameters inside the context."""
-
-    def change_output(layer: nn.Module, _: Any, output: Any) -> Any:
-        is_number = isinstance(output, Tensor) and output.is_floating_point()
-        return change(layer, output) if is_number else output
-
-    own = [one for one in model.modules() if any(True for _ in one.parameters(recurse=False))]
-    hooks = [one.register_forward_hook(change_output) for one in own]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _rounding_otherwise(model: nn.Module, seed: int) -> AbstractContextManager[None]:
-    """Change the outputs of layers by two units in their last place."""
-    generators: dict[torch.device, torch.Generator] = {}
-
-    def change(layer: nn.Module, output: Tensor) -> Tensor:
-        if output.device not in generators:
-            generators[output.device] = torch.Generator(output.device).manual_seed(seed)
-        drawn = torch.empty_like(output, requires_grad=False)
-        sign = drawn.bernoulli_(0.5, generator=generators[output.device]).mul_(2).sub_(1)
-        return output * (1 + 2 * _unit_of(layer, output) * sign)
-
-    return _changed(model, change)
-
-
-def _amplified(model: nn.Module) -> AbstractContextManager[None]:
-    """Multiply the outputs of layers by what gives each a mean square of one in its first call.
-
-    In a model that begins its training, attention is nearly even and positions hardly matter.
-    """
-    gains: dict[nn.Module, float] = {}
-
-    def change(layer: nn.Module, output: Tensor) -> Tensor:
-        if layer not in gains:
-            size = float(output.detach().float().square().mean().sqrt()) if output.numel() else 0.0
-            gains[layer] = min(1 / size, _MOST_GAIN) if 0 < size < 1 else 1.0
-        return output * gains[layer]
-
-    return _changed(model, change)
-
-
-def _unit_of(layer: nn.Module, output: Tensor) -> float:
-    """Return the relative unit in which a layer computes."""
-    unit = float(torch.finfo(output.dtype).eps)
-    if output.dtype != torch.float32:
-        return unit
-    precision = torch.get_float32_matmul_precision()
-    is_tf32 = output.is_cuda and isinstance(layer, nn.modules.conv._ConvNd | nn.RNNBase)  # noqa: SLF001
-    of_products = {"highest": unit, "high": 2.0**-11, "medium": 2.0**-8}[precision]
-    return max(of_products, 2.0**-11 if is_tf32 else unit)
 
 
 def _agree(found_B: Tensor, expected_B: Tensor, allowed_B: Tensor) -> Tensor:

@@ -17,9 +17,10 @@ from scipy.stats import chi2
 from torch import Tensor, nn
 
 from dpprof.clipping.batches import give
-from dpprof.clipping.company import COMPANY, Company, States, WrongTrainingError
+from dpprof.clipping.company import COMPANY, Company, WrongTrainingError
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.graph import nodes_behind
+from dpprof.clipping.random_state import States
 from dpprof.norms.complex_numbers import as_real
 from dpprof.system.substitutes import substitute
 from dpprof.verification.training.batch import TrainingBatch, count_samples, read_batch
