@@ -91,7 +91,7 @@ class Clipping(ABC):
         max_grad_norm: Bound C, positive and finite.
         stability: None for flat clipping. A number gamma makes it normalised clipping (AUTO-S),
             which multiplies each sample's gradient by C / (norm + gamma): ``factor``.
-        first_batch: ``verified`` spends one more backward on the first batch of two samples or
+        first_batch: ``verified`` spends two more backwards on the first batch of two samples or
             more, and refuses it where samples are mixed between layers (the module
             ``first_batch`` says what that proves); ``trusted`` does not.
         public_buffers: Names of buffers, as in ``state_dict()``, that may change because they hold
@@ -315,7 +315,7 @@ class Clipping(ABC):
         Args:
             losses_of: Computes losses, one for each sample; it may draw numbers.
             batch: The arguments of ``losses_of``, of any structure, or one batch as the data loader
-                hands it out; at least two samples. None for a batch of ``samples``.
+                hands it out; at least two samples. Without any, ``samples`` are collated.
             samples: Samples of the dataset, of different lengths, which are also collated each
                 alone (``company``).
             collate: Makes a batch of some, as the data loader's ``collate_fn``.
