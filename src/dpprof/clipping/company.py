@@ -55,7 +55,7 @@ LOOKED_AT = 64
 _ROUNDS = 6
 """How often samples are replaced where numbers are drawn."""
 
-_ROUNDING = 4.0
+_ROUNDING = 2.0
 _FLOOR = 16
 """Units in the last place of a loss that always are rounding."""
 
