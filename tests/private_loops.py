@@ -68,7 +68,8 @@ def tokens(*, left: bool = False):
     at_T = torch.arange(T)
     mask_BT = (at_T >= T - lengths_B if left else at_T < lengths_B).long()
     ids_BT = ids_BT * mask_BT
-    return ids_BT, mask_BT, ids_BT.masked_fill(mask_BT == 0, -100)
+    has_label_BT = (mask_BT == 1) & (mask_BT.cumsum(1) > 1)  # no padding predicts a token
+    return ids_BT, mask_BT, ids_BT.masked_fill(~has_label_BT, -100)
 
 
 def points_loss(model, x, y):
@@ -76,7 +77,7 @@ def points_loss(model, x, y):
 
 
 def logits_of(model, ids_BT, mask_BT):
-    positions_BT = torch.arange(ids_BT.shape[1]).repeat(len(ids_BT), 1)
+    positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)  # from each sample's own first token
     found = model(
         input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, use_cache=False
     )

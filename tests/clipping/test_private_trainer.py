@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 
 from dpprof.clipping.private_trainer import (  # noqa: E402 (it needs transformers)
     PrivacyArguments,
     PrivateTrainer,
     read_losses,
 )
+from dpprof.spec.registry import UnsupportedError  # noqa: E402
 from dpprof.verification import WrongTrainingError  # noqa: E402
 
 SAMPLES, T, V, BOUND = 12, 6, 17, 0.3
@@ -236,7 +238,7 @@ def test_padded_samples_stay_apart(clipping, tmp_path) -> None:
 PACKED = {
     "a row that joins samples": (
         lambda rows: {n: torch.cat([r[n] for r in rows])[None] for n in rows[0]},
-        "a collator that packs samples joins them",
+        r"losses of 4 samples have shape \(1,\), .* collate_fn packs samples",
     ),
     "positions that begin again": (
         lambda rows: pad(rows) | {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * len(rows))},
@@ -254,7 +256,7 @@ def test_packed_samples_are_refused(case, tmp_path) -> None:
     collate, message = PACKED[case]
     trainer = make("llama, LoRA", tmp_path, per_device_train_batch_size=6)
     trainer.data_collator = collate
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, WrongTrainingError), match=message):
         trainer.train()
 
 
@@ -408,6 +410,60 @@ def test_losses_of_ones_own_that_draw_and_inputs_with_words_are_checked(tmp_path
 
     with pytest.raises(WrongTrainingError, match="the model or the loss mixes samples"):
         make("bert", tmp_path, losses_of=centred, **options).train()
+
+
+def of_many_lengths() -> list[dict[str, Tensor]]:
+    rows = zip(draw("llama"), (2, 6, 4, 3) * 3, strict=True)
+    return [{name: one[name][:length] for name in one} for one, length in rows]
+
+
+def cut_and_mix(records) -> dict[str, Tensor]:
+    """Give some samples the tokens of another."""
+    batch = pad(records)
+    order = torch.randperm(len(records))
+    batch["input_ids"][:, :2] = batch["input_ids"][order, :2]
+    return batch
+
+
+def mean_over_padding(model, inputs) -> Tensor:
+    return model(input_ids=inputs["input_ids"]).logits.square().mean((1, 2))
+
+
+def build_long(kind: str = "longrope") -> nn.Module:
+    torch.manual_seed(0)
+    rope = {"rope_type": kind, "short_factor": [1.0, 1.0], "long_factor": [2.0, 4.0]}
+    rope |= {"original_max_position_embeddings": 4, "factor": 2.0, "rope_theta": 1e4}
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, rope_parameters=rope)
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_losses_that_depend_on_other_samples_are_refused(tmp_path) -> None:
+    options = {"data": of_many_lengths(), "data_collator": pad, "remove_unused_columns": False}
+    make("llama", tmp_path, model=build_long("default"), **options).train()
+    with pytest.raises(UnsupportedError, match="positions of rope_type 'longrope'"):
+        make("llama", tmp_path, model=build_long(), **options)
+    for other in ({"losses_of": mean_over_padding}, {"data_collator": cut_and_mix}):
+        model = build_long("default")
+        with pytest.raises(WrongTrainingError, match=r"length to which a batch|collate_fn gives a"):
+            make("llama", tmp_path, model=model, **options | other).train()
+
+
+@pytest.mark.parametrize("kind", ["masked", "llama, LoRA"])
+def test_verifying_at_every_step_changes_no_bits(kind, tmp_path) -> None:
+    words = {f"w{at}": at for at in range(V - 2)} | {"[PAD]": V - 2, "[MASK]": V - 1}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
+    special = {"pad_token": "[PAD]", "mask_token": "[MASK]"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+    data, weights = [{"input_ids": one["input_ids"]} for one in of_many_lengths()], []
+    for every in (None, 1):
+        torch.manual_seed(0)
+        collate = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=kind == "masked")
+        privacy = {"verify_every": every, "noise_multiplier": 1.0}
+        options = {"privacy": privacy, "data_collator": collate, "max_steps": 3}
+        trainer = make(kind, tmp_path, data=data, **options)
+        trainer.train()
+        weights.append(trained(trainer.model))
+    assert torch.equal(*weights)
 
 
 class OwnLoss(PrivateTrainer):

@@ -10,8 +10,8 @@ import itertools
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from dpprof.clipping.batch_axis import describe, find_batch_second
 from dpprof.clipping.batches import give, may_call
 from dpprof.clipping.broadcasts import Broadcasts
 from dpprof.clipping.calls import LayerCall
+from dpprof.clipping.company import compare_samples
 from dpprof.clipping.contributions import (
     Kept,
     SampleGradients,
@@ -65,6 +66,7 @@ from dpprof.system.substitutes import substitute
 
 if TYPE_CHECKING:
     from dpprof.clipping.deferral import Deferral
+    from dpprof.clipping.repeated_checks import RepeatedChecks
     from dpprof.norms.linear import WayChoice
 
 Enter = Callable[[Any], None]
@@ -89,7 +91,7 @@ class Clipping(ABC):
         max_grad_norm: Bound C, positive and finite.
         stability: None for flat clipping. A number gamma makes it normalised clipping (AUTO-S),
             which multiplies each sample's gradient by C / (norm + gamma): ``factor``.
-        first_batch: ``verified`` spends one more backward on the first batch of two samples or
+        first_batch: ``verified`` spends two more backwards on the first batch of two samples or
             more, and refuses it where samples are mixed between layers (the module
             ``first_batch`` says what that proves); ``trusted`` does not.
         public_buffers: Names of buffers, attributes and parameters, as in ``layers.0.mean``, that
@@ -150,6 +152,9 @@ class Clipping(ABC):
 
     batches = 0
     """How many batches were clipped: every ``backward`` that was not refused."""
+
+    repeated: "RepeatedChecks | None" = None
+    """If not None, samples and gradients are verified again at random steps."""
 
     failures = 0
     """How many times ``backward`` raised."""
@@ -316,7 +321,12 @@ class Clipping(ABC):
         return [self.ranks.own(p) for p in self.model.parameters() if p.requires_grad]
 
     def check(
-        self, losses_of: Callable[..., Tensor], *batch: Any, tolerance: float | None = None
+        self,
+        losses_of: Callable[..., Tensor],
+        *batch: Any,
+        samples: Sequence[Any] = (),
+        collate: Callable[[list[Any]], Any] | None = None,
+        tolerance: float | None = None,
     ) -> Any:
         """Check on one batch that this clips the gradients of single samples.
 
@@ -325,7 +335,10 @@ class Clipping(ABC):
         Args:
             losses_of: Computes losses, one for each sample; it may draw numbers.
             batch: The arguments of ``losses_of``, of any structure, or one batch as the data loader
-                hands it out; at least two samples.
+                hands it out; at least two samples. Without any, ``samples`` are collated.
+            samples: Samples of the dataset, of different lengths, which are also collated each
+                alone (``company``).
+            collate: Makes a batch of some, as the data loader's ``collate_fn``.
             tolerance: Largest relative error.
 
         Returns:
@@ -340,9 +353,18 @@ class Clipping(ABC):
         def loss(_: nn.Module, /, *parts: Any, **named: Any) -> Tensor:
             return losses_of(*parts, **named)
 
+        if bool(samples) != (collate is not None):
+            raise ValueError("give samples and collate together: collate makes a batch of some")
+        if not batch and collate is not None:
+            batch = (collate(list(samples)),)
         takes_all = may_call(losses_of, *batch) and not isinstance(batch[0], Mapping)
         given, named = (batch, {}) if takes_all or batch[1:] else give(losses_of, batch[0])
-        return verification.check(self.model, loss, named or given, self, tolerance=tolerance)
+        found = verification.check(self.model, loss, named or given, self, tolerance=tolerance)
+        problems = []
+        if collate is not None:
+            problems = compare_samples(self, losses_of, lambda: samples, collate)
+        missed = {"samples that are collated anew": "; ".join(problems)} if problems else {}
+        return found._replace(unchecked=found.unchecked | missed)
 
     @property
     def first_batch_verified(self) -> bool:
@@ -441,6 +463,7 @@ class Clipping(ABC):
         self.sample_norms = None
         self.nonfinite_samples = 0
         self.plan = {}
+        is_due = self._is_due()
         self._first_batches.begin()
         try:
             layout = self._read_graph(losses)
@@ -475,6 +498,8 @@ class Clipping(ABC):
             self._forwards.verify()
             if self.deferral is None:
                 self.verify_released()
+            if is_due and self.repeated is not None:
+                self.repeated.compare()
         except BaseException:
             self.sums.forget_part()  # part of a batch must not be applied
             self.shard_sums.forget()
@@ -499,6 +524,15 @@ class Clipping(ABC):
         self._broadcasts.remove()
         # They keep the graph, and its nodes of parameters would remember this stream for ever.
         self._broadcasts = Broadcasts(Layout())
+
+    def _is_due(self) -> bool:
+        """Tell whether to verify in this step again, and have its gradients looked at."""
+        if self.repeated is None or not self.repeated.is_due(goes_on=self.continues()):
+            return False
+        if self.deferral is not None:
+            raise RuntimeError("a captured step verifies nothing again; leave out verify_every")
+        self._first_batches.look_again()
+        return True
 
     def _read_graph(self, losses: Tensor) -> Layout:
         """Find which rows samples have, and what enters for all samples."""
@@ -684,9 +718,12 @@ class Clipping(ABC):
         """Run the model and autograd without clipping inside the context."""
         return substitute(self, "_disabled", value=True)
 
-    def first_batch_trusted(self) -> AbstractContextManager[None]:
-        """Verify no first batch inside the context."""
-        return substitute(self._first_batches, "are_verified", value=True)
+    @contextmanager
+    def first_batch_trusted(self) -> Iterator[None]:
+        """Verify no batch inside the context."""
+        trusted = substitute(self._first_batches, "are_verified", value=True)
+        with trusted, substitute(self, "repeated", value=None):
+            yield
 
     @torch.no_grad()
     def _finish(self, norms: SampleNorms) -> Tensor:

@@ -1,22 +1,27 @@
 """Verifies on the first batch that no sample's loss depends on another sample.
 
 Clipping sees layers, and not the code between them. Code that mixes samples, or that puts another
-axis of the same length first, makes norms those of no sample. One backward of one sample's loss
-shows it: the gradient of a trained layer's output must be zero outside of that sample's entries,
-exactly, since zeros stay zeros on their way.
+axis of the same length first, makes norms those of no sample. Two backwards show it, each of the
+losses of one half of the samples: the gradient of a trained layer's output must be zero outside of
+that half's entries, exactly, since zeros stay zeros on their way. The operating system chooses the
+halves, so that code cannot know them.
 
-What it proves: on this batch, the loss of one sample does not depend on what trained layers
-computed for the others, by any path that autograd differentiates. Where that sample's own gradient
-is zero, as below a matrix that starts at zero, nothing is proved, and the next batches are looked
-at too, ``TRIES`` at most. It does not see values that reach a loss without a gradient (a count of
-the batch's tokens, a detached mean), mixing before the first trained layer, layers that do not run,
-other samples of the batch, other data or later steps. ``Clipping.check`` sees some of these.
+What it proves: on this batch, the losses of one half do not depend on what trained layers computed
+for the other, by any path that autograd differentiates. A mean over all samples is always seen, and
+so is one sample on which all others depend; a single loss that depends on a single other sample is
+seen in half of the looks. Where gradients are zero, as below a matrix that starts at zero, nothing
+is proved, and the next batches are looked at too, ``TRIES`` at most. It does not see values that
+reach a loss without a gradient (a count of the batch's tokens, a detached mean), mixing before the
+first trained layer or within a half, layers that do not run, other data or later steps. ``company``
+and ``Clipping.check`` see some of these, and ``repeated_checks`` repeats both.
 
 Shape legend: B samples, T tokens, p width of an output.
 """
 
+import random
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +88,10 @@ class FirstBatches:
         """Forget what was verified on the last batch, because it was refused."""
         self.are_verified, self._looked_at, self._verified_ways = self._before
 
+    def look_again(self) -> None:
+        """Verify the coming batches again."""
+        self.are_verified, self._looked_at = False, 0
+
     def expect(self, ways: set[str]) -> None:
         """Verify again where the coming batch is computed in a way that was not verified.
 
@@ -114,18 +123,20 @@ class FirstBatches:
         if not losses.requires_grad or isinstance(losses, FakeTensor):
             return
         if self.are_verified and self._is_due_again():
-            self.are_verified, self._looked_at = False, 0
+            self.look_again()
         if self.are_verified:
             return
         batch, ranks = _Batch(losses, self._loss_scale, self._name_of), self._ranks
-        if batch.sample is None and not ranks.is_sharded:
+        if not batch.has_others and not ranks.is_sharded:
             return
-        with _random_state_kept(parameters), handling(batch.look):
-            torch.autograd.backward(losses, batch.weights, retain_graph=True)
+        for half in batch.halves:
+            with _random_state_kept(parameters), handling(batch.look):
+                weights = batch.choose(half)
+                torch.autograd.backward(losses, weights, retain_graph=True)
         problem = layout.problem or batch.problem
         is_wrong, has_looked, is_incomplete, has_ways = ranks.any(
             problem is not None,
-            batch.sample is not None,
+            batch.has_others,
             not batch.is_complete,
             bool(self._ways),
         )
@@ -170,27 +181,44 @@ class FirstBatches:
 
 
 class _Batch:
-    """Looks at one backward of one sample's loss."""
+    """Looks at two backwards, each of the losses of one half of the samples."""
 
     def __init__(
         self, losses: Tensor, loss_scale: float, name_of: Callable[[nn.Module], str]
     ) -> None:
-        self._name_of = name_of
+        self._name_of, self._losses, self._loss_scale = name_of, losses.detach(), loss_scale
         self._samples = len(losses)
-        finite = losses.detach().isfinite().nonzero().flatten().tolist()
-        self.sample = finite[len(finite) // 2] if finite and self._samples > 1 else None
-        """Whose loss is differentiated: the middle one of those that are finite; None for none."""
+        finite = self._losses.isfinite().nonzero().flatten().tolist()
+        self.has_others = bool(finite) and self._samples > 1
+        """Whether there is a finite loss, and another sample on which it might depend."""
 
-        self.weights = torch.zeros_like(losses)
-        """The gradient with which the losses are differentiated; (B,)."""
+        random.SystemRandom().shuffle(finite)
+        half = (len(finite) + 1) // 2
+        self.halves = (
+            [set(finite[:half]), set(finite[half:])] if self.has_others else [set(), set()]
+        )
+        """Whose losses are differentiated; none of a batch of one sample."""
 
-        if self.sample is not None:
-            self.weights[self.sample] = loss_scale
+        self._chosen: set[int] = set()
+        self._looks: list[list[bool]] = []
+        """For each backward, whether gradients of layers have entries of the half."""
+
         self.problem: UnsupportedError | None = None
         """What is wrong with the first layer, in the order of backward, where something is."""
 
-        self.is_complete = self.sample is not None
-        """Whether the sample has a gradient in each layer that ran."""
+    def choose(self, half: set[int]) -> Tensor:
+        """Return the gradient with which the losses of a half are differentiated; (B,)."""
+        self._chosen = half
+        self._looks.append([])
+        weights = torch.zeros_like(self._losses)
+        for at in half:
+            weights[at] = self._loss_scale
+        return weights
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether some sample has a gradient in each layer that ran."""
+        return self.has_others and all(map(any, zip_longest(*self._looks)))
 
     def look(self, layer: nn.Module, contributions: Contributions) -> None:
         """Look at the gradients of a layer's outputs."""
@@ -201,18 +229,18 @@ class _Batch:
     def _find_problem(self, layer: nn.Module, gradients: Tensor) -> UnsupportedError | None:
         if self._samples and len(gradients) != self._samples:  # without losses nothing counts
             return BatchAxisError.of(self._name_of(layer), len(gradients), self._samples)
-        sample = self.sample
-        if sample is None:
+        if not self._chosen:
             return None
-        nonzero = set(_find_nonzero(gradients, 0))
-        self.is_complete &= sample in nonzero
-        if not nonzero - {sample}:
+        nonzero = _find_nonzero(gradients, 0)
+        others = [at for at in nonzero if at not in self._chosen]
+        self._looks[-1].append(len(others) < len(nonzero))
+        if not others:
             return None
         problem = f"{self._name_of(layer)} saw another axis than samples first, of the same length"
-        if not _lies_on_another_axis(gradients, sample):
+        if not _lies_on_another_axis(gradients, self._chosen):
             problem = (
-                f"the loss of one sample depends on what {self._name_of(layer)} computed for "
-                "another: code after it mixes samples, or another axis comes first"
+                f"the loss of another sample depends on what {self._name_of(layer)} computed for "
+                "one: code after it mixes samples, or another axis comes first"
             )
         return UnsupportedError(
             f"{problem}; keep samples apart, and on the first axis everywhere, or on the second "
@@ -244,14 +272,15 @@ def _find_nonzero(gradients: Tensor, axis: int) -> list[int]:
     return places
 
 
-def _lies_on_another_axis(gradients: Tensor, sample: int) -> bool:
-    """Tell whether a sample's entries of (B, T, p) lie on the first or last axis that T has."""
+def _lies_on_another_axis(gradients: Tensor, chosen: set[int]) -> bool:
+    """Tell whether samples' entries of (B, T, p) lie on the first or last axis that T has."""
     B, T = len(gradients), gradients.shape[1:2].numel()
     if T % B:
         return False
     shapes = {1: (B, B, T // B, -1), 2: (B, T // B, B, -1)}
     return any(
-        _find_nonzero(gradients.reshape(shape), axis) == [sample] for axis, shape in shapes.items()
+        _find_nonzero(gradients.reshape(shape), axis) == sorted(chosen)
+        for axis, shape in shapes.items()
     )
 
 

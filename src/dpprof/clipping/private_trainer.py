@@ -38,6 +38,8 @@ from dpprof.clipping.private_training import METHODS
 from dpprof.clipping.public_numbers import find_public_numbers
 from dpprof.clipping.random_state import random_state_kept
 from dpprof.clipping.ranks import Ranks, is_distributed
+from dpprof.clipping.repeated_checks import RepeatedChecks
+from dpprof.clipping.rotary_positions import refuse_positions
 from dpprof.clipping.secret_files import (
     find_checkpoints,
     find_secrets,
@@ -91,7 +93,9 @@ class PrivacyArguments:
             overflow are left out, and counted in ``Clipping.nonfinite_samples``. Evaluation stays
             in the arguments' dtype.
         public_buffers: As of ``make_private``.
-        check: Whether ``losses_of`` is checked on two samples (``Clipping.check``), in one process.
+        check: Whether ``losses_of`` is checked on two samples (``Clipping.check``), in one process,
+            and the losses of some samples alone compared with those beside others (``company``).
+        verify_every: As of ``make_private``.
         sampling_generator: Draws the samples; by default the operating system seeds one.
         noise_generator: Draws the noise; likewise.
         log_private: Logs what follows from the drawn samples, has no noise, and must not be
@@ -120,6 +124,7 @@ class PrivacyArguments:
     loss_scale: float | None = None
     public_buffers: Collection[str] = ()
     check: bool = True
+    verify_every: int | None = None
     sampling_generator: torch.Generator | None = None
     noise_generator: torch.Generator | None = None
     log_private: bool = False
@@ -225,6 +230,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         if privacy.resume not in ("fresh", "exact"):
             raise ValueError(f"resume must be fresh or exact, and is {privacy.resume!r}")
         super().__init__(*inputs, **named)
+        refuse_positions(self.model)
         self._is_sharded = any(map(is_distributed, self.model.parameters()))
         refuse_arguments(self.args, self, is_sharded=self._is_sharded)
         refuse_related(privacy.sampling_generator, privacy.noise_generator)
@@ -237,6 +243,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         if self.args.world_size > 1:
             self._ranks = Ranks([distributed.group.WORLD], self.args.device)
         self._steps: _Steps | None = None
+        self._data_loader: DataLoader[Any] | None = None
         self._clipping: Any = None
         self.spent = Spent(0.0, privacy.delta, privacy.accountant)
         self._norms: list[Tensor] = []
@@ -306,6 +313,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         )
         self.spent.sample_rate = numbers.sample_rate
         warn_of_delta(privacy.delta, numbers.samples)
+        self._data_loader = loader
         self._steps = _Steps(poisson, self.args.device if self._is_sharded else None)
         return self._steps
 
@@ -348,6 +356,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                     module.reshard()  # the outermost one stays gathered after forward
         elif privacy.check and self.losses_of is not None and self._ranks.size == 1:
             self._check_losses()
+        self._compare_samples()
         self.optimizer = PrivateOptimizer(
             inner,
             self._clipping,
@@ -368,6 +377,23 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         with random_state_kept():  # a collator may draw
             inputs = self._prepare_inputs(self._steps.loader.load(range(2)))
         self._clipping.check(partial(self.compute_sample_losses, self.model), inputs)
+
+    def _compare_samples(self) -> None:
+        """Compare samples alone and in company, now and at random steps."""
+        assert self._data_loader is not None
+        collate = self._data_loader.collate_fn
+        checks = RepeatedChecks(
+            self._clipping,
+            lambda inputs: self.compute_sample_losses(self.model, inputs),
+            self._data_loader.dataset,
+            lambda samples: self._prepare_inputs(collate(samples)),
+            most=self.args.per_device_train_batch_size,
+            every=self.privacy.verify_every,
+        )
+        if self.privacy.check and not self._is_sharded:
+            if not self.model.training:  # as a step does
+                self.model.train()
+            checks.compare_first()
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move tensors to the device, also those inside of objects."""

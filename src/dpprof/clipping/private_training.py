@@ -19,6 +19,7 @@ from dpprof.clipping.poisson_batches import PoissonLoader, refuse_related
 from dpprof.clipping.private_optimizer import PrivateOptimizer
 from dpprof.clipping.public_numbers import find_public_numbers
 from dpprof.clipping.random_state import random_state_kept
+from dpprof.clipping.repeated_checks import RepeatedChecks
 from dpprof.clipping.two_pass import FlashClipping
 
 METHODS: dict[str, type[Clipping]] = {
@@ -150,6 +151,7 @@ def make_private(
     max_batch_size: int | None = None,
     accountant: str = "prv",
     check: bool = True,
+    verify_every: int | None = None,
     sampling_generator: torch.Generator | None = None,
     noise_generator: torch.Generator | None = None,
     secure_mode: bool = False,
@@ -163,7 +165,8 @@ def make_private(
         optimizer: Any PyTorch optimizer of its parameters.
         data_loader: With ``shuffle=True`` or without; batches become Poisson batches, which draw
             each sample with the probability ``batch_size / samples``.
-        losses_of: Computes the losses of a batch, one for each sample. It serves ``check`` alone.
+        losses_of: Computes the losses of a batch, one for each sample. It serves ``check`` and
+            ``verify_every`` alone.
         max_grad_norm: Bound C of each sample's gradient.
         noise_multiplier: Standard deviation of the noise over C; or give ``epsilon``.
         epsilon: The budget, which needs ``delta`` and either ``epochs`` or ``steps``. The least
@@ -188,7 +191,10 @@ def make_private(
         max_batch_size: The most samples at a time; a batch with more comes in parts.
         accountant: ``prv``, or ``rdp``, which spends more.
         check: Whether the clipped gradient of a first batch is compared with those of its single
-            samples (``Clipping.check``).
+            samples (``Clipping.check``), and the losses of some samples of different lengths alone
+            with those beside others (``company``).
+        verify_every: Repeat that comparison, and look at gradients as in the first batch, at
+            random steps, on average every so many. The training's bits stay the same.
         sampling_generator: Draws the samples; by default the operating system seeds one.
         noise_generator: Draws the noise; likewise.
         secure_mode: Draw noise that withstands floating point attacks.
@@ -204,7 +210,8 @@ def make_private(
         ValueError: A setting is out of its range, two contradict each other, or the data loader
             does not allow Poisson sampling.
         UnsupportedError: The model cannot be clipped.
-        WrongTrainingError: The check failed: the message says at which parameter.
+        WrongTrainingError: The check failed: the message says at which parameter, or what a
+            sample's loss depends on. ``verify_every`` raises it in ``backward``.
 
     Formal guarantees: those of ``Clipping`` and ``NoisyOptimizer``, and that the steps of an
     ``epsilon`` spend no more than it at ``delta``, when one sample is added or removed. Divisor,
@@ -234,8 +241,11 @@ def make_private(
         raise ValueError(f"method must be one of {', '.join(METHODS)}, and is {method!r}")
     stability = find_stability(clipping, stability)
     verify_budget(noise_multiplier, epsilon, delta, accountant=accountant)
-    if check and losses_of is None:
-        raise ValueError("give losses_of, so that a first batch can be checked; or check=False")
+    if losses_of is None and (check or verify_every is not None):
+        raise ValueError(
+            "give losses_of, so that a first batch can be checked; or check=False, and no "
+            "verify_every"
+        )
     numbers = find_public_numbers(
         data_loader,
         samples=samples,
@@ -272,6 +282,11 @@ def make_private(
             assert draw is not None
             first = draw()
             clipped.check(first.losses_of, *first.batch)
+        if losses_of is not None:
+            data = data_loader.dataset, data_loader.collate_fn
+            checks = RepeatedChecks(clipped, losses_of, *data, most=most, every=verify_every)
+            if check:
+                checks.compare_first()
         private = PrivateOptimizer(
             optimizer,
             clipped,

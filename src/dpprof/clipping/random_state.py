@@ -5,9 +5,14 @@ import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_Read = tuple[list[bytes], dict[torch.Generator, Tensor], list[bytes]]
 
 
 class OtherGenerators:
@@ -51,3 +56,76 @@ def random_state_kept() -> Iterator[OtherGenerators]:
             yield others
         finally:
             others.write(states)
+
+
+class _Noted:
+    drew = False
+
+
+class States:
+    """The states of all generators, also of those that only the loss and ``collate_fn`` have."""
+
+    def __init__(self, others: OtherGenerators) -> None:
+        self._others = others
+        self._seen: dict[torch.Generator, Tensor] = {}
+
+    def read(self) -> _Read:
+        """Return them."""
+        own = [torch.get_rng_state()]
+        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        own += torch.cuda.get_rng_state_all() if has_cuda else []
+        seen = {one: one.get_state() for one in self._seen}
+        return [one.numpy().tobytes() for one in own], seen, self._others.read()
+
+    def write(self, states: _Read) -> None:
+        """Set them back; one that was not seen before, to its state before it drew."""
+        own, seen, others = states
+        cpu, *of_cuda = (torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in own)
+        torch.set_rng_state(cpu)
+        if of_cuda:
+            torch.cuda.set_rng_state_all(of_cuda)
+        for one, first in self._seen.items():
+            one.set_state(seen.get(one, first))
+        self._others.write(others)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Set the generators that were seen back to their states before, at the end."""
+        try:
+            yield
+        finally:
+            for one, first in self._seen.items():
+                one.set_state(first)
+
+    @contextmanager
+    def noting(self) -> Iterator[_Noted]:
+        """Note whether anything draws inside the context."""
+        noted, others = _Noted(), self._others.read()
+        with _Watch(self, noted):
+            yield noted
+        noted.drew |= others != self._others.read()
+
+    def note(self, generator: torch.Generator | None) -> list[bytes]:
+        """Return the states from which an operator may draw, and remember its own generator."""
+        if generator is None:
+            return self.read()[0]
+        state = generator.get_state()
+        self._seen.setdefault(generator, state)
+        return [state.numpy().tobytes()]
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operators that draw, also where the loss sets a seed before."""
+
+    def __init__(self, states: States, noted: _Noted) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._states, self._noted = states, noted
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        before = self._states.note(kwargs.get("generator"))
+        out = func(*args, **kwargs)
+        self._noted.drew |= before != self._states.note(kwargs.get("generator"))
+        return out

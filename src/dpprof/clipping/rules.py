@@ -35,6 +35,7 @@ from dpprof.clipping.patching import PatchedLayer, calls_forward_of, is_patched
 from dpprof.clipping.quantized_layers import is_quantized, refuse_quantized, run_quantized
 from dpprof.clipping.recurrent import run_cell, run_opacus_recurrent, run_recurrent
 from dpprof.clipping.rms_norms import Recognised, recognise
+from dpprof.clipping.rotary_positions import refuse_positions
 from dpprof.clipping.tensor_kinds import refuse_parameter
 from dpprof.spec.registry import UnsupportedError
 
@@ -136,6 +137,7 @@ def find_rules(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             refuse_parameter(name, parameter)
+    refuse_positions(model)
     rules: dict[nn.Module, Found] = {}
     for layer in model.modules():
         if layer is not wrapper:

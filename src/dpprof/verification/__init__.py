@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 from dpprof.system.imports import import_at_first_use
 
 if TYPE_CHECKING:
+    from dpprof.clipping.company import WrongTrainingError as WrongTrainingError
     from dpprof.verification.training.check import Checked as Checked
     from dpprof.verification.training.check import check as check
     from dpprof.verification.training.loop import Mechanism as Mechanism
-    from dpprof.verification.training.loop import WrongTrainingError as WrongTrainingError
 
 _MODULES = {
     "Checked": "dpprof.verification.training.check",
     "Mechanism": "dpprof.verification.training.loop",
-    "WrongTrainingError": "dpprof.verification.training.loop",
+    "WrongTrainingError": "dpprof.clipping.company",
     "check": "dpprof.verification.training.check",
 }
 __all__ = list(_MODULES)

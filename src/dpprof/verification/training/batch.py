@@ -39,14 +39,15 @@ class TrainingBatch(NamedTuple):
     def map(self, function: Callable[[Tensor], Tensor]) -> "TrainingBatch":
         """Return the batch with a function applied to each tensor of ``parts``."""
         mapped = lambda one: function(one) if isinstance(one, Tensor) else one  # noqa: E731
-        return self._of(batches.apply(self.tree, self.samples, mapped))
+        return self.of_tree(batches.apply(self.tree, self.samples, mapped))
 
     def take(self, at: Sequence[int], whole: Any = None) -> "TrainingBatch":
         """Return the batch of some of its samples; the part ``whole`` stays as it is."""
         taken = batches.take(self.tree, self.samples, at, whole)
-        return self._of(taken)._replace(samples=len(at))
+        return self.of_tree(taken)._replace(samples=len(at))
 
-    def _of(self, tree: dict[Any, Any]) -> "TrainingBatch":
+    def of_tree(self, tree: dict[Any, Any]) -> "TrainingBatch":
+        """Return the batch with other arguments."""
         given = tuple(tree[at] for at in range(len(self.given)))
         return self._replace(given=given, named={name: tree[name] for name in self.named})
 

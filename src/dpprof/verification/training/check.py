@@ -6,7 +6,7 @@ Shape legend: B samples, T tokens.
 import logging
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,8 +17,11 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from scipy.stats import chi2
 from torch import Tensor, nn
 
+from dpprof.clipping.batches import give
+from dpprof.clipping.company import COMPANY, Company, WrongTrainingError
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.graph import nodes_behind
+from dpprof.clipping.random_state import States
 from dpprof.norms.complex_numbers import as_real
 from dpprof.system.substitutes import substitute
 from dpprof.verification.training.batch import TrainingBatch, count_samples, read_batch
@@ -44,7 +47,6 @@ from dpprof.verification.training.loop import (
     StepEffects,
     StepWatcher,
     WrongScaleError,
-    WrongTrainingError,
     completed,
     refuse_settings,
 )
@@ -90,6 +92,8 @@ def check(
     private: PrivateOptimizer | Clipping | Mechanism,
     *,
     step: Callable[..., Any] | None = None,
+    samples: Sequence[Any] = (),
+    collate: Callable[[list[Any]], Any] | None = None,
     padding: Tensor | None = None,
     tolerance: float | None = None,
 ) -> Checked:
@@ -97,13 +101,15 @@ def check(
 
     A step's gradient without noise is compared with the clipped gradients of single samples, each
     in a batch of its own through ordinary autograd. A loss may draw numbers: every step, and every
-    sample alone, gets those that were drawn for the batch. Then it is checked that every trained
-    parameter is in the optimizer, moves, and gets noise of the right scale; that frozen ones stay;
-    that padding and an empty batch contribute nothing. Dropout is off, but for one comparison with
-    the gradient of each sample's loss in the whole batch, with the same random numbers. Everything
-    is restored afterwards: parameters, gradients, the optimizer's state, generators; no accountant
-    counts. It costs B + 12 steps at most, and B + 2 more with dropout, and the memory of B + 6
-    gradients and of two copies of the parameters and the optimizer's state.
+    sample alone, gets those that were drawn for the batch. A sample's loss must stay the same
+    beside others, in another order and at its own length (``clipping.company``). Then it is checked
+    that every trained parameter is in the optimizer, moves, and gets noise of the right scale; that
+    frozen ones stay; that padding and an empty batch contribute nothing. Dropout is off, but for
+    one comparison with the gradient of each sample's loss in the whole batch, with the same random
+    numbers. Everything is restored afterwards: parameters, gradients, the optimizer's state,
+    generators; no accountant counts. It costs B + 12 steps at most, B + 2 more with dropout, the
+    forward passes of 16 batches, and of 20 more with draws; and the memory of B + 6 gradients and
+    of two copies of the parameters and the optimizer's state.
 
     Args:
         model: The model that is trained, as the loop has it: plain, with adapters, or wrapped by
@@ -119,6 +125,10 @@ def check(
             or a ``Mechanism`` that describes a loop by hand.
         step: One whole step on ``batch``: clear gradients, forward, backward, step, and no
             scheduler. By default the step of a loop with ``loss`` and ``private``.
+        samples: Samples of the dataset, of different lengths, which are collated together, each
+            alone and in parts. Without them, rows are cut from the batch, and each to its own
+            length where the batch has a mask.
+        collate: Makes a batch of some, as the data loader's ``collate_fn``.
         padding: (B, T) bool, True at tokens that must not matter. By default the zeros of a mask
             of 0 and 1 in the batch.
         tolerance: Largest relative error of a gradient; by default 1e-6 in float64, 1e-2 in float32
@@ -153,6 +163,8 @@ def check(
         >>> found.samples, found.parameters, found.unchecked
         (4, 2, {'padding': 'the batch has no mask of 0 and 1; give the places as padding'})
     """
+    if bool(samples) != (collate is not None):
+        raise ValueError("give samples and collate together: collate makes a batch of some samples")
     clipping = getattr(private, "clipping", private)
     if isinstance(clipping, Clipping) and clipping.ranks.is_sharded:
         raise ValueError("check needs whole parameters: check the model before fully_shard")
@@ -160,11 +172,18 @@ def check(
         if step is not None:
             raise ValueError("step makes the steps of an optimizer; give that as private")
         with completed(private, model) as optimizer:
-            found = check(model, loss, batch, optimizer, padding=padding, tolerance=tolerance)
+            found = check(
+                *(model, loss, batch, optimizer),
+                samples=samples,
+                collate=collate,
+                padding=padding,
+                tolerance=tolerance,
+            )
         why = "a Clipping has none; give the optimizer that adds the noise"
         return found._replace(unchecked={"optimizer": why} | found.unchecked)
     given = read_batch(batch, loss, model)
-    return _Check(Loop(model, loss, private, step), given, tolerance).run(padding)
+    loop = Loop(model, loss, private, step)
+    return _Check(loop, given, tolerance, samples, collate).run(padding)
 
 
 @dataclass
@@ -174,9 +193,14 @@ class _Check:
     loop: Loop
     batch: TrainingBatch
     tolerance: float | None
+    samples: Sequence[Any] = ()
+    collate: Callable[[list[Any]], Any] | None = None
     limit: float = 0.0
     worst: float = 0.0
     is_random: bool = False
+    is_each: bool = False
+    """Whether the loss returns one for each sample."""
+
     hides_layers: bool = False
     checked: list[str] = field(default_factory=list)
     unchecked: dict[str, str] = field(default_factory=dict)
@@ -198,6 +222,7 @@ class _Check:
                     "Python"
                 )
             samples = self._take_samples()
+            self._compare_company()
             taken = self._compare_gradients(samples)
             self._compare_with_dropout()
             self._find_untrained(samples, taken)
@@ -216,8 +241,9 @@ class _Check:
             self.loop.draws.samples = self.batch.samples
         with self.loop.plain() as model, self.loop.drawing():  # a loss may contain a gradient
             second = self.batch.call(self.loop.loss, model)
-        values = (read_losses(one, self.batch.samples).nan_to_num() for one in (first, second))
-        return not torch.equal(*values)
+        one, other = (read_losses(each, self.batch.samples) for each in (first, second))
+        self.is_each = one.dim() > 0
+        return not torch.equal(one.nan_to_num(), other.nan_to_num())
 
     def _take_samples(self) -> Samples:
         """Compute the samples' gradients: alone, or in the batch where alone they are others."""
@@ -246,6 +272,41 @@ class _Check:
         self.unchecked["each sample alone"] = f"{reason}; so {hidden}"
         _log.warning("check: %s; so %s", reason, hidden)
         return together
+
+    def _compare_company(self) -> None:
+        """Compare samples alone and in company, collated anew or cut from the batch."""
+        loop, batch, collate = self.loop, self.batch, self.collate
+
+        if not self.is_each:
+            self.unchecked[COMPANY] = "loss does not return one loss for each sample"
+            return
+
+        def compute(given: Any) -> Any:
+            args, named = give(loop.loss, given, model)
+            return loop.loss(model, *args, **named)
+
+        def compute_cut(tree: Any) -> Any:
+            return batch.of_tree(tree).call(loop.loss, model)
+
+        def gather(at: Sequence[int]) -> Any:
+            assert collate is not None
+            return collate([self.samples[place] for place in at])
+
+        def cut(at: Sequence[int]) -> Any:
+            return batch.take(at).tree
+
+        assert loop.others is not None
+        states = States(loop.others)
+        with loop.plain() as model, states.restored():
+            if collate is None:
+                company = Company(model, compute_cut, cut, batch.samples, collates=False)
+            else:
+                company = Company(model, compute, gather, len(self.samples))
+            problems = company.compare(states)
+        if problems:
+            self.unchecked[COMPANY] = "; ".join(problems)
+        else:
+            self.checked.append(COMPANY)
 
     def _compare_losses(self, samples: Samples, *, are_alone: bool = True) -> None:
         """Compare the batch's losses with those of its samples alone."""

@@ -13,6 +13,7 @@ import torch
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 
+from dpprof.clipping.company import WrongTrainingError
 from dpprof.system.substitutes import substitute
 from dpprof.verification.training.batch import TrainingBatch
 from dpprof.verification.training.draws import Replay
@@ -21,7 +22,6 @@ from dpprof.verification.training.loop import (
     Loop,
     Mechanism,
     WrongScaleError,
-    WrongTrainingError,
 )
 
 _EPSILON = 1e-6

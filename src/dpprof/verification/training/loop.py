@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.clipping import private_optimizer
+from dpprof.clipping.company import WrongTrainingError, find_dropout
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.noise_keys import NoiseKeys
 from dpprof.clipping.optimizer import NoisyOptimizer
@@ -29,20 +30,6 @@ from dpprof.verification.training.draws import Draws, Replay
 Gradients = dict[nn.Parameter, Tensor]
 PrivateOptimizer: TypeAlias = DPOptimizer | NoisyOptimizer
 """Opacus's optimizer, or dpprof's with the same interface."""
-
-
-class WrongTrainingError(RuntimeError):
-    """A training loop is wrong; the message names the first thing that is, and nothing of samples.
-
-    Args:
-        message: What is wrong.
-        details: What else is known: losses, norms, places in the batch, or what the user's code
-            raised. It is private, so it is an attribute, and no part of the message.
-    """
-
-    def __init__(self, message: str, details: str | None = None) -> None:
-        super().__init__(message)
-        self.details = details
 
 
 class WrongScaleError(WrongTrainingError):
@@ -148,13 +135,7 @@ class Loop:
         self.names = {p: name for name, p in model.named_parameters()}
         self.trained = [p for p in self.names if p.requires_grad]
         self.hooks = _find_hooks(self.wrapped)
-        kind = nn.modules.dropout._DropoutNd  # noqa: SLF001 (the common base)
-        dropping = [
-            (one, name, rate)
-            for one in self.model.modules()
-            for kinds, name in ((kind, "p"), ((nn.MultiheadAttention, nn.RNNBase), "dropout"))
-            if isinstance(one, kinds) and (rate := getattr(one, name))
-        ]
+        dropping = find_dropout(self.model)
         self.dropout_off = [(one, name, 0.0) for one, name, _ in dropping]
         """Modules that drop, their attributes with the rate, and no rate."""
 

@@ -6,6 +6,7 @@ Shape legend: B samples, T tokens.
 import torch
 from torch import Tensor
 
+from dpprof.clipping.company import is_mask
 from dpprof.verification.training.batch import TrainingBatch
 
 
@@ -21,7 +22,7 @@ def change_padding(batch: TrainingBatch, padding: Tensor | None) -> TrainingBatc
         ValueError: ``padding`` has another shape than any tokens of the batch.
     """
     if padding is None:
-        padding = next((part == 0 for part in batch.parts if _is_mask(part)), None)
+        padding = next((part == 0 for part in batch.parts if is_mask(part)), None)
         if padding is None:
             return "the batch has no mask of 0 and 1; give the places as padding"
     elif padding.dtype != torch.bool or all(part.shape != padding.shape for part in batch.parts):
@@ -45,15 +46,7 @@ def change_padding(batch: TrainingBatch, padding: Tensor | None) -> TrainingBatc
     return batch.map(lambda part: changed if part is ids else part)
 
 
-def _is_mask(part: Tensor) -> bool:
-    if part.dim() != 2 or not bool(((part == 0) | (part == 1)).all()):  # noqa: PLR2004 (B, T)
-        return False
-    changes = (part[:, 1:] != part[:, :-1]).sum(1)
-    ends = (part[:, 0] == 1) | (part[:, -1] == 1)
-    return bool((changes <= 1).all() and ends.all())
-
-
 def _has_ids(part: Tensor, padding: Tensor) -> bool:
     """Tell whether a tensor has an id for each token: no negative number, and it is no mask."""
     is_whole = part.shape == padding.shape and part.dtype in (torch.int64, torch.int32)
-    return is_whole and bool((part >= 0).all()) and not _is_mask(part)
+    return is_whole and bool((part >= 0).all()) and not is_mask(part)

@@ -1,0 +1,70 @@
+"""Changes the outputs of layers for a while: by rounding errors, or in size."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MOST_GAIN = 1e4
+
+
+@contextmanager
+def _changed(model: nn.Module, change: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
+    """Change the outputs of layers with parameters inside the context.
+
+    By a hook of all modules: a head that is computed with its loss refuses hooks of its own.
+    """
+    own = {one for one in model.modules() if any(True for _ in one.parameters(recurse=False))}
+
+    def change_output(layer: nn.Module, _: Any, output: Any) -> Any:
+        is_number = isinstance(output, Tensor) and output.is_floating_point()
+        return change(layer, output) if is_number and layer in own else output
+
+    hook = nn.modules.module.register_module_forward_hook(change_output)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def rounding_otherwise(model: nn.Module, seed: int) -> AbstractContextManager[None]:
+    """Change the outputs of layers by two units in their last place."""
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def change(layer: nn.Module, output: Tensor) -> Tensor:
+        if output.device not in generators:
+            generators[output.device] = torch.Generator(output.device).manual_seed(seed)
+        drawn = torch.empty_like(output, requires_grad=False)
+        sign = drawn.bernoulli_(0.5, generator=generators[output.device]).mul_(2).sub_(1)
+        return output * (1 + 2 * _unit_of(layer, output) * sign)
+
+    return _changed(model, change)
+
+
+def amplified(model: nn.Module) -> AbstractContextManager[None]:
+    """Multiply the outputs of layers by what gives each a mean square of one in its first call.
+
+    In a model that begins its training, attention is nearly even and positions hardly matter.
+    """
+    gains: dict[nn.Module, float] = {}
+
+    def change(layer: nn.Module, output: Tensor) -> Tensor:
+        if layer not in gains:
+            size = float(output.detach().float().square().mean().sqrt()) if output.numel() else 0.0
+            gains[layer] = min(1 / size, _MOST_GAIN) if 0 < size < 1 else 1.0
+        return output * gains[layer]
+
+    return _changed(model, change)
+
+
+def _unit_of(layer: nn.Module, output: Tensor) -> float:
+    """Return the relative unit in which a layer computes."""
+    unit = float(torch.finfo(output.dtype).eps)
+    if output.dtype != torch.float32:
+        return unit
+    precision = torch.get_float32_matmul_precision()
+    is_tf32 = output.is_cuda and isinstance(layer, nn.modules.conv._ConvNd | nn.RNNBase)  # noqa: SLF001
+    of_products = {"highest": unit, "high": 2.0**-11, "medium": 2.0**-8}[precision]
+    return max(of_products, 2.0**-11 if is_tf32 else unit)
