@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 
 import dpprof
 from dpprof.clipping import noise
-from dpprof.clipping.digest import LANES
 from dpprof.norms import triton_ops
 
 SOURCES = Path(dpprof.__file__).parent
@@ -40,11 +39,6 @@ def draw_examples():
         "differentiate_cross_entropy_": (logits, labels, torch.ones(6), -100, 0.0, 1.0, None),
         "add_noise_": (torch.zeros(40), torch.ones(2, dtype=torch.int64), 2, 1.0, 0.5),
         "digest_": (torch.zeros(2, dtype=torch.int64), words, torch.arange(5000)),
-        "hash_in_threads_": (
-            torch.zeros(2, LANES, dtype=torch.int64),
-            words,
-            torch.arange(2 * LANES).view(2, LANES),
-        ),
         "add_noise_in_threads_": (long_sum, states, noise.make_room(2, long_sum), 1.0, 0.5),
     }
 

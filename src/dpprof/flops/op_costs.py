@@ -153,6 +153,7 @@ _FAMILIES: dict[Any, OpFamily] = {
     triton_ops.WEIGH: "elementwise",
     triton_ops.CROSS_ENTROPY: "reduction",
     triton_ops.NOISE: "random",
+    triton_ops.DIGEST: "elementwise",
 }
 
 _UNTAGGED: tuple[tuple[str, OpFamily], ...] = (

@@ -203,6 +203,9 @@ WEIGH = torch.ops.dpprof.weigh
 CROSS_ENTROPY = torch.ops.dpprof.differentiate_cross_entropy_
 """``differentiate_cross_entropy_`` as PyTorch's operator."""
 
+DIGEST = torch.ops.dpprof.digest_
+"""``digest_`` as PyTorch's operator."""
+
 NOISE = torch.ops.dpprof.add_noise_
 """``add_noise_`` as PyTorch's operator."""
 
