@@ -542,6 +542,14 @@ class Clipping(ABC):
 
         proves, reads = self._has_orders is not False, self.deferral is None
         layout = Layout(losses, name_of, proves=proves, reads=reads)
+        for node in layout.nodes:
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter) and not self.clips(self.ranks.own(leaf)):
+                raise RuntimeError(
+                    f"the losses depend on a parameter of shape {tuple(leaf.shape)} that the model "
+                    "does not have, and its gradient would be neither clipped nor noised; make it "
+                    "a part of the model before its clipping is made, or detach() it"
+                )
         leaves = {leaf for one in self._loose for leaf in self.ranks.leaves(one)}
         self._broadcasts = Broadcasts(layout, leaves, name_of)
         layout.group()
