@@ -151,7 +151,7 @@ def test_samples_that_are_mixed_in_such_a_shape_are_refused() -> None:
     x = torch.randn(B, T, D, dtype=torch.float64)
     mixed = FLAT[1](model, 0.5)
 
-    with pytest.raises(UnsupportedError, match="the loss of another sample depends on"):
+    with pytest.raises(UnsupportedError, match="the loss of a sample depends on"):
         mixed.backward(model.losses(x))
 
 
@@ -241,7 +241,7 @@ def test_another_graph_is_verified_again(way) -> None:
         model.zero_grad()
     assert clipping.first_batch_verified
 
-    with pytest.raises(UnsupportedError, match="another sample depends on what first"):
+    with pytest.raises(UnsupportedError, match="loss of a sample depends on what first"):
         clipping.backward(model.losses(torch.randn(3, 8, 3)))
 
 

@@ -239,8 +239,8 @@ class _Batch:
         problem = f"{self._name_of(layer)} saw another axis than samples first, of the same length"
         if not _lies_on_another_axis(gradients, self._chosen):
             problem = (
-                f"the loss of another sample depends on what {self._name_of(layer)} computed for "
-                "one: code after it mixes samples, or another axis comes first"
+                f"the loss of a sample depends on what {self._name_of(layer)} computed for "
+                "another: code after it mixes samples, or another axis comes first"
             )
         return UnsupportedError(
             f"{problem}; keep samples apart, and on the first axis everywhere, or on the second "
