@@ -219,6 +219,21 @@ def test_cancelling_samples_contribute_the_same_with_others(dtype, kind, way) ->
     assert float(moved.norm()) == pytest.approx(20, rel=0.02)
 
 
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    ("of_inputs", "of_gradients", "bound"), [(1e10, 1e10, 1), (3e-23, 1e18, 1e-2), (1e-25, 1e25, 1)]
+)
+def test_squares_that_overflow_or_underflow_change_nothing(
+    of_inputs, of_gradients, bound, way
+) -> None:
+    torch.manual_seed(0)
+    x, g = of_inputs * torch.randn(1, 4, 32), of_gradients * torch.randn(1, 4, 32)
+    for kind in ("linear", "no bias", "convolution"):
+        case = Case(way, kind, 32, 32, bound=bound)
+        for more, after in ((1, 0), (1, 60), (0, 9)):
+            assert find_change(case, x, g, more=more, before=0, after=after) <= 1e-6
+
+
 @pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("ratio", [90.0, 120.0, 127.0, 129.0, 140.0, 1000.0])
 def test_nothing_jumps_where_samples_begin_to_be_measured_alone(ratio, way) -> None:
