@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from small_models import EVERY, FLAT, NORMALISED, Conv1D, gradients
+from small_models import EVERY, FLAT, NORMALISED, Conv1D, gradients, over_channels
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,13 +38,6 @@ class Twice(nn.Module):
         return self.layer(x) + self.layer(x.flip(2))
 
 
-class OverTime(nn.Conv1d):
-    """A convolution over tokens."""
-
-    def forward(self, x):
-        return super().forward(x.mT).mT
-
-
 class Tied(nn.Module):
     """A table that is the head's weight too."""
 
@@ -65,19 +58,24 @@ class Table(nn.Embedding):
         return super().forward(x.abs().argmax(2))
 
 
+def over_time(d: int, p: int, **options) -> nn.Module:
+    """A convolution over tokens."""
+    return over_channels(nn.Conv1d(d, p, 3, padding=1, **options))
+
+
 LAYERS = {
     "linear": nn.Linear,
     "no bias": functools.partial(nn.Linear, bias=False),
     "bias alone": lambda d, p: nn.Linear(d, p).requires_grad_(False),  # thawed below
     "transposed": lambda d, p: Conv1D(p, d),
-    "convolution": lambda d, p: OverTime(d, p, 3, padding=1),
+    "convolution": over_time,
     "layer norm": lambda d, _: nn.LayerNorm(d),
     "rms norm": lambda d, _: nn.RMSNorm(d),
-    "groups": lambda d, p: OverTime(d, p, 3, padding=1, groups=math.gcd(d, p)),
+    "groups": lambda d, p: over_time(d, p, groups=math.gcd(d, p)),
     "table": Table,
     "twice": lambda d, p: Twice(nn.Linear(d, p)),
     "norm twice": lambda d, _: Twice(nn.LayerNorm(d)),
-    "convolution twice": lambda d, p: Twice(OverTime(d, p, 3, padding=1)),
+    "convolution twice": lambda d, p: Twice(over_time(d, p)),
     "tied": Tied,
 }
 USED_TWICE = ("twice", "norm twice", "convolution twice", "tied")
