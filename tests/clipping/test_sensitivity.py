@@ -1,7 +1,8 @@
 """No sample moves the sum by more than the bound: over random models, and inputs drawn to cancel.
 
 A sample is taken out of the batch in float64. In fewer bits its gradient is made zero instead, in
-a batch of the same shape: libraries round the other samples otherwise in a batch of another shape.
+a batch of the same shape: the layers before round the other samples otherwise in a batch of another
+shape.
 """
 
 from collections import namedtuple
@@ -18,7 +19,7 @@ from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.clipping.two_pass import FlashClipping
 
 BOUND = {torch.float64: 1e-6, torch.float32: 0.01, torch.bfloat16: 0.01}
-"""Beyond C: more than the 2^-24 and 2^-8 that ``norms.rounding`` derives for one sample's rounding,
+"""Beyond C: more than the 2^-34 and 2^-8 that ``norms.rounding`` derives for one sample's rounding,
 since a sum rounds the other samples' shares anew too."""
 
 V = 5

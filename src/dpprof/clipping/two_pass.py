@@ -43,6 +43,8 @@ from dpprof.clipping.sample_norms import SampleNorms
 class FlashClipping(Clipping):
     """Flat clipping in two backward passes, which keeps nothing but the graph.
 
+    A batch in which a sample's tokens cancel takes a third.
+
     Arguments, errors and what happens to NaN, infinity, zero and empty batches: ``Clipping``.
 
     Formal guarantees: those of ``Clipping``; the sum of all parameters' gradients has L2

@@ -60,8 +60,8 @@ MOST = 128.0
 _SLACK = 2.0**18
 """The most slack, in eps times the squared norm."""
 
-_LARGEST = 1e37
-"""Squared norms beyond it may have overflowed."""
+_LARGEST = 1e32
+"""Larger squared norms count as this one, so that what overflows is unsure."""
 
 _LOST = 1e-30
 """More than what underflows of a sum of squares."""
@@ -100,10 +100,9 @@ def is_unsure(squares: Squares, least: float) -> Tensor:
         least: The norm below which nothing is clipped.
     """
     found_B, slack_B, size_B = squares
-    most_B = found_B.clamp(min=min(least, 1e15) ** 2)
-    is_sure_B = most_B < _LARGEST  # which NaN is not
-    if size_B is not None:
-        is_sure_B &= size_B <= MOST**2 * most_B
+    most_B = found_B.clamp(min(least, 1e15) ** 2, _LARGEST)
+    # NaN is never sure.
+    is_sure_B = found_B.isfinite() if size_B is None else size_B <= MOST**2 * most_B
     if slack_B is not None:
         is_sure_B &= slack_B <= _SLACK * torch.finfo(found_B.dtype).eps * most_B
     return ~is_sure_B
