@@ -173,6 +173,15 @@ def squares(model: nn.Module, *inputs: Tensor) -> Tensor:
     return model(*inputs).square().flatten(1).sum(1)
 
 
+class Secure(torch.Generator):
+    """As torchcsprng's, which has no state to give or to take."""
+
+    def get_state(self):
+        raise RuntimeError("not implemented")
+
+    set_state = get_state
+
+
 def sums_of(clipping) -> torch.Tensor:
     """Return the clipped sums that wait for noise; zeros where no sample has a gradient."""
     part = clipping.sums.part

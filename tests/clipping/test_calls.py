@@ -87,7 +87,10 @@ CHANGES = {
         lambda model: setattr(model.leaf, "temperature", 1.0),
         r"leaf changed .*temperature is another one",
     ),
-    "epsilon": (lambda model: setattr(model.norm, "eps", 1.0), r"norm changed .*eps is another one"),
+    "epsilon": (
+        lambda model: setattr(model.norm, "eps", 1.0),
+        r"norm changed .*eps is another",
+    ),
     "other data": (give_other_data, r"linear changed .*weight was changed in place"),
     "another dtype": (lambda model: model.double(), r"changed .*was changed in place"),
     "an optimizer's step": (

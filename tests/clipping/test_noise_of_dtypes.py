@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 from factory import make_experiment
-from small_models import default_dtype
+from small_models import Secure, default_dtype
 from torch import Tensor, nn
 
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.noise import DRAWN_IN_TURN, NoiseOfStep, draw_noise, draw_secure_noise
+from dpprof.clipping.noise_keys import StepKey
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.tensor_kinds import NUMBERS
 from dpprof.methods.microbatch import Microbatch
@@ -23,8 +24,8 @@ def parts_of(x: Tensor) -> list[Tensor]:
     return [x.real, x.imag] if x.is_complex() else [x]
 
 
-def seeded(_: torch.device) -> torch.Generator:
-    return torch.Generator().manual_seed(11)
+def seeded() -> StepKey:
+    return StepKey(b"", given=torch.Generator().manual_seed(11))
 
 
 class Numbers(nn.Module):
@@ -41,15 +42,19 @@ class Numbers(nn.Module):
 
 def make_noisy(model: nn.Module, **options) -> tuple[BookKeeping, NoisyOptimizer]:
     clipping, sgd = BookKeeping(model, 0.5), torch.optim.SGD(model.parameters(), lr=1.0)
-    options |= {"expected_batch_size": 2, "generator": torch.Generator().manual_seed(5)}
+    kind = Secure if options.get("secure_mode") else torch.Generator
+    options = {"expected_batch_size": 2, "generator": kind().manual_seed(5)} | options
     return clipping, NoisyOptimizer(sgd, clipping, **options)
 
 
-@pytest.mark.parametrize("secure_mode", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"generator": None}, {"secure_mode": True}, {"secure_mode": True, "generator": None}],
+)
 @pytest.mark.parametrize("dtype", NUMBERS)
-def test_each_part_of_a_parameter_gets_noise_of_the_whole_scale(dtype, secure_mode) -> None:
+def test_each_part_of_a_parameter_gets_noise_of_the_whole_scale(dtype, kind) -> None:
     model = Numbers(dtype)
-    clipping, optimizer = make_noisy(model, noise_multiplier=2.0, secure_mode=secure_mode)
+    clipping, optimizer = make_noisy(model, noise_multiplier=2.0, **kind)
     clipping.backward(model(torch.zeros(2)).square().sum(1).float())
     optimizer.step()
     wide = torch.promote_types(dtype, torch.float32)
@@ -78,7 +83,7 @@ def test_the_reference_of_one_sample_at_a_time_draws_the_same_noise(dtype) -> No
 def test_noise_of_a_sum_is_added_in_its_memory_whatever_its_strides(numel, dtype) -> None:
     for view in (lambda x: x, Tensor.t, lambda x: x[:, : x.shape[1] // 2]):
         summed = view(torch.zeros(100, numel // 100, dtype=dtype).fill_(8 + 4j))
-        NoiseOfStep(STD, SIZE, seeded).add_to(summed)
+        NoiseOfStep(STD, SIZE, seeded()).add_to(summed)
         assert float(summed.real.mean()) == pytest.approx(2, abs=0.1)
         assert float(summed.imag.mean()) == pytest.approx(1, abs=0.1)
         for part in parts_of(summed):
@@ -87,14 +92,14 @@ def test_noise_of_a_sum_is_added_in_its_memory_whatever_its_strides(numel, dtype
 
 def test_sums_that_get_noise_elsewhere_are_averaged_alone() -> None:
     first, other = (torch.full((3,), 8 + 4j) for _ in range(2))
-    NoiseOfStep(STD, SIZE, seeded).add_to(first, other)
+    NoiseOfStep(STD, SIZE, seeded()).add_to(first, other)
     assert torch.equal(other, torch.full((3,), 2 + 1j))
     assert (first != 2 + 1j).all()
 
 
 def test_a_conjugated_sum_is_refused_and_never_left_without_noise() -> None:
     with pytest.raises(RuntimeError, match="conj"):
-        NoiseOfStep(STD, SIZE, seeded).add_to(torch.ones(3, dtype=torch.complex64).conj())
+        NoiseOfStep(STD, SIZE, seeded()).add_to(torch.ones(3, dtype=torch.complex64).conj())
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)

@@ -9,7 +9,7 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.data_loader import DPDataLoader
 from opacus.optimizers.optimizer import _generate_noise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from small_models import EVERY, Small, V, build, default_dtype, gradients, private, sums_of
+from small_models import EVERY, Secure, Small, V, build, default_dtype, gradients, private, sums_of
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,13 +20,6 @@ from dpprof.clipping.noise_keys import StepKey
 from dpprof.clipping.two_pass import FlashClipping
 
 C, SIGMA = 0.7, 2.5
-
-
-class Secure(torch.Generator):
-    """As torchcsprng's, which has no state to give."""
-
-    def get_state(self):
-        raise RuntimeError("not implemented")
 
 
 def sample_losses(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

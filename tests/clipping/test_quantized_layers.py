@@ -51,7 +51,7 @@ def test_each_sample_is_clipped_alone_where_its_inputs_are_quantised_too(monkeyp
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 def test_samples_of_any_size_stay_within_the_bound(quantization) -> None:
-    """One whose norm is beyond float32 is excluded, and counted."""
+    """Also one whose squared norm is beyond float32."""
     model, batch = build_qlora("llama", quantization)
     sizes, bound = torch.tensor([1e-30, 1e30, 1e15, 1.0]), 0.1
     norms, _, _ = one_by_one(partial(losses_of, model), model, batch)
@@ -59,8 +59,8 @@ def test_samples_of_any_size_stay_within_the_bound(quantization) -> None:
     clipping.backward(losses_of(model, *batch) * sizes)
     grads = [p.grad.double().flatten() for p in model.parameters() if p.requires_grad]
 
-    assert clipping.nonfinite_samples == 1
-    assert torch.cat(grads).norm() <= 2 * bound * (1 + 1e-6)  # of the two that are finite and large
+    assert clipping.nonfinite_samples == 0
+    assert torch.cat(grads).norm() <= 3 * bound * (1 + 1e-6)  # of the three that are large
     expected = norms.float()[2:] * sizes[2:]
     assert torch.allclose(clipping.sample_norms[2:], expected, rtol=1e-5)
 

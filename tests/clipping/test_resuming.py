@@ -10,7 +10,7 @@ from documents import PRIVATE_TRAINING, find_code
 from opacus.schedulers import ExponentialNoise
 from products import one_in
 from rank_pool import FORKS
-from small_models import FLAT, batch, build
+from small_models import FLAT, Secure, batch, build
 
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.optimizer import NoisyOptimizer
@@ -204,15 +204,6 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(what) -> None:
     change, message = REFUSED[what]
     change(state)
     refuse(Run(), state, message, KeyError if what == "no counts" else ValueError)
-
-
-class Secure(torch.Generator):
-    """As torchcsprng's, which has no state to give or to take."""
-
-    def get_state(self):
-        raise RuntimeError("not implemented")
-
-    set_state = get_state
 
 
 @pytest.mark.parametrize("is_secure", [False, True])
