@@ -375,7 +375,7 @@ class LaterInLargeBatches(Later):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(Later, MIXED), (LaterInLargeBatches, "depends on what head computed for sample")],
+    [(Later, MIXED), (LaterInLargeBatches, "depends on what head computed for another")],
 )
 def test_a_loss_that_mixes_later_is_refused_in_that_step(kind, message) -> None:
     model = kind()

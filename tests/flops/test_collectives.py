@@ -22,8 +22,8 @@ SHARDED = "kind=fsdp,world_size={},reshard_after_forward=true"
 HALF, OF_FOUR, OF_64 = PARAMETERS // 2, PARAMETERS * 3 // 4, PARAMETERS * 63 // 64
 
 # Of 8 bytes each: bound, part, layers, other code, what waits; stability, noise, size, reduction,
-# secure mode, steps, parameters, what is reduced together, seed.
-COMPARED = (5 + 9) * 8 * 3
+# secure mode, steps, parameters, what is reduced together.
+COMPARED = (5 + 8) * 8 * 3
 """Settings that 4 ranks compare."""
 
 
@@ -45,10 +45,10 @@ def exchange(method: str, parallel: str, dtype: str = "float32") -> list[Exchang
         # Half as much is gathered, and as much reduced.
         (("standard", SHARDED.format(2), "bfloat16"), (HALF, HALF)),
         (("flash-bk", SHARDED.format(4)), (2 * OF_FOUR + COMPARED, OF_FOUR)),
-        # The parameters are gathered once more for the second pass.
-        (("flash", SHARDED.format(4)), (3 * OF_FOUR + COMPARED, OF_FOUR)),
+        # Parameters are gathered once more, and ranks tell whether any measures samples alone.
+        (("flash", SHARDED.format(4)), (3 * OF_FOUR + COMPARED, OF_FOUR, 6)),
         (("standard", "kind=ddp,world_size=4"), (0, 0, 2 * OF_FOUR)),
-        (("flash-bk", "kind=ddp,world_size=4"), (10 * 8 * 3, 0, 2 * OF_FOUR)),
+        (("flash-bk", "kind=ddp,world_size=4"), ((9 + 2) * 8 * 3, 0, 2 * OF_FOUR)),
     ],
     ids=str,
 )

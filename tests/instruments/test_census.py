@@ -8,7 +8,6 @@ from torch import nn
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.census import TensorHolders, take_census
 from dpprof.instruments.setup import Training, set_up
-from dpprof.methods.opacus.opacus_step import OpacusStep
 from dpprof.spec import registry
 
 B, T = 3, 4
@@ -78,7 +77,8 @@ def test_a_storage_counts_once_and_whole() -> None:
     module = nn.Linear(4, 3, bias=False)
     module.weight.grad = torch.zeros(100)[:12].view(3, 4)
     module.weight.grad_sample = [module.weight.grad, torch.zeros(2, 3, 4)]
-    census = take_census(TensorHolders(module, attributes=OpacusStep.attributes))
+    held = lambda one: [("per_sample_gradients", one.grad_sample)]  # noqa: E731
+    census = take_census(TensorHolders(module, held_for=held))
 
     assert census["gradients"] == 100 * 4
     assert census["per_sample_gradients"] == 2 * 12 * 4

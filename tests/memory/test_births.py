@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.contributions import SampleGradients
+from dpprof.clipping.digest import LANES, hash_rows
 from dpprof.clipping.engine import sum_whole
-from dpprof.clipping.noise import NoiseOfStep, draw_key, draw_secure_noise
+from dpprof.clipping.noise import NoiseOfStep, draw_secure_noise
+from dpprof.clipping.noise_keys import NoiseKeys
 from dpprof.clipping.shards import make_buffer
 from dpprof.memory.recorder import Recorder
 from dpprof.records.births import MARKED, allocates, codes_of, components_by_code
@@ -34,11 +36,14 @@ def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
     seen = {storage.code for step in steps for storage in step._storages}
     with Recorder(is_there=lambda *_: True) as recorder:  # no method has a secure mode
         draw_secure_noise(1.0, torch.zeros(2), None)
-        draw_key(torch.device("cpu"), None)  # a GPU does
-        NoiseOfStep(1.0, 1, lambda _: None).add_to(torch.zeros(2**20 + 1))  # a large model does
+        keys, long_sum = NoiseKeys(), torch.zeros(2**20 + 1)  # as a large model has
+        keys.begin(1, [long_sum])
+        NoiseOfStep(1.0, 1, keys.bind([long_sum])).add_to(long_sum)
+        hash_rows(torch.zeros(8, dtype=torch.int32), torch.zeros(2, LANES, dtype=torch.int64))
         sum_whole(SampleGradients(torch.ones(2, 3)), torch.ones(2))  # ranks with shards do
         make_buffer(torch.ones(2), 2, 3)
         convolution = nn.Conv2d(64, 64, 3)  # no method's model has one
+        convolution.register_buffer("offset", torch.ones(2))  # nor what must not change
         clipping = BookKeeping(convolution, 1.0)
         clipping.backward(convolution(torch.ones(2, 64, 4, 4)).sum((1, 2, 3)))
     seen |= {storage.code for storage in recorder.storages}

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dpprof.norms.tiles import spans
 from dpprof.records.births import allocates
@@ -22,7 +24,7 @@ _ROWS = 256
 """What a GPU without Triton's kernels hashes at a time, in rows of ``LANES``."""
 
 
-def hash_words(sums: Sequence[Tensor], table: Tensor) -> Tensor:
+def hash_words(sums: Sequence[Tensor], table: Tensor) -> list[int]:
     """Hash sums; on a CPU in as many threads as PyTorch uses.
 
     Args:
@@ -30,35 +32,37 @@ def hash_words(sums: Sequence[Tensor], table: Tensor) -> Tensor:
         table: Secret numbers, (2, LANES) int64.
 
     Returns:
-        Two numbers of 64 bits for each ``2 LANES`` words of each sum, (N, 2) int64.
+        Two numbers of 64 bits for each ``2 LANES`` words of each sum; none of fake tensors.
     """
+    if isinstance(table, FakeTensor):
+        return []
     if not table.is_cpu:
         rows = (part for one in sums for part in torch.split(one, _ROWS * 2 * LANES))
-        return torch.cat([table.new_empty(0, 2), *(_hash_rows(one, table) for one in rows)])
-    if isinstance(table, FakeTensor):
-        return table.new_empty(sum(-(-len(one) // (2 * LANES)) for one in sums), 2)
-    numbers = table.numpy()
-    parts = [part.numpy() for one in sums for part in torch.split(one, _PART)]
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        found = threads.map(lambda part: _hash_part(part, numbers), parts)
-        return torch.tensor([row for rows in found for row in rows]).view(-1, 2)
+        return [value for one in rows for value in hash_rows(one, table).flatten().tolist()]
+    with _disable_current_modes(), ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        numbers = table.numpy()
+        parts = [part.numpy() for one in sums for part in torch.split(one, _PART)]
+        found = threads.map(partial(_hash_part, numbers), parts)
+        return [value for each in found for value in each]
 
 
 @allocates("noise")
-def _hash_rows(words: Tensor, table: Tensor) -> Tensor:
+def hash_rows(words: Tensor, table: Tensor) -> Tensor:
+    """Hash words on any device, (n,) int32, with a table as of ``hash_words``; (N, 2) int64."""
     rows = torch.nn.functional.pad(words, (0, -len(words) % (2 * LANES))).view(-1, 2 * LANES)
     lanes = rows.view(torch.int64)
     return torch.stack([(lanes * table[0]).sum(1), ((lanes >> 32) * table[1]).sum(1)], dim=1)
 
 
-def _hash_part(words: NDArray[np.int32], table: NDArray[np.int64]) -> list[list[int]]:
+def _hash_part(table: NDArray[np.int64], words: NDArray[np.int32]) -> list[int]:
     """Hash words, two to a number; and the higher ones again, whose low bits the first may miss."""
-    room, found = np.empty(LANES, np.int64), []
+    room = np.empty(LANES, np.int64)
+    found: list[int] = []
     if len(words) % 2:
         words = np.append(words, np.int32(0))
     lanes = words.view(np.int64)
     for some in spans(len(lanes), LANES):
         few, n = lanes[some], len(lanes[some])
         higher = np.right_shift(few, 32, out=room[:n])
-        found.append([int(np.dot(few, table[0, :n])), int(np.dot(higher, table[1, :n]))])
+        found += [int(np.dot(few, table[0, :n])), int(np.dot(higher, table[1, :n]))]
     return found

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dpprof.clipping.digest import LANES, hash_words
 from dpprof.norms import triton_ops
@@ -144,26 +145,30 @@ class NoiseKeys:
             share: Given where ranks add their sums up.
         """
         devices = {one.device for one in sums}
-        if self.given is not None:
+        if self.given is not None or not devices:
             return StepKey(b"", given=self.given)
         if share is None and len(devices) == 1 and all(map(takes_kernel, sums)):
             (device,) = devices
-            triton_ops.digest_(self._words[device], _join_small(sums), self._table_on(device))
+            triton_ops.digest_(self._words[device], _as_words(sums), self._table_on(device))
             return StepKey(b"", self._words)
         digests = []
         for device in sorted(devices, key=str):
             made = self._digest([one for one in sums if one.device == device])
             digests.append(made if share is None else share(made))
         values = b"".join(_read(one) for one in digests)
-        return StepKey(self._derive("step", _BYTES, values), is_fake=_is_fake(sums))
+        return StepKey(self._derive("step", _BYTES, values))
 
     def _digest(self, sums: Sequence[Tensor]) -> Tensor:
-        """Hash sums on one device; numbers of 64 bits."""
-        joined, table = _join_small(sums), self._table_on(sums[0].device)
-        if not all(map(takes_kernel, sums)):
-            return hash_words(joined, table)
+        """Hash sums on one device; two numbers of 64 bits."""
+        flat, table = _as_words(sums), self._table_on(sums[0].device)
         words = _make_words(table.device)
-        triton_ops.digest_(words, joined, table)
+        if all(map(takes_kernel, sums)):
+            triton_ops.digest_(words, flat, table)
+            return words
+        hashed = b"".join(one.to_bytes(8, "little", signed=True) for one in hash_words(flat, table))
+        made = self._derive("digest", 16, hashed)
+        for at, eight in enumerate((made[:8], made[8:])):
+            words[at].fill_(_to_number(eight))
         return words
 
     def _derive(self, purpose: str, size: int, digest: bytes = b"") -> bytes:
@@ -183,7 +188,6 @@ class StepKey:
     Args:
         key: From which all follows; empty where it is on the device.
         words: By device, what kernels read: a seed and another 64 bits, (2,) int64.
-        is_fake: Whether sums have no values, and noise needs none.
         given: Draws the noise in place of what follows from the key.
     """
 
@@ -192,11 +196,9 @@ class StepKey:
         key: bytes,
         words: dict[torch.device, Tensor] | None = None,
         *,
-        is_fake: bool = False,
         given: torch.Generator | None = None,
     ) -> None:
-        self._key, self._words, self._is_fake = key, words or {}, is_fake
-        self._given = given
+        self._key, self._words, self._given = key, words or {}, given
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def words_on(self, device: torch.device) -> Tensor:
@@ -219,7 +221,7 @@ class StepKey:
             if device.type != "cpu":
                 made = _derive(self._key, str(device), 8)
                 own.manual_seed(_to_number(made) & (2**63 - 1))
-            elif not self._is_fake:
+            else:
                 set_words(own, _derive_words(self._key, str(device)))
         return self._generators[device]
 
@@ -230,9 +232,10 @@ WORDS = 624
 
 def set_words(generator: torch.Generator, words: Tensor) -> None:
     """Set the state of PyTorch's generator on a CPU, which lies behind a seed and a position."""
-    state = torch.Generator("cpu").get_state()
-    state.view(torch.int64)[3 : 3 + WORDS] = words
-    generator.set_state(state)
+    with _disable_current_modes():
+        state = torch.Generator("cpu").get_state()
+        state.view(torch.int64)[3 : 3 + WORDS] = words
+        generator.set_state(state)
 
 
 def make_generator(source: torch.Generator | None = None, rank: int = 0) -> torch.Generator:
@@ -253,12 +256,9 @@ def takes_kernel(summed: Tensor) -> bool:
     return triton_ops.is_fused(real) and real.dtype == torch.float32 and real.is_contiguous()
 
 
-def _join_small(sums: Sequence[Tensor]) -> list[Tensor]:
-    """Join short sums, so that few operators hash many."""
-    flat = [as_real(one).reshape(-1).view(torch.int32) for one in sums]
-    short = [one for one in flat if len(one) <= LANES]
-    rest = [one for one in flat if len(one) > LANES]
-    return [*rest, torch.cat(short)] if len(short) > 1 else flat
+def _as_words(sums: Sequence[Tensor]) -> list[Tensor]:
+    """Return sums as words of 32 bits, (n,) int32 each."""
+    return [as_real(one).reshape(-1).view(torch.int32) for one in sums]
 
 
 @allocates("noise")
@@ -287,11 +287,8 @@ def _draw_secret(generator: torch.Generator | None) -> bytes:
 
 def _derive_words(secret: bytes, purpose: str) -> Tensor:
     words = struct.unpack(f"<{WORDS}I", _derive(secret, purpose, 4 * WORDS))
-    return torch.tensor(words, dtype=torch.int64)
-
-
-def _is_fake(sums: Sequence[Tensor]) -> bool:
-    return any(isinstance(one, FakeTensor) for one in sums)
+    with _disable_current_modes():
+        return torch.tensor(words, dtype=torch.int64)
 
 
 def _to_number(eight: bytes) -> int:

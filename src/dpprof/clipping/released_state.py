@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dpprof.clipping.tensor_kinds import find_no_bytes
+from dpprof.records.births import allocates, allocates_for_its_caller
 from dpprof.spec.registry import UnsupportedError
 
 _Place = tuple[nn.Module, str]
@@ -266,6 +267,7 @@ def _group(held: Iterable[_Held]) -> list[list[_Held]]:
     return list(groups.values())
 
 
+@allocates_for_its_caller
 @torch.no_grad()
 def _join(group: Sequence[_Held]) -> Tensor:
     """Return the numbers of a group as a vector; those of one tensor as they lie."""
@@ -273,6 +275,7 @@ def _join(group: Sequence[_Held]) -> Tensor:
     return torch.cat(flat) if len(flat) > 1 else flat[0]
 
 
+@allocates("workspace")
 def _copy(group: Sequence[_Held]) -> Tensor:
     joined = _join(group)
     return joined if len(group) > 1 else joined.clone()
