@@ -333,3 +333,27 @@ def test_parts_of_a_batch_with_a_failed_part_are_not_joined_with_the_next(traini
     clipping.backward(model.losses(*batch()))
     optimizer.step()
     assert optimizer.steps == 1
+
+
+def test_the_sums_of_a_clipping_are_those_of_one_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    clipping = BookKeeping(model, 1.0)
+    first = private(clipping, model, noise_multiplier=1.0)
+    second = private(clipping, model[1], noise_multiplier=1.0)
+    clipping.backward(model(torch.ones(2, 3))[:, 0])
+    first.zero_grad()
+    with pytest.raises(RuntimeError, match="another NoisyOptimizer took over the sums"):
+        first.step()
+    first.remove()
+    with pytest.raises(RuntimeError, match=r"0\.\w+ is clipped, and this optimizer does not"):
+        second.step()
+    model[0].requires_grad_(False)
+    second.step()
+    assert second.steps == 1
+
+
+def test_secure_mode_needs_a_secure_generator_whenever_it_is_turned_on() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = private(BookKeeping(model, 1.0), model, generator=torch.Generator())
+    with pytest.raises(ValueError, match="secure_mode needs a cryptographically secure generator"):
+        optimizer.secure_mode = True

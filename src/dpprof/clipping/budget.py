@@ -238,6 +238,7 @@ def find_noise(epsilon: float, delta: float, steps: int, rate: float, accountant
         raise BeyondReachError(
             f"no noise multiplier keeps epsilon {epsilon:g} at delta {delta:g} for {steps:,} steps "
             f"that draw each sample with probability {rate:.3g}, by {accountant}"
+            + ("; accountant='rdp' may reach a smaller delta" if accountant == "prv" else "")
         ) from error
     return found
 

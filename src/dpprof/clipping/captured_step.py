@@ -210,8 +210,7 @@ class CapturedStep:
         is_on_it = all(
             parameter.device == device for parameter in self._clipping.model.parameters()
         )
-        is_whole = set(self._clipping.parameters) == set(self.optimizer.params)
-        if not (is_on_it and is_whole and placement.is_cuda(batch[0])):
+        if not (is_on_it and placement.is_cuda(batch[0])):
             return None
         return _Graphs(device, self._losses_of, self.optimizer, batch, self.part_size)
 

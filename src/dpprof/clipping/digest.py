@@ -15,7 +15,10 @@ from dpprof.norms.tiles import spans
 from dpprof.records.births import allocates
 
 LANES = 2**14
-"""Numbers of 64 bits that are hashed to one: they stay in a core's cache."""
+"""Numbers of 64 bits that are hashed to one."""
+
+_AT_ONCE = 8 * LANES
+"""Numbers of 64 bits that are hashed at a time: they stay in a core's cache."""
 
 _PART = 2**20
 """Words of 32 bits that one thread hashes at a time."""
@@ -56,13 +59,17 @@ def hash_rows(words: Tensor, table: Tensor) -> Tensor:
 
 def _hash_part(table: NDArray[np.int64], words: NDArray[np.int32]) -> list[int]:
     """Hash words, two to a number; and the higher ones again, whose low bits the first may miss."""
-    room = np.empty(LANES, np.int64)
+    room = np.empty(_AT_ONCE, np.int64)
     found: list[int] = []
     if len(words) % 2:
         words = np.append(words, np.int32(0))
     lanes = words.view(np.int64)
-    for some in spans(len(lanes), LANES):
-        few, n = lanes[some], len(lanes[some])
-        higher = np.right_shift(few, 32, out=room[:n])
-        found += [int(np.dot(few, table[0, :n])), int(np.dot(higher, table[1, :n]))]
+    for some in spans(len(lanes), _AT_ONCE):
+        few = lanes[some]
+        higher = np.right_shift(few, 32, out=room[: len(few)])
+        whole = len(few) // LANES * LANES
+        for numbers, keys in ((few, table[0]), (higher, table[1])):
+            # Faster than np.dot, and other threads run meanwhile.
+            found += np.einsum("ij,j->i", numbers[:whole].reshape(-1, LANES), keys).tolist()
+            found.append(int(np.dot(numbers[whole:], keys[: len(few) - whole])))
     return found

@@ -456,7 +456,7 @@ class Clipping(ABC):
         self.ranks.verify()
         self._shared = self._coverage.verify(self.model)
         self._hook_leaves()
-        if self.sums.await_noise:
+        if self.sums.owner is not None:
             refuse_gradients(self._coverage, self.name_of)
         self.sums.begin(self.max_grad_norm)
         self._losses = losses.detach()
@@ -508,7 +508,7 @@ class Clipping(ABC):
             raise
         finally:
             self._forget_batch()
-        if not self.sums.await_noise:
+        if self.sums.owner is None:
             self.sums.give()
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples

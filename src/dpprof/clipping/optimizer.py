@@ -123,8 +123,6 @@ class NoisyOptimizer(Optimizer):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', and is {loss_reduction!r}")
         if loss_reduction == "mean" and size is None:
             raise ValueError("expected_batch_size must be given where loss_reduction is 'mean'")
-        if secure_mode:
-            refuse_insecure(generator)
         # Optimizer's own __init__ is not called: groups, state and defaults are the original's.
         self.original_optimizer = optimizer
         self.step_hook: Callable[[Any], None] | None = None
@@ -133,7 +131,7 @@ class NoisyOptimizer(Optimizer):
         self._is_last_part = True
         self.clipping = clipping
         clipping.sums.forget()
-        clipping.sums.await_noise = True
+        clipping.sums.owner = self
         clipping.continues = self._will_skip
         clipping.settings_of_step = self._settings_of_ranks
         clipping.shard_sums.forget()
@@ -179,6 +177,17 @@ class NoisyOptimizer(Optimizer):
         if not (math.isfinite(multiplier) and multiplier >= 0):
             raise ValueError(f"noise_multiplier must be finite and at least 0, and is {multiplier}")
         self._noise_multiplier = float(multiplier)
+
+    @property
+    def secure_mode(self) -> bool:
+        """Whether noise withstands floating point attacks."""
+        return self._secure_mode
+
+    @secure_mode.setter
+    def secure_mode(self, is_secure: bool) -> None:
+        if is_secure:
+            refuse_insecure(self.generator)
+        self._secure_mode = is_secure
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -351,11 +360,10 @@ class NoisyOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free gradients as PyTorch does; sums survive only a skipped step."""
-        if self._is_last_step_skipped:
+        if not self._is_last_step_skipped:
+            self._forget_sums()
+        elif self.clipping.sums.owner is self:
             self.clipping.sums.forget_part()
-        else:
-            self.clipping.sums.forget()
-            self.clipping.shard_sums.forget()
         self.original_optimizer.zero_grad(set_to_none)
         self._batches_before = self.clipping.batches
 
@@ -363,13 +371,18 @@ class NoisyOptimizer(Optimizer):
         """Throw away the sums of a batch that is not finished: nothing of it is applied."""
         for parameter in self.params:
             parameter.grad = None
-        self.clipping.sums.forget()
-        self.clipping.shard_sums.forget()
+        self._forget_sums()
         self._step_skip_queue.clear()
         self._is_last_step_skipped = self._is_noised = False
         self._is_last_part = True
         self._batches_before = self.clipping.batches
         self._failures_before = self.clipping.failures
+
+    def _forget_sums(self) -> None:
+        """Forget the sums of a batch, unless they are another optimizer's."""
+        if self.clipping.sums.owner is self:
+            self.clipping.sums.forget()
+            self.clipping.shard_sums.forget()
 
     def remove(self) -> None:
         """Remove clipping and noise: model and original optimizer are as without them.
@@ -380,8 +393,9 @@ class NoisyOptimizer(Optimizer):
         if getattr(self.original_optimizer, NOISY, None) is not self:
             return
         self.discard()
-        self.clipping.sums.await_noise = False
-        self.clipping.remove()
+        if self.clipping.sums.owner is self:
+            self.clipping.sums.owner = None
+            self.clipping.remove()
         getattr(self.original_optimizer, HOOK).remove()
         for name in (HOOK, NOISY):
             delattr(self.original_optimizer, name)
@@ -514,6 +528,11 @@ class NoisyOptimizer(Optimizer):
         return bool(self._step_skip_queue) and self._step_skip_queue[0]
 
     def _require_one_clipped_batch(self) -> None:
+        if self.clipping.sums.owner is not self:
+            raise RuntimeError(
+                "another NoisyOptimizer took over the sums of this clipping, or this one was "
+                "removed; one optimizer trains all parameters that a clipping clips"
+            )
         batches = self.clipping.batches - self._batches_before
         if batches == 0:
             raise RuntimeError(
@@ -533,6 +552,13 @@ class NoisyOptimizer(Optimizer):
                     f"this optimizer trains {self.clipping.name_of(parameter)}, which its Clipping "
                     "does not clip; remove it from the optimizer, or make a Clipping of a model "
                     "that contains it"
+                )
+        own = set(self.params)
+        for parameter in self.clipping.sums.part:
+            if parameter.requires_grad and parameter not in own:
+                raise RuntimeError(
+                    f"{self.clipping.name_of(parameter)} is clipped, and this optimizer does not "
+                    "train it, so no step would; give it to the optimizer, or freeze it"
                 )
         refuse_gradients(self.every_parameter, self.clipping.name_of)
 

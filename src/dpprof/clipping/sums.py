@@ -31,8 +31,8 @@ class ClippedSums:
     """The sums of one batch, by parameter."""
 
     def __init__(self) -> None:
-        self.await_noise = False
-        """Whether a ``NoisyOptimizer`` takes them; otherwise each ``backward`` ends with them in
+        self.owner: object | None = None
+        """The ``NoisyOptimizer`` that takes them; without one ``backward`` puts them into
         ``.grad``."""
 
         self.part: dict[nn.Parameter, Tensor] = {}
