@@ -378,9 +378,7 @@ def test_an_old_step_is_refused_as_a_loop_is(change) -> None:
     else:
         private(training, training.optimizer.original_optimizer)
 
-    with pytest.raises(
-        RuntimeError, match=r"NoisyOptimizer took over|depend on no trained"
-    ):
+    with pytest.raises(RuntimeError, match=r"NoisyOptimizer took over|depend on no trained"):
         training.step(third)
     assert torch.equal(training.state, before)
 

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import os
+import random
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from dpprof.clipping import captured_step, noise, noise_keys
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.digest import LANES, hash_words
 from dpprof.clipping.noise import NoiseOfStep
-from dpprof.clipping.noise_keys import NoiseKeys, StepKey, make_generator
+from dpprof.clipping.noise_keys import NoiseKeys, make_generator
+from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.norms import triton_ops
 
 N = 2**17
@@ -225,10 +227,44 @@ def test_ranks_that_add_up_share_digests() -> None:
     assert are_independent([one.double() - 0.5 for one in drawn])
 
 
-def test_a_step_key_has_other_noise_for_each_device() -> None:
-    key = StepKey(bytes(32))
-    assert key.words_on(torch.device("cpu")).tolist() != [0, 0]
-    assert key.generator_on(torch.device("cpu")) is key.generator_on(torch.device("cpu"))
+@pytest.mark.slow
+def test_of_500_steps_only_those_with_equal_sums_share_noise(monkeypatch) -> None:
+    """Steps of runs that are new, resumed, rolled back, forked, re-ordered or resumed exactly."""
+    draws, n = random.Random(1), 10**6  # noqa: S311 (choices of a test)
+    torch.manual_seed(0)
+    model, others = nn.Linear(1000, 1000, bias=False), [torch.randn(3, 1000) for _ in range(4)]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    options = {"noise_multiplier": 1.0, "expected_batch_size": 1}
+
+    def begin() -> NoisyOptimizer:
+        return NoisyOptimizer(sgd, BookKeeping(model, 1.0, first_batch="trusted"), **options)
+
+    optimizer = begin()
+    states, sums, noises = [copy.deepcopy(optimizer.state_dict())], [], torch.empty(500, n)
+    for step in range(500):
+        kind = draws.choice(["new", "resumed", "rolled back", "forked", "other order", "exactly"])
+        if kind in ("new", "resumed"):
+            optimizer.remove()
+            optimizer = begin()
+        if kind in ("resumed", "rolled back", "exactly"):
+            optimizer.load_state_dict(draws.choice(states), exact=kind == "exactly")
+        if kind == "forked":
+            monkeypatch.setattr(os, "getpid", lambda step=step: -step)
+        x = draws.choice(others)
+        x = x.flip(0) if kind == "other order" else x * (1 + draws.random())
+        optimizer.clipping.backward(model(x).square().sum(1))
+        summed = optimizer.clipping.sums.part[model.weight].clone()
+        optimizer.step()
+        noises[step] = (model.weight.grad - summed).flatten()
+        sums.append(summed.numpy().tobytes())
+        optimizer.zero_grad()
+        if draws.random() < 0.2:
+            states.append(copy.deepcopy(optimizer.state_dict()))
+
+    both = torch.corrcoef(noises).fill_diagonal_(0).abs() * math.sqrt(n)
+    related = [(one, other) for one, other in (both > 5.5).nonzero().tolist() if one < other]
+    assert all(sums[one] == sums[other] for one, other in related)
+    assert len(related) < 10
 
 
 def test_a_module_that_is_saved_holds_no_sums(tmp_path) -> None:
