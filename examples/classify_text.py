@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from compare import compare_methods
-from dpprof.clipping import make_private
+from dpprof.private import make_private
 
 SAMPLES, TOKENS = 512, 16
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping import BookKeeping, FlashClipping
+from dpprof.private import BookKeeping, FlashClipping
 
 REPEATS = 5
 

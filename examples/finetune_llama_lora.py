@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments
 
-from dpprof.clipping import PrivacyArguments, PrivateTrainer
+from dpprof.private import PrivacyArguments, PrivateTrainer
 
 SAMPLES, TOKENS = 256, 32
 

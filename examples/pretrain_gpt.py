@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from compare import compare_methods
-from dpprof.clipping import causal_lm_losses, make_private
+from dpprof.private import causal_lm_losses, make_private
 
 SAMPLES, TOKENS = 512, 32
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpprof.clipping import make_private
+from dpprof.private import make_private
 
 SAMPLES, WIDTH, EPOCHS = 512, 16, 3
 

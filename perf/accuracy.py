@@ -17,15 +17,17 @@ import subprocess
 import sys
 from typing import Any
 
-from dpprof.devices.cpu import CpuRecorder
-from dpprof.instruments import memory, phases
-from dpprof.instruments.estimate import estimate
-from dpprof.instruments.setup import open_experiment, set_up
-from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
-from dpprof.memory.recorder import Recorder
-from dpprof.records.reconciliation import bound_bytes
-from dpprof.records.step_costs import Memory
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.records.reconciliation import bound_bytes
+from dpprof.experiments.records.step_costs import Memory
+from dpprof.measure.devices.cpu import CpuRecorder
+from dpprof.measure.instruments import memory, phases
+from dpprof.measure.instruments.opening import open_experiment
+from dpprof.predict.estimate import estimate
+from dpprof.predict.memory.cpu_workspaces import CPU_WORKSPACES
+from dpprof.predict.memory.recorder import Recorder
+from dpprof.predict.tracing import TimelineRecorder, record_timelines
+from dpprof.subjects.setup import set_up
 from script import ignore, make_parser, publish
 
 METHODS = (
@@ -80,10 +82,10 @@ def look_at_the_looking(experiment: Experiment) -> dict[str, Any]:
     allocator = CpuRecorder()
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
     with recorder:
-        training = set_up(experiment, method, device, lambda *_: None)
-        timeline_recorder = memory.TimelineRecorder(recorder, training.step, ignore)
+        training = set_up(experiment, method, device.torch_device, lambda *_: None)
+        timeline_recorder = TimelineRecorder(recorder, training.step, ignore)
         with allocator.window("all"):
-            memory.record_timelines(timeline_recorder, training.batch, experiment.warmup_steps + 1)
+            record_timelines(timeline_recorder, training.batch, experiment.warmup_steps + 1)
     return {"attached": allocator.close().peaks["all"].allocated_bytes}
 
 

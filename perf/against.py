@@ -58,12 +58,13 @@ class Version:
 
 def serve(experiment: str) -> None:
     """Take a step for each line of input, and tell how long each took."""
-    from dpprof.devices.cpu import Cpu  # noqa: PLC0415 (of the version that PYTHONPATH names)
-    from dpprof.instruments.setup import import_method, set_up  # noqa: PLC0415
-    from dpprof.spec.experiment import Experiment  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+
+    from dpprof.experiments.config.experiment import Experiment  # noqa: PLC0415
+    from dpprof.subjects.setup import import_method, set_up  # noqa: PLC0415
 
     described = Experiment.model_validate_json(experiment)
-    training = set_up(described, import_method(described), Cpu(), lambda *_: None)
+    training = set_up(described, import_method(described), torch.device("cpu"), lambda *_: None)
     for _ in sys.stdin:
         start = time.process_time()
         training.step.run(training.batch, lambda _: None)

@@ -22,12 +22,12 @@ from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 
-from dpprof.clipping import BookKeeping, FlashClipping
-from dpprof.devices.cpu import Cpu, CpuRecorder
-from dpprof.instruments.batches import make_batch
-from dpprof.models.build import build_model
-from dpprof.models.sample_losses import sample_losses
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.measure.devices.cpu import CpuRecorder
+from dpprof.private import BookKeeping, FlashClipping
+from dpprof.private.layers.sample_losses import sample_losses
+from dpprof.subjects.batches import make_batch
+from dpprof.subjects.models.build import build_model
 from dpprof.system.console import say
 from interleave import MIN_PAIRS, Comparison
 from script import at_least, describe_place, end, make_parser, publish
@@ -128,7 +128,7 @@ def make_sides(name: str) -> dict[str, Step]:
         {"method": "standard", "device": "cpu", "attention": "sdpa", **MODELS[name]}
     )
     torch.manual_seed(0)
-    batch = make_batch(build_model(experiment), Cpu(), experiment)
+    batch = make_batch(build_model(experiment), torch.device("cpu"), experiment)
 
     def losses_of(model: nn.Module) -> Tensor:
         return sample_losses(model(*batch.inputs), batch.labels)

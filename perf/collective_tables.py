@@ -4,8 +4,8 @@ The measurements are those of NVIDIA's aiconfigurator-core (PyPI, Apache-2.0), w
 inside a node. The derived table keeps the median of all releases of NCCL, and of elements of one
 and of two bytes, by size. Each size is held out, and predicted from the others, which are
 then four times apart, and twice in use. Their errors are the spread of what is interpolated.
-Times between nodes are computed (``dpprof.step_time.collective_time``), and compared with what
-others measured.
+Times between nodes are computed (``dpprof.predict.step_time.collective_time``), and compared
+with what others measured.
 
     pip install aiconfigurator-core pyarrow
     python perf/collective_tables.py --output perf/collective_tables.md
@@ -23,11 +23,11 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from dpprof.flops.collectives import Collective, bytes_each_way
-from dpprof.spec import datasheets
-from dpprof.spec.parallel import Parallel
-from dpprof.step_time.collective_time import FILE, CollectiveModel, interpolate_s
-from dpprof.step_time.op_time import Z_90
+from dpprof.experiments.config import datasheets
+from dpprof.experiments.config.parallel import Parallel
+from dpprof.predict.flops.collectives import Collective, bytes_each_way
+from dpprof.predict.step_time.collective_time import FILE, CollectiveModel, interpolate_s
+from dpprof.predict.step_time.op_time import Z_90
 from script import make_parser, publish
 
 SOURCE = "aiconfigurator-core"

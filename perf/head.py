@@ -2,7 +2,7 @@
 
 In the first table each side is forward and backward of a head, float32, random hidden states that
 need a gradient, on all cores: plain is ``torch.nn.functional.cross_entropy`` of the head's logits;
-private is ``dpprof.clipping.linear_cross_entropy`` under ``BookKeeping``, which also clips a norm
+private is ``dpprof.private.linear_cross_entropy`` under ``BookKeeping``, which also clips a norm
 before it. A head that is trained computes its output gradients again, or keeps them. In the second
 each side is a whole step: flash-bk with a head in chunks, and standard with logits. Sides take
 turns.
@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpprof.clipping import BookKeeping, linear_cross_entropy
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments.setup import import_method, set_up
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.private import BookKeeping, linear_cross_entropy
+from dpprof.subjects.setup import import_method, set_up
 from dpprof.system.console import say
 from interleave import Comparison, measure
 from script import end, ignore, make_parser, publish
@@ -85,7 +84,9 @@ def make_steps(shape: Shape, head: str) -> tuple[Callable[[], float], Callable[[
     runs = []
     for method, way in (("flash-bk", head), ("standard", "logits")):
         experiment = Experiment.model_validate({**fields, "method": method, "head": way})
-        training = set_up(experiment, import_method(experiment), Cpu(), lambda *_: None)
+        training = set_up(
+            experiment, import_method(experiment), torch.device("cpu"), lambda *_: None
+        )
         run = partial(training.step.run, training.batch, ignore)
         run()
         runs.append(partial(_time, run))

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 
-from dpprof.figures.style import method_style
-from dpprof.instruments.estimate import estimate
-from dpprof.spec import registry
-from dpprof.spec.architecture import bundled_names
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.architecture import bundled_names
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.predict.estimate import estimate
+from dpprof.results.figures.style import method_style
 from dpprof.system.console import say
 from script import end, ignore, make_parser, publish
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from dpprof.analysis.statistics import Interval, median_intervals
+from dpprof.results.analysis.statistics import Interval, median_intervals
 
 Side = Callable[[], float]
 

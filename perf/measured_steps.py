@@ -25,10 +25,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpprof.instruments.estimate import estimate
-from dpprof.records.result import Result, read_result
-from dpprof.spec.datasheets import find_by_device_name
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config.datasheets import find_by_device_name
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.records.result import Result, read_result
+from dpprof.predict.estimate import estimate
 from dpprof.system.console import say
 from script import ignore, make_parser, publish
 

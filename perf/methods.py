@@ -23,11 +23,10 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import torch
 
-from dpprof.devices.cpu import Cpu
-from dpprof.figures.style import method_style
-from dpprof.instruments.estimate import estimate
-from dpprof.instruments.setup import import_method, set_up
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.predict.estimate import estimate
+from dpprof.results.figures.style import method_style
+from dpprof.subjects.setup import import_method, set_up
 from dpprof.system.console import say
 from script import at_least, describe_place, end, ignore, make_parser, publish
 
@@ -86,7 +85,7 @@ def measure(shape: Shape, rounds: int) -> Row:
     counted = {method: estimate(e, ignore) for method, e in experiments.items()}
     steps: dict[str, list[float]] = {method: [] for method in METHODS}
     trainings = {
-        method: set_up(e, import_method(e), Cpu(), lambda *_: None)
+        method: set_up(e, import_method(e), torch.device("cpu"), lambda *_: None)
         for method, e in experiments.items()
     }
     for at in range(rounds + 1):

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 
 import bare_loop
-from dpprof.models.presets import SMALL, TINY
-from dpprof.monitor import Monitor, TensorBoard, model_flops_per_token
-from dpprof.spec.experiment import Dimensions
+from dpprof.experiments.config.experiment import Dimensions
+from dpprof.measure.monitor import Monitor, TensorBoard, model_flops_per_token
+from dpprof.subjects.models.presets import SMALL, TINY
 from dpprof.system.console import say
 from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
 from script import at_least, describe_place, end, make_parser, publish

@@ -2,9 +2,9 @@
 
 import math
 
-from dpprof.flops.cost import Cost
-from dpprof.step_time.gpu_model import GpuModel
-from dpprof.step_time.op_time import Z_90, OpTime
+from dpprof.predict.flops.cost import Cost
+from dpprof.predict.step_time.gpu_model import GpuModel
+from dpprof.predict.step_time.op_time import Z_90, OpTime
 
 _FORWARD, _BACKWARD = 1.4, 2.0
 _FEWEST, _MOST = 1.3, 2.5

@@ -16,11 +16,11 @@ import tempfile
 import torch
 
 import bare_loop
-from dpprof.devices.selection import open_device
-from dpprof.instruments.setup import import_method, set_up
-from dpprof.launch.protocol import PhaseMark
-from dpprof.models.presets import TINY
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.launch.protocol import PhaseMark
+from dpprof.measure.devices.selection import open_device
+from dpprof.subjects.models.presets import TINY
+from dpprof.subjects.setup import import_method, set_up
 from dpprof.system.console import say
 from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
 from script import at_least, describe_place, end, make_parser, publish
@@ -53,7 +53,7 @@ def clean_side(method: str) -> Side:
         | {"device": "cpu"}
     )
     device = open_device(experiment.device)
-    training = set_up(experiment, import_method(experiment), device, lambda *_: None)
+    training = set_up(experiment, import_method(experiment), device.torch_device, lambda *_: None)
     with tempfile.TemporaryFile() as file:
         mark = PhaseMark(file.fileno())
 

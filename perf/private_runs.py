@@ -24,13 +24,13 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from dpprof.instruments import capacity
-from dpprof.instruments.estimate import trace_steps
-from dpprof.memory.caching_allocator import CachingAllocator, OutOfMemoryError
-from dpprof.spec import registry
-from dpprof.spec.experiment import Experiment
-from dpprof.spec.target import Dtype, Target
-from dpprof.step_time.predict import predict_step
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.target import Dtype, Target
+from dpprof.predict import capacity
+from dpprof.predict.estimate import trace_steps
+from dpprof.predict.memory.caching_allocator import CachingAllocator, OutOfMemoryError
+from dpprof.predict.step_time.predict import predict_step
 from dpprof.system.console import say
 from script import ignore, make_parser, publish
 

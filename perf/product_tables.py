@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dpprof.records.terms import BASES
-from dpprof.spec.datasheets import A100, B200, H100, H200, L40S
-from dpprof.spec.target import Target
-from dpprof.step_time.op_time import Z_90
-from dpprof.step_time.product_table import UNIT, PeakRates, ProductTable, bound_s
+from dpprof.experiments.config.datasheets import A100, B200, H100, H200, L40S
+from dpprof.experiments.config.target import Target
+from dpprof.experiments.records.terms import BASES
+from dpprof.predict.step_time.op_time import Z_90
+from dpprof.predict.step_time.product_table import UNIT, PeakRates, ProductTable, bound_s
 from dpprof.system.console import say
 
 SOURCE = "aiconfigurator-core"

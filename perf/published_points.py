@@ -7,7 +7,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from dpprof.figures.style import SERIES_COLOURS, new_figure
+from dpprof.results.figures.style import SERIES_COLOURS, new_figure
 
 _MARKERS = "osD^vPX*<>"
 

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dpprof.answers.questions import make_experiment
-from dpprof.instruments.estimate import trace_steps
-from dpprof.memory.events import Op
-from dpprof.records.result import PredictedTime
-from dpprof.records.terms import Phase
-from dpprof.spec import registry
-from dpprof.spec.target import Dtype, Target
-from dpprof.spec.validation import refuse
-from dpprof.step_time.predict import predict_step
+from dpprof.ask.answers.questions import make_experiment
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.target import Dtype, Target
+from dpprof.experiments.config.validation import refuse
+from dpprof.experiments.records.result import PredictedTime
+from dpprof.experiments.records.terms import Phase
+from dpprof.predict.estimate import trace_steps
+from dpprof.predict.memory.events import Op
+from dpprof.predict.step_time.predict import predict_step
 from older_kernels import KERNELS
 
 DATA = Path(__file__).with_name("published_steps.yaml")

@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dpprof.answers.questions import make_experiment
-from dpprof.instruments.estimate import trace_steps
-from dpprof.memory.events import Op
-from dpprof.memory.streams import COPIES_OUT, JOINS
-from dpprof.spec import registry
-from dpprof.spec.parallel import GPUS_PER_NODE, Parallel
-from dpprof.spec.target import Target
-from dpprof.step_time.predict import predict_step
+from dpprof.ask.answers.questions import make_experiment
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.parallel import GPUS_PER_NODE, Parallel
+from dpprof.experiments.config.target import Target
+from dpprof.predict.estimate import trace_steps
+from dpprof.predict.memory.events import Op
+from dpprof.predict.memory.streams import COPIES_OUT, JOINS
+from dpprof.predict.step_time.predict import predict_step
 from dpprof.system.console import say
 from older_kernels import KERNELS
 from published_points import Point, draw, summarise

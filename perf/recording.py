@@ -7,16 +7,16 @@ and counts no FLOPs. The claims: at most 1.5 times a bare step; MemTracker at le
 slower for the standard step and 9 times for per-sample gradients from hooks.
 """
 
+import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from bare_loop import timed
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments.memory import TimelineRecorder
-from dpprof.instruments.setup import Training, import_method, set_up
-from dpprof.memory.fake_operators import FakeOperators
-from dpprof.memory.fake_tensors import fake_tensors
-from dpprof.memory.recorder import Recorder
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.predict.memory.fake_operators import FakeOperators
+from dpprof.predict.memory.fake_tensors import fake_tensors
+from dpprof.predict.memory.recorder import Recorder
+from dpprof.predict.tracing import TimelineRecorder
+from dpprof.subjects.setup import Training, import_method, set_up
 from dpprof.system.console import say
 from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
 from script import at_least, end, ignore, make_parser, publish
@@ -30,7 +30,7 @@ AT_LEAST = {"standard": 7.0, "opacus-hooks": 9.0}
 def prepare(fields: dict[str, object], method: str) -> Training:
     """Set a training up, in whatever modes are active."""
     experiment = Experiment.model_validate(fields | {"method": method})
-    return set_up(experiment, import_method(experiment), Cpu(), lambda *_: None)
+    return set_up(experiment, import_method(experiment), torch.device("cpu"), lambda *_: None)
 
 
 def bare_side(fields: dict[str, object], method: str) -> Side:

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
-from dpprof.analysis.difference.waterfall import name_component
-from dpprof.analysis.gate.folders import ResultsFolder
-from dpprof.analysis.gate.judging import list_families
-from dpprof.analysis.gate.regressions import Options, compare_folders
-from dpprof.records.comparison import ComparedFigure, FolderComparison
-from dpprof.records.result import Result
-from dpprof.spec.experiment import Experiment
-from dpprof.spec.validation import InputError
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.records.comparison import ComparedFigure, FolderComparison
+from dpprof.experiments.records.result import Result
+from dpprof.results.analysis.difference.waterfall import name_component
+from dpprof.results.analysis.gate.folders import ResultsFolder
+from dpprof.results.analysis.gate.judging import list_families
+from dpprof.results.analysis.gate.regressions import Options, compare_folders
 
 OPTIONS = Options(metrics=("memory", "flops"), across=("versions",))
 """How a release is compared with the one before."""

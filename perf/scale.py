@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
 from dpprof.system.console import say
 from script import describe_place, make_parser, publish
 from synthetic_results import write_results

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dpprof.records.provenance import package_versions
-from dpprof.records.terms import Phase
+from dpprof.experiments.records.provenance import package_versions
+from dpprof.experiments.records.terms import Phase
 from dpprof.system.hardware import available_cores, cpu_name
 
 

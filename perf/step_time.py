@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from dpprof.records.result import PredictedTime
+from dpprof.experiments.records.result import PredictedTime
 from dpprof.system.console import say
 from published_points import Point, draw, summarise
 from published_steps import Row, predict, read_rows

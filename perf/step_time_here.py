@@ -23,15 +23,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dpprof.devices.selection import open_device
-from dpprof.instruments.operator_timer import ROUNDS, OperatorTimer, list_ops
-from dpprof.instruments.operators import BesideOperators, time_beside_operators, time_in_turn
-from dpprof.memory.events import Op
-from dpprof.records.operators import OperatorTable
-from dpprof.spec import registry
-from dpprof.spec.experiment import Experiment
-from dpprof.step_time.own_table import OwnTable
-from dpprof.step_time.predict import predict_step_here
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.records.operators import OperatorTable
+from dpprof.measure.devices.selection import open_device
+from dpprof.measure.instruments.operator_timer import ROUNDS, OperatorTimer, list_ops
+from dpprof.measure.instruments.operators import (
+    BesideOperators,
+    time_beside_operators,
+    time_in_turn,
+)
+from dpprof.predict.memory.events import Op
+from dpprof.predict.step_time.own_table import OwnTable
+from dpprof.predict.step_time.predict import predict_step_here
 from dpprof.system.console import say
 from script import make_parser, publish
 

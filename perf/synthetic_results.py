@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dpprof.planning.planner import Manifest
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
+from dpprof.experiments.planning.planner import Manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
-from dpprof.clipping import PrivacyArguments, PrivateTrainer, make_private
-from dpprof.clipping.private_trainer import read_losses
+from dpprof.private import PrivacyArguments, PrivateTrainer, make_private
+from dpprof.private.loop.private_trainer import read_losses
 from interleave import MIN_PAIRS, Comparison, tabulate
 from script import at_least, describe_place, end, make_parser, publish
 

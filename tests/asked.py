@@ -4,10 +4,10 @@ import pytest
 from factory import make_capacity, write_synthetic
 from scripts import ASKED, HERE, call
 
-from dpprof.answers.advise import list_questions
-from dpprof.cli.advise import read_options
-from dpprof.cli.capacities import read_question
-from dpprof.planning.code_digest import code_digest
+from dpprof.ask.answers.advise import list_questions
+from dpprof.ask.cli.advise import read_options
+from dpprof.ask.cli.capacities import read_question
+from dpprof.experiments.planning.code_digest import code_digest
 
 STEP_S = {"standard": 1.0, "flash-bk": 1.5}
 

@@ -20,10 +20,10 @@ PLUGIN = ROOT / "tests" / "plugin"
 
 
 QUICK = {
-    "quick_clean.py": "instruments/clean.py",
-    "quick_setup.py": "instruments/setup.py",
-    "quick_limits.py": "devices/limits.py",
-    "quick_verify.py": "verification/verify.py",
+    "quick_clean.py": "measure/instruments/clean.py",
+    "quick_setup.py": "subjects/setup.py",
+    "quick_limits.py": "measure/devices/limits.py",
+    "quick_verify.py": "measure/verification/verify.py",
 }
 """What is put in place of modules that would take time."""
 
@@ -32,9 +32,14 @@ TABLES = "results/tables/manifest.txt"
 """A target that needs every result, but no figure and no report, which take as long again."""
 
 
-_LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv*", "results", ".snakemake", "__pycache__", "*.egg-info", ".*_cache", "tests"
+_NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv*", ".snakemake", "__pycache__", "*.egg-info", ".*_cache", "tests"
 )
+
+
+def _leave_out(folder: str, names: list[str]) -> set[str]:
+    results = {"results"} if Path(folder) == ROOT else set()
+    return _NOT_COPIED(folder, names) | results
 
 
 @dataclass
@@ -138,7 +143,7 @@ class Checkout:
 
 def copy_checkout(target: Path) -> Checkout:
     """Copy the checkout, whose default config becomes the micro sweep."""
-    shutil.copytree(ROOT, target, ignore=_LEFT_OUT)
+    shutil.copytree(ROOT, target, ignore=_leave_out)
     fresh = Checkout(target)
     fresh.use("micro.yaml")
     return fresh

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil
 
-from dpprof.launch.device_slots import cpu_slot
-from dpprof.launch.isolated import Ended, isolate
+from dpprof.experiments.launch.device_slots import cpu_slot
+from dpprof.experiments.launch.isolated import Ended, isolate
 
 HERE = Path(__file__).parent
 
@@ -76,7 +76,7 @@ def fail(*_arguments: str) -> None:
 
 def measure_briefly(device: str) -> object:
     """Measure a device's ceilings at small sizes, where that takes a tenth of the time."""
-    from dpprof.devices import limits  # noqa: PLC0415 (it imports torch)
+    from dpprof.measure.devices import limits  # noqa: PLC0415 (it imports torch)
 
     limits.EXTENTS = {device: limits.Extent((256, 512), (2**24,), budget_s=0.03, longest_s=0.6)}
     return limits.measure(device)
@@ -84,7 +84,7 @@ def measure_briefly(device: str) -> object:
 
 def time_operators(budget_s: int, *specs: str) -> object:
     """Time the operators of experiments, after a look at one small step in place of four."""
-    from dpprof.instruments import operators  # noqa: PLC0415 (it imports torch)
+    from dpprof.measure.instruments import operators  # noqa: PLC0415 (it imports torch)
 
     operators._REAL = operators._TINY | {"method": "standard"}
     operators._TINY_METHODS = ("standard",)

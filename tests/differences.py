@@ -1,9 +1,9 @@
 """Differences of two invented runs, for tests of what is said and drawn of them."""
 
-from dpprof.analysis.difference.difference import Difference, Side
-from dpprof.analysis.difference.shared_axis import share_axis
-from dpprof.analysis.difference.waterfall import subtract
-from dpprof.records.step_costs import Timeline
+from dpprof.experiments.records.step_costs import Timeline
+from dpprof.results.analysis.difference.difference import Difference, Side
+from dpprof.results.analysis.difference.shared_axis import share_axis
+from dpprof.results.analysis.difference.waterfall import subtract
 
 
 def make_difference(a, b, names=("flash", "standard"), shared=("model tiny",)) -> Difference:

@@ -14,9 +14,9 @@ from factory import (
     tables_of_runs,
 )
 
-from dpprof.analysis.advice.budget import Planned
-from dpprof.spec import registry
-from dpprof.spec.parallel import Parallel
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.parallel import Parallel
+from dpprof.results.analysis.advice.budget import Planned
 
 FIGURES = registry.names("figures")
 

@@ -5,21 +5,21 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.accounting.plan import AtEpsilon, NoisePlan, Schedule, describe_noise
-from dpprof.analysis.advice.budget import Planned
-from dpprof.analysis.collection import collect
-from dpprof.analysis.tables.build import build_tables
-from dpprof.planning.code_digest import verified_as
-from dpprof.planning.planner import Manifest, PlannedRun
-from dpprof.records.ceilings import Ceilings, ceilings_path, device_name
-from dpprof.records.reconciliation import JOINED
-from dpprof.records.record import write_record
-from dpprof.records.result import Attempt, Failure, Result, result_path
-from dpprof.records.terms import COMPONENTS, EVIDENCE
-from dpprof.records.verdict import TOLERANCE, Verdict, verdict_path
-from dpprof.spec.experiment import Experiment
-from dpprof.spec.mechanisms import FLAT
-from dpprof.spec.privacy import Privacy
+from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan, Schedule, describe_noise
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.mechanisms import FLAT
+from dpprof.experiments.config.privacy import Privacy
+from dpprof.experiments.planning.code_digest import verified_as
+from dpprof.experiments.planning.planner import Manifest, PlannedRun
+from dpprof.experiments.records.ceilings import Ceilings, ceilings_path, device_name
+from dpprof.experiments.records.reconciliation import JOINED
+from dpprof.experiments.records.record import write_record
+from dpprof.experiments.records.result import Attempt, Failure, Result, result_path
+from dpprof.experiments.records.terms import COMPONENTS, EVIDENCE
+from dpprof.experiments.records.verdict import TOLERANCE, Verdict, verdict_path
+from dpprof.results.analysis.advice.budget import Planned
+from dpprof.results.analysis.collection import collect
+from dpprof.results.analysis.tables.build import build_tables
 
 Tables = dict[str, pd.DataFrame]
 CPU = {"type": "cpu", "name": "synthetic cpu", "cores": 2, "threads": 2}

@@ -18,13 +18,13 @@ from factory import (
 )
 from factory import write_synthetic_ceilings as write_ceilings
 
-from dpprof.analysis.collection import collect
-from dpprof.analysis.tables.axes import RUN_KEY
-from dpprof.analysis.tables.build import build_tables
-from dpprof.planning.planner import Manifest
-from dpprof.records.ceilings import ceilings_path, device_name
-from dpprof.report.content import build_document
-from dpprof.report.page.write import write_page
+from dpprof.experiments.planning.planner import Manifest
+from dpprof.experiments.records.ceilings import ceilings_path, device_name
+from dpprof.results.analysis.collection import collect
+from dpprof.results.analysis.tables.axes import RUN_KEY
+from dpprof.results.analysis.tables.build import build_tables
+from dpprof.results.report.content import build_document
+from dpprof.results.report.page.write import write_page
 
 MIB = 2**20
 METHODS = ("standard", "flash-bk", "opacus-ghost", "opacus-hooks")

@@ -16,8 +16,8 @@ from factory import make_experiment
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpprof.spec import registry
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.experiment import Experiment
 
 B, T, d, H = 16, 6, 8, 12
 IMAGES = {1: (20,), 2: (10, 10), 3: (6, 6, 6)}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from factory import make_experiment, make_manifest, write_synthetic
 
-from dpprof.launch.progress import run_name
-from dpprof.planning.artifacts import PLAN
-from dpprof.planning.planner import Manifest
+from dpprof.experiments.launch.progress import run_name
+from dpprof.experiments.planning.artifacts import PLAN
+from dpprof.experiments.planning.planner import Manifest
 
 OLDEST = 1
 """A process that is older than every sweep, and alive."""

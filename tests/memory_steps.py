@@ -7,20 +7,20 @@ import torch
 from factory import make_experiment
 from torch import nn
 
-from dpprof.devices.cpu import Cpu
-from dpprof.flops.cost import COUNTED, Cost
-from dpprof.instruments.batches import make_batch
-from dpprof.instruments.estimate import estimate
-from dpprof.instruments.memory import TimelineRecorder, measure, record_timelines, tracing
-from dpprof.instruments.setup import set_up
-from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
-from dpprof.memory.events import Op
-from dpprof.memory.recorder import Recorder
-from dpprof.memory.timeline import MemoryTimeline
-from dpprof.records.result import Measurement
-from dpprof.records.terms import COMPONENTS, Component
-from dpprof.spec import registry
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.records.result import Measurement
+from dpprof.experiments.records.terms import COMPONENTS, Component
+from dpprof.measure.instruments.memory import measure
+from dpprof.predict.estimate import estimate
+from dpprof.predict.flops.cost import COUNTED, Cost
+from dpprof.predict.memory.cpu_workspaces import CPU_WORKSPACES
+from dpprof.predict.memory.events import Op
+from dpprof.predict.memory.recorder import Recorder
+from dpprof.predict.memory.timeline import MemoryTimeline
+from dpprof.predict.tracing import TimelineRecorder, record_timelines, tracing
+from dpprof.subjects.batches import make_batch
+from dpprof.subjects.setup import set_up
 
 B, T, V, D = 3, 32, 50, 16
 MODEL = {"vocab_size": V, "d_model": D, "layers": 2, "heads": 2}
@@ -54,10 +54,13 @@ def keep(
     real = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
     with tracing(None) if fake else real as recorder:
         if build is None:
-            step, batch, _ = set_up(experiment, kind, Cpu(), lambda *_: None)
+            step, batch, _ = set_up(experiment, kind, torch.device("cpu"), lambda *_: None)
         else:
             model = build()
-            step, batch = kind(model, experiment), make_batch(model, Cpu(), experiment)
+            step, batch = (
+                kind(model, experiment),
+                make_batch(model, torch.device("cpu"), experiment),
+            )
             step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
         timeline_recorder = TimelineRecorder(recorder, step, lambda _: None)
         kept = record_timelines(timeline_recorder, batch, 2)[1]

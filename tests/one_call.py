@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpprof.clipping import PrivateTraining, make_private
+from dpprof.private import PrivateTraining, make_private
 
 SAMPLES, BATCH, D = 24, 6, 5
 

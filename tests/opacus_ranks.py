@@ -14,17 +14,16 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments import memory
-from dpprof.instruments.batches import make_batch
-from dpprof.methods.opacus import fsdp
-from dpprof.methods.opacus.adaptive import OpacusAdaptive
-from dpprof.methods.training_step import Batch, TrainingStep
-from dpprof.models.build import apply_dtype, build_model
-from dpprof.records.result import Measurement
-from dpprof.spec import registry
-from dpprof.spec.experiment import Experiment
-from dpprof.system.substitutes import substitute
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.records.result import Measurement
+from dpprof.measure.instruments import memory
+from dpprof.private.substitutes import substitute
+from dpprof.subjects.batches import make_batch
+from dpprof.subjects.methods.opacus import fsdp
+from dpprof.subjects.methods.opacus.adaptive import OpacusAdaptive
+from dpprof.subjects.methods.training_step import Batch, TrainingStep
+from dpprof.subjects.models.build import apply_dtype, build_model
 
 SAMPLES = 2
 """Of each rank."""
@@ -43,7 +42,7 @@ def draw_model(experiment: Experiment) -> tuple[nn.Module, Batch]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model, make_batch(model, Cpu(), experiment, JOINT)
+    return model, make_batch(model, torch.device("cpu"), experiment, JOINT)
 
 
 def describe(**fields: Any) -> Experiment:

@@ -31,12 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
-from dpprof.clipping import shards
-from dpprof.clipping.engine import Clipping
-from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.flops.collectives import COLLECTIVES
-from dpprof.norms import rounding
-from dpprof.system.substitutes import substitute
+from dpprof.predict.flops.collectives import COLLECTIVES
+from dpprof.private.engine.engine import Clipping
+from dpprof.private.noise.optimizer import NoisyOptimizer
+from dpprof.private.norms import rounding
+from dpprof.private.ranks import shards
+from dpprof.private.substitutes import substitute
 
 SIGMA, EXPECTED = 2.0, 4
 

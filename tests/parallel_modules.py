@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.models.distribute import find_blocks
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private.errors import UnsupportedError
+from dpprof.subjects.models.distribute import find_blocks
 
 T, D, V = 3, 6, 20
 BOUND = 0.5

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpprof.clipping import PrivacyArguments, PrivateTrainer
+from dpprof.private import PrivacyArguments, PrivateTrainer
 
 SAMPLES, T, V, BOUND, EXPECTED = 12, 6, 17, 0.3, 4
 

@@ -12,14 +12,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from dpprof.clipping import linear_cross_entropy
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.clipping.two_pass import FlashClipping
-from dpprof.models.build import build_model
-from dpprof.models.distribute import find_blocks
-from dpprof.models.heads import find_head, hidden_states_of
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.private import linear_cross_entropy
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private.layers.model_heads import find_head, hidden_states_of
+from dpprof.private.noise.optimizer import NoisyOptimizer
+from dpprof.subjects.models.build import build_model
+from dpprof.subjects.models.distribute import find_blocks
 
 T, V, D = 5, 13, 8
 """Neither 2 nor 4 divides V: shards of the table are uneven."""

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import SGD
 
-from dpprof.clipping import BookKeeping, FlashClipping, NoisyOptimizer
-from dpprof.verification import Mechanism, check
+from dpprof.private import BookKeeping, FlashClipping, Mechanism, NoisyOptimizer, check
 
 B, T, V = 4, 6, 13
 

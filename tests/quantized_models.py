@@ -9,12 +9,11 @@ from small_models import one_by_one, private
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments.batches import make_batch
-from dpprof.models.build import build_model
-from dpprof.models.sample_losses import sample_losses
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.layers.sample_losses import sample_losses
+from dpprof.subjects.batches import make_batch
+from dpprof.subjects.models.build import build_model
 
 bitsandbytes: Any = pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -40,7 +39,7 @@ def build_qlora(name: str, quantization: str) -> tuple[nn.Module, tuple[Tensor, 
     for parameter in model.parameters():
         if parameter.requires_grad:
             nn.init.normal_(parameter, std=0.3)
-    batch = make_batch(model, Cpu(), experiment)
+    batch = make_batch(model, torch.device("cpu"), experiment)
     assert batch.mask_BT is not None
     return model, (batch.x, batch.labels, batch.mask_BT)
 

@@ -1,6 +1,6 @@
 """Looks up what a report says."""
 
-from dpprof.report.rendering.document import Bullets, Document, Section
+from dpprof.results.report.rendering.document import Bullets, Document, Section
 
 
 def titles_of(document: Document) -> list[str]:

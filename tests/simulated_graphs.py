@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpprof.clipping import captured_step
-from dpprof.methods import standard
-from dpprof.norms import linear, triton_ops
-from dpprof.norms.placement import as_if_on_cuda
+from dpprof.private.capture import captured_step
+from dpprof.private.norms import linear, triton_ops
+from dpprof.private.norms.placement import as_if_on_cuda
+from dpprof.subjects.methods import standard
 
 _WAITS = {
     getattr(Tensor, name)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.clipping.two_pass import FlashClipping
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private.engine.per_layer import PerLayerClipping
+from dpprof.private.noise.optimizer import NoisyOptimizer
 
 FLAT = [FlashClipping, BookKeeping]
 EVERY = [*FLAT, PerLayerClipping]

@@ -5,9 +5,9 @@ from factory import make_experiment
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dpprof.methods.training_step import Batch, TrainingStep
-from dpprof.models.build import apply_dtype, build_model
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
+from dpprof.subjects.methods.training_step import Batch, TrainingStep
+from dpprof.subjects.models.build import apply_dtype, build_model
 
 
 def prepare(method: str, **fields) -> tuple[TrainingStep, Batch]:

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import yaml
 
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -122,7 +122,7 @@ def test_the_tree_of_the_architecture_lists_what_exists() -> None:
 
 def test_the_groups_and_the_import_order_of_the_architecture_are_the_contract() -> None:
     contract = (ROOT / "pyproject.toml").read_text().partition("layers = [")[2].partition("]")[0]
-    layers = [layer.split(" | ") for layer in re.findall(r'"(.+)"', contract)]
+    layers = [layer.split(" | ") for layer in re.findall(r'"(.+?)"', contract)]
     text = (DOCS / "architecture.md").read_text()
     (order,) = re.findall(r"^`__main__` →[^.]+?\n\n", text, flags=re.MULTILINE)
     groups = re.findall(r"^\* \*\*[\w ]+\*\* \((.+?)\):", text, flags=re.MULTILINE)

@@ -15,13 +15,13 @@ from fresh_process import ROOT, run_fresh
 from memory_steps import record_and_estimate
 from torch import Tensor, nn
 
-from dpprof.methods.microbatch import Microbatch
-from dpprof.methods.training_step import Batch, TrainingStep
-from dpprof.models.build import build_model
-from dpprof.records.verdict import judge, name_holes
-from dpprof.spec import registry
-from dpprof.spec.registry import UnsupportedError
-from dpprof.verification.verify import verify
+from dpprof.experiments.config import registry
+from dpprof.experiments.records.verdict import judge, name_holes
+from dpprof.measure.verification.verify import verify
+from dpprof.private.errors import UnsupportedError
+from dpprof.subjects.methods.microbatch import Microbatch
+from dpprof.subjects.methods.training_step import Batch, TrainingStep
+from dpprof.subjects.models.build import build_model
 
 B, T = 3, 16
 FIELDS = {"model": "example-mixer", "method": "example-vmap", "batch_size": B, "seq_len": T}
@@ -135,7 +135,7 @@ def test_the_example_refuses_a_model_whose_buffers_mix_samples(example) -> None:
 BROKEN = {
     "broken.py": """
 from torch import nn
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private.errors import UnsupportedError
 
 class NoStep:
     pass
@@ -149,7 +149,7 @@ def build_without_embedding(experiment):
 size = 3
 """,
     "asks.py": "import a_library_that_is_not_here",
-    "picky.py": "from dpprof.spec.registry import UnsupportedError as No\nraise No('no luck')",
+    "picky.py": "from dpprof.private import UnsupportedError as No\nraise No('no luck')",
     "broken-2.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: broken\nVersion: 2.0\n",
     "broken-2.0.dist-info/entry_points.txt": """
 [dpprof.methods]
@@ -180,7 +180,7 @@ SENTENCES = {
     ),
     "method=no-step": (
         "the entry point 'no-step' of broken 2.0 in dpprof.methods names broken:NoStep, "
-        "which is no subclass of dpprof.methods.training_step.TrainingStep"
+        "which is no subclass of dpprof.subjects.methods.training_step.TrainingStep"
     ),
     "method=no-library": (
         "the entry point 'no-library' of broken 2.0 in dpprof.methods names asks:Method, which "
@@ -204,7 +204,7 @@ SENTENCES = {
     ),
     "target=no-target": (
         "the entry point 'no-target' of broken 2.0 in dpprof.targets names broken:size, "
-        "which is no dpprof.spec.target.Target"
+        "which is no dpprof.experiments.config.target.Target"
     ),
 }
 
@@ -222,7 +222,7 @@ def test_what_is_broken_is_planned_without_torch_and_told_in_one_sentence(broken
     code = """
 import json, sys, tempfile
 from factory import make_experiment
-from dpprof.planning.code_digest import code_digest
+from dpprof.experiments.planning.code_digest import code_digest
 experiments = {}
 for case in sys.argv[1:]:
     key, _, name = case.partition("=")
@@ -230,8 +230,8 @@ for case in sys.argv[1:]:
     experiments[case] = make_experiment(**{key: name}, **others)
     code_digest("clean", experiments[case])
 assert "torch" not in sys.modules and "broken" not in sys.modules
-from dpprof.launch.protocol import PhaseMark
-from dpprof.launch.worker import run
+from dpprof.experiments.launch.protocol import PhaseMark
+from dpprof.experiments.launch.worker import run
 file = tempfile.TemporaryFile()
 mark = PhaseMark(file.fileno())
 told = {}

@@ -9,17 +9,18 @@ from opacus.accountants.utils import get_noise_multiplier
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from dpprof.accounting import noise
-from dpprof.accounting.noise import (
+from dpprof.experiments.accounting import noise
+from dpprof.experiments.accounting.noise import find_batch_size, plan_noise
+from dpprof.experiments.accounting.plan import describe_noise
+from dpprof.experiments.config.privacy import Privacy
+from dpprof.private.accounting import noise_multiplier
+from dpprof.private.accounting.noise_multiplier import (
     EPSILON_TOLERANCE,
-    find_batch_size,
     find_noise_multiplier,
-    plan_noise,
     spend,
 )
-from dpprof.accounting.plan import Schedule, describe_noise
-from dpprof.accounting.search import BeyondReachError
-from dpprof.spec.privacy import Privacy
+from dpprof.private.accounting.schedule import Schedule
+from dpprof.private.accounting.search import BeyondReachError
 
 SCHEDULES = {
     "a thousand steps": (Schedule(60_000, 600, 1000), 3.0, 1e-5),
@@ -114,7 +115,8 @@ def quick(monkeypatch) -> None:
         root = of.sample_rate * math.sqrt(of.steps * math.expm1(noise_multiplier**-2))
         return root**2 / 2 + root * math.sqrt(2 * math.log(1 / delta))
 
-    monkeypatch.setattr(noise, "spend", spent)
+    for module in (noise, noise_multiplier):
+        monkeypatch.setattr(module, "spend", spent)
 
 
 def test_the_batch_of_another_epsilon_has_the_planned_noise_and_is_the_least(quick) -> None:

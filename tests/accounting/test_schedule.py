@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpprof.accounting.plan import (
+from dpprof.experiments.accounting.plan import (
     Schedule,
     batches_around,
     choose_batch,
@@ -10,7 +10,7 @@ from dpprof.accounting.plan import (
     largest_batch,
     schedule,
 )
-from dpprof.spec.privacy import Privacy
+from dpprof.experiments.config.privacy import Privacy
 
 
 def make_privacy(**fields) -> Privacy:

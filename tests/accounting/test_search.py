@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dpprof.accounting.search import BeyondReachError, find_least
+from dpprof.private.accounting.search import BeyondReachError, find_least
 
 CURVES = {
     "a power": lambda value: 5 * value**-1.5,

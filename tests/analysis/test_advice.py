@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from factory import make_capacity, make_experiment, make_memory, write_synthetic
 
-from dpprof.analysis.advice.advice import advise
-from dpprof.records.advice import Advice
-from dpprof.records.result import Result
-from dpprof.records.verdict import Standing
+from dpprof.experiments.records.advice import Advice
+from dpprof.experiments.records.result import Result
+from dpprof.experiments.records.verdict import Standing
+from dpprof.results.analysis.advice.advice import advise
 
 
 def result(folder: Path, method: str, step_s: float | None, **capacity) -> Result:

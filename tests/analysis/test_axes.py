@@ -2,7 +2,7 @@
 
 from factory import make_experiment
 
-from dpprof.analysis.tables.axes import axes_of, count_tokens, name_model
+from dpprof.results.analysis.tables.axes import axes_of, count_tokens, name_model
 
 MODEL = {"model": "hf:tiny-llama", "batch_size": 4, "seq_len": 100}
 

@@ -9,11 +9,11 @@ from factory import (
     write_synthetic_ceilings,
 )
 
-from dpprof.analysis.collection import collect
-from dpprof.analysis.tables.build import build_tables
-from dpprof.records.ceilings import ceilings_path, device_name
-from dpprof.records.record import ResultError
-from dpprof.spec.validation import InputError
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.records.ceilings import ceilings_path, device_name
+from dpprof.experiments.records.record import ResultError
+from dpprof.results.analysis.collection import collect
+from dpprof.results.analysis.tables.build import build_tables
 
 STANDARD = make_experiment()
 L4 = {"type": "cuda", "name": "NVIDIA L4", "uuid": "GPU-1"}

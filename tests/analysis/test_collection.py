@@ -6,13 +6,13 @@ import pytest
 from factory import make_experiment, make_manifest, write_synthetic
 from reading import trust_of
 
-from dpprof.analysis.collection import collect
-from dpprof.analysis.tables.build import build_tables
-from dpprof.records.record import ResultError
-from dpprof.records.result import result_path
-from dpprof.records.verdict import verdict_path
-from dpprof.report.content import build_document
-from dpprof.report.rendering.write import render_markdown
+from dpprof.experiments.records.record import ResultError
+from dpprof.experiments.records.result import result_path
+from dpprof.experiments.records.verdict import verdict_path
+from dpprof.results.analysis.collection import collect
+from dpprof.results.analysis.tables.build import build_tables
+from dpprof.results.report.content import build_document
+from dpprof.results.report.rendering.write import render_markdown
 
 EXPERIMENTS = [make_experiment(batch_size=size) for size in range(1, 15)]
 MANIFEST = make_manifest(*((experiment, 0) for experiment in EXPERIMENTS))

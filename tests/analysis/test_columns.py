@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 from factory import make_experiment, tables_of_runs
 
-from dpprof.analysis.tables.columns import TABLES, integer, number, text, write_page
-from dpprof.analysis.tables.frames import make_frame
+from dpprof.results.analysis.tables.columns import TABLES, integer, number, text, write_page
+from dpprof.results.analysis.tables.frames import make_frame
 
 PAGE = Path(__file__).parents[2] / "docs" / "numbers" / "tables.md"
 FITS = {

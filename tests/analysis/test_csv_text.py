@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 from factory import make_experiment, make_memory, write_manifest, write_runs
 
-from dpprof.analysis.tables.frames import TableFolder, read_table, write_frame, write_rows
-from dpprof.cli.tables import main
+from dpprof.ask.cli.tables import main
+from dpprof.results.analysis.tables.frames import TableFolder, read_table, write_frame, write_rows
 
 WRITTEN = {
     "=1+1": "'=1+1",

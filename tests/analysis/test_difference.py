@@ -7,19 +7,19 @@ from collections import Counter
 import pytest
 from factory import make_capacity, make_experiment, make_held, make_memory, write_synthetic
 
-from dpprof.analysis.difference.difference import explain_difference
-from dpprof.analysis.difference.waterfall import (
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.records.result import read_result, result_path
+from dpprof.measure.instruments import memory
+from dpprof.predict.estimate import estimate
+from dpprof.results.analysis.difference.difference import explain_difference
+from dpprof.results.analysis.difference.waterfall import (
     LEVELS,
     ROUNDING,
     format_size,
     list_holdings,
     name_component,
 )
-from dpprof.instruments import memory
-from dpprof.instruments.estimate import estimate
-from dpprof.records.result import read_result, result_path
-from dpprof.report.terminal.difference import Detail, list_rows, render_text
-from dpprof.spec.validation import InputError
+from dpprof.results.report.terminal.difference import Detail, list_rows, render_text
 
 METHODS = ["standard", "opacus-hooks", "flash-bk"]
 WAYS = {"memory": {}, "estimate": {"device": "cuda", "target": "h100"}}

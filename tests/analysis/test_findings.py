@@ -3,8 +3,8 @@
 import pytest
 from factory import CPU, make_experiment, make_memory, tables_of_runs, write_synthetic
 
-from dpprof.analysis.tables.findings import _contended
-from dpprof.records.result import Time
+from dpprof.experiments.records.result import Time
+from dpprof.results.analysis.tables.findings import _contended
 
 GHOST = make_experiment(method="opacus-ghost")
 FUNCTORCH = make_experiment(method="opacus-functorch")

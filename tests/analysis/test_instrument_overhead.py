@@ -1,7 +1,7 @@
 from factory import make_experiment, tables_of_runs
 from reading import table_of
 
-from dpprof.report.content import build_document
+from dpprof.results.report.content import build_document
 
 
 def observed(step_s, rss, allocated=None):

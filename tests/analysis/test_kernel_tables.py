@@ -9,7 +9,7 @@ import pytest
 from factory import make_experiment, make_kernels, make_memory, tables_of_runs
 from reading import section_of, table_of
 
-from dpprof.report.content import build_document
+from dpprof.results.report.content import build_document
 
 TRACED = {("forward", "gemm"): 8.0, ("step", "optimizer"): 2.0, ("noise", "random"): 1.0}
 EXPERIMENT = make_experiment()

@@ -1,8 +1,8 @@
 import pytest
 from factory import make_experiment, make_memory, tables_of_runs
 
-from dpprof.analysis.selection import choose_runs, compose_peaks
-from dpprof.spec.datasheets import H200
+from dpprof.experiments.config.datasheets import H200
+from dpprof.results.analysis.selection import choose_runs, compose_peaks
 
 GHOST = make_experiment(method="opacus-ghost")
 HOOKS = make_experiment(method="opacus-hooks")

@@ -4,7 +4,7 @@ import pytest
 from factory import make_experiment, make_memory, tables_of_runs
 from reading import table_of
 
-from dpprof.report.content import build_document
+from dpprof.results.report.content import build_document
 
 MIB = 2**20
 RANKS = "kind=fsdp,world_size=2"

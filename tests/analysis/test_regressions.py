@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from factory import CPU, make_experiment, make_memory, make_predicted_time, write_synthetic
 
-from dpprof.analysis.gate.folders import read_results_folder
-from dpprof.analysis.gate.regressions import Options, compare_folders
-from dpprof.analysis.statistics import Sides, can_differ, compare_all
-from dpprof.records.comparison import FolderComparison
-from dpprof.records.thresholds import Thresholds
+from dpprof.experiments.records.comparison import FolderComparison
+from dpprof.experiments.records.thresholds import Thresholds
+from dpprof.results.analysis.gate.folders import read_results_folder
+from dpprof.results.analysis.gate.regressions import Options, compare_folders
+from dpprof.results.analysis.statistics import Sides, can_differ, compare_all
 
 REAL_STEP_S = np.loadtxt(Path(__file__).parent / "aa_step_s.csv", skiprows=1)
 EXPERIMENT = make_experiment(method="flash")

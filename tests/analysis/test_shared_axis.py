@@ -2,8 +2,8 @@
 
 import pytest
 
-from dpprof.analysis.difference.shared_axis import share_axis
-from dpprof.records.step_costs import Timeline
+from dpprof.experiments.records.step_costs import Timeline
+from dpprof.results.analysis.difference.shared_axis import share_axis
 
 
 def timeline(*instants: tuple[int, str, int]) -> Timeline:

@@ -3,8 +3,8 @@ import datetime as dt
 import pytest
 from factory import CPU, make_experiment, tables_of_runs, write_synthetic
 
-from dpprof.analysis.conditions import SharedHosts, find_shared_hosts
-from dpprof.records.result import Result
+from dpprof.experiments.records.result import Result
+from dpprof.results.analysis.conditions import SharedHosts, find_shared_hosts
 
 NOON = dt.datetime(2026, 1, 1, 12, tzinfo=dt.UTC)
 GPU = {"type": "cuda", "name": "NVIDIA H100"}

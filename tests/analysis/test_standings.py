@@ -3,16 +3,16 @@
 import pytest
 from factory import make_experiment, make_manifest, tables_of_runs, write_synthetic_verdict
 
-from dpprof.analysis.collection import collect
-from dpprof.analysis.standings import read_standings
-from dpprof.analysis.tables.build import build_tables
-from dpprof.analysis.tables.verification import (
+from dpprof.experiments.planning.artifacts import code_path
+from dpprof.experiments.records.verdict import verdict_path
+from dpprof.results.analysis.collection import collect
+from dpprof.results.analysis.standings import read_standings
+from dpprof.results.analysis.tables.build import build_tables
+from dpprof.results.analysis.tables.verification import (
     methods_by_hole,
     name_other_mechanisms,
     name_unverified,
 )
-from dpprof.planning.artifacts import code_path
-from dpprof.records.verdict import verdict_path
 
 GHOST = make_experiment(method="opacus-ghost")
 HOOKS = make_experiment(method="opacus-hooks")

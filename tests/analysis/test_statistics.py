@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpprof.analysis.statistics import (
+from dpprof.results.analysis.statistics import (
     NO_DIFFERENCE,
     Sides,
     attainable_coverage,

@@ -5,8 +5,8 @@ import subprocess
 import pandas as pd
 import pytest
 
-from dpprof.analysis.tables.frames import SUMS, TableFolder, write_sums
-from dpprof.spec.validation import InputError
+from dpprof.experiments.config.validation import InputError
+from dpprof.results.analysis.tables.frames import SUMS, TableFolder, write_sums
 
 
 @pytest.fixture

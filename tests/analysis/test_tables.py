@@ -4,13 +4,13 @@ import pandas as pd
 import pytest
 from factory import make_experiment, make_manifest, tables_of_runs, write_synthetic
 
-from dpprof.analysis.collection import collect
-from dpprof.analysis.statistics import NO_DIFFERENCE
-from dpprof.analysis.tables.build import build_tables
-from dpprof.analysis.tables.columns import TABLES
-from dpprof.analysis.tables.frames import read_table
-from dpprof.planning.artifacts import code_path
-from dpprof.spec.validation import InputError
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.planning.artifacts import code_path
+from dpprof.results.analysis.collection import collect
+from dpprof.results.analysis.statistics import NO_DIFFERENCE
+from dpprof.results.analysis.tables.build import build_tables
+from dpprof.results.analysis.tables.columns import TABLES
+from dpprof.results.analysis.tables.frames import read_table
 
 STANDARD = make_experiment(method="standard")
 GHOST = make_experiment(method="opacus-ghost")

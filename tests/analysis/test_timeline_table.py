@@ -7,12 +7,12 @@ import pandas as pd
 import pytest
 from factory import make_capacity, make_experiment, make_memory, write_manifest, write_runs
 
-from dpprof.analysis.collection import collect
-from dpprof.analysis.tables.axes import RUN_KEY
-from dpprof.analysis.tables.build import TimelineFile, build_tables
-from dpprof.analysis.tables.frames import TableFolder, rows_of
-from dpprof.cli.tables import main
-from dpprof.planning.planner import read_manifest
+from dpprof.ask.cli.tables import main
+from dpprof.experiments.planning.planner import read_manifest
+from dpprof.results.analysis.collection import collect
+from dpprof.results.analysis.tables.axes import RUN_KEY
+from dpprof.results.analysis.tables.build import TimelineFile, build_tables
+from dpprof.results.analysis.tables.frames import TableFolder, rows_of
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_rows_of_some_runs_are_those_of_the_whole_table(
     tmp_path, manifest, rows, monkeypatch
 ) -> None:
     main([f"--manifest={manifest}", f"--output-dir={tmp_path / 'tables'}"])
-    monkeypatch.setattr("dpprof.analysis.tables.frames._PART", rows)
+    monkeypatch.setattr("dpprof.results.analysis.tables.frames._PART", rows)
     whole = TableFolder(tmp_path / "tables")["timeline"]
     runs = [tuple(key) for key in whole[RUN_KEY].drop_duplicates().to_numpy()][1:]
 

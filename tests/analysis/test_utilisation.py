@@ -4,10 +4,10 @@ import pandas as pd
 import pytest
 from factory import make_experiment, make_memory, tables_of_runs
 
-from dpprof.analysis.tables.memory import find_peak, utilise
-from dpprof.records.step_costs import Compute
-from dpprof.spec.datasheets import H200
-from dpprof.spec.target import Target
+from dpprof.experiments.config.datasheets import H200
+from dpprof.experiments.config.target import Target
+from dpprof.experiments.records.step_costs import Compute
+from dpprof.results.analysis.tables.memory import find_peak, utilise
 
 GPU = {"type": "cuda", "name": "NVIDIA H200"}
 

@@ -1,6 +1,6 @@
 """The waterfall by hand: what sums to what, in which order, and what is one bar together."""
 
-from dpprof.analysis.difference.waterfall import Bar, fold_blocks, subtract
+from dpprof.results.analysis.difference.waterfall import Bar, fold_blocks, subtract
 
 
 def held(component, layer, op, size, phase="backward"):

@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from scripts import ASKED, HERE, MODEL, call
 
 import dpprof
-from dpprof.accounting.noise import plan_noise
-from dpprof.launch import accounting_run
-from dpprof.records.result import read_result, result_path
-from dpprof.spec.validation import InputError
+from dpprof.experiments.accounting.noise import plan_noise
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.launch import accounting_run
+from dpprof.experiments.records.result import read_result, result_path
 
 FIELDS = {"model": MODEL, "seq_len": 8, "target": "l4", "memory_limit_bytes": "25MiB"}
 METHODS = ["standard", "flash-bk"]

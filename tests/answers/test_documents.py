@@ -9,9 +9,9 @@ import pytest
 from documents import find_code
 from fresh_process import ROOT, run_fresh
 
-from dpprof.instruments.estimate import estimate
-from dpprof.spec import registry
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.predict.estimate import estimate
 
 PAGE = "how-to/answers-from-python.md"
 NOTEBOOK = ROOT / "examples" / "private_finetuning.ipynb"

@@ -9,11 +9,11 @@ from factory import make_experiment
 from fresh_process import ROOT
 
 import dpprof
-from dpprof.answers import fits as module
-from dpprof.cli.main import main
-from dpprof.instruments.capacity import _explain
-from dpprof.report.terminal.fits import tell_need
-from dpprof.spec.validation import InputError
+from dpprof.ask.answers import fits as module
+from dpprof.ask.cli.main import main
+from dpprof.experiments.config.validation import InputError
+from dpprof.predict.capacity import _explain
+from dpprof.results.report.terminal.fits import tell_need
 
 SMALL = {"models": ["hf:tiny-llama"], "ways": ["whole"], "seq_lens": [64]}
 

@@ -13,21 +13,20 @@ from torch import nn
 from torch.nn import functional
 
 import dpprof
-from dpprof.answers.questions import naming
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments.batches import make_batch
-from dpprof.instruments.estimate import estimate
-from dpprof.methods.microbatch import Microbatch
-from dpprof.models.build import build_model
-from dpprof.planning.code_digest import code_digest
-from dpprof.planning.planner import make_plan
-from dpprof.records.verdict import judge, name_holes
-from dpprof.spec import registry
-from dpprof.spec.experiment import read_spec
-from dpprof.spec.registry import UnsupportedError
-from dpprof.spec.validation import InputError
+from dpprof.ask.answers.questions import naming
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.experiment import read_spec
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.planning.code_digest import code_digest
+from dpprof.experiments.planning.planner import make_plan
+from dpprof.experiments.records.verdict import judge, name_holes
+from dpprof.measure.verification.verify import verify
+from dpprof.predict.estimate import estimate
+from dpprof.private.errors import UnsupportedError
+from dpprof.subjects.batches import make_batch
+from dpprof.subjects.methods.microbatch import Microbatch
+from dpprof.subjects.models.build import build_model
 from dpprof.system.files import canonical_json
-from dpprof.verification.verify import verify
 
 CODE = """
 import torch
@@ -95,7 +94,7 @@ def test_its_gradient_by_microbatch_is_that_of_its_own_loss(mine) -> None:
     module = build_model(experiment)
     step = Microbatch(module, experiment)
     step.attach_optimizer(torch.optim.SGD(module.parameters(), lr=1.0))
-    batch = make_batch(module, Cpu(), experiment)
+    batch = make_batch(module, torch.device("cpu"), experiment)
     step.compute_gradient(batch, lambda _: None)
     x, weight, y = batch.inputs
     loss = (weight * functional.cross_entropy(module.model(x), y, reduction="none")).mean()

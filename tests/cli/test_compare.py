@@ -9,12 +9,12 @@ from documents import validate
 from factory import make_capacity, make_experiment, make_held, make_memory, write_synthetic
 from scripts import ROOT
 
-from dpprof.cli.compare import main
-from dpprof.cli.explain import main as explain
-from dpprof.instruments.estimate import estimate
-from dpprof.records.comparison import FolderComparison
-from dpprof.records.thresholds import Thresholds
-from dpprof.spec.experiment import Experiment
+from dpprof.ask.cli.compare import main
+from dpprof.ask.cli.explain import main as explain
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.records.comparison import FolderComparison
+from dpprof.experiments.records.thresholds import Thresholds
+from dpprof.predict.estimate import estimate
 
 SIZES = {"parameters": 800, "noise": 100}
 FLASH = make_experiment(method="flash")

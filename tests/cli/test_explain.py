@@ -8,8 +8,8 @@ import sys
 import pytest
 from factory import make_experiment, make_held, write_synthetic
 
-from dpprof.cli.explain import main
-from dpprof.records.result import result_path
+from dpprof.ask.cli.explain import main
+from dpprof.experiments.records.result import result_path
 
 SIZES = {"standard": {"parameters": 800}, "flash": {"parameters": 800, "noise": 300}}
 
@@ -175,7 +175,7 @@ def test_bad_input_is_one_sentence(case, a, b, capsys) -> None:
 
 
 def test_text_needs_no_plotting_library(a, b, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "dpprof.figures.waterfall", None)
+    monkeypatch.setitem(sys.modules, "dpprof.results.figures.waterfall", None)
 
     assert "flash needs" in told(capsys, a, b)
     assert "is not installed; pip install 'dpprof[report]'" in refused(

@@ -7,8 +7,8 @@ from children import refuse
 from factory import make_experiment
 from scripts import call
 
-from dpprof.launch import supervisor
-from dpprof.launch.device_lock import hold_one
+from dpprof.experiments.launch import supervisor
+from dpprof.experiments.launch.device_lock import hold_one
 
 RUN = ("--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4", "--device=cpu")
 COMMANDS = {

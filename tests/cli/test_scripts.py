@@ -15,11 +15,11 @@ from factory import (
 )
 from scripts import ROOT, call
 
-from dpprof.analysis.tables.columns import TABLES
-from dpprof.analysis.tables.frames import write_sums
-from dpprof.planning.code_digest import code_digest, verdict_digest
-from dpprof.records.result import read_result
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.planning.code_digest import code_digest, verdict_digest
+from dpprof.experiments.records.result import read_result
+from dpprof.results.analysis.tables.columns import TABLES
+from dpprof.results.analysis.tables.frames import write_sums
 
 ONCE = {"model": "tiny", "method": "standard", "batch_size": "1", "seq_len": "4"}
 

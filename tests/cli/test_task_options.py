@@ -4,9 +4,9 @@ import argparse
 
 import pytest
 
-from dpprof.answers.questions import make_experiment
-from dpprof.cli.options import add_experiment_options, read_given
-from dpprof.spec.validation import InputError, spelling_options
+from dpprof.ask.answers.questions import make_experiment
+from dpprof.ask.cli.options import add_experiment_options, read_given
+from dpprof.experiments.config.validation import InputError, spelling_options
 
 
 def read(*options: str):

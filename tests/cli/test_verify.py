@@ -7,10 +7,10 @@ import pytest
 from factory import write_synthetic_verdict
 from scripts import call, run
 
-from dpprof.answers import verify
-from dpprof.answers.questions import make_experiment
-from dpprof.planning.stand_ins import StandIn
-from dpprof.spec.fine_tuning import Padding
+from dpprof.ask.answers import verify
+from dpprof.ask.answers.questions import make_experiment
+from dpprof.experiments.config.fine_tuning import Padding
+from dpprof.experiments.planning.stand_ins import StandIn
 
 
 def test_a_model_and_the_file_that_stands_for_it_are_one_subject(tmp_path, monkeypatch) -> None:

@@ -11,8 +11,8 @@ from small_models import FLAT, assert_exact
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrize
 
-from dpprof.spec.registry import UnsupportedError
-from dpprof.verification.float32_islands import lift_float32
+from dpprof.measure.verification.float32_islands import lift_float32
+from dpprof.private.errors import UnsupportedError
 
 V, B, T = 24, 3, 5
 CONFIGS = importlib.import_module("peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING

@@ -15,10 +15,10 @@ from small_models import FLAT, assert_exact, is_clear
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
-from dpprof.clipping.rules import BATCH_NORM
-from dpprof.planning.shrinking import shrink
-from dpprof.spec.registry import UnsupportedError
-from dpprof.verification.float32_islands import lift_float32
+from dpprof.experiments.planning.shrinking import shrink
+from dpprof.measure.verification.float32_islands import lift_float32
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.layers.rules import BATCH_NORM
 
 B, T, SIDE, MOST = 3, 7, 64, 6_000_000
 TASKS = {

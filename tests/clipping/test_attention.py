@@ -14,8 +14,8 @@ from small_models import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping import BookKeeping
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private import BookKeeping
+from dpprof.private.errors import UnsupportedError
 
 B = T = S = 4  # of the same length: nothing may depend on lengths
 E, HEADS = 6, 2

@@ -8,11 +8,13 @@ from factory import make_experiment
 from torch import nn
 from torch.nn import functional
 
-from dpprof.clipping import BookKeeping, automatic, linear_cross_entropy
-from dpprof.clipping.automatic import FirstBatch, choose_method, compare
-from dpprof.instruments.estimate import estimate
-from dpprof.models.build import build_model
-from dpprof.spec.datasheets import L4
+from dpprof.ask import automatic
+from dpprof.ask.automatic import choose_method, compare
+from dpprof.experiments.config.datasheets import L4
+from dpprof.predict.estimate import estimate
+from dpprof.private import BookKeeping, linear_cross_entropy
+from dpprof.private.loop.method_choice import FirstBatch
+from dpprof.subjects.models.build import build_model
 
 B, T, V = 4, 16, 50
 DIMENSIONS = {"vocab_size": V, "d_model": 16, "layers": 1, "heads": 2}

@@ -6,8 +6,8 @@ from opacus.layers import DPMultiheadAttention, SequenceBias
 from small_models import EVERY, FLAT, Scale, assert_exact, assert_exact_by_layer, gradients
 from torch import nn
 
-from dpprof.clipping import BookKeeping, PerLayerClipping, linear_cross_entropy
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private import BookKeeping, PerLayerClipping, linear_cross_entropy
+from dpprof.private.errors import UnsupportedError
 
 B = T = 4  # of the same length: nothing may depend on lengths
 D, V = 6, 5

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
-from dpprof.clipping.batches import find_sizes, find_whole, give, move, take
+from dpprof.private.samples.batches import find_sizes, find_whole, give, move, take
 
 B = 4
 ROWS = torch.arange(B * 3.0).view(B, 3)

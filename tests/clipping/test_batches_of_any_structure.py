@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from dpprof.clipping import make_private
-from dpprof.verification import WrongTrainingError, check
+from dpprof.private import WrongTrainingError, check, make_private
 
 SAMPLES, B = 12, 4
 Pair = collections.namedtuple("Pair", "x y")  # noqa: PYI024 (as users write it)
@@ -212,7 +211,7 @@ def test_a_spent_budget_does_not_keep_its_optimizer_from_a_check() -> None:
 
 def of_trainer(collate, losses_of, folder, model, **privacy):
     transformers = pytest.importorskip("transformers")
-    from dpprof.clipping.private_trainer import PrivacyArguments, PrivateTrainer  # noqa: PLC0415
+    from dpprof.private.loop.private_trainer import PrivacyArguments, PrivateTrainer  # noqa: PLC0415
 
     args = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=2, use_cpu=True, report_to=[], optim="sgd"

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping import BookKeeping
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private import BookKeeping
+from dpprof.private.errors import UnsupportedError
 
 B, T, D, V = 4, 7, 8, 50
 

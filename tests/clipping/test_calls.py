@@ -10,8 +10,8 @@ from small_models import EVERY, FLAT, Conv1D, Scale, gradients, is_clear, one_by
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.contributions import storage_of
+from dpprof.private.contributions.contributions import storage_of
+from dpprof.private.engine.book_keeping import BookKeeping
 
 B, T, D = 3, 4, 6
 

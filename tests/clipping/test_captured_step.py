@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpprof.clipping import BookKeeping, CapturedStep, NoisyOptimizer
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private import BookKeeping, CapturedStep, NoisyOptimizer
+from dpprof.private.errors import UnsupportedError
 
 OPTIMIZERS = {"sgd": lambda ps: SGD(ps, lr=0.1), "adamw": lambda ps: AdamW(ps, lr=0.01)}
 

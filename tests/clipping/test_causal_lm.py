@@ -6,8 +6,9 @@ from small_models import FLAT, gradients, one_by_one
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpprof.clipping import BookKeeping, causal_lm_losses, head
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private import BookKeeping, causal_lm_losses
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.layers import head
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.verification import WrongTrainingError
+from dpprof.private import WrongTrainingError
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.per_layer import PerLayerClipping
 
 
 def is_refused(way, kind) -> bool:

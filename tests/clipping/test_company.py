@@ -12,11 +12,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from dpprof.clipping import BookKeeping, make_private
-from dpprof.clipping.company import Company, WrongTrainingError, choose, compare_samples
-from dpprof.clipping.random_state import States, random_state_kept
-from dpprof.spec.registry import UnsupportedError
-from dpprof.verification import check
+from dpprof.private import BookKeeping, check, make_private
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.samples.company import Company, WrongTrainingError, choose, compare_samples
+from dpprof.private.samples.random_state import States, random_state_kept
 
 V, D, SAMPLES = 13, 6, 12
 OWN = torch.Generator().manual_seed(5)

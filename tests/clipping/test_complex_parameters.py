@@ -11,13 +11,13 @@ from factory import make_experiment
 from small_models import EVERY, FLAT
 from torch import Tensor, nn
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.head import linear_cross_entropy
-from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.spec import registry
-from dpprof.spec.registry import UnsupportedError
-from dpprof.verification import check
+from dpprof.experiments.config import registry
+from dpprof.private import check
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.per_layer import PerLayerClipping
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.layers.head import linear_cross_entropy
+from dpprof.private.noise.optimizer import NoisyOptimizer
 
 B, D = 5, 4
 C = 0.5

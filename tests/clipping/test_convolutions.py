@@ -8,17 +8,17 @@ from small_models import EVERY, FLAT, Around, assert_exact, gradients, one_by_on
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.layers_without_rule import run_any_layer
-from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.clipping.rules import find_rule
-from dpprof.clipping.two_pass import FlashClipping
-from dpprof.norms import convolution, tiles
-from dpprof.norms.convolution import Kernel
-from dpprof.norms.linear import GramSums
-from dpprof.norms.placement import as_if_on_cuda
-from dpprof.norms.rounding import depth_of_products
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private.engine.per_layer import PerLayerClipping
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.layers.layers_without_rule import run_any_layer
+from dpprof.private.layers.rules import find_rule
+from dpprof.private.norms import convolution, tiles
+from dpprof.private.norms.convolution import Kernel
+from dpprof.private.norms.linear import GramSums
+from dpprof.private.norms.placement import as_if_on_cuda
+from dpprof.private.norms.rounding import depth_of_products
 
 B, C = 4, 4
 

@@ -8,9 +8,9 @@ from small_models import EVERY, FLAT, batch, build, gradients, is_clear, private
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.per_layer import PerLayerClipping
+from dpprof.private.errors import UnsupportedError
 
 
 @pytest.mark.parametrize("way", EVERY)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dpprof.clipping.cuda_graphs import CudaGraphs
+from dpprof.private.capture.cuda_graphs import CudaGraphs
 
 
 @contextmanager

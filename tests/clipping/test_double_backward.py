@@ -22,8 +22,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping import PerLayerClipping, linear_cross_entropy
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private import PerLayerClipping, linear_cross_entropy
+from dpprof.private.errors import UnsupportedError
 
 B, D = 4, 4
 

@@ -6,8 +6,8 @@ from products import one_in
 from small_models import FLAT, assert_exact, assert_exact_by_layer, is_clear
 from torch import nn
 
-from dpprof.clipping import BookKeeping
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private import BookKeeping
+from dpprof.private.errors import UnsupportedError
 
 ROWS, D = 7, 3
 IDS = torch.tensor([[2, 2, 5, 1], [0, 6, 2, 3], [4, 4, 4, 4], [2, 2, 2, 2]])

@@ -20,11 +20,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.clipping.two_pass import FlashClipping
-from dpprof.norms.code_paths import Way
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private.engine.per_layer import PerLayerClipping
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.norms.code_paths import Way
 
 
 @pytest.mark.parametrize("way", EVERY)

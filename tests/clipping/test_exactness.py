@@ -9,10 +9,10 @@ from products import one_in
 from simulated_graphs import simulated_graphs
 from small_models import FLAT, KINDS, Small, draw, gradients, one_by_one, private
 
-from dpprof.clipping import CapturedStep
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.norms import linear, scale, table, tiles, triton_ops
-from dpprof.norms.placement import as_if_on_cuda
+from dpprof.private import CapturedStep
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.norms import linear, scale, table, tiles, triton_ops
+from dpprof.private.norms.placement import as_if_on_cuda
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 D, P = 19, 37

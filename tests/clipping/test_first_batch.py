@@ -7,11 +7,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.first_batch import TRIES
-from dpprof.memory.recorder import Recorder
-from dpprof.memory.timeline import MemoryTimeline
-from dpprof.spec.registry import UnsupportedError
+from dpprof.predict.memory.recorder import Recorder
+from dpprof.predict.memory.timeline import MemoryTimeline
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.graph.first_batch import TRIES
 
 B = T = 4
 D = 6

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping import (
+from dpprof.private import (
     BookKeeping,
     FlashClipping,
     NoisyOptimizer,
     PerLayerClipping,
     linear_cross_entropy,
 )
-from dpprof.clipping.contributions import Product
-from dpprof.norms.placement import as_if_on_cuda
+from dpprof.private.contributions.contributions import Product
+from dpprof.private.norms.placement import as_if_on_cuda
 
 WAYS = (BookKeeping, FlashClipping)
 SLOW_BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.slow)

@@ -9,8 +9,8 @@ import torch
 from small_models import EVERY, is_clear, private, squares
 from torch import nn
 
-from dpprof.clipping import forwards
-from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.refusals import forwards
 
 B, D = 4, 6
 

@@ -7,8 +7,8 @@ import torch
 from small_models import FLAT, assert_exact
 from torch import nn
 
-from dpprof.clipping import BookKeeping, PerLayerClipping
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private import BookKeeping, PerLayerClipping
+from dpprof.private.errors import UnsupportedError
 
 
 def build(**options) -> nn.Sequential:

@@ -13,17 +13,12 @@ from small_models import EVERY, FLAT, gradients, one_by_one, private
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpprof.clipping import (
-    BookKeeping,
-    CapturedStep,
-    PerLayerClipping,
-    contributions,
-    head,
-    linear_cross_entropy,
-)
-from dpprof.memory.recorder import Recorder
-from dpprof.norms.code_paths import Way
-from dpprof.spec.registry import UnsupportedError
+from dpprof.predict.memory.recorder import Recorder
+from dpprof.private import BookKeeping, CapturedStep, PerLayerClipping, linear_cross_entropy
+from dpprof.private.contributions import contributions
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.layers import head
+from dpprof.private.norms.code_paths import Way
 
 B, T, D, V = 5, 7, 6, 11
 OPTIONS = {

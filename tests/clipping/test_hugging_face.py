@@ -12,22 +12,21 @@ from small_models import FLAT, assert_exact, is_clear
 from torch import nn
 from transformers import OPTForCausalLM
 
-from dpprof.answers.questions import make_experiment
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.coverage import trained_in
-from dpprof.clipping.layers import run_embedding
-from dpprof.clipping.layers_without_rule import run_any_layer
-from dpprof.clipping.patching import is_patched
-from dpprof.clipping.rules import find_rule
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments.batches import make_batch
-from dpprof.methods.training_step import Batch
-from dpprof.models.build import apply_dtype, build_model
-from dpprof.models.sample_losses import sample_losses
-from dpprof.planning.stand_ins import StandIn
-from dpprof.spec.architecture import Architecture
-from dpprof.verification.float32_islands import lift_float32
-from dpprof.verification.subjects import describe_case, prepare
+from dpprof.ask.answers.questions import make_experiment
+from dpprof.experiments.config.architecture import Architecture
+from dpprof.experiments.planning.stand_ins import StandIn
+from dpprof.measure.verification.float32_islands import lift_float32
+from dpprof.measure.verification.subjects import describe_case, prepare
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.layers.layers import run_embedding
+from dpprof.private.layers.layers_without_rule import run_any_layer
+from dpprof.private.layers.patching import is_patched
+from dpprof.private.layers.rules import find_rule
+from dpprof.private.layers.sample_losses import sample_losses
+from dpprof.private.refusals.coverage import trained_in
+from dpprof.subjects.batches import make_batch
+from dpprof.subjects.methods.training_step import Batch
+from dpprof.subjects.models.build import apply_dtype, build_model
 
 ROOT = Path(__file__).parents[2]
 MODELS = ["gpt2", "llama", "qwen2", "mistral", "gemma2", "gpt-neox", "opt", "phi"]
@@ -73,7 +72,7 @@ def build(name: str, **options: str):
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5
             parameter.add_(noise.to(parameter.dtype))
-    return model, make_batch(model, Cpu(), experiment)
+    return model, make_batch(model, torch.device("cpu"), experiment)
 
 
 def losses_of(model, batch):

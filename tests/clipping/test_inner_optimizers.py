@@ -6,8 +6,8 @@ from small_models import private, squares
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.inner_optimizers import refuse_optimizer
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.noise.inner_optimizers import refuse_optimizer
 
 
 class Lookahead:

@@ -5,8 +5,8 @@ import torch
 from small_models import assert_exact
 from torch import nn
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.errors import UnsupportedError
 
 
 class Dropping(nn.Module):

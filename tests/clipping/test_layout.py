@@ -9,9 +9,9 @@ import transformers
 from small_models import FLAT, assert_exact, is_clear
 from torch import nn
 
-from dpprof.clipping.sample_norms import BatchAxisError
-from dpprof.spec.registry import UnsupportedError
-from dpprof.verification.float32_islands import lift_float32
+from dpprof.measure.verification.float32_islands import lift_float32
+from dpprof.private.contributions.sample_norms import BatchAxisError
+from dpprof.private.errors import UnsupportedError
 
 B, T, D = 3, 4, 6
 

@@ -12,9 +12,9 @@ from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.two_pass import FlashClipping
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private.errors import UnsupportedError
 
 B, T, D = 4, 3, 6
 C = 0.5

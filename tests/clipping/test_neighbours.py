@@ -18,9 +18,9 @@ from small_models import EVERY, FLAT, NORMALISED, Conv1D, gradients, over_channe
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping import linear_cross_entropy
-from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.clipping.two_pass import FlashClipping
+from dpprof.private import linear_cross_entropy
+from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private.engine.per_layer import PerLayerClipping
 
 WAYS = [*EVERY, *NORMALISED]
 NATURAL, CANCELLING = 1e-5, 1e-3

@@ -11,13 +11,14 @@ import torch
 from small_models import FLAT, batch, build, private
 from torch import nn
 
-from dpprof.clipping import captured_step, noise, noise_keys
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.digest import LANES, hash_words
-from dpprof.clipping.noise import NoiseOfStep
-from dpprof.clipping.noise_keys import NoiseKeys, make_generator
-from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.norms import triton_ops
+from dpprof.private.capture import captured_step
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.noise import noise, noise_keys
+from dpprof.private.noise.digest import LANES, hash_words
+from dpprof.private.noise.noise import NoiseOfStep
+from dpprof.private.noise.noise_keys import NoiseKeys, make_generator
+from dpprof.private.noise.optimizer import NoisyOptimizer
+from dpprof.private.norms import triton_ops
 
 N = 2**17
 

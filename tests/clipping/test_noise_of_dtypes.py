@@ -8,13 +8,13 @@ from factory import make_experiment
 from small_models import Secure, default_dtype
 from torch import Tensor, nn
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.noise import DRAWN_IN_TURN, NoiseOfStep, draw_noise, draw_secure_noise
-from dpprof.clipping.noise_keys import StepKey
-from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.clipping.tensor_kinds import NUMBERS
-from dpprof.methods.microbatch import Microbatch
-from dpprof.methods.training_step import Batch
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.noise.noise import DRAWN_IN_TURN, NoiseOfStep, draw_noise, draw_secure_noise
+from dpprof.private.noise.noise_keys import StepKey
+from dpprof.private.noise.optimizer import NoisyOptimizer
+from dpprof.private.refusals.tensor_kinds import NUMBERS
+from dpprof.subjects.methods.microbatch import Microbatch
+from dpprof.subjects.methods.training_step import Batch
 
 DRAWS = 10**6
 STD, SIZE = 3.0, 4.0

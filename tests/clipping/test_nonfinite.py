@@ -9,9 +9,9 @@ import torch
 from small_models import EVERY, NORMALISED, Scale, batch, gradients, private, sums_of
 from torch import nn
 
-from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.norms import linear, triton_ops
-from dpprof.norms.placement import as_if_on_cuda
+from dpprof.private.engine.per_layer import PerLayerClipping
+from dpprof.private.norms import linear, triton_ops
+from dpprof.private.norms.placement import as_if_on_cuda
 
 BAD = [math.nan, math.inf, -math.inf, 1e30]
 """The last is finite; its gradient's square is not, in float32."""

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping import BookKeeping, FlashClipping, PerLayerClipping, UnsupportedError
-from dpprof.clipping.factor import LEAST_STABILITY
-from dpprof.verification import check
+from dpprof.private import BookKeeping, FlashClipping, PerLayerClipping, UnsupportedError, check
+from dpprof.private.engine.factor import LEAST_STABILITY
 
 C, GAMMA = 0.8, 0.05
 

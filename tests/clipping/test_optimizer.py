@@ -9,11 +9,11 @@ from opacus.schedulers import ExponentialNoise
 from small_models import EVERY, batch, build, gradients, private, sums_of
 from torch import nn
 
-from dpprof.clipping import noise
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.noise import NoiseOfStep
-from dpprof.clipping.noise_keys import StepKey, set_words
-from dpprof.norms import triton_ops
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.noise import noise
+from dpprof.private.noise.noise import NoiseOfStep
+from dpprof.private.noise.noise_keys import StepKey, set_words
+from dpprof.private.norms import triton_ops
 
 
 @pytest.fixture

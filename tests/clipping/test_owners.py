@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dpprof.clipping.layout import Layout
+from dpprof.private.graph.layout import Layout
 
 GENTLE = {
     "tanh": lambda y, _: y.tanh(),

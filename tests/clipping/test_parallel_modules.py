@@ -6,7 +6,7 @@ import parallel_modules
 import pytest
 from parallel_training import WAYS
 
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private.errors import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

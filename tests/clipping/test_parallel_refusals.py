@@ -17,10 +17,10 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.first_batch import TRIES
-from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.per_layer import PerLayerClipping
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.graph.first_batch import TRIES
 
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.filterwarnings("ignore")]
 

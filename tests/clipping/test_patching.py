@@ -8,7 +8,7 @@ import torch
 from small_models import EVERY, batch, build, is_clear
 from torch.optim.swa_utils import AveragedModel
 
-from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.private.engine.book_keeping import BookKeeping
 
 
 @pytest.mark.parametrize("way", EVERY)

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.noise import NoiseOfStep
-from dpprof.clipping.noise_keys import StepKey
-from dpprof.clipping.two_pass import FlashClipping
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private.noise.noise import NoiseOfStep
+from dpprof.private.noise.noise_keys import StepKey
 
 C, SIGMA = 0.7, 2.5
 

@@ -9,7 +9,7 @@ from one_call import D, Model, prepare, seeded
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dpprof.verification import WrongTrainingError, check
+from dpprof.private import WrongTrainingError, check
 
 
 @dataclass

@@ -9,7 +9,7 @@ from one_call import D, Model, load, prepare, seeded, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from dpprof.clipping import UnsupportedError, suggest_max_grad_norm
+from dpprof.private import UnsupportedError, suggest_max_grad_norm
 
 BUDGET = {"noise_multiplier": None, "epsilon": 5.0, "delta": 1e-3, "accountant": "rdp"}
 

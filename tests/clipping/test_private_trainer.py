@@ -14,13 +14,12 @@ from torch.nn import functional
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-from dpprof.clipping.private_trainer import (  # noqa: E402 (it needs transformers)
+from dpprof.private import UnsupportedError, WrongTrainingError  # noqa: E402
+from dpprof.private.loop.private_trainer import (  # noqa: E402 (it needs transformers)
     PrivacyArguments,
     PrivateTrainer,
     read_losses,
 )
-from dpprof.spec.registry import UnsupportedError  # noqa: E402
-from dpprof.verification import WrongTrainingError  # noqa: E402
 
 SAMPLES, T, V, BOUND = 12, 6, 17, 0.3
 SIZES = {"vocab_size": V, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}

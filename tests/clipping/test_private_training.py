@@ -20,8 +20,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from dpprof.clipping import BookKeeping, NoisyOptimizer, make_private
-from dpprof.clipping.poisson_batches import PoissonLoader, _Parts
+from dpprof.private import BookKeeping, NoisyOptimizer, make_private
+from dpprof.private.loop.poisson_batches import PoissonLoader, _Parts
 
 
 def sample_by_opacus(generator: torch.Generator):

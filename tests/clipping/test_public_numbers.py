@@ -13,7 +13,7 @@ from scipy.special import log_ndtr, ndtr
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpprof.clipping import UnsupportedError, make_private, numbers_of_opacus
+from dpprof.private import UnsupportedError, make_private, numbers_of_opacus
 
 D = 50
 

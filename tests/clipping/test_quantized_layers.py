@@ -10,12 +10,12 @@ from small_models import assert_exact, one_by_one
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpprof.clipping import make_private
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.clipping.quantized_layers import refuse_quantized
-from dpprof.clipping.two_pass import FlashClipping
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private import make_private
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private.engine.per_layer import PerLayerClipping
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.layers.quantized_layers import refuse_quantized
 
 QUICK = [("llama", "nf4-double", BookKeeping), ("gemma2", "int8", FlashClipping)]
 SLOW = [

@@ -15,8 +15,8 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from dpprof.clipping.private_trainer import PrivacyArguments, PrivateTrainer  # noqa: E402
-from dpprof.clipping.secret_files import join_secrets, split_secrets  # noqa: E402
+from dpprof.private.loop.private_trainer import PrivacyArguments, PrivateTrainer  # noqa: E402
+from dpprof.private.loop.secret_files import join_secrets, split_secrets  # noqa: E402
 
 ROWS, T, V = 12, 5, 17
 

@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping import BookKeeping, PerLayerClipping
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private import BookKeeping, PerLayerClipping
+from dpprof.private.errors import UnsupportedError
 
 B = T = 4  # of the same length: nothing may depend on lengths
 D, H = 3, 5

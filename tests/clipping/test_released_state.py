@@ -8,8 +8,8 @@ from small_models import EVERY, gradients, is_clear, private
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.errors import UnsupportedError
 
 B, T, D = 4, 3, 6
 

@@ -12,8 +12,8 @@ from products import one_in
 from rank_pool import FORKS
 from small_models import FLAT, Secure, batch, build
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.noise.optimizer import NoisyOptimizer
 
 INNER = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -300,7 +300,7 @@ numbers = random.Random(attempt)
 secrets.token_bytes = numbers.randbytes
 torch.set_num_threads(1)
 torch.manual_seed(attempt)
-from dpprof.clipping import Clipping
+from dpprof.private import Clipping
 
 backward, replace = Clipping.backward, os.replace
 calls = 0

@@ -6,11 +6,11 @@ from small_models import FLAT
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.layers_without_rule import run_any_layer
-from dpprof.clipping.rms_norms import recognise
-from dpprof.clipping.rules import find_rule
-from dpprof.memory.recorder import Recorder
+from dpprof.predict.memory.recorder import Recorder
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.layers.layers_without_rule import run_any_layer
+from dpprof.private.layers.rms_norms import recognise
+from dpprof.private.layers.rules import find_rule
 
 D = 6
 

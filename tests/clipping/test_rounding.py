@@ -8,13 +8,13 @@ from small_models import EVERY, FLAT, assert_exact, gradients
 from torch import nn
 from torch.nn import functional
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.contributions import Lookup, Product, SampleGradients, merge_uses
-from dpprof.clipping.factor import LEAST_STABILITY
-from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.norms.linear import WAYS, GramSums
-from dpprof.norms.rounding import depth_of_products, is_unsure
-from dpprof.norms.tiles import multiply_in_slices, square
+from dpprof.private.contributions.contributions import Lookup, Product, SampleGradients, merge_uses
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.factor import LEAST_STABILITY
+from dpprof.private.engine.per_layer import PerLayerClipping
+from dpprof.private.norms.linear import WAYS, GramSums
+from dpprof.private.norms.rounding import depth_of_products, is_unsure
+from dpprof.private.norms.tiles import multiply_in_slices, square
 
 C = 1.0
 

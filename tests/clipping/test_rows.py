@@ -12,9 +12,9 @@ from small_models import EVERY, FLAT, Scale, assert_exact, gradients, is_clear, 
 from torch import nn
 from torch.nn import functional
 
-from dpprof.clipping import linear_cross_entropy
-from dpprof.clipping.sample_norms import BatchAxisError
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private import linear_cross_entropy
+from dpprof.private.contributions.sample_norms import BatchAxisError
+from dpprof.private.errors import UnsupportedError
 
 B, N, T, D = 4, 3, 2, 5
 

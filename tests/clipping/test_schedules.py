@@ -19,7 +19,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch.optim import SGD, lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel
 
-from dpprof.clipping import BookKeeping, CapturedStep, NoisyOptimizer
+from dpprof.private import BookKeeping, CapturedStep, NoisyOptimizer
 
 STEPS = 2 * SAMPLES // BATCH
 """Of two epochs."""

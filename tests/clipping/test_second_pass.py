@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping import projections
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.contributions import Lookup, Product, SampleGradients
-from dpprof.clipping.projections import Projections
-from dpprof.clipping.two_pass import FlashClipping
+from dpprof.private.contributions import projections
+from dpprof.private.contributions.contributions import Lookup, Product, SampleGradients
+from dpprof.private.contributions.projections import Projections
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.flash_clipping import FlashClipping
 
 C, D, T = 0.1, 8, 6
 REFUSED = (

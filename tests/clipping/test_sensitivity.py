@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from small_models import BODIES, EVERY, Around
 from torch import nn
 
-from dpprof.clipping.factor import LEAST_STABILITY, STABILITY
-from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.clipping.two_pass import FlashClipping
+from dpprof.private.engine.factor import LEAST_STABILITY, STABILITY
+from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private.engine.per_layer import PerLayerClipping
 
 BOUND = {torch.float64: 1e-6, torch.float32: 0.01, torch.bfloat16: 0.01}
 """Beyond C: more than the 2^-34 and 2^-8 that ``norms.rounding`` derives for one sample's rounding,

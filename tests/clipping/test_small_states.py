@@ -8,8 +8,8 @@ import torch
 from small_models import one_by_one
 from torch import nn
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.noise.optimizer import NoisyOptimizer
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 OPTIMIZERS = [bitsandbytes.optim.AdamW8bit, torch.optim.Adafactor]

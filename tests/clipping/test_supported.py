@@ -14,11 +14,11 @@ from torch.nn.utils.parametrizations import orthogonal
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.clipping.sample_norms import BatchAxisError
-from dpprof.clipping.two_pass import FlashClipping
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private.contributions.sample_norms import BatchAxisError
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.noise.optimizer import NoisyOptimizer
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "private-training.md"
 B, T, D = 3, 4, 6

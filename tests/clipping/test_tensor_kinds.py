@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.masked import masked_tensor
 from torch.nn.parameter import UninitializedParameter
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.two_pass import FlashClipping
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private.errors import UnsupportedError
 
 D = 4
 

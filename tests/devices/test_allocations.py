@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from dpprof.devices.cpu import CpuRecorder
+from dpprof.measure.devices.cpu import CpuRecorder
 
 
 def kilobytes(count: int) -> torch.Tensor:

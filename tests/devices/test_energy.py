@@ -3,10 +3,10 @@
 import pynvml
 import pytest
 
-from dpprof.devices import cuda
-from dpprof.devices.cpu import Cpu
-from dpprof.devices.cuda import Cuda
-from dpprof.devices.device import NoEnergyError
+from dpprof.measure.devices import cuda
+from dpprof.measure.devices.cpu import Cpu
+from dpprof.measure.devices.cuda import Cuda
+from dpprof.measure.devices.device import NoEnergyError
 from dpprof.system.hardware import Gpu
 
 

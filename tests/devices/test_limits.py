@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
-from dpprof.devices.cpu import Cpu
-from dpprof.devices.cuda import Cuda
-from dpprof.devices.device import time_repeats
-from dpprof.devices.limits import EXTENTS, Extent, measure_limits
-from dpprof.spec.target import DTYPES
+from dpprof.experiments.config.target import DTYPES
+from dpprof.measure.devices.cpu import Cpu
+from dpprof.measure.devices.cuda import Cuda
+from dpprof.measure.devices.device import time_repeats
+from dpprof.measure.devices.limits import EXTENTS, Extent, measure_limits
 
 SMALL = Extent((4, 8), (64, 128), budget_s=0.001, longest_s=100)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dpprof.analysis.standings import DAGGER
-from dpprof.figures.advice import draw
-from dpprof.records.advice import Advice, Option
+from dpprof.experiments.records.advice import Advice, Option
+from dpprof.results.analysis.standings import DAGGER
+from dpprof.results.figures.advice import draw
 
 LENGTHS = (512, 1024, 2048, 4096)
 

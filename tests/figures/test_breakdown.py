@@ -2,9 +2,9 @@ import pytest
 from factory import make_experiment, make_memory, tables_of_runs
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from dpprof.figures.parts import draw_breakdown, draw_predicted
-from dpprof.figures.style import COMPONENT_COLOURS, NothingToDrawError
-from dpprof.spec.datasheets import L4
+from dpprof.experiments.config.datasheets import L4
+from dpprof.results.figures.parts import draw_breakdown, draw_predicted
+from dpprof.results.figures.style import COMPONENT_COLOURS, NothingToDrawError
 
 MIB, GIB = 2**20, 2**30
 STANDARD = make_experiment(method="standard")

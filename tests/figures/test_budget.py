@@ -10,8 +10,8 @@ from factory import (
     write_synthetic_verdict,
 )
 
-from dpprof.analysis.advice.budget import Planned
-from dpprof.figures.budget import draw
+from dpprof.results.analysis.advice.budget import Planned
+from dpprof.results.figures.budget import draw
 
 
 def test_each_panel_has_plain_training_of_its_own_setting(tmp_path) -> None:

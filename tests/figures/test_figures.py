@@ -8,16 +8,16 @@ from drawing import FIGURES, GROWTH, METHODS, draw, tables_of, typical_first
 from factory import make_experiment, tables_of_runs
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from dpprof.figures.panels import split
-from dpprof.figures.style import (
+from dpprof.experiments.config import registry
+from dpprof.experiments.records.terms import OUTCOMES, PHASES
+from dpprof.results.figures.panels import split
+from dpprof.results.figures.style import (
     OUTCOME_COLOURS,
     PHASE_COLOURS,
     NothingToDrawError,
     new_figure,
     spell_tick,
 )
-from dpprof.records.terms import OUTCOMES, PHASES
-from dpprof.spec import registry
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -5,8 +5,8 @@ import itertools
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from dpprof.figures.labels import label_ends, label_points, spread
-from dpprof.figures.style import method_style, new_figure
+from dpprof.results.figures.labels import label_ends, label_points, spread
+from dpprof.results.figures.style import method_style, new_figure
 
 METHODS = ("standard", "flash", "flash-bk", "microbatch", "opacus-ew", "opacus-ghost", "per-layer")
 

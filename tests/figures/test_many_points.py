@@ -6,7 +6,7 @@ import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.container import ErrorbarContainer
 
-from dpprof.figures.scaling import draw_batch_size, mark_some
+from dpprof.results.figures.scaling import draw_batch_size, mark_some
 
 
 def experiments_of(count: int) -> pd.DataFrame:

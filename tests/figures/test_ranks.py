@@ -7,7 +7,7 @@ from factory import (
     write_synthetic_verdict,
 )
 
-from dpprof.figures.ranks import draw
+from dpprof.results.figures.ranks import draw
 
 
 def on_ranks(method, step_s, size=1, kind="fsdp", **axes):

@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from dpprof.figures.style import (
-    COMPONENT_COLOURS,
-    HATCHES,
-    OP_KIND_COLOURS,
-    PHASE_MARKERS,
-)
-from dpprof.records.terms import COMPONENTS, OP_KINDS, PHASES
+from dpprof.experiments.records.terms import COMPONENTS, OP_KINDS, PHASES
+from dpprof.results.figures.style import COMPONENT_COLOURS, HATCHES, OP_KIND_COLOURS, PHASE_MARKERS
 
 # Machado et al. 2009, "A Physiologically-based Model for Simulation of Color Vision Deficiency".
 SIGHTS = {

@@ -1,7 +1,7 @@
 import pytest
 from factory import make_experiment, make_memory, tables_of_runs
 
-from dpprof.figures import timeline
+from dpprof.results.figures import timeline
 
 MIB = 2**20
 OWNED = {"parameters": 8 * MIB, "saved_activations": 16 * MIB}

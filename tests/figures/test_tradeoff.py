@@ -2,9 +2,9 @@ import pandas as pd
 import pytest
 from factory import make_experiment, tables_of_runs
 
-from dpprof.figures import tradeoff
-from dpprof.figures.style import method_style
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
+from dpprof.results.figures import tradeoff
+from dpprof.results.figures.style import method_style
 
 MIB = 2**20
 METHODS = {"standard": (0.010, 2), "opacus-ghost": (0.025, 3), "flash-bk": (0.012, 2)}

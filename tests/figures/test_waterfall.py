@@ -5,7 +5,7 @@ import itertools
 import pytest
 from differences import make_difference
 
-from dpprof.figures.waterfall import draw
+from dpprof.results.figures.waterfall import draw
 
 MIB = 2**20
 A = [

@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 from factory import make_experiment
 
-from dpprof.flops.collectives import bytes_each_way
-from dpprof.instruments.estimate import estimate
-from dpprof.records.step_costs import Exchange
+from dpprof.experiments.records.step_costs import Exchange
+from dpprof.predict.estimate import estimate
+from dpprof.predict.flops.collectives import bytes_each_way
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -7,11 +7,11 @@ import torch
 from factory import make_experiment
 from torch import nn
 
-from dpprof.flops.counter import FlopCounter
-from dpprof.flops.op_costs import learn_rule
-from dpprof.instruments.estimate import estimate
-from dpprof.instruments.model_flops import count_model_flops
-from dpprof.models.build import build_model
+from dpprof.predict.estimate import estimate
+from dpprof.predict.flops.counter import FlopCounter
+from dpprof.predict.flops.op_costs import learn_rule
+from dpprof.predict.plain_step import count_model_flops
+from dpprof.subjects.models.build import build_model
 
 aten = torch.ops.aten
 

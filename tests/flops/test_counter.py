@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from dpprof.flops import counter as counter_module
-from dpprof.flops.counter import FlopCounter
+from dpprof.predict.flops import counter as counter_module
+from dpprof.predict.flops.counter import FlopCounter
 
 B, T, D = 2, 64, 32
 

@@ -12,9 +12,9 @@ from memory_steps import executed, keep, linears
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpprof.flops.counter import FlopCounter
-from dpprof.memory.events import Op
-from dpprof.memory.recorder import Recorder
+from dpprof.predict.flops.counter import FlopCounter
+from dpprof.predict.memory.events import Op
+from dpprof.predict.memory.recorder import Recorder
 
 B, D, LAYERS = 2, 128, 3
 LONG, SHORT = 256, 16

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpprof.flops.op_call import Layout, describe_call, read_call
-from dpprof.memory.events import Op
-from dpprof.memory.recorder import Recorder
+from dpprof.predict.flops.op_call import Layout, describe_call, read_call
+from dpprof.predict.memory.events import Op
+from dpprof.predict.memory.recorder import Recorder
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

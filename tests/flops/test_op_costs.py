@@ -11,16 +11,16 @@ from factory import MICRO, make_experiment
 from memory_steps import executed, keep, linears
 from operator_names import COLLECTIVES, OPERATORS
 
-from dpprof.flops.op_costs import family_of, learn_rule
-from dpprof.instruments.estimate import trace_steps
-from dpprof.instruments.model_flops import count_model_flops
-from dpprof.memory.events import Op
-from dpprof.memory.recorder import Recorder
-from dpprof.memory.summary import bound_step_s, state_io
-from dpprof.models.build import build_model
-from dpprof.spec import registry
-from dpprof.spec.registry import UnsupportedError
-from dpprof.spec.target import Target
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.target import Target
+from dpprof.predict.estimate import trace_steps
+from dpprof.predict.flops.op_costs import family_of, learn_rule
+from dpprof.predict.memory.events import Op
+from dpprof.predict.memory.recorder import Recorder
+from dpprof.predict.memory.summary import bound_step_s, state_io
+from dpprof.predict.plain_step import count_model_flops
+from dpprof.private.errors import UnsupportedError
+from dpprof.subjects.models.build import build_model
 
 aten = torch.ops.aten
 B, D, LAYERS = 2, 64, 2

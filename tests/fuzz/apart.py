@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from judging import Kind, judge
 
-from dpprof.answers import predictions, verify
-from dpprof.cli import ceilings, profile
-from dpprof.cli.main import COMMANDS, import_command, main
-from dpprof.planning.planner import make_plan, write_plan
-from dpprof.report.page.write import bundle_charts
-from dpprof.spec.config_files import read_config_file
-from dpprof.spec.validation import InputError
+from dpprof.ask.answers import predictions, verify
+from dpprof.ask.cli import ceilings, profile
+from dpprof.ask.cli.main import COMMANDS, import_command, main
+from dpprof.experiments.config.config_files import read_config_file
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.planning.planner import make_plan, write_plan
+from dpprof.results.report.page.write import bundle_charts
 from dpprof.system.files import check_writable
 
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from damage import damage, displace
 from finished import finish_sweep
 
-from dpprof.launch.progress import Progress
-from dpprof.planning.planner import make_plan, write_plan
-from dpprof.report.page.live import LivePage
-from dpprof.spec import registry
-from dpprof.spec.config_files import read_config_file
-from dpprof.spec.validation import InputError
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.config_files import read_config_file
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.launch.progress import Progress
+from dpprof.experiments.planning.planner import make_plan, write_plan
+from dpprof.results.report.page.live import LivePage
 
 
 class Reading(NamedTuple):

@@ -15,14 +15,20 @@ from factory import (
     write_synthetic_verdict,
 )
 
-from dpprof.cli.main import main
-from dpprof.launch.progress import run_name
-from dpprof.planning.artifacts import PLAN, RUN, code_of_verdict, spec_path, stand_in_path
-from dpprof.planning.code_digest import verified_as
-from dpprof.planning.planner import Manifest
-from dpprof.planning.stand_ins import StandIn
-from dpprof.report.rendering.document import Drawing
-from dpprof.spec import registry
+from dpprof.ask.cli.main import main
+from dpprof.experiments.config import registry
+from dpprof.experiments.launch.progress import run_name
+from dpprof.experiments.planning.artifacts import (
+    PLAN,
+    RUN,
+    code_of_verdict,
+    spec_path,
+    stand_in_path,
+)
+from dpprof.experiments.planning.code_digest import verified_as
+from dpprof.experiments.planning.planner import Manifest
+from dpprof.experiments.planning.stand_ins import StandIn
+from dpprof.results.report.rendering.document import Drawing
 from dpprof.system.files import canonical_json
 
 SIZES = {"parameters": 800, "saved_activations": 150, "noise": 50}

@@ -4,11 +4,10 @@ import pytest
 import torch
 from factory import make_experiment
 
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments.batches import make_batch
-from dpprof.models.build import build_model
-from dpprof.models.sample_losses import UNLABELLED, sample_losses
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.layers.sample_losses import UNLABELLED, sample_losses
+from dpprof.subjects.batches import make_batch
+from dpprof.subjects.models.build import build_model
 
 B, T = 3, 20
 
@@ -19,7 +18,7 @@ def make(task: str, model: str = "tiny-bert", **fields):
     )
     torch.manual_seed(0)
     model = build_model(experiment).eval()
-    return model, make_batch(model, Cpu(), experiment)
+    return model, make_batch(model, torch.device("cpu"), experiment)
 
 
 def define_loss(logits, labels) -> torch.Tensor:
@@ -79,7 +78,7 @@ def test_images_have_the_model_s_channels_and_the_experiment_s_dtype() -> None:
             model=name, seq_len=None, image_size=32, batch_size=B, dtype=dtype
         )
         model = build_model(experiment, is_reduced=True)
-        batch = make_batch(model, Cpu(), experiment)
+        batch = make_batch(model, torch.device("cpu"), experiment)
 
         assert batch.x.shape == (B, channels, 32, 32)
         assert batch.x.dtype is getattr(torch, dtype)
@@ -109,4 +108,4 @@ def test_roberta_makes_positions_of_its_own() -> None:
 def test_a_model_without_classes_is_refused() -> None:
     experiment = make_experiment(model="x", image_size=8, seq_len=None)
     with pytest.raises(UnsupportedError, match=r"no torch.nn.Linear, and the last one gives"):
-        make_batch(torch.nn.Conv2d(1, 1, 1), Cpu(), experiment)
+        make_batch(torch.nn.Conv2d(1, 1, 1), torch.device("cpu"), experiment)

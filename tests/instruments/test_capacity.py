@@ -5,13 +5,13 @@ from factory import make_experiment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpprof.instruments import capacity, memory
-from dpprof.instruments import estimate as estimating
-from dpprof.instruments.capacity import back_off, search
-from dpprof.instruments.estimate import estimate
-from dpprof.memory.pattern import Pattern, Sizes
-from dpprof.records.step_costs import Allocator
-from dpprof.spec.registry import UnsupportedError
+from dpprof.experiments.records.step_costs import Allocator
+from dpprof.predict import capacity, tracing
+from dpprof.predict import estimate as estimating
+from dpprof.predict.capacity import back_off, search
+from dpprof.predict.estimate import estimate
+from dpprof.predict.memory.pattern import Pattern, Sizes
+from dpprof.private.errors import UnsupportedError
 
 MODEL = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
 TARGET = {"memory_bytes": "1GiB", "flops_per_s": 1e12, "bandwidth_bytes_per_s": 1e11}
@@ -238,9 +238,9 @@ def test_where_parameters_alone_are_too_large_one_batch_is_traced(
 ) -> None:
     traced = set()
 
-    def trace(experiment, *given, **named) -> memory.Traced:
+    def trace(experiment, *given, **named) -> tracing.Traced:
         traced.add(experiment.batch_size)
-        return memory.trace_whole(experiment, *given, **named)
+        return tracing.trace_whole(experiment, *given, **named)
 
     monkeypatch.setattr(estimating, "trace_whole", trace)
     fields = {"model": "small", "seq_len": 64, "target": TARGET, "device": "cuda"}
@@ -250,7 +250,7 @@ def test_where_parameters_alone_are_too_large_one_batch_is_traced(
 
 
 def test_a_gpu_that_nobody_knows_needs_a_target(monkeypatch) -> None:
-    monkeypatch.setattr(memory, "visible_gpus", list)
+    monkeypatch.setattr(tracing, "visible_gpus", list)
     with pytest.raises(UnsupportedError, match="give a target"):
         capacity.measure(make_experiment(device="cuda"), lambda _: None)
 

@@ -5,10 +5,9 @@ import torch
 from factory import make_experiment
 from torch import nn
 
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments.census import TensorHolders, take_census
-from dpprof.instruments.setup import Training, set_up
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
+from dpprof.measure.instruments.census import take_census
+from dpprof.subjects.setup import TensorHolders, Training, set_up
 
 B, T = 3, 4
 FIELDS = {"batch_size": B, "seq_len": T}
@@ -20,7 +19,7 @@ INPUTS = 2 * B * T * 8
 def prepare(method: str, **fields) -> Training:
     experiment = make_experiment(method=method, **FIELDS | fields)
     kind = registry.load("methods", method)
-    return set_up(experiment, kind, Cpu(), lambda *_: None)
+    return set_up(experiment, kind, torch.device("cpu"), lambda *_: None)
 
 
 def census_entering(training: Training, phase: str) -> dict[str, int]:

@@ -4,10 +4,10 @@ import pytest
 from factory import make_experiment
 from fresh_process import run_fresh
 
-from dpprof.instruments import clean
-from dpprof.instruments.clean import measure
-from dpprof.instruments.process_counters import count_io
-from dpprof.records.result import Measurement
+from dpprof.experiments.records.result import Measurement
+from dpprof.measure.instruments import clean
+from dpprof.measure.instruments.clean import measure
+from dpprof.measure.instruments.process_counters import count_io
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_cuda_counters_are_the_allocators(dtype: str) -> None:
 def test_no_library_is_taken_for_memory_of_the_training() -> None:
     code = """
 from factory import make_experiment
-from dpprof.instruments.clean import measure
+from dpprof.measure.instruments.clean import measure
 for s in measure(make_experiment(), lambda _: None).memory.snapshots:
     print(s.name, s.rss_bytes)
 """

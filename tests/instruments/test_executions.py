@@ -5,12 +5,11 @@ import torch
 from factory import make_experiment
 from simulated_graphs import SimulatedGraphs, simulated_graphs
 
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments import clean
-from dpprof.instruments.estimate import estimate
-from dpprof.instruments.setup import import_method, set_up
-from dpprof.spec import registry
-from dpprof.spec.registry import UnsupportedError
+from dpprof.experiments.config import registry
+from dpprof.measure.instruments import clean
+from dpprof.predict.estimate import estimate
+from dpprof.private.errors import UnsupportedError
+from dpprof.subjects.setup import import_method, set_up
 
 GPU = {"device": "cuda", "target": "h100", "dtype": "bfloat16"}
 SMALL = {"vocab_size": 64, "d_model": 32, "layers": 4, "heads": 4}
@@ -30,7 +29,8 @@ def test_a_captured_method_trains_as_its_steps_do(method, monkeypatch) -> None:
     experiment = make_experiment(method=method, **options)
     with simulated_graphs(monkeypatch):
         captured, plain = (
-            set_up(experiment, import_method(experiment), Cpu(), _ignore) for _ in range(2)
+            set_up(experiment, import_method(experiment), torch.device("cpu"), _ignore)
+            for _ in range(2)
         )
         state = torch.get_rng_state()
         run = captured.step.capture(captured.batch)
@@ -115,7 +115,7 @@ def test_a_method_says_how_it_runs() -> None:
     method = import_method(experiment)
 
     with pytest.raises(UnsupportedError, match="opacus-ghost does not run with execution compiled"):
-        set_up(experiment, method, Cpu(), _ignore)
+        set_up(experiment, method, torch.device("cpu"), _ignore)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_graph_on_a_gpu_trains_as_its_steps_do(method) -> None:
     fields = {"method": method, "noise_multiplier": 0.0, "device": "cuda", "batch_size": 3}
     experiment = make_experiment(optimizer="adamw", **fields)
     cls, device = clean.open_experiment(experiment)
-    captured, plain = (set_up(experiment, cls, device, _ignore) for _ in range(2))
+    captured, plain = (set_up(experiment, cls, device.torch_device, _ignore) for _ in range(2))
     run = captured.step.capture(captured.batch)
     for _ in range(3):
         run()

@@ -5,9 +5,9 @@ import itertools
 import pytest
 from factory import make_experiment
 
-from dpprof.instruments.estimate import estimate
-from dpprof.instruments.memory import state_estimate, trace_whole
-from dpprof.instruments.setup import import_method
+from dpprof.predict.estimate import estimate
+from dpprof.predict.tracing import state_estimate, trace_whole
+from dpprof.subjects.setup import import_method
 
 DIMENSIONS = {"vocab_size": 211, "d_model": 32, "layers": 7, "heads": 4}
 OWN = ("standard", "flash", "flash-bk", "per-layer", "microbatch")

@@ -7,13 +7,12 @@ import torch
 from factory import make_experiment
 from steps import flat_gradient, prepare
 
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments.estimate import estimate
-from dpprof.instruments.memory import measure
-from dpprof.instruments.setup import import_method, set_up
-from dpprof.methods.losses import losses_of
-from dpprof.models.heads import find_known_head
-from dpprof.spec.registry import UnsupportedError
+from dpprof.measure.instruments.memory import measure
+from dpprof.predict.estimate import estimate
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.layers.model_heads import find_known_head
+from dpprof.subjects.methods.losses import losses_of
+from dpprof.subjects.setup import import_method, set_up
 
 WIDE = {"vocab_size": 5_000, "d_model": 16, "layers": 2, "heads": 2}
 
@@ -66,7 +65,7 @@ def test_hugging_faces_heads_have_the_loss_of_their_logits(name, tmp_path) -> No
         lora = "rank=2,target_modules=all-linear"
         fields = {"model": model, "lora": lora, "head": head, "seq_len": 12}
         experiment = make_experiment(method="flash-bk", **fields)
-        training = set_up(experiment, import_method(experiment), Cpu(), _ignore)
+        training = set_up(experiment, import_method(experiment), torch.device("cpu"), _ignore)
         losses.append(losses_of(training.step, training.batch.labels, *training.batch.inputs))
 
     torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
@@ -76,7 +75,7 @@ def test_what_scales_a_cohere_is_not_forgotten(tmp_path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SMALL | {"model_type": "cohere", "logit_scale": 0.25}), "utf-8")
     experiment = make_experiment(method="flash-bk", model=f"hf:{path}", head="chunked")
-    module = set_up(experiment, import_method(experiment), Cpu(), _ignore).step.module
+    module = set_up(experiment, import_method(experiment), torch.device("cpu"), _ignore).step.module
 
     assert find_known_head(module, experiment).scale == 0.25
 
@@ -85,8 +84,8 @@ def test_what_scales_a_cohere_is_not_forgotten(tmp_path) -> None:
     ("method", "head"), [("standard", "chunked"), ("flash-bk", "chunked"), ("flash-bk", "kept")]
 )
 def test_it_needs_less_memory_and_is_predicted_to_the_byte(method, head, monkeypatch) -> None:
-    monkeypatch.setattr("dpprof.clipping.head.CHUNK_BYTES", 2**16)
-    monkeypatch.setattr("dpprof.clipping.contributions.AT_ONCE_BYTES", 2**16)
+    monkeypatch.setattr("dpprof.private.layers.head.CHUNK_BYTES", 2**16)
+    monkeypatch.setattr("dpprof.private.contributions.contributions.AT_ONCE_BYTES", 2**16)
     fields = {"method": method, "model": WIDE, "batch_size": 4, "seq_len": 32}
     real, fake = (
         look(make_experiment(**fields, head=head), _ignore) for look in (measure, estimate)

@@ -1,16 +1,16 @@
 """What predictions say of number formats: what they cost on a card, and what a loop keeps."""
 
 import pytest
+import torch
 from factory import make_experiment
 
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments import capacity
-from dpprof.instruments.estimate import estimate
-from dpprof.instruments.setup import import_method, set_up
-from dpprof.records.result import Measurement
-from dpprof.spec.experiment import Experiment
-from dpprof.spec.number_formats import KEPT_LOGITS
-from dpprof.spec.registry import UnsupportedError
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.records.result import Measurement
+from dpprof.predict import capacity
+from dpprof.predict.estimate import estimate
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.number_formats import KEPT_LOGITS
+from dpprof.subjects.setup import import_method, set_up
 
 T4 = {"device": "cuda", "target": "t4", "model": "small", "seq_len": 64, "method": "standard"}
 B, T, V = 2, 64, 8000
@@ -66,4 +66,4 @@ def test_methods_that_sum_in_the_dtype_of_parameters_refuse_formats(fields) -> N
     experiment = make_experiment(method="microbatch", **fields)
 
     with pytest.raises(UnsupportedError, match="knows neither loss_scale nor trained_dtype"):
-        set_up(experiment, import_method(experiment), Cpu(), lambda *_: None)
+        set_up(experiment, import_method(experiment), torch.device("cpu"), lambda *_: None)

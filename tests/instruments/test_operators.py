@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dpprof.devices.cpu import Cpu
-from dpprof.flops.cost import Cost
-from dpprof.flops.op_call import Layout, describe_call
-from dpprof.instruments import operators
-from dpprof.instruments.operator_timer import ROUNDS, OperatorTimer, list_ops
-from dpprof.instruments.operators import time_beside_operators, time_in_turn
-from dpprof.memory.events import Op
-from dpprof.spec.experiment import Experiment
-from dpprof.step_time.replay import Replayer
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.measure.devices.cpu import Cpu
+from dpprof.measure.instruments import operators
+from dpprof.measure.instruments.operator_timer import ROUNDS, OperatorTimer, list_ops
+from dpprof.measure.instruments.operators import time_beside_operators, time_in_turn
+from dpprof.measure.instruments.replay import Replayer
+from dpprof.predict.flops.cost import Cost
+from dpprof.predict.flops.op_call import Layout, describe_call
+from dpprof.predict.memory.events import Op
 
 aten = torch.ops.aten
 

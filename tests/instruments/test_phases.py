@@ -10,12 +10,13 @@ from contextlib import nullcontext
 import pytest
 from factory import make_experiment
 
-from dpprof.devices.cpu import CpuRecorder
-from dpprof.instruments.memory import TimelineRecorder
-from dpprof.instruments.setup import open_experiment, set_up
-from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
-from dpprof.memory.recorder import Recorder
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
+from dpprof.measure.devices.cpu import CpuRecorder
+from dpprof.measure.instruments.opening import open_experiment
+from dpprof.predict.memory.cpu_workspaces import CPU_WORKSPACES
+from dpprof.predict.memory.recorder import Recorder
+from dpprof.predict.tracing import TimelineRecorder
+from dpprof.subjects.setup import set_up
 
 P, B = 1176, 3
 FIELDS = {"batch_size": B, "seq_len": 4, "noise_multiplier": 0.1}
@@ -44,7 +45,7 @@ def processes():
     """Processes for one call each, which have imported the libraries and computed nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["opacus", "torch._dynamo", "dpprof.instruments.memory", "pytest"]
+        ["opacus", "torch._dynamo", "dpprof.measure.instruments.memory", "pytest"]
     )
     with ProcessPoolExecutor(mp_context=context, max_tasks_per_child=1) as pool:
         yield pool
@@ -57,7 +58,7 @@ def peaks_here(method: str, *, with_books: bool) -> tuple[list[int], int | None]
     allocator, recorded = CpuRecorder(), None
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
     with recorder if with_books else nullcontext():
-        training = set_up(experiment, kind, device, lambda *_: None)
+        training = set_up(experiment, kind, device.torch_device, lambda *_: None)
         timeline_recorder = TimelineRecorder(recorder, training.step, lambda _: None)
         for name in ("first", "between", "steady"):
             with allocator.window(name):
@@ -171,7 +172,7 @@ def test_both_instruments_take_snapshots_name_samplers_and_say_why_a_figure_is_n
 
 @pytest.mark.gpu
 def test_on_cuda_peaks_are_the_allocators_and_phases_wait_for_the_device() -> None:
-    from dpprof.instruments.phases import measure  # noqa: PLC0415
+    from dpprof.measure.instruments.phases import measure  # noqa: PLC0415
 
     found = measure(make_experiment(method="opacus-hooks", device="cuda"), lambda _: None)
     after_backward = next(s for s in found.memory.snapshots if s.name == "after_backward")

@@ -9,16 +9,16 @@ import pytest
 from factory import make_experiment
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
-from dpprof.instruments import kernels as kernels_module
-from dpprof.instruments.kernels import measure
-from dpprof.instruments.memory import measure as record_timelines
-from dpprof.launch.protocol import TRACES
-from dpprof.records.result import Measurement
-from dpprof.spec import registry
-from dpprof.traces.kernel_summary import state_kernels
-from dpprof.traces.launching_ops import find_steps
-from dpprof.traces.spans import STEP, read_trace
-from dpprof.traces.trace_files import TRACE_NAME, write_trace
+from dpprof.experiments.config import registry
+from dpprof.experiments.launch.protocol import TRACES
+from dpprof.experiments.records.result import Measurement
+from dpprof.measure.instruments import kernels as kernels_module
+from dpprof.measure.instruments.kernels import measure
+from dpprof.measure.instruments.memory import measure as record_timelines
+from dpprof.measure.traces.kernel_summary import state_kernels
+from dpprof.measure.traces.launching_ops import find_steps
+from dpprof.measure.traces.spans import STEP, read_trace
+from dpprof.measure.traces.trace_files import TRACE_NAME, write_trace
 
 
 @pytest.fixture(scope="module")

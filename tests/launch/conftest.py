@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
 
 PLUGIN = Path(__file__).parents[1] / "plugin"
 

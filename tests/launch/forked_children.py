@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from dpprof.launch.device_slots import cpu_slot
-from dpprof.launch.forks import Forks
-from dpprof.launch.isolated import isolate
+from dpprof.experiments.launch.device_slots import cpu_slot
+from dpprof.experiments.launch.forks import Forks
+from dpprof.experiments.launch.isolated import isolate
 from dpprof.system.child_output import Sink
 
 

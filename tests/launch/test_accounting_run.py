@@ -2,10 +2,10 @@
 
 import pytest
 
-from dpprof.launch import accounting_run
-from dpprof.launch.accounting_run import account_apart, account_once
-from dpprof.spec.privacy import Privacy
-from dpprof.spec.validation import InputError
+from dpprof.experiments.config.privacy import Privacy
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.launch import accounting_run
+from dpprof.experiments.launch.accounting_run import account_apart, account_once
 
 PRIVACY = Privacy.model_validate(
     {"samples": 1000, "tokens": 10_000, "epsilon": 8, "delta": 1e-4}

@@ -8,11 +8,11 @@ from children import HERE, refuse
 from factory import make_experiment
 from scripts import call
 
-from dpprof.instruments.estimate import estimate
-from dpprof.launch import ceilings_run
-from dpprof.launch.device_lock import hold_one
-from dpprof.records.ceilings import ceilings_path, device_name, read_ceilings
-from dpprof.spec.datasheets import find_by_device_name
+from dpprof.experiments.config.datasheets import find_by_device_name
+from dpprof.experiments.launch import ceilings_run
+from dpprof.experiments.launch.device_lock import hold_one
+from dpprof.experiments.records.ceilings import ceilings_path, device_name, read_ceilings
+from dpprof.predict.estimate import estimate
 from dpprof.system.hardware import describe_cpu
 
 UNNAMED = "no experiment was named"

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dpprof.launch import isolated
-from dpprof.launch.isolated import watch_others
+from dpprof.experiments.launch import isolated
+from dpprof.experiments.launch.isolated import watch_others
 
 SPIN = "import time; end = time.process_time() + {seconds}\nwhile time.process_time() < end: pass"
 

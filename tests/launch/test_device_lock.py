@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dpprof.launch import device_lock
-from dpprof.launch.device_lock import DeviceBusyError, hold_one, lock_path
+from dpprof.experiments.launch import device_lock
+from dpprof.experiments.launch.device_lock import DeviceBusyError, hold_one, lock_path
 
 
 def never(*_: object) -> None:
@@ -124,7 +124,7 @@ def test_a_lock_that_comes_free_in_time_is_taken() -> None:
 
 
 def test_the_lock_of_a_holder_that_is_killed_is_taken() -> None:
-    code = "import sys; from dpprof.launch.device_lock import hold_one\n"
+    code = "import sys; from dpprof.experiments.launch.device_lock import hold_one\n"
     code += "with hold_one([['killed']], lambda *_: None): print(flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     holder = subprocess.Popen([sys.executable, "-c", code], **pipes)

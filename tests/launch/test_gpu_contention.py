@@ -8,12 +8,12 @@ from documents import validate
 from factory import make_experiment
 from fake_gpus import fake_driver
 
-from dpprof.launch import device_lock, gpu_contention
-from dpprof.launch.device_slots import gpu_slots
-from dpprof.launch.isolated import Ended, Isolation
-from dpprof.launch.protocol import WorkerAnswer
-from dpprof.launch.supervisor import supervise
-from dpprof.records.result import Failure, Others, read_result
+from dpprof.experiments.launch import device_lock, gpu_contention
+from dpprof.experiments.launch.device_slots import gpu_slots
+from dpprof.experiments.launch.isolated import Ended, Isolation
+from dpprof.experiments.launch.protocol import WorkerAnswer
+from dpprof.experiments.launch.supervisor import supervise
+from dpprof.experiments.records.result import Failure, Others, read_result
 from dpprof.system import hardware
 from dpprof.system.files import canonical_json
 

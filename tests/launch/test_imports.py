@@ -6,13 +6,13 @@ import pytest
 from factory import make_experiment
 from fresh_process import run_fresh
 
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
 
 RUN = """
 import gc, json, sys, tempfile
-from dpprof.launch.protocol import PhaseMark
-from dpprof.launch.worker import run
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.launch.protocol import PhaseMark
+from dpprof.experiments.launch.worker import run
+from dpprof.experiments.config.experiment import Experiment
 
 mark = PhaseMark((file := tempfile.TemporaryFile()).fileno())
 libraries = {"opacus", "scipy", "pandas", "matplotlib", "jinja2", "tensorboard", "yte"}
@@ -49,7 +49,9 @@ def test_methods_of_opacus_alone_import_it_and_none_what_only_a_report_needs() -
         assert libraries == needed, run
 
 
-@pytest.mark.parametrize("module", ["dpprof.cli.profile", "dpprof.launch.supervisor"])
+@pytest.mark.parametrize(
+    "module", ["dpprof.ask.cli.profile", "dpprof.experiments.launch.supervisor"]
+)
 def test_a_supervisor_imports_no_library_that_computes(module) -> None:
     libraries = '{"torch", "opacus", "numpy", "scipy", "pandas", "matplotlib"}'
     assert run_fresh(f"import sys, {module}; print({libraries} & set(sys.modules))") == "set()"

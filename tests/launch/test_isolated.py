@@ -7,7 +7,7 @@ import sys
 import pytest
 from children import HERE, ask, refuse, running, wait_for
 
-from dpprof.launch.device_lock import hold_one
+from dpprof.experiments.launch.device_lock import hold_one
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 from factory import make_experiment, make_kernels, write_synthetic
 
-from dpprof.launch.progress import Progress, format_duration, tell_result, tell_to_do
+from dpprof.experiments.launch.progress import Progress, format_duration, tell_result, tell_to_do
 
 
 @pytest.fixture

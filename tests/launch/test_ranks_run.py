@@ -12,9 +12,9 @@ import pytest
 from documents import validate
 from factory import make_experiment
 
-from dpprof.launch import supervisor
-from dpprof.launch.supervisor import supervise
-from dpprof.records.result import read_result
+from dpprof.experiments.launch import supervisor
+from dpprof.experiments.launch.supervisor import supervise
+from dpprof.experiments.records.result import read_result
 from dpprof.system.hardware import available_cores
 
 NAMES = "clean, phases, memory, estimate, capacity"

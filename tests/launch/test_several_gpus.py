@@ -8,7 +8,7 @@ from pathlib import Path
 from children import wait_for
 from fake_gpus import environment, occupy, profile_command
 
-from dpprof.records.result import Result, read_result
+from dpprof.experiments.records.result import Result, read_result
 
 
 def start(output: Path, variables: dict[str, str], *options: str) -> subprocess.Popen[str]:

@@ -14,9 +14,9 @@ from documents import validate
 from factory import make_experiment
 from fake_gpus import profile_command
 
-from dpprof.launch.exit_status import judge_death
-from dpprof.launch.supervisor import supervise
-from dpprof.records.result import read_result
+from dpprof.experiments.launch.exit_status import judge_death
+from dpprof.experiments.launch.supervisor import supervise
+from dpprof.experiments.records.result import read_result
 
 pytestmark = pytest.mark.usefixtures("plugin")
 

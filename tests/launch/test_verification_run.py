@@ -8,10 +8,16 @@ import pytest
 from children import HERE, refuse
 from scripts import call
 
-from dpprof.launch import verification_run
-from dpprof.launch.device_lock import hold_one
-from dpprof.records.record import read_record
-from dpprof.records.verdict import SCHEMA_VERSION, Verdict, judged, read_verdict, verdict_path
+from dpprof.experiments.launch import verification_run
+from dpprof.experiments.launch.device_lock import hold_one
+from dpprof.experiments.records.record import read_record
+from dpprof.experiments.records.verdict import (
+    SCHEMA_VERSION,
+    Verdict,
+    judged,
+    read_verdict,
+    verdict_path,
+)
 
 pytestmark = pytest.mark.usefixtures("plugin")
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dpprof.launch import device_lock
-from dpprof.launch.device_lock import MAX_WAIT, longest_wait_s, wait_for
-from dpprof.spec.validation import InputError
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.launch import device_lock
+from dpprof.experiments.launch.device_lock import MAX_WAIT, longest_wait_s, wait_for
 
 
 @pytest.fixture

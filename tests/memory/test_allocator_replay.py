@@ -1,18 +1,23 @@
 """Placement of a training: events played, and the last step repeated until it needs no more."""
 
 import pytest
+import torch
 from factory import make_experiment
 
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments.memory import TimelineRecorder, record_timelines, tracing
-from dpprof.instruments.setup import import_method, set_up
-from dpprof.memory.allocator_replay import MOST_STEPS, place
-from dpprof.memory.caching_allocator import EXPANDABLE, MIB, CachingAllocator, OutOfMemoryError
-from dpprof.memory.events import Allocated, Freed
-from dpprof.memory.summary import simulate_allocator, state_memory
-from dpprof.records.step_costs import Memory
-from dpprof.spec import registry
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.records.step_costs import Memory
+from dpprof.predict.memory.allocator_replay import MOST_STEPS, place
+from dpprof.predict.memory.caching_allocator import (
+    EXPANDABLE,
+    MIB,
+    CachingAllocator,
+    OutOfMemoryError,
+)
+from dpprof.predict.memory.events import Allocated, Freed
+from dpprof.predict.memory.summary import simulate_allocator, state_memory
+from dpprof.predict.tracing import TimelineRecorder, record_timelines, tracing
+from dpprof.subjects.setup import import_method, set_up
 
 SIZES = {0: 100 * MIB, 1: 30 * MIB, 2: 40 * MIB, 3: 30 * MIB, 4: 40 * MIB, 5: 30 * MIB}
 """Weights, then gradients of 30 and activations of 40 MiB."""
@@ -72,7 +77,9 @@ def measured_on(target: str, experiment: Experiment) -> tuple[Memory, int, int]:
         That, and the allocator's peaks of the second step and of later ones, found apart.
     """
     with tracing(registry.load("targets", target)) as recorder:
-        step, batch, _ = set_up(experiment, import_method(experiment), Cpu(), lambda *_: None)
+        step, batch, _ = set_up(
+            experiment, import_method(experiment), torch.device("cpu"), lambda *_: None
+        )
         runner = TimelineRecorder(recorder, step, lambda _: None)
         first, second = record_timelines(runner, batch, 2)
     simulated, allocator = simulate_allocator(second, None), CachingAllocator(None)

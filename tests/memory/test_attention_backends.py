@@ -7,8 +7,8 @@ from memory_steps import costs, trace_call, workspaces
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.instruments.estimate import estimate
-from dpprof.memory.attention_backends import AttentionCall, AttentionGpu, choose_backend
+from dpprof.predict.estimate import estimate
+from dpprof.predict.memory.attention_backends import AttentionCall, AttentionGpu, choose_backend
 
 BF16, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NEWER, OLDER = 92000, 91002

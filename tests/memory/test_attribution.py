@@ -7,12 +7,12 @@ import torch
 from memory_steps import B, P, at_end_of, at_peak, keep
 from torch import nn
 
-from dpprof.memory.events import Storage
-from dpprof.memory.owners import find_owner
-from dpprof.methods.opacus.hooks import OpacusHooks
-from dpprof.methods.opacus.opacus_paths import OpacusPath
-from dpprof.records.births import components_by_code
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
+from dpprof.predict.memory.events import Storage
+from dpprof.predict.memory.owners import find_owner
+from dpprof.private.allocation_marks import components_by_code
+from dpprof.subjects.methods.opacus.hooks import OpacusHooks
+from dpprof.subjects.methods.opacus.opacus_paths import OpacusPath
 
 
 def make_noise() -> None:

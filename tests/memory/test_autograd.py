@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpprof.devices.cpu import CpuRecorder
-from dpprof.instruments.memory import tracing
-from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
-from dpprof.memory.recorder import Recorder
-from dpprof.memory.timeline import MemoryTimeline
+from dpprof.measure.devices.cpu import CpuRecorder
+from dpprof.predict.memory.cpu_workspaces import CPU_WORKSPACES
+from dpprof.predict.memory.recorder import Recorder
+from dpprof.predict.memory.timeline import MemoryTimeline
+from dpprof.predict.tracing import tracing
 
 ROWS, WIDTH, TOKENS = 700, 96, 50
 

@@ -7,23 +7,23 @@ import torch
 from memory_steps import keep, keep_once
 from torch import Tensor, nn
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.contributions import SampleGradients
-from dpprof.clipping.digest import LANES, hash_rows
-from dpprof.clipping.engine import sum_whole
-from dpprof.clipping.noise import NoiseOfStep, draw_secure_noise
-from dpprof.clipping.noise_keys import NoiseKeys
-from dpprof.clipping.shards import make_buffer
-from dpprof.memory.recorder import Recorder
-from dpprof.records.births import MARKED, allocates, codes_of, components_by_code
-from dpprof.records.terms import COMPONENTS
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
+from dpprof.experiments.records.terms import COMPONENTS
+from dpprof.predict.memory.recorder import Recorder
+from dpprof.private.allocation_marks import MARKED, allocates, codes_of, components_by_code
+from dpprof.private.contributions.contributions import SampleGradients
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.engine import sum_whole
+from dpprof.private.noise.digest import LANES, hash_rows
+from dpprof.private.noise.noise import NoiseOfStep, draw_secure_noise
+from dpprof.private.noise.noise_keys import NoiseKeys
+from dpprof.private.ranks.shards import make_buffer
 
 
 @pytest.fixture
 def marked(monkeypatch) -> None:
     """Forget the marks of a test."""
-    monkeypatch.setattr("dpprof.records.births.MARKED", dict(MARKED))
+    monkeypatch.setattr("dpprof.private.allocation_marks.MARKED", dict(MARKED))
 
 
 def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
@@ -91,7 +91,7 @@ def test_births_follow_the_code_of_functions(marked) -> None:
     assert owners_of(outer, {outer: "norm_samples"}) == ["norm_samples", None, None]
 
 
-@pytest.mark.parametrize("name", ["dpprof.clipping.noise:draw_noise", len, None])
+@pytest.mark.parametrize("name", ["dpprof.private.noise.noise:draw_noise", len, None])
 def test_what_is_no_function_of_python_is_an_error(name) -> None:
     with pytest.raises(TypeError, match="births must name functions written in Python"):
         components_by_code({name: "noise"})

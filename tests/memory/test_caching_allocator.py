@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpprof.memory.caching_allocator import (
+from dpprof.predict.memory.caching_allocator import (
     DEFAULT,
     EXPANDABLE,
     MIB,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from allocator_events import find_peak
 
-from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
+from dpprof.predict.memory.cpu_workspaces import CPU_WORKSPACES
 
 aten = torch.ops.aten
 CASES = [

@@ -10,8 +10,8 @@ import torch
 from allocator_events import find_peak
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
-from dpprof.memory.fake_operators import FakeOperators
+from dpprof.predict.memory.cpu_workspaces import CPU_WORKSPACES
+from dpprof.predict.memory.fake_operators import FakeOperators
 
 aten = torch.ops.aten
 SCALARS = 16

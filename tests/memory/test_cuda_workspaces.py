@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dpprof.memory.cuda_workspaces import Processors, cuda_workspaces, reduction_buffers
+from dpprof.predict.memory.cuda_workspaces import Processors, cuda_workspaces, reduction_buffers
 
 H100_PCIE = Processors.of(114, "9.0")
 H100 = Processors.of(132, "9.0")

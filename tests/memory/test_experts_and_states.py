@@ -7,7 +7,7 @@ import transformers
 from factory import make_experiment
 from memory_steps import record_and_estimate
 
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2}
 HEADS = {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpprof.memory.fake_operators import FakeOperators
-from dpprof.norms.placement import as_if_on_cuda
+from dpprof.predict.memory.fake_operators import FakeOperators
+from dpprof.private.norms.placement import as_if_on_cuda
 
 aten = torch.ops.aten
 

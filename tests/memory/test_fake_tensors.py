@@ -8,19 +8,19 @@ from memory_steps import costs, executed, keep_once, record_and_estimate, trace_
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpprof.clipping.noise import DRAWN_IN_TURN
-from dpprof.devices.cpu import Cpu
-from dpprof.flops.cost import COUNTED
-from dpprof.instruments import memory, model_flops
-from dpprof.instruments.estimate import estimate, trace_steps
-from dpprof.instruments.memory import state_estimate, tracing
-from dpprof.instruments.setup import set_up
-from dpprof.memory import simulated_cuda, summary
-from dpprof.memory.fake_tensors import fake_tensors
-from dpprof.methods.standard import Standard
-from dpprof.records.result import Memory
-from dpprof.spec import registry
-from dpprof.spec.registry import UnsupportedError
+from dpprof.experiments.config import registry
+from dpprof.experiments.records.result import Memory
+from dpprof.predict import plain_step
+from dpprof.predict import tracing as tracing_module
+from dpprof.predict.estimate import estimate, trace_steps
+from dpprof.predict.flops.cost import COUNTED
+from dpprof.predict.memory import simulated_cuda, summary
+from dpprof.predict.memory.fake_tensors import fake_tensors
+from dpprof.predict.tracing import state_estimate, tracing
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.noise.noise import DRAWN_IN_TURN
+from dpprof.subjects.methods.standard import Standard
+from dpprof.subjects.setup import set_up
 
 MODEL = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
 LONG = MODEL | {"vocab_size": DRAWN_IN_TURN // 16 + 1}
@@ -106,7 +106,7 @@ def test_a_method_that_needs_elements_is_unsupported_in_one_sentence(look, monke
             super().compute_gradient(batch, enter)
             look(self.module.head.weight.grad)
 
-    monkeypatch.setattr(memory, "import_method", lambda _: Looks)
+    monkeypatch.setattr(tracing_module, "import_method", lambda _: Looks)
     with pytest.raises(UnsupportedError, match=r"^it needs the elements of a tensor \(aten\.\w+"):
         estimate(make("standard"), lambda _: None)
 
@@ -114,7 +114,7 @@ def test_a_method_that_needs_elements_is_unsupported_in_one_sentence(look, monke
 
 
 def test_a_model_whose_layers_are_not_known_has_no_model_flops_and_says_why(monkeypatch) -> None:
-    monkeypatch.setattr(model_flops, "find_attention_size", lambda *_: None)
+    monkeypatch.setattr(plain_step, "find_attention_size", lambda *_: None)
     compute = estimate(make("standard"), lambda _: None).compute
     of_hugging_face = make("standard", model="hf:tiny-gpt2")
 
@@ -128,8 +128,8 @@ def test_a_model_whose_layers_are_not_known_has_no_model_flops_and_says_why(monk
 
 MEASURE = """
 import sys
-from dpprof.spec import registry
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.experiment import Experiment
 experiment = Experiment.model_validate_json(sys.argv[1])
 measured = registry.load("instruments", sys.argv[2])(experiment, lambda _: None)
 print(measured.memory.model_dump_json())
@@ -191,7 +191,7 @@ def test_on_a_gpu_flash_clipping_finds_norms_by_kernels(dtype) -> None:
     experiment = make_experiment(**fields, target="h200", device="cuda")
     with tracing(registry.load("targets", "h200")) as recorder:
         method = registry.load("methods", "flash")
-        training = set_up(experiment, method, Cpu(), lambda *_: None)
+        training = set_up(experiment, method, torch.device("cpu"), lambda *_: None)
         recorder.counting = True
         training.step.run(training.batch, lambda _: None)
     plan = training.step.norm_plan.values()

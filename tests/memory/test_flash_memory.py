@@ -6,9 +6,9 @@ import pytest
 from memory_steps import keep
 from torch import nn
 
-from dpprof.memory.timeline import MemoryTimeline
-from dpprof.norms.tiles import WORKSPACE_BYTES
-from dpprof.records.terms import COMPONENTS
+from dpprof.experiments.records.terms import COMPONENTS
+from dpprof.predict.memory.timeline import MemoryTimeline
+from dpprof.private.norms.tiles import WORKSPACE_BYTES
 
 MIB = 2**20
 

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 from memory_steps import B, D, P, T, V, at_peak, keep_once
 
-from dpprof.memory.summary import _at_peak
-from dpprof.records.step_costs import AtPeak, Holdings
+from dpprof.experiments.records.step_costs import AtPeak, Holdings
+from dpprof.predict.memory.summary import _at_peak
 
 LAYERS = {
     "token_embedding": V * D,

@@ -6,7 +6,7 @@ import pytest
 from factory import make_experiment
 from memory_steps import record_and_estimate
 
-from dpprof.instruments.estimate import estimate
+from dpprof.predict.estimate import estimate
 
 TIED = {"hf": "tiny-llama", "tie_word_embeddings": True}
 MODELS = ["gpt2", "llama", TIED, "qwen2", "mistral", "gemma2", "gpt-neox", "opt", "phi"]

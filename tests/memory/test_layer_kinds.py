@@ -11,12 +11,12 @@ from layer_kinds import FEW, KINDS, built_by
 from torch import nn
 
 import dpprof
-from dpprof.instruments import phases
-from dpprof.instruments.estimate import estimate
-from dpprof.instruments.memory import measure
-from dpprof.records.step_costs import Memory, find_unknown_workspaces
-from dpprof.spec import registry
-from dpprof.spec.registry import UnsupportedError
+from dpprof.experiments.config import registry
+from dpprof.experiments.records.step_costs import Memory, find_unknown_workspaces
+from dpprof.measure.instruments import phases
+from dpprof.measure.instruments.memory import measure
+from dpprof.predict.estimate import estimate
+from dpprof.private.errors import UnsupportedError
 
 QUICK = (
     *("LSTM", "LSTM-3-both-dropout", "LSTM-projected", "LSTM-of-one", "GRU-both", "RNN-relu"),

@@ -3,13 +3,13 @@
 import pytest
 from factory import make_experiment
 
-from dpprof.instruments.estimate import Traces
-from dpprof.instruments.memory import trace_whole
-from dpprof.instruments.setup import import_method
-from dpprof.memory.events import Freed
-from dpprof.memory.footprint import Footprint
-from dpprof.memory.pattern import Pattern
-from dpprof.models.blocks import Blocks, NotAlikeError, with_blocks
+from dpprof.predict.estimate import Traces
+from dpprof.predict.memory.events import Freed
+from dpprof.predict.memory.footprint import Footprint
+from dpprof.predict.memory.pattern import Pattern
+from dpprof.predict.tracing import trace_whole
+from dpprof.subjects.models.blocks import Blocks, NotAlikeError, with_blocks
+from dpprof.subjects.setup import import_method
 
 DIMENSIONS = {"vocab_size": 50, "d_model": 16, "layers": 9, "heads": 2}
 BLOCKS = Blocks("blocks", 1)

@@ -9,13 +9,13 @@ from quantized_models import bitsandbytes, make_qlora, quantized_layers
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from dpprof.instruments.estimate import estimate
-from dpprof.memory.events import Op
-from dpprof.memory.quantized_operators import optimizer_workspaces
-from dpprof.models import quantized
-from dpprof.models.build import build_model
-from dpprof.models.quantized import import_bitsandbytes, scales_of
-from dpprof.records.result import Measurement
+from dpprof.experiments.records.result import Measurement
+from dpprof.predict.estimate import estimate
+from dpprof.predict.memory.events import Op
+from dpprof.predict.memory.quantized_operators import optimizer_workspaces
+from dpprof.subjects.models import quantized
+from dpprof.subjects.models.build import build_model
+from dpprof.subjects.models.quantized import import_bitsandbytes, scales_of
 
 MODELS, METHODS = ("llama", "qwen2", "gemma2"), ("standard", "flash-bk", "flash")
 BASES = [{"quantization": one} for one in ("nf4", "nf4-double", "int8")]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from factory import make_experiment
 
-from dpprof.instruments import memory, phases
-from dpprof.instruments.estimate import estimate
-from dpprof.records.reconciliation import bound_bytes
-from dpprof.records.result import Measurement
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.records.reconciliation import bound_bytes
+from dpprof.experiments.records.result import Measurement
+from dpprof.measure.instruments import memory, phases
+from dpprof.predict.estimate import estimate
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -8,10 +8,10 @@ import torch
 from memory_steps import workspaces
 from torch import Tensor
 
-from dpprof.memory.events import Op
-from dpprof.memory.recorder import Recorder
-from dpprof.memory.simulated_cuda import library_workspaces
-from dpprof.memory.timeline import MemoryTimeline
+from dpprof.predict.memory.events import Op
+from dpprof.predict.memory.recorder import Recorder
+from dpprof.predict.memory.simulated_cuda import library_workspaces
+from dpprof.predict.memory.timeline import MemoryTimeline
 
 
 def make_recorder(**options) -> Recorder:

@@ -5,15 +5,15 @@ import gc
 import pytest
 from factory import make_experiment
 
-from dpprof.flops.collectives import Collective
-from dpprof.flops.cost import Cost
-from dpprof.instruments import memory
-from dpprof.instruments.estimate import trace_steps
-from dpprof.memory.events import Op
-from dpprof.memory.streams import COMMUNICATION, COMPUTE, COPY_IN, REPLICATION, place
-from dpprof.spec.experiment import Experiment
-from dpprof.spec.parallel import Parallel
-from dpprof.system.substitutes import substitute
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.parallel import Parallel
+from dpprof.measure.instruments import memory
+from dpprof.predict.estimate import trace_steps
+from dpprof.predict.flops.collectives import Collective
+from dpprof.predict.flops.cost import Cost
+from dpprof.predict.memory.events import Op
+from dpprof.predict.memory.streams import COMMUNICATION, COMPUTE, COPY_IN, REPLICATION, place
+from dpprof.private.substitutes import substitute
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -6,10 +6,10 @@ import pytest
 from factory import make_experiment
 from memory_steps import record_and_estimate
 
-from dpprof.instruments.estimate import estimate
-from dpprof.instruments.memory import measure
-from dpprof.spec import registry
-from dpprof.spec.registry import UnsupportedError
+from dpprof.experiments.config import registry
+from dpprof.measure.instruments.memory import measure
+from dpprof.predict.estimate import estimate
+from dpprof.private.errors import UnsupportedError
 
 MODELS = {
     "opacus-cnn": {"model": "opacus-cnn"},

@@ -3,8 +3,8 @@
 import pytest
 from memory_steps import MODEL, B, D, P, T, V, at_end_of, at_peak, keep, keep_once
 
-from dpprof.records.terms import COMPONENTS
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
+from dpprof.experiments.records.terms import COMPONENTS
 
 SUMS = B * 4
 """The norms themselves come out of a product too, as samples x 1 x 1."""

@@ -6,10 +6,10 @@ import pytest
 import torch
 from memory_steps import workspaces
 
-from dpprof.devices.cpu import CpuRecorder
-from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
-from dpprof.memory.recorder import Recorder
-from dpprof.memory.timeline import MemoryTimeline
+from dpprof.measure.devices.cpu import CpuRecorder
+from dpprof.predict.memory.cpu_workspaces import CPU_WORKSPACES
+from dpprof.predict.memory.recorder import Recorder
+from dpprof.predict.memory.timeline import MemoryTimeline
 
 N = 1000
 

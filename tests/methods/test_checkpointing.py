@@ -5,10 +5,10 @@ import torch
 from factory import make_experiment
 from steps import gradient
 
-from dpprof.instruments.estimate import estimate
-from dpprof.instruments.memory import measure
-from dpprof.spec import registry
-from dpprof.spec.registry import UnsupportedError
+from dpprof.experiments.config import registry
+from dpprof.measure.instruments.memory import measure
+from dpprof.predict.estimate import estimate
+from dpprof.private.errors import UnsupportedError
 
 REFUSED = {
     "non-reentrant": {name for name in registry.names("methods") if name.startswith("opacus-")},

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dpprof.methods.opacus.opacus_paths import OpacusPath
-from dpprof.norms.code_paths import CodePath, Way, finds_norms
-from dpprof.norms.linear import WAYS
+from dpprof.private.norms.code_paths import CodePath, Way, finds_norms
+from dpprof.private.norms.linear import WAYS
+from dpprof.subjects.methods.opacus.opacus_paths import OpacusPath
 
 MAKE_GRADIENTS = (
     *(OpacusPath.GRAD_SAMPLER, OpacusPath.FUNCTORCH, OpacusPath.EXPANDED_WEIGHTS),

@@ -9,8 +9,9 @@ from products import one_in
 from steps import gradient, norms_of, prepare, sample_gradients
 from torch import Tensor
 
-from dpprof.clipping.factor import clip_factor
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
+from dpprof.private.engine.factor import clip_factor
+from dpprof.private.errors import UnsupportedError
 
 PER_SAMPLE = ["opacus-ew", "opacus-functorch", "opacus-hooks"]
 TWO_PASS = ["opacus-fast-gradient-clipping", "opacus-ghost"]
@@ -81,7 +82,7 @@ def test_autocast_gradient_is_microbatchs_to_bfloat16s_precision(method) -> None
     ],
 )
 def test_autocast_is_refused_in_one_sentence(method, message) -> None:
-    with pytest.raises(registry.UnsupportedError, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         prepare(method, dtype="bfloat16")
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from steps import flat_gradient, prepare
 
-from dpprof.methods.training_step import Batch, mean_loss
-from dpprof.models.sample_losses import UNLABELLED, sample_losses
+from dpprof.private.layers.sample_losses import UNLABELLED, sample_losses
+from dpprof.subjects.methods.training_step import Batch, mean_loss
 
 LOGITS = torch.tensor([[[0.0, 0.0], [math.log(3.0), 0.0]]] * 3)
 """Of two ids; the first token's loss is log 2 for both, the second's log 4/3 or log 4."""

@@ -3,9 +3,9 @@
 import pytest
 from factory import make_experiment
 
-from dpprof.instruments.estimate import estimate
-from dpprof.models.blocks import Blocks, NotAlikeError, find_blocks, with_blocks
-from dpprof.spec.architecture import Architecture
+from dpprof.experiments.config.architecture import Architecture
+from dpprof.predict.estimate import estimate
+from dpprof.subjects.models.blocks import Blocks, NotAlikeError, find_blocks, with_blocks
 
 MODEL = {"vocab_size": 50, "d_model": 16, "layers": 6, "heads": 2}
 
@@ -69,6 +69,6 @@ def test_a_model_of_another_package_is_not_built_to_be_compared(monkeypatch) -> 
     def build(_experiment):
         raise AssertionError("it may read elements, and there are none yet")
 
-    monkeypatch.setattr("dpprof.models.blocks.registry.load", lambda *_: build)
+    monkeypatch.setattr("dpprof.subjects.models.blocks.registry.load", lambda *_: build)
     with pytest.raises(NotAlikeError, match="a function builds the model"):
         find_blocks(make_experiment(model="foreign"))

@@ -5,12 +5,11 @@ import torch
 from factory import make_experiment
 from transformers import OPTForCausalLM
 
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments.batches import make_batch
-from dpprof.models.build import apply_dtype, build_model
-from dpprof.models.hugging_face import build_hugging_face
-from dpprof.models.sample_losses import UNLABELLED, sample_losses
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.layers.sample_losses import UNLABELLED, sample_losses
+from dpprof.subjects.batches import make_batch
+from dpprof.subjects.models.build import apply_dtype, build_model
+from dpprof.subjects.models.hugging_face import build_hugging_face
 
 LLAMA = {"model": "hf:tiny-llama", "batch_size": 4, "seq_len": 12}
 
@@ -24,7 +23,7 @@ def trained(**fields):
 def test_the_loss_is_the_library_s_own(name) -> None:
     experiment = make_experiment(**LLAMA | {"model": f"hf:tiny-{name}", "padding": 0.4})
     model = build_hugging_face(experiment).eval()
-    batch = make_batch(model, Cpu(), experiment)
+    batch = make_batch(model, torch.device("cpu"), experiment)
     ours = sample_losses(model(*batch.inputs), batch.labels)
 
     for row in range(4):  # alone, so that its mean is over its own tokens
@@ -47,7 +46,7 @@ def test_opt_keeps_samples_in_the_first_axis_and_computes_the_same(before) -> No
     config = {"hf": "tiny-opt", "do_layer_norm_before": before}
     experiment = make_experiment(**LLAMA | {"model": config})
     model = build_hugging_face(experiment).double()
-    batch = make_batch(model, Cpu(), experiment)
+    batch = make_batch(model, torch.device("cpu"), experiment)
     library = OPTForCausalLM(model.model.config).double()
     library.load_state_dict(model.model.state_dict())
     seen = []
@@ -65,7 +64,7 @@ def test_opt_keeps_samples_in_the_first_axis_and_computes_the_same(before) -> No
 
 def test_padding_has_no_mask_and_no_label() -> None:
     experiment = make_experiment(**LLAMA, padding=0.4)
-    batch = make_batch(build_model(experiment), Cpu(), experiment)
+    batch = make_batch(build_model(experiment), torch.device("cpu"), experiment)
     lengths = experiment.lengths(4)
 
     assert sum(lengths) == experiment.tokens_in(4) < 4 * 12
@@ -117,7 +116,7 @@ def test_biases_are_trained_beside_weights_in_16_bits(name) -> None:
         **LLAMA | {"model": f"hf:tiny-{name}"}, trainable="bias", **in_16_bits
     )
     model = apply_dtype(build_model(experiment), experiment, torch.device("cpu"))
-    batch = make_batch(model, Cpu(), experiment)
+    batch = make_batch(model, torch.device("cpu"), experiment)
     sample_losses(model(*batch.inputs), batch.labels).sum().backward()
 
     for parameter_name, parameter in model.named_parameters():

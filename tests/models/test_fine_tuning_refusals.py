@@ -7,10 +7,10 @@ import pytest
 from factory import make_experiment
 from pydantic import ValidationError
 
-from dpprof.instruments.capacity import measure
-from dpprof.memory.fake_tensors import fake_tensors
-from dpprof.models.build import build_model
-from dpprof.spec.registry import UnsupportedError
+from dpprof.predict.capacity import measure
+from dpprof.predict.memory.fake_tensors import fake_tensors
+from dpprof.private.errors import UnsupportedError
+from dpprof.subjects.models.build import build_model
 
 LORA = {"lora": {"rank": 4, "target_modules": ["q_proj"]}}
 NF4 = {"model": "hf:tiny-llama", **LORA, "quantization": "nf4"}

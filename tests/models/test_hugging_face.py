@@ -10,13 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments.batches import make_batch
-from dpprof.instruments.setup import set_up
-from dpprof.memory.fake_tensors import fake_tensors
-from dpprof.methods.standard import Standard
-from dpprof.models.build import build_model
-from dpprof.system.substitutes import substitute
+from dpprof.predict.memory.fake_tensors import fake_tensors
+from dpprof.private.substitutes import substitute
+from dpprof.subjects.batches import make_batch
+from dpprof.subjects.methods.standard import Standard
+from dpprof.subjects.models.build import build_model
+from dpprof.subjects.setup import set_up
 
 aten = torch.ops.aten
 
@@ -49,7 +48,7 @@ QUICK = ("gpt2", "smollm2-135m")
 def test_a_bundled_model_has_its_published_parameters(name) -> None:
     experiment = make_experiment(model=f"hf:{name}")
     with fake_tensors():
-        facts = set_up(experiment, Standard, Cpu(), lambda *_: None).model
+        facts = set_up(experiment, Standard, torch.device("cpu"), lambda *_: None).model
 
     assert facts.parameters_total == facts.parameters_trainable == PUBLISHED[name]
     assert facts.parameters_bytes == 4 * PUBLISHED[name]
@@ -75,7 +74,7 @@ def masks_given(model: str, batch: list[slice], *, fake: bool, **fields) -> list
         return attend(*args, attn_mask=attn_mask, **kwargs)
 
     def run() -> None:
-        training = set_up(experiment, Standard, Cpu(), lambda *_: None)
+        training = set_up(experiment, Standard, torch.device("cpu"), lambda *_: None)
         for part in batch:
             training.step.module(*(one[part] for one in training.batch.inputs))
 
@@ -131,7 +130,7 @@ def run_as(execution: str, model: str, **fields) -> tuple[int, torch.Tensor]:
     experiment = make_experiment(**fields, execution=execution)
     torch.manual_seed(0)
     model = build_model(experiment)
-    batch = make_batch(model, Cpu(), experiment)
+    batch = make_batch(model, torch.device("cpu"), experiment)
     with torch.no_grad(), Reads() as reads:
         logits = model(*batch.inputs)
     return reads.count, logits[batch.mask_BT.bool()]

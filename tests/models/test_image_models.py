@@ -4,9 +4,9 @@ import pytest
 import torch
 from factory import make_experiment
 
-from dpprof.models.build import build_model
-from dpprof.models.vision_transformer import VisionTransformer, VisionTransformerSize
-from dpprof.spec.registry import UnsupportedError
+from dpprof.private.errors import UnsupportedError
+from dpprof.subjects.models.build import build_model
+from dpprof.subjects.models.vision_transformer import VisionTransformer, VisionTransformerSize
 
 PARAMETERS = {
     "opacus-cnn": 26_010,  # Opacus's MNIST example

@@ -8,17 +8,17 @@ from quantized_models import bitsandbytes, make_qlora, quantized_layers
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from dpprof.models.blocks import find_blocks
-from dpprof.models.build import build_model
-from dpprof.models.heads import find_known_head
-from dpprof.models.quantized import (
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.layers.model_heads import find_known_head
+from dpprof.subjects.models.blocks import find_blocks
+from dpprof.subjects.models.build import build_model
+from dpprof.subjects.models.quantized import (
     count_elements,
     follow_weights,
     import_bitsandbytes,
     is_quantized,
     scales_of,
 )
-from dpprof.spec.registry import UnsupportedError
 
 FORMATS = ["nf4", "nf4-double", "fp4", "fp4-double", "int8"]
 BLOCK, MAP = 64, 256

@@ -5,10 +5,10 @@ import torch
 from factory import make_experiment
 from torch import Tensor
 
-from dpprof.models import presets
-from dpprof.models.build import apply_dtype, build_model
-from dpprof.models.transformer import Transformer, find_attention
-from dpprof.spec.experiment import Dimensions
+from dpprof.experiments.config.experiment import Dimensions
+from dpprof.subjects.models import presets
+from dpprof.subjects.models.build import apply_dtype, build_model
+from dpprof.subjects.models.transformer import Transformer, find_attention
 
 
 def expected_parameters(V: int, D: int, L: int, T: int) -> int:

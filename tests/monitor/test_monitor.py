@@ -10,12 +10,11 @@ from factory import make_experiment
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments.setup import set_up
-from dpprof.monitor import Monitor, TensorBoard, WeightsAndBiases
-from dpprof.monitor.monitor import find_datasheet_peak
-from dpprof.spec import registry
-from dpprof.spec.datasheets import H200
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.datasheets import H200
+from dpprof.measure.monitor import Monitor, TensorBoard, WeightsAndBiases
+from dpprof.measure.monitor.monitor import find_datasheet_peak
+from dpprof.subjects.setup import set_up
 
 PROFILED_S, LOADING_S = 100.0, 0.5
 
@@ -288,7 +287,9 @@ def test_weights_and_biases_is_asked_for_where_it_is_missing(monkeypatch) -> Non
 def test_a_watched_training_ends_with_the_same_parameters(method) -> None:
     def parameters_after(monitor: Monitor | None) -> list[torch.Tensor]:
         experiment = make_experiment(method=method, batch_size=2)
-        training = set_up(experiment, registry.load("methods", method), Cpu(), lambda *_: None)
+        training = set_up(
+            experiment, registry.load("methods", method), torch.device("cpu"), lambda *_: None
+        )
         for _ in range(3):
             with monitor.step(samples=2, tokens=8) if monitor else nullcontext():
                 training.step.run(training.batch, lambda _: None)

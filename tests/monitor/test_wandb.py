@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpprof.monitor import WeightsAndBiases
+from dpprof.measure.monitor import WeightsAndBiases
 
 HEADER_BYTES, BLOCK_BYTES = 7, 32 * 1024
 

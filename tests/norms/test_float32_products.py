@@ -6,9 +6,8 @@ import pytest
 import torch
 from factory import make_experiment
 
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments.setup import import_method, set_up
-from dpprof.norms.float32_products import exact_products, name_precision
+from dpprof.private.norms.float32_products import exact_products, name_precision
+from dpprof.subjects.setup import import_method, set_up
 
 matmul = torch.backends.cuda.matmul
 
@@ -26,7 +25,7 @@ def test_norms_take_float32_products_and_the_training_those_that_it_may(method) 
         return sampler(*inputs)
 
     experiment = make_experiment(method=method, seq_len=4)
-    training = set_up(experiment, import_method(experiment), Cpu(), lambda *_: None)
+    training = set_up(experiment, import_method(experiment), torch.device("cpu"), lambda *_: None)
     with training.step.watch_samplers(watch):
         training.step.run(training.batch, lambda phase: seen[phase].add(matmul.fp32_precision))
 

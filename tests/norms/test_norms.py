@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpprof.memory.recorder import Recorder
-from dpprof.memory.timeline import MemoryTimeline
-from dpprof.norms import linear
-from dpprof.norms.code_paths import Way
-from dpprof.norms.linear import WAYS, choose_way, gram_rows, price_gram, price_product
-from dpprof.norms.scale import scale_gradients
-from dpprof.norms.table import inner_product, number_ids, square_lookup
-from dpprof.norms.tiles import WORKSPACE_BYTES
+from dpprof.predict.memory.recorder import Recorder
+from dpprof.predict.memory.timeline import MemoryTimeline
+from dpprof.private.norms import linear
+from dpprof.private.norms.code_paths import Way
+from dpprof.private.norms.linear import WAYS, choose_way, gram_rows, price_gram, price_product
+from dpprof.private.norms.scale import scale_gradients
+from dpprof.private.norms.table import inner_product, number_ids, square_lookup
+from dpprof.private.norms.tiles import WORKSPACE_BYTES
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-5}
 

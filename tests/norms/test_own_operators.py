@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import dpprof
-from dpprof.clipping import noise
-from dpprof.norms import triton_ops
+from dpprof.private.noise import noise
+from dpprof.private.norms import triton_ops
 
 SOURCES = Path(dpprof.__file__).parent
 

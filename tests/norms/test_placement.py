@@ -7,11 +7,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpprof.clipping.contributions import Product
-from dpprof.norms import triton_ops
-from dpprof.norms.placement import as_if_on_cuda, is_cuda, is_simulated
-from dpprof.norms.scale import scale_gradients
-from dpprof.norms.tiles import SQUARED_AT_ONCE, multiply, square
+from dpprof.private.contributions.contributions import Product
+from dpprof.private.norms import triton_ops
+from dpprof.private.norms.placement import as_if_on_cuda, is_cuda, is_simulated
+from dpprof.private.norms.scale import scale_gradients
+from dpprof.private.norms.tiles import SQUARED_AT_ONCE, multiply, square
 
 
 class Names(TorchDispatchMode):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpprof.norms.float32_products import name_precision
+from dpprof.private.norms.float32_products import name_precision
 
 triton = pytest.importorskip("triton", reason="the extra dpprof[triton] is not installed")
 
@@ -28,7 +28,7 @@ def compiled_here(monkeypatch, tmp_path) -> None:
 
 
 def find_program(kernel: str):
-    from dpprof.norms import triton_kernels  # noqa: PLC0415 (it imports triton)
+    from dpprof.private.norms import triton_kernels  # noqa: PLC0415 (it imports triton)
 
     return {"gram": triton_kernels.sum_gram_squares, "product": triton_kernels.sum_product_squares}[
         kernel
@@ -36,7 +36,7 @@ def find_program(kernel: str):
 
 
 def list_configs(kernel: str, dtype: torch.dtype) -> list:
-    from dpprof.norms.tuning import keep_suitable  # noqa: PLC0415 (it imports triton)
+    from dpprof.private.norms.tuning import keep_suitable  # noqa: PLC0415 (it imports triton)
 
     arguments = {"x_ptr": torch.empty(0, dtype=dtype)}
     return keep_suitable(find_program(kernel).configs, arguments, PRECISION=name_precision(dtype))
@@ -108,7 +108,7 @@ def test_tf32_products_are_of_rounded_operands_alone(tf32, kernel, capability) -
 
 
 def test_described_operands_are_copied_by_the_gpus_engine() -> None:
-    from dpprof.norms import tuning  # noqa: PLC0415 (it imports triton)
+    from dpprof.private.norms import tuning  # noqa: PLC0415 (it imports triton)
 
     config = tuning.DESCRIBED
     constants = {"PRECISION": "ieee", "EVEN": True, "DESCRIBED": True, **config.kwargs}
@@ -127,7 +127,7 @@ def test_described_operands_are_copied_by_the_gpus_engine() -> None:
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", POINTERS)
 def test_a_scales_gradient_spills_nothing_and_loads_whole_vectors(dtype, capability) -> None:
-    from dpprof.norms import triton_kernels, tuning  # noqa: PLC0415
+    from dpprof.private.norms import triton_kernels, tuning  # noqa: PLC0415
 
     constants = {"x_k": 1, "g_k": 1, "CENTRED": True, "SHIFTED": True, **tuning.SCALED}
     compiled = compile_for(
@@ -141,7 +141,7 @@ def test_a_scales_gradient_spills_nothing_and_loads_whole_vectors(dtype, capabil
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", POINTERS)
 def test_the_gradients_of_logits_spill_nothing_and_load_whole_vectors(dtype, capability) -> None:
-    from dpprof.norms import triton_kernels, tuning  # noqa: PLC0415
+    from dpprof.private.norms import triton_kernels, tuning  # noqa: PLC0415
 
     constants = {"CAPPED": True, "WEIGHTED": True, **tuning.LOGITS}
     program = triton_kernels.differentiate_cross_entropy

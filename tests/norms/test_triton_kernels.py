@@ -16,7 +16,7 @@ import torch
 from products import one_in
 from torch import Tensor
 
-from dpprof.norms.rounding import gram_slack
+from dpprof.private.norms.rounding import gram_slack
 
 MISSING = "the extra dpprof[triton] is not installed"
 KERNELS = ["gram_squares", "product_squares"]
@@ -56,7 +56,7 @@ def interpret() -> None:
 
 def compute(device, kernel, x_BTd, g_BTp, *, views=("as it is", "as it is"), programs=None):
     """Run a kernel, in whichever process; the views are taken there, since copies lose strides."""
-    from dpprof.norms import triton_launch  # noqa: PLC0415
+    from dpprof.private.norms import triton_launch  # noqa: PLC0415
 
     x_view, g_view = (VIEWS[name] for name in views)
     with mock.patch.object(triton_launch, "PROGRAMS", programs or triton_launch.PROGRAMS):
@@ -132,7 +132,7 @@ def test_any_strides_will_do(place, views, kernel) -> None:
 
 
 def tell_described(_device, x_BTd, g_BTp, views):
-    from dpprof.norms import triton_launch  # noqa: PLC0415
+    from dpprof.private.norms import triton_launch  # noqa: PLC0415
 
     return triton_launch._is_described(*(VIEWS[name](x_BTd) for name in views[:1]), g_BTp)
 
@@ -211,7 +211,7 @@ def test_sums_that_16_bits_could_not_hold_are_norms(place, scale, dtype, kernel)
 
 
 def sum_gram(device, x_BTd, g_BTp):
-    from dpprof.norms import triton_launch  # noqa: PLC0415
+    from dpprof.private.norms import triton_launch  # noqa: PLC0415
 
     sums_5B, _ = triton_launch.launch_squares("gram_squares", x_BTd.to(device), g_BTp.to(device))
     return sums_5B.cpu()
@@ -232,7 +232,7 @@ def test_traces_and_squares_of_both_gram_matrices_come_with_them(interpreter, d,
 
 def tell(_device, x_BTd, g_BTp):
     """Run the operator that stands for a kernel, and ask what was recorded of it."""
-    from dpprof.norms import triton_ops  # noqa: PLC0415
+    from dpprof.private.norms import triton_ops  # noqa: PLC0415
 
     triton_ops.gram_squares(x_BTd, g_BTp)
     return triton_ops.chosen_tiles("tiled gram", 20, 18, 40), triton_ops.chosen_tiles(
@@ -261,7 +261,7 @@ def test_what_does_not_fit_is_refused(place, kernel) -> None:
 
 
 def sum_scaled(device, *arguments, programs, shifted=True):
-    from dpprof.norms import triton_launch  # noqa: PLC0415
+    from dpprof.private.norms import triton_launch  # noqa: PLC0415
 
     given = [None if one is None else one.to(device) for one in arguments]
     with mock.patch.object(triton_launch, "PROGRAMS", programs):
@@ -306,7 +306,7 @@ def test_an_empty_batch_has_no_gradients_of_a_scale(place) -> None:
 
 
 def weigh(device, x_BTd, weights_B, count):
-    from dpprof.norms import triton_launch  # noqa: PLC0415
+    from dpprof.private.norms import triton_launch  # noqa: PLC0415
 
     x_BTd = x_BTd.to(device)
     x_BTd = x_BTd[:1].expand(count, *x_BTd.shape[1:]) if len(x_BTd) == 1 else x_BTd[:count]
@@ -333,7 +333,7 @@ def test_no_samples_are_weighed(place) -> None:
 
 
 def differentiate_cross_entropy(device, z_NV, labels_N, incoming_N, **options):
-    from dpprof.norms import triton_launch, tuning  # noqa: PLC0415
+    from dpprof.private.norms import triton_launch, tuning  # noqa: PLC0415
 
     z_NV, labels_N = z_NV.to(device), labels_N.to(device)
     incoming_N = None if incoming_N is None else incoming_N.to(device)
@@ -421,7 +421,7 @@ def test_the_reference_is_the_authors() -> None:
 
 
 def add_noise(device, summed, *, key, which, std=1.0, factor=1.0, group=None):
-    from dpprof.norms import triton_launch  # noqa: PLC0415
+    from dpprof.private.norms import triton_launch  # noqa: PLC0415
 
     summed = summed.to(device, copy=True)
     with mock.patch.object(triton_launch, "GROUP", group or triton_launch.GROUP):
@@ -503,9 +503,9 @@ def test_noise_is_normal_and_independent(place) -> None:
 
 def tell_deviations(device, dtype, n):
     """Add the noise of a step to a sum of zeros, and measure it in each part of its numbers."""
-    from dpprof.clipping import noise  # noqa: PLC0415
-    from dpprof.clipping.noise_keys import StepKey  # noqa: PLC0415
-    from dpprof.norms import placement, triton_launch  # noqa: PLC0415
+    from dpprof.private.noise import noise  # noqa: PLC0415
+    from dpprof.private.noise.noise_keys import StepKey  # noqa: PLC0415
+    from dpprof.private.norms import placement, triton_launch  # noqa: PLC0415
 
     summed = torch.zeros(n, dtype=dtype, device=device)
     step = noise.NoiseOfStep(0.5, 2.0, StepKey(bytes(32)))
@@ -583,7 +583,7 @@ def test_memory_is_that_of_the_partial_sums_even_when_tuning(gpu, kernel) -> Non
 
 
 def digest(device, sums, table):
-    from dpprof.norms import triton_launch  # noqa: PLC0415
+    from dpprof.private.norms import triton_launch  # noqa: PLC0415
 
     words = torch.tensor([3, 5], device=device)
     triton_launch.launch_digest(words, [one.to(device) for one in sums], table.to(device))

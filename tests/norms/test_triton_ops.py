@@ -9,10 +9,10 @@ from factory import make_experiment
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpprof.flops.op_costs import learn_rule
-from dpprof.instruments.clean import measure
-from dpprof.norms import linear, triton_ops
-from dpprof.norms.linear import WAYS
+from dpprof.measure.instruments.clean import measure
+from dpprof.predict.flops.op_costs import learn_rule
+from dpprof.private.norms import linear, triton_ops
+from dpprof.private.norms.linear import WAYS
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def uncompiled(monkeypatch):
 def timed(monkeypatch):
     """Kernels that are interpreted by nobody, and timed as said; tells what was run."""
     ran = []
-    tuning = ModuleType("dpprof.norms.tuning")
+    tuning = ModuleType("dpprof.private.norms.tuning")
     times_ms = {}
 
     def time_launch(run, quantiles):
@@ -97,7 +97,7 @@ def timed(monkeypatch):
         return x_BTd.new_ones((5, len(x_BTd)) if kernel == "gram_squares" else len(x_BTd))
 
     tuning.time_launch = time_launch
-    monkeypatch.setitem(sys.modules, "dpprof.norms.tuning", tuning)
+    monkeypatch.setitem(sys.modules, "dpprof.private.norms.tuning", tuning)
     monkeypatch.setattr(triton_ops, "_run", run_kernel)
     monkeypatch.setattr(triton_ops, "_tiles", {})
     monkeypatch.setattr(triton_ops, "_is_faster", {})

@@ -23,7 +23,7 @@ class Driver:
 @pytest.fixture
 def program(monkeypatch, tmp_path):
     """A program that is tuned, but launched nowhere."""
-    from dpprof.norms.triton_kernels import sum_gram_squares  # noqa: PLC0415 (it imports triton)
+    from dpprof.private.norms.triton_kernels import sum_gram_squares  # noqa: PLC0415 (it imports triton)
 
     if not hasattr(sum_gram_squares, "best_config"):
         sum_gram_squares.best_config = None

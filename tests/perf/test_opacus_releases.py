@@ -8,9 +8,9 @@ import pytest
 from factory import CPU, MICRO, make_memory, write_synthetic
 
 import opacus_releases
-from dpprof.analysis.gate.folders import read_results_folder
-from dpprof.spec import registry
-from dpprof.spec.validation import InputError
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.validation import InputError
+from dpprof.results.analysis.gate.folders import read_results_folder
 from release_tables import (
     PLACES,
     QUANTITIES,

@@ -10,9 +10,8 @@ import torch
 from factory import make_experiment
 
 import bare_loop
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments.setup import set_up
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
+from dpprof.subjects.setup import set_up
 from interleave import Comparison, measure
 
 SIZE = {"vocab_size": 16, "d_model": 8, "layers": 2, "heads": 2}
@@ -21,7 +20,9 @@ SIZE = {"vocab_size": 16, "d_model": 8, "layers": 2, "heads": 2}
 @pytest.mark.parametrize("method", bare_loop.METHODS)
 def test_the_bare_loop_trains_to_the_same_parameters(method) -> None:
     experiment = make_experiment(method=method, model=SIZE, batch_size=3, noise_multiplier=0)
-    training = set_up(experiment, registry.load("methods", method), Cpu(), lambda *_: None)
+    training = set_up(
+        experiment, registry.load("methods", method), torch.device("cpu"), lambda *_: None
+    )
     model = bare_loop.LanguageModel(*SIZE.values(), experiment.seq_len)
     with torch.no_grad():
         for bare, own in zip(model.parameters(), training.step.module.parameters(), strict=True):

@@ -4,7 +4,7 @@ from importlib.metadata import version
 
 import pytest
 
-from dpprof.step_time.product_table import read_document
+from dpprof.predict.step_time.product_table import read_document
 
 
 @pytest.mark.slow

@@ -10,13 +10,13 @@ from factory import make_experiment
 
 import ranks
 import step_time
-from dpprof.flops.cost import AttentionShape, Cost
-from dpprof.instruments.estimate import estimate
-from dpprof.records.result import PredictedTime
-from dpprof.spec import registry
-from dpprof.spec.validation import InputError
-from dpprof.step_time.gpu_model import GpuModel
-from dpprof.step_time.op_time import OpTime
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.records.result import PredictedTime
+from dpprof.predict.estimate import estimate
+from dpprof.predict.flops.cost import AttentionShape, Cost
+from dpprof.predict.step_time.gpu_model import GpuModel
+from dpprof.predict.step_time.op_time import OpTime
 from older_kernels import KERNELS
 from published_steps import Row, Source, predict, read_rows
 

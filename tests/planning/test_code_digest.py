@@ -9,8 +9,10 @@ import pytest
 from factory import make_experiment
 from fresh_process import ROOT, run_fresh
 
-from dpprof.planning import job_environment
-from dpprof.planning.code_digest import (
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES
+from dpprof.experiments.planning import job_environment
+from dpprof.experiments.planning.code_digest import (
     _imports,
     code_digest,
     limiting_files,
@@ -20,8 +22,6 @@ from dpprof.planning.code_digest import (
     verified_as,
     verifying_files,
 )
-from dpprof.spec import registry
-from dpprof.spec.tasks import OWN_IMAGE_SIZES
 from dpprof.system.paths import PACKAGE
 
 LOADED = r"""
@@ -29,18 +29,18 @@ import json, os, sys
 import opacus, torch._dynamo  # once for all: what follows runs in forks of this process
 
 CALLS = {
-    "verdict": "from dpprof.launch import verification_run\n"
-    "from dpprof.records.verdict import judged\n"
-    "from dpprof.verification import verify\n"
+    "verdict": "from dpprof.experiments.launch import verification_run\n"
+    "from dpprof.experiments.records.verdict import judged\n"
+    "from dpprof.measure.verification import verify\n"
     "cases = judged(verify.verify('built-in', 'opacus-ghost').cases)\n"
     "assert {one.outcome for one in cases} == {'passed'}, cases",
-    "ceilings": "from dpprof.devices import limits\n"
-    "from dpprof.launch import ceilings_run\n"
+    "ceilings": "from dpprof.measure.devices import limits\n"
+    "from dpprof.experiments.launch import ceilings_run\n"
     "limits.measure_limits(limits.open_device('cpu'), limits.Extent((4,), (64,), 0.001, 1))",
 }
 WORK = (
     "import tempfile\n"
-    "from dpprof.launch.worker import work\n"
+    "from dpprof.experiments.launch.worker import work\n"
     "file = tempfile.TemporaryFile()\n"
     "report = work({spec!r}, {name!r}, file.fileno())\n"
     "assert report.outcome == 'ok', report"
@@ -110,7 +110,7 @@ def test_an_instrument_does_not_depend_on_another() -> None:
     )
 
     assert clean - phases == {"clean.py"}
-    assert phases - clean == {"phases.py"}
+    assert phases - clean == {"phases.py", "census.py", "tensors.py"}
 
 
 def test_a_method_does_not_depend_on_another_nor_on_the_report() -> None:
@@ -120,10 +120,10 @@ def test_a_method_does_not_depend_on_another_nor_on_the_report() -> None:
         if file.is_relative_to(PACKAGE)
     }
 
-    assert "methods/opacus/hooks.py" in names
-    assert "methods/opacus/per_sample.py" in names
-    assert "methods/opacus/opacus_step.py" in names
-    assert "methods/opacus/ghost.py" not in names
+    assert "subjects/methods/opacus/hooks.py" in names
+    assert "subjects/methods/opacus/per_sample.py" in names
+    assert "subjects/methods/opacus/opacus_step.py" in names
+    assert "subjects/methods/opacus/ghost.py" not in names
     assert not any(name.startswith(("report/", "figures/", "analysis/")) for name in names)
     assert "sweep.py" not in names
 
@@ -242,22 +242,24 @@ def test_imports_are_those_of_the_syntax_tree() -> None:
 
 
 ODD_IMPORTS = {
-    "after another": "import os; import dpprof.memory.atoms",
-    "on one line": "try: from dpprof.memory import atoms\nexcept ImportError: pass",
-    "continued": "from dpprof.memory import \\\n    pattern, \\\n    atoms",
-    "with a comment": "from dpprof.memory import (  # (one)\n    pattern as p,  # )\n    atoms)",
-    "inside": "def f():\n    from dpprof.memory import atoms as found; return found",
-    "beside types": "if TYPE_CHECKING:\n    import ast\nelse:\n    import dpprof.memory.atoms",
+    "after another": "import os; import dpprof.predict.memory.atoms",
+    "on one line": "try: from dpprof.predict.memory import atoms\nexcept ImportError: pass",
+    "continued": "from dpprof.predict.memory import \\\n    pattern, \\\n    atoms",
+    "with a comment": "from dpprof.predict.memory import (  # (one)\n    atoms as a,  # )\n)",
+    "inside": "def f():\n    from dpprof.predict.memory import atoms as found; return found",
+    "beside types": "if TYPE_CHECKING:\n    1\nelse:\n    import dpprof.predict.memory.atoms",
 }
 
 
 @pytest.mark.parametrize("how", ODD_IMPORTS)
 def test_an_import_is_found_however_it_is_written(how) -> None:
-    assert PACKAGE / "memory" / "atoms.py" in _imports(ODD_IMPORTS[how].encode() + b"\n")
+    assert PACKAGE / "predict" / "memory" / "atoms.py" in _imports(
+        ODD_IMPORTS[how].encode() + b"\n"
+    )
 
 
 def test_an_import_for_types_alone_does_not_count() -> None:
     source = (
-        b"if TYPE_CHECKING:\n    from dpprof.memory import (\n        atoms,\n    )\nimport ast\n"
+        b"if TYPE_CHECKING:\n    from dpprof.predict import (\n        memory,\n    )\nimport ast\n"
     )
     assert _imports(source) == set()

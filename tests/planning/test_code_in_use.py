@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from children import refuse, wait_for
 
-from dpprof.launch.device_lock import hold_one
-from dpprof.launch.device_slots import cpu_slot
-from dpprof.launch.isolated import isolate
-from dpprof.planning import code_digest
+from dpprof.experiments.launch.device_lock import hold_one
+from dpprof.experiments.launch.device_slots import cpu_slot
+from dpprof.experiments.launch.isolated import isolate
+from dpprof.experiments.planning import code_digest
 
 
 class Run:

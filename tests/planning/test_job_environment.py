@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dpprof.planning import job_environment
-from dpprof.planning.job_environment import offer_interpreter
-from dpprof.spec.validation import InputError
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.planning import job_environment
+from dpprof.experiments.planning.job_environment import offer_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / "envs" / "dpprof.yaml"

@@ -1,7 +1,7 @@
 import pytest
 
-from dpprof.planning import job_resources
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.planning import job_resources
 from dpprof.system.hardware import Gpu
 
 

@@ -8,17 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dpprof.planning import planner
-from dpprof.planning.artifacts import LIMITS, PLAN, VERDICT, spec_path, traces_path
-from dpprof.planning.planner import (
-    files_beyond,
-    make_plan,
-    read_manifest,
-    write_plan,
-)
-from dpprof.records import answers
-from dpprof.spec.target import RATED
-from dpprof.spec.validation import InputError
+from dpprof.experiments.config.target import RATED
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.planning import planner
+from dpprof.experiments.planning.artifacts import LIMITS, PLAN, VERDICT, spec_path, traces_path
+from dpprof.experiments.planning.planner import files_beyond, make_plan, read_manifest, write_plan
+from dpprof.experiments.records import answers
 from dpprof.system.hardware import Gpu
 
 CONFIG = {

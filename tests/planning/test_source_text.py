@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from dpprof.planning.code_digest import without_comments
+from dpprof.experiments.planning.code_digest import without_comments
 from dpprof.system.paths import PACKAGE
 
 

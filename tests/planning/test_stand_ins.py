@@ -3,14 +3,14 @@
 import pytest
 import yaml
 
-from dpprof.answers.questions import make_experiment
-from dpprof.planning.artifacts import VERDICT
-from dpprof.planning.code_digest import verdict_digest, verified_as
-from dpprof.planning.planner import files_beyond, make_plan, write_plan
-from dpprof.planning.shrinking import WINDOW, shrink
-from dpprof.planning.stand_ins import StandIn, libraries_of, read_stand_in
-from dpprof.records.verdict import is_stand_in
-from dpprof.spec.validation import InputError
+from dpprof.ask.answers.questions import make_experiment
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.planning.artifacts import VERDICT
+from dpprof.experiments.planning.code_digest import verdict_digest, verified_as
+from dpprof.experiments.planning.planner import files_beyond, make_plan, write_plan
+from dpprof.experiments.planning.shrinking import WINDOW, shrink
+from dpprof.experiments.planning.stand_ins import StandIn, libraries_of, read_stand_in
+from dpprof.experiments.records.verdict import is_stand_in
 
 
 def experiment(model: str, **fields: str):

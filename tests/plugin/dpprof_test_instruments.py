@@ -10,8 +10,8 @@ import signal
 import time
 from pathlib import Path
 
-from dpprof.records.result import Measurement, Time
-from dpprof.spec.registry import UnsupportedError
+from dpprof.experiments.records.result import Measurement, Time
+from dpprof.private.errors import UnsupportedError
 
 
 def segfault(_experiment, enter):

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dpprof.clipping.factor import clip_factor
-from dpprof.methods.standard import Standard
-from dpprof.methods.training_step import ClipGroup, TrainingStep, mean_loss
-from dpprof.spec.registry import UnsupportedError
-from dpprof.spec.target import Target
+from dpprof.experiments.config.target import Target
+from dpprof.private.engine.factor import clip_factor
+from dpprof.private.errors import UnsupportedError
+from dpprof.subjects.methods.standard import Standard
+from dpprof.subjects.methods.training_step import ClipGroup, TrainingStep, mean_loss
 
 
 class Fails(Standard):

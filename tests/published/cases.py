@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from published.recording import Recording, record
 
-from dpprof.spec import registry
-from dpprof.spec.target import Target
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.target import Target
 
 DATA = Path(__file__).parent / "data"
 _CONTENT = json.loads((DATA / "cases.json").read_text())

@@ -13,8 +13,8 @@ from published.cases import DATA
 from published.programs.hugging_face import trainer, training
 from published.recording import record
 
-from dpprof.spec import registry
-from dpprof.step_time.predict import predict_step
+from dpprof.experiments.config import registry
+from dpprof.predict.step_time.predict import predict_step
 
 _CONTENT = json.loads((DATA / "finetuning.json").read_text())
 _STEPS = 2

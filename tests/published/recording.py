@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from dpprof.instruments.memory import tracing
-from dpprof.memory.caching_allocator import CachingAllocator
-from dpprof.memory.events import Allocated, Freed, Op
-from dpprof.memory.recorder import Recorder
-from dpprof.records.result import Phase
-from dpprof.spec.target import Target
+from dpprof.experiments.config.target import Target
+from dpprof.experiments.records.result import Phase
+from dpprof.predict.memory.caching_allocator import CachingAllocator
+from dpprof.predict.memory.events import Allocated, Freed, Op
+from dpprof.predict.memory.recorder import Recorder
+from dpprof.predict.tracing import tracing
 
 MIB = 2**20
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from published.cases import DATA
 
-from dpprof.memory.caching_allocator import CachingAllocator, round_size
+from dpprof.predict.memory.caching_allocator import CachingAllocator, round_size
 
 _FOLDER = DATA / "replays"
 _WORKSPACE = 8320 * 2**10

@@ -3,14 +3,14 @@
 import pytest
 from factory import CPU, write_synthetic_ceilings
 
-from dpprof.records.ceilings import (
+from dpprof.experiments.config.target import DTYPES
+from dpprof.experiments.records.ceilings import (
     ceilings_path,
     device_name,
     find_ceilings,
     nothing_measured,
     read_ceilings,
 )
-from dpprof.spec.target import DTYPES
 from dpprof.system.hardware import describe_cpu
 
 GPU = {"type": "cuda", "name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-1", "power_w": 70.0}

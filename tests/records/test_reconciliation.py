@@ -1,7 +1,7 @@
 import pytest
 from factory import make_experiment
 
-from dpprof.records.reconciliation import JOINED, bound_bytes, reconcile
+from dpprof.experiments.records.reconciliation import JOINED, bound_bytes, reconcile
 
 EVIDENCE = {"identity": 10, "birthplace": 0, "phase": 0}
 MIB = 2**20

@@ -3,10 +3,10 @@ import json
 import pytest
 from factory import make_experiment, tables_of_runs, write_synthetic
 
-from dpprof.analysis.tables.frames import write_frame
-from dpprof.records.record import ResultError
-from dpprof.records.record import _content_digest as content_digest
-from dpprof.records.result import read_result, read_run, result_path
+from dpprof.experiments.records.record import ResultError
+from dpprof.experiments.records.record import _content_digest as content_digest
+from dpprof.experiments.records.result import read_result, read_run, result_path
+from dpprof.results.analysis.tables.frames import write_frame
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from factory import (
     write_synthetic_verdict,
 )
 
-from dpprof.records.schemas import generated_files
-from dpprof.spec.architecture import Architecture
-from dpprof.spec.experiment import Experiment
-from dpprof.spec.parallel import Parallel
-from dpprof.spec.privacy import Privacy
-from dpprof.spec.sweep import Config, Sweep
+from dpprof.experiments.config.architecture import Architecture
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.parallel import Parallel
+from dpprof.experiments.config.privacy import Privacy
+from dpprof.experiments.config.sweep import Config, Sweep
+from dpprof.experiments.records.schemas import generated_files
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = ROOT / "workflow" / "schemas"

@@ -3,8 +3,8 @@
 import pytest
 from factory import make_experiment, write_synthetic_verdict
 
-from dpprof.records.record import ResultError
-from dpprof.records.verdict import Case, judge, name_holes, read_verdict, verdict_path
+from dpprof.experiments.records.record import ResultError
+from dpprof.experiments.records.verdict import Case, judge, name_holes, read_verdict, verdict_path
 
 PASSED, FAILED, REFUSED, UNKNOWN = (
     Case.model_validate({"attention": "sdpa", "batch_size": 4, "outcome": name, "reason": name})

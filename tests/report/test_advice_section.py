@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from dpprof.report.sections.memory import tell_capacity
+from dpprof.results.report.sections.memory import tell_capacity
 
 SETTING = {"model": "1b", "seq_len": 1024, "dtype": "float32", "target": "h200"}
 SETTING |= {"lora": None, "trainable": None, "parallel": None}

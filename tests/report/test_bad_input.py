@@ -12,9 +12,9 @@ from factory import (
 from pypdf import PdfReader
 from reading import table_of
 
-from dpprof.report.content import build_document
-from dpprof.report.rendering.document import Drawing
-from dpprof.report.rendering.write import write_report
+from dpprof.results.report.content import build_document
+from dpprof.results.report.rendering.document import Drawing
+from dpprof.results.report.rendering.write import write_report
 
 HOSTILE = r"a_b % c & d # e $ f { g } ~ ^ \input{/etc/passwd} < k > $(touch pwned) `id`"
 

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from dpprof.report.sections.budget import tell_budget
+from dpprof.results.report.sections.budget import tell_budget
 
 NOISE = {
     "samples": 1_000_000,

@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 
-from dpprof.report.sections.outcomes import tell_caveats
-from dpprof.report.sections.tables import MAX_ROWS
+from dpprof.results.report.sections.outcomes import tell_caveats
+from dpprof.results.report.sections.tables import MAX_ROWS
 
 
 @pytest.mark.parametrize("count", [0, 1, MAX_ROWS, MAX_ROWS + 1])

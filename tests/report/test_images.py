@@ -2,9 +2,15 @@
 
 from factory import make_experiment, tables_of_runs
 
-from dpprof.analysis.tables.axes import axes_of, count_tokens, name_size, name_speed, size_cell
-from dpprof.report.sections.step_time import compare
-from dpprof.report.wording import name_setting
+from dpprof.results.analysis.tables.axes import (
+    axes_of,
+    count_tokens,
+    name_size,
+    name_speed,
+    size_cell,
+)
+from dpprof.results.report.sections.step_time import compare
+from dpprof.results.report.wording import name_setting
 
 IMAGE = make_experiment(model="wrn-16-4", seq_len=None, batch_size=8)
 TEXT = make_experiment(model="tiny", seq_len=128, batch_size=8)

@@ -16,19 +16,19 @@ from factory import make_experiment
 from html_pages import read_content, record
 from live_sweeps import NO_PROCESS, Sweep, plan_clean
 
-from dpprof.analysis.collection import collect
-from dpprof.analysis.tables.build import build_tables
-from dpprof.cli import watch
-from dpprof.planning.planner import read_manifest
-from dpprof.report.page import live
-from dpprof.report.page.live import (
+from dpprof.ask.cli import watch
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.planning.planner import read_manifest
+from dpprof.results.analysis.collection import collect
+from dpprof.results.analysis.tables.build import build_tables
+from dpprof.results.report.page import live
+from dpprof.results.report.page.live import (
     LIVE_PAGE,
     LivePage,
     describe_sweep,
     find_manifest,
     read_progress,
 )
-from dpprof.spec.validation import InputError
 
 HOSTILE = "</script><script>pwned=1</script><img src=x onerror=pwned=1> {{7*7}} a\u202eb"
 STATE = {
@@ -258,7 +258,7 @@ def test_an_interruption_ends_it_with_a_final_page_and_changes_nothing_else(
 ) -> None:
     plan_clean(tmp_path, "standard").end(0)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    program = "from dpprof.cli.main import main; main(['watch'])"
+    program = "from dpprof.ask.cli.main import main; main(['watch'])"
     with subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=tmp_path,

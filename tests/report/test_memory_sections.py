@@ -4,10 +4,10 @@ import pytest
 from factory import make_experiment, make_memory, tables_of_runs
 from reading import section_of, table_of, titles_of
 
-from dpprof.records.terms import COMPONENTS
-from dpprof.report.content import build_document
-from dpprof.report.rendering.document import Document, Drawing
-from dpprof.spec.datasheets import L4
+from dpprof.experiments.config.datasheets import L4
+from dpprof.experiments.records.terms import COMPONENTS
+from dpprof.results.report.content import build_document
+from dpprof.results.report.rendering.document import Document, Drawing
 
 MIB = 2**20
 GIB = 2**30

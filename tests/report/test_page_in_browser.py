@@ -19,13 +19,13 @@ from factory import (
 from html_pages import METHODS, MIB, list_steps, record_rows, tables_of, write_html, write_results
 from scripts import ASKED, HERE, call
 
-from dpprof.accounting.plan import AtEpsilon, NoisePlan, describe_noise, schedule
-from dpprof.analysis.collection import collect
-from dpprof.analysis.difference.shared_axis import share_axis
-from dpprof.analysis.difference.waterfall import list_holdings, subtract
-from dpprof.analysis.tables.build import build_tables
-from dpprof.launch import accounting_run
-from dpprof.records.result import read_result
+from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan, describe_noise, schedule
+from dpprof.experiments.launch import accounting_run
+from dpprof.experiments.records.result import read_result
+from dpprof.results.analysis.collection import collect
+from dpprof.results.analysis.difference.shared_axis import share_axis
+from dpprof.results.analysis.difference.waterfall import list_holdings, subtract
+from dpprof.results.analysis.tables.build import build_tables
 from dpprof.system.numbers import three_digits
 
 HOSTILE = (

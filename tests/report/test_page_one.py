@@ -18,16 +18,16 @@ from factory import (
     write_synthetic_verdict,
 )
 
-from dpprof.analysis.advice.budget import Planned
-from dpprof.analysis.collection import collect
-from dpprof.analysis.selection import find_trainings
-from dpprof.analysis.tables.build import build_tables
-from dpprof.figures.budget import draw as draw_budget
-from dpprof.report.content import build_document
-from dpprof.report.page.data import list_trainings
-from dpprof.report.rendering.document import Bullets, Drawing, Picture, Table
-from dpprof.report.wording import name_trainings, spell_large
-from dpprof.spec.registry import PREDICTIONS
+from dpprof.experiments.config.registry import PREDICTIONS
+from dpprof.results.analysis.advice.budget import Planned
+from dpprof.results.analysis.collection import collect
+from dpprof.results.analysis.selection import find_trainings
+from dpprof.results.analysis.tables.build import build_tables
+from dpprof.results.figures.budget import draw as draw_budget
+from dpprof.results.report.content import build_document
+from dpprof.results.report.page.data import list_trainings
+from dpprof.results.report.rendering.document import Bullets, Drawing, Picture, Table
+from dpprof.results.report.wording import name_trainings, spell_large
 
 SETTINGS = ((8, "float32"), (16, "float32"), (16, "bfloat16"))
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "flash-bk")

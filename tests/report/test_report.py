@@ -9,11 +9,11 @@ from pydantic import BaseModel
 from pypdf import PdfReader
 from reading import table_of, titles_of, trust_of
 
-from dpprof.figures.outcomes import draw
-from dpprof.report.content import build_document
-from dpprof.report.rendering.document import Document, Drawing, Paragraph, Section
-from dpprof.report.rendering.templates import escape_markdown
-from dpprof.report.rendering.write import render_markdown, write_report
+from dpprof.results.figures.outcomes import draw
+from dpprof.results.report.content import build_document
+from dpprof.results.report.rendering.document import Document, Drawing, Paragraph, Section
+from dpprof.results.report.rendering.templates import escape_markdown
+from dpprof.results.report.rendering.write import render_markdown, write_report
 
 EVIL = (
     "<script>alert(1)</script> \\input{/etc/passwd} $(touch pwned) `id` |x| _a_ #set [l](u)\x1b[2J"

@@ -3,7 +3,7 @@
 import pytest
 from factory import make_experiment, make_memory, make_predicted_time, tables_of_runs
 
-from dpprof.report.answer.trust import build_trust_section
+from dpprof.results.report.answer.trust import build_trust_section
 
 PEAK = 2**20
 

@@ -6,8 +6,8 @@ import pytest
 from factory import make_experiment, make_memory, tables_of_runs
 from scripts import call
 
-from dpprof.report.content import build_document
-from dpprof.report.rendering.write import write_report
+from dpprof.results.report.content import build_document
+from dpprof.results.report.rendering.write import write_report
 
 MIB = 2**20
 

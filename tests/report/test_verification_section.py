@@ -5,9 +5,9 @@ from factory import make_experiment, tables_of_runs, write_synthetic_verdict
 from pypdf import PdfReader
 from reading import section_of, trust_of
 
-from dpprof.report.content import build_document
-from dpprof.report.rendering.write import render_markdown, write_report
-from dpprof.report.sections.verification import TITLE
+from dpprof.results.report.content import build_document
+from dpprof.results.report.rendering.write import render_markdown, write_report
+from dpprof.results.report.sections.verification import TITLE
 
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "opacus")
 STANDARD, GHOST, HOOKS, SHORT = (make_experiment(method=name) for name in METHODS)

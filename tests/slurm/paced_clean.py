@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from dpprof.instruments.quick_clean import measure as invent
+from dpprof.measure.instruments.quick_clean import measure as invent
 
 FAILS = 4
 """The batch size whose run raises an exception."""

@@ -7,11 +7,11 @@ import yaml
 from factory import make_experiment
 from pydantic import ValidationError
 
-from dpprof.spec.architecture import Architecture, bundled_names, resolve
-from dpprof.spec.config_files import parse_config_text
-from dpprof.spec.experiment import Experiment
-from dpprof.spec.sweep import expand, parse_config
-from dpprof.spec.validation import explain
+from dpprof.experiments.config.architecture import Architecture, bundled_names, resolve
+from dpprof.experiments.config.config_files import parse_config_text
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.sweep import expand, parse_config
+from dpprof.experiments.config.validation import explain
 from dpprof.system.paths import PACKAGE
 
 TINY = {"model_type": "llama", "hidden_size": 8, "vocab_size": 11}

@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dpprof.spec.config_files import parse_config_text, read_config_file, refuse_config_files
-from dpprof.spec.validation import InputError
+from dpprof.experiments.config.config_files import (
+    parse_config_text,
+    read_config_file,
+    refuse_config_files,
+)
+from dpprof.experiments.config.validation import InputError
 
 ROOT = Path(__file__).parents[2]
 

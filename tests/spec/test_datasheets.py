@@ -8,8 +8,8 @@ vendor's document that could be found, and is that of hmc-tech.com/gpu/nvidia-b2
 
 import pytest
 
-from dpprof.spec import registry
-from dpprof.spec.datasheets import H100_NVL, RTX_3060, find_by_device_name
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.datasheets import H100_NVL, RTX_3060, find_by_device_name
 
 PROCESSORS = {
     "NVIDIA H200": (132, 4096, 1830),

@@ -6,8 +6,8 @@ import pytest
 from factory import make_experiment
 from pydantic import ValidationError
 
-from dpprof.spec.experiment import Experiment, read_spec
-from dpprof.spec.validation import InputError, explain
+from dpprof.experiments.config.experiment import Experiment, read_spec
+from dpprof.experiments.config.validation import InputError, explain
 
 COMPLETE = {
     "model": "small",

@@ -3,8 +3,8 @@
 import pytest
 from factory import make_experiment
 
-from dpprof.spec.fine_tuning import Lora, Padding
-from dpprof.spec.parallel import Parallel, read_world_size
+from dpprof.experiments.config.fine_tuning import Lora, Padding
+from dpprof.experiments.config.parallel import Parallel, read_world_size
 
 MODEL = {"model": "hf:tiny-llama"}
 

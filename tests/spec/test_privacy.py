@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from dpprof.spec.privacy import Privacy
-from dpprof.spec.validation import InputError, explain, spelling_options
+from dpprof.experiments.config.privacy import Privacy
+from dpprof.experiments.config.validation import InputError, explain, spelling_options
 
 USUAL = {"samples": "1e6", "tokens": "2e9", "epsilon": 8, "delta": "1e-7"}
 

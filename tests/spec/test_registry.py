@@ -1,9 +1,9 @@
 import pytest
 from fresh_process import ROOT, run_fresh
 
-from dpprof.spec import registry
-from dpprof.spec.tasks import OWN_IMAGE_SIZES
-from dpprof.spec.validation import InputError
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES
+from dpprof.experiments.config.validation import InputError
 
 
 def test_own_names_are_declared() -> None:
@@ -17,7 +17,7 @@ def test_own_names_are_declared() -> None:
 def test_everything_declared_can_be_loaded_and_has_a_source_file(group) -> None:
     for name in registry.names(group):
         loaded = registry.load(group, name)
-        module = getattr(loaded, "__module__", "dpprof.models.presets")
+        module = getattr(loaded, "__module__", "dpprof.subjects.models.presets")
         assert registry.source_file(group, name).stem in {module.split(".")[-1], "presets"}
 
 
@@ -41,7 +41,7 @@ def test_an_unknown_name_is_one_sentence() -> None:
 
 def test_a_plugin_is_found_without_importing_it_or_torch() -> None:
     code = (
-        "import sys; from dpprof.spec import registry as c;"
+        "import sys; from dpprof.experiments.config import registry as c;"
         "print('test-dies' in c.names('methods'), c.source_file('methods', 'test-dies').name,"
         " c.distribution_of('methods', 'test-dies'),"
         " 'torch' in sys.modules, 'dpprof_test_methods' in sys.modules)"

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from dpprof.spec.sweep import MAX_RUNS, Run, expand, parse_config
-from dpprof.spec.validation import InputError
+from dpprof.experiments.config.sweep import MAX_RUNS, Run, expand, parse_config
+from dpprof.experiments.config.validation import InputError
 
 CONFIG: dict[str, Any] = {
     "defaults": {"model": "small", "seq_len": 16, "warmup_steps": 1},

@@ -4,9 +4,9 @@ import pytest
 from factory import make_experiment
 from pydantic import ValidationError
 
-from dpprof.spec.experiment import Experiment
-from dpprof.spec.tasks import TASKS, name_size, name_units
-from dpprof.spec.validation import explain
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.tasks import TASKS, name_size, name_units
+from dpprof.experiments.config.validation import explain
 
 BERT = {"hf": "bert-base", "task": "sequence-classification"}
 

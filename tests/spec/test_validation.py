@@ -3,8 +3,8 @@
 import pytest
 from pydantic import BaseModel
 
-from dpprof.planning.planner import make_plan
-from dpprof.spec.validation import InputError, read_model, refuse
+from dpprof.experiments.config.validation import InputError, read_model, refuse
+from dpprof.experiments.planning.planner import make_plan
 from dpprof.system.console import printable
 
 SWEEP = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4}

@@ -5,13 +5,13 @@ from importlib.resources import files
 
 import pytest
 
-from dpprof.flops.collectives import Collective
-from dpprof.spec.datasheets import A100, A100_40GB, H100, L4
-from dpprof.spec.parallel import Parallel
-from dpprof.step_time.collective_time import FILE, CollectiveModel, interpolate_s
-from dpprof.step_time.op_time import UnknownTimeError
+from dpprof.experiments.config.datasheets import A100, A100_40GB, H100, L4
+from dpprof.experiments.config.parallel import Parallel
+from dpprof.predict.flops.collectives import Collective
+from dpprof.predict.step_time.collective_time import FILE, CollectiveModel, interpolate_s
+from dpprof.predict.step_time.op_time import UnknownTimeError
 
-TABLE = json.loads(files("dpprof.step_time").joinpath("tables", FILE).read_text("utf-8"))
+TABLE = json.loads(files("dpprof.predict.step_time").joinpath("tables", FILE).read_text("utf-8"))
 NODE = Parallel(kind="fsdp", world_size=8)
 
 

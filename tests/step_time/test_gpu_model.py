@@ -6,14 +6,21 @@ import math
 import pytest
 from factory import make_experiment
 
-from dpprof.flops.cost import AttentionShape, Cost
-from dpprof.instruments.estimate import estimate
-from dpprof.spec.datasheets import A100, A100_PCIE, B200, H100, H100_NVL, H200, L4
-from dpprof.spec.target import Target
-from dpprof.step_time import gpu_model
-from dpprof.step_time.gpu_model import CAUSAL, CONVOLUTIONS, KERNEL_S, MEMORY, MISALIGNED, GpuModel
-from dpprof.step_time.op_time import Z_90, OpTime
-from dpprof.step_time.product_table import read_document
+from dpprof.experiments.config.datasheets import A100, A100_PCIE, B200, H100, H100_NVL, H200, L4
+from dpprof.experiments.config.target import Target
+from dpprof.predict.estimate import estimate
+from dpprof.predict.flops.cost import AttentionShape, Cost
+from dpprof.predict.step_time import gpu_model
+from dpprof.predict.step_time.gpu_model import (
+    CAUSAL,
+    CONVOLUTIONS,
+    KERNEL_S,
+    MEMORY,
+    MISALIGNED,
+    GpuModel,
+)
+from dpprof.predict.step_time.op_time import Z_90, OpTime
+from dpprof.predict.step_time.product_table import read_document
 
 SHAPE = (1, 4096, 8192, 2048)
 FLOPS = 2 * 4096 * 8192 * 2048

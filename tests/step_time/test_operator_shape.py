@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dpprof.flops.op_call import describe_call
-from dpprof.step_time.operator_shape import outline
+from dpprof.predict.flops.op_call import describe_call
+from dpprof.predict.step_time.operator_shape import outline
 
 aten = torch.ops.aten
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from factory import write_synthetic_ceilings
 
-from dpprof.flops.cost import Cost
-from dpprof.flops.op_call import describe_call
-from dpprof.memory.events import Op
-from dpprof.records.operators import OperatorShape, OperatorTable, OperatorTime
-from dpprof.step_time.op_time import UnknownTimeError
-from dpprof.step_time.operator_shape import shape_of
-from dpprof.step_time.own_table import OwnTable, read_own_table
-from dpprof.step_time.predict import predict_step_here
+from dpprof.experiments.records.operators import OperatorShape, OperatorTable, OperatorTime
+from dpprof.predict.flops.cost import Cost
+from dpprof.predict.flops.op_call import describe_call
+from dpprof.predict.memory.events import Op
+from dpprof.predict.step_time.op_time import UnknownTimeError
+from dpprof.predict.step_time.operator_shape import shape_of
+from dpprof.predict.step_time.own_table import OwnTable, read_own_table
+from dpprof.predict.step_time.predict import predict_step_here
 from dpprof.system.hardware import available_cores, cpu_name
 
 RATE, BANDWIDTH = 1e11, 1e10

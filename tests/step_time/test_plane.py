@@ -9,8 +9,8 @@ import pytest
 from fresh_process import run_fresh
 from same_numbers import assert_same
 
-from dpprof.step_time.plane import fit_plane, log2
-from dpprof.step_time.product_table import ProductTable, read_document
+from dpprof.predict.step_time.plane import fit_plane, log2
+from dpprof.predict.step_time.product_table import ProductTable, read_document
 
 
 def pick(points, values, neighbours: int, apart=None) -> float:
@@ -86,7 +86,7 @@ ASKED = """
 import json, sys
 import numpy as np
 from factory import make_experiment
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
 estimate = registry.load("instruments", "estimate")
 told = estimate(make_experiment(**json.loads(sys.argv[1])), lambda _: None).model_dump(mode="json")
 print(json.dumps([told["memory"], told["compute"], told["time"]["predicted_step_s"]]))

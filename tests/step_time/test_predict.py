@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from dpprof.flops.collectives import Collective
-from dpprof.memory.streams import COMMUNICATION, COMPUTE, REPLICATION, Placed
-from dpprof.step_time.op_time import OpTime
-from dpprof.step_time.predict import Issued, combine
+from dpprof.predict.flops.collectives import Collective
+from dpprof.predict.memory.streams import COMMUNICATION, COMPUTE, REPLICATION, Placed
+from dpprof.predict.step_time.op_time import OpTime
+from dpprof.predict.step_time.predict import Issued, combine
 
 
 def ops(*seconds: float, kind: str = "gemm", spread: float = 0.1, basis="interpolated"):

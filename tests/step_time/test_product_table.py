@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dpprof.step_time.product_table import (
+from dpprof.predict.step_time.product_table import (
     UNIT,
     PeakRates,
     ProductTable,

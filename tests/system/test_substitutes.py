@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpprof.system.substitutes import substitute
+from dpprof.private.substitutes import substitute
 
 
 class Base:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of a process with threads may stand still
 
-from dpprof.planning.stand_ins import StandIn
-from dpprof.spec.architecture import Architecture
-from dpprof.spec.fine_tuning import Lora
-from dpprof.verification.float32_islands import lift_float32
-from dpprof.verification.verify import verify_case
+from dpprof.experiments.config.architecture import Architecture
+from dpprof.experiments.config.fine_tuning import Lora
+from dpprof.experiments.planning.stand_ins import StandIn
+from dpprof.measure.verification.float32_islands import lift_float32
+from dpprof.measure.verification.verify import verify_case
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "numbers" / "architectures.md"

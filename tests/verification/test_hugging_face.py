@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from dpprof.answers.questions import make_experiment
-from dpprof.planning.stand_ins import StandIn
-from dpprof.records.verdict import TOLERANCE, judge
-from dpprof.spec import registry
-from dpprof.verification.float32_islands import lift_float32
-from dpprof.verification.subjects import describe_case, prepare
-from dpprof.verification.verify import verify, verify_case
+from dpprof.ask.answers.questions import make_experiment
+from dpprof.experiments.config import registry
+from dpprof.experiments.planning.stand_ins import StandIn
+from dpprof.experiments.records.verdict import TOLERANCE, judge
+from dpprof.measure.verification.float32_islands import lift_float32
+from dpprof.measure.verification.subjects import describe_case, prepare
+from dpprof.measure.verification.verify import verify, verify_case
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

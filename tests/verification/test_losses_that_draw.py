@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping import BookKeeping
-from dpprof.verification import WrongTrainingError, check
+from dpprof.private import BookKeeping, WrongTrainingError, check
 
 OWN = torch.Generator().manual_seed(3)
 

@@ -5,13 +5,13 @@ import torch
 from factory import make_experiment
 from torch import nn
 
-from dpprof.models.build import build_model
-from dpprof.verification.reference import (
+from dpprof.measure.verification.reference import (
     PlacedGroup,
     clip_and_average,
     group_norms,
     sample_gradients,
 )
+from dpprof.subjects.models.build import build_model
 
 SAMPLES = [torch.tensor([[3.0], [0.3]]), torch.tensor([[4.0, 0.0], [0.0, 0.4]])]
 

@@ -5,12 +5,12 @@ import itertools
 import pytest
 from factory import make_experiment
 
-from dpprof.planning.stand_ins import StandIn
-from dpprof.records.verdict import Scenario
-from dpprof.spec import registry
-from dpprof.spec.tasks import OWN_IMAGE_SIZES
-from dpprof.verification.float32_islands import lift_float32
-from dpprof.verification.verify import verify_case
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES
+from dpprof.experiments.planning.stand_ins import StandIn
+from dpprof.experiments.records.verdict import Scenario
+from dpprof.measure.verification.float32_islands import lift_float32
+from dpprof.measure.verification.verify import verify_case
 
 IMAGES = [name for name, size in OWN_IMAGE_SIZES.items() if size is not None]
 TEXT = {

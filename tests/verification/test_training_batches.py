@@ -9,8 +9,7 @@ import torch
 from private_loops import BOUND, B, build_mlp, points, points_loss, with_dpprof, with_hooks
 from torch import Tensor
 
-from dpprof.clipping import BookKeeping
-from dpprof.verification import WrongTrainingError, check
+from dpprof.private import BookKeeping, WrongTrainingError, check
 
 X, Y = points()
 Pair = namedtuple("Pair", "x y")  # noqa: PYI024 (as users write them)

@@ -29,8 +29,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import SGD
 
-from dpprof.clipping import BookKeeping
-from dpprof.verification import WrongTrainingError
+from dpprof.private import BookKeeping, WrongTrainingError
 
 
 def divided(model, x, y):

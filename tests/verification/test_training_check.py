@@ -30,13 +30,19 @@ from private_loops import (
 from torch import nn
 from torch.optim import SGD
 
-import dpprof.norms
-from dpprof.clipping import BookKeeping, FlashClipping, NoisyOptimizer, PerLayerClipping
-from dpprof.clipping.noise import DRAWN_IN_TURN, NoiseOfStep
-from dpprof.clipping.noise_keys import StepKey
-from dpprof.norms.triton_ops import add_noise_
-from dpprof.verification import Mechanism, check
-from dpprof.verification.training.loop import StepWatcher
+import dpprof.private.norms
+from dpprof.private import (
+    BookKeeping,
+    FlashClipping,
+    Mechanism,
+    NoisyOptimizer,
+    PerLayerClipping,
+    check,
+)
+from dpprof.private.checks.loop import StepWatcher
+from dpprof.private.noise.noise import DRAWN_IN_TURN, NoiseOfStep
+from dpprof.private.noise.noise_keys import StepKey
+from dpprof.private.norms.triton_ops import add_noise_
 
 QUICK = {
     ("flash", "gpt2"),
@@ -49,7 +55,7 @@ QUICK = {
 def test_a_loop_is_taken_without_the_noise_of_our_kernel(monkeypatch) -> None:
     launches = []
     kernel = SimpleNamespace(launch_noise=lambda *given: launches.append(given))
-    monkeypatch.setattr(dpprof.norms, "triton_launch", kernel, raising=False)
+    monkeypatch.setattr(dpprof.private.norms, "triton_launch", kernel, raising=False)
     with StepWatcher(silent=True):
         add_noise_(torch.ones(4), torch.ones(2, dtype=torch.int64), 0, 1.0, 0.5)
     assert [call[3:] for call in launches] == [(0.0, 0.5)]

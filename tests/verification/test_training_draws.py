@@ -11,8 +11,7 @@ from torch.distributions import Beta, Normal
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.clipping import BookKeeping, FlashClipping
-from dpprof.verification import WrongTrainingError
+from dpprof.private import BookKeeping, FlashClipping, WrongTrainingError
 
 D = 6
 OWN, OF_NUMPY, OF_PYTHON = (

@@ -6,12 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from dpprof.records.verdict import GRADIENT_SCENARIOS, HOLES, TOLERANCE, judge, judged, name_holes
-from dpprof.spec import registry
-from dpprof.spec.mechanisms import FLAT, NO_CLIPPING
-from dpprof.system.substitutes import substitute
-from dpprof.verification import verify as verify_module
-from dpprof.verification.verify import ATTENTIONS, BATCH_SIZES, verify_case
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.mechanisms import FLAT, NO_CLIPPING
+from dpprof.experiments.records.verdict import (
+    GRADIENT_SCENARIOS,
+    HOLES,
+    TOLERANCE,
+    judge,
+    judged,
+    name_holes,
+)
+from dpprof.measure.verification import verify as verify_module
+from dpprof.measure.verification.verify import ATTENTIONS, BATCH_SIZES, verify_case
+from dpprof.private.substitutes import substitute
 
 PLUGIN = Path(__file__).parents[1] / "plugin"
 OWN = registry.names("methods")

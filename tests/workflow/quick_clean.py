@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from dpprof.records.result import Measurement
+from dpprof.experiments.records.result import Measurement
 
 
 def measure(experiment, enter):

@@ -1,6 +1,6 @@
 """Ceilings of a checkout in which nothing is measured: they are invented."""
 
-from dpprof.records.ceilings import Limits
+from dpprof.experiments.records.ceilings import Limits
 
 _REPEATED = {"seconds": 2.0, "median_s": 2.0, "repeats": 1}
 _PRODUCT = {"flops_per_s": 1000.0, "size": 10, "samples": [_REPEATED | {"size": 10}]}

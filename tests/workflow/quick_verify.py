@@ -3,8 +3,8 @@
 import os
 import signal
 
-from dpprof.records.verdict import Case, Findings
-from dpprof.spec.mechanisms import FLAT
+from dpprof.experiments.config.mechanisms import FLAT
+from dpprof.experiments.records.verdict import Case, Findings
 
 
 def verify(model, method):

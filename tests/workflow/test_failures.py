@@ -111,7 +111,7 @@ def test_a_supervisor_that_dies_each_time_is_run_by_the_next_snakemake(sleeping:
 def test_a_killed_worker_is_run_again_within_the_sweep(sleeping: Checkout) -> None:
     sweep = sleeping.start(TABLES)
     wait_for((sleeping.path / "reached").exists)
-    (worker,) = process_running("dpprof.launch.worker", sleeping.path)
+    (worker,) = process_running("dpprof.experiments.launch.worker", sleeping.path)
     worker.kill()
     said, _ = sweep.communicate(timeout=300)
 
@@ -133,7 +133,7 @@ def test_after_ctrl_c_or_a_reboot_the_next_snakemake_continues(
 ) -> None:
     sweep = sleeping.start(TABLES)
     wait_for((sleeping.path / "reached").exists)
-    (worker,) = process_running("dpprof.launch.worker", sleeping.path)
+    (worker,) = process_running("dpprof.experiments.launch.worker", sleeping.path)
     finished = sleeping.results()
     os.killpg(sweep.pid, number)
     sweep.communicate(timeout=60)
@@ -193,8 +193,8 @@ def test_a_run_that_outlives_its_snakemake_is_not_measured_again(
 @pytest.mark.parametrize(
     ("script", "module", "function"),
     [
-        ("verify.py", "verification/verify.py", "def verify(model, method):"),
-        ("ceilings.py", "devices/limits.py", "def measure(name):"),
+        ("verify.py", "measure/verification/verify.py", "def verify(model, method):"),
+        ("ceilings.py", "measure/devices/limits.py", "def measure(name):"),
     ],
 )
 def test_a_verdict_or_ceilings_under_way_are_made_again_after_a_kill(
@@ -248,10 +248,10 @@ def test_a_run_under_way_is_waited_for_and_not_measured_again(sleeping: Checkout
 def test_the_old_report_stays_until_there_is_a_new_one(finished: Checkout) -> None:
     names = ("report.md", "report.tex", "report.pdf", "report.json")
     report = {name: (finished.path / "results" / name).read_bytes() for name in names}
-    with (finished.path / "src/dpprof/report/templates/report.md.j2").open("a") as template:
+    with (finished.path / "src/dpprof/results/report/templates/report.md.j2").open("a") as template:
         template.write("\n")
     stop = "open('results/reached', 'w').close(); import time; time.sleep(3600)\n\n"
-    finished.edit("src/dpprof/cli/report.py", "def main", stop + "def main")
+    finished.edit("src/dpprof/ask/cli/report.py", "def main", stop + "def main")
     sweep = finished.start()
     wait_for((finished.path / "results" / "reached").exists)
     os.killpg(sweep.pid, signal.SIGKILL)
@@ -259,7 +259,7 @@ def test_the_old_report_stays_until_there_is_a_new_one(finished: Checkout) -> No
 
     for name, content in report.items():
         assert (finished.path / "results" / name).read_bytes() == content
-    finished.edit("src/dpprof/cli/report.py", stop, "")
+    finished.edit("src/dpprof/ask/cli/report.py", stop, "")
     finished.snakemake("--unlock")
     finished.snakemake()
     assert (finished.path / "results" / "report.md").read_bytes() != report["report.md"]
@@ -275,7 +275,7 @@ def test_a_damaged_result_is_named_and_partial_reports_on_the_others(finished: C
     (missing,) = (finished.path / "results" / "clean").glob("*-b2-*.json")
     missing.unlink()
     before = finished.results()
-    with (finished.path / "src/dpprof/methods/standard.py").open("a") as method:
+    with (finished.path / "src/dpprof/subjects/methods/standard.py").open("a") as method:
         method.write("EDITED = True\n")
     finished.snakemake(TABLES, "--config", "partial=true")
 

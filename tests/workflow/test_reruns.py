@@ -67,7 +67,9 @@ def test_nothing_new_in_the_config_or_the_code_runs_nothing(either: Checkout) ->
 
 def test_what_is_edited_deleted_or_asked_for_is_planned_alone(either: Checkout) -> None:
     """A method is edited, a result is deleted, and a batch size is asked for."""
-    either.edit("src/dpprof/methods/opacus/hooks.py", "\nclass ", "\nEDITED = True\n\n\nclass ")
+    either.edit(
+        "src/dpprof/subjects/methods/opacus/hooks.py", "\nclass ", "\nEDITED = True\n\n\nclass "
+    )
     (deleted,) = (either.path / "results" / "clean").glob("*-b2-*.json")
     deleted.unlink()
     either.edit(CONFIG, "batch_size: 2", "batch_size: [2, 3]")
@@ -83,7 +85,7 @@ def test_what_is_edited_deleted_or_asked_for_is_planned_alone(either: Checkout) 
 def test_an_edited_figure_and_deleted_products_run_no_experiment(finished: Checkout) -> None:
     for name in ("report.tex", "tables/runs.csv"):
         (finished.path / "results" / name).unlink()
-    finished.edit("src/dpprof/figures/tradeoff.py", "step time (", "time of a step (")
+    finished.edit("src/dpprof/results/figures/tradeoff.py", "step time (", "time of a step (")
 
     assert set(finished.planned()) == {"tables", "figure", "report"}
 
@@ -91,10 +93,12 @@ def test_an_edited_figure_and_deleted_products_run_no_experiment(finished: Check
 @pytest.mark.parametrize(
     ("file", "rules"),
     [
-        ("figures/tradeoff.py", {"figure", "report"}),
+        ("results/figures/tradeoff.py", {"figure", "report"}),
         ("report/templates/report.md.j2", {"report"}),
         pytest.param(
-            "analysis/tables/build.py", {"figure", "report", "tables"}, marks=pytest.mark.slow
+            "results/analysis/tables/build.py",
+            {"figure", "report", "tables"},
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -113,10 +117,12 @@ def test_an_edited_method_and_deleted_ceilings_are_measured_again_alone(
     finished: Checkout, before
 ) -> None:
     known = verdicts(finished)
-    finished.edit("src/dpprof/methods/opacus/hooks.py", "\nclass ", "\nEDITED = True\n\n\nclass ")
+    finished.edit(
+        "src/dpprof/subjects/methods/opacus/hooks.py", "\nclass ", "\nEDITED = True\n\n\nclass "
+    )
     (ceilings,) = (finished.path / "results" / "ceilings").iterdir()
     ceilings.unlink()
-    finished.edit("src/dpprof/devices/limits.py", "1000.0", "2000.0")
+    finished.edit("src/dpprof/measure/devices/limits.py", "1000.0", "2000.0")
     finished.snakemake(TABLES)
     after = verdicts(finished)
 

@@ -3,7 +3,7 @@
 import pytest
 from fake_gpus import environment
 
-from dpprof.records.result import read_result
+from dpprof.experiments.records.result import read_result
 
 CONFIG = """
 sweeps:

@@ -8,19 +8,19 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from dpprof.analysis.tables.columns import TABLES
-from dpprof.launch import progress
-from dpprof.planning import artifacts, job_resources, planner
-from dpprof.spec import registry
-from dpprof.spec.experiment import ID_PATTERN, read_spec
-from dpprof.planning.job_environment import (
+from dpprof.results.analysis.tables.columns import TABLES
+from dpprof.experiments.launch import progress
+from dpprof.experiments.planning import artifacts, job_resources, planner
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.experiment import ID_PATTERN, read_spec
+from dpprof.experiments.planning.job_environment import (
     expect_environment,
     offer_interpreter,
     why_jobs_cannot_run,
 )
-from dpprof.spec.validation import InputError
+from dpprof.experiments.config.validation import InputError
 from dpprof.system.console import say
-from dpprof.records.verdict import BUILT_IN, STAND_IN_PATTERN, is_stand_in
+from dpprof.experiments.records.verdict import BUILT_IN, STAND_IN_PATTERN, is_stand_in
 
 # Jobs on other machines parse this file too, and look for their own machine's Python.
 try:

@@ -17,8 +17,8 @@ if (HERE / "src" / "dpprof").is_dir():
             del sys.modules[name]
 
 try:
-    from dpprof.spec.config_files import read_config_file
-    from dpprof.spec.validation import InputError
+    from dpprof.experiments.config.config_files import read_config_file
+    from dpprof.experiments.config.validation import InputError
 except ImportError as error:
     raise WorkflowError(
         f"{error}; Snakemake's Python needs pydantic, psutil and PyYAML to plan, and dpprof "

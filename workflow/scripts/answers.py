@@ -13,14 +13,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpprof.answers.capacities import find_capacities
-from dpprof.launch.accounting_run import account_once
-from dpprof.planning.planner import Plan, make_plan
-from dpprof.records.answers import keep_answers
-from dpprof.records.record import write_record
-from dpprof.records.result import Failure, Result, read_result
-from dpprof.spec.config_files import read_config_file
-from dpprof.spec.experiment import Experiment
+from dpprof.ask.answers.capacities import find_capacities
+from dpprof.experiments.config.config_files import read_config_file
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.launch.accounting_run import account_once
+from dpprof.experiments.planning.planner import Plan, make_plan
+from dpprof.experiments.records.answers import keep_answers
+from dpprof.experiments.records.record import write_record
+from dpprof.experiments.records.result import Failure, Result, read_result
 
 ROOT = Path(__file__).resolve().parents[2]
 _COMMAND = re.compile(r"^dpprof ((?:advise|budget|fits) (?:.*\\\n)*.*)$", re.MULTILINE)

@@ -8,9 +8,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from dpprof.report.content import find_section
-from dpprof.report.rendering.document import Drawing
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
+from dpprof.results.report.content import find_section
+from dpprof.results.report.rendering.document import Drawing
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "gallery.md"

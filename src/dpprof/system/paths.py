@@ -7,7 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1]
 """The folder of the package."""
 
-TEMPLATES = PACKAGE / "report" / "templates"
+TEMPLATES = PACKAGE / "results" / "report" / "templates"
 """The folder of what lays out reports."""
 
 

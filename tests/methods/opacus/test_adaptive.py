@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpprof.spec import registry
+from dpprof.private.errors import UnsupportedError
 
 METHOD = "opacus-adaptive"
 B = 16
@@ -135,5 +135,5 @@ def test_opacus_own_criterion_still_reduces_over_samples() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 10])
 def test_a_batch_too_small_to_pay_for_the_count_is_refused(batch_size) -> None:
-    with pytest.raises(registry.UnsupportedError, match=r"more than 10 x noise_multiplier = 10 "):
+    with pytest.raises(UnsupportedError, match=r"more than 10 x noise_multiplier = 10 "):
         step_from(1.0, batch_size=batch_size, noise_multiplier=1.0)

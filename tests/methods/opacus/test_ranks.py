@@ -7,10 +7,10 @@ from factory import make_experiment
 from opacus.grad_sample import GradSampleModuleFastGradientClippingFSDP
 from rank_pool import RankPool
 
-from dpprof.instruments.estimate import estimate
-from dpprof.models.build import build_model
-from dpprof.spec import registry
-from dpprof.spec.registry import UnsupportedError
+from dpprof.experiments.config import registry
+from dpprof.predict.estimate import estimate
+from dpprof.private.errors import UnsupportedError
+from dpprof.subjects.models.build import build_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,11 +12,11 @@ from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientCli
 from steps import flat_gradient, prepare
 from torch import Tensor, nn
 
-from dpprof.instruments.samplers import SamplerPaths
-from dpprof.methods.opacus.samplers import leave_padding_out
-from dpprof.methods.training_step import Batch, TrainingStep
-from dpprof.models.build import build_model
-from dpprof.spec import registry
+from dpprof.experiments.config import registry
+from dpprof.subjects.methods.opacus.samplers import leave_padding_out
+from dpprof.subjects.methods.training_step import Batch, TrainingStep
+from dpprof.subjects.models.build import build_model
+from dpprof.subjects.samplers import SamplerPaths
 
 FIELDS = {"batch_size": 2, "noise_multiplier": 0.1}
 

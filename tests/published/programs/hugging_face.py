@@ -13,10 +13,10 @@ from torch.nn import functional
 from transformers import masking_utils
 from transformers.integrations import sdpa_attention
 
-from dpprof.models.build import build_model
-from dpprof.models.quantized import count_elements, scales_of
-from dpprof.spec.experiment import Experiment
-from dpprof.system.substitutes import substitute
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.private.substitutes import substitute
+from dpprof.subjects.models.build import build_model
+from dpprof.subjects.models.quantized import count_elements, scales_of
 
 
 def training(tape: Tape, *, steps: int, batch_size: int, seq_len: int, **fields: Any) -> None:

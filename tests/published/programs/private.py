@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from dpprof.methods.training_step import Batch
-from dpprof.spec import registry
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.subjects.methods.training_step import Batch
 
 _SIGMA, _BOUND = 1.5, 10.0
 

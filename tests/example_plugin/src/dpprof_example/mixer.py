@@ -5,7 +5,7 @@ Shape legend: B batch, T tokens, D width, V vocabulary.
 
 from torch import Tensor, nn
 
-from dpprof.spec.experiment import Experiment
+from dpprof.experiments.config.experiment import Experiment
 
 
 class Mixer(nn.Module):

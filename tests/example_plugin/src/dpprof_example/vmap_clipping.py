@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from dpprof.clipping.factor import clip_factor
-from dpprof.methods.training_step import Batch, Enter, TrainingStep, mean_loss
-from dpprof.records.births import allocates
-from dpprof.records.terms import Component
-from dpprof.spec.experiment import Experiment
-from dpprof.spec.registry import UnsupportedError
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.records.terms import Component
+from dpprof.private.allocation_marks import allocates
+from dpprof.private.engine.factor import clip_factor
+from dpprof.private.errors import UnsupportedError
+from dpprof.subjects.methods.training_step import Batch, Enter, TrainingStep, mean_loss
 
 
 class VmapClipping(TrainingStep):

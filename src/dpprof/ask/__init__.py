@@ -1,0 +1,1 @@
+"""The questions: as functions, and as commands."""

@@ -1,0 +1,1 @@
+"""What an experiment is, what has to run, and how it runs in a process of its own."""

@@ -1,0 +1,122 @@
+"""The noise that each size of batch needs for a privacy budget.
+
+Opacus's accountants import torch, so planning and reporting call
+``dpprof.experiments.launch.accounting_run``.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+
+from dpprof.experiments.accounting.plan import (
+    AtEpsilon,
+    NoiseOfBatch,
+    NoisePlan,
+    batches_around,
+    choose_batch,
+    describe_noise,
+    largest_batch,
+    schedule,
+)
+from dpprof.experiments.config.privacy import Privacy
+from dpprof.private.accounting.noise_multiplier import (
+    find_by_accountant,
+    find_noise_multiplier,
+    spend,
+)
+from dpprof.private.accounting.schedule import Accountant, Schedule
+from dpprof.private.accounting.search import BeyondReachError
+
+
+def find_batch_size(
+    planned: NoiseOfBatch, samples: int, epsilon: float, delta: float, accountant: Accountant
+) -> int:
+    """Find the least batch that spends a budget in as many steps with as little noise in each.
+
+    The noise of a step's averaged gradient is that of the plan, so its noise multiplier grows as
+    the batch does. Less is spent, because both the noise and the sampled share have grown.
+
+    Raises:
+        BeyondReachError: Not even batches of all samples do, or the accountant fails.
+    """
+    assert planned.step_noise is not None
+    step_noise, guess = planned.step_noise, float(planned.batch_size)
+
+    def spent(batch_size: float, by: str) -> float:
+        size = min(math.ceil(batch_size), samples)
+        return spend(Schedule(samples, size, planned.steps), step_noise * size, delta, by)
+
+    try:
+        return min(
+            math.ceil(find_by_accountant(spent, epsilon, accountant, guess, samples)), samples
+        )
+    except BeyondReachError as error:
+        raise BeyondReachError(
+            f"no batch has as little noise in a step at epsilon {epsilon:g}: one of {error}"
+        ) from None
+
+
+def plan_noise(privacy: Privacy, tokens_per_sample: float) -> NoisePlan:
+    """Plan batch, steps and noise for a privacy budget.
+
+    Figures that the accountant cannot compute are None, with the reason.
+    """
+    epsilon, *others = privacy.epsilon
+    largest = privacy.batch_size or largest_batch(privacy, tokens_per_sample)
+    batches = [
+        _noise_of(privacy, schedule(privacy, tokens_per_sample, size), epsilon)
+        for size in batches_around(largest, privacy.samples)
+    ]
+    chosen = privacy.batch_size or choose_batch(batches, largest)
+    planned = next(one for one in batches if one.batch_size == chosen)
+    first = AtEpsilon(
+        epsilon=epsilon,
+        same_batch_noise_multiplier=planned.noise_multiplier,
+        batch_size=None if planned.noise_multiplier is None else chosen,
+        noise_multiplier=planned.noise_multiplier,
+        tokens=planned.steps * chosen * tokens_per_sample,
+        reason=planned.reason,
+    )
+    rest = [_plan_other(privacy, tokens_per_sample, planned, one) for one in others]
+    return NoisePlan(
+        tokens_per_sample=tokens_per_sample,
+        batches=batches,
+        batch_size=chosen,
+        epsilons=[first, *rest],
+    )
+
+
+def _noise_of(privacy: Privacy, of: Schedule, epsilon: float) -> NoiseOfBatch:
+    try:
+        found = find_noise_multiplier(of, epsilon, privacy.delta, privacy.accountant)
+    except BeyondReachError as error:
+        return describe_noise(of, None, str(error))
+    return describe_noise(of, found, None)
+
+
+def _plan_other(
+    privacy: Privacy, tokens_per_sample: float, planned: NoiseOfBatch, epsilon: float
+) -> AtEpsilon:
+    same = _noise_of(privacy, Schedule(privacy.samples, planned.batch_size, planned.steps), epsilon)
+    found, reason = None, planned.reason
+    if planned.step_noise is not None:
+        try:
+            found = find_batch_size(
+                planned, privacy.samples, epsilon, privacy.delta, privacy.accountant
+            )
+        except BeyondReachError as error:
+            reason = str(error)
+    return AtEpsilon(
+        epsilon=epsilon,
+        same_batch_noise_multiplier=same.noise_multiplier,
+        batch_size=found,
+        noise_multiplier=found and (planned.step_noise or 0.0) * found,
+        tokens=found and planned.steps * found * tokens_per_sample,
+        reason=reason or same.reason,
+    )
+
+
+def account(privacy: str, tokens_per_sample: str) -> Sequence[NoisePlan]:
+    """Plan for each number of tokens in a sample, given as JSON, as is the budget."""
+    asked = Privacy.model_validate_json(privacy)
+    return [plan_noise(asked, tokens) for tokens in json.loads(tokens_per_sample)]

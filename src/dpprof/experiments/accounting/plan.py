@@ -1,0 +1,113 @@
+"""Batch, steps and noise that a privacy budget asks for, on a fixed number of tokens."""
+
+import math
+from collections.abc import Sequence
+
+from pydantic import BaseModel, Field
+
+from dpprof.experiments.config.privacy import Privacy
+from dpprof.private.accounting.schedule import Schedule
+
+ENOUGH = 1.05
+"""A smaller batch is chosen if it has no more than this many times the noise of the largest."""
+
+_AROUND = (-2, -1, 0, 1, 2)
+"""Which doublings of a batch are shown beside it."""
+
+
+def schedule(privacy: Privacy, tokens_per_sample: float, batch_size: int) -> Schedule:
+    """Return the training on all tokens with batches of a size; the last step may be too much."""
+    steps = math.ceil(privacy.tokens / (batch_size * tokens_per_sample))
+    return Schedule(privacy.samples, batch_size, steps)
+
+
+class NoiseOfBatch(BaseModel, frozen=True, extra="forbid"):
+    """What a budget asks for with batches of a size, on a fixed number of tokens."""
+
+    batch_size: int = Field(description="expected samples of a step")
+    sample_rate: float = Field(description="probability with which a step draws a sample")
+    steps: int = Field(description="steps of the training")
+    noise_multiplier: float | None = Field(
+        description="standard deviation of the noise on the summed gradient, over C"
+    )
+    step_noise: float | None = Field(
+        description="noise multiplier over batch size: standard deviation of the noise on a step's "
+        "averaged gradient, over C"
+    )
+    training_noise: float | None = Field(
+        description="the same of the average over all steps: step_noise over the root of steps"
+    )
+    reason: str | None = Field(None, description="why there is no noise multiplier")
+
+
+def describe_noise(
+    of: Schedule, noise_multiplier: float | None, reason: str | None
+) -> NoiseOfBatch:
+    """Return the noise of a step and of all steps together."""
+    step_noise = None if noise_multiplier is None else noise_multiplier / of.batch_size
+    return NoiseOfBatch(
+        batch_size=of.batch_size,
+        sample_rate=of.sample_rate,
+        steps=of.steps,
+        noise_multiplier=noise_multiplier,
+        step_noise=step_noise,
+        training_noise=None if step_noise is None else step_noise / math.sqrt(of.steps),
+        reason=reason,
+    )
+
+
+def largest_batch(privacy: Privacy, tokens_per_sample: float) -> int:
+    """Return the largest power of two that leaves the least number of steps, of all samples."""
+    most = min(privacy.tokens / (privacy.least_steps * tokens_per_sample), privacy.samples)
+    return 1 << math.floor(math.log2(most))
+
+
+def batches_around(batch_size: int, samples: int) -> list[int]:
+    """Return a batch size, and its halves and doubles that the data allow."""
+    sizes = [batch_size * 2**power for power in _AROUND]
+    return [int(size) for size in sizes if size == int(size) and 1 <= size <= samples]
+
+
+def choose_batch(noises: Sequence[NoiseOfBatch], largest: int) -> int:
+    """Return the smallest batch with nearly as little noise in the training as the largest.
+
+    On a fixed number of tokens the noise of a training falls as batches grow, ever more slowly (Li
+    et al. 2022, https://arxiv.org/abs/2110.05679): there are fewer steps, and each sample is drawn
+    as often.
+    """
+    allowed = [one for one in noises if one.batch_size <= largest and one.training_noise]
+    if not allowed:
+        return largest
+    least = min(one.training_noise or math.inf for one in allowed)
+    near = (one.batch_size for one in allowed if (one.training_noise or math.inf) <= ENOUGH * least)
+    return min(near)
+
+
+class AtEpsilon(BaseModel, frozen=True, extra="forbid"):
+    """A training with as many steps as planned, and as little noise in each, at some epsilon."""
+
+    epsilon: float
+    same_batch_noise_multiplier: float | None = Field(
+        description="noise multiplier with the planned batch and tokens: time stays, noise changes"
+    )
+    batch_size: int | None = Field(
+        description="the least batch with which a step's averaged gradient has the planned noise; "
+        "null where no batch has"
+    )
+    noise_multiplier: float | None = Field(description="noise multiplier with that batch")
+    tokens: float | None = Field(description="that the steps of that batch take")
+    reason: str | None = Field(None, description="why a figure is null")
+
+
+class NoisePlan(BaseModel, frozen=True, extra="forbid"):
+    """The noise of a training for a privacy budget."""
+
+    tokens_per_sample: float
+    batches: list[NoiseOfBatch] = Field(description="over batch sizes, for the first epsilon")
+    batch_size: int = Field(description="the one that is used")
+    epsilons: list[AtEpsilon] = Field(description="the first is the planned one")
+
+    @property
+    def planned(self) -> NoiseOfBatch:
+        """The noise with the batch that is used."""
+        return next(one for one in self.batches if one.batch_size == self.batch_size)

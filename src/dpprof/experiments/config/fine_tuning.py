@@ -1,0 +1,100 @@
+"""Fine-tuning: adapters, which parameters are trained, and padded batches."""
+
+import random
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+
+from dpprof.experiments.config.quantities import Count, Positive, read_pairs, refuse_bool
+
+PARTS = ("all", "lora", "bias", "head")
+"""The parts of a model that ``trainable`` knows by name; any other text is a regular expression."""
+
+_read_pairs = read_pairs("rank=16,alpha=32")
+
+
+def _read_modules(value: Any) -> Any:
+    """Return the names of modules in a text, which ``+`` separates."""
+    if isinstance(value, str) and value != "all-linear":
+        value = value.split("+")
+    if isinstance(value, list | tuple) and not (value and all(value)):
+        raise ValueError("it must be all-linear, or at least one module's name")
+    return value
+
+
+class Lora(BaseModel, frozen=True, extra="forbid"):
+    """Low-rank adapters (Hu et al. 2022), as peft builds them."""
+
+    rank: Count = Field(description="width of the adapters")
+    alpha: Positive | None = Field(
+        None, description="scale of the adapters, times their rank; null: twice the rank"
+    )
+    target_modules: Annotated[
+        Literal["all-linear"] | tuple[str, ...] | None, BeforeValidator(_read_modules)
+    ] = Field(
+        None,
+        description="names of the modules that get an adapter, or all-linear; null: peft's choice "
+        "for the architecture",
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1), BeforeValidator(refuse_bool)] = Field(
+        0.0, description="dropout of the adapters' inputs"
+    )
+
+    @property
+    def text(self) -> str:
+        """The adapters in a cell of a table: ``rank 16, alpha 32, q_proj+v_proj``."""
+        modules = self.target_modules
+        named = "+".join(modules) if isinstance(modules, tuple) else modules
+        dropout = f"dropout {self.dropout:g}" if self.dropout else None
+        parts = [f"rank {self.rank}", f"alpha {self.scale:g}", named, dropout]
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def scale(self) -> float:
+        """``alpha``, settled."""
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+
+class Padding(BaseModel, frozen=True, extra="forbid"):
+    """Samples of different lengths, padded on the right to ``seq_len``."""
+
+    fraction: Annotated[float, Field(ge=0, lt=1), BeforeValidator(refuse_bool)] = Field(
+        description="mean share of padding in a batch"
+    )
+
+    def lengths(self, batch_size: int, seq_len: int, seed: int) -> list[int]:
+        """Return the lengths of a batch's samples, spread evenly and in random order.
+
+        Their mean is ``(1 - fraction) seq_len`` up to rounding; each sample has a token.
+        """
+        least = max(0.0, 2 * self.fraction - 1)
+        spread = 2 * min(self.fraction, 1 - self.fraction)
+        shares = [least + spread * (at + 0.5) / batch_size for at in range(batch_size)]
+        random.Random(seed).shuffle(shares)  # noqa: S311 (no secret)
+        return [max(1, seq_len - round(share * seq_len)) for share in shares]
+
+
+def _read_fraction(value: Any) -> Any:
+    """Return a mapping for a bare number, the fraction."""
+    if isinstance(value, str) and "=" in value:
+        return _read_pairs(value)
+    return {"fraction": value} if isinstance(value, int | float | str) else value
+
+
+def _check_pattern(value: str) -> str:
+    if value not in PARTS:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(
+                f"it must be one of {', '.join(PARTS)}, or a regular expression, and {error}"
+            ) from None
+    return value
+
+
+AsLora = Annotated[Lora, BeforeValidator(_read_pairs, json_schema_input_type=Lora | str)]
+AsPadding = Annotated[
+    Padding, BeforeValidator(_read_fraction, json_schema_input_type=Padding | float | str)
+]
+Trainable = Annotated[str, Field(min_length=1), AfterValidator(_check_pattern)]

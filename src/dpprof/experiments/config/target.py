@@ -1,0 +1,85 @@
+"""A target: the limits of a device that bound a training step (memory, compute, bandwidth)."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from dpprof.experiments.config.quantities import Positive, Size
+from dpprof.system.files import canonical_json
+
+Dtype = Literal["float32", "tf32", "bfloat16", "float64", "float16"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+
+RATED: tuple[Dtype, ...] = ("float32", "tf32", "bfloat16", "float64")
+"""Dtypes that have peaks of their own; float16 has bfloat16's where a target does not say more."""
+
+_CEILINGS: Mapping[str, Dtype] = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float64": "float64",
+    "int8": "bfloat16",  # a lower bound: units for int8 are faster where there are some
+}
+
+_TENSOR_CORES_IN_BFLOAT16 = 8
+"""From this major compute capability on, GPUs multiply bfloat16, and PyTorch has flash attention
+(NVIDIA A100 architecture white paper; sdp_utils.cpp)."""
+
+
+def ceiling_of(op_dtype: str, dtype: Dtype) -> Dtype:
+    """Return the dtype whose ceiling binds the products of an operator.
+
+    Args:
+        op_dtype: The operator's dtype, by its name in torch.
+        dtype: The experiment's, which says whether float32 products are TF32.
+    """
+    return _CEILINGS.get(op_dtype, "tf32" if dtype == "tf32" else "float32")
+
+
+_FOR_EVERY_DTYPE = BeforeValidator(
+    lambda value: value if isinstance(value, Mapping) else dict.fromkeys(RATED, value)
+)
+"""Ceilings by dtype; a single number counts for every dtype."""
+
+
+class Target(BaseModel, frozen=True, extra="forbid"):
+    """A device, described by the limits that bound a training step on it."""
+
+    memory_bytes: Size = Field(description="memory that training can allocate")
+    flops_per_s: Annotated[dict[Dtype, Positive], _FOR_EVERY_DTYPE] = Field(
+        description="dense FLOP/s of matrix products: one number, or one for each dtype"
+    )
+    bandwidth_bytes_per_s: Positive = Field(description="bandwidth of that memory")
+    compute_capability: Annotated[str, Field(pattern=r"^[0-9]{1,2}\.[0-9]$")] = Field(
+        "8.0", description="of the CUDA device; decides how much memory libraries allocate"
+    )
+    multiprocessors: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None,
+        description="of the CUDA device; decides what reductions allocate while they run, which is "
+        "left out where this is not given",
+    )
+    source: str = Field("the config", description="source of the figures")
+
+    def peak(self, dtype: Dtype) -> float | None:
+        """Return the dense FLOP/s of matrix products of a dtype; None if unknown."""
+        found = self.flops_per_s.get(dtype)
+        return self.flops_per_s.get("bfloat16") if found is None and dtype == "float16" else found
+
+    def price_of(self, dtype: Dtype) -> str | None:
+        """Say what a dtype costs on a GPU that has no units for it; None for one that has."""
+        is_old = int(self.compute_capability.partition(".")[0]) < _TENSOR_CORES_IN_BFLOAT16
+        if not is_old or dtype not in ("bfloat16", "tf32"):
+            return None
+        if dtype == "tf32":
+            return (
+                f"compute capability {self.compute_capability} has no units for TF32: products are "
+                "those of float32; use float16"
+            )
+        return (
+            f"compute capability {self.compute_capability} has no units for bfloat16: products run "
+            "at most as fast as in float32, and attention keeps every score; use float16"
+        )
+
+    def __hash__(self) -> int:
+        """Return a hash of the content, because the mapping of ceilings has no hash."""
+        return hash(canonical_json(self.model_dump(mode="json")))

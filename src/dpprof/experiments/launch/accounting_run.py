@@ -1,0 +1,90 @@
+"""Asks Opacus's accountants in a separate process, since Opacus imports torch."""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from dpprof.experiments.accounting.plan import NoisePlan
+from dpprof.experiments.config.privacy import Privacy
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.launch.device_slots import cpu_slot
+from dpprof.experiments.launch.isolated import isolate
+from dpprof.experiments.planning.code_digest import ACCOUNTING, file_digest
+from dpprof.experiments.planning.job_environment import versions_in_jobs
+from dpprof.experiments.records.answers import take_kept
+from dpprof.experiments.records.record import Part, ResultError, read_record, write_record
+from dpprof.system.files import canonical_json, sha256_hex
+
+ACCOUNTING_TIMEOUT_S = 600
+"""RDP takes seconds, PRV up to minutes for a million steps; what takes longer counts as hung."""
+
+_ACCOUNT = "dpprof.experiments.accounting.noise:account"
+
+
+class _Kept(Part):
+    """What the accountants said; the file's name has a digest of what they were asked."""
+
+    schema_version: Literal[1] = 1
+    content_digest: str
+    plans: list[NoisePlan]
+
+
+def account_once(
+    root: Path, privacy: Privacy, tokens_per_sample: Sequence[float], *, again: bool = False
+) -> list[NoisePlan]:
+    """Do what ``account_apart`` does, or read what it said of the same budget at any price.
+
+    Args:
+        root: The folder that holds ``results``.
+        privacy: The budget.
+        tokens_per_sample: Without padding.
+        again: Whether to ignore what is kept.
+
+    Raises:
+        InputError: As ``account_apart``.
+    """
+    asked = privacy.model_dump(mode="json", exclude={"price_per_hour"})
+    code = file_digest(ACCOUNTING), versions_in_jobs(("torch", "opacus"))
+    digest = sha256_hex(canonical_json([asked, list(tokens_per_sample), *code]))
+    path = root / "results" / "accounting" / f"{digest[:16]}.json"
+    if not again:
+        take_kept(path)
+        try:
+            return read_record(path, _Kept, 1).plans
+        except (FileNotFoundError, ResultError):
+            pass  # found anew
+    plans = account_apart(privacy, tokens_per_sample)
+    if all(plan.planned.noise_multiplier for plan in plans):
+        write_record(path, _Kept, {"plans": plans})
+    return plans
+
+
+def account_apart(privacy: Privacy, tokens_per_sample: Sequence[float]) -> list[NoisePlan]:
+    """Plan batch, steps and noise of a budget, for each number of tokens in a sample.
+
+    It may run at the same time as predictions, but waits for measurements to end.
+
+    Args:
+        privacy: The budget.
+        tokens_per_sample: Without padding.
+
+    Raises:
+        InputError: The accountant takes too long, or its process ended.
+    """
+    digest = partial(file_digest, ACCOUNTING)
+    with isolate(None, [cpu_slot(1, shared=True)], digest, __file__) as isolation:
+        isolation.begin()
+        ended = isolation.run(
+            list[NoisePlan],
+            _ACCOUNT,
+            privacy.model_dump_json(),
+            json.dumps(list(tokens_per_sample)),
+            timeout_s=ACCOUNTING_TIMEOUT_S,
+        )
+    if ended.answer is None:
+        why = ended.explain(f"accountant {privacy.accountant}", ACCOUNTING_TIMEOUT_S)
+        otherwise = "; rdp is fast" if privacy.accountant == "prv" else ""
+        raise InputError(f"no noise is known: {why}{otherwise}")
+    return ended.answer

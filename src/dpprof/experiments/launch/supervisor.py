@@ -1,0 +1,269 @@
+"""Runs an experiment in a worker process, with lock, limits and retries, and writes one JSON.
+
+It imports no torch, so it starts fast, and a crash of a measurement does not affect it.
+"""
+
+import pkgutil
+import signal
+import tempfile
+import time
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.registry import PREDICTIONS, is_lent
+from dpprof.experiments.launch.device_slots import DeviceSlot, cpu_slot, gpu_slots
+from dpprof.experiments.launch.exit_status import judge_death
+from dpprof.experiments.launch.forks import Forks
+from dpprof.experiments.launch.gpu_contention import (
+    judge_use,
+    look_afterwards,
+    look_at,
+    refuse_busy,
+    tell_others,
+)
+from dpprof.experiments.launch.isolated import Ended, Isolation, Terminated, isolate
+from dpprof.experiments.launch.protocol import TRACES, PhaseMark, WorkerAnswer
+from dpprof.experiments.launch.scheduler import (
+    MAX_ATTEMPTS,
+    RETRIED,
+    describe_end,
+    is_interrupted,
+    read_earlier,
+    scheduler_job,
+)
+from dpprof.experiments.planning.code_digest import code_digest, model_libraries
+from dpprof.experiments.records.provenance import package_versions
+from dpprof.experiments.records.reconciliation import JOINED
+from dpprof.experiments.records.record import write_record
+from dpprof.experiments.records.result import (
+    SCHEMA_VERSION,
+    Attempt,
+    Failure,
+    Measurement,
+    Result,
+    interrupted_path,
+)
+from dpprof.system.child_output import Sink
+from dpprof.system.console import say
+from dpprof.system.files import write_atomically
+from dpprof.system.hardware import available_cores
+
+_WORK, _WORK_HERE = (
+    "dpprof.experiments.launch.worker:work",
+    "dpprof.experiments.launch.worker:work_here",
+)
+
+_SIGNALS_SPREAD_S = 2.0
+"""A scheduler signals every process of a job, the worker perhaps before its supervisor."""
+
+
+def _slots(experiment: Experiment, instrument: str, threads: int | None) -> list[DeviceSlot]:
+    """Return the interchangeable devices that this experiment can run on.
+
+    Predictions run on the CPU, whatever device they are for, with the threads of a measurement
+    that has the machine to itself, of one rank of several.
+    """
+    cores = available_cores()
+    if instrument in PREDICTIONS:
+        number = max(1, (experiment.cpu_threads or cores) // experiment.world_size)
+        return [cpu_slot(number, shared=True)]
+    number = experiment.cpu_threads or min(threads or cores, cores)
+    gpus = gpu_slots(number, experiment.world_size) if experiment.device == "cuda" else []
+    return gpus or [cpu_slot(number)]  # too few GPUs: the worker says it
+
+
+class _Tried(NamedTuple):
+    """What came of an attempt."""
+
+    attempt: Attempt
+    measurement: Measurement | None = None
+    terminated: Terminated | None = None
+    """How a scheduler has ended this process meanwhile, if it has."""
+
+
+def _attempt(
+    isolation: Isolation,
+    experiment: Experiment,
+    instrument: str,
+    sink: Sink,
+    forks: Forks | None,
+) -> _Tried:
+    """Run the experiment in a worker and judge how the worker ended.
+
+    Other processes' use of the GPU is recorded before and after. With ``busy_gpu: refuse``
+    nothing runs beside it.
+
+    Raises:
+        Terminated: This process is to end, and no scheduler has said so.
+    """
+    uuid = isolation.slot.uuid
+    before, start = look_at(uuid), time.monotonic()
+    if experiment.busy_gpu == "refuse" and before.matter:
+        refusal = refuse_busy(before, experiment.wait_for_idle_gpu_s)
+        return _Tried(
+            Attempt(outcome="unsupported", error=refusal, wall_s=0.0, others_before=before)
+        )
+    with tempfile.TemporaryFile() as phase_file:
+        descriptor = phase_file.fileno()
+        mark = PhaseMark(descriptor)
+        try:
+            ended = (
+                _run_here(experiment, instrument, mark)
+                if is_lent(experiment.model)
+                else isolation.run(
+                    WorkerAnswer,
+                    _WORK,
+                    experiment.model_dump_json(),
+                    instrument,
+                    descriptor,
+                    timeout_s=experiment.timeout_s,
+                    sink=sink,
+                    pass_fds=(descriptor,),
+                    forks=forks,
+                )
+            )
+            if ended.returncode == -signal.SIGTERM and scheduler_job():
+                time.sleep(_SIGNALS_SPREAD_S)
+        except Terminated as terminated:
+            job, wall_s = scheduler_job(), time.monotonic() - start
+            if job is None:
+                raise
+            error = describe_end(job, terminated.number, mark.read())
+            attempt = Attempt(outcome="killed", error=error, wall_s=wall_s, others_before=before)
+            return _Tried(attempt, terminated=terminated)
+        phase = mark.read()
+    after = look_afterwards(uuid)
+    report = ended.answer or WorkerAnswer(outcome="timeout")
+    outcome, failure = report.outcome, report.error
+    if ended.answer is None and ended.timed_out:
+        message = f"ended after timeout_s = {experiment.timeout_s:g} s"
+        failure = Failure(kind="Timeout", message=message, phase=phase)
+    elif ended.answer is None:
+        limited = experiment.memory_limit_bytes is not None
+        outcome, failure = judge_death(ended.returncode, phase, ended.output, limited=limited)
+    if failure is not None and outcome == "oom":
+        failure = tell_others(failure, before, after)
+    attempt = Attempt(
+        outcome=outcome,
+        error=failure,
+        wall_s=ended.wall_s,
+        others_busy_cores=ended.others_busy_cores,
+        others_before=before,
+        others_after=after,
+    )
+    return _Tried(attempt, report.measurement)
+
+
+def _run_here(experiment: Experiment, instrument: str, mark: PhaseMark) -> Ended[WorkerAnswer]:
+    """Run a prediction of a model that only this process can build."""
+    start = time.monotonic()
+    answer = pkgutil.resolve_name(_WORK_HERE)(experiment, instrument, mark)
+    return Ended(answer, 0, False, "", time.monotonic() - start, 0.0)
+
+
+def supervise(
+    experiment: Experiment,
+    instrument: str,
+    replicate: int,
+    output: Path,
+    log_path: Path | None = None,
+    *,
+    traces: Path | None = None,
+    keep: bool = False,
+    threads: int | None = None,
+    longest_wait_s: float | None = None,
+    since_s: float = 0.0,
+    forks: Forks | None = None,
+) -> Result:
+    """Run one experiment until it ends in any way, and write one complete JSON.
+
+    The clock starts when the device's lock is held. A run that crashed or was killed is tried once
+    more. The result has every attempt.
+
+    The worker's output goes to ``log_path``, or to standard error; an instrument's traces go to
+    the folder ``traces``, if any. With ``keep``, an existing complete result of this run by the
+    present code is returned: a process wrote it after its Snakemake was killed. If a scheduler has
+    interrupted the run since ``since_s``, the sweep's beginning in seconds since 1970, its attempts
+    count as the first ones.
+
+    ``threads`` are those of a measurement whose experiment does not say ``cpu_threads``, at most
+    and by default one for each core. ``longest_wait_s`` bounds the wait for the lock;
+    ``DPPROF_MAX_WAIT_S`` where it is not given. ``forks`` starts workers of predictions.
+
+    Raises:
+        OSError: The result cannot be written; this is checked before the measurement.
+        DeviceBusyError: No device became free in that time.
+        Terminated: SIGTERM or SIGHUP has come. Under a scheduler the result is written all the
+            same, with the outcome killed.
+    """
+    slots = _slots(experiment, instrument, threads)
+    idle_s, busy_gpu = experiment.wait_for_idle_gpu_s, experiment.busy_gpu
+    digest = partial(code_digest, instrument, experiment)
+    with (
+        isolate(
+            output,
+            slots,
+            digest,
+            __file__,
+            longest_s=longest_wait_s,
+            why_not=judge_use([slot.uuid for slot in slots], idle_s, busy_gpu),
+        ) as isolation,
+        closing(Sink(log_path)) as sink,
+    ):
+        asked = (experiment.digest, instrument, replicate)
+        earlier = read_earlier(output, asked, digest, since_s) if keep else None
+        attempts = list(earlier.attempts) if earlier else []
+        for number, attempt in enumerate(attempts, start=1):
+            told = f": {attempt.error.message}" if attempt.error else ""
+            sink.write(f"dpprof: earlier attempt {number}: {attempt.outcome}{told}\n")
+        if earlier and not is_interrupted(earlier):
+            say("this code has already measured this run; its result is kept")
+            interrupted_path(output).unlink(missing_ok=True)
+            return earlier
+        isolation.begin(**{TRACES: "" if traces is None else str(traces)})
+        while True:
+            sink.write(f"dpprof: {experiment.id} {instrument} r{replicate}\n")
+            attempt, measurement, terminated = _attempt(
+                isolation, experiment, instrument, sink, forks
+            )
+            if attempt.error is not None and log_path is not None:
+                error = attempt.error.model_copy(update={"log": str(log_path)})
+                attempt = attempt.model_copy(update={"error": error})
+            attempts.append(attempt)
+            sink.write(f"dpprof: attempt {len(attempts)}: {attempt.outcome}\n")
+            if terminated or attempt.outcome not in RETRIED or len(attempts) >= MAX_ATTEMPTS:
+                break
+        facts = isolation.finish()
+        facts["provenance"] |= {"seed": experiment.seed, "spec_digest": experiment.digest}
+        facts["provenance"]["packages"] |= package_versions(model_libraries(experiment))
+        measured = (measurement or Measurement()).model_dump()
+        measured["reasons"] |= {"verification": JOINED}
+        result = write_record(
+            output,
+            Result,
+            {
+                **measured,
+                **facts,
+                "schema_version": SCHEMA_VERSION,
+                "experiment_id": experiment.id,
+                "experiment": experiment,
+                "spec_digest": experiment.digest,
+                "instrument": instrument,
+                "replicate": replicate,
+                "outcome": attempts[-1].outcome,
+                "error": attempts[-1].error,
+                "attempts": attempts,
+            },
+        )
+        # For a scheduler a job has failed, too, whose worker was killed for its memory.
+        if keep and scheduler_job() and result.outcome == "killed":
+            write_atomically(interrupted_path(output), output.read_bytes())
+        else:
+            interrupted_path(output).unlink(missing_ok=True)
+        if terminated:
+            say("the scheduler has ended this job; the attempt is recorded")
+            raise terminated
+    return result

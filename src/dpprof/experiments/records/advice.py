@@ -1,0 +1,135 @@
+"""What ``dpprof advise`` says: methods ranked for a target."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from dpprof.experiments.records.record import Part
+from dpprof.experiments.records.terms import Component, Phase
+
+Recommendation = Literal[
+    "baseline", "first", "close", "slower", "tight", "unranked", "wrong", "does not fit", "failed"
+]
+
+
+class Option(Part):
+    """One method, with its verdict and the numbers behind it."""
+
+    method: str = Field(description="the method")
+    verdict: Recommendation = Field(description="its rank among the methods, or why it has none")
+    private: bool = Field(description="whether it is private")
+    mechanism: str | None = Field(None, description="what makes it private; null: no verdict")
+    verified: bool | None = Field(None, description="whether its gradient is right; null: unknown")
+    largest_batch_size: int | None = Field(None, description="largest that is predicted to fit")
+    largest_peak_bytes: int | None = Field(None, description="predicted peak of that batch")
+    smallest_batch_size: int | None = Field(None, description="fewest samples that a step takes")
+    safe_batch_size: int | None = Field(None, description="largest that never releases the cache")
+    safe_peak_bytes: int | None = Field(None, description="predicted peak of that batch")
+    tokens_per_s: float | None = Field(None, description="predicted at the safe batch")
+    tokens_per_s_low: float | None = Field(None, description="lower end of the 90 % interval")
+    tokens_per_s_high: float | None = Field(None, description="upper end of the 90 % interval")
+    sample_s: float | None = Field(None, description="predicted seconds of a sample in that batch")
+    update_s: float | None = Field(
+        None, description="predicted seconds of noise and optimizer, which run once in a step"
+    )
+    tokens_per_s_at_most: float | None = Field(None, description="same at every operator's ceiling")
+    dp_flop_multiplier: float | None = Field(None, description="executed FLOPs over model FLOPs")
+    limited_by: str | None = Field(None, description="memory, fragmentation or search")
+    message: str | None = Field(None, description="why it is not advised, or has no batch")
+    checkpointing: str | None = Field(None, description="how blocks are checkpointed")
+    tokens_per_s_by_checkpointing: dict[str, float | None] | None = Field(
+        None, description="predicted for each way that was tried, where several were"
+    )
+
+
+OF_SEVERAL_WAYS = {"checkpointing", "tokens_per_s_by_checkpointing"}
+"""Fields that no table has as columns: checkpointing is an axis there."""
+
+
+class OnGpus(Part):
+    """One method on one number of GPUs, each with the largest safe batch."""
+
+    method: str
+    private: bool
+    gpus: int
+    safe_batch_size: int
+    """Of each GPU."""
+
+    tokens_per_s: float
+    """Of all GPUs together, predicted."""
+
+    tokens_per_s_low: float | None
+    """Lower end of the 90 % interval."""
+
+    tokens_per_s_high: float | None
+    """Upper end."""
+
+    tokens_per_s_per_gpu: float
+    efficiency: float
+    """Speed of a GPU over that with ``fewest_gpus``, the fewest that train with the method."""
+
+    fewest_gpus: int
+    gpu_hours_per_billion: float
+    """GPU hours for a billion tokens."""
+
+
+class OneMoreSample(Part):
+    """What a sample more than the advised batch would cost, and what that batch's peak is of."""
+
+    sample_bytes: int
+    """Predicted, from the nearest batches of which a peak is known."""
+
+    phase: Phase
+    """Where the peak is."""
+
+    peak_shares: dict[Component, float]
+    """The share of each component in the peak, the largest first."""
+
+
+class Advice(Part):
+    """Methods for a model, a sequence length and a target, best first."""
+
+    model: str
+    lora: str | None = None
+    """The adapters that are trained; None where the model has none."""
+
+    parallel: str | None = None
+    """The ranks, as ``fsdp x8``; batches are those of each. None for one process."""
+
+    gpus: int = 1
+    """How many there are."""
+
+    seq_len: int
+    image_size: int | None = None
+    """Height and width of images; None for text. An image counts as one token."""
+
+    dtype: str
+    checkpointing: str | None = None
+    """As asked; ``best`` where several ways were tried, of which each option has the fastest."""
+
+    execution: str = "eager"
+    """How kernels are started: ``eager``, or ``graph`` for a CUDA graph."""
+
+    head: str = "logits"
+    """How the loss is computed: from all ``logits``, ``chunked``, or ``kept``."""
+
+    target: str
+    budget_bytes: int | None
+    options: tuple[Option, ...]
+    one_more_sample: OneMoreSample | None = None
+    """With the advised method; None where no method is, or its peaks are not known."""
+
+    sure_of_memory: str
+    sure_of_time: str
+    whole: "Advice | None" = None
+    """The same for the model without adapters, where that was asked too."""
+
+    @property
+    def sides(self) -> "list[Advice]":
+        """The advice as asked, and that for the model without adapters, if there is one."""
+        return [self, *([] if self.whole is None else [self.whole])]
+
+    @property
+    def best(self) -> Option | None:
+        """The private method with the highest predicted speed; None where none fits."""
+        return next((option for option in self.options if option.verdict == "first"), None)

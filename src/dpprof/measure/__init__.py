@@ -1,0 +1,1 @@
+"""What watches real runs: devices, instruments, traces, monitor, verification of methods."""

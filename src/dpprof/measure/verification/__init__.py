@@ -1,0 +1,1 @@
+"""Proof that a method's clipped gradient is the reference's."""

@@ -1,0 +1,1 @@
+"""What a step will cost: FLOPs, memory, time, and how large a batch fits."""

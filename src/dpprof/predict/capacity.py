@@ -1,0 +1,399 @@
+"""Instrument ``capacity``: the largest batch that fits into memory, by estimates.
+
+The bytes of each instant of a step grow linearly with the batch, so the peak is a convex function
+of it. A line through two batches that fit may give too large a batch, and a line between one that
+fits and one that does not may give too small a batch. So a few estimates are enough. A batch counts
+as fitting only if its own estimate fits.
+
+On CUDA a batch fits if the simulated caching allocator finds room for every request: its segments
+can strand gigabytes that are free.
+
+A batch is safe if the allocator never has to release its cache for it. On a CPU, and for a method
+that takes one sample at a time, a batch is safe if it leaves a tenth of the memory.
+"""
+
+from collections.abc import Callable
+
+import psutil
+
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.target import Target
+from dpprof.experiments.records.result import Capacity, Measurement
+from dpprof.predict.estimate import Traces
+from dpprof.predict.memory.allocator_replay import Placement
+from dpprof.predict.memory.caching_allocator import DEFAULT, EXPANDABLE, OutOfMemoryError, Settings
+from dpprof.predict.tracing import find_target, state_estimate
+from dpprof.private.errors import UnsupportedError
+from dpprof.subjects.methods.training_step import Enter, TrainingStep
+from dpprof.subjects.setup import import_method
+
+MOST = 65_536
+"""No larger batch is tried."""
+
+GROWTH = 16
+"""The next batch is at most this many times the largest that fits, because the peaks of few samples
+may be equal."""
+
+FURTHER = 10
+"""The first batch that is tried has so many samples more than the smallest: few may take other
+ways. For most methods it has eleven, of which few sizes are multiples by chance."""
+
+SAFE_SHARE = 0.9
+"""The share of the memory for a safe batch, where the allocator is not simulated."""
+
+
+def search(
+    peak: Callable[[int], int],
+    budget: int,
+    known: dict[int, int],
+    *,
+    least: int = 1,
+    most: int = MOST,
+) -> int | None:
+    """Find the largest batch whose peak is within a budget.
+
+    Args:
+        peak: Predicts the peak of a batch size; called as rarely as possible.
+        budget: Bytes.
+        known: Peaks by batch that are known already; new ones are added.
+        least: The smallest batch to try.
+        most: The largest.
+
+    Returns:
+        The batch; None if not even the smallest fits.
+    """
+
+    def fits(batch: int) -> bool:
+        if batch not in known:
+            known[batch] = peak(batch)
+        return known[batch] <= budget
+
+    if not any(size <= budget for size in known.values()) and not fits(least):
+        return None
+    low = max(batch for batch, size in known.items() if size <= budget)
+    beyond = [batch for batch, size in known.items() if size > budget]
+    high = min(beyond, default=most + 1)
+    before = high - low
+    use_line = True
+    while high - low > 1:
+        # If the line did not halve the range, halve it, unless one batch is left.
+        by_line = max(min(_interpolate(known, low, high, budget), GROWTH * low), low + 1)
+        batch = min(by_line, high - 1) if use_line or by_line == low + 1 else (low + high) // 2
+        if fits(batch):
+            low = batch
+        else:
+            high = batch
+        use_line = high not in known or not use_line or 2 * (high - low) <= before
+        before = high - low
+    return low
+
+
+def _interpolate(known: dict[int, int], low: int, high: int, budget: int) -> int:
+    """Return the batch at which a line through two known batches reaches the budget."""
+    others = [batch for batch in known if batch != low]
+    if not others:
+        return low + 1
+    other = high if high in known else max(others)
+    slope = (known[other] - known[low]) / (other - low)
+    return high - 1 if slope <= 0 else low + int((budget - known[low]) / slope)
+
+
+def back_off(
+    holds: Callable[[int], bool],
+    most: int,
+    guess: Callable[[], int] | None = None,
+    *,
+    least: int = 1,
+) -> int | None:
+    """Find a batch for which something holds and for the next one does not.
+
+    Args:
+        holds: Called as rarely as possible; mostly holds for a batch if it does for a larger one.
+        most: The largest batch to try.
+        guess: Says where to look if it does not hold for that one; in the middle by default.
+        least: The smallest batch to try.
+
+    Returns:
+        The batch; None if it does not even hold for the smallest.
+    """
+    if holds(most):
+        return most
+    low, high, step = least - 1, most, 1
+    at = guess() if guess else (low + high) // 2
+    while high - low > 1:
+        at = min(max(at, low + 1), high - 1)
+        # From the guess in growing steps to where it changes, then halving what is left.
+        if holds(at):
+            low, at = at, at + step
+        else:
+            high, at = at, at - step
+        step *= 2
+        if low >= least and high < most:
+            at = (low + high) // 2
+    return low if low >= least else None
+
+
+def measure(experiment: Experiment, enter: Enter) -> Measurement:
+    """Find the largest batch of one experiment's model, method and sequence length.
+
+    Args:
+        experiment: The experiment; its batch size is ignored.
+        enter: Called as each phase begins.
+
+    Raises:
+        MemoryError: Not even the method's smallest batch fits.
+        UnsupportedError: The device is a GPU without a known target, or the method's smallest batch
+            is larger than the largest that is tried.
+    """
+    method = import_method(experiment)
+    target = find_target(experiment)
+    budget = _find_budget(experiment, target)
+    least = method.smallest_batch_size(experiment)
+    if least > MOST:
+        raise UnsupportedError(
+            f"{experiment.method} takes batches of at least {least:,} samples, and none of more "
+            f"than {MOST:,} is tried"
+        )
+    traces = Traces(experiment, enter, describing=False)
+    capacity = _find(method, batches := _Batches(experiment, traces, budget, least))
+    if capacity is None:
+        raise MemoryError(_explain(experiment, batches, _count_parameters(traces, least)))
+    if not traces.confirms(capacity.stated_batch_size):
+        traces.stop_interpolating()
+        capacity = _find(method, _Batches(experiment, traces, budget, least))
+        assert capacity is not None
+    stated_as = experiment.model_copy(update={"batch_size": capacity.stated_batch_size})
+    if target is None:  # its times rest on descriptions of calls
+        traces = Traces(experiment, enter)
+    measurement = state_estimate(traces.trace(capacity.stated_batch_size), stated_as)
+    return measurement.model_copy(update={"capacity": capacity})
+
+
+def _find(method: type[TrainingStep], batches: "_Batches") -> Capacity | None:
+    if method.one_at_a_time:
+        return _extrapolate(batches)
+    return _search_by_placement(batches) if batches.on_cuda else _search_by_size(batches)
+
+
+class _Batches:
+    """One experiment with many batch sizes."""
+
+    def __init__(self, experiment: Experiment, traces: Traces, budget: int, least: int) -> None:
+        self.budget = budget
+        self.least = least
+        self.peaks: dict[int, int] = {}
+        """Peaks of timelines by batch size."""
+
+        self.on_cuda = find_target(experiment) is not None
+        self._traces = traces
+        self._placed: dict[tuple[int, bool, Settings], Placement | None] = {}
+
+    def find_largest(self, *shares: float) -> list[int | None]:
+        """Find the largest batch whose peak is within each share of the budget; None for none."""
+        more = self.least + FURTHER
+        if more <= MOST and not self._traces.rule_out(self.least, more, self.budget):
+            guess = self._traces.frame(more, self.budget)
+            self._peak(more)
+            if self.least < guess < more:
+                self._peak(guess)
+        budgets = (int(share * self.budget) for share in shares)
+        return [search(self._peak, budget, self.peaks, least=self.least) for budget in budgets]
+
+    def _peak(self, batch_size: int) -> int:
+        if batch_size not in self.peaks:
+            self.peaks[batch_size] = self._traces.footprint(batch_size).peak_bytes
+        return self.peaks[batch_size]
+
+    def place(self, batch_size: int) -> Placement:
+        """Place a training with this batch size without a limit."""
+        if self.is_safe(batch_size):
+            placed = self.place_within(batch_size)
+        else:
+            placed = self._place(batch_size, limited=False)
+        assert placed is not None
+        return placed
+
+    def place_within(self, batch_size: int, settings: Settings = DEFAULT) -> Placement | None:
+        """Place a training with this batch size within the budget; None if it does not fit."""
+        return self._place(batch_size, limited=True, settings=settings)
+
+    def _place(
+        self, batch_size: int, *, limited: bool, settings: Settings = DEFAULT
+    ) -> Placement | None:
+        key = batch_size, limited, settings
+        if key not in self._placed:
+            footprint = self._traces.footprint(batch_size)
+            try:
+                self._placed[key] = footprint.place(self.budget if limited else None, settings)
+            except OutOfMemoryError:
+                self._placed[key] = None
+        return self._placed[key]
+
+    def is_safe(self, batch_size: int) -> bool:
+        """Return whether the allocator never has to release its cache, if it has the budget."""
+        placed = self.place_within(batch_size)
+        return placed is not None and not placed.retries
+
+    def back_off_from(self, batch_size: int, fits: Callable[[int], bool]) -> int | None:
+        """Find a batch that fits and whose successor does not, at most as large as one.
+
+        The first guess is what fits if the allocator reserves as much for each sample.
+        """
+
+        def guess() -> int:
+            return batch_size * self.budget // self.place(batch_size).peaks.reserved_bytes
+
+        return back_off(fits, batch_size, guess, least=self.least)
+
+    def find_need(self) -> int:
+        """Return the smallest batch's peak, or if that is free, what would be reserved."""
+        if self.peaks.get(self.least, 0) > self.budget:
+            return self.peaks[self.least]
+        peak, reserved = self.measure_need(self.least)
+        return reserved or peak
+
+    def measure_need(self, batch_size: int) -> tuple[int, int | None]:
+        """Return the peak of a batch, and what the allocator would reserve for it on CUDA."""
+        if not self.on_cuda:
+            return self._peak(batch_size), None
+        peaks = self.place(batch_size).peaks
+        return peaks.allocated_bytes, peaks.reserved_bytes
+
+
+def _search_by_size(batches: _Batches) -> Capacity | None:
+    """Search on a CPU, whose allocator has no pool."""
+    largest, safe = batches.find_largest(1, SAFE_SHARE)
+    if largest is None:
+        return None
+    return Capacity(
+        budget_bytes=batches.budget,
+        batch_size=largest,
+        peak_bytes=batches.peaks[largest],
+        next_peak_bytes=batches.peaks.get(largest + 1),
+        limited_by="memory" if largest < MOST else "search",
+        extrapolated=False,
+        safe_share=SAFE_SHARE,
+        safe_batch_size=safe,
+        safe_peak_bytes=None if safe is None else batches.peaks[safe],
+        stated_batch_size=safe or largest,
+        smallest_batch_size=batches.least,
+        estimates=dict(sorted(batches.peaks.items())),
+    )
+
+
+def _search_by_placement(batches: _Batches) -> Capacity | None:
+    """Search on CUDA: a batch fits if the caching allocator finds room for every request."""
+    [by_size] = batches.find_largest(1)
+    if by_size is None:
+        return None
+
+    largest = batches.back_off_from(
+        by_size, lambda batch_size: batches.place_within(batch_size) is not None
+    )
+    if largest is None:
+        return None
+    placed = batches.place_within(largest)
+    assert placed is not None
+    safe = batches.back_off_from(largest, batches.is_safe)
+    expandable = back_off(
+        lambda batch_size: batches.place_within(batch_size, EXPANDABLE) is not None,
+        by_size,
+        lambda: by_size - 1,
+        least=batches.least,
+    )
+    limited_by = "memory" if largest == by_size else "fragmentation"
+    peaks = batches.place(largest).peaks
+    return Capacity(
+        budget_bytes=batches.budget,
+        batch_size=largest,
+        peak_bytes=peaks.allocated_bytes,
+        reserved_bytes=peaks.reserved_bytes,
+        retries=placed.retries_in_last_step,
+        next_peak_bytes=batches.peaks.get(largest + 1),
+        limited_by="search" if largest == MOST else limited_by,
+        unfragmented_batch_size=by_size,
+        expandable_batch_size=expandable,
+        extrapolated=False,
+        safe_share=None,
+        safe_batch_size=safe,
+        safe_peak_bytes=None if safe is None else batches.place(safe).peaks.allocated_bytes,
+        stated_batch_size=safe or largest,
+        smallest_batch_size=batches.least,
+        estimates=dict(sorted(batches.peaks.items())),
+    )
+
+
+def _extrapolate(batches: _Batches) -> Capacity | None:
+    """Search along a line through the smallest batches of a method that takes one at a time.
+
+    On CUDA that is what the allocator would reserve, which grows in steps: by more samples it
+    grows at least as the peak does.
+    """
+    peak, reserved = batches.measure_need(batches.least)
+    if (reserved or peak) > batches.budget:
+        return None
+    last = batches.least + 2
+    few = {size: batches.measure_need(size) for size in range(batches.least, last + 1)}
+    peaks = _extend({size: peak for size, (peak, _) in few.items()})
+    line = _extend({size: reserved or peak for size, (peak, reserved) in few.items()})
+
+    def needs(size: int) -> int:
+        return max(line(size), line(min(size, last)) + peaks(size) - peaks(min(size, last)))
+
+    known: dict[int, int] = {}
+    largest = search(needs, batches.budget, known, least=batches.least)
+    if largest is None:
+        return None
+    safe = search(needs, int(SAFE_SHARE * batches.budget), known, least=batches.least)
+    return Capacity(
+        budget_bytes=batches.budget,
+        batch_size=largest,
+        peak_bytes=peaks(largest),
+        reserved_bytes=needs(largest) if batches.on_cuda else None,
+        next_peak_bytes=peaks(largest + 1) if largest + 1 in known else None,
+        limited_by="memory" if largest < MOST else "search",
+        extrapolated=True,
+        safe_share=SAFE_SHARE,
+        safe_batch_size=safe,
+        safe_peak_bytes=None if safe is None else peaks(safe),
+        stated_batch_size=min(batches.least + 1, largest),
+        smallest_batch_size=batches.least,
+        estimates={size: peaks(size) for size in sorted(known)},
+    )
+
+
+def _extend(few: dict[int, int]) -> Callable[[int], int]:
+    """Return the line through the two largest of a few batches, as a function of the batch size."""
+    last = max(few)
+    return lambda size: few.get(size) or few[last] + (size - last) * (few[last] - few[last - 1])
+
+
+def _find_budget(experiment: Experiment, target: Target | None) -> int:
+    """Return the experiment's limit, else the target's memory, else this machine's."""
+    if experiment.memory_limit_bytes is not None:
+        return int(experiment.memory_limit_bytes)
+    if target is None:  # ranks share it
+        return psutil.virtual_memory().total // experiment.world_size
+    return int(target.memory_bytes)
+
+
+def _count_parameters(traces: Traces, batch_size: int) -> int:
+    """Return the bytes of the parameters, of each rank of several."""
+    model, experiment = traces.facts(batch_size).model, traces.experiment
+    return model.parameters_bytes // experiment.shards
+
+
+def _explain(experiment: Experiment, batches: _Batches, parameters_bytes: int) -> str:
+    needed, there = (f"{size / 2**20:,.0f} MiB" for size in (batches.find_need(), batches.budget))
+    least = batches.least
+    samples = "one sample" if least == 1 else f"its smallest batch, {least:,} samples"
+    return (
+        f"{experiment.model_name} with {experiment.method} needs {needed} for {samples} of "
+        f"{experiment.seq_len:,} tokens, and there are {there}"
+        + (
+            f"; its parameters alone take {parameters_bytes / 2**20:,.0f} MiB: store them in 16 "
+            "bits (parameters_dtype), or take a larger card or several (parallel)"
+            if parameters_bytes > batches.budget
+            else ""
+        )
+    )

@@ -1,0 +1,390 @@
+"""Instrument ``estimate``, and traces of an experiment with any batch.
+
+Where the blocks of a model are equal, few of them are traced, and the whole follows
+(``memory.pattern``). Otherwise the whole is traced. A result says which it was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.records.result import Measurement, ModelFacts, NormChoice
+from dpprof.predict.memory.atoms import Recording
+from dpprof.predict.memory.footprint import Footprint
+from dpprof.predict.memory.pattern import Pattern, Sizes, interpolate
+from dpprof.predict.tracing import Facts, Traced, state_estimate, trace_whole
+from dpprof.subjects.methods.training_step import Enter
+from dpprof.subjects.models.blocks import Blocks, NotAlikeError, find_blocks, join, with_blocks
+
+_NEEDED = 3
+"""So many records are needed, each of one block more."""
+
+_MOST_LEAST = 3
+"""The smallest record has at most so many blocks."""
+
+_LINE = 3
+"""So many batches confirm that sizes are affine in the batch."""
+
+_SPARE = 20
+"""A guess at a batch is exceeded by this part of it."""
+
+
+def estimate(experiment: Experiment, enter: Enter) -> Measurement:
+    """Instrument ``estimate``: predict an experiment without the memory and time that it needs.
+
+    Args:
+        experiment: What to predict.
+        enter: Called as each phase begins.
+
+    Raises:
+        UnsupportedError: The device is a GPU without a known target.
+    """
+    return state_estimate(trace_steps(experiment, enter), experiment)
+
+
+def trace_steps(experiment: Experiment, enter: Enter) -> Traced:
+    """Trace a training, from few blocks where the whole follows from them.
+
+    Args:
+        experiment: What to trace.
+        enter: Called as each phase begins.
+
+    Raises:
+        UnsupportedError: The device is a GPU without a known target.
+    """
+    return Traces(experiment, enter).trace(experiment.batch_size)
+
+
+class Traces:
+    """Traces of one experiment with any batch size.
+
+    Args:
+        experiment: Its batch size does not matter.
+        enter: Called as each phase begins.
+        describing: Whether calls of operators are described, as the times of a processor need.
+    """
+
+    def __init__(self, experiment: Experiment, enter: Enter, *, describing: bool = True) -> None:
+        self.experiment = experiment
+        self._enter = enter
+        self._describing = describing
+        self._traced: dict[tuple[int, int], Traced] = {}
+        self._families: list[_Family] = []
+        self._footprints: dict[int, Footprint] = {}
+        self._why_whole = ""
+        self._interpolating = True
+
+        try:
+            self._blocks = find_blocks(experiment)
+        except NotAlikeError as error:
+            self._why_whole = str(error)
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters, gradients of those trained and the optimizer's moments; 0 where unknown."""
+        if self._why_whole:
+            return 0
+        experiment, blocks = self.experiment, self._blocks
+        copies = 4 if experiment.optimizer in ("adamw", "adamw-fused") else 2
+        return (copies * blocks.trained_bytes + blocks.frozen_bytes) // experiment.shards
+
+    def trace(self, batch_size: int) -> Traced:
+        """Return the trace of the whole model with a batch."""
+        try:
+            family = self._measure(batch_size)
+            recording = family.assemble(batch_size)
+            facts = self._extend_facts(batch_size, family)
+        except NotAlikeError as error:
+            return self._trace_whole(batch_size, str(error))
+        like = self._trace(batch_size, family.blocks.count)
+        return like._replace(
+            recording=recording,
+            facts=facts,
+            from_blocks=f"the {self._blocks.count} blocks follow from traces of "
+            f"{family.blocks.count} to {family.blocks.count + _NEEDED - 1}",
+        )
+
+    def facts(self, batch_size: int) -> Facts:
+        """Return the facts of the whole model with a batch."""
+        try:
+            return self._extend_facts(batch_size, self._measure(batch_size))
+        except NotAlikeError as error:
+            return self._trace_whole(batch_size, str(error)).facts
+
+    def footprint(self, batch_size: int) -> Footprint:
+        """Return what the training allocates with a batch.
+
+        It may follow from those of a smaller and of a larger batch, and then ``confirms`` must be
+        asked about a batch between these.
+        """
+        if batch_size not in self._footprints:
+            self._footprints[batch_size] = self._find_footprint(batch_size)
+        return self._footprints[batch_size]
+
+    def confirms(self, batch_size: int) -> bool:
+        """Trace a batch; return whether all that followed from other batches is on one line.
+
+        A line takes three batches, of which one may rest on one record: where there are two, one
+        between them is traced.
+        """
+        told = self.footprint(batch_size)
+        followed = [family for family in self._families if family.is_followed]
+        try:
+            measured = self._measure(batch_size).footprint(batch_size)
+            for family in followed:
+                if len(family.sizes) < _LINE:
+                    self._measure(sum(family.sizes) // 2)
+        except NotAlikeError:
+            return not followed
+        return told == measured and all(
+            family.is_line() and len(family.sizes) >= _LINE for family in followed
+        )
+
+    def stop_interpolating(self) -> None:
+        """Let no footprint follow from those of other batches, and forget those that did."""
+        self._interpolating = False
+        self._footprints.clear()
+
+    def rule_out(self, batch_size: int, further: int, budget: int) -> bool:
+        """Tell, from one and two blocks with a larger batch, whether a batch needs far too much.
+
+        Nothing is traced where not even parameters and moments fit.
+        """
+        if self.state_bytes > budget:
+            return True
+        if self._why_whole or self._blocks.count <= 1 + _NEEDED:
+            return False
+        one, two = (
+            Footprint.of(self._trace(further, count).recording).peak_bytes for count in (1, 2)
+        )
+        of_samples = one + (self._blocks.count - 1) * (two - one) - self.state_bytes
+        return self.state_bytes + of_samples * batch_size // further > budget
+
+    def frame(self, batch_size: int, budget: int) -> int:
+        """Trace a batch, and one that is a little too large for so many bytes, that once only.
+
+        Returns:
+            A batch that may need about so many bytes.
+        """
+        try:
+            family = self._measure(batch_size)
+            guess = family.guess_batch(batch_size, budget)
+            if guess > batch_size and self._interpolating:
+                too_large = guess + (guess - batch_size) // _SPARE + 2
+                more = self._trace(too_large, family.blocks.count + 1)
+                family.guess(too_large, more.recording, batch_size)
+        except NotAlikeError:
+            return batch_size
+        return guess
+
+    def _find_footprint(self, batch_size: int) -> Footprint:
+        if self._interpolating:
+            for family in self._families:
+                if family.reaches(batch_size):
+                    family.is_followed |= not family.has_measured(batch_size)
+                    return family.footprint(batch_size)
+        try:
+            return self._measure(batch_size).footprint(batch_size)
+        except NotAlikeError as error:
+            return Footprint.of(self._trace_whole(batch_size, str(error)).recording)
+
+    def _extend_facts(self, batch_size: int, family: "_Family") -> Facts:
+        few = [
+            self._trace(batch_size, family.blocks.count + further).facts
+            for further in range(2 if batch_size in family.others else _NEEDED)
+        ]
+        return extend_facts(few, family.blocks, self._blocks.count)
+
+    def _trace_whole(self, batch_size: int, why: str) -> Traced:
+        experiment = self.experiment.model_copy(update={"batch_size": batch_size})
+        return trace_whole(
+            experiment, self._enter, f"all were traced: {why}", describing=self._describing
+        )
+
+    def _trace(self, batch_size: int, blocks: int) -> Traced:
+        key = batch_size, blocks
+        if key not in self._traced:
+            experiment = self.experiment.model_copy(update={"batch_size": batch_size})
+            few = with_blocks(experiment, blocks)
+            self._traced[key] = trace_whole(few, self._enter, describing=self._describing)
+        return self._traced[key]
+
+    def _measure(self, batch_size: int) -> "_Family":
+        """Trace few blocks with a batch; return the family that its records belong to.
+
+        Raises:
+            NotAlikeError: The whole does not follow from few blocks.
+        """
+        if self._why_whole:
+            raise NotAlikeError(self._why_whole)
+        for family in self._families:
+            if family.has_measured(batch_size):
+                return family
+        for family in self._families:
+            least = family.blocks.count
+            few, more = (self._trace(batch_size, least + further) for further in range(2))
+            try:
+                family.sizes[batch_size] = family.pattern.measure(few.recording, more.recording)
+            except NotAlikeError:
+                continue
+            family.others.add(batch_size)
+            family.guessed.discard(batch_size)
+            return family
+        self._families.append(self._learn(batch_size))
+        return self._families[-1]
+
+    def _learn(self, batch_size: int) -> "_Family":
+        problem = NotAlikeError(f"there are {self._blocks.count} blocks")
+        enough = self._families[-1].blocks.count if self._families else 1
+        for least in range(enough, _MOST_LEAST + 1):
+            if self._blocks.count <= least + _NEEDED:
+                break
+            few = replace(self._blocks, count=least)
+            recordings = [
+                self._trace(batch_size, least + further).recording for further in range(_NEEDED)
+            ]
+            try:
+                pattern = Pattern(recordings, few)
+            except NotAlikeError as error:
+                problem = error
+            else:
+                return _Family(pattern, few, self._blocks.count, batch_size)
+        self._why_whole = str(problem)
+        raise problem
+
+
+class _Family:
+    """Batches whose records have the same atoms."""
+
+    def __init__(self, pattern: Pattern, blocks: Blocks, count: int, batch_size: int) -> None:
+        self.pattern = pattern
+        self.blocks = blocks
+        """The container, and the fewest blocks that were traced."""
+
+        self.sizes: dict[int, Sizes] = {batch_size: pattern.sizes}
+        self.others: set[int] = set()
+        """Batches of which two records were enough."""
+
+        self.guessed: set[int] = set()
+        """Batches of which there is one record, so that sizes may be wrong."""
+
+        self.is_followed = False
+        """Whether something rests on sizes that were not measured."""
+
+        self._count = count
+
+    def has_measured(self, batch_size: int) -> bool:
+        """Return whether the sizes of a batch are known, and not guessed."""
+        return batch_size in self.sizes and batch_size not in self.guessed
+
+    def guess(self, batch_size: int, more: Recording, known: int) -> None:
+        """Guess the sizes of a batch from one record, and from those of another batch.
+
+        Raises:
+            NotAlikeError: It has other atoms.
+        """
+        self.sizes[batch_size] = self.pattern.guess(more, batch_size / known)
+        self.guessed.add(batch_size)
+
+    def assemble(self, batch_size: int) -> Recording:
+        """Assemble the record of the whole model with a batch that was traced."""
+        return self.pattern.assemble(self._count, self.sizes[batch_size])
+
+    def footprint(self, batch_size: int) -> Footprint:
+        """Return the footprint of a batch that was traced, or that lies between such."""
+        sizes = self.sizes.get(batch_size) or self._interpolate(batch_size)
+        return self.pattern.footprint(self._count, sizes)
+
+    def reaches(self, batch_size: int) -> bool:
+        """Return whether a batch lies between others, none of which is beside their line."""
+        is_between = min(self.sizes) < batch_size < max(self.sizes)
+        return batch_size in self.sizes or (is_between and self.is_line())
+
+    def is_line(self) -> bool:
+        """Return whether no batch is beside the line through its neighbours."""
+        known = sorted(self.sizes)
+        return all(map(self._is_line, known, known[1:], known[2:]))
+
+    def guess_batch(self, batch_size: int, budget: int) -> int:
+        """Guess which batch needs so many bytes, from one that was traced.
+
+        Sizes that are multiples of the batch are taken to grow with it.
+        """
+        sizes = self.sizes[batch_size]
+        scaled = Sizes(*(np.where(one % batch_size, one, 2 * one) for one in sizes))
+        low, high = (self.pattern.footprint(self._count, one).peak_bytes for one in (sizes, scaled))
+        return batch_size + (batch_size * (budget - low) // (high - low) if high > low else 0)
+
+    def _is_line(self, low: int, middle: int, high: int) -> bool:
+        found = interpolate(low, high, middle, self.sizes[low], self.sizes[high])
+        size = self.pattern.footprint_sizes
+        traced = size(self._count, self.sizes[middle])
+        return np.array_equal(size(self._count, found), traced)
+
+    def _interpolate(self, batch_size: int) -> Sizes:
+        low = max(one for one in self.sizes if one < batch_size)
+        high = min(one for one in self.sizes if one > batch_size)
+        return interpolate(low, high, batch_size, self.sizes[low], self.sizes[high])
+
+
+def extend_facts(few: Sequence[Facts], blocks: Blocks, count: int) -> Facts:
+    """Return the facts of a model with more blocks from those of ``blocks.count`` and the next.
+
+    Raises:
+        NotAlikeError: They do not grow with the blocks.
+    """
+    first = few[0]
+    if any(one.samplers != first.samplers for one in few):
+        raise NotAlikeError("layers take other paths with one more block")
+
+    def extend(of_few: Sequence[int | None]) -> int | None:
+        known = [one for one in of_few if one is not None]
+        if len(known) < len(few):
+            return None
+        growth = {after - before for before, after in pairwise(known)}
+        if len(growth) != 1:
+            raise NotAlikeError("the model's size is not affine in the number of blocks")
+        return known[0] + (count - blocks.count) * growth.pop()
+
+    model = {
+        name: extend([getattr(facts.model, name) for facts in few])
+        for name in ModelFacts.model_fields
+    }
+    return first._replace(
+        model=ModelFacts.model_validate(model),
+        model_flops=extend([facts.model_flops for facts in few]),
+        norm_plan=_extend_plan([facts.norm_plan for facts in few], blocks, count),
+    )
+
+
+def _extend_plan(
+    few: Sequence[dict[str, NormChoice] | None], blocks: Blocks, count: int
+) -> dict[str, NormChoice] | None:
+    """Return the ways of all layers, in the order of the traces."""
+    first, *others = few
+    if first is None:
+        return None
+
+    def repeat(until: int) -> dict[str, NormChoice]:
+        assert first is not None
+        split = {name: blocks.split(name) for name in first}
+        inside = [name for name, (_, block) in split.items() if block == 0]
+        order = range(until)
+        numbers = [block for _, block in split.values() if block is not None]
+        if numbers and numbers[0] > numbers[-1]:
+            order = order[::-1]
+        names = list(first)
+        numbered = [at for at, name in enumerate(names) if split[name][1] is not None]
+        start, end = (numbered[0], numbered[-1] + 1) if numbered else (0, 0)
+        plan = {name: first[name] for name in names[:start]}
+        for block in order:
+            plan |= {str(join(split[name][0], block)): first[name] for name in inside}
+        return plan | {name: first[name] for name in names[end:]}
+
+    for further, other in enumerate(others, start=1):
+        if other != repeat(blocks.count + further):
+            raise NotAlikeError("the ways to norms differ with one more block")
+    return repeat(count)

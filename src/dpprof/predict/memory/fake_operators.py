@@ -1,0 +1,284 @@
+"""Runs operators on fake tensors, and remembers the shapes that each kind of call returns.
+
+``FakeTensorMode`` remembers them too, but takes five times as long to look one up.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, _meta_registrations
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from dpprof.predict.memory.recurrent_workspaces import run_layer, run_layer_backward
+from dpprof.private.norms.placement import is_simulated
+
+aten = torch.ops.aten
+
+
+def _unique_worst_case(x: Tensor, dim: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what ``unique_dim`` returns if all slices differ, the largest result."""
+    indices = x.new_empty((x.shape[dim],), dtype=torch.int64)
+    return x.new_empty(x.shape), indices, x.new_empty((0,), dtype=torch.int64)
+
+
+def _add_into(x: Tensor, other: Tensor, **options: Any) -> Tensor:
+    """Return ``out`` at once where it has the shape of the sum."""
+    out: Tensor = options["out"]
+    return out if x.shape == other.shape == out.shape else aten.add.out(x, other, **options)
+
+
+def _multiply_groups(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, _bias: Any = None, out_dtype: Any = None
+) -> Tensor:
+    """Return the products of groups in any dtype; PyTorch's own knows bfloat16 alone."""
+    make: Any = _meta_registrations._create_grouped_mm_output_tensor  # noqa: SLF001 (no public name)
+    product: Tensor = make(a, b, offs, out_dtype or a.dtype)
+    return product
+
+
+def _empty_after_group_norm(x: Tensor) -> Tensor:
+    """Return a tensor laid out as the input is, on CUDA contiguous (group_norm.cpp)."""
+    layout = torch.contiguous_format if is_simulated() else suggest_memory_format(x)
+    return torch.empty_like(x, memory_format=layout)
+
+
+def _norm_groups(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    B, _, _, groups, _ = sizes
+    scale = bias if weight is None else weight
+    dtype = x.dtype if scale is None or scale.dtype == x.dtype else torch.float32
+    mean, rstd = (x.new_empty((B, groups), dtype=dtype) for _ in range(2))
+    return _empty_after_group_norm(x), mean, rstd
+
+
+def _differentiate_group_norm(
+    _gradient: Tensor, x: Tensor, _mean: Tensor, _rstd: Tensor, weight: Tensor, *others: Any
+) -> tuple[Tensor | None, ...]:
+    of_x, *of_weight_and_bias = others[-1]
+    return (
+        _empty_after_group_norm(x) if of_x else None,
+        *(torch.empty_like(weight) if asked else None for asked in of_weight_and_bias),
+    )
+
+
+def _make_window(make: Any) -> Callable[..., Tensor]:
+    """Return what makes a window; a periodic one lacks the last element of its storage."""
+
+    def run(*args: Any, **options: Any) -> Tensor:
+        window: Tensor = make(*args, **options)
+        length, is_periodic = len(window), len(args) == 1 or args[1]
+        return window.new_empty((length + (length > 1 and is_periodic),))[:length]
+
+    return run
+
+
+_WINDOWS = {
+    overload: _make_window(overload)
+    for packet in (
+        *(aten.bartlett_window, aten.blackman_window, aten.hamming_window),
+        *(aten.hann_window, aten.kaiser_window),
+    )
+    for name in packet.overloads()  # type: ignore[no-untyped-call]
+    if "out" not in name
+    for overload in (getattr(packet, name),)
+}
+
+_INSTEAD: dict[Any, Callable[..., Any]] = {
+    aten.unique_dim.default: _unique_worst_case,
+    aten.add.out: _add_into,
+    aten._grouped_mm.default: _multiply_groups,  # noqa: SLF001
+    aten.native_group_norm.default: _norm_groups,
+    aten.native_group_norm_backward.default: _differentiate_group_norm,
+    **_WINDOWS,
+    aten.mkldnn_rnn_layer.default: run_layer,
+    aten.mkldnn_rnn_layer_backward.default: run_layer_backward,
+    aten._foreach_sqrt.default: lambda xs: [*map(aten.empty_like.default, xs)],  # noqa: SLF001
+}
+"""What to run instead of operators whose result's shape depends on elements, that return something
+else for fake tensors than for others, or lay it out otherwise, or that PyTorch decomposes for fake
+tensors, which takes most of a trace's time."""
+
+_DEPENDS_ON_MORE = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+}
+"""Operators whose results depend on elements, or that change the shape of what they are given."""
+
+_PLAIN = (
+    *(int, float, bool, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_default_device = torch._C._get_default_device  # noqa: SLF001 (no public name)
+_WithoutModes = torch._C._DisableTorchDispatch  # noqa: SLF001
+
+
+class _Plain(NamedTuple):
+    """A result that is no tensor."""
+
+    value: Any
+
+
+class _Given(NamedTuple):
+    """A result that is one of the arguments."""
+
+    number: int
+
+
+class _New(NamedTuple):
+    """A new tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    of: int | None
+    """The argument whose storage it has; None if it has its own."""
+
+
+class _Several(NamedTuple):
+    """A tuple or list of results."""
+
+    kind: type[tuple[Any, ...] | list[Any]]
+    each: "list[_Known]"
+
+
+_Known = _Plain | _Given | _New | _Several
+
+_known: dict[tuple[Any, ...], _Known | None] = {}
+"""What a call returns, by the operator and all that its result depends on; None where that is not
+remembered. It holds for all modes of this process."""
+
+
+class FakeOperators:
+    """Runs operators on the fake tensors of a mode.
+
+    Args:
+        mode: Must be active.
+
+    Example:
+        >>> with FakeTensorMode() as mode:
+        ...     x = torch.empty(3, 5)
+        ...     FakeOperators(mode)(torch.ops.aten.t.default, (x,), {}).shape
+        torch.Size([5, 3])
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an operator returns."""
+        if func in _INSTEAD:
+            return _INSTEAD[func](*args, **kwargs)
+        described = [func, torch.get_default_dtype(), _default_device(), *kwargs]
+        given: list[FakeTensor] = []
+        if not self._describe((*args, *kwargs.values()), described, given):
+            return func(*args, **kwargs)
+        key = tuple(described)
+        known = _known.get(key)
+        if known is not None:
+            return self._make(known, given)
+        out = func(*args, **kwargs)
+        if key not in _known:
+            again: list[Any] = described[: 3 + len(kwargs)]
+            is_same = self._describe((*args, *kwargs.values()), again, []) and again == described
+            _known[key] = _learn(func, out, given) if is_same else None
+        return out
+
+    def _describe(
+        self, values: Iterable[Any], described: list[Any], given: list[FakeTensor]
+    ) -> bool:
+        """Describe arguments, and list the tensors; return False for those that cannot be."""
+        for value in values:
+            if isinstance(value, FakeTensor):
+                if value.fake_mode is not self._mode or not _is_ordinary(value):
+                    return False
+                described += (
+                    *(value.dtype, value.fake_device, value.shape),
+                    *(value.stride(), value.storage_offset()),
+                )
+                given.append(value)
+            elif isinstance(value, _PLAIN):
+                described += (value.__class__, value)  # True is not 1
+            elif isinstance(value, list | tuple):
+                described.append(len(value))
+                if not self._describe(value, described, given):
+                    return False
+            elif isinstance(value, torch.Generator):
+                described.append(torch.Generator)
+            else:
+                return False
+        return True
+
+    def _make(self, known: _Known, given: list[FakeTensor]) -> Any:
+        if isinstance(known, _New):
+            shape, stride, dtype, device, offset, of = known
+            with _WithoutModes():
+                if of is None:
+                    made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                else:
+                    made = torch.empty(0, dtype=dtype, device="meta")
+                    made.set_(given[of].untyped_storage(), offset, shape, stride)
+            return FakeTensor(self._mode, made, device)
+        if isinstance(known, _Given):
+            return given[known.number]
+        if isinstance(known, _Several):
+            return known.kind(self._make(one, given) for one in known.each)
+        return known.value
+
+
+def _is_ordinary(tensor: FakeTensor) -> bool:
+    """Return whether shape, strides, dtype and device say all that results depend on."""
+    return (
+        tensor.constant is None
+        and tensor.layout is torch.strided
+        and not (tensor.dtype.is_complex or tensor.is_neg())
+    )
+
+
+def _learn(func: Any, out: Any, given: list[FakeTensor]) -> _Known | None:
+    """Return how to make a result again; None if it cannot be told from the arguments."""
+    is_known = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"  # noqa: SLF001
+    if not is_known or _DEPENDS_ON_MORE.intersection(func.tags):
+        return None
+    if isinstance(out, _PLAIN):
+        return _Plain(out)
+    if isinstance(out, list | tuple):
+        each = [_learn(func, one, given) for one in out]
+        found = [one for one in each if one is not None]
+        return _Several(type(out), found) if len(found) == len(each) else None
+    is_tensor = isinstance(out, FakeTensor) and _is_ordinary(out) and not out.requires_grad
+    return _learn_tensor(out, given) if is_tensor else None
+
+
+def _learn_tensor(out: FakeTensor, given: list[FakeTensor]) -> _Known | None:
+    storage = out.untyped_storage()
+    numbers = [number for number, one in enumerate(given) if one is out]
+    sharing = [
+        number
+        for number, one in enumerate(given)
+        if one.untyped_storage()._cdata == storage._cdata  # noqa: SLF001 (no public name)
+    ]
+    if len(numbers or sharing) > 1:  # later they may be different tensors
+        return None
+    if numbers:
+        return _Given(*numbers)
+    if not sharing and storage.nbytes() != _needed_bytes(out):
+        return None
+    shape, stride = tuple(out.shape), out.stride()
+    of = next(iter(sharing), None)
+    return _New(shape, stride, out.dtype, out.fake_device, int(out.storage_offset()), of)
+
+
+def _needed_bytes(tensor: Tensor) -> int:
+    """Return the size of the smallest storage that holds a tensor without an offset."""
+    if not tensor.numel():
+        return 0
+    steps: Iterator[int] = (
+        (length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return (1 + sum(steps)) * tensor.element_size()

@@ -1,0 +1,171 @@
+"""How long operators take on this machine, from those that were timed on it.
+
+An operator that was timed with the same arguments takes its own time. Any other operator takes the
+speed of the same operator in the same dtype at the nearest sizes, preferably with the same memory
+layout. A speed is a share of a roofline. The roofline's two peaks are the fastest product and the
+fastest traffic in the table, and no operator takes less time than the shortest call.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpprof.experiments.records.ceilings import ceilings_path, device_name, read_ceilings
+from dpprof.experiments.records.operators import OperatorShape, OperatorTable, OperatorTime
+from dpprof.predict.step_time.op_time import Z_90, OpTime, UnknownTimeError
+from dpprof.predict.step_time.plane import Floats, fit_plane, log2
+from dpprof.system.hardware import available_cores, cpu_name
+
+_NEIGHBOURS = 12
+_LEAST_SPREAD = 0.02
+_UNKNOWN_SPREAD = 0.7
+"""The spread of an operator that resembles no timed one."""
+
+
+_OTHER_LAYOUT = 5.0
+"""A different memory layout counts as much as this many doublings of a size."""
+
+_LARGE = 2**20
+"""Bytes: smaller data may be in a cache, so their speed is not the memory's bandwidth."""
+
+
+class _Group(NamedTuple):
+    """Timed operators of one kind: the logarithms of their sizes, and of their speeds."""
+
+    of_products: bool
+    sizes: Floats
+    layouts: NDArray[np.str_]
+    speeds: Floats
+
+    def fit(self, sizes: Floats, layout: str, usable: NDArray[np.bool_]) -> float:
+        """Return the logarithm of the speed at sizes, from the usable operators."""
+        apart = np.where(self.layouts == layout, 0.0, _OTHER_LAYOUT)
+        apart[~usable] = np.inf
+        return fit_plane(self.sizes, self.speeds, sizes, apart, _NEIGHBOURS)
+
+
+class OwnTable:
+    """The times of operators on this machine.
+
+    Args:
+        table: The timed operators.
+    """
+
+    def __init__(self, table: OperatorTable) -> None:
+        self.host_s, self.host_spread = table.host_s, table.host_spread
+        self.step_factor = table.step_factor
+        self.drift = table.drift or 0.0
+        self._known = {one.call: one for one in table.operators}
+        self._flops_per_s = max((one.flops / one.seconds for one in table.operators), default=1.0)
+        large = [one for one in table.operators if _moved_bytes(one) >= _LARGE]
+        self._bytes_per_s = max((_moved_bytes(one) / one.seconds for one in large), default=1e10)
+        self._least_s = min((one.seconds for one in table.operators), default=1e-6)
+        groups: dict[tuple[str, str], list[OperatorTime]] = defaultdict(list)
+        for one in table.operators:
+            groups[one.op, one.dtype].append(one)
+            groups[f"family {one.family}", one.dtype].append(one)
+        self._groups = {key: self._describe(some) for key, some in groups.items()}
+
+    def predict(self, shape: OperatorShape) -> OpTime:
+        """Predict the time of one call of an operator."""
+        known = self._known.get(shape.call)
+        if known is not None:
+            return OpTime(known.seconds, max(known.spread, _LEAST_SPREAD), "measured at this shape")
+        bound_s = self._bound_s(shape)
+        for name in (shape.op, f"family {shape.family}"):
+            group = self._groups.get((name, shape.dtype))
+            if group is not None and group.of_products == (shape.product is not None):
+                sizes = _sizes(shape, as_product=group.of_products)
+                usable = np.ones(len(group.speeds), dtype=bool)
+                seconds = bound_s / math.exp(group.fit(np.array(sizes), shape.layout, usable))
+                within = (group.sizes.min(axis=0) <= sizes) & (sizes <= group.sizes.max(axis=0))
+                if within.all():
+                    return OpTime(seconds, self.spread, "interpolated")
+                return OpTime(seconds, 2 * self.spread, "extrapolated")
+        return OpTime(bound_s, _UNKNOWN_SPREAD, "extrapolated")
+
+    @cached_property
+    def spread(self) -> float:
+        """Standard deviation of the logarithm of an interpolated time, from held-out shapes."""
+        errors = [abs(math.log(found / true)) for found, true, _ in self.hold_out()]
+        return float(np.quantile(errors, 0.9)) / Z_90 if errors else _UNKNOWN_SPREAD
+
+    def hold_out(self) -> list[tuple[float, float, OperatorTime]]:
+        """Predict each timed operator from those of other sizes.
+
+        Returns:
+            Predicted and timed seconds; operators that were timed at one size only are left out.
+        """
+        found = []
+        for one in self._known.values():
+            group = self._groups[one.op, one.dtype]
+            sizes = np.array(_sizes(one, as_product=group.of_products))
+            usable = (group.sizes != sizes).any(axis=1)
+            if usable.any():
+                speed = group.fit(sizes, one.layout, usable)
+                found.append((self._bound_s(one) / math.exp(speed), one.seconds, one))
+        return found
+
+    def _describe(self, some: Sequence[OperatorTime]) -> _Group:
+        of_products = all(one.product is not None for one in some)
+        return _Group(
+            of_products,
+            np.array([_sizes(one, as_product=of_products) for one in some], dtype=float),
+            np.array([one.layout for one in some]),
+            np.array([math.log(self._bound_s(one) / one.seconds) for one in some]),
+        )
+
+    def _bound_s(self, one: OperatorShape) -> float:
+        streamed_s = _moved_bytes(one) / self._bytes_per_s
+        return self._least_s + max(one.flops / self._flops_per_s, streamed_s)
+
+
+def read_own_table(root: Path, threads: int | None) -> OwnTable:
+    """Read the operators that were timed on this machine's processor.
+
+    Args:
+        root: The folder in which ``results`` is.
+        threads: The experiment's threads; None for all cores.
+
+    Raises:
+        UnknownTimeError: Nothing was timed, or by another PyTorch, or on another number of threads.
+        ResultError: The ceilings' file is cut, edited, or of another version.
+    """
+    cores = available_cores()
+    described = {"type": "cpu", "name": cpu_name(), "cores": cores}
+    here, threads = version("torch"), threads or cores
+    why = "no operators were timed on this machine"
+    with suppress(FileNotFoundError):
+        ceilings = read_ceilings(ceilings_path(root, device_name(described)))
+        table, timed_by = ceilings.operators, ceilings.provenance["packages"]["torch"]
+        if table is not None and timed_by == here and table.threads == threads:
+            return OwnTable(table)
+        if table is not None and timed_by != here:
+            why = f"operators were timed by PyTorch {timed_by}, and this is {here}"
+        elif table is not None:
+            why = f"operators were timed on {table.threads} threads, and this has {threads}"
+    raise UnknownTimeError(f"{why}; dpprof ceilings --device cpu --operators-of times them")
+
+
+def _moved_bytes(one: OperatorShape) -> int:
+    return one.read_bytes + one.written_bytes
+
+
+def _sizes(one: OperatorShape, *, as_product: bool) -> tuple[float, ...]:
+    """Return the logarithms of the sizes that a speed depends on, the weaker ones halved."""
+    if as_product and one.product is not None:
+        return tuple(_log(size) for size in one.product)
+    weak = _log(one.row) / 2, _log(one.written_bytes) / 2
+    return _log(_moved_bytes(one)), _log(one.flops), *weak
+
+
+def _log(size: int) -> float:
+    return log2(max(size, 1))

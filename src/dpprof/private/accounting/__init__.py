@@ -1,0 +1,1 @@
+"""The noise that keeps a privacy budget, and what was spent of it."""

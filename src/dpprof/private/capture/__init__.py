@@ -1,0 +1,1 @@
+"""Whole steps as CUDA graphs."""

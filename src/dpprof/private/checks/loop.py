@@ -1,0 +1,493 @@
+"""Runs steps of a user's own loop, reads the gradients that its optimizer gets, and undoes them.
+
+Shape legend: B samples.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule
+from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpprof.private.checks.batch import TrainingBatch
+from dpprof.private.checks.draws import Draws, Replay
+from dpprof.private.contributions.sums import dtype_of_sum
+from dpprof.private.engine.engine import Clipping
+from dpprof.private.loop import private_optimizer
+from dpprof.private.noise.noise_keys import NoiseKeys
+from dpprof.private.noise.optimizer import NoisyOptimizer
+from dpprof.private.refusals.released_state import is_same
+from dpprof.private.samples.company import WrongTrainingError, find_dropout
+from dpprof.private.samples.random_state import OtherGenerators, random_state_kept
+from dpprof.private.substitutes import substitute
+
+Gradients = dict[nn.Parameter, Tensor]
+PrivateOptimizer: TypeAlias = DPOptimizer | NoisyOptimizer
+"""Opacus's optimizer, or dpprof's with the same interface."""
+
+
+class WrongScaleError(WrongTrainingError):
+    """The losses of a batch are a multiple of those of its samples alone."""
+
+
+class Mechanism(NamedTuple):
+    """The settings of a loop that is written by hand, without a private optimizer."""
+
+    optimizer: Optimizer
+    max_grad_norm: float
+    noise_multiplier: float
+    expected_batch_size: float
+    """The divisor of the noisy sum; 1 for none."""
+
+
+class StepEffects(NamedTuple):
+    """The effects of one step."""
+
+    given: Gradients
+    """The gradients that the innermost optimizer was given; zeros where it was given none."""
+
+    moved: set[nn.Parameter]
+    in_16_bits: bool
+    squares: Gradients
+    """The squared norms of each sample by parameter, (B,), if a ``Clipping`` found them."""
+
+
+class StepWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether anything computes in 16 bits; ``silent`` makes Gaussian draws their means.
+
+    Args:
+        silent: Whether it does.
+        draws: Keeps or repeats the numbers that a loss draws, which stay.
+        generators: Gets the states of the user's generators, before they draw.
+    """
+
+    in_16_bits = False
+
+    def __init__(
+        self,
+        *,
+        silent: bool,
+        draws: Draws | Replay | None = None,
+        generators: dict[torch.Generator, Tensor] | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.silent = silent
+        self.draws = draws or Replay(Draws())
+        self.generators = {} if generators is None else generators
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if self.silent and name in ("add_noise_", "add_noise_in_threads_"):
+            args = *args[:3], 0.0, *args[4:]  # the standard deviation
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is not None and generator not in self.generators:
+            self.generators[generator] = generator.get_state()
+        out, is_of_loss = self.draws.call(func, args, kwargs)
+        if isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16):
+            self.in_16_bits = True
+        if self.silent and not is_of_loss and name in ("randn", "randn_like", "normal", "normal_"):
+            place = 1 if name == "normal_" else 0
+            mean = args[place] if name.startswith("normal") and len(args) > place else 0.0
+            out.copy_(mean) if isinstance(mean, Tensor) else out.fill_(mean)
+        return out
+
+
+class Loop:
+    """A user's model, loss, optimizer and step; each step that it takes is undone.
+
+    Args:
+        model: The model, wrapped or not.
+        loss: What the loop differentiates, from the model and a batch.
+        private: Opacus's optimizer, dpprof's, or the settings of a loop by hand.
+        step: One whole step on a batch; None: that of an ordinary loop.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Any],
+        private: PrivateOptimizer | Mechanism,
+        step: Callable[..., Any] | None,
+    ) -> None:
+        _refuse_unknown(private, step)
+        self.wrapped = model
+        self.loss = loss
+        self.private = private
+        self.by_hand = step is not None
+        self.step = step or self._step
+        self.draws = Draws()
+        """What the loss drew for the batch; every other call repeats it."""
+
+        self.others: OtherGenerators | None = None
+        self.generators: dict[torch.Generator, Tensor] = {}
+        """The states of generators of PyTorch that the loop has, before they drew."""
+
+        while isinstance(model, AbstractGradSampleModule):
+            model = model._module  # noqa: SLF001 (Opacus offers no other way that keeps its hooks)
+        self.model: nn.Module = model
+        self.names = {p: name for name, p in model.named_parameters()}
+        self.trained = [p for p in self.names if p.requires_grad]
+        self.hooks = _find_hooks(self.wrapped)
+        dropping = find_dropout(self.model)
+        self.dropout_off = [(one, name, 0.0) for one, name, _ in dropping]
+        """Modules that drop, their attributes with the rate, and no rate."""
+
+        # PyTorch's kernels of recurrent layers draw in an order of their own.
+        self.dropout = [one for one in dropping if not isinstance(one[0], nn.RNNBase)]
+        """Modules that drop with dropout on, their attributes with the rate, and their rates."""
+
+        self.training = {module: module.training for module in self.model.modules()}
+
+        self.clipping = private.clipping if isinstance(private, NoisyOptimizer) else None
+        optimizer: Any = private.optimizer if isinstance(private, Mechanism) else private
+        while isinstance(optimizer, PrivateOptimizer):
+            optimizer = optimizer.original_optimizer
+        self.optimizer = optimizer
+
+    def _step(self, *batch: Any, **named: Any) -> None:
+        private = self.private
+        assert isinstance(private, PrivateOptimizer)
+        private.zero_grad()
+        value = self.loss(self.wrapped, *batch, **named)
+        if isinstance(private, private_optimizer.PrivateOptimizer):
+            private.backward(value)
+        elif isinstance(private, NoisyOptimizer):
+            private.clipping.backward(value)
+        elif isinstance(value, Tensor) and value.dim():
+            torch.autograd.backward(value.mean() if self.averages else value.sum())
+        else:
+            value.backward()
+        private.step()
+
+    @property
+    def keys(self) -> NoiseKeys | None:
+        """What the noise of dpprof's optimizer follows from; None for another one."""
+        return self.private.keys if isinstance(self.private, NoisyOptimizer) else None
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the optimizer is that of ``make_private``, which knows the parts of batches."""
+        return isinstance(self.private, private_optimizer.PrivateOptimizer)
+
+    @property
+    def optimized(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer has."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def averages(self) -> bool:
+        """Whether the loss of a batch is a mean, and the sum of gradients is divided."""
+        return getattr(self.private, "loss_reduction", "mean") == "mean"
+
+    @property
+    def divisor(self) -> float:
+        """The divisor of the sum of clipped gradients."""
+        size = self.private.expected_batch_size if self.averages else 1
+        assert size is not None
+        return float(size)
+
+    @property
+    def groups(self) -> list[tuple[list[nn.Parameter], float]]:
+        """Parameters that are clipped together, and the bound of each group."""
+        if self.clipping is not None:
+            return self.clipping.groups
+        bounds = getattr(self.private, "max_grad_norms", None)
+        if bounds is not None:
+            return [([p], float(one)) for p, one in zip(self.optimized, bounds, strict=True)]
+        return [(self.trained, float(self.private.max_grad_norm))]
+
+    @property
+    def stability(self) -> float | None:
+        """That of normalised clipping; None for flat clipping."""
+        return None if self.clipping is None else self.clipping.stability
+
+    @property
+    def noise(self) -> float:
+        """The standard deviation of the noise in the gradients that the optimizer is given."""
+        private = self.private
+        return float(private.noise_multiplier * private.max_grad_norm) / self.divisor
+
+    def bounds_times(self, factor: float) -> AbstractContextManager[None]:
+        """Multiply every bound inside the context."""
+        holders = [one for one in (self.private, *self.hooks) if hasattr(one, "max_grad_norm")]
+        bounds = [(one, "max_grad_norm", one.max_grad_norm * factor) for one in holders]
+        several = getattr(self.private, "max_grad_norms", None)
+        if several is not None:
+            bounds.append((self.private, "max_grad_norms", [bound * factor for bound in several]))
+        return _setting(*bounds)
+
+    def record(self, batch: TrainingBatch) -> Any:
+        """Compute a plain loss, and keep what it draws, which every other call repeats."""
+        assert self.others is not None
+        self.draws = Draws(batch.samples)
+        before = self.others.read()
+        watch = StepWatcher(silent=False, draws=self.draws, generators=self.generators)
+        with self.plain() as model, watch:  # with gradients: a loss may contain one
+            value = batch.call(self.loss, model)
+        if self.others.read() != before:
+            self.draws.elsewhere = before
+        return value
+
+    @contextmanager
+    def drawing(self, sample: int | None = None, *, is_alone: bool = False) -> Iterator[Replay]:
+        """Repeat inside the context what the loss drew (``Replay``)."""
+        replay = Replay(self.draws, sample, is_alone=is_alone)
+        self.rewind()
+        watch = StepWatcher(silent=False, draws=replay, generators=self.generators)
+        with watch if self.draws.made else nullcontext():
+            yield replay
+
+    def rewind(self) -> None:
+        """Set NumPy's and Python's generators back, if the loss draws with them."""
+        if self.draws.elsewhere is not None:
+            assert self.others is not None
+            self.others.write(self.draws.elsewhere)
+
+    @contextmanager
+    def plain(self) -> Iterator[nn.Module]:
+        """Run the model without hooks and clipping inside the context."""
+        disabled = nullcontext() if self.clipping is None else self.clipping.disabled()
+        with _setting(*((hooks, "hooks_enabled", False) for hooks in self.hooks)), disabled:
+            yield self.model
+
+    def differentiate(self, losses: Tensor, *, retain_graph: bool = False) -> Gradients:
+        """Compute the ordinary gradient of losses; zeros where they depend on no parameter.
+
+        The losses are scaled as the clipping scales them, and the gradients scaled back.
+        """
+        scale = 1.0 if self.clipping is None else self.clipping.loss_scale
+        found = torch.autograd.grad(
+            scale * losses.sum(), self.trained, retain_graph=retain_graph, materialize_grads=True
+        )
+        if scale != 1:
+            found = tuple(one.to(dtype_of_sum(one)) / scale for one in found)
+        return dict(zip(self.trained, found, strict=True))
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Restore everything at the end; dropout is off and no accountant counts meanwhile.
+
+        ``dropout_on`` turns dropout on again.
+
+        Trained parameters that are all zero, such as an adapter's second matrix, are moved
+        meanwhile: others have no gradient behind them.
+        """
+        source = getattr(self.private, "generator", None)
+        off = _setting(*self.dropout_off)
+        with random_state_kept() as self.others, self._restored(), off, ExitStack() as stack:
+            stack.callback(self._restore_generators)
+            if self.clipping is not None:
+                stack.enter_context(self.clipping.first_batch_trusted())
+            if source is not None:
+                stack.callback(source.set_state, source.get_state())
+            if isinstance(self.private, PrivateOptimizer):
+                self.private.step_hook = None
+                self.private._step_skip_queue = []  # noqa: SLF001 (Opacus has no other way)
+                self.private._is_last_step_skipped = False  # noqa: SLF001 (within a batch)
+            if isinstance(self.private, NoisyOptimizer):
+                self.private.discard()  # the parts of a batch that the loop is in, until the end
+            if isinstance(self.private, private_optimizer.PrivateOptimizer):
+                self.private.spent, self.private.planned_steps = None, None
+            draw = torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                for parameter in self.trained:
+                    if not parameter.any():
+                        values = torch.randn(parameter.shape, generator=draw, dtype=torch.float32)
+                        parameter.copy_(0.02 * values)
+            yield
+
+    def _restore_generators(self) -> None:
+        for generator, state in self.generators.items():
+            generator.set_state(state)
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Evaluate the model inside the context, as ``eval()`` does."""
+        return _setting(*((module, "training", False) for module in self.training))
+
+    @contextmanager
+    def dropout_on(self) -> Iterator[None]:
+        """Train as usual inside the context, with the same random numbers each time."""
+        modes = ((module, "training", value) for module, value in self.training.items())
+        with torch.random.fork_rng(), _setting(*modes, *self.dropout):
+            torch.manual_seed(0)
+            yield
+
+    def _take_part(self, samples: int, *, is_empty: bool) -> None:
+        """Tell an optimizer of ``make_private`` that its data loader handed out a batch."""
+        if isinstance(self.private, private_optimizer.PrivateOptimizer):
+            self.private._part = None  # noqa: SLF001 (a batch may be under way, and is restored)
+            state = torch.get_rng_state()
+            self.private.take_part(private_optimizer.Part(samples, True, is_empty, state))
+
+    def take(
+        self, batch: TrainingBatch, *, silent: bool, times: int = 1, is_empty: bool = False
+    ) -> StepEffects | None:
+        """Take a step, and undo it; None if the optimizer made none. ``silent`` draws no noise.
+
+        Gradients are cleared before. ``times`` takes it from the same parameters again and again,
+        with what it left of gradients, and returns the last. ``is_empty`` says that the one sample
+        stands for a batch without.
+
+        Raises:
+            WrongTrainingError: The optimizer made several steps in one.
+        """
+        given: list[Gradients] = []
+
+        def look(*_: Any) -> None:
+            pairs = ((p, torch.zeros_like(p) if p.grad is None else p.grad) for p in self.trained)
+            given.append({p: gradient.clone() for p, gradient in pairs})
+
+        mode, squares = StepWatcher(silent=silent, generators=self.generators), Gradients()
+        with self._restored() as before:
+            if self.keys is not None:
+                self.keys.renew()  # or equal sums had equal noise in each try
+            if self.clipping is not None:
+                self.clipping.squares = squares
+            for parameter in self.names:
+                parameter.grad = None
+            optimizer = self.optimizer if isinstance(self.private, Mechanism) else self.private
+            optimizer.zero_grad()
+            with self.optimizer.register_step_pre_hook(look):
+                for _ in range(times):
+                    given.clear()
+                    squares.clear()
+                    self._write(before)
+                    split = batch.samples if self.by_hand else None
+                    mode.draws = Replay(self.draws, split=split)
+                    self.rewind()
+                    self._take_part(batch.samples, is_empty=is_empty)
+                    with mode:
+                        batch.call(self.step)
+            moved = {p for p in self.names if not torch.equal(p.detach(), before[p])}
+        if len(given) > 1:
+            raise WrongTrainingError(
+                f"one step on a batch steps the optimizer {len(given)} times, and an accountant "
+                "counts each"
+            )
+        if self.clipping is not None:
+            squares = {p: one / self.clipping.loss_scale**2 for p, one in squares.items()}
+        return StepEffects(given[0], moved, mode.in_16_bits, squares) if given else None
+
+    @torch.no_grad()
+    def _write(self, values: Mapping[Tensor, Tensor]) -> None:
+        for one, value in values.items():
+            if not is_same(one, value):  # a clipping refuses what is frozen and was written
+                one.copy_(value)
+
+    @contextmanager
+    def _restored(self) -> Iterator[dict[Tensor, Tensor]]:
+        """Restore values, gradients, attributes and the optimizer's state at the end.
+
+        Yields the values of parameters and buffers.
+        """
+        tensors = [*self.names, *self.model.buffers()]
+        values = {one: one.detach().clone() for one in tensors}
+        gradients = [(p, p.grad) for p in self.names]
+        owners = [*self.wrapped.modules(), *self.hooks, *tensors, self.optimizer, self.clipping]
+        owners.append(self.private if isinstance(self.private, PrivateOptimizer) else None)
+        owners.append(self.keys)
+        attributes = [(one, dict(vars(one))) for one in owners if one is not None]
+        groups = [(group, dict(group)) for group in self.optimizer.param_groups]
+        state = {
+            p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in one.items()}
+            for p, one in self.optimizer.state.items()
+        }
+        try:
+            yield values
+        finally:
+            for owner, own in attributes:
+                vars(owner).clear()
+                vars(owner).update(own)
+            for group, own in groups:
+                group.update(own)
+            self.optimizer.state.clear()
+            self.optimizer.state.update(state)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            self._write(values)
+
+
+@contextmanager
+def _setting(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Set attributes of objects, also properties, inside the context."""
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def _find_hooks(model: nn.Module) -> list[Any]:
+    """Find Opacus's hooks on a model, whether or not Opacus wraps it."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        hooks = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]  # noqa: SLF001
+        for one in (module, *hooks):
+            if isinstance(one, AbstractGradSampleHooks) and hasattr(one, "hooks_enabled"):
+                found[id(one)] = one
+    return list(found.values())
+
+
+def refuse_settings(loop: Loop) -> None:
+    """Compare the optimizer's parameters with the model's, and the bounds with each other."""
+    optimized = set(loop.optimized)
+    if not loop.trained:
+        raise WrongTrainingError("no parameter of the model requires a gradient")
+    for parameter in loop.trained:
+        if parameter not in optimized:
+            raise WrongTrainingError(
+                f"{loop.names[parameter]} is trained, and the optimizer does not have it"
+            )
+    for parameter in loop.optimized:
+        if parameter not in loop.names:
+            raise WrongTrainingError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
+                "model does not have"
+            )
+    for hooks in loop.hooks:
+        bound = getattr(hooks, "max_grad_norm", loop.private.max_grad_norm)
+        if not math.isclose(bound, loop.private.max_grad_norm, rel_tol=1e-6):
+            raise WrongTrainingError(
+                f"samples are clipped to a bound of {bound:g}, and the noise is for one of "
+                f"{loop.private.max_grad_norm:g}"
+            )
+
+
+@contextmanager
+def completed(clipping: Clipping, model: nn.Module) -> Iterator[NoisyOptimizer]:
+    """Give a clipping an optimizer without noise, inside the context.
+
+    An optimizer of its own may be in the middle of a batch in parts: the sums of those are kept.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sgd = torch.optim.SGD(trained, lr=1.0)
+    with ExitStack() as stack:
+        stack.enter_context(clipping.sums.put_aside())
+        for name in ("continues", "settings_of_step"):
+            stack.enter_context(substitute(clipping, name, getattr(clipping, name)))
+        yield NoisyOptimizer(sgd, clipping, noise_multiplier=0.0, expected_batch_size=1)
+
+
+def _refuse_unknown(private: Any, step: Any) -> None:
+    """Refuse an argument that does not say how a loop is private.
+
+    Raises:
+        TypeError: It is of another type, or its bound adapts.
+        ValueError: A loop by hand has no step.
+    """
+    if not isinstance(private, PrivateOptimizer | Mechanism):
+        raise TypeError(
+            "private must be an optimizer of Opacus, dpprof's NoisyOptimizer, a Clipping or a "
+            f"Mechanism, and is a {type(private).__name__}"
+        )
+    if isinstance(private, AdaClipDPOptimizer):
+        raise TypeError("private must clip to a fixed bound, and adapts it")
+    if isinstance(private, Mechanism) and step is None:
+        raise ValueError("a Mechanism describes a loop by hand; give the loop's step as step")

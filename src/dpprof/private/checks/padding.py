@@ -1,0 +1,52 @@
+"""Changes the padded tokens of a user's batch.
+
+Shape legend: B samples, T tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from dpprof.private.checks.batch import TrainingBatch
+from dpprof.private.samples.company import is_mask
+
+
+def change_padding(batch: TrainingBatch, padding: Tensor | None) -> TrainingBatch | str:
+    """Return the batch with other ids at padded tokens, or the reason why there is none.
+
+    Args:
+        batch: The batch.
+        padding: (B, T) bool, True at padded tokens. None: where a mask is zero. A mask is a tensor
+            of 0 and 1 whose zeros are at one end of every sample.
+
+    Raises:
+        ValueError: ``padding`` has another shape than any tokens of the batch.
+    """
+    if padding is None:
+        padding = next((part == 0 for part in batch.parts if is_mask(part)), None)
+        if padding is None:
+            return "the batch has no mask of 0 and 1; give the places as padding"
+    elif padding.dtype != torch.bool or all(part.shape != padding.shape for part in batch.parts):
+        raise ValueError(
+            f"padding must be bool and as large as the tokens, and is {padding.dtype} of "
+            f"{tuple(padding.shape)}"
+        )
+    if not padding.any():
+        return "no token of the batch is padding"
+    ids = next((part for part in batch.parts if _has_ids(part, padding)), None)
+    if ids is None:
+        return "the batch has no ids as large as the mask"
+    others = torch.unique(ids[~padding])
+    if len(others) < 2:  # noqa: PLR2004 (another id must exist)
+        return "the batch has only one id"
+    draw = torch.Generator().manual_seed(0)
+    at = torch.randint(len(others), (int(padding.sum()),), generator=draw).to(ids.device)
+    same = others[at] == ids[padding]
+    changed = ids.clone()
+    changed[padding] = others[(at + same) % len(others)]
+    return batch.map(lambda part: changed if part is ids else part)
+
+
+def _has_ids(part: Tensor, padding: Tensor) -> bool:
+    """Tell whether a tensor has an id for each token: no negative number, and it is no mask."""
+    is_whole = part.shape == padding.shape and part.dtype in (torch.int64, torch.int32)
+    return is_whole and bool((part >= 0).all()) and not is_mask(part)

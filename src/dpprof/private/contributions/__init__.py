@@ -1,0 +1,1 @@
+"""What each use of a parameter contributes to a sample's gradient: norms and sums."""

@@ -1,0 +1,603 @@
+"""What one use of a parameter contributes to the per-sample gradients, without computing them.
+
+A contribution holds the tensors that determine the per-sample gradients, such as activations and
+output gradients. Those of matrices and tables compute their weighted sum over samples; vectors are
+materialised first. Weights and sums are at least float32: a weight rounded to 16 bits could let a
+sample exceed its bound, and a sum rounded to 16 bits could move by more than one sample
+contributes.
+
+Shape legend: B samples, T tokens, d width of an input, p width of an output.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dpprof.private.allocation_marks import allocates_for_its_caller
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.norms import placement, triton_ops
+from dpprof.private.norms.convolution import Kernel, bound_size, sample_gradients, sum_weighted
+from dpprof.private.norms.float32_products import allows_tf32, convolutions_allow_tf32
+from dpprof.private.norms.rounding import size_of
+from dpprof.private.norms.scale import scale_gradients
+from dpprof.private.norms.tiles import (
+    REDUCED_SLICE,
+    accumulator_of,
+    may_weigh,
+    multiply,
+    spans,
+    square,
+)
+
+
+class Product(NamedTuple):
+    """Of a matrix that multiplies every token: ``g_b^T x_b``, (p, d)."""
+
+    x_BTd: Tensor
+    g_BTp: Tensor
+    transposed: bool = False
+    """Whether the parameter is (d, p), as in GPT-2's Conv1D."""
+
+    def transpose(self, like: "Product") -> "Product":
+        """Return the same with inputs and output gradients exchanged.
+
+        Both are scaled by powers of two, so that they are to each other as those of another use:
+        otherwise rounding errors of both uses together would seem too large.
+        """
+        x_BTd, g_BTp = self.g_BTp, self.x_BTd
+        if x_BTd.dtype != torch.float16:  # which could overflow
+            sizes = [
+                torch.linalg.vector_norm(one, dim=(1, 2), dtype=accumulator_of(one.dtype))
+                for one in (like.x_BTd, like.g_BTp, x_BTd, g_BTp)
+            ]
+            ratio_B = (sizes[0] / sizes[1]) * (sizes[3] / sizes[2])
+            power_B = (ratio_B.log2() / 2).round().nan_to_num(0, 0, 0)[:, None, None]
+            x_BTd = torch.ldexp(x_BTd, power_B.to(x_BTd.dtype))
+            g_BTp = torch.ldexp(g_BTp, -power_B.to(g_BTp.dtype))
+        return Product(x_BTd, g_BTp, not self.transposed)
+
+    def materialise(self, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+        """Compute the per-sample gradients; (B, p, d), or (B, d, p)."""
+        left, right = (x_BTd, g_BTp) if self.transposed else (g_BTp, x_BTd)
+        return multiply(left.transpose(1, 2), right)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether tensor cores multiply: they round operands of the sum to 16 bits or TF32."""
+        return _is_rounded(self.x_BTd)
+
+    @allocates_for_its_caller
+    def sum(self, weights_B: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Compute the weighted sum over samples; the weights scale the narrower operand.
+
+        It is added to ``onto``, where one is given, in its memory.
+        """
+        x, g = self.x_BTd, self.g_BTp
+        weights_B11 = weights_B[:, None, None]
+        if may_weigh(x):
+            if x.shape[2] <= g.shape[2]:
+                x = _weigh(x, weights_B)
+            else:
+                g = _weigh(g, weights_B)
+            left, right = (x, g) if self.transposed else (g, x)
+            left_mN, right_Nn = left.flatten(0, 1).t(), right.flatten(0, 1)
+            accumulator = accumulator_of(left.dtype)
+            if left.dtype != accumulator:
+                product = torch.mm(left_mN, right_Nn, out_dtype=accumulator)
+                return product if onto is None else onto.add_(product)
+            return left_mN @ right_Nn if onto is None else onto.addmm_(left_mN, right_Nn)
+        left, right = (x, g) if self.transposed else (g, x)
+        weights_N1 = weights_B11.expand(-1, x.shape[1], 1).flatten(0, 1)
+        left_Nm, right_Nn = left.flatten(0, 1), right.flatten(0, 1)
+        summed = weights_B.new_zeros(left_Nm.shape[1], right_Nn.shape[1]) if onto is None else onto
+        for some in spans(len(left_Nm), REDUCED_SLICE):
+            summed.addmm_((left_Nm[some] * weights_N1[some]).t(), right_Nn[some].to(summed.dtype))
+        return summed
+
+
+def _weigh(x_BTd: Tensor, weights_B: Tensor) -> Tensor:
+    """Multiply samples by their weights, and round to their dtype."""
+    if triton_ops.is_fused(x_BTd) and x_BTd.stride()[1:] == (x_BTd.shape[2], 1):
+        weighed_BTd: Tensor = triton_ops.weigh(x_BTd, weights_B)
+        return weighed_BTd
+    return torch.mul(x_BTd, weights_B[:, None, None], out=torch.empty_like(x_BTd))
+
+
+def _is_rounded(x: Tensor) -> bool:
+    is_float32 = x.dtype in (torch.float32, torch.float16)  # which is cast
+    return placement.is_cuda(x) and (x.dtype is torch.bfloat16 or (is_float32 and allows_tf32()))
+
+
+AT_ONCE_BYTES = 2**28
+"""About how many bytes of output gradients a ``ChunkedProduct`` computes at a time."""
+
+
+def samples_in_a_chunk(T: int, p: int, itemsize: int) -> int:
+    """Return how many samples' output gradients a ``ChunkedProduct`` computes at a time."""
+    return max(1, AT_ONCE_BYTES // max(1, T * p * itemsize))
+
+
+class ChunkedProduct(NamedTuple):
+    """A ``Product`` whose output gradients are there, or computed, for some samples at a time."""
+
+    x_BTd: Tensor
+    gradients_of: Callable[[slice], Tensor]
+    """Computes those of some samples, (b, T, p); of each sample the same every time."""
+
+    p: int
+
+    read: tuple[Tensor, ...]
+    """What ``gradients_of`` reads that other code has too."""
+
+    grams_BTT: Tensor | None = None
+    """Gram matrices of the output gradients, where they are known already."""
+
+    incoming_BT: Tensor | None = None
+    """By what the inputs are multiplied in place of the output gradients, where these are kept."""
+
+    release: Callable[[slice], None] | None = None
+    """Frees what is kept of some samples, as ``parts`` yields them, where nothing needs it again;
+    None where output gradients are not kept."""
+
+    @property
+    def is_rounded(self) -> bool:
+        """As of ``Product``."""
+        return _is_rounded(self.x_BTd)
+
+    @property
+    def outlasts_gradients(self) -> bool:
+        """Whether kept output gradients take at least the bytes of the per-sample gradients."""
+        _, T, d = self.x_BTd.shape
+        of_gradients = accumulator_of(self.x_BTd.dtype).itemsize * d
+        return self.release is not None and of_gradients <= self.x_BTd.element_size() * T
+
+    def parts(self) -> Iterator[tuple[slice, Product]]:
+        """Compute the product of some samples after the other."""
+        B, T, _ = self.x_BTd.shape
+        for some in spans(B, samples_in_a_chunk(T, self.p, self.x_BTd.element_size())):
+            yield some, Product(self.x_BTd[some], self.gradients_of(some))
+
+    @allocates_for_its_caller
+    def sum(self, weights_B: Tensor) -> Tensor:
+        """Compute the weighted sum over samples."""
+        summed: Tensor | None = None
+        for some, product in self.parts():
+            summed = product.sum(weights_B[some], summed)
+        assert summed is not None
+        return summed
+
+    def largest(self) -> Tensor:
+        """Compute the largest output gradient of each token; (B, T, 1)."""
+        largest_BT1 = torch.cat(
+            [
+                torch.linalg.vector_norm(product.g_BTp, torch.inf, dim=2, keepdim=True)
+                for _, product in self.parts()
+            ]
+        )
+        return (
+            largest_BT1 if self.incoming_BT is None else largest_BT1 * self.incoming_BT[:, :, None]
+        )
+
+    def without(self, excluded_B: Tensor) -> "ChunkedProduct":
+        """Return it with some samples set to zero."""
+        excluded_B11 = excluded_B.to(self.x_BTd.device)[:, None, None]
+
+        def gradients_of(some: slice) -> Tensor:
+            return self.gradients_of(some).masked_fill(excluded_B11[some], 0)
+
+        return self._replace(
+            x_BTd=self.x_BTd.masked_fill(excluded_B11, 0), gradients_of=gradients_of
+        )
+
+
+def refuse_computed_again(contributions: Iterable[tuple[Any, Any]]) -> None:
+    """Refuse output gradients that need a weight again which ``fully_shard`` may have freed.
+
+    Raises:
+        UnsupportedError: There are some.
+    """
+    for _, one in contributions:
+        if isinstance(one, ChunkedProduct) and one.release is None:
+            raise UnsupportedError(
+                "under fully_shard a head that is trained keeps the gradients of its outputs: give "
+                "linear_cross_entropy keep=True"
+            )
+
+
+def refuse_float16(contributions: Iterable[tuple[Any, Any]]) -> None:
+    """Refuse numbers that overflow where a sum makes them larger, as normalised clipping may.
+
+    Raises:
+        UnsupportedError: There are some.
+    """
+    for _, one in contributions:
+        if any(isinstance(part, Tensor) and part.dtype == torch.float16 for part in one):
+            raise UnsupportedError(
+                "normalised clipping makes short gradients longer, for which float16 has too small "
+                "a range; use bfloat16, or flat clipping"
+            )
+
+
+class Convolution(NamedTuple):
+    """Of the weight of a convolution, (O, C / groups, ...) as ``norms.convolution`` names them."""
+
+    x: Tensor
+    """(B, C, ...); of a transposed convolution the output gradients."""
+
+    g: Tensor
+    """(B, O, ...); of a transposed convolution the inputs."""
+
+    kernel: Kernel
+    transposed: bool = False
+
+    @staticmethod
+    def materialise(
+        x: Tensor,
+        g: Tensor,
+        kernel: Kernel,
+        transposed: bool = False,  # noqa: ARG004 (as a field)
+    ) -> Tensor:
+        """Compute the per-sample gradients, (B, *weight)."""
+        return sample_gradients(x, g, kernel)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether tensor cores multiply: 16 bits are cast for the sum, so they round to TF32."""
+        is_exact = self.x.dtype == torch.float64 or not convolutions_allow_tf32()
+        return placement.is_cuda(self.x) and not is_exact
+
+    @property
+    def output_gradients(self) -> Tensor:
+        """Places last but one, (B, L, channels of the output)."""
+        gradients = self.x if self.transposed else self.g
+        return gradients.flatten(2).transpose(1, 2)
+
+    @allocates_for_its_caller
+    def sum(self, weights_B: Tensor) -> Tensor:
+        """Compute the weighted sum over samples; the weights scale the smaller operand."""
+        return sum_weighted(self.x, self.g, self.kernel, weights_B)
+
+
+class Lookup(NamedTuple):
+    """Of a lookup table, (rows, d); the padding row has no gradient."""
+
+    ids_BT: Tensor
+    g_BTd: Tensor
+    rows: int
+    padding: int
+    """Row without a gradient, -1 for none."""
+
+    @property
+    def trained_BTd(self) -> Tensor:  # noqa: N802 (its shape)
+        """The output gradients, zero at padding."""
+        if self.padding < 0:
+            return self.g_BTd
+        return self.g_BTd.masked_fill((self.ids_BT == self.padding)[:, :, None], 0)
+
+    @allocates_for_its_caller
+    def sum(self, weights_B: Tensor) -> Tensor:
+        """Compute the weighted sum over samples."""
+        summed: Tensor = torch.ops.aten.embedding_dense_backward(
+            self.g_BTd * weights_B[:, None, None], self.ids_BT, self.rows, self.padding, False
+        )
+        return summed
+
+
+class BesideScale:
+    """What the per-sample gradients of a scale come with.
+
+    Args:
+        is_shifted: Whether the same layer has a shift.
+    """
+
+    def __init__(self, *, is_shifted: bool) -> None:
+        self.is_shifted = is_shifted
+        self.gradients: Tensor | None = None
+        """Those of the shift, where they are there too."""
+
+        self.squares_B: Tensor | None = None
+        """The squares of all terms that were added up, where they are known."""
+
+
+class Shift(NamedTuple):
+    """Of a vector that is added to every token, (p,)."""
+
+    g_BTp: Tensor
+    beside: BesideScale | None = None
+    """Shared with the scale of the same layer, if there is one."""
+
+    def materialise(self, g_BTp: Tensor, beside: BesideScale | None = None) -> Tensor:
+        """Compute the per-sample gradients; (B, p)."""
+        if beside is not None and beside.gradients is not None:
+            found, beside.gradients = beside.gradients, None
+            return found
+        return g_BTp.sum(1, dtype=accumulator_of(g_BTp.dtype))
+
+
+class Scale(NamedTuple):
+    """Of a vector that scales every normalised token, (d,)."""
+
+    x_BTd: Tensor
+    mean_BT1: Tensor | None
+    rstd_BT1: Tensor
+    g_BTd: Tensor
+    beside: BesideScale | None = None
+    """Shared with the shift of the same layer."""
+
+    def materialise(
+        self,
+        x_BTd: Tensor,
+        mean_BT1: Tensor | None,
+        rstd_BT1: Tensor,
+        g_BTd: Tensor,
+        beside: BesideScale | None = None,
+    ) -> Tensor:
+        """Compute the per-sample gradients; (B, d)."""
+        given = x_BTd, g_BTd, mean_BT1, rstd_BT1
+        is_shifted = beside is not None and beside.is_shifted
+        found, of_shift, squares_B = scale_gradients(*given, shifted=is_shifted)
+        if beside is not None:
+            beside.gradients, beside.squares_B = of_shift, squares_B
+        return found
+
+
+class SampleGradients(NamedTuple):
+    """The per-sample gradients themselves."""
+
+    gradients: Tensor
+    """(B, *shape of the parameter)."""
+
+    is_own: bool = False
+    """Whether nothing else has the tensor, so that it may be overwritten."""
+
+    @staticmethod
+    def materialise(gradients: Tensor, is_own: bool = False) -> Tensor:  # noqa: ARG004 (as a field)
+        """Return them."""
+        return gradients
+
+    @allocates_for_its_caller
+    def sum(self, weights_B: Tensor) -> Tensor:
+        """Compute the weighted sum over samples; that of one sample may take its place."""
+        flat = self.gradients.flatten(1)
+        weights_B = weights_B.to(torch.promote_types(weights_B.dtype, flat.dtype))
+        if self.is_own and len(flat) == 1 and flat.dtype == weights_B.dtype:
+            return self.gradients[0].mul_(weights_B[0])
+        if flat.dtype == weights_B.dtype:
+            return (weights_B @ flat).view(self.gradients.shape[1:])
+        summed = weights_B.new_empty(flat.shape[1])
+        for some in spans(len(summed), REDUCED_SLICE**2):
+            summed[some] = weights_B @ flat[:, some].to(weights_B.dtype)
+        return summed.view(self.gradients.shape[1:])
+
+
+class GradientsInParts(NamedTuple):
+    """The per-sample gradients themselves, of some samples after the other."""
+
+    parts: tuple[SampleGradients, ...]
+
+    @allocates_for_its_caller
+    def sum(self, weights_B: Tensor) -> Tensor:
+        """Compute the weighted sum over samples."""
+        return _add_up(part.sum(weights_B[some]) for some, part in self._spans())
+
+    def take(self, at: int) -> SampleGradients:
+        """Return the gradient of one sample."""
+        some, part = next(pair for pair in self._spans() if at < pair[0].stop)
+        return SampleGradients(part.gradients[at - some.start : at - some.start + 1])
+
+    def without(self, excluded_B: Tensor) -> "GradientsInParts":
+        """Return it with some samples set to zero."""
+        excluded_B11 = excluded_B.to(self.parts[0].gradients.device)[:, None, None]
+        filled = [
+            SampleGradients(part.gradients.masked_fill(excluded_B11[some], 0))
+            for some, part in self._spans()
+        ]
+        return GradientsInParts(tuple(filled))
+
+    def _spans(self) -> Iterator[tuple[slice, SampleGradients]]:
+        """Yield the samples of each part, and the part."""
+        start = 0
+        for part in self.parts:
+            yield slice(start, start := start + len(part.gradients)), part
+
+
+@allocates_for_its_caller
+def _add_up(parts: Iterable[Tensor]) -> Tensor:
+    """Add parts up in the memory of the first; there is at least one."""
+    return functools.reduce(Tensor.add_, parts)
+
+
+Direct = Shift | Scale | SampleGradients
+"""Their per-sample gradients are always materialised: they are small, or known no other way."""
+
+Summable = Product | ChunkedProduct | Convolution | Lookup | SampleGradients
+"""Their weighted sum can be computed."""
+
+Contribution = Summable | Direct
+
+
+class Several(NamedTuple):
+    """Several uses of one parameter, whose per-sample gradients are materialised and added."""
+
+    uses: tuple[Direct | Convolution, ...]
+
+    @staticmethod
+    def materialise(uses: "tuple[Direct | Convolution, ...]") -> Tensor:
+        """Compute the per-sample gradients."""
+        return torch.stack([one.materialise(*one) for one in uses]).sum(0)
+
+
+Merged = Contribution | Several
+
+Kept = Summable | GradientsInParts
+"""What is kept until the norms are known."""
+
+
+def device_of(kept: Kept) -> torch.device:
+    """Return the device of what is kept."""
+    first = kept.parts[0] if isinstance(kept, GradientsInParts) else kept
+    return first[0].device
+
+
+def storage_of(x: Tensor) -> StorageWeakRef:
+    """Identify the memory that a tensor, and each view of it, holds, without holding it.
+
+    No other storage is equal to it: an address alone may be that of a later one.
+    """
+    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def materialise_vector(contribution: Contribution) -> Summable:
+    """Compute the per-sample gradients of a vector; leave other contributions as they are."""
+    if isinstance(contribution, Shift | Scale):
+        return SampleGradients(contribution.materialise(*contribution))
+    return contribution
+
+
+def find_size(contribution: Merged, squared: Callable[[Tensor], Tensor] = square) -> Tensor | None:
+    """Find the square of what rounding of materialised gradients is relative to; (B,).
+
+    Args:
+        contribution: What was materialised.
+        squared: Sums each sample's squares, unless it knows them already.
+
+    Returns:
+        As ``norms.rounding`` says; None where no tokens are added up, or nothing is known. Vectors
+        on CUDA are not looked at: each would take several launches.
+    """
+    match contribution:
+        case Several(uses):
+            sizes = [size_B for size_B in map(_find_size, uses) if size_B is not None]
+            return len(uses) * torch.stack(sizes).sum(0) if len(sizes) == len(uses) else None
+        case SampleGradients() | Lookup() | ChunkedProduct():
+            return None
+        case Convolution(_, g) if g.shape[2:].numel() == 1:
+            return None
+        case Product(one) | Shift(one) | Scale(one) if one.shape[1] == 1:
+            return None
+    return _find_size(contribution, squared)
+
+
+def _find_size(
+    contribution: Contribution, squared: Callable[[Tensor], Tensor] = square
+) -> Tensor | None:
+    match contribution:
+        case Product(x_BTd, g_BTp):
+            return size_of(squared(x_BTd), squared(g_BTp))
+        case Convolution(x, g, kernel):
+            return bound_size(x, g, kernel, squared)
+        case SampleGradients(gradients):
+            return square(gradients)
+        case Shift(g_BTp) if not placement.is_cuda(g_BTp):
+            return g_BTp.shape[1] * squared(g_BTp)
+        case Scale(x_BTd, beside=BesideScale(squares_B=Tensor() as squares_B)):
+            return x_BTd.shape[1] * squares_B
+    return None
+
+
+def may_join(parameter: Tensor, gradients: Tensor) -> bool:
+    """Tell whether per-sample gradients are worth a copy beside others: on CUDA, of a vector."""
+    return parameter.dim() == 1 and placement.is_cuda(gradients)
+
+
+def zero_samples(contribution: Kept, excluded_B: Tensor) -> Kept:
+    """Set some samples to zero. A weight of zero is not enough: 0 times NaN is NaN."""
+    if isinstance(contribution, ChunkedProduct | GradientsInParts):
+        return contribution.without(excluded_B)
+
+    def fill(part: Tensor) -> Tensor:
+        return part.masked_fill(excluded_B.to(part.device).view(-1, *(1,) * (part.dim() - 1)), 0)
+
+    numbers: dict[str, Any] = {
+        name: fill(part)
+        for name, part in contribution._asdict().items()
+        if isinstance(part, Tensor) and part.is_floating_point()
+    }
+    return contribution._replace(**numbers)
+
+
+def merge_uses(contributions: Sequence[Contribution]) -> list[Merged] | None:
+    """Combine the contributions of several uses of one parameter.
+
+    Several uses of a matrix, or of a table, equal one use with the tokens of all; those of vectors
+    and convolutions stay ``Several``.
+
+    Returns:
+        One contribution for each kind of use; None if the kinds cannot be combined.
+    """
+    products = [one for one in contributions if isinstance(one, Product)]
+    chunked = [one for one in contributions if isinstance(one, ChunkedProduct)]
+    lookups = [one for one in contributions if isinstance(one, Lookup)]
+    others = [one for one in contributions if isinstance(one, Direct | Convolution)]
+    if (lookups and others) or (others and products):
+        return None
+    if chunked and (len(chunked) > 1 or products or others):
+        return None
+    merged: list[Merged] = [*chunked]
+    if products:
+        transposed = products[0].transposed and not lookups
+        like = next((p for p in products if p.transposed == transposed), products[0])
+        products = [p if p.transposed == transposed else p.transpose(like) for p in products]
+        x, g = _join_tokens(p.x_BTd for p in products), _join_tokens(p.g_BTp for p in products)
+        merged.append(Product(x, g, transposed))
+    if lookups:
+        padding = lookups[0].padding
+        if any(one.padding != padding for one in lookups):
+            lookups = [one._replace(g_BTd=one.trained_BTd, padding=-1) for one in lookups]
+            padding = -1
+        ids = _join_tokens(one.ids_BT for one in lookups)
+        g = _join_tokens(one.g_BTd for one in lookups)
+        merged.append(lookups[0]._replace(ids_BT=ids, g_BTd=g, padding=padding))
+    if others:
+        merged.append(others[0] if len(others) == 1 else Several(tuple(others)))
+    return merged
+
+
+def _join_tokens(parts: Iterable[Tensor]) -> Tensor:
+    """Concatenate along tokens; (B, T, ...) each to (B, sum of T, ...)."""
+    first, *rest = parts
+    return torch.cat([first, *rest], dim=1) if rest else first
+
+
+Contributions = Sequence[tuple[nn.Parameter, Contribution]]
+
+
+class Receive(Protocol):
+    """Takes what one use of a layer contributes, in each backward, even if that is nothing."""
+
+    def __call__(
+        self,
+        contributions: Contributions,
+        changed_B: Tensor | None = None,
+        *,
+        may_repeat: bool = False,
+    ) -> None:
+        """Take contributions.
+
+        Args:
+            contributions: Of trained parameters.
+            changed_B: Which samples' outputs are others when computed again; (B,).
+            may_repeat: Whether the gradient of the layer's input may be differentiated again.
+        """
+
+
+def receive_turned(receive: Receive, B: int, contributions: Contributions, **named: Any) -> None:
+    """Pass on contributions whose second axis is the batch, with other tokens."""
+
+    def turn(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        apart = part.reshape(len(part), B, part.shape[1] // max(1, B), *part.shape[2:])
+        return apart.transpose(0, 1).flatten(1, 2)
+
+    receive(
+        [
+            (p, one._replace(**{k: turn(v) for k, v in one._asdict().items()}))
+            for p, one in contributions
+        ],
+        **named,
+    )

@@ -1,0 +1,472 @@
+"""Finds the norms of one batch's per-sample gradients while backward runs.
+
+``norms.rounding`` says how large rounding errors are, and for which samples they count.
+
+Shape legend: B samples, T tokens, d width of an input, p width of an output.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dpprof.private.allocation_marks import allocates
+from dpprof.private.contributions.alone import Mending
+from dpprof.private.contributions.contributions import (
+    ChunkedProduct,
+    Contribution,
+    Contributions,
+    Convolution,
+    Direct,
+    GradientsInParts,
+    Kept,
+    Lookup,
+    Merged,
+    Product,
+    SampleGradients,
+    Several,
+    find_size,
+    may_join,
+    merge_uses,
+    storage_of,
+)
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.norms import convolution
+from dpprof.private.norms.code_paths import Watch, Way
+from dpprof.private.norms.float32_products import exact_products
+from dpprof.private.norms.linear import (
+    WAYS,
+    GramSums,
+    WayChoice,
+    choose_way,
+    gram_of_given,
+    tiled_gram,
+)
+from dpprof.private.norms.rounding import LEAST_NORM, Squares, cross_slack, is_unsure, size_of
+from dpprof.private.norms.table import inner_product, square_lookup
+from dpprof.private.norms.tiles import square
+
+if TYPE_CHECKING:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from dpprof.private.contributions.deferral import Deferral
+
+Keep = Callable[[nn.Parameter, Kept], None]
+
+
+class BatchAxisError(UnsupportedError, ValueError):
+    """The first axis of a layer's input is not the batch."""
+
+    @classmethod
+    def of(cls, name: str, samples: int, losses: int, why: str = "") -> "BatchAxisError":
+        """Return the error of a layer or parameter that saw another number of samples."""
+        return cls(
+            f"{name} saw {samples} samples, and there are {losses} losses; the first axis of every "
+            "layer's input must be the batch, or the second where batch_second says so, or hold "
+            f"rows of each sample, which the graph must show{why and f' ({why})'}; name a module "
+            "around it that gets and returns samples in as_one=[...], or freeze it"
+        )
+
+
+class _Kind(NamedTuple):
+    """What figures of layers have in common that are turned into norms together."""
+
+    of: type[GramSums | Squares]
+    sizes: tuple[int, ...]
+    """d, p and the terms of a sum, of Gram matrices."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+class SampleNorms:
+    """Adds up the squared norms of one batch's per-sample gradients, layer by layer.
+
+    What a layer leaves are a few figures for each sample, or the per-sample gradients of a vector.
+    They are turned into norms together, once backward is over: for a GPU, a step on a few numbers
+    takes as long as one on many.
+
+    Args:
+        losses: (B,), detached; of a batch without samples, contributions are ignored, because they
+            belong to none.
+        reused: Parameters that may be used more than once. Their norms need all uses, so
+            ``add_reused`` adds them at the end.
+        keep: Gets each contribution whose squared norms were added.
+        keeps: Whether contributions are kept until the norms are known.
+        shares: Whether ranks share each sum.
+        loss_scale: What gradients are multiplied with.
+        deferral: If not None, nothing waits for the device: takes what only values show.
+        watch: Called with layer, way, function and its arguments, in place of the function.
+        squares: If not None, receives the squared per-sample norms of each parameter, (B,) each.
+        name_of: Names a parameter.
+        why_once: Why a parameter that is not ``reused`` was expected to be used once.
+    """
+
+    def __init__(
+        self,
+        losses: Tensor,
+        reused: Collection[nn.Parameter],
+        keep: Keep,
+        *,
+        keeps: bool,
+        shares: bool,
+        loss_scale: float,
+        deferral: "Deferral | None",
+        watch: Watch,
+        squares: dict[nn.Parameter, Tensor] | None,
+        name_of: Callable[[nn.Parameter], str],
+        why_once: str,
+    ) -> None:
+        self.plan: dict[str, WayChoice] = {}
+        self._losses, self._reused = losses, reused
+        self._keep, self._keeps = keep, keeps
+        self._becomes_sum = len(losses) == 1 and not shares
+        self._watch, self._squares = watch, squares
+        self._name_of, self._why_once = name_of, why_once
+        self._waiting: dict[nn.Parameter, list[tuple[nn.Module, Contribution]]] = defaultdict(list)
+        self._seen: set[nn.Parameter] = set()
+        self._figures: dict[_Kind, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+        """Of each layer, by kind: its ``GramSums.sums_5B``, or found and size of ``Squares``."""
+
+        self._vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+        """Per-sample gradients of vectors that are kept, (B, ...)."""
+
+        self._stored: set[StorageWeakRef] = set()
+        """The storages of inputs and output gradients that are kept as they are."""
+
+        self._added: list[Squares] = []
+        """What was added up already."""
+
+        self._known: dict[Any, Tensor] = {}
+        """The squares of what weight and bias of one layer have in common."""
+
+        self._loss_scale, self._deferral, self._mending = loss_scale, deferral, Mending()
+
+    def add(self, layer: nn.Module, contributions: Contributions) -> None:
+        """Add the squared norms of a layer's contributions."""
+        if not len(self._losses):
+            return
+        self._known.clear()
+        for parameter, contribution in contributions:
+            if parameter in self._reused:
+                self._waiting[parameter].append((layer, contribution))
+                continue
+            if parameter in self._seen:
+                name = self._name_of(parameter)
+                raise RuntimeError(f"{name} was used more than once, {self._why_once}")
+            self._seen.add(parameter)
+            self._check(parameter, contribution)
+            self._measure(layer, parameter, contribution)
+
+    def add_reused(self) -> None:
+        """Add the squared norms of reused parameters, once all their uses are known."""
+        for parameter in list(self._waiting):
+            self._add_uses(parameter, self._waiting.pop(parameter))
+
+    @allocates("norm_samples")
+    def compute(self, least: float) -> tuple[Tensor, Tensor]:
+        """Compute norms, (B,), and for which samples they are unsure (``norms.rounding``), (B,).
+
+        What was added counts for these norms alone.
+
+        Args:
+            least: The norm below which nothing is clipped.
+        """
+        if not len(self._losses):
+            return self._losses, self._losses.bool()
+        self._mending.finish()
+        added = [*self._added, *self._square_vectors()]
+        for kind, rows in self._figures.items():
+            added.append(self._square_all(kind, rows))
+        self._added.clear()
+        self._figures.clear()
+        if not added:
+            raise RuntimeError("the losses depend on no trained parameter")
+        device = added[0].found_B.device
+        found_B, slack_B, size_B = (
+            _add_up(part.to(device) for part in parts if part is not None)
+            for parts in zip(*added, strict=True)
+        )
+        assert found_B is not None
+        unsure_B = is_unsure(Squares(found_B, slack_B, size_B), least * self._loss_scale)
+        # Negative inner products may exceed the squares.
+        return found_B.clamp(min=0).sqrt_(), unsure_B
+
+    def _square_vectors(self) -> Iterator[Squares]:
+        """Add up the squares of all gradients of vectors that are kept."""
+        for vectors in self._vectors.values():
+            if self._squares is None:
+                joined = [gradients.flatten(1) for _, gradients in vectors]
+                yield Squares(square(torch.cat(joined, dim=1)), None, None)
+                continue
+            for parameter, gradients in vectors:
+                found_B = square(gradients)
+                self._tell(parameter, found_B)
+                yield Squares(found_B, None, None)
+        self._vectors.clear()
+
+    def _square_all(self, kind: _Kind, rows: Sequence[tuple[nn.Parameter, Tensor]]) -> Squares:
+        """Add up the squares of layers whose figures are of one kind."""
+        stacked = torch.stack([figures for _, figures in rows])
+        if kind.of is GramSums:
+            squares = GramSums(stacked, *kind.sizes).square()
+        else:
+            squares = Squares(stacked[:, 0], None, stacked[:, 1])
+        # Rounding can leave a product of Gram matrices a little below zero.
+        found_LB = squares.found_B.clamp(min=0)
+        for (parameter, _), found_B in zip(rows, found_LB, strict=True):
+            self._tell(parameter, found_B)
+        assert squares.size_B is not None
+        slack_LB = squares.slack_B
+        return Squares(
+            found_LB.sum(0),
+            None if slack_LB is None else slack_LB.sum(0),
+            squares.size_B.sum(0),
+        )
+
+    def _measure(
+        self,
+        layer: nn.Module,
+        parameter: nn.Parameter,
+        contribution: Merged,
+        *,
+        is_whole: bool = True,
+    ) -> Callable[[], Tensor]:
+        """Add a contribution's squared norms; return a function that computes them, (B,).
+
+        If it is not the parameter's whole gradient, its per-sample gradients are not kept: what is
+        left of the sum may be mostly their rounding.
+        """
+        keeps = self._keeps and is_whole
+        measured: GramSums | Squares
+        match contribution:
+            case Product(x_BTd, g_BTp):
+                way = self._choose(parameter, contribution, g_BTp.shape[2], keeps=keeps)
+                if way is Way.KEPT:
+                    return self._measure_gradients(layer, Way.KEPT, parameter, contribution)
+                measured = self._run(layer, way, WAYS[way], (x_BTd, g_BTp))
+            case ChunkedProduct():
+                keeps &= parameter not in self._reused and contribution.outlasts_gradients
+                way = self._choose(parameter, contribution, contribution.p, keeps=keeps)
+                if way is Way.KEPT:
+                    return self._materialise_chunks(layer, parameter, contribution)
+                measured = self._measure_chunks(layer, way, contribution)
+            case Convolution(x, g, kernel):
+                choice = convolution.choose_way(
+                    *(x, g, kernel),
+                    keeps=self._keeps,
+                    on_tensor_cores=contribution.is_rounded,
+                    becomes_sum=self._becomes_sum and self._keeps,
+                    kept_anyway=sum(
+                        one[0].numel() for one in (x, g) if storage_of(one) in self._stored
+                    ),
+                )
+                self.plan[self._name_of(parameter)] = choice
+                if choice.way is Way.KEPT:
+                    return self._measure_gradients(layer, Way.KEPT, parameter, contribution)
+                measured = self._run(
+                    layer, choice.way, convolution.WAYS[choice.way], (x, g, kernel)
+                )
+            case Lookup(ids_BT):
+                measured = self._run(
+                    layer, Way.SUMMED, square_lookup, (ids_BT, contribution.trained_BTd)
+                )
+            case _:
+                return self._measure_gradients(layer, Way.DIRECT, parameter, contribution)
+        self._keep(parameter, contribution)
+        if isinstance(contribution, Convolution):
+            self._stored.update(map(storage_of, contribution[:2]))
+        if isinstance(measured, GramSums):
+            figures, sizes = measured.sums_5B, tuple(measured[1:])
+        else:
+            assert measured.size_B is not None
+            figures, sizes = torch.stack([measured.found_B, measured.size_B]), ()
+        kind = _Kind(type(measured), sizes, figures.device, figures.dtype)
+        self._figures[kind].append((parameter, figures))
+        return lambda: measured.found_B.clamp(min=0)
+
+    def _measure_chunks(
+        self, layer: nn.Module, way: Way, product: ChunkedProduct
+    ) -> GramSums | Squares:
+        """Find squared norms of a head whose output gradients are computed in chunks."""
+        if product.grams_BTT is not None:
+            given = (product.x_BTd, product.grams_BTT, product.p)
+            of_grams: GramSums = self._run(layer, Way.TILED_GRAM, gram_of_given, given)
+            return of_grams
+        parts = [self._run(layer, way, WAYS[way], part[:2]) for _, part in product.parts()]
+        joined: GramSums | Squares = _join(parts)
+        return joined
+
+    def _materialise_chunks(
+        self, layer: nn.Module, parameter: nn.Parameter, product: ChunkedProduct
+    ) -> Callable[[], Tensor]:
+        """Turn kept output gradients into per-sample gradients, which take no more memory."""
+        assert product.release is not None
+        parts, found = [], []
+        for some, part in product.parts():
+            gradients = self._watch(layer, Way.KEPT, part.materialise, part[:2])
+            parts.append(SampleGradients(gradients, is_own=True))
+            found.append(self._mend(part, gradients, find_size(part)))
+            self._mending.finish()
+            del part  # it has what is freed
+            product.release(some)
+        self._keep(parameter, GradientsInParts(tuple(parts)))
+        found_B = torch.cat(found)
+        self._added.append(Squares(found_B, None, None))
+        self._tell(parameter, found_B)
+        return lambda: found_B
+
+    def _choose(
+        self, parameter: nn.Parameter, product: Product | ChunkedProduct, p: int, *, keeps: bool
+    ) -> Way:
+        """Choose the way to the norms of a product, and note it."""
+        _, T, d = product.x_BTd.shape
+        choice = choose_way(
+            *(T, d, p, product.x_BTd.element_size()),
+            keeps=keeps,
+            on_tensor_cores=product.is_rounded,
+            becomes_sum=self._becomes_sum and keeps,
+        )
+        self.plan[self._name_of(parameter)] = choice
+        return choice.way
+
+    def _run(
+        self, layer: nn.Module, way: Way, function: Callable[..., Any], inputs: tuple[Any, ...]
+    ) -> Any:
+        """Find squared norms with float32 products, even where training itself uses TF32."""
+        with exact_products():
+            found = self._watch(layer, way, function, inputs)
+        if function is tiled_gram:
+            self._known[_identify(inputs[1])] = found.sums_5B[2]
+        return found
+
+    def _measure_gradients(
+        self,
+        layer: nn.Module,
+        way: Way,
+        parameter: nn.Parameter,
+        contribution: Product | Convolution | Direct | Several,
+    ) -> Callable[[], Tensor]:
+        """Materialise the per-sample gradients, keep them, and add their squared norms."""
+        inputs = contribution[:2] if isinstance(contribution, Product) else tuple(contribution)
+        gradients = self._watch(layer, way, contribution.materialise, inputs)
+        self._keep(parameter, SampleGradients(gradients, is_own=way is Way.KEPT))
+        if self._keeps and may_join(parameter, gradients):
+            self._vectors[gradients.device].append((parameter, gradients))
+            return lambda: square(gradients)
+        size_B = find_size(contribution, self._square)
+        if self._keeps:
+            found_B, size_B = self._mend(contribution, gradients, size_B), None
+        else:
+            found_B = square(gradients)
+        self._added.append(Squares(found_B, None, size_B))
+        self._tell(parameter, found_B)
+        return lambda: found_B
+
+    def _mend(self, contribution: Merged, gradients: Tensor, size_B: Tensor | None) -> Tensor:
+        """Return squared norms of gradients; those that are unsure are computed again, alone.
+
+        Only here are all tokens there.
+        """
+        found_B = square(gradients)
+        if size_B is not None:
+            unsure_B = is_unsure(Squares(found_B, None, size_B), LEAST_NORM * self._loss_scale)
+            if self._deferral is not None:
+                self._deferral.flag(unsure_B)
+            else:
+                self._mending.expect(unsure_B, contribution, gradients, found_B)
+        return found_B
+
+    def _square(self, one: Tensor) -> Tensor:
+        """Sum each sample's squares, unless they are known."""
+        key = _identify(one)
+        if key is None:
+            return square(one)
+        if key not in self._known:
+            in_order = sorted(range(1, one.dim()), key=one.stride, reverse=True)
+            self._known[key] = square(one.permute(0, *in_order))
+        return self._known[key]
+
+    def _check(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+        if len(contribution[0]) != len(self._losses):
+            raise BatchAxisError.of(
+                self._name_of(parameter), len(contribution[0]), len(self._losses)
+            )
+
+    def _add_uses(
+        self, parameter: nn.Parameter, uses: Sequence[tuple[nn.Module, Contribution]]
+    ) -> None:
+        """Add the squared norms of the sum of a parameter's uses."""
+        self._known.clear()
+        for _, contribution in uses:
+            self._check(parameter, contribution)
+        layer = uses[0][0]
+        merged = merge_uses([contribution for _, contribution in uses])
+        if merged is None:
+            name = self._name_of(parameter)
+            raise UnsupportedError(f"{name} is used in ways whose gradients cannot be combined")
+        found = {
+            type(contribution): self._measure(
+                layer, parameter, contribution, is_whole=len(merged) == 1
+            )
+            for contribution in merged
+        }
+        match merged:
+            case [Product() | ChunkedProduct() as weight, Lookup() as table]:
+                both = self._cross(layer, weight, table)
+                assert both.slack_B is not None
+                assert both.size_B is not None
+                T, S = table.g_BTd.shape[1], weight.x_BTd.shape[1]
+                size_of_table_B = T * square(table.trained_BTd)
+                slack_B = (
+                    2 * both.slack_B
+                    + cross_slack(found[Lookup](), size_of_table_B, T)
+                    + cross_slack(found[type(weight)](), both.size_B, S)
+                )
+                self._added.append(Squares(2 * both.found_B, slack_B, None))
+                self._tell(parameter, 2 * both.found_B)
+
+    def _cross(self, layer: nn.Module, weight: Product | ChunkedProduct, table: Lookup) -> Squares:
+        """Compute the inner product of both gradients of each sample; size is the weight's."""
+        ids_BT, e_BTd = table.ids_BT, table.trained_BTd
+        whole = slice(0, len(ids_BT))
+        parts = [(whole, weight)] if isinstance(weight, Product) else weight.parts()
+        crossed = []
+        for some, (x_BTd, g_BTp, _) in parts:
+            operands = (ids_BT[some], e_BTd[some], x_BTd, g_BTp)
+            found = self._run(layer, Way.CROSSED, inner_product, operands)
+            crossed.append(found._replace(size_B=size_of(square(x_BTd), square(g_BTp))))
+        joined: Squares = _join(crossed)
+        return joined
+
+    def _tell(self, parameter: nn.Parameter, found_B: Tensor) -> None:
+        """Add to the squared norms of a parameter, if they are asked for."""
+        squares = self._squares
+        if squares is not None:
+            squares[parameter] = squares[parameter] + found_B if parameter in squares else found_B
+
+
+def _identify(one: Tensor) -> Any:
+    """Identify a sample's elements, in any order; None where they do not lie side by side."""
+    sides = [(size, step) for size, step in zip(one.shape, one.stride(), strict=True) if size > 1]
+    last = sum((size - 1) * step for size, step in sides)
+    if last + 1 != one.numel() or not all(step for _, step in sides):
+        return None
+    return storage_of(one), one.storage_offset(), one.numel(), one.dtype
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    """Join what was measured of some samples after the other."""
+    first = parts[0]
+    if isinstance(first, GramSums):
+        return first._replace(sums_5B=torch.cat([one.sums_5B for one in parts], dim=-1))
+    columns = zip(*parts, strict=True)
+    return type(first)(*(None if one[0] is None else torch.cat(one) for one in columns))
+
+
+def _add_up(parts: Iterable[Tensor]) -> Tensor | None:
+    """Add up (B,) each; None for none."""
+    given = list(parts)
+    return sum(given[1:], given[0]) if given else None

@@ -1,0 +1,125 @@
+"""Book-keeping: one backward pass, which keeps contributions until the norms are known.
+
+Source: Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost".
+Autograd's own gradients of weights, which DP-SGD does not use, are never computed. For each matrix
+it keeps the activations and output gradients, or the per-sample gradients where these have fewer
+elements and, on tensor cores, take less time (``norms.linear``); for each vector its per-sample
+gradients. Then it computes the clipped sum layer by layer, and frees what it kept.
+
+Cost for a linear layer of d x p over T tokens: 6 B T d p FLOPs and the norm; where per-sample
+gradients are kept 6 B T d p + 2 B d p in all. Memory beyond an ordinary step: at most B T (d + p)
+elements for each linear layer, of which B T d are activations that an ordinary step holds until its
+backward.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpprof.private.contributions.alone import Alone
+from dpprof.private.contributions.contributions import (
+    ChunkedProduct,
+    Convolution,
+    Kept,
+    Lookup,
+    Product,
+    SampleGradients,
+    may_join,
+)
+from dpprof.private.contributions.sample_norms import SampleNorms
+from dpprof.private.engine.engine import Clipping, Enter
+
+
+class BookKeeping(Clipping):
+    """Flat clipping in one backward pass.
+
+    Arguments, errors and what happens to NaN, infinity, zero and empty batches: ``Clipping``.
+
+    Formal guarantees: those of ``Clipping``; the sum of all parameters' gradients has L2
+    sensitivity ``max_grad_norm`` under adding or removing one sample.
+
+    Example:
+        >>> import torch
+        >>> from dpprof.private import BookKeeping
+        >>> model = torch.nn.Linear(3, 1, bias=False)
+        >>> clipping = BookKeeping(model, max_grad_norm=0.5)
+        >>> clipping.backward(model(torch.ones(2, 3)).squeeze(1))  # each gradient is (1, 1, 1)
+        >>> round(float(model.weight.grad.norm()), 4)  # two of norm 0.5, in one direction
+        1.0
+    """
+
+    keeps = True
+
+    def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
+        super().__init__(model, max_grad_norm, **options)
+        self._kept: dict[nn.Parameter, list[Kept]] = defaultdict(list)
+        self._versions: dict[int, int] = {}
+
+    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
+        try:
+            enter("backward")
+            with self.handling(norms.add):
+                torch.autograd.backward(losses, self._make_weights(losses))
+            enter("clip")
+            factors_B = self._finish(norms)
+            if self.ranks.is_sharded:
+                self.shard_sums.close_all(partial(self._sum, factors_B))
+            vectors = [] if self._alone else self._take_vectors()
+            for parameter in reversed(list(self._kept)):
+                self._sum(factors_B, parameter)
+            # Last: the products keep a GPU busy while Python prepares these.
+            for on_device in vectors:
+                self._add_up_vectors(on_device, factors_B)
+        finally:
+            self._kept.clear()
+            self._versions.clear()
+
+    def _take_vectors(self) -> list[list[tuple[nn.Parameter, Tensor]]]:
+        """Take the kept gradients of all vectors of each GPU, to be summed at once.
+
+        Each takes a launch otherwise.
+        """
+        vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+        for parameter, kept in reversed(list(self._kept.items())):
+            only = kept[0]
+            if isinstance(only, SampleGradients) and may_join(parameter, only.gradients):
+                vectors[only.gradients.device].append((parameter, only.gradients))
+                del self._kept[parameter]
+        return list(vectors.values())
+
+    def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
+        for tensor in _exposed(contribution):
+            self._versions[id(tensor)] = tensor._version  # noqa: SLF001 (it has no public name)
+        self._kept[parameter].append(contribution)
+
+    def _measure_alone(self, samples: Sequence[int]) -> Alone | None:
+        if not samples:
+            return None
+        alone = Alone(samples)
+        for contributions in self._kept.values():
+            alone.measure(alone.take(contributions))
+        return alone
+
+    def _sum(self, factors_B: Tensor, parameter: nn.Parameter) -> None:
+        """Add what is kept to the sum, unless a hook wrote it since its norm was found."""
+        contributions = self._kept.pop(parameter, [])
+        for tensor in (one for contribution in contributions for one in _exposed(contribution)):
+            if tensor._version != self._versions[id(tensor)]:  # noqa: SLF001
+                raise RuntimeError(
+                    f"an activation or output gradient that was kept for {self.name_of(parameter)} "
+                    "was changed in place after its norm was found, by a hook maybe; change a copy"
+                )
+        taken = self._take_alone(contributions)
+        self._add_up(parameter, contributions, factors_B, taken)
+
+
+def _exposed(contribution: Kept) -> list[Tensor]:
+    """List the tensors of a contribution that other code has too."""
+    if not isinstance(contribution, Product | ChunkedProduct | Convolution | Lookup):
+        return []
+    read = contribution.read if isinstance(contribution, ChunkedProduct) else ()
+    return [part for part in (*contribution, *read) if isinstance(part, Tensor)]

@@ -1,0 +1,907 @@
+"""What every way of clipping shares: patched layers, and checks around one backward.
+
+Privacy unit: a sample is the inputs at one index of their first axis, and one element of the
+losses.
+"""
+
+import functools
+import importlib
+import itertools
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from dpprof.private.allocation_marks import allocates
+from dpprof.private.contributions.alone import Alone, Taken
+from dpprof.private.contributions.contributions import (
+    Contributions,
+    Kept,
+    SampleGradients,
+    device_of,
+    refuse_computed_again,
+    refuse_float16,
+    zero_samples,
+)
+from dpprof.private.contributions.sample_norms import SampleNorms
+from dpprof.private.contributions.sums import ClippedSums, dtype_of_sum, refuse_gradients
+from dpprof.private.engine.factor import LEAST_FACTOR, clip_factor, verify_bound
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.graph.broadcasts import Broadcasts
+from dpprof.private.graph.first_batch import FirstBatches, Handler
+from dpprof.private.graph.layout import Layout
+from dpprof.private.layers.as_one import Choice, find_choices
+from dpprof.private.layers.batch_axis import describe, find_batch_second
+from dpprof.private.layers.layers import count_uses
+from dpprof.private.layers.patching import patch_layer, unpatch_layer, watch_calls
+from dpprof.private.layers.rules import Found, LayerRule, find_rewritten, find_rules
+from dpprof.private.norms.code_paths import CodePath, Watch
+from dpprof.private.norms.complex_numbers import as_parameter, interleave
+from dpprof.private.norms.rounding import LEAST_NORM
+from dpprof.private.number_formats import refuse_loss_scale
+from dpprof.private.ranks.distribution import find_ranks
+from dpprof.private.ranks.ranks import Ranks, Settings, refuse_other_wrapper
+from dpprof.private.ranks.shard_sums import ShardSums
+from dpprof.private.refusals.calls import LayerCall
+from dpprof.private.refusals.coverage import Coverage, trained_in
+from dpprof.private.refusals.double_backward import (
+    DIFFERENTIATED_AGAIN,
+    computes_gradients,
+    refuse_gradient,
+    refuse_transforms,
+)
+from dpprof.private.refusals.forwards import Forwards
+from dpprof.private.refusals.gradient_hooks import refuse_hooks
+from dpprof.private.refusals.released_state import ReleasedState
+from dpprof.private.refusals.tensor_kinds import refuse_inputs, refuse_losses
+from dpprof.private.samples.batches import give, may_call
+from dpprof.private.samples.company import compare_samples
+from dpprof.private.substitutes import substitute
+
+if TYPE_CHECKING:
+    from dpprof.private.contributions.deferral import Deferral
+    from dpprof.private.norms.linear import WayChoice
+    from dpprof.private.samples.repeated_checks import RepeatedChecks
+
+Enter = Callable[[Any], None]
+
+
+def _call(
+    _layer: nn.Module, _way: CodePath, function: Callable[..., Any], inputs: tuple[Any, ...]
+) -> Any:
+    return function(*inputs)
+
+
+class Clipping(ABC):
+    """Clips the gradient of each sample of a batch, for any optimizer.
+
+    Until ``remove``, rules of this package run the model's trained layers; their outputs stay the
+    same. A copy of the model (``copy.deepcopy``, pickle) is a plain model.
+
+    Args:
+        model: Each of its trained parameters belongs to a layer. Frozen layers are left alone. A
+            parameter may be frozen at any time; one that is thawed, added, replaced or tied
+            later needs a new ``Clipping``, and until then ``backward`` refuses the step.
+        max_grad_norm: Bound C, positive and finite.
+        stability: None for flat clipping. A number gamma makes it normalised clipping (AUTO-S),
+            which multiplies each sample's gradient by C / (norm + gamma): ``factor``.
+        first_batch: ``verified`` spends two more backwards on the first batch of two samples or
+            more, and refuses it where samples are mixed between layers (the module
+            ``first_batch`` says what that proves); ``trusted`` does not.
+        public_buffers: Names of buffers, attributes and parameters, as in ``layers.0.mean``, that
+            may change because they hold nothing of the samples, or are in no ``state_dict()`` and
+            read by no later forward.
+        batch_second: Names of modules, as in ``named_modules()``, whose layers get the batch on
+            their second axis, (T, B, d). Modules of PyTorch and Opacus with ``batch_first=False``
+            say so themselves, for the layers directly in them too.
+        loss_scale: What losses are multiplied with for backward, a power of two; clipping factors
+            are divided by it, so the sum stays the same. In float16 small gradients vanish without
+            one: 65536 is usual. A sample that overflows is excluded.
+        as_one: Names of modules, such as ``"layers.*.mixer"``, that run as one layer each, without
+            the rules of the layers inside. They get and return samples first (``as_one``).
+
+    Raises:
+        UnsupportedError: A layer has no exact per-sample gradient, or no rule, or the model is
+            distributed otherwise than by ``DistributedDataParallel``, or ``fully_shard`` over one
+            mesh of ranks.
+        ValueError: C is not positive and finite, or another argument is out of its range.
+
+    Formal guarantees: the sum has L2 sensitivity C when one sample is added or removed
+    (add/remove neighbouring batches): each sample contributes at most C, for any input, whatever is
+    frozen; ``norms.rounding`` says what rounding adds to C, and how little it lets another sample,
+    or padding, move what a sample contributes. A sample whose loss or gradient is
+    NaN or infinite contributes nothing, and is counted in ``nonfinite_samples``; one whose gradient
+    is zero contributes zero; a batch without samples leaves no gradient. The gradient is that of
+    the forward that ran: a layer that changed since is refused. A step changes trained parameters
+    alone, and those in the optimizer's ``step()`` alone: what else forward writes, into tensors
+    that modules hold, would leave the run or reach a later step without noise, and is refused
+    (``released_state`` and ``forwards`` say what is seen). Samples must be handled independently of
+    each other: the first batch shows most code that does not
+    (``first_batch``), and ``check`` shows more.
+
+    Example:
+        >>> import torch
+        >>> from dpprof.private import BookKeeping
+        >>> model = torch.nn.Linear(3, 2)
+        >>> clipping = BookKeeping(model, max_grad_norm=1.0)
+        >>> losses_B = model(torch.ones(4, 3)).square().sum(1)
+        >>> clipping.backward(losses_B)  # in place of losses_B.mean().backward()
+        >>> clipping.sample_norms.shape, clipping.nonfinite_samples
+        (torch.Size([4]), 0)
+    """
+
+    why_once = "which reentrant checkpointing hides; checkpoint with use_reentrant=False"
+    """Why a parameter was expected to be used once."""
+
+    keeps = False
+    """Whether contributions are kept until the norms are known."""
+
+    _disabled = False
+
+    _alone: Alone | None = None
+    """The samples of the batch that are added one by one."""
+
+    _has_orders: bool | None = None
+    """Whether batches had orders of rows that lengths do not tell; None before the first."""
+
+    batches = 0
+    """How many batches were clipped: every ``backward`` that was not refused."""
+
+    repeated: "RepeatedChecks | None" = None
+    """If not None, samples and gradients are verified again at random steps."""
+
+    failures = 0
+    """How many times ``backward`` raised."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        max_grad_norm: float,
+        *,
+        stability: float | None = None,
+        first_batch: str = "verified",
+        public_buffers: Collection[str] = (),
+        batch_second: Collection[str] = (),
+        as_one: Collection[str] = (),
+        loss_scale: float = 1.0,
+    ) -> None:
+        self.model = model
+        self._stability = stability
+        self.max_grad_norm = max_grad_norm
+        self.sample_norms: Tensor | None = None
+        """(B,) norms of the last batch's gradients, before clipping."""
+
+        self.nonfinite_samples = 0
+        """Samples of the last batch that were excluded: their loss or norm was not finite, also
+        because it overflowed in 16 bits. Like the norms, it is private, and never logged."""
+
+        self.nonfinite_samples_total = 0
+        """The same over all batches."""
+
+        self.plan: dict[str, WayChoice] = {}
+        """How the last norms of each matrix were found, by its name, and why."""
+
+        self.squares: dict[nn.Parameter, Tensor] | None = None
+        """If not None, receives the squared per-sample norms of each parameter, (B,) each."""
+
+        self.watch: Watch = _call
+        """Called with layer, way, function and its arguments, in place of the function."""
+
+        self.continues: Callable[[], bool] = lambda: False
+        """Whether the coming batch is a part of one, and other parts follow."""
+
+        self.settings_of_step: Callable[[], Settings] = dict
+        """What ranks must have alike in the coming step, which they compare in backward."""
+
+        self.deferral: Deferral | None = None
+        """If not None, nothing waits for the device: takes what only values show."""
+
+        self._handler: Handler | None = None
+        self._is_running = threading.Lock()
+        self._changed: list[tuple[nn.Module, Tensor]] = []
+        self._losses: Tensor | None = None
+        self._excluded: Tensor | None = None
+        self._nonfinite: Tensor | None = None
+        self.ranks = find_ranks(model)
+        """The ranks that train the model."""
+
+        self.sums = ClippedSums()
+        self.shard_sums = ShardSums(self.ranks, self.sums.add)
+
+        self._loss_scale = refuse_loss_scale(loss_scale)
+        self._first_batches = FirstBatches(
+            first_batch, self._loss_scale, self.ranks, self._name_of_layer
+        )
+        self._batch_second = find_batch_second(model, batch_second)
+        rules = find_rules(
+            model, self.ranks.wrapper, self._batch_second, is_sharded=self.ranks.is_sharded
+        )
+        self._choices = find_choices(model, rules, as_one, self.ranks)
+        self._layers = [*rules, *self._choices]
+        own = self._list_own()
+        self._loose = {
+            parameter: layer
+            for layer, parameters in own.items()
+            if layer not in rules
+            for parameter in parameters.values()
+        }
+        """Parameters of modules that contain layers, which have no rule, and their modules."""
+
+        self._broadcasts = Broadcasts(Layout())
+        self._stashed: dict[nn.Parameter, tuple[Tensor | None, Tensor]] = {}
+        """While autograd adds up a loose parameter's gradient: what was there, and what it adds."""
+
+        self._coverage = Coverage(own, self.ranks)
+        self._shared = self._coverage.verify(model)
+        self._released = ReleasedState(model, self.ranks.own, self.clips, public_buffers)
+        self._rewritten = self._patch_layers(rules, public_buffers)
+        self._hooks: dict[nn.Parameter, list[Any]] = {}
+        self._hook_leaves()
+        self.ranks.take_over()
+
+    def _list_own(self) -> dict[nn.Module, dict[str, nn.Parameter]]:
+        """List the trained parameters of each module that has some of its own.
+
+        Raises:
+            UnsupportedError: They are shards in 16 bits.
+        """
+        own = {
+            layer: {name: self.ranks.own(p) for name, p in trained_in(layer).items()}
+            for layer in self.model.modules()
+            if trained_in(layer)
+        }
+        trained = (one for parameters in own.values() for one in parameters.values())
+        if self.ranks.is_sharded and any(dtype_of_sum(one) != one.dtype for one in trained):
+            raise UnsupportedError(
+                "under fully_shard trained parameters need float32, because their sums have their "
+                "dtype; let MixedPrecisionPolicy(param_dtype=...) gather them in 16 bits"
+            )
+        return own
+
+    def _patch_layers(
+        self, rules: Mapping[nn.Module, Found], public: Collection[str]
+    ) -> Collection[nn.Module]:
+        """Let rules run layers, and watch calls of the model; return what else runs otherwise."""
+        self._forwards = self._find_forwards(public)
+        choices = {one: Found(choice.run, type(one)) for one, choice in self._choices.items()}
+        for layer, (rule, replaced) in (*rules.items(), *choices.items()):
+            receive = partial(self._receive, layer)
+            run = partial(_make_uncompiled(), self.ranks, self._forwards, rule, layer, receive)
+            around = [one for one in self._choices.values() if layer in one.inside]
+            patch_layer(layer, run, replaced, partial(self._is_on, around))
+        rewritten = find_rewritten(self.model)
+        for module, run_module in rewritten.items():
+            patch_layer(module, run_module, type(module), lambda: not self._disabled)
+        is_on = lambda: not (self._disabled or torch.compiler.is_exporting())  # noqa: E731
+        watch_calls(self.model, self._forwards.watcher(), is_on)
+        return rewritten
+
+    def _find_forwards(self, public: Collection[str]) -> Forwards:
+        """Prepare to see which parameters a forward writes."""
+        names = {
+            self.ranks.own(one): name
+            for name, one in self.model.named_parameters()
+            if name not in public
+        }
+        return Forwards(names, lambda: self.deferral is None)
+
+    def _is_on(self, around: Sequence[Choice]) -> bool:
+        """Tell whether a layer is clipped by itself, and not with a module around it."""
+        return not self._disabled and not any(choice.is_one for choice in around)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """Bound C. It may change between a step and the next ``backward``."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, bound: float) -> None:
+        verify_bound(bound, self._stability)
+        self._max_grad_norm = float(bound)
+
+    @property
+    def stability(self) -> float | None:
+        """The gamma of normalised clipping; None for flat clipping."""
+        return self._stability
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with for backward."""
+        return self._loss_scale
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trained parameters."""
+        return [self.ranks.own(p) for p in self.model.parameters() if p.requires_grad]
+
+    def check(
+        self,
+        losses_of: Callable[..., Tensor],
+        *batch: Any,
+        samples: Sequence[Any] = (),
+        collate: Callable[[list[Any]], Any] | None = None,
+        tolerance: float | None = None,
+    ) -> Any:
+        """Check on one batch that this clips the gradients of single samples.
+
+        This is ``dpprof.private.check`` of the clipping alone, without optimizer and noise.
+
+        Args:
+            losses_of: Computes losses, one for each sample; it may draw numbers.
+            batch: The arguments of ``losses_of``, of any structure, or one batch as the data loader
+                hands it out; at least two samples. Without any, ``samples`` are collated.
+            samples: Samples of the dataset, of different lengths, which are also collated each
+                alone (``company``).
+            collate: Makes a batch of some, as the data loader's ``collate_fn``.
+            tolerance: Largest relative error.
+
+        Returns:
+            ``dpprof.private.Checked``.
+
+        Raises:
+            WrongTrainingError: Something is wrong. The message names the first such thing.
+        """
+        # By name, because it is in a higher layer, which also knows Opacus.
+        verification = importlib.import_module("dpprof.private")
+
+        def loss(_: nn.Module, /, *parts: Any, **named: Any) -> Tensor:
+            return losses_of(*parts, **named)
+
+        if bool(samples) != (collate is not None):
+            raise ValueError("give samples and collate together: collate makes a batch of some")
+        if not batch and collate is not None:
+            batch = (collate(list(samples)),)
+        takes_all = may_call(losses_of, *batch) and not isinstance(batch[0], Mapping)
+        given, named = (batch, {}) if takes_all or batch[1:] else give(losses_of, batch[0])
+        found = verification.check(self.model, loss, named or given, self, tolerance=tolerance)
+        problems = []
+        if collate is not None:
+            problems = compare_samples(self, losses_of, lambda: samples, collate)
+        missed = {"samples that are collated anew": "; ".join(problems)} if problems else {}
+        return found._replace(unchecked=found.unchecked | missed)
+
+    @property
+    def first_batch_verified(self) -> bool:
+        """Whether no batch is to be verified any more."""
+        return self._first_batches.are_verified
+
+    @property
+    def groups(self) -> list[tuple[list[nn.Parameter], float]]:
+        """Parameters that are clipped together, and the bound of each group."""
+        return [(self.parameters, self.max_grad_norm)]
+
+    @property
+    def _why_no_gradients(self) -> str:
+        """Why no loss may contain a gradient; nothing where it may."""
+        is_sharded = self.ranks.is_sharded
+        return "under fully_shard no gradient is differentiated again" if is_sharded else ""
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Sources of random numbers that the clipping itself draws."""
+        return []
+
+    def clips(self, parameter: nn.Parameter) -> bool:
+        """Tell whether this clips a parameter's gradient, if it is trained."""
+        return parameter in self._coverage
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return a parameter's name in the model, or its shape if the model does not have it."""
+        name = self._coverage.names.get(parameter)
+        return name or f"a parameter of shape {tuple(parameter.shape)}"
+
+    def remove(self) -> None:
+        """Restore the model's layers, and remove all hooks."""
+        for layer in (*self._layers, *self._rewritten, self.model):
+            unpatch_layer(layer)
+        for hook in itertools.chain(*self._hooks.values()):
+            hook.remove()
+        self._layers.clear()
+        self.ranks.release()
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Refuse a copy: it would clip the layers of the model that this one clips."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled; copy its model, which is then a "
+            "plain one, and make a clipping of the copy"
+        )
+
+    def backward(self, losses: Tensor, enter: Enter = lambda _: None) -> None:
+        """Sum the clipped gradients of a batch, in place of ``loss.backward()``.
+
+        A ``NoisyOptimizer`` takes the sums in its step, and ``.grad`` stays None until they have
+        noise. It refuses to step on more than one batch, and says how to split one. Without a
+        ``NoisyOptimizer`` the sums are added to ``.grad``, as autograd does, WITHOUT NOISE: they
+        have sensitivity C, and are not private. If it raises, it adds nothing.
+
+        Under ``DistributedDataParallel`` the sum is that of this rank's samples until the step.
+        Under ``fully_shard`` it is this rank's shard of the sum of all ranks' samples, or of those
+        of its replica, unless a ``NoisyOptimizer`` knows that other parts of the batch follow.
+
+        Args:
+            losses: (B,) the loss of each sample, which depends on that sample alone; empty
+                for a batch without samples, which contributes nothing. Under ``fully_shard`` the
+                model must have run on every rank: on any sample for a batch without, ``[:0]``.
+            enter: Called as a phase begins: ``backward``, ``clip``, ``second_backward``.
+
+        Raises:
+            ValueError: The losses are not one for each sample, in float32 or float64.
+            RuntimeError: A trained parameter would not be clipped: it was used outside of its
+                layer, or was not trained when this was made. Or a ``.grad`` is where the
+                ``NoisyOptimizer`` will put its own, such as the last step's. Or a layer changed, or
+                a tensor that a module holds, or forward wrote a trained parameter. Or ranks
+                disagree, or another ``backward`` is under way.
+            UnsupportedError: Samples are mixed, or a hook or a transform would see gradients.
+        """
+        if not self._is_running.acquire(blocking=False):
+            raise RuntimeError("another backward of this clipping is under way")
+        try:
+            self._backward(losses, enter)
+        except BaseException:
+            self.failures += 1
+            self.ranks.note_failure()
+            raise
+        finally:
+            self._is_running.release()
+
+    def _backward(self, losses: Tensor, enter: Enter) -> None:
+        refuse_losses(losses)
+        refuse_transforms(self.model)
+        self.ranks.verify()
+        self._shared = self._coverage.verify(self.model)
+        self._hook_leaves()
+        if self.sums.owner is not None:
+            refuse_gradients(self._coverage, self.name_of)
+        self.sums.begin(self.max_grad_norm)
+        self._losses = losses.detach()
+        self.sample_norms = None
+        self.nonfinite_samples = 0
+        self.plan = {}
+        is_due = self._is_due()
+        self._first_batches.begin()
+        try:
+            layout = self._read_graph(losses)
+            self._first_batches.verify(losses, self.handling, self._coverage, layout)
+            layout.raises = True
+            self._changed.clear()
+            if self.ranks.is_sharded:
+                self._expect_shards(losses)
+            if len(losses) or self.ranks.is_sharded:
+                norms = SampleNorms(
+                    losses.detach(),
+                    self._find_reused(layout.nodes),
+                    self._keep,
+                    keeps=self.keeps,
+                    shares=self.ranks.is_sharded,
+                    loss_scale=self._loss_scale,
+                    deferral=self.deferral,
+                    watch=self.watch,
+                    squares=self.squares,
+                    name_of=self.name_of,
+                    why_once=self.why_once,
+                )
+                self.plan = norms.plan
+                self._clip(losses, norms, enter)
+                if self._nonfinite is not None:
+                    self.nonfinite_samples = sum(self._nonfinite.tolist())
+            else:
+                self.sample_norms = losses.detach()
+            self._refuse_changed_outputs()
+            self.shard_sums.finish()
+            self.ranks.refuse_unclipped()
+            self._forwards.verify()
+            if self.deferral is None:
+                self.verify_released()
+            if is_due and self.repeated is not None:
+                self.repeated.compare()
+        except BaseException:
+            self.sums.forget_part()  # part of a batch must not be applied
+            self.shard_sums.forget()
+            if not self.ranks.is_sharded:  # whose ranks verify together
+                self._first_batches.undo()
+            raise
+        finally:
+            self._forget_batch()
+        if self.sums.owner is None:
+            self.sums.give()
+        self.batches += 1
+        self.nonfinite_samples_total += self.nonfinite_samples
+
+    def _forget_batch(self) -> None:
+        """Forget what is of one backward alone."""
+        self._losses = self._excluded = self._nonfinite = self._alone = None
+        self._changed.clear()
+        for leaf, (before, _) in self._stashed.items():
+            leaf.grad = before
+        self._stashed.clear()
+        self._forwards.close()
+        self._broadcasts.remove()
+        # They keep the graph, and its nodes of parameters would remember this stream for ever.
+        self._broadcasts = Broadcasts(Layout())
+
+    def _is_due(self) -> bool:
+        """Tell whether to verify in this step again, and have its gradients looked at."""
+        if self.repeated is None or not self.repeated.is_due(goes_on=self.continues()):
+            return False
+        if self.deferral is not None:
+            raise RuntimeError("a captured step verifies nothing again; leave out verify_every")
+        self._first_batches.look_again()
+        return True
+
+    def _read_graph(self, losses: Tensor) -> Layout:
+        """Find which rows samples have, and what enters for all samples."""
+
+        def name_of(leaf: nn.Parameter) -> str:
+            return self.name_of(self.ranks.own(leaf))
+
+        proves, reads = self._has_orders is not False, self.deferral is None
+        layout = Layout(losses, name_of, proves=proves, reads=reads)
+        for node in layout.nodes:
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter) and not self.clips(self.ranks.own(leaf)):
+                raise RuntimeError(
+                    f"the losses depend on a parameter of shape {tuple(leaf.shape)} that the model "
+                    "does not have, and its gradient would be neither clipped nor noised; make it "
+                    "a part of the model before its clipping is made, or detach() it"
+                )
+        leaves = {leaf for one in self._loose for leaf in self.ranks.leaves(one)}
+        self._broadcasts = Broadcasts(layout, leaves, name_of)
+        layout.group()
+        if len(losses) > 1:
+            self._has_orders = layout.has_orders or bool(self._has_orders)
+        ways = self._broadcasts.ways | layout.describe() | describe(self._batch_second)
+        self._first_batches.expect(ways)
+        return layout
+
+    def verify_released(self) -> None:
+        """Refuse a step if a tensor that modules hold changed; this may wait for the device.
+
+        Raises:
+            RuntimeError: One did.
+        """
+        self._released.verify()
+
+    def _expect_shards(self, losses: Tensor) -> None:
+        """Prepare to reduce this batch's sums onto shards."""
+        if not losses.requires_grad:
+            raise RuntimeError(
+                "the losses depend on no trained parameter, and other ranks wait for this one's "
+                "part in running the model; for a batch without samples, run it on any sample and "
+                "pass losses[:0]"
+            )
+        self.shard_sums.start(self.max_grad_norm, continues=self.continues())
+
+    @abstractmethod
+    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
+        """Add up the clipped gradients, and set ``sample_norms``."""
+
+    @abstractmethod
+    def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
+        """Keep a contribution for the clipped sum, unless another pass computes it again."""
+
+    @abstractmethod
+    def _measure_alone(self, samples: Sequence[int]) -> Alone | None:
+        """Measure samples one by one; where ranks are sharded, all call this."""
+
+    def _find_reused(self, nodes: Sequence[Any]) -> Collection[nn.Parameter]:
+        """Find the parameters that more than one contribution of this batch may be for."""
+        uses = count_uses(nodes)
+        for parameter in self._broadcasts.of:
+            uses[parameter] += 1
+        return self._shared | {self.ranks.own(p) for p, count in uses.items() if count > 1}
+
+    def _name_of_layer(self, layer: nn.Module) -> str:
+        names = (name for name, one in self.model.named_modules() if one is layer)
+        return next(names, "") or type(layer).__name__
+
+    def _receive(
+        self,
+        layer: nn.Module,
+        call: LayerCall,
+        contributions: Contributions,
+        changed_B: Tensor | None = None,
+        *,
+        may_repeat: bool = False,
+    ) -> None:
+        call.verify(self._name_of_layer)
+        if torch.is_grad_enabled() and (not may_repeat or self._why_no_gradients):
+            problem = self._why_no_gradients or DIFFERENTIATED_AGAIN
+            refuse_gradient(self._name_of_layer(layer), type(layer).__name__, problem)
+        if not computes_gradients(contributions, self.name_of):
+            return  # somebody else's gradient, of an input
+        if self._handler is None:
+            raise RuntimeError(
+                "this model's gradients are clipped: call backward(losses) of its Clipping in "
+                "place of loss.backward()"
+            )
+        if call.forward is not None:
+            self._forwards.differentiate(call.forward)
+        if changed_B is not None:
+            self._changed.append((layer, changed_B))
+        owned = [(self.ranks.own(parameter), one) for parameter, one in contributions]
+        if any(parameter not in self._coverage for parameter, _ in owned):
+            raise RuntimeError(
+                f"{self._name_of_layer(layer)} ran with tensors in place of its parameters, as "
+                "torch.func.functional_call gives them, which are not clipped; call the model with "
+                "its own"
+            )
+        # A parameter may have been frozen after forward.
+        trained = [pair for pair in owned if pair[0].requires_grad]
+        if self.ranks.is_sharded:
+            refuse_computed_again(trained)
+        if trained:
+            self._pass_on(layer, trained)
+
+    def _pass_on(self, layer: nn.Module, contributions: Contributions) -> None:
+        """Hand contributions of trained parameters over."""
+        assert self._handler is not None
+        if self._stability is not None:
+            refuse_float16(contributions)
+        if self.shard_sums.is_counting:
+            for parameter, _ in contributions:
+                self.shard_sums.count(parameter)
+        self._handler(layer, contributions)
+
+    def _refuse_unclipped(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        if gradient is None or self._disabled:
+            return
+        if self._handler is None:
+            raise RuntimeError(
+                f"autograd computed a gradient of {self.name_of(parameter)} that is not clipped; "
+                "call backward(losses) of its Clipping, or remove() that first"
+            )
+        raise RuntimeError(
+            f"{self.name_of(parameter)} was used outside of its layer, where clipping does not see "
+            "it; call the layer, name a module around it that gets and returns samples in "
+            "as_one=[...], or freeze the parameter; in place of a loss that takes the weight of a "
+            "head, as Liger's does, use dpprof.private.linear_cross_entropy"
+        )
+
+    def _stash(self, leaf: nn.Parameter, gradient: Tensor | None) -> None:
+        """Let autograd leave what it adds up of a loose parameter where nothing else is."""
+        if gradient is None or self._disabled:
+            return
+        if self._handler is None:
+            self._refuse_unclipped(self.ranks.own(leaf), gradient)
+        self._stashed[leaf] = leaf.grad, gradient
+        leaf.grad = None
+
+    def _take_loose(self, leaf: nn.Parameter) -> None:
+        """Handle a loose parameter's per-sample gradients in place of their sum."""
+        if leaf not in self._stashed:
+            return
+        self._forwards.differentiate()
+        leaf.grad, gradient = self._stashed.pop(leaf)
+        parameter = self.ranks.own(leaf)
+        gradients = self._find_loose(leaf, gradient)
+        if gradients is None:
+            self._refuse_unclipped(parameter, gradient)
+        assert gradients is not None
+        if parameter.requires_grad:  # it may have been frozen after forward
+            # A copy: a hook may write what autograd still has.
+            own = gradients.reshape(len(gradients), *parameter.shape or (1,)).clone()
+            self._pass_on(self._loose[parameter], [(parameter, SampleGradients(interleave(own)))])
+
+    def _find_loose(self, leaf: nn.Parameter, gradient: Tensor) -> Tensor | None:
+        """Return a loose parameter's per-sample gradients, of the sum that autograd found."""
+        assert self._losses is not None
+        if not len(self._losses):  # of the sample that stands for a batch without
+            return gradient[None]
+        found = self._broadcasts.of.get(leaf)
+        return found.take(gradient) if found else None
+
+    def _hook_leaves(self) -> None:
+        """Watch everything that may get a gradient of a clipped parameter from autograd.
+
+        Raises:
+            UnsupportedError: Something else watches it.
+        """
+        for parameter in self._coverage:
+            for leaf in self.ranks.leaves(parameter):
+                if not leaf.requires_grad:
+                    continue
+                refuse_hooks(self.name_of(parameter), leaf, self._hooks.get(leaf, ()))
+                if leaf in self._hooks:
+                    continue
+                if parameter in self._loose:
+                    self._hooks[leaf] = [
+                        leaf.register_hook(partial(self._stash, leaf)),  # type: ignore[no-untyped-call]
+                        leaf.register_post_accumulate_grad_hook(self._take_loose),  # type: ignore[no-untyped-call]
+                    ]
+                else:
+                    refuse = partial(self._refuse_unclipped, parameter)
+                    self._hooks[leaf] = [leaf.register_hook(refuse)]  # type: ignore[no-untyped-call]
+
+    def handling(self, handler: Handler) -> AbstractContextManager[None]:
+        """Let ``handler`` take the contributions of all layers inside the context."""
+        return substitute(self, "_handler", handler)
+
+    def disabled(self) -> AbstractContextManager[None]:
+        """Run the model and autograd without clipping inside the context."""
+        return substitute(self, "_disabled", value=True)
+
+    @contextmanager
+    def first_batch_trusted(self) -> Iterator[None]:
+        """Verify no batch inside the context."""
+        trusted = substitute(self._first_batches, "are_verified", value=True)
+        with trusted, substitute(self, "repeated", value=None):
+            yield
+
+    @torch.no_grad()
+    def _finish(self, norms: SampleNorms) -> Tensor:
+        """Set ``sample_norms`` once backward is over, and return the clipping factors; (B,)."""
+        self._refuse_changed_outputs()
+        norms.add_reused()
+        self.sample_norms, unsure_B = self._compute_norms(norms, self.max_grad_norm)
+        if self.ranks.is_sharded:
+            late = self._first_batches.has_late_ways
+            self.shard_sums.agree(self._coverage.names, self.settings_of_step(), has_late_ways=late)
+            self._first_batches.refuse_late_ways()
+        return self._compute_factors(self.sample_norms, unsure_B, self.max_grad_norm)
+
+    def _compute_norms(self, norms: SampleNorms, bound: float) -> tuple[Tensor, Tensor]:
+        """Compute the norms of gradients as they are without ``loss_scale``; which are unsure."""
+        norms_B, unsure_B = norms.compute(max(self._stability or bound, LEAST_NORM))
+        return norms_B if self._loss_scale == 1 else norms_B / self._loss_scale, unsure_B
+
+    @allocates("norm_samples")
+    def _make_weights(self, losses_B: Tensor) -> Tensor:
+        """Return the gradient with which the losses are differentiated; (B,)."""
+        return torch.full_like(losses_B, self._loss_scale)
+
+    def _refuse_changed_outputs(self) -> None:
+        """Refuse layers whose outputs were others when they ran again in backward."""
+        for layer, changed_B in self._changed:
+            if self.deferral is not None:
+                self.deferral.flag(changed_B)
+            elif not isinstance(changed_B, FakeTensor) and any(changed_B.tolist()):
+                raise RuntimeError(
+                    f"{self._name_of_layer(layer)} gave another output when it ran again for "
+                    "per-sample gradients: it has no rule, and draws numbers, counts its calls, "
+                    "reads what changed or gets the entries of samples in another order; move that "
+                    "out of the layer, name a module around it that gets and returns samples in "
+                    "as_one=[...], or freeze its parameters"
+                )
+        self._changed.clear()
+
+    def _compute_factors(self, norms_B: Tensor, unsure_B: Tensor, bound: float) -> Tensor:
+        """Compute clipping factors; samples that are not finite, or are added alone, get 0.
+
+        The norms of the latter are corrected in place.
+        """
+        assert self._losses is not None
+        self._excluded = self._alone = None
+        factors_B = self._find_factors(norms_B, bound)
+        is_lost_B = ~self._losses.to(norms_B.device).isfinite()
+        unsure_B = unsure_B | ~norms_B.isfinite() | (factors_B < LEAST_FACTOR)
+        if self.deferral is not None:
+            self.deferral.flag(is_lost_B | unsure_B)
+            return factors_B * self.deferral.weights_B.to(factors_B)
+        flags_2B = torch.stack([is_lost_B, unsure_B])
+        # A fake tensor has no values; otherwise this waits for the device.
+        lost, unsure = [[], []] if isinstance(flags_2B, FakeTensor) else flags_2B.tolist()
+        samples = [at for at, flag in enumerate(unsure) if flag and not lost[at]]
+        if samples or self.ranks.is_sharded:
+            self._alone = self._measure_alone(samples)
+        if not (samples or any(lost)):
+            return factors_B
+        for at in samples:
+            lost[at] = not self._set_factor(at, norms_B, bound)
+        nonfinite_B = norms_B.new_tensor(lost, dtype=torch.bool)
+        before_B = self._nonfinite
+        self._nonfinite = (
+            nonfinite_B if before_B is None else before_B | nonfinite_B.to(before_B.device)
+        )
+        for at in samples:
+            lost[at] = True
+        self._excluded = norms_B.new_tensor(lost, dtype=torch.bool)
+        return factors_B.masked_fill(self._excluded, 0)
+
+    def _find_factors(self, norms_B: Tensor, bound: float) -> Tensor:
+        return clip_factor(norms_B, bound, self._stability, self._loss_scale)
+
+    def _set_factor(self, at: int, norms_B: Tensor, bound: float) -> bool:
+        """Set norm and factor of a sample that is added alone; tell whether it is finite."""
+        assert self._alone is not None
+        norm = torch.tensor(self._alone.squares[at], dtype=torch.float64).sqrt() / self._loss_scale
+        norms_B[at] = norm
+        if not math.isfinite(norms_B[at]):
+            return False
+        self._alone.factors[at] = float(self._find_factors(norm, bound))
+        return True
+
+    def _take_alone(self, contributions: Sequence[Kept]) -> Taken:
+        """Take the samples that are added alone out of all contributions of a parameter."""
+        return {} if self._alone is None else self._alone.take(contributions)
+
+    @torch.no_grad()
+    def _add_up(
+        self,
+        parameter: nn.Parameter,
+        contributions: Sequence[Kept],
+        factors_B: Tensor,
+        taken: Taken,
+    ) -> None:
+        """Sum contributions over samples, scaled by clipping factors, and add that.
+
+        ``taken`` is what is added alone.
+        """
+        if not len(factors_B):  # it belongs to no sample
+            return
+        for contribution in contributions:
+            kept = contribution
+            if self._excluded is not None:
+                kept = zero_samples(contribution, self._excluded)
+            on_device_B = factors_B.to(device_of(kept))
+            if self.ranks.is_sharded:
+                summed = sum_whole(kept, on_device_B)
+            else:
+                summed = kept.sum(on_device_B)
+            if self._alone is not None:
+                self._alone.add(taken, summed)
+                taken = {}
+            if self.ranks.is_sharded:
+                self.shard_sums.add(parameter, as_parameter(summed, parameter))
+                continue
+            summed = as_parameter(summed, parameter)
+            self.sums.add(parameter, summed.to(dtype_of_sum(parameter)))
+
+    @torch.no_grad()
+    def _add_up_vectors(
+        self, vectors: Sequence[tuple[nn.Parameter, Tensor]], factors_B: Tensor
+    ) -> None:
+        """Sum the per-sample gradients of vectors, (B, p) each, over samples; add the sums."""
+        joined: Kept = SampleGradients(torch.cat([one for _, one in vectors], dim=1))
+        if self._excluded is not None:
+            joined = zero_samples(joined, self._excluded)
+        summed = joined.sum(factors_B.to(device_of(joined)))
+        sizes = [gradients.shape[1] for _, gradients in vectors]
+        # Views of one tensor would keep the memory of all as long as one of them is there.
+        own = [summed.new_empty(size) for size in sizes]
+        torch._foreach_copy_(own, torch.split(summed, sizes))
+        for (parameter, _), part in zip(vectors, own, strict=True):
+            summed = as_parameter(part, parameter)
+            self.sums.add(parameter, summed.to(dtype_of_sum(parameter)))
+
+
+@allocates("unsharded_gradients")
+def sum_whole(contribution: Kept, factors_B: Tensor) -> Tensor:
+    """Sum a contribution over samples to what a reduce-scatter splits among ranks."""
+    return contribution.sum(factors_B)
+
+
+def _run(
+    ranks: Ranks,
+    forwards: Forwards,
+    rule: LayerRule,
+    layer: nn.Module,
+    receive: Callable[..., None],
+    *inputs: Any,
+    **named: Any,
+) -> Any:
+    refuse_other_wrapper(ranks)
+    refuse_transforms(layer)
+    forward = forwards.of(layer) if torch.is_grad_enabled() else None
+    if forward is not None and not isinstance(getattr(rule, "__self__", None), Choice):
+        given = (*inputs, *named.values())
+        is_alone = len(given) == 1  # without the loss of a head
+        refuse_inputs(layer, given, may_be_sparse=is_alone and isinstance(layer, nn.Linear))
+    call = LayerCall(layer, forward)
+    y = rule(layer, partial(receive, call), *inputs, **named)
+    call.end()
+    return y
+
+
+@functools.cache
+def _make_uncompiled() -> Callable[..., Any]:
+    """Return ``_run`` as ``torch.compile`` leaves it alone; what that needs is imported late."""
+    reason = "a layer that is clipped cannot be compiled; leave out fullgraph=True"
+    uncompiled: Callable[..., Any] = torch.compiler.disable(_run, reason=reason)  # type: ignore[no-untyped-call]
+    return uncompiled

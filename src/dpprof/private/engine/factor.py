@@ -1,0 +1,98 @@
+"""The clipping factor, of flat and of normalised clipping.
+
+Normalised clipping, ANOTHER MECHANISM than flat clipping, multiplies each sample's gradient by
+C / (norm + gamma), whether it is long or short. So C only scales the step, as the learning rate
+does, and need not be tuned; the stability gamma > 0 lets short gradients stay shorter than others.
+Source: Bu et al. 2022, "Automatic Clipping: Differentially Private Deep Learning Made Easier and
+Stronger", arXiv 2206.07136, AUTO-S, whose factor is 1 / (norm + gamma). Each sample contributes
+C norm / (norm + gamma), which is less than C: the sensitivity, and so the noise and the accounting,
+are those of flat clipping.
+
+Rounding is that of flat clipping (``norms.rounding``): a norm that is told too small by a fraction
+lets its sample exceed C by that fraction at most. A norm may also be told as zero, where squares
+underflow: the gradient is then shorter than about 1e-6 2^-9. A gamma of ``LEAST_STABILITY`` makes
+less than 2^-8 C of it.
+
+A factor below ``LEAST_FACTOR`` would make numbers of which float32 has few digits, or none. Such a
+sample is computed by itself in float64 (``clipping.alone``), so C may be any number from
+``LEAST_BOUND`` to ``LARGEST_BOUND``.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from dpprof.private.norms.rounding import LEAST_NORM
+
+CLIPPINGS = ("flat", "normalised")
+
+STABILITY = 0.01
+"""Of normalised clipping where none is given, as in the source."""
+
+LEAST_STABILITY = 2.0**-10
+
+LEAST_FACTOR = 2.0**-80
+
+LEAST_BOUND, LARGEST_BOUND = 1e-38, 1e38
+"""Sums of smaller or larger contributions are beyond float32."""
+
+_LARGEST_FACTOR = 2.0**40
+"""Larger factors of short gradients could overflow in the sum."""
+
+
+def clip_factor(
+    norm: Tensor, max_grad_norm: float, stability: float | None = None, loss_scale: float = 1.0
+) -> Tensor:
+    """Compute the factor that scales a gradient of this norm to at most ``max_grad_norm``.
+
+    Flat clipping, ``stability=None``: ``min(1, C / (norm + 1e-6))``, elementwise; the constant is
+    Opacus's, so that results can be compared to the last digits. Normalised clipping:
+    ``C / (norm + stability)``. What is scaled may be ``loss_scale`` times the gradient.
+    """
+    if stability is not None:
+        factor = max_grad_norm / (norm + stability)
+    else:
+        factor = torch.clamp(max_grad_norm / (norm + LEAST_NORM), max=1.0)
+    if loss_scale != 1:
+        factor = factor / loss_scale
+    # A smaller number may have been rounded up.
+    return factor.masked_fill(factor < torch.finfo(factor.dtype).tiny, 0)
+
+
+def find_stability(clipping: str, stability: float | None) -> float | None:
+    """Return the stability of a clipping of ``CLIPPINGS``; None for flat clipping.
+
+    Raises:
+        ValueError: There is no such clipping, or it takes no stability.
+    """
+    if clipping not in CLIPPINGS:
+        raise ValueError(f"clipping must be one of {', '.join(CLIPPINGS)}, and is {clipping!r}")
+    if clipping == "normalised":
+        return STABILITY if stability is None else stability
+    if stability is not None:
+        raise ValueError("stability is of clipping='normalised'; flat clipping takes none")
+    return None
+
+
+def verify_bound(max_grad_norm: float, stability: float | None) -> None:
+    """Verify that a bound can be kept.
+
+    Raises:
+        ValueError: It is not positive and finite, or the stability is too small.
+    """
+    if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
+        raise ValueError(f"max_grad_norm must be positive and finite, and is {max_grad_norm}")
+    if not LEAST_BOUND <= max_grad_norm <= LARGEST_BOUND:
+        raise ValueError(
+            f"max_grad_norm must be from {LEAST_BOUND:g} to {LARGEST_BOUND:g}, and is "
+            f"{max_grad_norm}; multiply the losses, and divide the learning rate"
+        )
+    if stability is None:
+        return
+    least = max(LEAST_STABILITY, max_grad_norm / _LARGEST_FACTOR)
+    if not (math.isfinite(stability) and stability >= least):
+        raise ValueError(
+            f"stability must be finite and at least {least:g} at max_grad_norm {max_grad_norm:g}, "
+            f"and is {stability}: norms of shorter gradients may be told as zero"
+        )

@@ -1,0 +1,194 @@
+"""Flash clipping: norms in one backward pass, the clipped sum in a second.
+
+Source: fast gradient clipping (Goodfellow 2015; Lee and Kifer 2021, "Scaling up
+Differentially Private Deep Learning with Fast Per-Example Gradient Clipping"), with norms that
+need neither per-sample gradients nor T x T matrices. The first pass computes no gradients of
+parameters; the second frees the graph. Other implementations differentiate weighted losses in the
+second pass. Here both passes differentiate the same losses, and each layer weights its own sum:
+the second pass sums the gradients whose norms the first pass found, and can exclude samples that
+are not finite. ``projections`` verifies that they are the same. Samples that are unsure
+(``norms.rounding``) are measured alone in one more pass between these, which all ranks of
+``fully_shard`` run if one does; the pass that sums adds the same gradients, or the batch is
+refused.
+
+Cost for a linear layer of d x p over T tokens: 2 B T d p FLOPs each for forward, inputs'
+gradients twice and weights' gradients, 8 B T d p, and the norm (``norms.linear``).
+Memory beyond an ordinary step: the graph, kept for the second pass; B norms, and what
+``projections`` keeps; at most ``norms.tiles.WORKSPACE_BYTES`` while a norm is computed; one layer's
+weighted activations or output gradients, whichever are narrower.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from dpprof.private.contributions.alone import Alone, Taken
+from dpprof.private.contributions.contributions import (
+    Contribution,
+    Contributions,
+    GradientsInParts,
+    Kept,
+    materialise_vector,
+)
+from dpprof.private.contributions.projections import Projections
+from dpprof.private.contributions.sample_norms import SampleNorms
+from dpprof.private.engine.engine import Clipping, Enter
+
+
+class FlashClipping(Clipping):
+    """Flat clipping in two backward passes, which keeps nothing but the graph.
+
+    A batch in which a sample's tokens cancel takes a third.
+
+    Arguments, errors and what happens to NaN, infinity, zero and empty batches: ``Clipping``.
+
+    Formal guarantees: those of ``Clipping``; the sum of all parameters' gradients has L2
+    sensitivity ``max_grad_norm`` under adding or removing one sample. The second pass must see the
+    gradients that the first measured, whatever the model draws, counts or reads in between. Random
+    projections compare them (``projections``): in float32 a sample that would contribute C (1 + r)
+    is accepted with a probability of about 2^-12 / r, and in 16 bits on a GPU 2^-5 / r.
+
+    Example:
+        >>> import torch
+        >>> from dpprof.private import FlashClipping
+        >>> model = torch.nn.Linear(3, 1, bias=False)
+        >>> clipping = FlashClipping(model, max_grad_norm=0.5)
+        >>> clipping.backward(model(torch.ones(2, 3)).squeeze(1))  # each gradient is (1, 1, 1)
+        >>> round(float(model.weight.grad.norm()), 4)  # two of norm 0.5, in one direction
+        1.0
+    """
+
+    def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
+        super().__init__(model, max_grad_norm, **options)
+        self._projections: Projections | None = None
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._uses: Counter[nn.Parameter] = Counter()
+        """How often each parameter was used, where samples were measured alone."""
+
+        self._taken: dict[nn.Parameter, list[Taken]] = defaultdict(list)
+        """Of the uses so far."""
+
+        self._reused: Collection[nn.Parameter] = ()
+        self._repeat: Callable[[], None] = lambda: None
+        """Runs the first pass again."""
+
+    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
+        if len(losses):
+            generator = self._find_generator(losses)
+            self._projections = Projections(self._coverage, losses, generator)
+        try:
+            enter("backward")
+            weights = self._make_weights(losses)
+            self._repeat = partial(torch.autograd.backward, losses, weights, retain_graph=True)
+            with self.handling(norms.add):
+                self._repeat()
+            enter("clip")
+            factors_B = self._finish(norms)
+            enter("second_backward")
+            with self.handling(partial(self._add_layer, factors_B)):
+                torch.autograd.backward(losses, weights)
+            self._refuse_difference()
+        finally:
+            self._projections = None
+            self._repeat, self._reused = lambda: None, ()
+            self._uses.clear()
+            self._taken.clear()
+
+    def _find_reused(self, nodes: Sequence[Any]) -> Collection[nn.Parameter]:
+        self._reused = super()._find_reused(nodes)
+        return self._reused
+
+    def _measure_alone(self, samples: Sequence[int]) -> Alone | None:
+        if not any(self.ranks.any(bool(samples))):
+            return None
+        alone = Alone(samples)
+        with self.handling(partial(self._measure_layer, alone)):
+            self._repeat()
+        for parameter in list(self._taken):
+            alone.measure(self._join_uses(parameter))
+        return alone
+
+    def _measure_layer(self, alone: Alone, _layer: nn.Module, contributions: Contributions) -> None:
+        """Measure what a layer contributes to the samples that are added alone."""
+        for parameter, contribution in contributions:
+            self._uses[parameter] += 1
+            self._taken[parameter].append(alone.take([contribution]))
+            if parameter not in self._reused:
+                alone.measure(self._join_uses(parameter))
+
+    def _take_use(self, parameter: nn.Parameter, contribution: Contribution) -> Taken:
+        """Take the samples that are added alone out of a use; return all uses with the last."""
+        if self._alone is None:
+            return {}
+        self._taken[parameter].append(self._alone.take([contribution]))
+        self._uses[parameter] -= 1
+        return {} if self._uses[parameter] else self._join_uses(parameter)
+
+    def _join_uses(self, parameter: nn.Parameter) -> Taken:
+        joined: dict[int, list[Contribution]] = defaultdict(list)
+        for taken in self._taken.pop(parameter):
+            for at, uses in taken.items():
+                joined[at] += uses
+        return joined
+
+    def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
+        assert self._projections is not None
+        assert not isinstance(contribution, GradientsInParts)  # nothing is kept
+        self._projections.note(parameter, contribution, is_measured=True)
+
+    def _add_layer(
+        self, factors_B: Tensor, _layer: nn.Module, contributions: Contributions
+    ) -> None:
+        """Add what a layer contributes in the second pass."""
+        for parameter, found in contributions:
+            if self.ranks.is_sharded:
+                self.shard_sums.begin_use(parameter)
+            contribution = materialise_vector(found)
+            if self._projections is not None:
+                self._projections.note(parameter, contribution, is_measured=False)
+            taken = self._take_use(parameter, found)
+            self._add_up(parameter, [contribution], factors_B, taken)
+            if self.ranks.is_sharded:
+                self.shard_sums.end_use(parameter)
+
+    def _refuse_difference(self) -> None:
+        """Refuse a batch in which other gradients were summed than measured."""
+        if self._projections is None:
+            return
+        assert self.sample_norms is not None
+        least = self.stability or self.max_grad_norm
+        scaled = (self.sample_norms * self.loss_scale, least * self.loss_scale)
+        differs_B = self._projections.compare(*scaled, self._excluded)
+        if self.deferral is not None:
+            self.deferral.flag(differs_B)
+            return
+        parameter = self._projections.find_difference(differs_B)
+        differs_alone = self._alone is not None and self._alone.differ
+        if parameter is not None or differs_alone:
+            which = "a sample" if parameter is None else self.name_of(parameter)
+            raise RuntimeError(
+                f"another gradient of {which} was summed than measured, so "
+                "samples could exceed the bound: code that the second backward runs again draws "
+                "other random numbers, counts its calls, or reads what changed; checkpoint with "
+                "preserve_rng_state=True, draw with PyTorch's generators alone, or use "
+                "BookKeeping, which needs one pass"
+            )
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The sources of random directions that were used."""
+        return list(self._generators.values())
+
+    def _find_generator(self, losses: Tensor) -> torch.Generator | None:
+        """Return the source of random directions on a device; a model cannot know its seed."""
+        if isinstance(losses, FakeTensor):
+            return None
+        if losses.device not in self._generators:
+            self._generators[losses.device] = generator = torch.Generator(losses.device)
+            generator.seed()
+        return self._generators[losses.device]

@@ -1,0 +1,1 @@
+"""What autograd's graph proves: which sample each element belongs to."""

@@ -1,0 +1,484 @@
+"""How operators pass owners on, from what they returned to what they got.
+
+What has no rule here has no owners (None): there the proof stops. A rule may know less than its
+operator does, and never more.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dpprof.private.graph.nodes import edges_of, is_read_once, kind_of, shape_of, shapes_of
+from dpprof.private.graph.owners import (
+    FREE,
+    MANY,
+    Owners,
+    Shape,
+    along_first_axis,
+    join,
+    merge,
+    of_first_axis,
+    place,
+    reshape,
+    shorten,
+    spread,
+    unrepeat,
+    whole,
+)
+
+
+class Operand(NamedTuple):
+    """What an operator got, and the owners of all that it returned."""
+
+    node: Any
+    at: int
+    """Which operand it is."""
+
+    shape: Shape
+    above: Sequence[Owners]
+    read: Callable[[Any], Any]
+    """Reads an index, None where its values are not known."""
+
+    @property
+    def axes(self) -> list[int]:
+        """The axes that the operator has saved; all where it has none."""
+        return axes_of(self.node, len(self.shape))
+
+
+Rule = Callable[[Operand], Owners | None]
+
+
+def as_signed(number: int) -> int:
+    """Return a number as it was before autograd saved it without a sign."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def axes_of(node: Any, count: int) -> list[int]:
+    """Return which of so many axes an operator has saved; all where it has none."""
+    saved = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
+    given = [saved] if isinstance(saved, int) else saved or range(count)
+    return sorted(as_signed(one) % count for one in given) if count else []
+
+
+def _pointwise(one: Operand) -> Owners | None:
+    """Each element of the output comes from the same place of operands, which may be repeated."""
+    if getattr(one.node, "_saved_reduction", 0):
+        return spread(one.above[0], range(one.above[0].ndim)).reshape([1] * len(one.shape))
+    return unrepeat(one.above[0], one.shape)
+
+
+def _of_first_operand(rule: Rule, one: Operand) -> Owners | None:
+    return None if one.at else rule(one)
+
+
+def _reduction(one: Operand) -> Owners | None:
+    owners = merge(one.above)
+    return owners if owners.ndim == len(one.shape) else np.expand_dims(owners, one.axes)
+
+
+def _mixing(one: Operand) -> Owners | None:
+    """Each element of the output may come from all along an axis."""
+    return spread(one.above[0], one.axes)
+
+
+def _moving(one: Operand) -> Owners | None:
+    """Likewise, and elements may be left out, of other axes the last ones."""
+    owners = spread(one.above[0], one.axes)
+    for axis, size in enumerate(one.shape):
+        if 1 < owners.shape[axis] < size:
+            owners = place(owners, axis, size, range(owners.shape[axis]))
+    return owners
+
+
+def _reshaping(one: Operand) -> Owners | None:
+    return reshape(one.above[0], shape_of(one.node), one.shape)
+
+
+def order_of(node: Any, axes: int) -> list[int]:
+    """Return which axis of its operand each axis of a transposed tensor is."""
+    if hasattr(node, "_saved_dims"):
+        return [as_signed(at) % axes for at in node._saved_dims]  # noqa: SLF001
+    order = list(range(axes))
+    swapped = (
+        [as_signed(at) % axes for at in (node._saved_dim0, node._saved_dim1)]  # noqa: SLF001
+        if hasattr(node, "_saved_dim0")
+        else [0, axes - 1]
+    )
+    order[swapped[0]], order[swapped[1]] = swapped[1], swapped[0]
+    return order
+
+
+def _transposing(one: Operand) -> Owners | None:
+    if len(one.shape) < 2:  # noqa: PLR2004
+        return one.above[0]
+    return one.above[0].transpose(np.argsort(order_of(one.node, len(one.shape))))
+
+
+def _real(one: Operand) -> Owners | None:
+    """Complex numbers as two real ones, on an axis of their own."""
+    return spread(one.above[0], [len(one.shape)])[..., 0]
+
+
+def _complex(one: Operand) -> Owners | None:
+    return np.expand_dims(one.above[0], len(one.shape) - 1)
+
+
+def _repeat(one: Operand) -> Owners | None:
+    owners = one.above[0]
+    extra = owners.ndim - len(one.shape)
+    owners = spread(owners, range(extra)).reshape(owners.shape[extra:])
+    for axis, size in enumerate(one.shape):
+        length: int = owners.shape[axis]
+        if length > 1:
+            sizes = (*owners.shape[:axis], length // size, size, *owners.shape[axis + 1 :])
+            owners = spread(owners.reshape(sizes), [axis]).reshape(
+                *sizes[:axis], *sizes[axis + 1 :]
+            )
+    return owners
+
+
+def _product(first: int, one: Operand) -> Owners | None:
+    """(..., n, k) times (..., k, m), or (k,); a sum may come before both."""
+    owners, at = one.above[0], one.at - first
+    if at < 0:
+        return unrepeat(owners, one.shape)
+    if kind_of(one.node) in ("Mv", "Dot"):
+        return owners.reshape(-1, 1) if len(one.shape) > 1 else spread(owners, range(owners.ndim))
+    return spread(owners, [owners.ndim - 1 if at == 0 else owners.ndim - 2])
+
+
+def _dot(one: Operand) -> Owners | None:
+    return one.above[0].reshape(1)
+
+
+def _attention(one: Operand) -> Owners | None:
+    owners = one.above[0]
+    return spread(owners, (owners.ndim - 2, owners.ndim - 1)) if one.at < 3 else None  # noqa: PLR2004
+
+
+def _likelihood(one: Operand) -> Owners | None:
+    """Each loss comes from the classes of its place, which are on the second axis."""
+    if one.node._saved_reduction:  # noqa: SLF001
+        return _pointwise(one)
+    return np.expand_dims(one.above[0], min(1, one.above[0].ndim))
+
+
+def _ctc(one: Operand) -> Owners | None:
+    return one.above[0].reshape(1, -1, 1)
+
+
+def _layer_norm(one: Operand) -> Owners | None:
+    widths = len(one.node._saved_normalized_shape)  # noqa: SLF001
+    return spread(one.above[0], range(len(one.shape) - widths, len(one.shape)))
+
+
+def _batch_norm(one: Operand) -> Owners | None:
+    owners = one.above[0]
+    is_mixing = one.node._saved_training  # noqa: SLF001
+    return spread(owners, [0, *range(2, owners.ndim)]) if is_mixing else owners
+
+
+def _first_axis(one: Operand) -> Owners | None:
+    """Each entry of the first axis is treated apart."""
+    first = along_first_axis(one.above[0])
+    return None if first is None else of_first_axis(first, len(one.shape))
+
+
+def _pad(one: Operand) -> Owners | None:
+    owners = one.above[0]
+    pads = [as_signed(side) for side in one.node._saved_pad]  # noqa: SLF001
+    for axis, start, stop in zip(
+        range(owners.ndim - 1, -1, -1), pads[::2], pads[1::2], strict=False
+    ):
+        if owners.shape[axis] > 1:
+            if min(start, stop) < 0:
+                return None
+            owners = owners.take(range(start, owners.shape[axis] - stop), axis)
+    return owners
+
+
+def _unfold(one: Operand) -> Owners | None:
+    """Windows along one axis, whose places come last."""
+    axis = as_signed(one.node._saved_dimension) % len(one.shape)  # noqa: SLF001
+    return spread(one.above[0], [axis, len(one.shape)])[..., 0]
+
+
+def _cat(one: Operand) -> Owners | None:
+    (axis,), owners = one.axes, one.above[0]
+    if owners.shape[axis] == 1:
+        return owners
+    sizes = [None if b is None else shape_of(b, o)[axis] for b, o in edges_of(one.node)]
+    unknown = [at for at, size in enumerate(sizes) if size is None]
+    if len(unknown) == 1:
+        rest = shape_of(one.node)[axis] - sum(size for size in sizes if size is not None)
+        sizes[unknown[0]] = rest
+    before = sizes[: one.at]
+    if None not in before:
+        start = sum(size for size in before if size is not None)
+    elif None not in (after := sizes[one.at :]):
+        start = owners.shape[axis] - sum(size for size in after if size is not None)
+    else:
+        return None
+    return owners.take(range(start, start + one.shape[axis]), axis)
+
+
+def _stack(one: Operand) -> Owners | None:
+    owners = one.above[0]
+    axis = as_signed(one.node._saved_dim) % owners.ndim  # noqa: SLF001
+    return np.asarray(owners.take(one.at if owners.shape[axis] > 1 else 0, axis))
+
+
+def _select(one: Operand) -> Owners | None:
+    axis, size = one.axes[0], one.shape[one.axes[0]]
+    index = as_signed(one.node._saved_index) % size  # noqa: SLF001
+    return place(np.expand_dims(one.above[0], axis), axis, size, [index])
+
+
+def _slice(one: Operand) -> Owners | None:
+    axis, node = one.axes[0], one.node
+    size = one.shape[axis]
+    start, end = as_signed(node._saved_start), as_signed(node._saved_end)  # noqa: SLF001
+    places = range(size)[start : end : node._saved_step]  # noqa: SLF001
+    return one.above[0] if len(places) == size else place(one.above[0], axis, size, places)
+
+
+def _unbind(one: Operand) -> Owners | None:
+    axis = one.axes[0]
+    return _concatenate([np.expand_dims(part, axis) for part in one.above], axis, one.node)
+
+
+def _split(one: Operand) -> Owners | None:
+    return _concatenate(one.above, one.axes[0], one.node)
+
+
+def _concatenate(parts: Sequence[Owners], axis: int, node: Any) -> Owners:
+    """Return the owners of what was cut along an axis."""
+    used = [part for part in parts if (part != FREE).any()] or parts[:1]
+    if used[0].shape[axis] == 1 and all(np.array_equal(used[0], part) for part in used):
+        return used[0]
+    shapes = shapes_of(node)
+    sizes = [shape[axis] for shape in shapes] if kind_of(node) != "Unbind" else [1] * len(parts)
+    parts = [whole(part, axis, size) for part, size in zip(parts, sizes, strict=True)]
+    common = np.broadcast_shapes(
+        *(part.take([0], axis).shape for part in parts if part.shape[axis])
+    )
+    alike = [
+        np.broadcast_to(part, (*common[:axis], part.shape[axis], *common[axis + 1 :]))
+        for part in parts
+    ]
+    return shorten(np.concatenate(alike, axis))
+
+
+def _diagonal(one: Operand) -> Owners | None:
+    node, count = one.node, len(one.shape)
+    axes = [as_signed(at) % count for at in (node._saved_dim1, node._saved_dim2)]  # noqa: SLF001
+    offset = as_signed(node._saved_offset)  # noqa: SLF001
+    owners = one.above[0]
+    places = np.arange(shape_of(node)[-1])
+    found = np.full((*owners.shape[:-1], *(one.shape[at] for at in axes)), FREE, np.int32)
+    found[..., places + max(-offset, 0), places + max(offset, 0)] = owners
+    return np.moveaxis(found, (-2, -1), axes)
+
+
+def _index(one: Operand) -> Owners | None:
+    """Known without the index where samples lie on axes that it leaves alone."""
+    owners, indices = one.above[0], one.node._saved_indices  # noqa: SLF001
+    given = [at for at, index in enumerate(indices) if index is not None]
+    first, count = given[0], len(given)
+    masks = [at for at in given if indices[at].dtype == torch.bool and indices[at].dim() > 1]
+    if given != list(range(first, first + count)) or (masks and count > 1):
+        return spread(owners, range(owners.ndim)).reshape(-1)[:1].reshape([1] * len(one.shape))
+    if masks:
+        count = indices[first].dim()
+    width = 1 if masks else max(indices[at].dim() for at in given)
+    joined = join(owners, range(first, first + width))
+    if joined is None and not first:
+        values = [one.read(indices[at]) for at in given]
+        if any(value is None for value in values):
+            return None
+        places = [each for v in values for each in (v.nonzero() if v.dtype == bool else [v])]
+        return _scatter(owners, np.broadcast_arrays(*places), one.shape)
+    if joined is None:
+        joined = spread(owners, range(first, first + width))
+    return joined.reshape(*joined.shape[:first], *(1,) * count, *joined.shape[first + width :])
+
+
+def _index_select(one: Operand) -> Owners | None:
+    (axis,), owners = one.axes, one.above[0]
+    if axis or owners.shape[axis] == 1:
+        return spread(owners, [axis])
+    index = one.read(one.node._saved_index)  # noqa: SLF001
+    return None if index is None else _scatter(owners, [index], one.shape)
+
+
+def _scatter(owners: Owners, indices: Sequence[Any], shape: Shape) -> Owners | None:
+    """Return the owners of a tensor of which an index picked entries of the first axes."""
+    count, width = len(indices), indices[0].ndim
+    sizes = (*shape[:count], *owners.shape[width:])
+    picked = np.broadcast_to(owners, (*indices[0].shape, *owners.shape[width:]))
+    none = np.iinfo(np.int32).max
+    least, most = np.full(sizes, none, np.int32), np.full(sizes, FREE, np.int32)
+    np.minimum.at(least, tuple(indices), np.where(picked == FREE, none, picked))
+    np.maximum.at(most, tuple(indices), picked)
+    own = np.where(least == most, most, MANY)
+    return shorten(np.where(least == none, FREE, own).astype(np.int32))
+
+
+def _added(one: Operand) -> Owners | None:
+    """Entries are added at an index of an axis."""
+    (axis,), owners = one.axes, one.above[0]
+    if not one.at:
+        return unrepeat(owners, one.shape)
+    is_by_axis = kind_of(one.node) == "IndexAdd"
+    if axis or owners.shape[axis] == 1 or not (is_by_axis or len(one.shape) == 1):
+        return spread(owners, [axis] if is_by_axis else range(owners.ndim))
+    index = one.read(one.node._saved_index)  # noqa: SLF001
+    return None if index is None else owners.take(index, 0)
+
+
+_RULES: dict[str, Rule] = {}
+
+
+def _register(rule: Rule, names: str) -> None:
+    _RULES.update(dict.fromkeys(names.split(), rule))
+
+
+_POINTWISE = (
+    "Abs Acos Acosh Add Addcdiv Addcmul Alias Angle Asin Asinh Atan Atan2 Atanh "
+    "BinaryCrossEntropy BinaryCrossEntropyWithLogits Ceil Celu Clamp ClampMax ClampMin Clone "
+    "Complex Conj Contiguous Copy Copysign Cos Cosh Digamma Div Elu Erf Erfc Erfinv Exp Exp2 "
+    "Expand Expm1 Floor Fmod Frac Gelu Hardshrink Hardsigmoid Hardswish Hardtanh HuberLoss "
+    "Hypot LeakyRelu Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid Logaddexp Logaddexp2 Logit "
+    "MaskedFill Maximum Minimum Mish MseLoss Mul NanToNum NativeDropout Neg Pow PreluKernel "
+    "Reciprocal Relu Remainder Round Rsqrt Rsub Selu Sgn Sigmoid Sign Silu Sin Sinc Sinh "
+    "SmoothL1Loss SoftMarginLoss Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCopy Tril "
+    "Triu Trunc Where Xlogy"
+)
+_register(_pointwise, _POINTWISE)
+_register(_pointwise, " ".join(f"{name}Backward" for name in _POINTWISE.split()))
+_register(
+    partial(_of_first_operand, _pointwise),
+    "IndexCopy IndexFill IndexPut MaskedScatter Scatter",
+)
+_register(_added, "IndexAdd ScatterAdd ScatterReduce")
+_register(
+    _reduction,
+    "Amax Amin Aminmax Kthvalue LinalgVectorNorm Logsumexp Max Mean Median Min Mode Nanmedian "
+    "Nansum Norm Prod Std StdMean Sum Var VarMean",
+)
+_register(
+    _mixing, "Cummax Cummin Cumprod Cumsum FftC2C FftC2R FftR2C LogSoftmax Logcumsumexp Softmax"
+)
+_register(_moving, "Flip Gather Glu Roll Sort Topk")
+_register(_reshaping, "ReshapeAlias Squeeze UnsafeView Unsqueeze View")
+_register(_transposing, "Permute T Transpose")
+_register(_real, "ViewAsReal")
+_register(_complex, "ViewAsComplex")
+_register(_repeat, "Repeat")
+_register(partial(_product, 0), "Bmm Mm Mv")
+_register(partial(_product, 1), "Addmm Baddbmm")
+_register(_dot, "Dot")
+_ATTENTION = (
+    "ScaledDotProductCudnnAttention ScaledDotProductEfficientAttention "
+    "ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu"
+)
+_register(_attention, _ATTENTION)
+_register(_likelihood, "NllLoss NllLoss2D")
+_register(_ctc, "CtcLoss CudnnCtcLoss")
+_register(partial(_of_first_operand, _layer_norm), "NativeLayerNorm")
+_register(partial(_of_first_operand, _batch_norm), "NativeBatchNorm")
+_FIRST_AXIS = (
+    "AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D AvgPool2D AvgPool3D "
+    "Col2Im Convolution GridSampler2D GridSampler3D Im2Col MaxPool2DWithIndices "
+    "MaxPool3DWithIndices MkldnnConvolution NativeGroupNorm PixelShuffle PixelUnshuffle "
+    "ReflectionPad2D ReflectionPad3D ReplicationPad2D UpsampleBicubic2D UpsampleBilinear2D "
+    "UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleTrilinear3D"
+)
+_register(partial(_of_first_operand, _first_axis), _FIRST_AXIS)
+_register(_pad, "ConstantPadNd")
+_register(_unfold, "Unfold")
+_JOINING: dict[str, Rule] = {
+    "Cat": _cat,
+    "Diagonal": _diagonal,
+    "Index": _index,
+    "IndexAdd": _added,
+    "IndexSelect": _index_select,
+    "ScatterAdd": _added,
+    "ScatterReduce": _added,
+    "Select": _select,
+    "Slice": _slice,
+    "Split": _split,
+    "SplitWithSizes": _split,
+    "Stack": _stack,
+    "Unbind": _unbind,
+    "UnsafeSplit": _split,
+    "UnsafeSplitWithSizes": _split,
+}
+"""Along the axis of samples they make orders that lengths do not tell."""
+
+_RULES.update(_JOINING)
+
+
+def owners_below(one: Operand) -> Owners | None:
+    """Return the owners of what an operator got as one operand."""
+    rule = _RULES.get(kind_of(one.node))
+    if rule is None or (rule in (_index, _index_select, _added) and is_read_once(one.node)):
+        return None
+    found = rule(one)
+    if found is None or found.ndim != len(one.shape):
+        return None
+    is_fitting = all(a in (1, b) for a, b in zip(found.shape, one.shape, strict=True))
+    return found if is_fitting else None
+
+
+def joins_samples(one: Operand, below: Owners) -> bool:
+    """Tell whether an operator cuts, joins or picks along an axis on which samples lie."""
+    if kind_of(one.node) not in _JOINING:
+        return False
+    axis = as_signed(getattr(one.node, "_saved_dim", 0))
+    return any(
+        each.ndim > axis >= -each.ndim and each.shape[axis] > 1 for each in (*one.above, below)
+    )
+
+
+_FIRST_IS = {"Addmm": 1, "Baddbmm": 1}
+"""Which operand of a product has the first axis of its output, if not the first one."""
+
+_APART = {
+    "Addmm",
+    "Baddbmm",
+    "Bmm",
+    "Mm",
+    "NativeLayerNorm",
+    "Slice",
+    "Split",
+    "SplitWithSizes",
+} | {*(*_FIRST_AXIS.split(), *_ATTENTION.split())}
+"""Operators that treat entries of the first axis apart, where that keeps its length."""
+
+
+def owners_above(node: Any, at: int, below: Owners, shapes: tuple[Shape, Shape]) -> Owners | None:
+    """Return the owners of what an operator returned, where it keeps entries apart.
+
+    Args:
+        node: The operator.
+        at: Which operand it is.
+        below: The operand's owners; no entry is free.
+        shapes: The operand's, and that of what was returned.
+    """
+    (before, after), kind = shapes, kind_of(node)
+    rule = _RULES.get(kind)
+    if rule is _reshaping:
+        return reshape(below, before, after)
+    if rule is _transposing:
+        return below.transpose(order_of(node, len(before)))
+    if rule is _pointwise:
+        return below if before == after else None
+    if rule is _mixing:
+        return below if all(below.shape[axis] == 1 for axis in axes_of(node, len(before))) else None
+    is_apart = kind in _APART and at == _FIRST_IS.get(kind, 0) and before[:1] == after[:1]
+    first = along_first_axis(below) if is_apart else None
+    return None if first is None else of_first_axis(first, len(after))

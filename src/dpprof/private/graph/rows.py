@@ -1,0 +1,188 @@
+"""Which sample each row of a batch belongs to, and what samples contribute of what rows do.
+
+A row is an entry of a tensor's first axis. Samples may have several: one after the other's, or in
+blocks with some of each sample, such as all that was chosen and then all that was rejected.
+
+Shape legend: B samples, R rows, k rows of a sample, T tokens of a row.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpprof.private.contributions.contributions import (
+    ChunkedProduct,
+    Contribution,
+    Convolution,
+    SampleGradients,
+)
+from dpprof.private.graph.owners import FREE, Owners, is_complete
+from dpprof.private.norms.tiles import accumulator_of
+
+
+class _Blocks(NamedTuple):
+    """Successive blocks of rows, each with as many of each sample, one sample's after another's."""
+
+    repeats: int
+    each: int
+    """Rows of a sample in a block."""
+
+
+class Rows:
+    """Rows of samples.
+
+    Args:
+        samples: B.
+        count: R.
+        blocks: All rows, in order.
+        places_Bk: Which rows each sample has, where they are no blocks; -1 beyond its last.
+    """
+
+    def __init__(
+        self, samples: int, count: int, blocks: Sequence[_Blocks], places_Bk: Tensor | None = None
+    ) -> None:
+        self.samples, self.count = samples, count
+        self._blocks, self._places_Bk = blocks, places_Bk
+
+    @classmethod
+    def in_order(cls, samples: int, count: int) -> "Rows":
+        """Make ``count`` rows, as many of each sample, one sample's after another's."""
+        return cls(samples, count, [_Blocks(1, count // samples)])
+
+    @classmethod
+    def of(cls, owners_R: Owners, samples: int) -> "Rows | None":
+        """Find the rows of samples by their owners; None where rows are in another order.
+
+        Known orders: samples one after the other, or several such blocks of rows, each with rows of
+        all samples.
+        """
+        is_free_R = owners_R == FREE
+        owned_R = owners_R[~is_free_R]
+        if not len(owned_R) or not is_complete(owned_R):
+            return None
+        # A row that no loss uses may count as any sample's: as that of the one before.
+        before_R = np.maximum(np.cumsum(~is_free_R) - 1, 0)
+        filled = cls._in_blocks(owned_R[before_R], samples)
+        if filled is not None:
+            return filled
+        if not _is_in_order(owned_R, samples):
+            return None
+        return cls(samples, len(owners_R), [], _list_places(owners_R, samples))
+
+    @classmethod
+    def _in_blocks(cls, owners_R: Owners, samples: int) -> "Rows | None":
+        """Return rows in blocks with as many of each sample; None where they are in no blocks."""
+        counts = [np.bincount(run, minlength=samples) for run in _runs_of(owners_R)]
+        if not all((one == one[0]).all() for one in counts):
+            return None
+        blocks: list[_Blocks] = []
+        for one in counts:
+            again = blocks.pop() if blocks and blocks[-1].each == one[0] else _Blocks(0, 0)
+            blocks.append(_Blocks(again.repeats + 1, int(one[0])))
+        return cls(samples, len(owners_R), blocks)
+
+    @property
+    def is_in_blocks(self) -> bool:
+        """Whether rows are known by their blocks, without a list of places."""
+        return self._places_Bk is None
+
+    @property
+    def each(self) -> int | None:
+        """How many rows each sample has, one sample's after another's; None in another order."""
+        is_one = len(self._blocks) == 1 and self._blocks[0].repeats == 1
+        return self._blocks[0].each if is_one else None
+
+    def group(self, part: Tensor) -> Tensor:
+        """Sort (R, ...) by samples; (B, k, ...), zero beyond a sample's last row."""
+        if self._places_Bk is not None:
+            places_Bk = self._places_Bk.to(part.device)
+            is_none = (places_Bk < 0).view(*places_Bk.shape, *(1,) * (part.dim() - 1))
+            return part[places_Bk.clamp(min=0)].masked_fill(is_none, 0)
+        found, start = [], 0
+        for repeats, each in self._blocks:
+            rows = part[start : (start := start + repeats * each * self.samples)]
+            blocks = torch.unflatten(rows, 0, (repeats, self.samples, each))
+            found.append(blocks[0] if repeats == 1 else blocks.transpose(0, 1).flatten(1, 2))
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Add up the rows of each sample; (B, ...)."""
+        grouped = self.group(part)
+        if grouped.shape[1] == 1:
+            return grouped[:, 0]
+        return grouped.sum(1, dtype=accumulator_of(grouped.dtype))
+
+    def group_contribution(self, one: Contribution) -> Contribution:
+        """Turn what rows contribute into what samples contribute, with the tokens of all rows."""
+        if isinstance(one, ChunkedProduct):
+            return self._group_chunks(one)
+        if isinstance(one, Convolution):
+            one = SampleGradients(one.materialise(*one))
+        if isinstance(one, SampleGradients):
+            return SampleGradients(self.group(one.gradients).sum(1))
+        joined: dict[str, Any] = {
+            name: self.group(part).flatten(1, 2)
+            for name, part in one._asdict().items()
+            if isinstance(part, Tensor)
+        }
+        return one._replace(**joined)
+
+    def _group_chunks(self, one: ChunkedProduct) -> ChunkedProduct:
+        """Do so for a head; where rows are not in blocks, it stays as it is, and is refused."""
+        if not self.is_in_blocks:
+            return one
+        release = one.release
+
+        def gradients_of(some: slice) -> Tensor:
+            parts = [
+                torch.unflatten(one.gradients_of(rows), 0, (-1, each)).flatten(1, 2)
+                for rows, each in self._spans(some)
+            ]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+        def release_rows(some: slice) -> None:
+            assert release is not None
+            for rows, _ in self._spans(some):
+                release(rows)
+
+        incoming = one.incoming_BT
+        return one._replace(
+            x_BTd=self.group(one.x_BTd).flatten(1, 2),
+            gradients_of=gradients_of,
+            grams_BTT=None,
+            incoming_BT=None if incoming is None else self.group(incoming).flatten(1, 2),
+            release=None if release is None else release_rows,
+        )
+
+    def _spans(self, some: slice) -> Iterator[tuple[slice, int]]:
+        """Yield the rows that some samples have in each block, and how many each."""
+        start = 0
+        for repeats, each in self._blocks:
+            for _ in range(repeats):
+                yield slice(start + some.start * each, start + some.stop * each), each
+                start += self.samples * each
+
+
+def _runs_of(owners_R: Owners) -> list[Owners]:
+    """Cut owners where they fall."""
+    starts = [0, *(np.flatnonzero(np.diff(owners_R) < 0) + 1), len(owners_R)]
+    return [owners_R[a:b] for a, b in itertools.pairwise(starts)]
+
+
+def _is_in_order(owners_R: Owners, samples: int) -> bool:
+    """Tell whether samples come one after another, or several times all of them."""
+    runs = _runs_of(owners_R)
+    return len(runs) == 1 or all(np.bincount(one, minlength=samples).all() for one in runs)
+
+
+def _list_places(owners_R: Owners, samples: int) -> Tensor:
+    """List the rows of each sample; (B, k), -1 beyond the last."""
+    each = [np.flatnonzero(owners_R == sample) for sample in range(samples)]
+    places_Bk = np.full((samples, max(map(len, each))), -1)
+    for sample, rows in enumerate(each):
+        places_Bk[sample, : len(rows)] = rows
+    return torch.from_numpy(places_Bk)

@@ -1,0 +1,1 @@
+"""How each kind of layer runs, so that its contributions are seen."""

@@ -1,0 +1,160 @@
+"""Finds the layers that have the batch on their second axis, and runs their rules.
+
+A module of PyTorch or Opacus has the setting ``batch_first``, for itself and the layers that it
+calls, which lie directly in it. Other modules are declared, with all modules in them. The nearest
+of both holds, and lengths decide nothing. The first batch confirms it (``first_batch``).
+
+Shape legend: B samples, T tokens, d width of an input, p width of an output.
+"""
+
+import difflib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+from dpprof.private.contributions.contributions import Receive, receive_turned
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.layers.patching import calls_forward_of
+
+_SETTING_IN = {
+    "torch.nn.modules.activation.MultiheadAttention": "",
+    "torch.nn.modules.rnn.RNNBase": "",
+    "torch.nn.modules.transformer.Transformer": "",
+    "torch.nn.modules.transformer.TransformerEncoder": "layers.0.self_attn",
+    "torch.nn.modules.transformer.TransformerEncoderLayer": "self_attn",
+    "torch.nn.modules.transformer.TransformerDecoder": "layers.0.self_attn",
+    "torch.nn.modules.transformer.TransformerDecoderLayer": "self_attn",
+    "opacus.layers.dp_multihead_attention.DPMultiheadAttention": "",
+    "opacus.layers.dp_multihead_attention.SequenceBias": "",
+    "opacus.layers.dp_rnn.DPRNNBase": "",
+}
+"""By class, the module in it whose ``batch_first`` holds for it and the layers directly in it."""
+
+_FIRST, _SECOND = SimpleNamespace(batch_first=True), SimpleNamespace(batch_first=False)
+
+Settings = Sequence[Any]
+"""The modules whose ``batch_first`` holds for a layer, of which several may share it."""
+
+
+def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Module, Settings]:
+    """Find the modules that may have the batch on their second axis, and their settings.
+
+    Args:
+        model: The model.
+        declared: Names of modules that have it there, with all modules in them.
+
+    Raises:
+        ValueError: The model has no module of such a name, or it has ``batch_first=True``.
+    """
+    names = dict(model.named_modules(remove_duplicate=False))
+    for name in declared:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, cutoff=0.4)
+            raise ValueError(
+                f"batch_second names {name!r}, which is no module of the model"
+                + (f"; is it {' or '.join(map(repr, close))}?" if close else "")
+            )
+    passed_on: dict[str, Any] = {}
+    is_inside: dict[str, bool] = {}
+    settings: dict[nn.Module, list[Any]] = defaultdict(list)
+    for name, module in names.items():
+        own, is_declared = _find_setting(module), name in declared
+        if is_declared and own is not None and own.batch_first:
+            raise ValueError(f"batch_second names {name!r}, which has batch_first=True")
+        around = name.rpartition(".")[0]  # of the root the root, which has passed on nothing yet
+        is_inside[name] = is_declared or is_inside.get(around, False)
+        setting = own or (None if is_declared else passed_on.get(around))
+        setting = setting or (_SECOND if is_inside[name] else _FIRST)
+        # Whatever attention gets itself, its rule gives its projection (T, B, d).
+        passed_on[name] = _SECOND if _is_attention(module) else own
+        if not any(one is setting for one in settings[module]):
+            settings[module].append(setting)
+    return {module: found for module, found in settings.items() if found != [_FIRST]}
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Tell whether the rule of attention runs a module."""
+    base = nn.MultiheadAttention
+    return isinstance(module, base) and calls_forward_of(type(module), base)
+
+
+def _find_setting(module: nn.Module) -> nn.Module | None:
+    """Find the module whose setting holds for a module of a known class; None for others."""
+    for base in type(module).__mro__:
+        name = _SETTING_IN.get(f"{base.__module__}.{base.__qualname__}")
+        if name is not None:
+            try:
+                found = module.get_submodule(name)
+            except AttributeError:  # a layer of another class
+                return None
+            return found if hasattr(found, "batch_first") else None
+    return None
+
+
+def is_second(layer: nn.Module, settings: Settings) -> bool:
+    """Tell whether a layer has the batch on its second axis now.
+
+    Raises:
+        UnsupportedError: Its settings disagree.
+    """
+    found = {bool(one.batch_first) for one in settings}
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"{type(layer).__name__} is shared by modules of which one has the batch on the first "
+            "axis and another on the second; give each a layer of its own"
+        )
+    return found == {False}
+
+
+def describe(found: Mapping[nn.Module, Settings]) -> set[str]:
+    """Tell the settings of today; where one changes, the next batch is verified again."""
+    return {
+        f"{type(layer).__name__} {at} has batch_first={[one.batch_first for one in settings]}"
+        for at, (layer, settings) in enumerate(found.items())
+    }
+
+
+def run_tokenwise(
+    rule: Callable[..., Tensor],
+    widths: int,
+    settings: Settings,
+    layer: nn.Module,
+    receive: Receive,
+    *inputs: Any,
+    **named: Any,
+) -> Tensor:
+    """Run a layer that does the same to every token, and turn what it contributes.
+
+    Args:
+        rule: The layer's rule, which takes the first axis for the batch.
+        widths: How many axes of the input the layer treats as a token.
+        settings: They say where the batch is.
+        layer: The layer.
+        receive: Receives its contributions.
+        inputs: The layer's arguments.
+        named: Its other arguments.
+
+    Raises:
+        UnsupportedError: It gets something beside its input.
+        ValueError: Its input has no second axis beside those of a token.
+    """
+    if not is_second(layer, settings):
+        return rule(layer, receive, *inputs, **named)
+    name = type(layer).__name__
+    given: Mapping[Any, Any] = {**dict(enumerate(inputs)), **named}
+    if len(given) != 1:
+        raise UnsupportedError(
+            f"{name} has the batch on its second axis, and gets more than its input; give it the "
+            "batch first, and leave it out of batch_second"
+        )
+    (x,) = given.values()
+    if x.dim() < 2 + widths:
+        raise ValueError(
+            f"{name} has the batch on its second axis, and got {tuple(x.shape)}, which has no "
+            "such axis; leave it out of batch_second"
+        )
+    return rule(layer, partial(receive_turned, receive, x.shape[1]), x)

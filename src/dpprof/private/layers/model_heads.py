@@ -1,0 +1,100 @@
+"""The head of a language model, and its hidden states in place of its logits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from dpprof.private.errors import UnsupportedError
+
+_CAPPED = ("gemma2", "gemma3_text")
+_SCALED = ("cohere", "cohere2")
+_DIVIDED = ("granite",)
+_PLAIN = (
+    *("bloom", "falcon", "gemma", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "olmo", "olmo2"),
+    *("opt", "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2"),
+)
+KNOWN = tuple(sorted((*_CAPPED, *_SCALED, *_DIVIDED, *_PLAIN)))
+"""Hugging Face's architectures whose logits are what the head returns, capped or scaled as their
+config says, and nothing else."""
+
+
+class Head(NamedTuple):
+    """The layer that makes logits, and what is done with them."""
+
+    layer: nn.Module
+    softcap: float | None = None
+    scale: float = 1.0
+
+
+_NAMES = ("head", "classifier", "score", "classification_head")
+"""Attributes that hold the layer that makes the logits: the first that a module has."""
+
+
+def find_head(model: nn.Module) -> nn.Module:
+    """Return the layer, or the layers, that make the logits.
+
+    Raises:
+        UnsupportedError: The model does not say which.
+    """
+    for module in model.modules():
+        find = getattr(module, "get_output_embeddings", None)
+        head = find() if find is not None else None
+        for found in (head, *(getattr(module, name, None) for name in _NAMES)):
+            if isinstance(found, nn.Module):
+                return found
+    raise UnsupportedError("the model does not say which layer makes the logits")
+
+
+def describe_head(model: nn.Module, kind: str | None) -> Head:
+    """Return the head of a model; that of an architecture which is not ``KNOWN`` counts as plain.
+
+    Args:
+        model: The model.
+        kind: The architecture's name in transformers; None for another model.
+
+    Raises:
+        UnsupportedError: The model does not say which layer makes the logits.
+    """
+    layer = find_head(model)
+    if kind in _CAPPED:
+        return Head(layer, softcap=find_config(model).final_logit_softcapping)
+    if kind in _SCALED:
+        return Head(layer, scale=float(find_config(model).logit_scale))
+    if kind in _DIVIDED:
+        return Head(layer, scale=1 / float(find_config(model).logits_scaling))
+    return Head(layer)
+
+
+def find_config(model: nn.Module) -> Any:
+    """Return the config of the Hugging Face model within a model; None where there is none."""
+    return next(
+        (
+            module.config
+            for module in model.modules()
+            if hasattr(module, "config") and hasattr(module, "get_output_embeddings")
+        ),
+        None,
+    )
+
+
+@contextmanager
+def hidden_states_of(head: nn.Module) -> Iterator[list[Tensor]]:
+    """Let the head do nothing inside the context; yield a list that gets what it was given.
+
+    The model goes on with one logit of zero for each token.
+    """
+    if "forward" in vars(head):
+        raise UnsupportedError("the forward of the head is already replaced")
+    given: list[Tensor] = []
+
+    def take(hidden_BTd: Tensor) -> Tensor:
+        given.append(hidden_BTd)
+        return hidden_BTd.new_zeros(*hidden_BTd.shape[:-1], 1)
+
+    head.forward = take
+    try:
+        yield given
+    finally:
+        del head.forward

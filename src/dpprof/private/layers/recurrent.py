@@ -1,0 +1,346 @@
+"""Rules of recurrent layers: PyTorch's ``RNN``, ``LSTM``, ``GRU`` and cells, and Opacus's layers.
+
+PyTorch's kernels run many steps at once and tell no output gradients of their matrices. So the
+steps run here one by one, with operators that autograd differentiates. To what a matrix returns,
+an offset of zero is added: the offset's gradient is the output gradient. All offsets come from one
+autograd function, whose backward runs last, and passes on the contributions of all parameters
+together. Formulas: those of the documentation of ``torch.nn.LSTM``, ``GRU`` and ``RNN``.
+
+Cost: FLOPs as of PyTorch's. It takes about 15 small operators for each step, layer and direction.
+
+Shape legend: B samples, T steps, d width of an input, h width of the state, p width of all gates.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from dpprof.private.contributions.contributions import Contribution, Product, Receive, Shift
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.layers.layers import apply, autocast_dtype, refuse_other_numbers
+
+_State = tuple[Tensor, ...]
+"""The hidden state of a step, and the cell state of an LSTM; (B, h) each."""
+
+_Matrix = tuple[nn.Parameter, nn.Parameter | None]
+"""A weight, and its bias if there is one."""
+
+_Drop = Callable[[Tensor], Tensor]
+_KEEP = nn.Identity()
+
+
+def _step_lstm(of_x: Tensor, of_h: Tensor, state: _State) -> _State:
+    i, f, g, o = (of_x + of_h).chunk(4, 1)
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _step_gru(of_x: Tensor, of_h: Tensor, state: _State) -> _State:
+    h = state[0].shape[1]
+    r, z = (of_x[:, : 2 * h] + of_h[:, : 2 * h]).sigmoid().chunk(2, 1)
+    n = (of_x[:, 2 * h :] + r * of_h[:, 2 * h :]).tanh()
+    return ((1 - z) * n + z * state[0],)
+
+
+_STEPS: dict[str, Callable[[Tensor, Tensor, _State], _State]] = {
+    "LSTM": _step_lstm,
+    "GRU": _step_gru,
+    "RNN_TANH": lambda of_x, of_h, _: ((of_x + of_h).tanh(),),
+    "RNN_RELU": lambda of_x, of_h, _: ((of_x + of_h).relu(),),
+}
+"""By what PyTorch calls the mode."""
+
+
+class _Offsets(torch.autograd.Function):
+    """Zeros to add to what matrices return, (B, T, p) each.
+
+    ``inputs`` are those of the matrices, (B, T, d) each, once they ran; None for x itself. The
+    first tensors are states, so that a gradient of a state passes here too.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 (autograd passes them so)
+        ctx: Any,
+        x: Tensor,
+        matrices: Sequence[_Matrix],
+        inputs: list[Tensor | None],
+        receive: Receive,
+        states: int,
+        *tensors: Tensor,
+    ) -> Any:
+        ctx.save_for_backward(x)
+        ctx.matrices, ctx.inputs, ctx.receive = matrices, inputs, receive
+        ctx.states, ctx.clipped = states, tensors[states:]
+        zero = x.new_zeros(())
+        return tuple(zero.expand(*x.shape[:2], len(weight)) for weight, _ in matrices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        contributions: list[tuple[nn.Parameter, Contribution]] = []
+        for (weight, bias), given, g_BTp in zip(ctx.matrices, ctx.inputs, gradients, strict=True):
+            if weight.requires_grad:
+                x_BTd = x.detach() if given is None else given
+                contributions.append((weight, Product(x_BTd, g_BTp)))
+            if bias is not None and bias.requires_grad:
+                contributions.append((bias, Shift(g_BTp)))
+        ctx.receive(contributions)
+        return *[None] * 5, *[None] * (ctx.states + len(ctx.clipped))
+
+
+def _cast(matrix: _Matrix, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return a matrix's values, which autograd does not differentiate."""
+    weight, bias = matrix
+    return weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+
+
+class _Recurrence:
+    """The layers and directions of one recurrent layer that is run once.
+
+    Args:
+        layer: Holds the parameters.
+        mode: One of ``_STEPS``.
+        suffixes: How the names of the parameters end, of each layer's directions.
+        receive: Receives the contributions.
+        drop_outputs: Drops some of what a layer gives the next.
+        drop_state: Drops some of what a step gives the next.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        mode: str,
+        suffixes: Sequence[Sequence[str]],
+        receive: Receive,
+        *,
+        drop_outputs: _Drop = _KEEP,
+        drop_state: _Drop = _KEEP,
+    ) -> None:
+        self._step, self._receive = _STEPS[mode], receive
+        self._matrices = [[_read_matrices(layer, one) for one in group] for group in suffixes]
+        self._drop_outputs, self._drop_state = drop_outputs, drop_state
+
+    def run(
+        self, x: Tensor, states: Sequence[_State], is_step_BT: Tensor | None = None
+    ) -> tuple[Tensor, list[_State]]:
+        """Run all steps.
+
+        Args:
+            x: (B, T, d).
+            states: The first of each layer and direction.
+            is_step_BT: Which steps there are; None for all.
+
+        Returns:
+            The last layer's hidden states, (B, T, h), and the last states.
+        """
+        flat = [one for group in self._matrices for of_direction in group for one in of_direction]
+        inputs: list[Tensor | None] = []
+        refuse_other_numbers(flat[0][0], x)
+        dtype = autocast_dtype(x) or x.dtype
+        x, states = x.to(dtype), [tuple(one.to(dtype) for one in state) for state in states]
+        given = [one for state in states for one in state]
+        parameters = [p for matrix in flat for p in matrix if p is not None]
+        offsets = iter(
+            apply(_Offsets, x, flat, inputs, self._receive, len(given), *given, *parameters)
+        )
+        waiting, last = iter(states), []
+        for at, group in enumerate(self._matrices):
+            if at:
+                x = self._drop_outputs(x)
+            outputs = []
+            for direction, matrices in enumerate(group):
+                inputs.append(x.detach() if at else None)
+                own = [next(offsets) for _ in matrices]
+                y, state, used = self._run_direction(
+                    x, matrices, own, next(waiting), is_step_BT, is_reversed=direction == 1
+                )
+                inputs += used
+                outputs.append(y)
+                last.append(state)
+            x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+        return x, last
+
+    def _run_direction(
+        self,
+        x: Tensor,
+        matrices: Sequence[_Matrix],
+        offsets: Sequence[Tensor],
+        state: _State,
+        is_step_BT: Tensor | None,
+        *,
+        is_reversed: bool,
+    ) -> tuple[Tensor, _State, list[Tensor]]:
+        """Run one direction; return hidden states, the last state, and inputs of its matrices."""
+        of_inputs, of_state, *projection = (_cast(one, x.dtype) for one in matrices)
+        of_x = (functional.linear(x, *of_inputs) + offsets[0]).unbind(1)
+        at, *at_projection = (one.unbind(1) for one in offsets[1:])
+        order = range(x.shape[1])
+        before, unprojected, outputs = [], [], []
+        for t in reversed(order) if is_reversed else order:
+            before.append(state[0].detach())
+            h, *c = self._step(of_x[t], functional.linear(state[0], *of_state) + at[t], state)
+            for matrix, added in zip(projection, at_projection, strict=True):
+                unprojected.append(h.detach())
+                h = functional.linear(h, *matrix) + added[t]
+            new = (self._drop_state(h), *c)
+            if is_step_BT is not None:
+                is_step_B1 = is_step_BT[:, t, None]
+                new = tuple(map(torch.where, [is_step_B1] * len(new), new, state))
+            state = new
+            outputs.append(state[0])
+        rows = [outputs, before, *([unprojected] if unprojected else [])]
+        y, *used = (torch.stack(one[::-1] if is_reversed else one, 1) for one in rows)
+        return y, state, used
+
+
+def _read_matrices(layer: nn.Module, suffix: str) -> list[_Matrix]:
+    """Return the matrices of one direction: of inputs, of states, and of projected states."""
+    return [
+        (weight, getattr(layer, f"bias_{of}{suffix}", None))
+        for of in ("ih", "hh", "hr")
+        if (weight := getattr(layer, f"weight_{of}{suffix}", None)) is not None
+    ]
+
+
+def run_cell(
+    layer: nn.RNNCellBase,
+    receive: Receive,
+    input: Tensor,  # noqa: A002 (torch's)
+    hx: Tensor | _State | None = None,
+) -> Tensor | _State:
+    """Run ``RNNCell``, ``LSTMCell`` or ``GRUCell``.
+
+    Raises:
+        ValueError: Its input has no batch, or a state has another shape.
+    """
+    if input.dim() != 2:  # noqa: PLR2004
+        raise ValueError(f"{type(layer).__name__} gets no batch; give its input two axes")
+    mode = f"RNN_{layer.nonlinearity}".upper() if isinstance(layer, nn.RNNCell) else "GRU"
+    mode = "LSTM" if isinstance(layer, nn.LSTMCell) else mode
+    given = None if hx is None else tuple(h[None] for h in _as_tuple(hx))
+    states = _read_states(given, mode, 1, input, [layer.hidden_size] * 2)
+    _, [last] = _Recurrence(layer, mode, [[""]], receive).run(input[:, None], states)
+    return last if mode == "LSTM" else last[0]
+
+
+def run_recurrent(
+    layer: nn.RNNBase,
+    receive: Receive,
+    input: Tensor | PackedSequence,  # noqa: A002
+    hx: Tensor | _State | None = None,
+) -> Any:
+    """Run ``RNN``, ``LSTM`` or ``GRU``.
+
+    Raises:
+        ValueError: Its input has no batch, or a state has another shape.
+    """
+    drop = partial(functional.dropout, p=layer.dropout, training=layer.training)
+    suffixes = _suffixes_of(layer)
+    recurrence = _Recurrence(layer, layer.mode, suffixes, receive, drop_outputs=drop)
+    return _run(layer, layer.mode, recurrence, input, hx)
+
+
+def run_opacus_recurrent(
+    layer: Any,
+    receive: Receive,
+    input: Tensor | PackedSequence,  # noqa: A002
+    state_init: Tensor | _State | None = None,
+) -> Any:
+    """Run Opacus's ``DPRNN``, ``DPLSTM`` or ``DPGRU``, whose dropout is within each step.
+
+    Raises:
+        UnsupportedError: It consists of cells that are not Opacus's own.
+        ValueError: Its input has no batch, or a state has another shape.
+    """
+    mode, drop = _mode_of_cells(layer), layer.dropout_layer or _KEEP
+    recurrence = _Recurrence(layer, mode, _suffixes_of(layer), receive, drop_state=drop)
+    return _run(layer, mode, recurrence, input, state_init)
+
+
+def _suffixes_of(layer: Any) -> list[list[str]]:
+    """Return how the names of parameters end, of each layer's directions."""
+    directions = ("", "_reverse") if layer.bidirectional else ("",)
+    return [[f"_l{at}{end}" for end in directions] for at in range(layer.num_layers)]
+
+
+def _run(
+    layer: Any,
+    mode: str,
+    recurrence: _Recurrence,
+    given: Tensor | PackedSequence,
+    states: Tensor | _State | None,
+) -> Any:
+    """Run a recurrent layer on what it is given, and return what its ``forward`` would."""
+    x, is_step_BT = _read_input(layer, given)
+    count = layer.num_layers * (1 + layer.bidirectional)
+    sizes = [layer.proj_size or layer.hidden_size, layer.hidden_size]
+    first = _read_states(states, mode, count, x, sizes)
+    y, last = recurrence.run(x, first, is_step_BT)
+    stacked = tuple(torch.stack(one) for one in zip(*last, strict=True))
+    state = stacked if mode == "LSTM" else stacked[0]
+    if isinstance(given, PackedSequence):
+        return _pack(y, given), state
+    return (y if layer.batch_first else y.transpose(0, 1)), state
+
+
+def _mode_of_cells(layer: Any) -> str:
+    """Return the mode of a layer of Opacus's, which is made of cells."""
+    modes = {
+        "DPLSTMCell.forward": "LSTM",
+        "DPGRUCell.forward": "GRU",
+        "DPRNNCell.forward": f"RNN_{layer.cell_params.get('nonlinearity')}".upper(),
+    }
+    written = layer.cell_type.forward
+    mode = modes.get(written.__qualname__)
+    if mode not in _STEPS or written.__module__ != "opacus.layers.dp_rnn":
+        raise UnsupportedError(
+            f"{type(layer).__name__} has no rule for cells of {layer.cell_type.__name__}; use "
+            "Opacus's own cells, or freeze its parameters"
+        )
+    assert mode is not None
+    return mode
+
+
+def _read_input(layer: nn.RNNBase, given: Tensor | PackedSequence) -> tuple[Tensor, Tensor | None]:
+    """Return an input as (B, T, d) in the order of the batch, and which steps there are; (B, T)."""
+    if isinstance(given, PackedSequence):
+        x_BTd, lengths_B = pad_packed_sequence(given, batch_first=True)
+        is_step_BT = torch.arange(x_BTd.shape[1]) < lengths_B[:, None]
+        return x_BTd, is_step_BT.to(x_BTd.device)
+    if given.dim() != 3:  # noqa: PLR2004
+        raise ValueError(f"{type(layer).__name__} gets no batch; give its input three axes")
+    return (given if layer.batch_first else given.transpose(0, 1)), None
+
+
+def _pack(y_BTh: Tensor, like: PackedSequence) -> PackedSequence:
+    """Pack outputs as the input was packed."""
+    lengths_B = (like.batch_sizes[:, None] > torch.arange(len(y_BTh))).sum(0)
+    sorted_BTh = y_BTh if like.sorted_indices is None else y_BTh[like.sorted_indices]
+    packed = pack_padded_sequence(sorted_BTh, lengths_B, batch_first=True)
+    return like._replace(data=packed.data)
+
+
+def _as_tuple(states: Tensor | _State) -> _State:
+    return (states,) if isinstance(states, Tensor) else tuple(states)
+
+
+def _read_states(
+    states: Tensor | _State | None, mode: str, count: int, x: Tensor, sizes: Sequence[int]
+) -> list[_State]:
+    """Return the first states of each layer and direction; zeros where none are given."""
+    kinds = sizes if mode == "LSTM" else sizes[:1]
+    shapes = [(count, len(x), size) for size in kinds]
+    if states is None:
+        states = tuple(x.new_zeros(shape) for shape in shapes)
+    given = _as_tuple(states)
+    if [tuple(one.shape) for one in given] != shapes:
+        raise ValueError(
+            f"the first states of a recurrent layer have shapes {[tuple(h.shape) for h in given]}, "
+            f"and need {shapes}"
+        )
+    return list(zip(*(one.unbind(0) for one in given), strict=True))

@@ -1,0 +1,229 @@
+"""Poisson batches in parts: every step draws each sample with the same probability.
+
+A batch has any number of samples, also none, and is handed out in parts that fit into memory. The
+optimizer is told which part is the last, so that a step is one batch, and what to do with the one
+sample that stands for a batch without samples.
+"""
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from dpprof.private.loop.private_optimizer import Part, PrivateOptimizer
+from dpprof.private.loop.public_numbers import PublicNumbers
+from dpprof.private.noise.noise_keys import make_generator
+
+_LEAST_IN_FLOAT32 = 2.0**-12
+"""The least rate that is drawn in float32: to at most 2^-12 of it, and never more often."""
+
+
+class _Parts(Sampler[list[int]]):
+    """Draws batches, and splits them."""
+
+    def __init__(
+        self,
+        indices: range,
+        sample_rate: float,
+        max_batch_size: int | None,
+        generator: torch.Generator,
+    ) -> None:
+        self._indices = indices
+        # Draws are multiples of 2^-24, of 2^-53 in float64. Opacus draws in float32 too.
+        bits = 24 if sample_rate >= _LEAST_IN_FLOAT32 else 53
+        self._dtype = torch.float32 if bits == 24 else torch.float64  # noqa: PLR2004
+        self._threshold = math.floor(sample_rate * 2**bits) / 2**bits
+        self._most = max_batch_size or len(indices)
+        self.generator = generator
+        self.steps = 0
+        """How many batches the next iteration draws."""
+
+        self.drawn: deque[Part] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(self.steps):
+            drawn = torch.rand(len(self._indices), generator=self.generator, dtype=self._dtype)
+            chosen = drawn < self._threshold
+            batch = [self._indices[at] for at in chosen.nonzero()[:, 0].tolist()]
+            state = self.generator.get_state()
+            parts = [batch[at : at + self._most] for at in range(0, len(batch), self._most)]
+            for at, part in enumerate(parts or [[self._indices[0]]], start=1):
+                self.drawn.append(Part(len(part), at >= len(parts), not batch, state))
+                yield part
+
+
+class PoissonLoader:
+    """Hands out the parts of Poisson batches, epoch by epoch.
+
+    Args:
+        data_loader: What loads: its dataset, workers and ``collate_fn`` are used.
+        numbers: With which probability samples are drawn, and how many steps an epoch has.
+        max_batch_size: The most samples of a part; None for batches in one part.
+        generator: Draws the samples, or the secret that they follow from where there are several
+            ranks; None for the operating system.
+        rank: This rank: each draws from samples of its own.
+        ranks: How many there are.
+
+    Raises:
+        ValueError: There are fewer samples than ranks, or ``max_batch_size`` is below 1.
+    """
+
+    def __init__(
+        self,
+        data_loader: DataLoader[Any],
+        numbers: PublicNumbers,
+        *,
+        max_batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        if max_batch_size is not None and max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be at least 1, and is {max_batch_size}")
+        self.numbers = numbers
+        self.optimizer: PrivateOptimizer | None = None
+        """Is told of parts and of batches without samples; set before the first iteration."""
+
+        self._rank, self._is_given = rank, generator is not None
+        if generator is None or ranks > 1 or generator.device.type != "cpu":
+            generator = make_generator(generator, rank)
+        self.samples = len(cast("Sized", data_loader.dataset))
+        indices = range(self.samples)[rank::ranks]
+        if not indices:
+            raise ValueError(f"{self.samples} samples are too few for {ranks} ranks")
+        self._parts = _Parts(indices, numbers.sample_rate, max_batch_size, generator)
+        self._state = generator.get_state()
+        self._done = self._turn = 0
+        self._of_workers = torch.Generator()  # so that the global one stays as it is
+        self._loader: DataLoader[Any] = DataLoader(
+            data_loader.dataset,
+            batch_sampler=self._parts,
+            num_workers=data_loader.num_workers,
+            collate_fn=data_loader.collate_fn,
+            pin_memory=data_loader.pin_memory,
+            worker_init_fn=data_loader.worker_init_fn,
+            prefetch_factor=data_loader.prefetch_factor,
+            timeout=data_loader.timeout,
+            multiprocessing_context=data_loader.multiprocessing_context,
+            persistent_workers=data_loader.persistent_workers,
+            generator=self._of_workers,
+        )
+
+    def __len__(self) -> int:
+        """How many steps an epoch has; it has more parts."""
+        return self.numbers.steps_of_epoch
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability with which a step draws each sample."""
+        return self.numbers.sample_rate
+
+    @property
+    def is_last_part(self) -> bool:
+        """Whether what was handed out last ends a batch (``NoisyOptimizer.is_last_part``)."""
+        return self.optimizer is None or self.optimizer.is_last_part
+
+    def __iter__(self) -> Iterator[Any]:
+        """Hand out the rest of an epoch; what was left of a batch is thrown away."""
+        assert self.optimizer is not None
+        turn = self._turn + 1
+        try:
+            for batch, part in self.parts():
+                self.optimizer.take_part(part)
+                yield batch
+        finally:
+            if turn == self._turn:
+                self.optimizer.leave_parts()
+
+    def parts(self) -> Iterator[tuple[Any, Part]]:
+        """Hand out the rest of an epoch, with what ``PrivateOptimizer.take_part`` is to be told.
+
+        Raises:
+            RuntimeError: Another iteration began meanwhile, or a state was loaded.
+        """
+        assert self.optimizer is not None
+        self._turn += 1
+        turn = self._turn
+        self.optimizer.discard()
+        digest = hashlib.sha256(self._state.numpy().tobytes()).digest()
+        self._of_workers.manual_seed(int.from_bytes(digest[:7], "big"))
+        self._parts.generator.set_state(self._state)
+        self._parts.drawn.clear()
+        self._parts.steps = len(self) - self._done
+        for batch in self._loader:
+            if turn != self._turn:
+                raise RuntimeError(
+                    "another iteration over this data loader began, or a state was loaded, since "
+                    "this one handed out its last part; go on with the newer one"
+                )
+            part = self._parts.drawn.popleft()
+            if part.is_last:
+                self._state = part.state
+                self._done = (self._done + 1) % len(self)
+            yield batch, part
+
+    def load(self, indices: Iterable[int]) -> Any:
+        """Load and collate some samples, which nothing drew."""
+        return self._loader.collate_fn([self._loader.dataset[at] for at in indices])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the next batch begins; ``secrets`` tell which samples follow."""
+        return {
+            "secrets": {"generator": self._state, "samples": self.samples},
+            "steps of the epoch": self._done,
+            "steps in an epoch": len(self),
+            "sample rate": self.sample_rate,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
+        """Go on from a state: the next iteration hands out the rest of its epoch.
+
+        Args:
+            state: Of ``state_dict``.
+            exact: Whether the samples are those that would have been drawn; by default they are
+                drawn anew, as accountants suppose.
+
+        Raises:
+            ValueError: It is of other data, or of batches of another size; or it has no secrets for
+                ``exact``.
+        """
+        if exact and not state.get("secrets"):
+            raise ValueError("this state has no secrets, so no run can draw the same samples")
+        saved, own = dict(state), self.state_dict()
+        names = ["steps in an epoch", "sample rate"]
+        if exact:
+            saved, own = saved | saved["secrets"], own | own["secrets"]
+            names.append("samples")
+        for name in names:
+            if saved.get(name) != own[name]:
+                raise ValueError(
+                    f"this state was saved with {name}: {saved.get(name)}, and here there are "
+                    f"{own[name]}"
+                )
+        self._turn += 1
+        self._done = state["steps of the epoch"]
+        if exact:
+            self._state = state["secrets"]["generator"].cpu()
+        elif not self._is_given:
+            self._state = make_generator(rank=self._rank).get_state()
+
+
+def refuse_related(sampling: torch.Generator | None, noise: torch.Generator | None) -> None:
+    """Refuse generators from which samples and noise would follow alike.
+
+    Raises:
+        ValueError: They are one, or in the same state.
+    """
+    if sampling is None or noise is None:
+        return
+    if sampling is noise or (
+        sampling.device == noise.device and torch.equal(sampling.get_state(), noise.get_state())
+    ):
+        raise ValueError(
+            "sampling_generator and noise_generator draw the same numbers, so noise would follow "
+            "from the samples that were drawn; give each a seed of its own, or neither"
+        )

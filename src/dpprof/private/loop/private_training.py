@@ -1,0 +1,356 @@
+"""Private training in one call: clipping, noise, Poisson batches and accounting together."""
+
+from collections.abc import Callable, Collection, Iterator
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dpprof.private.accounting.budget import Spent, find_noise, verify_budget, warn_of_delta
+from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.engine.engine import Clipping
+from dpprof.private.engine.factor import find_stability
+from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private.loop.method_choice import FirstBatch, choose_method
+from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
+from dpprof.private.loop.private_optimizer import PrivateOptimizer
+from dpprof.private.loop.public_numbers import find_public_numbers
+from dpprof.private.samples.batches import give
+from dpprof.private.samples.random_state import random_state_kept
+from dpprof.private.samples.repeated_checks import RepeatedChecks
+
+METHODS: dict[str, type[Clipping]] = {
+    "auto": BookKeeping,
+    "flash-bk": BookKeeping,
+    "flash": FlashClipping,
+}
+"""By their names in ``dpprof advise``; ``auto`` is the default, where nothing is predicted."""
+
+
+class PrivateTraining:
+    """A model, its optimizer and its data loader, and what was spent; unpacks to these three.
+
+    Args:
+        model: The model, whose layers are clipped.
+        optimizer: Adds the noise.
+        data_loader: Draws the batches.
+        spent: Counts the steps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: PrivateOptimizer,
+        data_loader: PoissonLoader,
+        spent: Spent,
+    ) -> None:
+        self.model, self.optimizer, self.data_loader = model, optimizer, data_loader
+        self.spent = optimizer.spent = spent
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.optimizer, self.data_loader))
+
+    @property
+    def delta(self) -> float | None:
+        """The delta of the guarantee; None where none was given."""
+        return self.spent.delta
+
+    @property
+    def guarantee(self) -> str:
+        """What is guaranteed, with the numbers that everybody may know."""
+        return self.data_loader.numbers.describe(self.optimizer)
+
+    def remove(self) -> None:
+        """End private training: model and optimizer are again as without it.
+
+        What was spent stays. A batch that is not finished is thrown away.
+        """
+        self.optimizer.remove()
+
+    def epsilon_spent(self, delta: float | None = None) -> float:
+        """Return the epsilon of all steps so far (``Spent.epsilon``)."""
+        return self.spent.epsilon(delta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a run needs to go on, between two steps.
+
+        That is the state of the model, of the optimizer, with what was spent, and of the sampling.
+        Under ``secrets`` is what only an exact resume needs: of the noise, the sampling and
+        PyTorch's generators. Keep it apart from what is published, with a mode of 0600: the noise
+        of the next step follows from it. Generators of Python and NumPy are not in it.
+
+        Raises:
+            RuntimeError: A batch is not finished.
+        """
+        optimizer, loader = self.optimizer.state_dict(), self.data_loader.state_dict()
+        return {
+            "optimizer": optimizer,
+            "model": self.model.state_dict(),
+            "data_loader": loader,
+            "secrets": {
+                "noise": optimizer["privacy"].pop("secrets"),
+                "sampling": loader.pop("secrets"),
+                "random": {str(device): _get_state(device) for device in self._devices},
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
+        """Restore a state; the next iteration over the data loader goes on where it was saved.
+
+        Args:
+            state: Of ``state_dict``; without ``exact`` its secrets are not read.
+            exact: Whether the run ends with the same bits as the one that was saved, if it gets the
+                same data. By default noise and samples are drawn anew (``NoisyOptimizer``).
+
+        Raises:
+            RuntimeError: A batch is not finished, or the model is another one.
+            ValueError: The state is of other settings, as ``NoisyOptimizer.load_state_dict`` says;
+                or it has no secrets for ``exact``.
+        """
+        secrets: dict[str, Any] = state.get("secrets", {}) if exact else {}
+        if exact and not secrets:
+            raise ValueError("this state has no secrets, and exact=True needs them")
+        loader, optimizer = dict(state["data_loader"]), dict(state["optimizer"])
+        if secrets:
+            loader["secrets"] = secrets["sampling"]
+            optimizer["privacy"] = {**optimizer["privacy"], "secrets": secrets["noise"]}
+        self.data_loader.load_state_dict(loader, exact=exact)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(optimizer, exact=exact)
+        for device in self._devices if secrets else ():
+            _set_state(device, secrets["random"][str(device)])
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        own = {parameter.device for parameter in self.model.parameters()}
+        return [torch.device("cpu"), *sorted((d for d in own if d.type == "cuda"), key=str)]
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: Optimizer,
+    data_loader: DataLoader[Any],
+    losses_of: Callable[..., Tensor] | None = None,
+    *,
+    max_grad_norm: float,
+    noise_multiplier: float | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    samples: int | None = None,
+    sample_rate: float | None = None,
+    expected_batch_size: float | None = None,
+    spent: Spent | None = None,
+    method: str = "auto",
+    clipping: str = "flat",
+    stability: float | None = None,
+    max_batch_size: int | None = None,
+    accountant: str = "prv",
+    check: bool = True,
+    verify_every: int | None = None,
+    sampling_generator: torch.Generator | None = None,
+    noise_generator: torch.Generator | None = None,
+    secure_mode: bool = False,
+    loss_scale: float = 1.0,
+    public_buffers: Collection[str] = (),
+) -> PrivateTraining:
+    """Make an ordinary training loop private.
+
+    Args:
+        model: Each of its trained parameters belongs to a layer; ``Clipping`` says what is refused.
+        optimizer: Any PyTorch optimizer of its parameters.
+        data_loader: With ``shuffle=True`` or without; batches become Poisson batches, which draw
+            each sample with the probability ``batch_size / samples``.
+        losses_of: Computes the losses of a batch, one for each sample. It serves ``check`` and
+            ``verify_every`` alone.
+        max_grad_norm: Bound C of each sample's gradient.
+        noise_multiplier: Standard deviation of the noise over C; or give ``epsilon``.
+        epsilon: The budget, which needs ``delta`` and either ``epochs`` or ``steps``. The least
+            noise that keeps it is found by Opacus's accountant, and no step follows the last one
+            that was planned.
+        delta: Of the guarantee, less than one over the number of samples.
+        epochs: Of ``ceil(samples / batch_size)`` steps each.
+        steps: How many steps are planned; of all rounds, where ``spent`` has others.
+        samples: How many samples the public knows of, by default the length of the dataset, which
+            is public then (``PrivateTraining.guarantee`` says so).
+        sample_rate: The probability with which a step draws each sample, in place of ``samples``.
+        expected_batch_size: The mean batch size, over all ranks, and what a step's sum is divided
+            by; by default the data loader's own ``batch_size``.
+        spent: Of an earlier training on the same samples (``PrivateTraining.spent``), whose steps
+            count too.
+        method: ``flash-bk`` is the fastest on nearly every GPU, ``flash`` needs less memory;
+            ``auto`` predicts both and takes the faster one that fits (``choose_method``), which
+            takes seconds and needs ``losses_of`` and a known GPU, and is ``flash-bk`` elsewhere.
+        clipping: ``flat`` scales long gradients to C, ``normalised`` all gradients to less than C
+            (AUTO-S, ``factor``): another mechanism with the same noise and accounting.
+        stability: The gamma of normalised clipping, by default 0.01.
+        max_batch_size: The most samples at a time; a batch with more comes in parts.
+        accountant: ``prv``, or ``rdp``, which spends more.
+        check: Whether the clipped gradient of a first batch is compared with those of its single
+            samples (``Clipping.check``), and the losses of some samples of different lengths alone
+            with those beside others (``company``).
+        verify_every: Repeat that comparison, and look at gradients as in the first batch, at
+            random steps, on average every so many. The training's bits stay the same.
+        sampling_generator: Draws the samples; by default the operating system seeds one.
+        noise_generator: Draws the noise; likewise.
+        secure_mode: Draw noise that withstands floating point attacks.
+        loss_scale: What losses are multiplied with for backward in float16 (``Clipping``).
+        public_buffers: Names of what may change because it holds nothing of the samples, or is not
+            read again (``Clipping``).
+
+    Returns:
+        Model, optimizer and data loader, which it unpacks to, with ``epsilon_spent`` and
+        ``state_dict``.
+
+    Raises:
+        ValueError: A setting is out of its range, two contradict each other, or the data loader
+            does not allow Poisson sampling.
+        UnsupportedError: The model cannot be clipped.
+        WrongTrainingError: The check failed: the message says at which parameter, or what a
+            sample's loss depends on. ``verify_every`` raises it in ``backward``.
+
+    Formal guarantees: those of ``Clipping`` and ``NoisyOptimizer``, and that the steps of an
+    ``epsilon`` spend no more than it at ``delta``, when one sample is added or removed. Divisor,
+    probability and number of steps are public: give ``samples`` or ``sample_rate`` where the number
+    of samples is not (``PublicNumbers``).
+
+    Example:
+        >>> import torch
+        >>> from dpprof.private import make_private
+        >>> data = torch.utils.data.TensorDataset(torch.randn(8, 3))
+        >>> loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> losses_of = lambda x: model(x).square().mean(1)
+        >>> private = make_private(
+        ...     model, sgd, loader, losses_of, max_grad_norm=1.0, noise_multiplier=1.0
+        ... )
+        >>> model, optimizer, loader = private
+        >>> for batch in loader:
+        ...     optimizer.backward(losses_of(*batch))
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> optimizer.steps
+        2
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, and is {method!r}")
+    stability = find_stability(clipping, stability)
+    verify_budget(noise_multiplier, epsilon, delta, accountant=accountant)
+    if losses_of is None and (check or verify_every is not None):
+        raise ValueError(
+            "give losses_of, so that a first batch can be checked; or check=False, and no "
+            "verify_every"
+        )
+    numbers = find_public_numbers(
+        data_loader,
+        samples=samples,
+        sample_rate=sample_rate,
+        expected_batch_size=expected_batch_size,
+    )
+    counted = Spent(numbers.sample_rate, delta, accountant)
+    if spent is not None:
+        spent.continue_with(counted)
+    warn_of_delta(delta, numbers.samples)
+    refuse_related(sampling_generator, noise_generator)
+    planned = None
+    if epsilon is not None:
+        assert delta is not None
+        planned = _plan_steps(epochs, steps, numbers.steps_of_epoch)
+        noise_multiplier = find_noise(epsilon, delta, planned, numbers.sample_rate, accountant)
+        counted.refuse_beyond(noise_multiplier, numbers.sample_rate, planned)
+    assert noise_multiplier is not None
+    most = max(2, max_batch_size or numbers.samples)  # one shows nothing
+    draw = None if losses_of is None else cache(partial(_draw_first, losses_of, data_loader, most))
+    if method == "auto":
+        usual = max(1, round(numbers.expected_batch_size))
+        method = choose_method(model, optimizer, draw, max_batch_size or usual)
+    clipped = METHODS[method](
+        model,
+        max_grad_norm,
+        stability=stability,
+        loss_scale=loss_scale,
+        public_buffers=public_buffers,
+    )
+    try:
+        _refuse_parts_of_shards(clipped, max_batch_size)
+        if check:
+            assert draw is not None
+            first = draw()
+            clipped.check(first.losses_of, *first.batch)
+        if losses_of is not None:
+            data = data_loader.dataset, data_loader.collate_fn
+            checks = RepeatedChecks(clipped, losses_of, *data, most=most, every=verify_every)
+            if check:
+                checks.compare_first()
+        private = PrivateOptimizer(
+            optimizer,
+            clipped,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=numbers.expected_batch_size,
+            generator=noise_generator,
+            secure_mode=secure_mode,
+        )
+        loader = PoissonLoader(
+            data_loader,
+            numbers,
+            max_batch_size=max_batch_size,
+            generator=sampling_generator,
+            rank=clipped.ranks.rank,
+            ranks=clipped.ranks.size,
+        )
+        loader.optimizer = private
+    except BaseException:
+        clipped.remove()
+        raise
+    private.planned_steps = planned
+    return PrivateTraining(model, private, loader, counted)
+
+
+def _refuse_parts_of_shards(clipping: Clipping, max_batch_size: int | None) -> None:
+    if clipping.ranks.is_sharded and max_batch_size is not None:
+        raise ValueError(
+            "under fully_shard ranks draw other numbers of parts, and wait for each other; leave "
+            "out max_batch_size"
+        )
+
+
+def _plan_steps(epochs: int | None, steps: int | None, steps_of_epoch: int) -> int:
+    if (epochs is None) == (steps is None):
+        raise ValueError("epsilon needs the length of the training: give either epochs or steps")
+    planned = steps if epochs is None else epochs * steps_of_epoch
+    assert planned is not None
+    if planned < 1:
+        raise ValueError(f"a training has at least one step, and {planned} are planned")
+    return int(planned)
+
+
+def _draw_first(
+    losses_of: Callable[..., Tensor], data_loader: DataLoader[Any], most: int
+) -> FirstBatch:
+    """Return a first batch as its parts, and the losses as a function of these."""
+    with random_state_kept():
+        drawn: list[int] = next(iter(cast("Any", data_loader.batch_sampler)), [])[:most]
+        chosen = drawn if len(drawn) > 1 else range(min(2, len(cast("Any", data_loader.dataset))))
+        few = DataLoader(
+            data_loader.dataset, batch_sampler=[list(chosen)], collate_fn=data_loader.collate_fn
+        )
+        batch = next(iter(few))
+    given, named = give(losses_of, batch)
+    by_name = lambda *parts: losses_of(**dict(zip(named, parts, strict=True)))  # noqa: E731
+    return FirstBatch(by_name, list(named.values())) if named else FirstBatch(losses_of, given)
+
+
+def _get_state(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def _set_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state.cpu())
+    else:
+        torch.cuda.set_rng_state(state.cpu(), device)

@@ -1,0 +1,1 @@
+"""The noise of a step, and the optimizer that adds it."""

@@ -1,0 +1,95 @@
+"""Refuses optimizers that noise cannot be put inside of.
+
+A ``NoisyOptimizer`` puts noise into ``.grad`` once for each batch, and then calls ``step()`` of the
+optimizer inside once, without a closure. An optimizer that runs the model again, steps twice, or
+reads the model otherwise than by ``.grad`` uses gradients without noise, or would step on nothing.
+What wraps another optimizer goes around the ``NoisyOptimizer``: what it does with parameters after
+``step()`` only processes what has noise.
+"""
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dpprof.private.noise.schedules import NOISY
+
+_METHODS = {
+    "first_step": "takes two steps for each batch (first_step, second_step)",
+    "second_step": "takes two steps for each batch (first_step, second_step)",
+    **dict.fromkeys(
+        ("update_hessian", "set_hessian", "zero_hessian", "get_trace"),
+        "reads second derivatives of the loss",
+    ),
+}
+"""By methods that only such optimizers have: sharpness-aware ones, Sophia, AdaHessian."""
+
+
+def refuse_optimizer(optimizer: Any) -> None:
+    """Refuse to put noise inside of an optimizer whose ``step()`` alone is not its whole step.
+
+    Args:
+        optimizer: What is given to a ``NoisyOptimizer``.
+
+    Raises:
+        ValueError: It is no optimizer, wraps another one, needs a closure, takes two steps, reads
+            second derivatives, or holds the model.
+    """
+    name = type(optimizer).__name__
+    what = None
+    if not isinstance(optimizer, Optimizer):
+        what = "is not a torch.optim.Optimizer; give the one whose step() changes the parameters"
+    elif (inside := _find_held(optimizer, Optimizer)) is not None:
+        what = (
+            f"wraps an optimizer ({inside}); give that one, and put {name} around the "
+            "NoisyOptimizer if it only changes parameters after step()"
+        )
+    elif not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        what = "did not call Optimizer.__init__, so its steps cannot be watched; let it do so"
+    elif (method := next((one for one in _METHODS if hasattr(optimizer, one)), None)) is not None:
+        what = f"{_METHODS[method]}, and only gradients of one backward have noise; use another one"
+    elif _needs_closure(optimizer):
+        what = "computes losses and gradients again in its step (closure); use another one"
+    elif (held := _find_held(optimizer, nn.Module)) is not None:
+        what = f"holds a model ({held}), which it reads without noise; use another one"
+    if what is not None:
+        raise ValueError(f"{name} {what}")
+
+
+def _find_held(optimizer: Optimizer, kind: type) -> str | None:
+    """Return the name of an attribute that is of a kind, or a list or dictionary with one."""
+    for name, value in vars(optimizer).items():
+        if name in (NOISY, "state", "param_groups"):  # state has parameters for keys
+            continue
+        held = value.values() if isinstance(value, dict) else value
+        several = held if isinstance(value, dict | list | tuple) else [value]
+        if any(isinstance(one, kind) for one in several):
+            return name
+    return None
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Tell whether ``step`` has no default for its closure, or asserts that there is one."""
+    step = inspect.unwrap(type(optimizer).step)
+    _, *arguments = inspect.signature(step).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = [one for one in arguments if one.kind in kinds]
+    if any(one.default is one.empty for one in given):
+        return True
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(step)))
+    except (OSError, TypeError, SyntaxError):  # its source is not there
+        return False
+    names = {one.name for one in given}
+    return any(
+        names & {name.id for name in ast.walk(node.test) if isinstance(name, ast.Name)}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _raises(node))
+    )
+
+
+def _raises(node: ast.If) -> bool:
+    return any(isinstance(one, ast.Raise) for one in node.body)

@@ -1,0 +1,308 @@
+"""What the noise of a step follows from, so that no two sums ever get the same noise.
+
+The key of a step is SHAKE-256 of a secret of 256 bits, a nonce of the run, the rank, the number of
+the step and a digest of the clipped sums: noise is bound to what it hides, as nonces are in
+deterministic signatures (RFC 6979) and in encryption that withstands their misuse (RFC 5297).
+Whatever is resumed, rolled back, forked or repeated, other sums get independent noise.
+
+What is assumed: SHAKE-256 of a secret is a pseudorandom function, and nobody knows the secret. The
+normal numbers that follow from a key are those of Philox4x32-10 and MT19937, which are no ciphers
+(``noise``).
+
+The digest is a keyed universal hash: for each 2^15 words of 32 bits, the sum of their products with
+secret numbers of 64 bits, modulo 2^64. The difference of two words has at most 31 factors of two,
+so two sums that differ have the same digest with a probability of at most 2^-33, whatever they are
+(Lemire and Kaser 2014, "Strongly universal string hashing is fast"); on a GPU, which hashes those
+again to 64 bits, 2^-32. Ranks whose sums are added up tell each other digests; nobody else sees
+one.
+"""
+
+import hashlib
+import os
+import secrets
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dpprof.private.allocation_marks import allocates
+from dpprof.private.noise.digest import LANES, hash_words
+from dpprof.private.norms import triton_ops
+from dpprof.private.norms.complex_numbers import as_real
+
+_BYTES = 32
+
+Share = Callable[[Tensor], Tensor]
+"""Returns the digests of all ranks whose sums are added up, of that of this rank."""
+
+
+class NoiseKeys:
+    """The secret of a run, its nonce, and the keys of its steps.
+
+    Args:
+        given: Draws the noise itself, in place of all this: its numbers are those of Opacus for the
+            same seed, and bound to nothing.
+        source: Draws secret and nonce; None for the operating system.
+        rank: Of this process: ranks have other keys, even if their sources are seeded alike.
+    """
+
+    def __init__(
+        self,
+        *,
+        given: torch.Generator | None = None,
+        source: torch.Generator | None = None,
+        rank: int = 0,
+    ) -> None:
+        self.given, self._source, self._rank = given, source, rank
+        self._tables: dict[torch.device, Tensor] = {}
+        self._words: dict[torch.device, Tensor] = {}
+        """By device, a seed and a digest: what kernels read, also in a graph."""
+
+        self._process = os.getpid()
+        self._step = 0
+        self.secret = self.nonce = b""
+        if given is None:
+            self.secret, self.nonce = (_draw_secret(source) for _ in range(2))
+
+    @property
+    def on_devices(self) -> list[Tensor]:
+        """What a graph reads."""
+        return [*self._tables.values(), *self._words.values()]
+
+    def renew(self) -> None:
+        """Draw a new nonce, so that no noise of earlier steps comes again."""
+        if self.given is None:
+            self.nonce = _draw_secret(self._source)
+        self._process = os.getpid()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what must not be published: secret and nonce, or the given generator's state.
+
+        A generator that does not tell its state has none.
+        """
+        if self.given is None:
+            return {name: _to_tensor(getattr(self, name)) for name in ("secret", "nonce")}
+        try:
+            return {self.given.device.type: self.given.get_state()}
+        except RuntimeError:
+            return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore a state: equal sums will get equal noise.
+
+        Raises:
+            ValueError: It is of noise of another source.
+        """
+        own = ["secret", "nonce"] if self.given is None else [self.given.device.type]
+        if list(state) != own:
+            raise ValueError(
+                f"the noise of this state follows from: {', '.join(state)}, and here from: "
+                f"{', '.join(own)}; leave out exact=True, for fresh noise"
+            )
+        self._process = os.getpid()
+        if self.given is None:
+            self.secret, self.nonce = (bytes(state[name].tolist()) for name in own)
+            self._tables.clear()
+            return
+        try:
+            self.given.set_state(state[own[0]].cpu())  # map_location may have moved it
+        except RuntimeError as error:
+            raise ValueError(
+                f"the generator of the noise does not take this state ({error}); leave out "
+                "exact=True, for fresh noise"
+            ) from error
+
+    def begin(self, step: int, sums: Sequence[Tensor]) -> None:
+        """Begin to draw the noise of a step on sums like these.
+
+        A graph that is replayed reads on the device what is written here.
+
+        Raises:
+            RuntimeError: This is a fork, and its given generator would repeat the other's noise.
+        """
+        if os.getpid() != self._process:
+            if self.given is not None:
+                raise RuntimeError(
+                    "this process was forked, and its copy of the generator that draws the noise "
+                    "would repeat what the other process draws; make the optimizer anew here"
+                )
+            self.renew()
+        self._step = step
+        for device in {one.device for one in sums if takes_kernel(one)}:
+            if device not in self._words:
+                self._words[device] = _make_words(device)
+            self._words[device][0].fill_(_to_number(self._derive("device", 8)))
+
+    def bind(self, sums: Sequence[Tensor], share: Share | None = None) -> "StepKey":
+        """Return the key of the step for sums.
+
+        Where kernels add the noise of all of them on one device, the digest stays there.
+
+        Args:
+            sums: All that get noise in this step.
+            share: Given where ranks add their sums up.
+        """
+        devices = {one.device for one in sums}
+        if self.given is not None or not devices:
+            return StepKey(b"", given=self.given)
+        if share is None and len(devices) == 1 and all(map(takes_kernel, sums)):
+            (device,) = devices
+            triton_ops.digest_(self._words[device], _as_words(sums), self._table_on(device))
+            return StepKey(b"", self._words)
+        digests = []
+        for device in sorted(devices, key=str):
+            made = self._digest([one for one in sums if one.device == device])
+            digests.append(made if share is None else share(made))
+        values = b"".join(_read(one) for one in digests)
+        return StepKey(self._derive("step", _BYTES, values))
+
+    def _digest(self, sums: Sequence[Tensor]) -> Tensor:
+        """Hash sums on one device; two numbers of 64 bits."""
+        flat, table = _as_words(sums), self._table_on(sums[0].device)
+        words = _make_words(table.device)
+        if all(map(takes_kernel, sums)):
+            triton_ops.digest_(words, flat, table)
+            return words
+        hashed = b"".join(one.to_bytes(8, "little", signed=True) for one in hash_words(flat, table))
+        made = self._derive("digest", 16, hashed)
+        for at, eight in enumerate((made[:8], made[8:])):
+            words[at].fill_(_to_number(eight))
+        return words
+
+    def _derive(self, purpose: str, size: int, digest: bytes = b"") -> bytes:
+        numbers = b"".join(one.to_bytes(8, "little") for one in (self._rank, self._step))
+        return _derive(self.secret, purpose, size, self.nonce + numbers + digest)
+
+    def _table_on(self, device: torch.device) -> Tensor:
+        """Return the secret numbers of the digest."""
+        if device not in self._tables:
+            self._tables[device] = _make_table(self.secret, device)
+        return self._tables[device]
+
+
+class StepKey:
+    """The key of a step: what its noise is drawn from on each device.
+
+    Args:
+        key: From which all follows; empty where it is on the device.
+        words: By device, what kernels read: a seed and another 64 bits, (2,) int64.
+        given: Draws the noise in place of what follows from the key.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        words: dict[torch.device, Tensor] | None = None,
+        *,
+        given: torch.Generator | None = None,
+    ) -> None:
+        self._key, self._words, self._given = key, words or {}, given
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def words_on(self, device: torch.device) -> Tensor:
+        """Return what kernels read."""
+        if device not in self._words:
+            self._words[device] = _make_words(device)
+            if self._given is not None:
+                return self._words[device].random_(generator=self._given)
+            made = _derive(self._key, str(device), 16)
+            for at, eight in enumerate((made[:8], made[8:])):
+                self._words[device][at].fill_(_to_number(eight))
+        return self._words[device]
+
+    def generator_on(self, device: torch.device) -> torch.Generator:
+        """Return a generator in a state that follows from the key: on a CPU all of its bits."""
+        if self._given is not None:
+            return self._given
+        if device not in self._generators:
+            self._generators[device] = own = torch.Generator(device)
+            if device.type != "cpu":
+                made = _derive(self._key, str(device), 8)
+                own.manual_seed(_to_number(made) & (2**63 - 1))
+            else:
+                set_words(own, _derive_words(self._key, str(device)))
+        return self._generators[device]
+
+
+WORDS = 624
+"""Words of 32 bits in the state of PyTorch's generator on a CPU, MT19937."""
+
+
+def set_words(generator: torch.Generator, words: Tensor) -> None:
+    """Set the state of PyTorch's generator on a CPU, which lies behind a seed and a position."""
+    with _disable_current_modes():
+        state = torch.Generator("cpu").get_state()
+        state.view(torch.int64)[3 : 3 + WORDS] = words
+        generator.set_state(state)
+
+
+def make_generator(source: torch.Generator | None = None, rank: int = 0) -> torch.Generator:
+    """Make a generator on the CPU, all of whose state follows from a secret and the rank.
+
+    Args:
+        source: Draws the secret; None for the operating system.
+        rank: Of this process.
+    """
+    made = torch.Generator("cpu")
+    set_words(made, _derive_words(_draw_secret(source), f"rank {rank}"))
+    return made
+
+
+def takes_kernel(summed: Tensor) -> bool:
+    """Tell whether Triton's kernels add the noise of a sum."""
+    real = as_real(summed)
+    return triton_ops.is_fused(real) and real.dtype == torch.float32 and real.is_contiguous()
+
+
+def _as_words(sums: Sequence[Tensor]) -> list[Tensor]:
+    """Return sums as words of 32 bits, (n,) int32 each."""
+    return [as_real(one).reshape(-1).view(torch.int32) for one in sums]
+
+
+@allocates("noise")
+def _make_words(device: torch.device) -> Tensor:
+    return torch.zeros(2, dtype=torch.int64, device=device)
+
+
+@allocates("noise")
+def _make_table(secret: bytes, device: torch.device) -> Tensor:
+    made = _derive(secret, "digest", 8 * 2 * LANES)
+    numbers = struct.unpack(f"<{2 * LANES}q", made)
+    return torch.tensor(numbers, dtype=torch.int64, device=device).view(2, LANES)
+
+
+def _derive(secret: bytes, purpose: str, size: int, given: bytes = b"") -> bytes:
+    label = purpose.encode()
+    return hashlib.shake_256(secret + bytes([len(label)]) + label + given).digest(size)
+
+
+def _draw_secret(generator: torch.Generator | None) -> bytes:
+    if generator is None:
+        return secrets.token_bytes(_BYTES)
+    words = torch.empty(_BYTES // 4, dtype=torch.int64, device=generator.device)
+    return _read(words.random_(2**32, generator=generator), size=4)
+
+
+def _derive_words(secret: bytes, purpose: str) -> Tensor:
+    words = struct.unpack(f"<{WORDS}I", _derive(secret, purpose, 4 * WORDS))
+    with _disable_current_modes():
+        return torch.tensor(words, dtype=torch.int64)
+
+
+def _to_number(eight: bytes) -> int:
+    return int.from_bytes(eight, "little", signed=True)
+
+
+def _to_tensor(given: bytes) -> Tensor:
+    return torch.tensor(list(given), dtype=torch.uint8)
+
+
+def _read(words: Tensor, size: int = 8) -> bytes:
+    """Return numbers as bytes; zeros of fake tensors, which have none."""
+    if isinstance(words, FakeTensor):
+        return bytes(size * words.numel())
+    numbers = words.flatten().tolist()
+    return b"".join(one.to_bytes(size, "little", signed=size == 8) for one in numbers)  # noqa: PLR2004

@@ -1,0 +1,582 @@
+"""Noise, averaging and accounting for gradients that are already clipped.
+
+The optimizer has the interface of Opacus's optimizers: Opacus's accountants, noise schedulers and
+``BatchMemoryManager`` work with it, and PyTorch's learning rate schedulers. It needs no Opacus,
+which takes as long to import as PyTorch.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dpprof.private.contributions.sums import own_part, refuse_gradients
+from dpprof.private.engine.engine import Clipping
+from dpprof.private.noise.inner_optimizers import refuse_optimizer
+from dpprof.private.noise.noise import NoiseOfStep, draw_secure_noise, refuse_insecure
+from dpprof.private.noise.noise_keys import NoiseKeys
+from dpprof.private.noise.schedules import NOISY, keep_to_batches
+from dpprof.private.ranks.ranks import Settings
+
+HOOK = "_clipping_noise_hook"
+"""The attribute of an optimizer with the hook that refuses steps without noise."""
+
+_INNER = "original_optimizer"
+
+_INTO_INNER = "make it alike, or load the state into optimizer.original_optimizer"
+
+
+def _attribute_of(owner: str, name: str, doc: str) -> property:
+    """Return a property that is an attribute of another object, which ``owner`` names."""
+
+    def read(wrapper: "NoisyOptimizer") -> Any:
+        return getattr(getattr(wrapper, owner), name)
+
+    def write(wrapper: "NoisyOptimizer", value: Any) -> None:
+        setattr(getattr(wrapper, owner), name, value)
+
+    return property(read, write, doc=doc)
+
+
+class NoisyOptimizer(Optimizer):
+    """Adds noise to the sums of a ``Clipping``, puts them into ``.grad``, then steps.
+
+    It does what Opacus's optimizer does: noise of standard deviation
+    ``noise_multiplier * max_grad_norm``, division by ``expected_batch_size``, step hooks for
+    accountants, and skipped steps for a batch in parts (``BatchMemoryManager``). Until a sum has
+    its noise, the clipping alone has it, and ``.grad`` is None. Noise and division turn each sum
+    into the gradient in place.
+
+    Args:
+        optimizer: Any PyTorch optimizer; from now on it steps as a part of this one's ``step``
+            alone.
+        clipping: The clipping of the gradients; its bound also scales the noise.
+        noise_multiplier: Standard deviation of the noise over the bound; finite, 0 for none.
+        expected_batch_size: The mean batch size of Poisson sampling, over all ranks.
+        loss_reduction: ``mean`` divides by ``expected_batch_size``, ``sum`` does not.
+        generator: Draws the noise in place of what is said below, as Opacus's does: seeded as in an
+            earlier run, it repeats that run's noise, on any sums. Of several ranks each draws a
+            secret from its own, which may be seeded alike.
+        secure_mode: Draw noise that withstands floating point attacks (``draw_secure_noise``), from
+            the generator, which must be cryptographically secure, or from the operating system.
+
+    Raises:
+        ValueError: A setting is out of its range.
+
+    Formal guarantees: a step applies the clipped sums of one batch with noise in every element
+    of every parameter that it changes. Otherwise it raises ``RuntimeError`` and leaves the model
+    unchanged: if a parameter is not clipped, or has a gradient that is not the clipping's; if not
+    exactly one batch was clipped since the last step, because the accountant counts one; if the
+    bound changed in between; if ranks have other settings. With several ranks the batch is that of
+    all ranks, and each element gets noise once. Under ``fully_shard`` ranks compare their settings
+    in ``backward``, so these must stay until the step.
+
+    No two sums get the same noise (``noise_keys``): it follows from a secret of 256 bits, a nonce,
+    the number of the step and the sums themselves, and not from ``torch.manual_seed``. A run that
+    loads ``state_dict`` draws a new nonce, and so does a forked process: what is computed again
+    gets fresh noise, and what was released of it before counts for the accountant too. With
+    ``exact=True`` the nonce is restored: equal sums get equal noise, so a run that is resumed ends
+    with the same bits; where anything else came out otherwise, the noise is another. Whoever sees
+    what both runs released learns *whether* their sums differed, so release two exact runs only of
+    the same data.
+
+    Cost: one pass over the sums to hash them; noise for one parameter at a time, and one pass over
+    memory each to draw and to add it. On a GPU with Triton one pass each, and no memory for noise.
+
+    Example:
+        >>> import torch
+        >>> from dpprof.private import BookKeeping, NoisyOptimizer
+        >>> model = torch.nn.Linear(3, 1)
+        >>> clipping = BookKeeping(model, max_grad_norm=1.0)
+        >>> optimizer = NoisyOptimizer(
+        ...     torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     clipping,
+        ...     noise_multiplier=1.0,
+        ...     expected_batch_size=2,
+        ... )
+        >>> clipping.backward(model(torch.ones(2, 3)).squeeze(1))
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        clipping: Clipping,
+        *,
+        noise_multiplier: float,
+        expected_batch_size: float | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+    ) -> None:
+        refuse_optimizer(optimizer)
+        if not isinstance(clipping, Clipping):
+            raise TypeError(f"clipping must be a Clipping, and is a {type(clipping).__name__}")
+        size = expected_batch_size
+        if size is not None and not (math.isfinite(size) and size > 0):
+            raise ValueError(f"expected_batch_size must be positive and finite, and is {size}")
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction must be 'mean' or 'sum', and is {loss_reduction!r}")
+        if loss_reduction == "mean" and size is None:
+            raise ValueError("expected_batch_size must be given where loss_reduction is 'mean'")
+        # Optimizer's own __init__ is not called: groups, state and defaults are the original's.
+        self.original_optimizer = optimizer
+        self.step_hook: Callable[[Any], None] | None = None
+        self._step_skip_queue: list[bool] = []
+        self._is_last_step_skipped = False
+        self._is_last_part = True
+        self.clipping = clipping
+        clipping.sums.forget()
+        clipping.sums.owner = self
+        clipping.continues = self._will_skip
+        clipping.settings_of_step = self._settings_of_ranks
+        clipping.shard_sums.forget()
+        self.noise_multiplier = noise_multiplier
+        self.expected_batch_size = expected_batch_size
+        self.loss_reduction = loss_reduction
+        self.generator = generator
+        self.secure_mode = secure_mode
+        ranks = clipping.ranks
+        is_given = generator is not None and ranks.size == 1
+        kind = {"given": generator} if is_given else {"source": generator}
+        self.keys = NoiseKeys(**kind, rank=ranks.rank)
+        """What noise follows from, but for that of ``secure_mode``."""
+
+        self.steps = 0
+        """How many batches got noise; counted where it is drawn."""
+
+        made_with = {"rank": ranks.rank, "number of ranks": ranks.size}
+        self._made_with = self.settings | made_with | {"stability": clipping.stability}
+        self._batches_before = clipping.batches
+        self._failures_before = clipping.failures
+        self._is_noised = False
+        if hasattr(optimizer, HOOK):  # of an earlier NoisyOptimizer around it
+            getattr(optimizer, HOOK).remove()
+        setattr(optimizer, HOOK, optimizer.register_step_pre_hook(self._require_noise))
+        setattr(optimizer, NOISY, self)
+        keep_to_batches()
+
+    param_groups: Any = _attribute_of(_INNER, "param_groups", "The original optimizer's groups.")
+    state: Any = _attribute_of(_INNER, "state", "The original optimizer's state.")
+    defaults: Any = _attribute_of(_INNER, "defaults", "The original optimizer's defaults.")
+    max_grad_norm: Any = _attribute_of(
+        "clipping", "max_grad_norm", "The bound of the clipping; setting it changes that too."
+    )
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise over the bound."""
+        return self._noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, multiplier: float) -> None:
+        if not (math.isfinite(multiplier) and multiplier >= 0):
+            raise ValueError(f"noise_multiplier must be finite and at least 0, and is {multiplier}")
+        self._noise_multiplier = float(multiplier)
+
+    @property
+    def secure_mode(self) -> bool:
+        """Whether noise withstands floating point attacks."""
+        return self._secure_mode
+
+    @secure_mode.setter
+    def secure_mode(self, is_secure: bool) -> None:
+        if is_secure:
+            refuse_insecure(self.generator)
+        self._secure_mode = is_secure
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What scales and averages noise, at present."""
+        size = self.expected_batch_size
+        return {
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "expected_batch_size": None if size is None else float(size),
+            "loss_reduction": self.loss_reduction,
+            "secure_mode": self.secure_mode,
+        }
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Refuse ``GradScaler.step``, which reads this first."""
+        raise RuntimeError(
+            "GradScaler does not work with clipping: it scales every norm, and skips a step where "
+            "one sample overflows, which shows that sample; give the Clipping a fixed loss_scale, "
+            "such as 65536, or use bfloat16, which needs none"
+        )
+
+    @property
+    def params(self) -> list[Any]:
+        """The parameters that are trained."""
+        return [p for p in self.every_parameter if p.requires_grad]
+
+    @property
+    def every_parameter(self) -> list[Any]:
+        """The parameters of the original optimizer, with those that are frozen."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """How many batches a step counts as, for accountants."""
+        return 1
+
+    def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
+        """Call a function with this optimizer before each step, as accountants ask for."""
+        self.step_hook = fn
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Queue whether a coming step only accumulates: all but the last of a batch in parts."""
+        if not self._step_skip_queue:  # else parts are drawn ahead, and this is none at hand
+            self._is_last_part = not do_skip
+        self._step_skip_queue.append(do_skip)
+        if do_skip:
+            keep_to_batches()
+
+    @property
+    def is_last_part(self) -> bool:
+        """Whether the part at hand is the last one of its batch; True for a batch in one part.
+
+        What a loop does once for each batch, it does where this is True. Schedulers ask by
+        themselves. ``steps`` counts batches.
+        """
+        is_clipped = self.clipping.batches != self._batches_before
+        return not self._will_skip() if is_clipped else self._is_last_part
+
+    @property
+    def _opt_called(self) -> bool:
+        """Whether a batch was stepped on, of which schedulers remind; they set it for each part."""
+        return self.steps > 0
+
+    @_opt_called.setter
+    def _opt_called(self, _: bool) -> None:
+        """Do nothing: a part is no step."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make the gradient private and step, unless this step is to be skipped."""
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        self.accumulate()
+        self._is_last_step_skipped = bool(self._step_skip_queue) and self._step_skip_queue.pop(0)
+        self._is_last_part = not self._is_last_step_skipped
+        if self._is_last_step_skipped:
+            return None
+        self.add_noise()
+        if self.step_hook is not None:
+            self.step_hook(self)
+        return self.original_optimizer.step()
+
+    def accumulate(self) -> None:
+        """Add the sums of a part to those of the parts before."""
+        self._refuse_failed_part()
+        self._require_one_clipped_batch()
+        if not self._will_skip():
+            self.clipping.shard_sums.reduce_waiting(self.max_grad_norm)
+        self.clipping.sums.close_part(self.params)
+        self._batches_before = self.clipping.batches
+
+    def add_noise(self) -> None:
+        """Add noise to the sums, divide by the expected batch size, and move them to ``.grad``.
+
+        Raises:
+            RuntimeError: The bound is another than when the sums were clipped; or ranks disagree.
+                The batch is discarded then, so that no step applies it together with another.
+        """
+        try:
+            self.begin_noise()
+            self.release()
+        except BaseException:
+            self.discard()
+            raise
+
+    def begin_noise(self) -> None:
+        """Verify what a step rests on, count it, and prepare its noise."""
+        sums = self.clipping.sums
+        sums.refuse_other_bound(self.max_grad_norm)
+        ranks = self.clipping.ranks
+        if ranks.is_sharded:
+            self.clipping.shard_sums.refuse_other(self._settings_of_ranks())
+        elif ranks.size > 1:
+            ranks.agree(self._settings_of_ranks())
+        self.steps += 1
+        self.keys.begin(self.steps, [own_part(one) for one in sums.total.values()])
+
+    def release(self) -> None:
+        """Add noise to the sums, and move them to ``.grad``; a graph may hold this."""
+        ranks, sums = self.clipping.ranks, self.clipping.sums.take()
+        if self.secure_mode:
+            add = self._add_secure_noise_to
+        else:
+            own = [own_part(one) for one in sums.values()] if self._std > 0 else []
+            key = self.keys.bind(own, ranks.share if ranks.adds_up_in_step else None)
+            add = NoiseOfStep(self._std, self._divisor, key).add_to
+            del own
+        for parameter, averaged in ranks.release_sums(sums, add):
+            parameter.grad = averaged.to(parameter.dtype)
+            del averaged  # before the next one gets noise
+        self._is_noised = True
+
+    def _settings_of_ranks(self) -> Settings:
+        """Return what ranks must have alike before they step together."""
+        trained = (f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params)
+        alike: dict[str, float | str] = {
+            **{name: value or 0 for name, value in self.settings.items()},
+            "stability": self.clipping.stability or 0,
+            "the number of steps": self.steps,
+            "the trained parameters": "\n".join(trained),
+            "what is reduced together": self.clipping.ranks.grouping,
+        }
+        return alike
+
+    @property
+    def _is_of_system(self) -> bool:
+        """Whether the operating system draws the noise."""
+        return self.secure_mode and self.generator is None
+
+    @property
+    def _divisor(self) -> float:
+        size = self.expected_batch_size if self.loss_reduction == "mean" else 1
+        assert size is not None
+        return size
+
+    @property
+    def _std(self) -> float:
+        """Standard deviation of the averaged gradient's noise."""
+        return float(self.noise_multiplier * self.max_grad_norm / self._divisor)
+
+    @torch.no_grad()
+    def _add_secure_noise_to(self, summed: Tensor, *others: Tensor) -> None:
+        for other in others:
+            other.div_(self._divisor)
+        if self._std > 0:
+            std = self.noise_multiplier * self.max_grad_norm
+            summed += draw_secure_noise(std, summed, self.generator)
+        summed /= self._divisor
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free gradients as PyTorch does; sums survive only a skipped step."""
+        if not self._is_last_step_skipped:
+            self._forget_sums()
+        elif self.clipping.sums.owner is self:
+            self.clipping.sums.forget_part()
+        self.original_optimizer.zero_grad(set_to_none)
+        self._batches_before = self.clipping.batches
+
+    def discard(self) -> None:
+        """Throw away the sums of a batch that is not finished: nothing of it is applied."""
+        for parameter in self.params:
+            parameter.grad = None
+        self._forget_sums()
+        self._step_skip_queue.clear()
+        self._is_last_step_skipped = self._is_noised = False
+        self._is_last_part = True
+        self._batches_before = self.clipping.batches
+        self._failures_before = self.clipping.failures
+
+    def _forget_sums(self) -> None:
+        """Forget the sums of a batch, unless they are another optimizer's."""
+        if self.clipping.sums.owner is self:
+            self.clipping.sums.forget()
+            self.clipping.shard_sums.forget()
+
+    def remove(self) -> None:
+        """Remove clipping and noise: model and original optimizer are as without them.
+
+        A batch that is not finished is thrown away. A later ``NoisyOptimizer`` of the original
+        optimizer stays as it is.
+        """
+        if getattr(self.original_optimizer, NOISY, None) is not self:
+            return
+        self.discard()
+        if self.clipping.sums.owner is self:
+            self.clipping.sums.owner = None
+            self.clipping.remove()
+        getattr(self.original_optimizer, HOOK).remove()
+        for name in (HOOK, NOISY):
+            delattr(self.original_optimizer, name)
+
+    def step_with_noise_in(self, gradients: Sequence[Tensor]) -> None:
+        """Let the original optimizer step on gradients of ``params`` that have noise already."""
+        for parameter, gradient in zip(self.params, gradients, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+        self._is_noised = True
+        self.original_optimizer.step()
+
+    def end_step(self) -> None:
+        """End a step on all batches that were clipped since the last one, which a graph took."""
+        self._batches_before = self.clipping.batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to go on; ``torch.load(weights_only=True)`` reads it.
+
+        Returns:
+            ``state`` and ``param_groups`` of the optimizer inside, and ``privacy``: settings as
+            they were given and as they are, the number of steps, and ``secrets``, which nobody may
+            see who sees what is released: what noise follows from, and the clipping's counts. Only
+            ``exact=True`` reads them.
+
+        Raises:
+            RuntimeError: A batch is not finished.
+        """
+        self._refuse_within_a_batch("saved")
+        privacy = {
+            "made_with": dict(self._made_with),
+            "settings": self.settings,
+            "steps": self.steps,
+            "secrets": {
+                "noise": {} if self._is_of_system else self.keys.state_dict(),
+                "batches": self.clipping.batches,
+                "nonfinite_samples": self.clipping.nonfinite_samples_total,
+            },
+        }
+        return self.original_optimizer.state_dict() | {"privacy": privacy}
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, exact: bool = False) -> None:
+        """Go on where ``state_dict`` was called, or raise and change nothing.
+
+        Settings that a scheduler had changed by then are restored too.
+
+        Args:
+            state_dict: Of the same rank of an optimizer that was made with the same settings.
+            exact: Whether equal sums get the noise that they would have got in the run that was
+                saved. By default all noise is fresh.
+
+        Raises:
+            RuntimeError: A batch is not finished.
+            ValueError: The state is of other settings, of another rank or number of ranks, of an
+                optimizer without noise, or has no secrets for ``exact``.
+        """
+        self._refuse_within_a_batch("loaded")
+        inner = dict(state_dict)
+        privacy = inner.pop("privacy", None)
+        if privacy is None:
+            raise ValueError(
+                "this state has no 'privacy', as that of an optimizer without noise; load it into "
+                "optimizer.original_optimizer"
+            )
+        for name, own in self._made_with.items():
+            other = privacy["made_with"].get(name)
+            if other != own:
+                raise ValueError(
+                    f"this state is of an optimizer that was made with {name} {other!r}, and this "
+                    f"one with {own!r}; {_INTO_INNER}"
+                )
+        secrets = privacy.get("secrets") or {}
+        if exact and (not secrets.get("noise") or self._is_of_system):
+            raise ValueError(
+                "this state has no secrets, so its noise cannot be repeated; leave out exact=True"
+            )
+        steps, batches, nonfinite = privacy["steps"], self.clipping.batches, 0
+        if exact:
+            batches, nonfinite = (secrets[name] for name in ("batches", "nonfinite_samples"))
+        before, of_noise = self.settings, self.keys.state_dict()
+        try:
+            if exact:
+                self.keys.load_state_dict(secrets["noise"])
+            self._set(privacy["settings"])
+            self.original_optimizer.load_state_dict(inner)
+        except BaseException:
+            self._set(before)
+            if exact:
+                self.keys.load_state_dict(of_noise)
+            raise
+        if not exact:
+            self.keys.renew()
+        self.steps = steps
+        self.clipping.batches = self._batches_before = batches
+        self.clipping.nonfinite_samples_total = nonfinite
+
+    def __repr__(self) -> str:
+        return repr(self.original_optimizer)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Refuse a copy, also as part of a scheduler: it would repeat the noise of this one."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: two would draw the same noise "
+            "for different batches; use state_dict(), of a scheduler too, or copy the "
+            "original_optimizer"
+        )
+
+    def _set(self, settings: dict[str, Any]) -> None:
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    @property
+    def is_within_a_batch(self) -> bool:
+        """Whether there are sums that no step has applied."""
+        return (
+            self.clipping.batches != self._batches_before
+            or bool(self._step_skip_queue)
+            or self._is_noised
+            or bool(self.clipping.sums.total)
+        )
+
+    def _refuse_within_a_batch(self, done: str) -> None:
+        if self.is_within_a_batch:
+            raise RuntimeError(
+                f"a state cannot be {done} within a batch: sums without noise must not be written "
+                "to a disk, and a run that goes on would lose them; do it before backward, or "
+                "after the step of the last part of a batch"
+            )
+
+    def _will_skip(self) -> bool:
+        return bool(self._step_skip_queue) and self._step_skip_queue[0]
+
+    def _require_one_clipped_batch(self) -> None:
+        if self.clipping.sums.owner is not self:
+            raise RuntimeError(
+                "another NoisyOptimizer took over the sums of this clipping, or this one was "
+                "removed; one optimizer trains all parameters that a clipping clips"
+            )
+        batches = self.clipping.batches - self._batches_before
+        if batches == 0:
+            raise RuntimeError(
+                "no batch was clipped since the last step: call backward(losses) of the Clipping "
+                "before each step, with torch.zeros(0) for a batch without samples"
+            )
+        if batches > 1:
+            raise RuntimeError(
+                f"{batches} batches were added up before a step, and the accountant would count "
+                "one; to split one batch, step after each part, with signal_skip_step() before all "
+                "but the last, as Opacus's BatchMemoryManager does"
+            )
+        self.clipping.sums.refuse_other_bound(self.max_grad_norm)
+        for parameter in self.params:
+            if not self.clipping.clips(parameter):
+                raise RuntimeError(
+                    f"this optimizer trains {self.clipping.name_of(parameter)}, which its Clipping "
+                    "does not clip; remove it from the optimizer, or make a Clipping of a model "
+                    "that contains it"
+                )
+        own = set(self.params)
+        for parameter in self.clipping.sums.part:
+            if parameter.requires_grad and parameter not in own:
+                raise RuntimeError(
+                    f"{self.clipping.name_of(parameter)} is clipped, and this optimizer does not "
+                    "train it, so no step would; give it to the optimizer, or freeze it"
+                )
+        refuse_gradients(self.every_parameter, self.clipping.name_of)
+
+    def _refuse_failed_part(self) -> None:
+        """Refuse to add a part to those of a batch of which another part failed."""
+        has_other_parts = bool(self._step_skip_queue) or bool(self.clipping.sums.total)
+        if has_other_parts and self.clipping.failures != self._failures_before:
+            raise RuntimeError(
+                "a backward pass failed since the last step, and with it a part of this batch may "
+                "be missing; call discard(), and begin the batch again"
+            )
+        self._failures_before = self.clipping.failures
+
+    def _require_noise(self, optimizer: Optimizer, *_: Any) -> None:
+        """Refuse a direct step of the wrapped optimizer."""
+        if not self._is_noised:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was asked to step on gradients without noise; call "
+                "step() of the NoisyOptimizer around it"
+            )
+        self._is_noised = False

@@ -1,0 +1,72 @@
+"""The ways to a layer's per-sample gradients, or to their norms."""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, Literal, Self, get_args
+
+SamplerOutput = Literal["gradients", "norms"]
+
+
+class CodePath(StrEnum):
+    """A way to a layer's per-sample gradients, or to their norms.
+
+    A subclass defines each member by its name in results and what it makes.
+
+    Example:
+        >>> class ByRows(CodePath):
+        ...     SORTED = "sorted rows", "norms"
+        >>> ByRows.SORTED.makes
+        'norms'
+    """
+
+    makes: SamplerOutput
+
+    def __new__(cls, name: str, makes: SamplerOutput) -> Self:
+        """Make a member; ``makes`` is one of ``SamplerOutput``, or ``ValueError`` is raised."""
+        if makes not in get_args(SamplerOutput):
+            raise ValueError(
+                f"{name!r} must make one of {get_args(SamplerOutput)}, and not {makes!r}"
+            )
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.makes = makes
+        return member
+
+
+Watch = Callable[[Any, CodePath, Callable[..., Any], tuple[Any, ...]], Any]
+"""Called with a layer, its code path, the sampler that computes the layer's per-sample gradients
+or norms, and the sampler's arguments; must return the sampler's result for them."""
+
+
+def finds_norms(path: CodePath) -> bool:
+    """Tell whether a way finds norms without per-sample gradients.
+
+    Raises:
+        TypeError: It is a plain string, which does not say what it makes.
+    """
+    if not isinstance(path, CodePath):
+        raise TypeError(
+            f"the code path {path!r} does not say what it makes; give a member of a subclass of "
+            "dpprof.private.norms.code_paths.CodePath"
+        )
+    return path.makes == "norms"
+
+
+class Way(CodePath):
+    """The ways of ``dpprof.private``."""
+
+    TILED_GRAM = "tiled gram", "norms"
+    TILED_PRODUCT = "tiled product", "norms"
+    """The ways of ``norms.linear``."""
+
+    KEPT = "kept product", "gradients"
+    """A matrix's per-sample gradients, kept until the clipping factors are known."""
+
+    DIRECT = "sample gradients", "gradients"
+    """Per-sample gradients that are small, or have no other way."""
+
+    SUMMED = "sums of rows", "norms"
+    """The norm of a lookup table's gradient, from ``norms.table``."""
+
+    CROSSED = "cross terms", "norms"
+    """The inner product of a matrix's two uses, also as a table, from ``norms.table``."""

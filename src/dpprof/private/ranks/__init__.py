@@ -1,0 +1,1 @@
+"""What several ranks do together, by DDP and by FSDP2."""

@@ -1,0 +1,233 @@
+"""How the sums of one model's ranks become one sum, with noise added once.
+
+Each rank computes the whole gradient of its own samples, so no other rank needs their norms and
+clipping factors. No gradient of a parameter passes through autograd, so neither DDP's buckets nor
+FSDP's reduce-scatter carry one: the sums of clipped gradients are added here, undivided and in
+float32 at least. The collectives of a step, beside those with which FSDP gathers parameters, in
+their order:
+
+* DDP (``Replicas``), in the optimizer's step: one all-gather of settings (``agree``), and one of
+  digests of the sums, to which the noise is bound (``share``); one all-reduce for each bucket of
+  DDP's size, last parameters first. Before it, every rank adds the noise of its own part of the
+  bucket's elements.
+* FSDP (``Shards``), in backward once norms are known: one all-gather of settings; one
+  reduce-scatter for each group of parameters that ``fully_shard`` shards together, as soon as all
+  sums of the group are there, in the order in which backward passed each group's last use
+  (``shard_sums``). In the step each rank adds noise to its shards. Before backward, an all-reduce
+  tells whether a batch is verified: on the first ones, and on all of a model in which values enter
+  for all samples at once (``first_batch``).
+* HSDP (``Shards`` with replicas), as FSDP among the ranks of a replica; settings are gathered
+  among replicas too. In the step, one all-gather of digests among replicas, and one all-reduce for
+  each group, in the order of the optimizer's parameters, with noise as under DDP.
+
+The guarantee rests on this: every rank clips to one bound, each element gets noise from one rank,
+and ranks' random numbers are independent, because they follow from the rank too (``noise_keys``).
+Before anything is applied, ranks compare what they are set to (``agree``).
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dpprof.private.contributions.sums import own_part
+from dpprof.private.errors import UnsupportedError
+
+AddNoise = Callable[..., None]
+"""Adds noise to its first argument, and averages all."""
+
+Settings = Mapping[str, float | str]
+"""What is the same on all ranks, by name."""
+
+
+class Reduction(Protocol):
+    """The sums over this rank's samples of parameters that are sharded together."""
+
+    def add(self, parameter: nn.Parameter, summed: Tensor) -> None:
+        """Take over a sum; several of a parameter are added up."""
+
+    def finish(self, add: Callable[[nn.Parameter, Tensor], None]) -> None:
+        """Reduce all onto the shards of all ranks; a parameter without a sum has zeros."""
+
+
+class Ranks:
+    """The ranks that train one model; without a process group the one process alone.
+
+    Args:
+        groups: Their process groups: one; or that of a replica's shards, and then that of the same
+            shard's replicas.
+        device: Of the parameters.
+    """
+
+    wrapper: nn.Module | None = None
+    """The ``DistributedDataParallel`` that may run the model."""
+
+    is_sharded = False
+    """Whether sums are reduced onto shards in backward."""
+
+    def __init__(self, groups: Sequence[Any] = (), device: torch.device | None = None) -> None:
+        self.groups, self.device = groups, device or torch.device("cpu")
+        self.rank, self.size = 0, 1
+        for group in groups:
+            self.rank += self.size * distributed.get_rank(group)
+            self.size *= distributed.get_world_size(group)
+
+    def own(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that an optimizer trains, of one that a layer has at present.
+
+        Raises:
+            UnsupportedError: It is distributed in a way that clipping does not know.
+        """
+        if is_distributed(parameter):
+            raise UnsupportedError(
+                "a sharded parameter (DTensor) that is not fully_shard's does not work with "
+                "clipping yet"
+            )
+        return parameter
+
+    def leaves(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+        """List the tensors for which autograd may compute a gradient of a parameter."""
+        return [parameter]
+
+    def verify(self) -> None:
+        """Refuse later changes of how the model is distributed."""
+
+    def refuse_unclipped(self) -> None:
+        """Refuse gradients that autograd left where a layer's parameters are gathered."""
+
+    def note_failure(self) -> None:
+        """Note that a backward pass failed."""
+
+    def take_over(self) -> None:
+        """Change what must be changed while a clipping is attached."""
+
+    def release(self) -> None:
+        """Restore what was changed."""
+
+    @property
+    def grouping(self) -> str:
+        """Say which sums are reduced together in a step, beyond what shards say."""
+        return ""
+
+    def agree(self, settings: Settings) -> None:
+        """Verify that all ranks have the same settings.
+
+        Raises:
+            RuntimeError: They differ; every rank raises it.
+        """
+        if not self.groups:
+            return
+        numbers = list(map(_number, settings.values()))
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        gathered = mine[None]
+        for group in self.groups:
+            gathered = gather(gathered, group)
+        if isinstance(mine, FakeTensor):  # of a prediction, which has one rank and no elements
+            return
+        columns = zip(*gathered.tolist(), strict=True)
+        for (name, setting), values in zip(settings.items(), columns, strict=True):
+            other = next((r for r, value in enumerate(values) if value != values[0]), None)
+            if other is not None:
+                both = "" if isinstance(setting, str) else f": {values[0]:g} and {values[other]:g}"
+                raise RuntimeError(f"{name} differs between rank 0 and rank {other}{both}")
+
+    @property
+    def adds_up_in_step(self) -> bool:
+        """Whether sums of several ranks are added up in the step, once they have noise."""
+        return len(self.groups) > int(self.is_sharded)
+
+    def share(self, digest: Tensor) -> Tensor:
+        """Gather the digests of the ranks whose sums are added up in the step."""
+        return gather(digest.to(self.device), self.groups[-1])
+
+    def any(self, *holds: bool) -> list[bool]:
+        """Tell whether things hold on this rank; where it is sharded, on any, and all ask."""
+        return list(holds)
+
+    def group_of(self, parameter: nn.Parameter) -> int:
+        """Return the number of the parameters that are sharded together with one."""
+        raise NotImplementedError
+
+    def begin_reduction(self, parameters: Sequence[nn.Parameter]) -> "Reduction":
+        """Prepare to reduce the sums of parameters that are sharded together."""
+        raise NotImplementedError
+
+    def release_sums(
+        self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield parameters, with the noised average over all ranks of this rank's sums.
+
+        Args:
+            sums: Emptied, so that none outlives its average.
+            add_noise: Adds the noise.
+        """
+        for parameter in list(sums):
+            summed = sums.pop(parameter)
+            add_noise(own_part(summed))
+            yield parameter, summed
+
+    def release_among(self, group: Any, sums: list[Tensor], add_noise: AddNoise) -> list[Tensor]:
+        """Return the noised averages over a group's ranks of this rank's sums, in one all-reduce.
+
+        Each rank adds noise to its own part of the elements, so no rank sees a total without it,
+        and all get the same bits.
+
+        Args:
+            group: The ranks.
+            sums: Of one dtype; emptied.
+            add_noise: Adds the noise.
+        """
+        shapes = [one.shape for one in sums]
+        dtype = torch.promote_types(sums[0].dtype, torch.float32)
+        several = len(sums) > 1
+        flat = torch.cat([one.flatten() for one in sums]) if several else sums[0].reshape(-1)
+        flat = flat.to(dtype)
+        sums.clear()
+        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+        start, end = (len(flat) * at // size for at in (rank, rank + 1))
+        add_noise(flat[start:end], flat[:start], flat[end:])
+        distributed.all_reduce(flat, group=group)
+        parts = torch.split(flat, [shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def gather(rows: Tensor, group: Any) -> Tensor:
+    """Return the rows of all ranks of a group, in their order."""
+    parts = [torch.empty_like(rows) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(parts, rows, group=group)
+    return torch.cat(parts)
+
+
+def is_distributed(parameter: Tensor) -> bool:
+    """Tell whether a tensor is a ``DTensor``, without importing that."""
+    return hasattr(parameter, "placements")
+
+
+def is_sharded_alone(module: nn.Module) -> bool:
+    """Tell whether ``fully_shard`` was called on a module, without importing that."""
+    return hasattr(module, "_get_fsdp_state")
+
+
+def refuse_other_wrapper(ranks: Ranks) -> None:
+    """Refuse to run a layer inside of a wrapper that the clipping does not know.
+
+    Raises:
+        UnsupportedError: ``DistributedDataParallel`` runs the model.
+    """
+    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if active is not None and active is not ranks.wrapper:
+        raise UnsupportedError(
+            "DistributedDataParallel runs this model, and its Clipping does not know; make the "
+            "Clipping of the DistributedDataParallel itself"
+        )
+
+
+def _number(setting: float | str) -> float:
+    """Return a number that is the same for equal settings alone; exact in float64."""
+    if isinstance(setting, str):
+        return float(int.from_bytes(hashlib.sha256(setting.encode()).digest()[:6], "big"))
+    return float(setting)

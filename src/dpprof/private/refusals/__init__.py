@@ -1,0 +1,1 @@
+"""What cannot be bounded, and is refused by name."""

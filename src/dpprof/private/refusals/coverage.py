@@ -1,0 +1,97 @@
+"""Verifies at every backward that every trained parameter is clipped.
+
+A model may change after its clipping was made: a layer is thawed, added, replaced, tied, wrapped or
+re-parametrized. A parameter that the clipping does not know would be trained unclipped, so it is
+refused.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.ranks.ranks import Ranks
+from dpprof.private.refusals.tensor_kinds import NUMBERS, refuse_parameter
+
+_WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "it is not the whole model",
+    "torch.nn.parallel.data_parallel.DataParallel": "it copies layers without their clipping",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "it replaces parameters"
+    ),
+}
+
+
+def trained_in(layer: nn.Module) -> dict[str, nn.Parameter]:
+    """List a layer's own parameters that require a gradient."""
+    own = layer._parameters.items()  # noqa: SLF001 (named_parameters lists no parameter twice)
+    return {name: p for name, p in own if p is not None and p.requires_grad}
+
+
+def refuse_wrapper(module: nn.Module) -> None:
+    """Refuse modules that distribute or copy a model.
+
+    Raises:
+        UnsupportedError: No clipping works with it yet.
+    """
+    for base in type(module).__mro__:
+        why = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
+        if why is not None:
+            raise UnsupportedError(f"{base.__name__} does not work with clipping yet: {why}")
+
+
+class Coverage:
+    """The layers that are clipped, and their parameters when the clipping was made.
+
+    Args:
+        layers: Each patched layer, with its trained parameters by name.
+        ranks: Say which parameter is trained where a layer has its gathered form.
+    """
+
+    def __init__(
+        self, layers: Mapping[nn.Module, Mapping[str, nn.Parameter]], ranks: Ranks
+    ) -> None:
+        self._layers, self._ranks = layers, ranks
+        self._parameters = {p for own in layers.values() for p in own.values()}
+        self.names: dict[nn.Parameter, str] = {}
+        """Of every trained parameter that the model has had."""
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._parameters
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._parameters)
+
+    def verify(self, model: nn.Module) -> set[nn.Parameter]:
+        """Verify that every trained parameter is clipped.
+
+        Returns:
+            Parameters that belong to more than one layer.
+
+        Raises:
+            RuntimeError: A trained parameter was not trained when the clipping was made, or
+                belonged to another layer.
+            UnsupportedError: One became a tensor that clipping is not exact for.
+        """
+        owners: Counter[nn.Parameter] = Counter()
+        for path, layer in model.named_modules(remove_duplicate=True):
+            trained = trained_in(layer)
+            if not trained:
+                continue
+            refuse_wrapper(layer)
+            known = self._layers.get(layer)
+            for name, present in trained.items():
+                parameter = self._ranks.own(present)
+                full = f"{path}.{name}" if path else name
+                if present.dtype not in NUMBERS:  # .data may have become another tensor's
+                    refuse_parameter(full, present)
+                self.names.setdefault(parameter, full)
+                if known is None or (known.get(name) is not parameter):
+                    what = "moved or tied" if parameter in self else "thawed, added or replaced"
+                    raise RuntimeError(
+                        f"{full} is trained and not clipped: it was {what} after this clipping was "
+                        "made; call remove() and make a new one"
+                    )
+                owners[parameter] += 1
+        return {parameter for parameter, count in owners.items() if count > 1}

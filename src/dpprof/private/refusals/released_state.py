@@ -1,0 +1,294 @@
+"""Refuses steps that leave something of the samples in a tensor that a module holds.
+
+Only the optimizer's step adds noise. A running mean, a codebook, an expert's bias or a cache that
+forward writes leaves the run in ``state_dict()``, or is read by a later forward, where a sample of
+an earlier batch moves the gradients of all others by more than C. So every tensor that a module
+holds stays as it was when the clipping was made: parameters that are not trained, buffers,
+persistent or not, attributes, also of classes, and what lists, tuples, dictionaries, sets and
+deques among these hold, also of modules that are held so. ``forwards`` verifies trained parameters.
+
+What is proved: such a tensor is the same object in the same version, and a buffer or an attribute
+has the same bytes, for ``.data`` leaves versions as they are. Not seen are numbers, arrays of NumPy
+and objects of other classes, what is outside of modules, and, of frozen parameters, writes through
+``.data`` between steps, as adapters are merged.
+"""
+
+import operator
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dpprof.private.allocation_marks import allocates, allocates_for_its_caller
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.refusals.tensor_kinds import find_no_bytes
+
+_Place = tuple[nn.Module, str]
+_Held = tuple[_Place, Tensor]
+
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""What modules keep of themselves: parameters, buffers, modules, hooks."""
+
+_BASES = set(nn.Module.__mro__)
+
+_OF_RECURRENT = {"_flat_weights"}
+"""Parameters again, or those of before a conversion."""
+
+_EXTRA = "_extra_state"
+
+_PLAIN = {bool, int, float, str, type(None)}
+
+_SMALL = 4096
+"""Tensors with fewer elements are compared together."""
+
+
+class ReleasedState:
+    """The tensors that modules hold, but for the parameters that are trained with noise.
+
+    Args:
+        model: The model.
+        own: Returns the parameter that stays, of one that a layer has at present.
+        is_clipped: Tells whether a parameter is trained with noise.
+        public: Names of buffers, attributes and parameters that hold nothing of the samples.
+
+    Raises:
+        ValueError: ``public`` names something that the model does not have.
+        UnsupportedError: A module puts something else than tensors into ``state_dict()``, or holds
+            tensors whose numbers cannot be compared, or that are trained and are no parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        own: Callable[[nn.Parameter], nn.Parameter],
+        is_clipped: Callable[[nn.Parameter], bool],
+        public: Collection[str],
+    ) -> None:
+        self._model, self._own, self._is_clipped = model, own, is_clipped
+        names = {
+            (module, name): _write(path, name)
+            for path, module in self._walk()
+            for name in (_EXTRA, *dir(module), *module._parameters)  # noqa: SLF001
+        }
+        unknown = set(public).difference(names.values())
+        if unknown:
+            raise ValueError(
+                f"public_buffers: the model has no buffer {min(unknown)!r}, nor an attribute or "
+                "parameter of that name; if forward makes it, run the model once before its "
+                "clipping is made"
+            )
+        self._sources: list[Iterable[Any]] = []
+        self._contents: list[Any] = []
+        self._public = {place for place, name in names.items() if name in public}
+        for path, module in model.named_modules():
+            is_plain = type(module).get_extra_state is nn.Module.get_extra_state
+            if not is_plain and (module, _EXTRA) not in self._public:
+                raise UnsupportedError(
+                    f"state_dict() holds {_write(path, _EXTRA)}, which may carry samples; if it "
+                    "holds none, name it in public_buffers"
+                )
+        self._held = self._look()
+        self._versions = self._read_versions()
+        for place, one in self._held:
+            self._refuse_kind(place, one)
+        compared = [each for each in self._held if not isinstance(each[1], nn.Parameter)]
+        self._values = [(group, _copy(group)) for group in _group(compared)]
+
+    def verify(self) -> None:
+        """Refuse a step after a change; this may wait for the device.
+
+        Raises:
+            RuntimeError: Something that is not public changed, came or went.
+        """
+        present = [*chain.from_iterable(self._sources)]
+        pairs = zip(present, self._contents, strict=False)
+        if len(present) != len(self._contents):
+            self._compare(self._look())
+        elif not all(map(operator.is_, present, self._contents)):
+            if all(one is other or {type(one), type(other)} <= _PLAIN for one, other in pairs):
+                self._contents = present  # such as counts of calls
+            else:
+                self._compare(self._look())
+        versions = self._read_versions()
+        if versions != self._versions:
+            marks = zip(self._held, self._versions, versions, strict=True)
+            self._refuse(
+                next(p for (p, _), one, other in marks if one != other), "was changed in place"
+            )
+        # Instruments count what a step computes, and not how it is verified.
+        with _disable_current_modes():
+            self._compare_values()
+
+    def _compare_values(self) -> None:
+        for group, value in self._values:
+            if isinstance(value, FakeTensor) or is_same(_join(group), value):
+                continue
+            parts = torch.split(value, [one.numel() for _, one in group])
+            place = next(
+                place
+                for (place, one), part in zip(group, parts, strict=True)
+                if not is_same(one.reshape(-1), part)
+            )
+            self._refuse(place, "was changed through .data")
+
+    def _compare(self, present: Sequence[_Held]) -> None:
+        """Refuse tensors that came, went or were replaced."""
+        before, now = map(_by_place, (self._held, present))
+        for place in before.keys() ^ now.keys():
+            self._refuse(place, "came" if place in now else "went")
+        for place, tensors in before.items():
+            if len(tensors) != len(now[place]) or any(map(operator.is_not, tensors, now[place])):
+                self._refuse(place, "was replaced")
+
+    def _refuse_kind(self, place: _Place, one: Tensor) -> None:
+        """Refuse a buffer or an attribute that cannot be compared, or that somebody trains."""
+        what = None if isinstance(one, nn.Parameter) else find_no_bytes(one)
+        if what is not None:
+            raise UnsupportedError(
+                f"{self._name(place)} must not change, and is {what}, or name it in public_buffers "
+                "if it holds nothing of the samples"
+            )
+        if one.requires_grad and one.is_leaf:
+            raise UnsupportedError(
+                f"{self._name(place)} requires a gradient and is no parameter of the model, so it "
+                "would be trained without noise; register it, or call requires_grad_(False)"
+            )
+
+    def _refuse(self, place: _Place, how: str) -> None:
+        module, name = place
+        temporary = module._non_persistent_buffers_set  # noqa: SLF001 (it has no public name)
+        is_saved = name in (*module._parameters, *module._buffers) and name not in temporary  # noqa: SLF001
+        to, unread = (
+            ("state_dict() and to later steps", "")
+            if is_saved
+            else ("later steps", ", or no later step reads it")
+        )
+        raise RuntimeError(
+            f"{self._name(place)} {how} since this clipping was made, and takes what it holds to "
+            f"{to} without noise; compute it anew in each forward and delete it before backward, "
+            f"or name it in public_buffers if it holds nothing of the samples{unread} (after you "
+            "load or move a model, make a new clipping)"
+        )
+
+    def _name(self, place: _Place) -> str:
+        module, name = place
+        paths = {one: path for path, one in self._walk()}
+        return _write(paths.get(module, type(module).__name__), name)
+
+    def _read_versions(self) -> list[int]:
+        return [-1 if one.is_inference() else one._version for _, one in self._held]  # noqa: SLF001
+
+    def _walk(self) -> Iterator[tuple[str, nn.Module]]:
+        """List all modules with their paths, and those that attributes hold beside them."""
+        seen: set[nn.Module] = set()
+        waiting = [("", self._model)]
+        while waiting:
+            path, module = waiting.pop()
+            for inside, one in module.named_modules(seen, path):
+                yield inside, one
+                for name, value in vars(one).items():
+                    if name not in _OF_MODULES:
+                        others = (other for other in _open(value) if isinstance(other, nn.Module))
+                        waiting += [(_write(inside, name), other) for other in others]
+
+    def _look(self) -> list[_Held]:
+        """List the tensors that must stay; note all that is held, to see changes cheaply."""
+        found: list[_Held] = []
+        self._sources = []
+        classes: dict[type, nn.Module] = {}
+        parameters = set(map(id, self._model.parameters()))
+        for _, module in self._walk():
+            for one in type(module).__mro__:
+                classes.setdefault(one, module)
+            for name, present in module._parameters.items():  # noqa: SLF001
+                if present is None or (present.requires_grad and id(present) in parameters):
+                    continue
+                parameter = self._own(present)
+                if not self._is_clipped(parameter):
+                    found.append(((module, name), parameter))
+            for of_module in (module._parameters, module._modules):  # noqa: SLF001
+                self._sources.append(of_module.values())
+            for held in (module._buffers, vars(module)):  # noqa: SLF001
+                found += self._look_into(module, held, parameters)
+        for kind, module in classes.items():
+            if kind not in _BASES:
+                found += self._look_into(module, vars(kind), parameters)
+        self._contents = [*chain.from_iterable(self._sources)]
+        return [(place, one) for place, one in found if place not in self._public]
+
+    def _look_into(
+        self, module: nn.Module, held: Mapping[str, Any], parameters: Collection[int]
+    ) -> Iterator[_Held]:
+        """List the tensors among values and in their containers, but for the model's parameters."""
+        without = _OF_MODULES | (_OF_RECURRENT if isinstance(module, nn.RNNBase) else set())
+        self._sources.append(held.values())
+        for name, value in held.items():
+            for one in _open(value) if name not in without else ():
+                if isinstance(one, Tensor) and id(one) not in parameters:
+                    yield (module, name), one
+                elif isinstance(one, _CONTAINERS):
+                    self._sources.append(one.values() if isinstance(one, dict) else one)
+
+
+def _open(value: Any) -> Iterator[Any]:
+    """List a value and, of a container, what is in it at any depth."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, _CONTAINERS):
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            waiting += one.values() if isinstance(one, dict) else one
+        yield one
+
+
+def _by_place(held: Iterable[_Held]) -> dict[_Place, list[Tensor]]:
+    found: dict[_Place, list[Tensor]] = defaultdict(list)
+    for place, one in held:
+        found[place].append(one)
+    return found
+
+
+def _group(held: Iterable[_Held]) -> list[list[_Held]]:
+    """Group tensors that are compared at once: large ones by themselves."""
+    groups: dict[Any, list[_Held]] = defaultdict(list)
+    for place, one in held:
+        key = (one.device, one.dtype) if one.numel() < _SMALL else id(one)
+        groups[key].append((place, one))
+    return list(groups.values())
+
+
+@allocates_for_its_caller
+@torch.no_grad()
+def _join(group: Sequence[_Held]) -> Tensor:
+    """Return the numbers of a group as a vector; those of one tensor as they lie."""
+    flat = [one.reshape(-1) for _, one in group]
+    return torch.cat(flat) if len(flat) > 1 else flat[0]
+
+
+@allocates("workspace")
+def _copy(group: Sequence[_Held]) -> Tensor:
+    joined = _join(group)
+    return joined if len(group) > 1 else joined.clone()
+
+
+def _write(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def is_same(tensor: Tensor, other: Tensor) -> bool:
+    """Tell whether tensors have the same bytes, if they have any. This waits for the device."""
+    if isinstance(tensor, FakeTensor) or find_no_bytes(tensor) is not None:
+        return True
+    plain = (each.detach().resolve_conj().resolve_neg().contiguous() for each in (tensor, other))
+    one, two = (each.view(-1).view(torch.uint8) for each in plain)
+    return torch.equal(one, two)

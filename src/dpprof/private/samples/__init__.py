@@ -1,0 +1,1 @@
+"""Batches split by samples, and samples compared alone and in company."""

@@ -1,0 +1,476 @@
+"""Compares samples alone and in company: a sample's loss may depend on that sample alone.
+
+Some samples are collated together, each alone, in another order and in parts, and their losses must
+agree. Then no loss depends on the longest sample beside it, on padding, on how many others there
+are, or on what ``collate_fn`` mixes. It is a comparison of values: it finds also what reaches a
+loss without a gradient.
+
+Where ``collate_fn`` or the loss draws numbers, a sample's numbers alone are others. Then as many
+samples are collated from the same state of the generators, with others in the places of the last
+ones: the first ones' numbers stay, and so must their losses. Rows are cut from one collated batch
+for the rest, and each to its own length by the mask of the batch; a model that draws in training is
+evaluated for that.
+
+All is compared twice: as the model is, and with the outputs of its layers amplified to a size of
+one, so that a model that begins its training shows what positions and attention do.
+
+Losses agree if they differ by less than rounding explains. That is measured: the outputs of layers
+get random errors of two units in their last place, and the losses of ``_ROUNDING`` times the
+largest change that this makes are alike.
+
+What it proves: for these samples and these batches alone the losses keep to their samples. It does
+not see other samples, larger batches, what happens seldom, or effects below rounding, of which
+there is more in 16 bits.
+
+Shape legend: B samples, T tokens.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dpprof.private.refusals.released_state import is_same
+from dpprof.private.samples import batches
+from dpprof.private.samples.changed_layers import amplified, rounding_otherwise
+from dpprof.private.samples.random_state import States, random_state_kept
+
+if TYPE_CHECKING:
+    from dpprof.private.engine.engine import Clipping
+
+COMPANY = "each sample's loss is the same beside others"
+"""What is checked."""
+
+COMPARED = 4
+"""Samples that are compared, the shortest and the longest of ``LOOKED_AT`` among them."""
+
+LOOKED_AT = 64
+
+_ROUNDS = 6
+"""How often samples are replaced where numbers are drawn."""
+
+_ROUNDING = 2.0
+_FLOOR = 16
+"""Units in the last place of a loss that always are rounding."""
+
+_HIDDEN = 0.1
+"""The share of a loss from which on rounding hides too much."""
+
+_COARSE = "rounding changes each loss by more than a tenth, and hides what others change"
+
+_LENGTH = (
+    "a sample's loss follows the length to which a batch pads it: look at positions (RoPE that "
+    "follows the longest sample, padding on the left without position_ids), at pooling or "
+    "normalising over padding, at what collate_fn puts in place of padding, and for a mask that "
+    "the model does not get"
+)
+_COLLATED = (
+    "collate_fn gives a sample other values beside other samples: look for mixup, cutmix, packing, "
+    "refilling and statistics of the batch; augment each sample by itself, in the dataset"
+)
+_MIXED = (
+    "a sample's loss depends on the samples beside it: look in the model and the loss for batch "
+    "statistics, contrast, counts or means over the batch, and numbers that follow its size"
+)
+
+
+class WrongTrainingError(RuntimeError):
+    """A training loop is wrong; the message names the first thing that is, and nothing of samples.
+
+    Args:
+        message: What is wrong.
+        details: What else is known: losses, norms, places in the batch, or what the user's code
+            raised. It is private, so it is an attribute, and no part of the message.
+    """
+
+    def __init__(self, message: str, details: str | None = None) -> None:
+        super().__init__(message)
+        self.details = details
+
+
+def find_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
+    """List the modules that drop, their attribute with the rate, and the rate."""
+    kind = nn.modules.dropout._DropoutNd  # noqa: SLF001 (the common base)
+    return [
+        (one, name, rate)
+        for one in model.modules()
+        for kinds, name in ((kind, "p"), ((nn.MultiheadAttention, nn.RNNBase), "dropout"))
+        if isinstance(one, kinds) and (rate := getattr(one, name))
+    ]
+
+
+def is_mask(part: Any) -> bool:
+    """Tell whether a tensor is a mask, (B, T), of 0 and 1, with zeros at one end of each sample."""
+    if not isinstance(part, Tensor) or part.dim() != 2:  # noqa: PLR2004 (B, T)
+        return False
+    if not bool(((part == 0) | (part == 1)).all()):
+        return False
+    changes = (part[:, 1:] != part[:, :-1]).sum(1)
+    ends = (part[:, 0] == 1) | (part[:, -1] == 1) if part.shape[1] else part.sum(1) == 0
+    return bool((changes <= 1).all() and ends.all())
+
+
+def choose(dataset: Any, most: int = COMPARED, *, at_random: bool = False) -> list[Any]:
+    """Load ``COMPARED`` samples of different lengths, the longest first.
+
+    Args:
+        dataset: With a length, and samples by index.
+        most: Load no more, but two.
+        at_random: Choose them by the operating system's randomness; otherwise they are among the
+            first ``LOOKED_AT``.
+    """
+    count = len(cast("Sized", dataset))
+    places: Sequence[int] = range(min(LOOKED_AT, count))
+    if at_random:
+        places = random.SystemRandom().sample(range(count), min(4 * COMPARED, count))
+    items = sorted((dataset[at] for at in places), key=_size_of, reverse=True)
+    few = min(COMPARED, max(2, most), len(items))
+    return [items[at * (len(items) - 1) // max(1, few - 1)] for at in range(few)]
+
+
+def _size_of(item: Any) -> int:
+    """Count the numbers or letters of a sample."""
+    if isinstance(item, Tensor):
+        return item.numel()
+    if isinstance(item, str | bytes):
+        return len(item)
+    if hasattr(item, "size") and isinstance(item.size, int):  # of an array
+        return item.size
+    parts = item.values() if isinstance(item, Mapping) else item
+    is_nested = isinstance(item, Mapping | list | tuple)
+    return sum(map(_size_of, parts)) if is_nested else 1
+
+
+@dataclass
+class Company:
+    """Some samples, and what computes their losses in any company.
+
+    Args:
+        model: Its buffers, attributes and modes are afterwards as before; its modules do not drop.
+        losses_of: Computes from a batch one loss for each sample, (B,), without clipping.
+        gather: Makes a batch of some of the samples, by their places; the first is the longest.
+        count: How many there are.
+        collates: Whether ``gather`` collates them anew, and does not cut rows from one batch.
+    """
+
+    model: nn.Module
+    losses_of: Callable[[Any], Any]
+    gather: Callable[[Sequence[int]], Any]
+    count: int
+    collates: bool = True
+    unchecked: list[str] = field(default_factory=list)
+    """What could not be compared, and why."""
+
+    def compare(self, states: States) -> list[str]:
+        """Compare all samples with each alone and in other batches; return what cannot be.
+
+        Args:
+            states: Of all generators; ``random_state_kept`` restores those that it knows.
+
+        Raises:
+            WrongTrainingError: A loss depends on other samples. No message has a sample's numbers.
+        """
+        if self.count < 2:  # noqa: PLR2004 (one has no company)
+            return []
+        # What is compiled would be compiled again, for layers with hooks.
+        with _unchanged(self.model), torch.compiler.set_stance("force_eager"):
+            for module, name, _ in find_dropout(self.model):
+                setattr(module, name, 0.0)
+            self._states = states
+            self._compare()
+        return self.unchecked
+
+    def _compare(self) -> None:
+        with self._states.noting() as of_batch:
+            batch = self.gather(range(self.count))
+        with self._states.noting() as of_losses:
+            losses_B = self._compute(batch, self.count)
+        gather = self.gather
+        if of_batch.drew or of_losses.drew:
+            self._replace_others()
+            if of_batch.drew:
+                gather = lambda at: batches.take(batch, self.count, at)  # noqa: E731
+            for module in self.model.modules() if of_losses.drew else ():
+                module.training = False
+            with self._states.noting() as of_losses:
+                losses_B = self._compute(batch, self.count)
+            if of_losses.drew:  # rows of a batch are cut with their draws elsewhere
+                if self.collates or any(map(is_mask, _leaves_of(batch, self.count))):
+                    self.unchecked.append("the loss draws numbers, which alone are others")
+                return
+        if self._cannot_repeat(losses_B, self._compute(batch, self.count)):
+            return
+        is_cut = of_batch.drew or not self.collates
+        if is_cut and (why := self._find_no_rows(batch)):
+            self.unchecked.append(why)
+            return
+        for layers in (nullcontext(), amplified(self.model)):
+            with layers:
+                self._compare_parts(gather, batch, is_cut=is_cut)
+        if self.unchecked.count(_COARSE) == 1:  # the other comparison shows enough
+            self.unchecked.remove(_COARSE)
+        self.unchecked = list(dict.fromkeys(self.unchecked))
+
+    def _compare_parts(
+        self, gather: Callable[[Sequence[int]], Any], batch: Any, *, is_cut: bool
+    ) -> None:
+        """Compare a batch of all with each sample alone, at its own length, and with others."""
+        losses_B = self._compute(batch, self.count)
+        allowed_B = self._find_rounding(lambda: self._compute(batch, self.count), losses_B)
+        if (allowed_B > _HIDDEN * losses_B.abs()).all() and losses_B.any():
+            self.unchecked.append(_COARSE)
+        alone_B = self._run_alone(gather, batch, losses_B, allowed_B, is_cut=is_cut)
+        if is_cut and not self._has_one_length(batch):
+            self._compare_lengths(gather, alone_B, allowed_B)
+        orders = [range(self.count)[::-1], range(0, self.count, 2), range(1, self.count, 2)]
+        for order in (list(one) for one in orders if len(one) > 1):
+            found_B = self._compute(gather(order), len(order))
+            if _differ(found_B, alone_B[order], allowed_B[order]):
+                raise WrongTrainingError(_MIXED)
+
+    def _compute(self, batch: Any, count: int) -> Tensor:
+        """Return the losses of a batch; (B,) float64, on the CPU."""
+        with torch.enable_grad():  # a loss may contain a gradient
+            own = copy.copy(batch) if isinstance(batch, Mapping) else batch  # a loss may pop labels
+            value = self.losses_of(own)
+        losses = getattr(value, "loss_per_sample", value)
+        if not isinstance(losses, Tensor) or losses.numel() != count:
+            shape = tuple(getattr(losses, "shape", ()))
+            raise WrongTrainingError(
+                f"the losses of {count} samples have shape {shape}, and must be one for each: "
+                "collate_fn packs samples or leaves some out, or the loss is that of a batch"
+            )
+        self._unit = torch.finfo(losses.dtype).eps
+        return losses.detach().reshape(-1).cpu().double()
+
+    def _cannot_repeat(self, first: Tensor, again: Tensor) -> bool:
+        """Note where the same draws give another loss, by more than the order of additions."""
+        cannot = not bool(_agree(again, first, self._unit**0.5 * first.abs()).all())
+        if cannot:
+            self.unchecked.append(
+                "the loss or collate_fn draws numbers that cannot be repeated, such as those of "
+                "the operating system"
+            )
+        return cannot
+
+    def _find_no_rows(self, batch: Any) -> str | None:
+        """Say why a batch cannot be cut by samples, where it cannot."""
+        try:
+            found = next(batches.find_whole(batch, self.count), None)
+        except ValueError as error:
+            return str(error)
+        return found and f"{found} has no entry for each sample, and belongs to the whole batch"
+
+    def _find_rounding(self, run: Callable[[], Tensor], losses_B: Tensor) -> Tensor:
+        """Return by how much losses may differ that ``run`` computes; (B,) float64."""
+        changed = losses_B.new_zeros(())
+        for seed in range(2):
+            with rounding_otherwise(self.model, seed):
+                change_B = (run() - losses_B).abs()
+            changed = torch.maximum(changed, change_B.nan_to_num(0.0, 0.0).max())
+        return _ROUNDING * changed + _FLOOR * self._unit * losses_B.abs()
+
+    def _run_alone(
+        self,
+        gather: Callable[[Sequence[int]], Any],
+        batch: Any,
+        losses_B: Tensor,
+        allowed_B: Tensor,
+        *,
+        is_cut: bool,
+    ) -> Tensor:
+        """Compare each sample alone with all together; return the losses, (B,) float64."""
+        found = []
+        for at in range(self.count):
+            try:
+                found.append(self._compute(gather([at]), 1))
+            except (torch.OutOfMemoryError, WrongTrainingError):
+                raise
+            except Exception as error:
+                raise WrongTrainingError(
+                    f"one sample alone fails ({type(error).__name__}), and {self.count} together "
+                    "do not: collate_fn, the model or the loss needs other samples, as contrastive "
+                    "losses, pairs of samples and batch statistics do"
+                ) from error
+        alone_B = torch.cat(found)
+        if _differ(losses_B, alone_B, allowed_B):
+            same_B = _agree(losses_B, alone_B, allowed_B)
+            at = int((~same_B).long().argmax())
+            problem = _MIXED if is_cut else self._explain(at, batch, losses_B, allowed_B)
+            raise WrongTrainingError(problem)
+        return alone_B
+
+    def _explain(self, at: int, batch: Any, losses_B: Tensor, allowed_B: Tensor) -> str:
+        """Say what another loss alone comes from: the row that is collated, or the others."""
+        alone = self.gather([at])
+        try:
+            cut = batches.take(batch, self.count, [at])
+            found = self._compute(cut, 1)
+        except Exception:  # noqa: BLE001 (a batch may be of any structure)
+            return f"{_MIXED}; or {_COLLATED}"
+        if not _agree(found, losses_B[[at]], allowed_B[[at]]).all():
+            return _MIXED
+        return _COLLATED if _shapes_of(cut, 1) == _shapes_of(alone, 1) else _LENGTH
+
+    def _has_one_length(self, batch: Any) -> bool:
+        """Tell whether ``collate_fn`` pads to one length, whatever samples there are."""
+        if not self.collates:
+            return False
+        alone = self.gather([self.count - 1])
+        return _shapes_of(alone, 1) == _shapes_of(batch, self.count)
+
+    def _compare_lengths(
+        self, gather: Callable[[Sequence[int]], Any], alone_B: Tensor, allowed_B: Tensor
+    ) -> None:
+        """Cut each row to its own length, where a mask tells it."""
+        for at in range(self.count):
+            trimmed = _trim(gather([at]))
+            if trimmed is None:
+                continue
+            try:
+                found = self._compute(trimmed, 1)
+            except Exception:  # noqa: BLE001 (a part may have its tokens on another axis)
+                self.unchecked.append("a sample that is cut to its own length does not run")
+                return
+            if _differ(found, alone_B[[at]], allowed_B[[at]]):
+                raise WrongTrainingError(
+                    f"{_LENGTH} (each sample was cut to its own length by the batch's mask; if "
+                    "every batch is padded to one length, check with samples and collate)"
+                )
+
+    def _replace_others(self) -> None:
+        """Put copies in the places of the last samples, with the same draws, several times."""
+        every, kept = range(self.count), (self.count + 1) // 2
+        order = [*range(kept), *[kept - 1] * (self.count - kept)]
+        for turn in range(_ROUNDS):
+            start = self._states.read()
+            batch, first = self._run_from(start, every, kept)
+            end = self._states.read()
+            other, found = self._run_from(start, order, kept)
+            again = partial(self._run_from, start, every, kept)
+            if self._cannot_repeat(first, again()[1]):
+                return
+            if _shapes_of(batch, self.count) != _shapes_of(other, self.count):
+                self.unchecked.append("numbers are drawn, and shapes follow other samples")
+                return
+            if not turn:
+                allowed = self._find_rounding(lambda again=again: again()[1], first)  # type: ignore[misc]
+            self._states.write(end)  # the next turn draws other numbers
+            if not _agree(found, first, allowed).all():
+                is_alike = _rows_are_same(batch, other, self.count, kept)
+                raise WrongTrainingError(_MIXED if is_alike else _COLLATED)
+
+    def _run_from(self, start: Any, places: Sequence[int], kept: int) -> tuple[Any, Tensor]:
+        """Collate and compute from a state of the generators; return the first losses."""
+        self._states.write(start)
+        batch = self.gather(places)
+        return batch, self._compute(batch, self.count)[:kept]
+
+
+def compare_samples(
+    clipping: "Clipping",
+    losses_of: Callable[..., Any],
+    load: Callable[[], Sequence[Any]],
+    collate: Callable[[list[Any]], Any],
+) -> list[str]:
+    """Compare samples that are collated together, each alone and in parts.
+
+    Args:
+        clipping: Of the model.
+        losses_of: Computes losses, one for each sample, of what ``collate`` returns.
+        load: Returns samples of the dataset, the longest first.
+        collate: Makes a batch of some.
+
+    Returns:
+        What could not be compared, and why.
+
+    Raises:
+        WrongTrainingError: A sample's loss depends on others.
+    """
+    with random_state_kept() as others, clipping.disabled():  # the data may draw
+        states = States(others)
+
+        def compute(batch: Any) -> Any:
+            given, named = batches.give(losses_of, batch)
+            return losses_of(*given, **named)
+
+        def gather(at: Sequence[int]) -> Any:
+            return collate([samples[place] for place in at])
+
+        with states.restored():
+            with states.noting():
+                samples = load()
+            return Company(clipping.model, compute, gather, len(samples)).compare(states)
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore attributes and buffers of modules at the end of the context."""
+    modules = [(one, dict(vars(one)), dict(one._buffers)) for one in model.modules()]  # noqa: SLF001
+    values = [(one, one.detach().clone()) for one in model.buffers()]
+    try:
+        yield
+    finally:
+        for module, own, buffers in modules:
+            vars(module).clear()
+            vars(module).update(own)
+            module._buffers.clear()  # noqa: SLF001
+            module._buffers.update(buffers)  # noqa: SLF001
+        with torch.no_grad():
+            for buffer, value in values:
+                if not is_same(buffer, value):
+                    buffer.copy_(value)
+
+
+def _agree(found_B: Tensor, expected_B: Tensor, allowed_B: Tensor) -> Tensor:
+    is_nan = found_B.isnan() & expected_B.isnan()
+    return is_nan | (found_B == expected_B) | ((found_B - expected_B).abs() <= allowed_B)
+
+
+def _differ(found_B: Tensor, expected_B: Tensor, allowed_B: Tensor) -> bool:
+    """Tell whether losses are others, also where ``collate_fn`` sorts samples."""
+    if _agree(found_B, expected_B, allowed_B).all():
+        return False
+    in_order = found_B.sort().values, expected_B.sort().values
+    return not bool(_agree(*in_order, allowed_B.min()).all())
+
+
+def _leaves_of(batch: Any, count: int) -> list[Any]:
+    return [one for _, one in batches.find_split(batch, count)]
+
+
+def _shapes_of(batch: Any, count: int) -> list[Any]:
+    """List the shapes of a batch's parts, without the axis of samples."""
+    return [tuple(getattr(one, "shape", ()))[1:] for one in _leaves_of(batch, count)]
+
+
+def _rows_are_same(first: Any, second: Any, count: int, kept: int) -> bool:
+    """Tell whether the first rows of two collated batches hold the same."""
+    pairs = zip(_leaves_of(first, count), _leaves_of(second, count), strict=True)
+    tensors = ((one, other) for one, other in pairs if isinstance(one, Tensor))
+    return all(is_same(one[:kept], other[:kept]) for one, other in tensors)
+
+
+def _trim(batch: Any) -> Any | None:
+    """Cut a batch of one sample to the length that its mask tells; None where it tells no other."""
+    leaves = [one for one in _leaves_of(batch, 1) if isinstance(one, Tensor)]
+    mask = next((one for one in leaves if is_mask(one)), None)
+    if mask is None:
+        return None
+    tokens, places = mask.shape[1:], mask[0].nonzero().flatten().tolist()
+    inputs = (one for one in leaves if one.shape[1:2] == tokens and not is_mask(one))
+    has_inputs = any(one.dim() > 2 or not one.is_floating_point() for one in inputs)  # noqa: PLR2004
+    if len(places) in (0, *tokens) or not has_inputs:
+        return None
+
+    def cut(leaf: Any) -> Any:
+        has_tokens = isinstance(leaf, Tensor) and leaf.shape[1:2] == tokens
+        return leaf[:, places[0] : places[-1] + 1] if has_tokens else leaf
+
+    return batches.apply(batch, 1, cut)

@@ -1,0 +1,87 @@
+"""Compares samples of a data set alone and in company: before training, and at random steps of it.
+
+A loss that mixes samples only later, only at times or only in some batches passes a check before
+training. Nothing in the training can know at which steps it is looked at again: these, and the
+samples, come from the operating system's randomness.
+"""
+
+import logging
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dpprof.private.samples.company import COMPARED, choose, compare_samples
+
+if TYPE_CHECKING:
+    from dpprof.private.engine.engine import Clipping
+
+_log = logging.getLogger("dpprof")
+
+
+class RepeatedChecks:
+    """Chooses steps and samples, and compares these (``company``).
+
+    Args:
+        clipping: Of the model.
+        losses_of: Computes losses, one for each sample, of what ``collate`` returns.
+        dataset: With a length, and samples by index.
+        collate: Makes a batch of some samples.
+        most: How many samples fit into memory.
+        every: A step is chosen with probability 1 over this; None for no step.
+
+    Raises:
+        ValueError: ``every`` is no whole number above zero, or ranks run each step together.
+    """
+
+    def __init__(
+        self,
+        clipping: "Clipping",
+        losses_of: Callable[..., Tensor],
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        *,
+        most: int = COMPARED,
+        every: int | None = None,
+    ) -> None:
+        if every is not None:
+            if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+                raise ValueError(f"verify_every must be a whole number above 0, and is {every!r}")
+            if clipping.ranks.is_sharded:
+                raise ValueError(
+                    "under fully_shard ranks run each layer together, and each would verify at "
+                    "other steps; leave out verify_every"
+                )
+            clipping.repeated = self
+        self._every = every
+        self._clipping, self._losses_of = clipping, losses_of
+        self._dataset, self._collate, self._most = dataset, collate, most
+        self._goes_on = False
+
+    def is_due(self, *, goes_on: bool) -> bool:
+        """Draw whether to verify in a step, at its first part; ``goes_on`` says others follow."""
+        is_first, self._goes_on = not self._goes_on, goes_on
+        assert self._every is not None
+        return is_first and random.SystemRandom().randrange(self._every) == 0
+
+    def compare(self, *, at_random: bool = True) -> list[str]:
+        """Compare samples; every generator and the model are afterwards as before.
+
+        Args:
+            at_random: Take any samples of the data; otherwise some of the first.
+
+        Returns:
+            What could not be compared, and why.
+
+        Raises:
+            WrongTrainingError: A sample's loss depends on others.
+        """
+        load = partial(choose, self._dataset, self._most, at_random=at_random)
+        return compare_samples(self._clipping, self._losses_of, load, self._collate)
+
+    def compare_first(self) -> None:
+        """Compare some of the first samples; a line of the logger says what could not be."""
+        for problem in self.compare(at_random=False):
+            _log.warning("check: samples are not compared alone and in company: %s", problem)

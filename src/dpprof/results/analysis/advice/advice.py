@@ -1,0 +1,219 @@
+"""Which method to use: methods ranked by their predicted speed at the largest safe batch.
+
+The ranking uses capacity results only. Memory is predicted storage by storage, time operator by
+operator. No difference is predicted between methods whose 90 % intervals overlap: they are called
+close. A method with a wrong gradient is never advised. A method without a verdict, or with another
+mechanism than flat clipping, is advised and marked as such. Where several ways of checkpointing
+were tried, each method is judged by the one with which it trains fastest.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dpprof.results.analysis.collection import Collected
+from dpprof.results.analysis.groups import setting_key
+from dpprof.results.analysis.standings import UNKNOWN
+from dpprof.results.analysis.tables.axes import BASELINE, WITHOUT_BATCH, axes_of
+from dpprof.experiments.records.advice import Advice, OneMoreSample, Option, Recommendation
+from dpprof.experiments.records.result import Result
+from dpprof.experiments.records.verdict import Standing
+from dpprof.experiments.config.mechanisms import NO_CLIPPING
+from dpprof.experiments.config.tasks import name_units
+from dpprof.system.files import canonical_json
+
+BEST = "best"
+"""Of ``Advice.checkpointing``: the fastest of several ways, for each method."""
+
+
+def advise(results: Sequence[Result], target: str, standings: Mapping[str, Standing]) -> Advice:
+    """Rank the methods of capacity results that differ only in the method and in checkpointing.
+
+    Args:
+        results: At least one. A failed result becomes an option that does not work.
+        target: The target's name, for display.
+        standings: The standing of each method, by the id of the result's experiment.
+    """
+    experiment = results[0].experiment
+    results, options = _choose_checkpointing(
+        [(one, describe(one, standings.get(one.experiment_id, UNKNOWN))) for one in results]
+    )
+    ranked = [o for o in options if o.verdict == "unranked" and o.tokens_per_s is not None]
+    fastest = max(ranked, key=lambda option: option.tokens_per_s or 0.0, default=None)
+    judged = [_judge(option, fastest) for option in options]
+    judged.sort(key=lambda o: (not o.private, o.verdict == "wrong", -(o.tokens_per_s or 0.0)))
+    advised = [one for one, option in zip(results, options, strict=True) if option is fastest]
+    budgets = [result.capacity.budget_bytes for result in results if result.capacity]
+    return Advice(
+        model=experiment.model_name,
+        lora=None if experiment.lora is None else experiment.lora.text,
+        parallel=None if experiment.parallel is None else experiment.parallel.text,
+        gpus=experiment.world_size,
+        seq_len=experiment.seq_len,
+        image_size=experiment.image_size,
+        dtype=experiment.dtype,
+        checkpointing=(
+            BEST
+            if any(option.tokens_per_s_by_checkpointing for option in options)
+            else experiment.checkpointing
+        ),
+        execution=experiment.execution,
+        head=experiment.head,
+        target=target,
+        budget_bytes=budgets[0] if budgets else None,
+        options=tuple(judged),
+        one_more_sample=_add_sample(advised[0]) if advised else None,
+        sure_of_memory=(
+            "peaks are sums over every storage of a traced step; on a CPU they equal the measured "
+            "peak to the byte, on a GPU the memory of libraries is modelled"
+        ),
+        sure_of_time=_explain_time(results, judged),
+    )
+
+
+def group_capacities(collected: Collected) -> Iterator[tuple[dict[str, Any], list[Result]]]:
+    """Yield the axes of each setting with capacity results, and one of these for each method.
+
+    Bounds and noise change no capacity.
+    """
+    alike: dict[str, dict[str, Result]] = defaultdict(dict)
+    for _, result in collected.found:
+        if result.instrument == "capacity":
+            of_method = alike[setting_key(result.experiment)]
+            known = of_method.setdefault(result.experiment.method, result)
+            if known.outcome != "ok":
+                of_method[result.experiment.method] = result
+    for results in alike.values():
+        axes = axes_of(next(iter(results.values())).experiment)
+        yield {name: axes[name] for name in WITHOUT_BATCH}, [*results.values()]
+
+
+def _choose_checkpointing(
+    described: Sequence[tuple[Result, Option]],
+) -> tuple[list[Result], list[Option]]:
+    """Return of results that differ in checkpointing alone the one that trains fastest and fits."""
+    alike: dict[str, list[tuple[Result, Option]]] = defaultdict(list)
+    for result, option in described:
+        fields = result.experiment.model_dump(mode="json", exclude={"checkpointing"})
+        alike[canonical_json(fields)].append((result, option))
+    chosen = []
+    for ways in alike.values():
+        best, option = max(ways, key=lambda way: _fitness(way[1]))
+        if len(ways) > 1:
+            speeds = {str(way.checkpointing): way.tokens_per_s for _, way in ways}
+            option = option.model_copy(update={"tokens_per_s_by_checkpointing": speeds})
+        chosen.append((best, option))
+    return [result for result, _ in chosen], [option for _, option in chosen]
+
+
+def _fitness(option: Option) -> tuple[float, int, int, bool, bool]:
+    """Rank ways of checkpointing; of those that do not fit, those that need less come first."""
+    return (
+        option.tokens_per_s or 0.0,
+        option.safe_batch_size or 0,
+        option.largest_batch_size or 0,
+        option.verdict == "does not fit",
+        option.largest_batch_size is None and option.checkpointing != "none",
+    )
+
+
+def _add_sample(result: Result) -> OneMoreSample | None:
+    """Say what one more sample costs beyond the batch that a result states, and what binds."""
+    capacity, memory = result.capacity, result.memory
+    if capacity is None or memory is None or memory.at_peak is None:
+        return None
+    at_peak, size = memory.at_peak, capacity.stated_batch_size
+    peaks = dict(capacity.estimates)
+    if memory.peak_allocated_bytes is not None:
+        peaks[size] = memory.peak_allocated_bytes
+    beyond = sorted(one for one in peaks if one > size)
+    # Peaks are convex: the line from at most this batch to the next known one holds in between.
+    ends = sorted(one for one in peaks if one <= size)[-1 if beyond else -2 :] + beyond[:1]
+    total = sum(at_peak.components.values())
+    if len(ends) == 1 or not total:
+        return None
+    low, high = ends
+    largest = sorted(at_peak.components.items(), key=lambda one: one[1], reverse=True)
+    return OneMoreSample(
+        sample_bytes=round((peaks[high] - peaks[low]) / (high - low)),
+        phase=at_peak.phase,
+        peak_shares={name: held / total for name, held in largest if held},
+    )
+
+
+def describe(result: Result, standing: Standing = UNKNOWN) -> Option:
+    """Return a method's option, with what speaks against it; ``_judge`` adds the speed verdict."""
+    experiment, capacity, compute = result.experiment, result.capacity, result.compute
+    private = experiment.method != BASELINE and standing.mechanism != NO_CLIPPING
+    known: dict[str, Any] = {"method": experiment.method, "private": private}
+    known |= {"mechanism": standing.mechanism, "verified": standing.verified}
+    known |= {"checkpointing": experiment.checkpointing}
+    if capacity is None or compute is None:
+        return Option(
+            verdict="does not fit" if result.outcome == "oom" else "failed",
+            message=result.error.message if result.error else result.outcome,
+            **known,
+        )
+    tight = capacity.safe_batch_size is None
+    bound_s = None if tight else compute.roofline_step_s
+    step = None if tight or result.time is None else result.time.predicted_step_s
+    tokens = experiment.world_size * experiment.tokens_in(capacity.stated_batch_size)
+    verdict: Recommendation = "unranked" if private else "baseline"
+    message = None
+    if tight:
+        verdict = "tight" if private else verdict
+        message = "it fits, but with nothing to spare: see capacity"
+    if private and standing.verified is False:
+        verdict, message = "wrong", f"its gradient is wrong: {standing.reason}"
+    return Option(
+        verdict=verdict,
+        largest_batch_size=capacity.batch_size,
+        largest_peak_bytes=capacity.peak_bytes,
+        smallest_batch_size=capacity.smallest_batch_size,
+        safe_batch_size=capacity.safe_batch_size,
+        safe_peak_bytes=capacity.safe_peak_bytes,
+        sample_s=step and step.each_sample(capacity.stated_batch_size),
+        update_s=step and step.update,
+        tokens_per_s=step and tokens / step.median,
+        tokens_per_s_low=step and tokens / step.high,
+        tokens_per_s_high=step and tokens / step.low,
+        tokens_per_s_at_most=tokens / bound_s if bound_s else None,
+        dp_flop_multiplier=compute.dp_flop_multiplier,
+        limited_by=capacity.limited_by,
+        message=message,
+        **known,
+    )
+
+
+def _judge(option: Option, fastest: Option | None) -> Option:
+    if option.verdict != "unranked" or option.tokens_per_s is None or fastest is None:
+        return option
+    verdict: Recommendation = "slower"
+    if option == fastest:
+        verdict = "first"
+    elif (option.tokens_per_s_high or 0.0) >= (fastest.tokens_per_s_low or 0.0):
+        verdict = "close"
+    return option.model_copy(update={"verdict": verdict})
+
+
+def _explain_time(results: Sequence[Result], options: Sequence[Option]) -> str:
+    """Say what the predicted times rest on: for the first method, else for any."""
+    first = next((o.method for o in options if o.verdict == "first"), None)
+    predicted = {
+        r.experiment.method: r.time.predicted_step_s
+        for r in results
+        if r.time is not None and r.time.predicted_step_s is not None
+    }
+    if not predicted and all(result.capacity is None for result in results):
+        return "not predicted: nothing fits"
+    if not predicted:
+        why = (one.reasons["time"] for one in results if "time" in one.reasons)
+        return next(why, "not predicted: no speeds of this device are known")
+    step = predicted.get(first or "") or next(iter(predicted.values()))
+    units = name_units(results[0].experiment.image_size)
+    rests = ", ".join(f"{share:.0%} {basis}" for basis, share in step.rests_on.items())
+    return (
+        f"{units} per second are predicted, with 90 % intervals; no difference is predicted "
+        f"between methods whose intervals overlap. Of the device's time, {rests}. Published steps "
+        "of plain training took longer than predicted: docs/numbers/step-time.md"
+    )

@@ -1,0 +1,134 @@
+"""What a privacy budget costs in GPU hours: tables ``budget`` and ``noise``.
+
+A step of an expected batch runs micro-batches of the size that safely fits, then noise and
+optimizer once. Poisson-sampled batches vary; hours are those of the expected number of samples.
+"""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan
+from dpprof.results.analysis.advice.advice import advise
+from dpprof.results.analysis.tables.axes import BASELINE
+from dpprof.experiments.records.advice import Advice, Option
+from dpprof.experiments.records.budget import Budget, MethodCost
+from dpprof.experiments.records.result import Result
+from dpprof.experiments.records.verdict import Standing
+from dpprof.experiments.config.privacy import Privacy
+
+_HOUR_S = 3600
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A privacy budget, and the noise for it, by the tokens of a sample."""
+
+    privacy: Privacy
+    plans: Mapping[float, NoisePlan] = dataclasses.field(default_factory=dict)
+    reason: str | None = None
+    """Why there are no plans."""
+
+
+def make_budget(
+    results: Sequence[Result],
+    target: str,
+    standings: Mapping[str, Standing],
+    privacy: Privacy,
+    noise: NoisePlan,
+) -> Budget:
+    """Price a privacy budget for capacity results that differ in the method and in ranks alone.
+
+    Args:
+        results: At least one. A failed result becomes a method without hours.
+        target: The target's name, for display.
+        standings: The standing of each method, by the id of the result's experiment.
+        privacy: The budget.
+        noise: What it asks for.
+    """
+    by_gpus: dict[int, list[Result]] = defaultdict(list)
+    for result in results:
+        by_gpus[result.experiment.world_size].append(result)
+    advices = [advise(alike, target, standings) for alike in by_gpus.values()]
+    costs = [
+        cost
+        for alike, advice in zip(by_gpus.values(), advices, strict=True)
+        for cost in _price_methods(alike, advice, privacy, noise)
+    ]
+    told = max(advices, key=lambda one: one.best is not None)  # of several, the first with times
+    return Budget(
+        **told.model_dump(include=set(Budget.model_fields)),
+        privacy=privacy,
+        warnings=privacy.warnings,
+        noise=noise,
+        methods=costs,
+    )
+
+
+def _price_methods(
+    results: Sequence[Result], advice: Advice, privacy: Privacy, noise: NoisePlan
+) -> list[MethodCost]:
+    by_method = {result.experiment.method: result for result in results}
+    costs = [
+        _price(option, by_method[option.method], privacy, noise, at)
+        for option in advice.options
+        for at in (noise.epsilons if option.private else noise.epsilons[:1])
+    ]
+    plain = next((one.gpu_hours for one in costs if one.method == BASELINE), None)
+    if not plain:
+        return costs
+    return [
+        one.model_copy(update={"hours_ratio": one.gpu_hours and one.gpu_hours / plain})
+        for one in costs
+    ]
+
+
+def _price(
+    option: Option, result: Result, privacy: Privacy, noise: NoisePlan, at: AtEpsilon
+) -> MethodCost:
+    """Price a training with one method at one epsilon."""
+    cost = MethodCost(
+        method=option.method,
+        epsilon=at.epsilon if option.private else None,
+        private=option.private,
+        mechanism=option.mechanism,
+        verified=option.verified,
+        gpus=result.experiment.world_size,
+        batch_size=at.batch_size if option.private else noise.batch_size,
+        steps=noise.planned.steps,
+        noise_multiplier=at.noise_multiplier if option.private else None,
+        same_batch_noise_multiplier=at.same_batch_noise_multiplier if option.private else None,
+        message=option.message or (at.reason if option.private else None),
+    )
+    capacity, step = result.capacity, None if result.time is None else result.time.predicted_step_s
+    if capacity is None or capacity.safe_batch_size is None or cost.batch_size is None:
+        return cost
+    of_each = math.ceil(cost.batch_size / cost.gpus)
+    accumulation = math.ceil(of_each / capacity.safe_batch_size)
+    micro_batch_size = math.ceil(of_each / accumulation)
+    if micro_batch_size < (least := capacity.smallest_batch_size):
+        why = (
+            f"micro-batches would have {micro_batch_size:,} samples, and it takes {least:,} or more"
+        )
+        return cost.model_copy(update={"message": cost.message or why})
+    fits = {"accumulation_steps": accumulation, "micro_batch_size": micro_batch_size}
+    if step is None:
+        why = result.reasons.get("time", "no time is predicted for this target")
+        return cost.model_copy(update=fits | {"message": cost.message or why})
+    batches = of_each / capacity.stated_batch_size
+    step_s = of_each * step.each_sample(capacity.stated_batch_size) + step.update
+    hours = cost.gpus * noise.planned.steps * step_s / _HOUR_S
+    price = privacy.price_per_hour
+    smaller = f"of a batch of {capacity.stated_batch_size:,}: one so small may take longer a sample"
+    return cost.model_copy(
+        update=fits
+        | {
+            "step_s": step_s,
+            "gpu_hours": hours,
+            "gpu_hours_low": hours * step.low / step.median,
+            "gpu_hours_high": hours * step.high / step.median,
+            "price": None if price is None else price * hours,
+            "message": cost.message or (f"time is predicted {smaller}" if batches < 1 else None),
+        }
+    )

@@ -1,0 +1,171 @@
+"""Why one run's peak is higher than another's: both peaks, the waterfall, and both timelines."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from dpprof.results.analysis.difference.shared_axis import SharedAxis, share_axis
+from dpprof.results.analysis.difference.waterfall import Bar, list_holdings, peak_bytes, subtract
+from dpprof.results.analysis.tables.axes import axes_of
+from dpprof.experiments.records.result import Result
+
+_ALWAYS_NAMED = (
+    *("method", "model", "batch_size", "image_size", "seq_len", "dtype", "device", "target"),
+)
+"""The axes that are named where both runs share them."""
+
+_NOT_NAMED = {"method", "seed", "warmup_steps", "timed_steps"}
+"""Axes that do not distinguish two peaks, and the method, which is always named."""
+
+
+class Side(NamedTuple):
+    """One of the two: which run it is, and its peak."""
+
+    name: str
+    """Its method, and the axes that distinguish it from the other."""
+
+    method: str
+    experiment_id: str
+    instrument: str
+    replicate: int
+    predicted: bool
+    """Whether nothing ran."""
+
+    peak_bytes: int
+    phase: str
+    """In which phase of the step the peak is."""
+
+    module: str | None
+    op: str | None
+    """The operator that made the peak; None where the step began with it."""
+
+    @property
+    def how(self) -> str:
+        """How its peak is known, and in which phase it is."""
+        known = "predicted" if self.predicted else "recorded"
+        return f"{known}, in {self.phase.replace('_', ' ')}"
+
+
+class Difference(NamedTuple):
+    """Why A's peak is higher, or lower, than B's."""
+
+    a: Side
+    b: Side
+    shared: tuple[str, ...]
+    """What both runs have in common, in words."""
+
+    bars: tuple[Bar, ...]
+    """By component; their differences sum to ``difference_bytes``."""
+
+    axis: SharedAxis
+    """Both timelines. They count storages alone: rounding of the allocator is not in them."""
+
+    @property
+    def difference_bytes(self) -> int:
+        """What A's peak is above B's."""
+        return self.a.peak_bytes - self.b.peak_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as plain JSON."""
+        fields: dict[str, Any] = _to_json(self)
+        return fields | {"timelines": fields.pop("axis")}
+
+
+def _to_json(value: Any) -> Any:
+    """Return named tuples as mappings, with the difference where they have one."""
+    if hasattr(value, "_asdict"):
+        fields = {name: _to_json(one) for name, one in value._asdict().items()}
+        difference = getattr(value, "difference_bytes", None)
+        return fields if difference is None else fields | {"difference_bytes": difference}
+    return [_to_json(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def explain_difference(a: Result, b: Result) -> Difference:
+    """Explain the difference of two runs' peaks; the runs may differ in anything.
+
+    Args:
+        a: A result of an instrument that records or predicts memory.
+        b: Another one.
+
+    Raises:
+        InputError: A result does not record what was live at the peak.
+    """
+    held = list_holdings(a), list_holdings(b)
+    assert a.memory is not None  # it has holdings, and so has the other
+    assert b.memory is not None
+    assert a.memory.timeline is not None
+    assert b.memory.timeline is not None
+    axes = _find_axes(a), _find_axes(b)
+    of_a, of_b = _name_apart((a, b), axes)
+    return Difference(
+        a=_describe(a, of_a),
+        b=_describe(b, of_b),
+        shared=tuple(
+            _format_axes((key for key in _ALWAYS_NAMED if axes[0][key] == axes[1][key]), axes[0])
+        ),
+        bars=subtract(*held),
+        axis=share_axis(a.memory.timeline, b.memory.timeline),
+    )
+
+
+def _describe(result: Result, name: str) -> Side:
+    memory = result.memory
+    assert memory is not None
+    assert memory.at_peak is not None
+    return Side(
+        name=name,
+        method=result.experiment.method,
+        experiment_id=result.experiment_id,
+        instrument=result.instrument,
+        replicate=result.replicate,
+        predicted=_is_predicted(result),
+        peak_bytes=peak_bytes(memory),
+        phase=memory.at_peak.phase,
+        module=memory.at_peak.module,
+        op=memory.at_peak.op,
+    )
+
+
+def _is_predicted(result: Result) -> bool:
+    """Return whether nothing ran, so that instants have no time."""
+    return bool(result.memory and result.memory.timeline and not result.memory.timeline.elapsed_s)
+
+
+def _find_axes(result: Result) -> dict[str, Any]:
+    """Return an experiment's axes, with the batch size that its memory is of."""
+    axes = axes_of(result.experiment)
+    if result.capacity is not None:
+        axes["batch_size"] = result.capacity.stated_batch_size
+    return axes
+
+
+def _name_apart(
+    results: tuple[Result, Result], axes: tuple[dict[str, Any], dict[str, Any]]
+) -> list[str]:
+    """Name both runs by their methods, and by the axes in which they differ."""
+    apart = [key for key in axes[0] if axes[0][key] != axes[1][key] and key not in _NOT_NAMED]
+    facts = [_format_axes(apart, side) for side in axes]
+    methods = [str(side["method"]) for side in axes]
+    if methods[0] == methods[1] and facts[0] == facts[1]:
+        facts = [[_how(result)] for result in results]
+    if methods[0] == methods[1] and facts[0] == facts[1]:
+        facts = [["A"], ["B"]]
+    return [
+        f"{method} ({', '.join(known)})" if known else method
+        for method, known in zip(methods, facts, strict=True)
+    ]
+
+
+def _how(result: Result) -> str:
+    return f"{'predicted' if _is_predicted(result) else 'recorded'}, replicate {result.replicate}"
+
+
+def _format_axes(keys: Iterable[str], axes: Mapping[str, Any]) -> list[str]:
+    """Format axes that have a value; a target says which device it is, pixels say the length."""
+    formatted = []
+    told = {"device": "target", "seq_len": "image_size"}
+    for key in keys:
+        value = axes[key]
+        if value is not None and axes.get(told.get(key, "")) is None:
+            words = f"{value:,}" if type(value) is int else str(value)
+            formatted.append(f"{key.replace('_', ' ')} {words}")
+    return formatted

@@ -1,0 +1,281 @@
+"""Whether one figure of a run is worse on the candidate's side than on the baseline's.
+
+Most figures of a result are exact: equal runs have equal ones, without noise. Step times are not.
+"""
+
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
+from decimal import Decimal
+from statistics import median, median_low
+from typing import Literal, NamedTuple
+
+from dpprof.results.analysis.gate.folders import RunKey
+from dpprof.results.analysis.groups import ExperimentRuns
+from dpprof.results.analysis.statistics import NO_DIFFERENCE, Comparison, can_differ
+from dpprof.experiments.records.comparison import (
+    ComparedFigure,
+    FigureName,
+    Judgement,
+    Metric,
+    TimeStatistics,
+)
+from dpprof.experiments.records.result import Result
+from dpprof.experiments.records.terms import OUTCOMES
+from dpprof.experiments.records.thresholds import Thresholds
+from dpprof.experiments.config.experiment import device_of
+
+Number = int | float
+Unit = Literal["bytes", "FLOPs", "launches", "samples", "seconds"]
+
+
+class ExactFigure(NamedTuple):
+    """A figure that any run of an instrument has."""
+
+    metric: Metric
+    name: FigureName
+    unit: Unit | None = "bytes"
+    part: str | None = None
+    phase: str | None = None
+    more_is_better: bool = False
+
+
+FigureFamily = dict[ExactFigure, Number]
+"""Figures that are known together; one that is absent is 0."""
+
+
+class FamilyKey(NamedTuple):
+    """What a family is of."""
+
+    name: str
+    batch_size: int | None = None
+    """The batch that a capacity found, and of which it states the family."""
+
+
+def list_families(result: Result, metrics: Container[Metric]) -> dict[FamilyKey, FigureFamily]:
+    """Return the exact figures of a result by family; none of a run that failed.
+
+    Resident memory and the bytes that a real allocator reserves are not exact, so they are not
+    among them.
+    """
+    families: dict[FamilyKey, FigureFamily] = defaultdict(dict)
+    stated = None if result.capacity is None else result.capacity.stated_batch_size
+    for family, figure, value in _exact_figures(result) if result.outcome == "ok" else ():
+        if value is not None and figure.metric in metrics:
+            of = None if family == "largest batches" else stated
+            families[FamilyKey(family, of)][figure] = value
+    return dict(families)
+
+
+def _exact_figures(result: Result) -> Iterator[tuple[str, ExactFigure, Number | None]]:
+    """Yield every exact figure with the name of its family; None where it is unknown."""
+    if (found := result.capacity) is not None:
+        batch = ExactFigure("memory", "largest batch", "samples", more_is_better=True)
+        yield "largest batches", batch, found.batch_size
+        safe = batch._replace(name="largest safe batch")
+        yield "largest batches", safe, found.safe_batch_size or 0
+    if (memory := result.memory) is not None:
+        peaks: dict[FigureName, int | None] = {
+            "peak": memory.peak_allocated_bytes,
+            "peak of the first step": memory.first_step_peak_allocated_bytes,
+        }
+        if (simulated := memory.allocator) is not None:
+            fits = None if simulated.fits is None else int(simulated.fits)
+            yield "fits", ExactFigure("memory", "fits", None, more_is_better=True), fits
+            peaks["reserved"] = simulated.reserved_bytes
+            peaks["reserved with expandable segments"] = simulated.expandable_reserved_bytes
+        for name, size in peaks.items():
+            yield name, ExactFigure("memory", name), size
+        held = memory.at_peak.components if memory.at_peak else {}
+        for component, size in held.items():
+            yield "components", ExactFigure("memory", "component", part=component), size
+    yield from _work(result)
+    target, time = result.experiment.target, result.time
+    # The predicted time for a CPU rests on times measured on it, so it is not exact.
+    if target is not None and device_of(target) != "cpu" and time and time.predicted_step_s:
+        figure = ExactFigure("time", "predicted step time", "seconds")
+        yield "predicted step time", figure, time.predicted_step_s.median
+
+
+def _work(result: Result) -> Iterator[tuple[str, ExactFigure, int | None]]:
+    """Yield FLOPs, launches, and bytes moved and sent, each with the name of its family."""
+    if (compute := result.compute) is not None:
+        flops: dict[FigureName, int | None] = {
+            "executed FLOPs": compute.executed_flops,
+            "other FLOPs": compute.other_flops,
+            "model FLOPs": compute.model_flops,
+        }
+        for name, count in flops.items():
+            yield "FLOPs", ExactFigure("flops", name, "FLOPs"), count
+    if (io := result.io) is not None:
+        moved = ExactFigure("flops", "bytes moved")
+        yield "operators", moved, io.bytes_read + io.bytes_written
+        yield "operators", ExactFigure("launches", "launches", "launches"), io.launches
+        for work in io.by_phase_and_op_kind:
+            kind, phase, size = work.op_kind, work.phase, work.read + work.written
+            yield "operators", ExactFigure("flops", "FLOPs", "FLOPs", kind, phase), work.flops
+            yield "operators", moved._replace(part=kind, phase=phase), size
+    for one in result.communication or ():
+        figure = ExactFigure("flops", "bytes sent", "bytes", one.collective, one.phase)
+        yield "communication", figure, one.bytes_each_way
+
+
+def judge_outcomes(
+    key: RunKey, baseline: Sequence[Result], candidate: Sequence[Result]
+) -> ComparedFigure:
+    """Compare how runs ended: worse is a larger share of replicates that failed."""
+    failed = [[r for r in side if r.outcome != "ok"] for side in (baseline, candidate)]
+    ended = [_format_outcomes(side) for side in (baseline, candidate)]
+    was, now = len(failed[0]) * len(candidate), len(failed[1]) * len(baseline)
+    judgement: Judgement = "worse" if now > was else "better" if now < was else "same"
+    reason = None
+    if judgement == "same" and {r.outcome for r in failed[0]} != {r.outcome for r in failed[1]}:
+        judgement, reason = "undecided", "failed on both sides, in different ways"
+    if judgement == "worse":
+        error = failed[1][0].error
+        reason = None if error is None else error.message
+    return ComparedFigure(
+        experiment_id=key[0],
+        instrument=key[1],
+        metric="outcome",
+        figure="outcome",
+        baseline=ended[0],
+        candidate=ended[1],
+        judgement=judgement,
+        reason=reason,
+    )
+
+
+def _format_outcomes(results: Sequence[Result]) -> str:
+    outcomes = [result.outcome for result in results]
+    if len(set(outcomes)) == 1:
+        return outcomes[0]
+    return ", ".join(f"{outcomes.count(one)} {one}" for one in OUTCOMES if one in outcomes)
+
+
+def judge_exact(
+    key: RunKey,
+    figure: ExactFigure,
+    baseline: Sequence[Number],
+    candidate: Sequence[Number],
+    thresholds: Thresholds,
+) -> ComparedFigure:
+    """Compare a figure without noise; where replicates differ, their ranges must lie apart."""
+    threshold = find_threshold(figure, thresholds)
+    reason = None
+    was, now = median_low(baseline), median_low(candidate)
+    judgement: Judgement
+    if set(baseline) == set(candidate):
+        judgement = "same"
+    elif max(candidate) < min(baseline) or min(candidate) > max(baseline):
+        gets_worse = (now < was) if figure.more_is_better else (now > was)
+        judgement = "worse" if gets_worse else "better"
+        change, share = Decimal(now) - Decimal(was), Decimal(repr(threshold))  # without rounding
+        if gets_worse and abs(change) <= share * Decimal(was):
+            judgement = "within threshold"
+    else:
+        judgement = "undecided"
+        reason = f"replicates differ: {_format_range(baseline)} and {_format_range(candidate)}"
+    update = {"threshold": threshold, "judgement": judgement, "reason": reason}
+    return _compare(key, figure, was, now).model_copy(update=update)
+
+
+def find_threshold(figure: ExactFigure, thresholds: Thresholds) -> float:
+    """Return the threshold of a figure, as a share of the baseline."""
+    if figure.metric == "memory":
+        fallback = 0.0 if figure.name == "fits" else thresholds.memory
+        return thresholds.components.get(figure.part or "", fallback)
+    if figure.metric == "launches":
+        return thresholds.launches
+    if figure.metric == "time":
+        return thresholds.time
+    is_bytes = figure.name in ("bytes moved", "bytes sent")
+    return thresholds.bytes_moved if is_bytes else thresholds.flops
+
+
+def _format_range(values: Sequence[Number]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def leave_undecided(
+    key: RunKey, figure: ExactFigure, values: Sequence[Number], *, in_baseline: bool
+) -> ComparedFigure:
+    """Return a figure that only one side knows."""
+    value, side = median_low(values), "baseline" if in_baseline else "candidate"
+    compared = _compare(key, figure, *((value, None) if in_baseline else (None, value)))
+    return compared.model_copy(update={"reason": f"known in the {side} alone"})
+
+
+def _compare(
+    key: RunKey, figure: ExactFigure, baseline: Number | None, candidate: Number | None
+) -> ComparedFigure:
+    """Return both sides' values of a figure, of which nothing is decided yet."""
+    known = baseline and candidate is not None
+    return ComparedFigure(
+        experiment_id=key[0],
+        instrument=key[1],
+        metric=figure.metric,
+        figure=figure.name,
+        part=figure.part,
+        phase=figure.phase,
+        unit=figure.unit,
+        baseline=baseline,
+        candidate=candidate,
+        ratio=candidate / baseline if known else None,  # type: ignore[operator]
+        judgement="undecided",
+    )
+
+
+def judge_step_times(
+    key: RunKey,
+    groups: tuple[ExperimentRuns, ExperimentRuns],
+    found: Comparison,
+    threshold: float,
+    reason: str | None = None,
+) -> ComparedFigure:
+    """Judge step times over processes, with regard to the noise.
+
+    A step is slower where the report's verdict says so, the bootstrap interval of the ratio lies
+    above 1, and the ratio is beyond the threshold.
+
+    Args:
+        key: The run.
+        groups: Its processes, the baseline's first.
+        found: How they compare.
+        threshold: A share of the baseline's time.
+        reason: Why there is no verdict, whatever the times are.
+    """
+    counts = len(groups[0].step_s), len(groups[1].step_s)
+    if reason is None and not can_differ(*counts):
+        enough = f"{counts[0]} and {counts[1]}, and 4 on each side are enough"
+        reason = f"not enough replicates: {enough}"
+    interval = found.interval
+    statistics = TimeStatistics(
+        baseline_processes=counts[0],
+        candidate_processes=counts[1],
+        ratio_low=interval and interval.low,
+        ratio_high=interval and interval.high,
+        p_value=found.p_value,
+        noise_floor=found.floor,
+    )
+    update = {
+        "ratio": found.ratio,
+        "threshold": threshold,
+        "judgement": "undecided" if reason else _judge_ratio(found, threshold),
+        "reason": reason,
+        "statistics": statistics,
+    }
+    times = (float(median(group.step_s)) for group in groups)
+    return _compare(key, ExactFigure("time", "step time", "seconds"), *times).model_copy(
+        update=update
+    )
+
+
+def _judge_ratio(found: Comparison, threshold: float) -> Judgement:
+    if found.verdict in (None, NO_DIFFERENCE) or found.interval is None:
+        return "same"
+    if found.interval.low <= 1 <= found.interval.high:
+        return "same"
+    if max(found.ratio, 1 / found.ratio) <= 1 + threshold:
+        return "within threshold"
+    return "worse" if found.ratio > 1 else "better"

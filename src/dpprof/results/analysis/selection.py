@@ -1,0 +1,239 @@
+"""Which runs and settings figures and reports show, of the many that a sweep has."""
+
+import math
+from collections.abc import Callable, Mapping
+
+import pandas as pd
+
+from dpprof.results.analysis.groups import RECORDERS
+from dpprof.results.analysis.tables.axes import BASELINE, RUN_KEY, SETTING, WITHOUT_BATCH
+from dpprof.experiments.records.terms import COMPONENTS
+from dpprof.experiments.config.parallel import read_world_size
+
+PRICE = ["gpu_hours", "gpu_hours_low", "gpu_hours_high", "price", "hours_ratio", "steps"]
+"""The figures of the table ``budget`` that say what a training costs."""
+
+TRAINING = [name for name in WITHOUT_BATCH if name not in ("target", "device", "parallel")]
+"""The axes of what is trained, wherever it is."""
+
+
+def choose_runs(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return one run per experiment: its first recorded one, or else its first estimate."""
+    rank = runs["instrument"].map({name: rank for rank, name in enumerate(RECORDERS)}).dropna()
+    return runs.loc[rank.sort_values(kind="stable").index].drop_duplicates("experiment_id")
+
+
+def compose_peaks(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return the peaks of the chosen runs, with the bytes of each component as a column."""
+    by_owner = spread_owners(tables["owners"])
+    return choose_runs(tables["peaks"]).merge(by_owner, left_on=RUN_KEY, right_index=True)
+
+
+def spread_owners(owners: pd.DataFrame) -> pd.DataFrame:
+    """Return the bytes of each component at the peak, a column each, by run."""
+    by_owner = owners.set_index([*RUN_KEY, "component"])["bytes"].unstack()  # noqa: PD010
+    return by_owner.reindex(columns=pd.Index(COMPONENTS)).fillna(0)
+
+
+def spread_phases(phases: pd.DataFrame) -> pd.DataFrame:
+    """Return the median seconds of each phase, a column each, over processes by experiment."""
+    medians = phases.groupby(["experiment_id", "phase"])["median_s"].median()
+    return medians.unstack()  # noqa: PD010 (there is nothing to aggregate)
+
+
+def add_op_kinds(traces: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
+    """Return traces with the seconds of each op kind in a column, such as ``gemm_s``."""
+    seconds = kernels.groupby([*RUN_KEY, "op_kind"])["seconds"].sum()
+    by_op_kind = seconds.unstack().add_suffix("_s")  # noqa: PD010 (nothing to aggregate)
+    return traces.merge(by_op_kind, left_on=RUN_KEY, right_index=True)
+
+
+def median_over_processes(traces: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per traced experiment, with the medians of its times over processes."""
+    figures = [name for name in map(str, traces) if name.endswith("_s") or name == "other_share"]
+    medians = traces.groupby("experiment_id")[figures].median()
+    facts = traces.drop(columns=figures).drop_duplicates("experiment_id")
+    return facts.merge(medians, left_on="experiment_id", right_index=True)
+
+
+def needed_bytes(peaks: pd.DataFrame) -> "pd.Series[float]":
+    """Return the bytes that must fit: what the allocator would reserve, where that is known.
+
+    Elsewhere it is the higher of the steady-state and the first step's peak.
+    """
+    tensors = peaks[["peak_bytes", "first_step_peak_bytes"]].astype(float).max(axis=1)
+    return peaks["reserved_bytes"].astype(float).fillna(tensors)
+
+
+def find_fitting(peaks: pd.DataFrame) -> "pd.Series[bool]":
+    """Return whether each run fits: by the simulated allocator, or else by its peak.
+
+    A run that would reserve more than the memory fits if releasing the cache makes room.
+    """
+    within = needed_bytes(peaks) <= peaks["target_memory_bytes"].astype(float)
+    return peaks["fits"].where(peaks["fits"].notna(), within).astype(bool)
+
+
+Tables = Mapping[str, pd.DataFrame]
+
+
+def measured(experiments: pd.DataFrame) -> pd.DataFrame:
+    """Return the experiments that have a measured time or peak on this machine."""
+    known = experiments["processes"].fillna(0) + experiments["peak_processes"].fillna(0) > 0
+    return experiments[experiments["target"].isna() & known]
+
+
+def find_here(experiments: pd.DataFrame) -> pd.DataFrame:
+    """Return the measured experiments of one setting, one per method; empty without any.
+
+    A setting with two methods comes before one with a single method, then the largest model, then
+    the most methods, replicated ones first, then the most tokens in a batch.
+    """
+    # Positions are learned, so one model has more parameters for longer sequences.
+    known = with_size(measured(experiments), experiments)
+    groups = _group_by(SETTING, known)
+    if not groups:
+        return experiments.head(0)
+    chosen = max(groups, key=_how_much_is_known)
+    ordered = chosen.sort_values("processes", ascending=False, kind="stable")
+    return ordered.drop_duplicates("method").reset_index(drop=True)
+
+
+def find_trainings(tables: Tables) -> list[pd.DataFrame]:
+    """Return capacity results by what is trained, each with what the privacy budget costs.
+
+    Rows are options: of every target those on the fewest ranks on which one ``fits_privately``.
+    Their hours and price are those of the first epsilon; the fewest hours come first. What fits a
+    single GPU comes first, then the largest model and the longest sequence.
+    """
+    found = []
+    for rows in find_options(tables):
+        by_target = [
+            _on_fewest_ranks(on_it).sort_values("gpu_hours", kind="stable")
+            for _, on_it in rows.groupby(rows["target"].map(str))
+        ]
+        found.append(pd.concat(by_target, ignore_index=True))
+    return found
+
+
+def find_options(tables: Tables) -> list[pd.DataFrame]:
+    """Return capacity results by what is trained, as ``find_trainings``, on any number of ranks."""
+    advice = with_size(_add_price(tables), tables["runs"])
+    ranks = advice["parallel"].map(read_world_size)
+    found = _group_by(TRAINING, advice.assign(ranks=ranks, fits=fits_privately(advice)))
+    return sorted((rows.reset_index(drop=True) for rows in found), key=_rank_training)
+
+
+def fits_privately(advice: pd.DataFrame) -> "pd.Series[bool]":
+    """Return whether each option is private, with a safe batch and a gradient not known wrong."""
+    safe = advice["private"].astype(bool) & advice["safe_batch_size"].notna()
+    return safe & advice["verdict"].ne("wrong")
+
+
+def _add_price(tables: Tables) -> pd.DataFrame:
+    """Return options with hours and price at the first epsilon, unknown without a budget."""
+    advice, costs, noise = tables["advice"], tables["budget"], tables["noise"]
+    axes = [*WITHOUT_BATCH, "method"]
+    if len(noise):
+        planned = noise["epsilon"].iloc[0]
+        costs = costs[costs["epsilon"].isna() | costs["epsilon"].eq(planned)]
+    price = costs[PRICE].assign(_key=_join(costs, axes)).drop_duplicates("_key")
+    return advice.assign(_key=_join(advice, axes)).merge(price, how="left", on="_key")
+
+
+def _join(rows: pd.DataFrame, axes: list[str]) -> "pd.Series[str]":
+    """Return the axes of each row as one text, in which what is unknown equals what is unknown."""
+    return pd.Series(["|".join(map(str, row)) for row in rows[axes].to_numpy()], rows.index, str)
+
+
+def _on_fewest_ranks(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the options on the fewest ranks that fit a private method; on the most if none do."""
+    fitting = rows.loc[rows["fits"], "ranks"]
+    fewest = int(fitting.min() if len(fitting) else rows["ranks"].max())
+    return rows[rows["ranks"].eq(fewest)]
+
+
+def _rank_training(rows: pd.DataFrame) -> tuple[float, ...]:
+    ranks = rows.loc[rows["fits"], "ranks"]
+    fewest = float(ranks.min()) if len(ranks) else math.inf
+    return fewest, -_number(rows["model_size"].max()), -_number(rows["seq_len"].max())
+
+
+def find_agreement(tables: Tables) -> pd.DataFrame:
+    """Return the experiments of which this machine's peak or time is both predicted and measured.
+
+    ``predicted_bytes`` is the peak that ``estimate`` says, ``measured_bytes`` the allocator's;
+    ``predicted_step_s`` is with its interval beside ``median_step_s``.
+    """
+    estimated = ["experiment_id", "peak_bytes", "allocator_peak_bytes"]
+    timed = [f"predicted_step{end}_s" for end in ("", "_low", "_high")]
+    peaks, costs = (
+        tables[name]
+        .loc[lambda rows: rows["instrument"].eq("estimate") & rows["target"].isna()]
+        .drop_duplicates("experiment_id")
+        for name in ("peaks", "costs")
+    )
+    names = {"peak_bytes": "predicted_bytes", "allocator_peak_bytes": "measured_bytes"}
+    found = tables["experiments"].drop(columns=["peak_bytes"])
+    found = found.merge(peaks[estimated].rename(columns=names), on="experiment_id", how="left")
+    found = found.merge(costs[["experiment_id", *timed]], on="experiment_id", how="left")
+    of_memory = found["predicted_bytes"].notna() & found["measured_bytes"].notna()
+    of_time = found["predicted_step_s"].notna() & found["median_step_s"].notna()
+    return found[of_memory | of_time].reset_index(drop=True)
+
+
+def find_predicted(tables: Tables) -> dict[str, pd.DataFrame]:
+    """Return predicted peaks by target, of one setting each, with their ratio to standard."""
+    peaks = with_size(compose_peaks(tables), tables["peaks"])
+    peaks = peaks[peaks["target"].notna()]
+    found = {}
+    for target, rows in _choose_by_target(peaks, SETTING, _how_much_is_known).items():
+        chosen = rows.drop_duplicates("method").reset_index(drop=True)
+        base = chosen.loc[chosen["method"] == BASELINE, "peak_bytes"].astype(float)
+        ratio = chosen["peak_bytes"] / (base.iloc[0] if len(base) else float("nan"))
+        found[target] = chosen.assign(peak_ratio=ratio)
+    return found
+
+
+def _choose_by_target(
+    rows: pd.DataFrame, axes: list[str], rank: Callable[[pd.DataFrame], tuple[float, ...]]
+) -> dict[str, pd.DataFrame]:
+    """Return for each target, the largest first, the rows of the setting of the highest rank."""
+    named = rows["target"].fillna("this machine")
+    found = {
+        str(target): max(_group_by(axes, on_it), key=rank)
+        for target, on_it in rows.groupby(named, sort=False)
+    }
+    ranked = sorted(found, key=lambda target: _rank_target(found[target]), reverse=True)
+    return {target: found[target].reset_index(drop=True) for target in ranked}
+
+
+def with_size(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
+    """Return rows with a column for the most parameters that their model has where it is known."""
+    most = known.groupby("model")["parameters_total"].max()
+    return rows.assign(model_size=rows["model"].map(most).astype(float))
+
+
+def _group_by(axes: list[str], rows: pd.DataFrame) -> list[pd.DataFrame]:
+    """Group rows by axes, of which some may be unknown."""
+    # As texts, because an axis that is unknown everywhere has no type that groups well.
+    groups = rows.groupby([rows[name].map(str) for name in axes], sort=False)
+    return [group for _, group in groups]
+
+
+def _how_much_is_known(rows: pd.DataFrame) -> tuple[float, ...]:
+    methods = rows["method"].nunique()
+    first = rows.iloc[0]
+    size = _number(rows["model_size"].max())
+    replicated = _number(rows["processes"].gt(1).sum()) if "processes" in rows else 0.0
+    tokens = _number(first["batch_size"] * first["seq_len"])
+    return float(methods > 1), size, float(methods), replicated, tokens
+
+
+def _rank_target(rows: pd.DataFrame) -> tuple[float, float, float]:
+    here, size = rows["target"].isna().all(), _number(rows["model_size"].max())
+    return float(not here), size, _number(rows["seq_len"].max())
+
+
+def _number(value: float) -> float:
+    return 0.0 if pd.isna(value) else float(value)

@@ -1,0 +1,112 @@
+"""How fast does each method train as sequences grow, and where does it stop fitting?
+
+Drawn of what ``dpprof advise`` says of several sequence lengths.
+"""
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import StrMethodFormatter
+
+from dpprof.results.analysis.standings import Marks
+from dpprof.results.figures.labels import label_ends
+from dpprof.results.figures.panels import Panel, Panels
+from dpprof.results.figures.scaling import dress
+from dpprof.results.figures.style import COLUMN_INCHES, method_style, say_nothing_to_draw
+from dpprof.results.figures.verification_signs import mark_methods
+from dpprof.experiments.records.advice import Advice
+
+_ALONG, _SPEED = "seq_len", "tokens_per_s"
+_MARGIN = 1.15
+"""The room on either side of the lengths, as a factor."""
+
+_NOTE = 90
+"""The letters of a line below a panel."""
+
+_CROSS: dict[str, Any] = {"marker": "x", "color": "black", "linestyle": "none"}
+_CROSS |= {"markersize": 5, "markeredgewidth": 1.2, "label": "no safe batch at the next length"}
+
+
+def draw(advices: Sequence[Advice], marks: Marks) -> Figure:
+    """Tokens per second over the sequence length, each method with its largest safe batch.
+
+    Nothing ran: bars are 90 % intervals of the prediction. A cross marks the last length at which
+    a method has a safe batch. A panel is one dtype, on one number of ranks, with adapters or
+    without. Where no time is predicted at all, the figure says so instead.
+
+    Args:
+        advices: What is advised for each length, of all that is compared.
+        marks: The methods that bear each sign.
+    """
+    sides = [side for one in advices for side in (one, one.whole) if side is not None]
+    rows = pd.DataFrame(
+        {"title": _name(side), _ALONG: side.seq_len} | option.model_dump()
+        for side in sides
+        for option in side.options
+    )
+    if rows.empty or rows[_SPEED].isna().all():
+        return say_nothing_to_draw("Nothing to draw: no time is predicted for any safe batch.")
+    rows["too_large"] = rows["safe_batch_size"].isna() & (rows["verdict"] != "failed")
+    panels = [Panel(str(title), found) for title, found in rows.groupby("title", sort=False)]
+    figure, axes = Panels(panels, 0).lay_out(most=1, width_inches=2 * COLUMN_INCHES)
+    for axis, panel in zip(axes, panels, strict=True):
+        for method, options in panel.rows.groupby("method"):
+            _draw_method(axis, str(method), options.sort_values(_ALONG))
+        dress(axis, panel, _ALONG, "tokens per second")
+        lengths = panel.rows[_ALONG]
+        axis.set_xlim(lengths.min() / _MARGIN, lengths.max() * _MARGIN)
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        never = panel.rows.groupby("method")["too_large"].all()
+        if absent := ", ".join(never.index[never]):
+            said = textwrap.fill(f"no safe batch at any length: {absent}", _NOTE)
+            axis.set_xlabel(f"{axis.get_xlabel()}\n{said}")
+    if any(line.get_marker() == "x" for axis in axes for line in axis.lines):
+        figure.legend(handles=[Line2D([], [], **_CROSS)], loc="outside lower center")
+    figure.draw_without_rendering()
+    for axis in axes:
+        _name_lines(axis)
+    mark_methods(figure, marks)
+    return figure
+
+
+def _name(side: Advice) -> str:
+    trained = "" if side.lora is None else " with LoRA"
+    ranks = "" if side.parallel is None else f", {side.parallel}"
+    return f"{side.model}{trained}{ranks}, {side.dtype} on {side.target}"
+
+
+def _draw_method(axis: Axes, method: str, options: pd.DataFrame) -> None:
+    """Draw the line of a method, and the cross where it ends because longer ones do not fit."""
+    known = options.dropna(subset=[_SPEED]).astype({_SPEED: float})
+    if known.empty:
+        return
+    style = method_style(method)
+    axis.plot(known[_ALONG], known[_SPEED], label=method, linewidth=1, markersize=4, **style)
+    lows, highs = (known[f"{_SPEED}_{end}"].astype(float) for end in ("low", "high"))
+    axis.vlines(known[_ALONG], lows, highs, colors=style["color"], linewidth=0.6)
+    last = known.iloc[-1]
+    beyond = options[options[_ALONG] > last[_ALONG]]
+    if len(beyond) and beyond["too_large"].iloc[0]:
+        axis.plot(last[_ALONG], last[_SPEED], **_CROSS)
+
+
+def _name_lines(axis: Axes) -> None:
+    """Write the names of methods to the right of the ends of their lines."""
+    to_axes = axis.transData + axis.transAxes.inverted()
+    ends = []
+    for line in axis.lines:
+        if line.get_marker() != "x":
+            length, speed = np.asarray(line.get_xydata())[-1]
+            ends.append((float(length), float(speed), str(line.get_label())))
+    for length in {one for one, _, _ in ends}:
+        at = float(to_axes.transform((length, 0))[0])
+        label_ends(axis, [end for end in ends if end[0] == length], at)
+    for text in axis.texts:  # inside the axes some cross a line
+        text.set_path_effects([withStroke(linewidth=2, foreground="white")])

@@ -1,0 +1,122 @@
+"""What does a smaller epsilon cost?"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from dpprof.results.analysis.tables.axes import BASELINE, WITHOUT_BATCH
+from dpprof.results.analysis.tables.frames import least_of
+from dpprof.results.figures.bars import bracket, height_of, name_bars
+from dpprof.results.figures.labels import label_ends
+from dpprof.results.figures.panels import Panel, split
+from dpprof.results.figures.style import method_style, sort_methods, spell_tick, tell
+
+_MOST_LABELS = 4
+"""More lines get a legend instead of names at their ends."""
+
+
+def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """GPU hours over epsilon; lower is better.
+
+    The number of steps and the noise of the averaged gradient are fixed, so a smaller epsilon needs
+    more samples a step. Predicted: bars are 90 % intervals. Dashed: without privacy.
+    """
+    known = tables["budget"].dropna(subset=["gpu_hours"])
+    private = known[known["epsilon"].notna()]
+    missing = "no privacy budget with hours; see privacy in config/README.md"
+    panels = split(private, missing, but=["batch_size", "noise_multiplier"], most=4)
+    epsilons = sorted(set(private["epsilon"]))
+    methods = {*private["method"], *known.loc[known["epsilon"].isna(), "method"]}
+    high = height_of(len(methods)) if len(epsilons) == 1 else 1.34
+    figure, axes = panels.lay_out(row_inches=high)
+    drawn = [
+        (axis, panel.rows, _find_plain(known, panel))
+        for axis, panel in zip(axes, panels.shown, strict=True)
+    ]
+    for axis, rows, plain in drawn:
+        if len(epsilons) == 1:
+            _draw_bars(axis, pd.concat([rows, plain]))
+        else:
+            _draw_lines(axis, rows, plain, epsilons)
+    if len(epsilons) > 1:
+        _name_lines(figure, drawn, sort_methods(methods))
+        panel = panels.shown[0]
+        tell(figure, _say(panel, epsilons, is_one=len(panels.shown) == 1))
+    return figure
+
+
+def _find_plain(known: pd.DataFrame, panel: Panel) -> pd.DataFrame:
+    """Return the hours of training without privacy in the setting of a panel."""
+    setting = panel.rows[WITHOUT_BATCH].drop_duplicates()
+    return known[known["method"] == BASELINE].merge(setting, on=WITHOUT_BATCH)
+
+
+def _draw_bars(axis: Axes, rows: pd.DataFrame) -> None:
+    """Draw a bar for each method, at the only epsilon."""
+    ordered = rows.sort_values("gpu_hours").set_index("method")
+    colours = [method_style(str(name))["color"] for name in ordered.index]
+    axis.barh(range(len(ordered)), ordered["gpu_hours"], color=colours, height=0.7)
+    bracket(axis, ordered["gpu_hours_low"], ordered["gpu_hours_high"])
+    name_bars(axis, map(str, ordered.index))
+    axis.set_xlabel("GPU hours")
+
+
+def _draw_lines(axis: Axes, rows: pd.DataFrame, plain: pd.DataFrame, epsilons: list[float]) -> None:
+    style: dict[str, Any] = {"linewidth": 1, "elinewidth": 0.6, "markersize": 4}
+    for method, costs in rows.sort_values("epsilon").groupby("method"):
+        hours = costs["gpu_hours"]
+        ends = [hours - costs["gpu_hours_low"], costs["gpu_hours_high"] - hours]
+        axis.errorbar(costs["epsilon"], hours, yerr=ends, **method_style(str(method)) | style)
+    for hours in plain["gpu_hours"]:
+        axis.axhline(hours, linestyle="--", linewidth=1, color=method_style(BASELINE)["color"])
+    axis.set_xscale("log")
+    axis.set_xticks(epsilons)
+    axis.xaxis.set_major_formatter(FuncFormatter(spell_tick))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xlabel("epsilon")
+    axis.set_ylabel("GPU hours")
+    axis.set_ylim(bottom=0)
+    axis.margins(x=0.1)
+
+
+def _name_lines(
+    figure: Figure, drawn: list[tuple[Axes, pd.DataFrame, pd.DataFrame]], methods: list[str]
+) -> None:
+    """Name the lines at their ends where they are few, else in a legend."""
+    if len(methods) > _MOST_LABELS:
+        handles = [Line2D([], [], label=name, **method_style(name)) for name in methods]
+        figure.legend(handles=handles, loc="outside lower center", ncols=4)
+        return
+    figure.draw_without_rendering()
+    for axis, rows, plain in drawn:
+        last = rows.loc[rows.groupby("method")["epsilon"].idxmax()]
+        ends = [(one["epsilon"], one["gpu_hours"], one["method"]) for _, one in last.iterrows()]
+        ends += [(rows["epsilon"].max(), one, BASELINE) for one in plain["gpu_hours"]]
+        label_ends(axis, ends, style_of=_style)
+
+
+def _style(name: str) -> dict[str, Any]:
+    look = method_style(name)
+    return look | {"linestyle": "--", "marker": ""} if name == BASELINE else look
+
+
+def _say(panel: Panel, epsilons: list[float], *, is_one: bool) -> str:
+    rows = panel.rows[panel.rows["verified"].ne(False)]
+    if rows.empty:
+        return ""
+    least = least_of(rows, "gpu_hours")
+    costs = rows[rows["method"] == least["method"]].set_index("epsilon")["gpu_hours"]
+    low, high = epsilons[0], epsilons[-1]
+    if not {low, high} <= set(costs.index):
+        return ""
+    where = "" if is_one else f", {panel.title}"
+    times = costs[low] / costs[high]
+    return (
+        f"A smaller epsilon needs more samples a step: epsilon {low:g} takes {times:.1f} times the "
+        f"hours of epsilon {high:g} ({least['method']}{where})."
+    )

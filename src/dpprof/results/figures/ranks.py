@@ -1,0 +1,124 @@
+"""How many GPUs does a training take, and how fast is it on them?"""
+
+from collections.abc import Mapping
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from dpprof.results.analysis.advice.scaling import hours_of_billion
+from dpprof.results.analysis.selection import TRAINING, fits_privately, with_size
+from dpprof.results.analysis.tables.axes import name_kind, name_speed
+from dpprof.results.figures.labels import label_ends
+from dpprof.results.figures.panels import Panel, Panels, break_title, split
+from dpprof.results.figures.style import method_style, new_figure, spell_tick, tell
+from dpprof.experiments.config.architecture import PREFIX
+from dpprof.experiments.config.parallel import read_world_size
+
+_LABELS = {
+    "safe_batch_size": "samples on each GPU",
+    "tokens_per_s": "{units}/s of all GPUs",
+    "gpu_hours": "GPU hours per 10⁹ {units}",
+}
+_INTERVALS = {
+    "tokens_per_s": ("tokens_per_s_low", "tokens_per_s_high"),
+    "gpu_hours": ("gpu_hours_low", "gpu_hours_high"),
+}
+_MOST = 3
+"""The panels that fit beside one another."""
+
+
+def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """Tokens per second of all GPUs, and GPU hours for a billion tokens, over the number of GPUs.
+
+    Each method trains with its largest safe batch on every GPU; where no time is predicted, that
+    batch is drawn. Predicted, not measured: bars are 90 % intervals. The price of tokens is their
+    GPU hours times that of a GPU hour: a line that stays level costs the same on any number of
+    GPUs.
+    """
+    advice = tables["advice"].loc[lambda rows: rows["verdict"].ne("wrong")]
+    known = _add_hours(with_size(advice, tables["runs"]))
+    keys = [known[name].map(str) for name in (*TRAINING, "target") if name in known]
+    on_several = known["ranks"].where(known["safe_batch_size"].notna()).groupby(keys)
+    compared = known[on_several.transform("nunique") > 1]
+    every = _split(compared, len(compared))
+    is_timed = compared["tokens_per_s"].where(compared["ranks"] > 1).notna()
+    if is_timed.any():
+        compared = compared[is_timed.groupby(keys).transform("any")]
+    panels = _split(compared, _MOST)
+    panels = panels._replace(beyond=len(every.shown) - len(panels.shown))
+    figures = list(_INTERVALS) if is_timed.any() else ["safe_batch_size"]
+    figure, grid = new_figure(len(panels.shown), len(figures), row_inches=2.0)
+    for row, name in zip(grid, figures, strict=True):
+        for axis, panel in zip(row, panels.shown, strict=True):
+            _draw_methods(axis, panel.rows, name)
+    for axis, panel in zip(grid[0], panels.shown, strict=True):
+        axis.set_title(break_title(panel.title))
+    panels.note_hidden_panels(figure)
+    figure.draw_without_rendering()
+    for axis in grid.flat:
+        lines = [(line.get_xydata()[-1], str(line.get_label())) for line in axis.lines]
+        label_ends(
+            axis, [(float(x), float(y), name) for (x, y), name in lines], style_of=method_style
+        )
+    tell(figure, _say(every.shown))
+    return figure
+
+
+def _split(compared: pd.DataFrame, most: int) -> Panels:
+    missing = "no training was asked about on several numbers of GPUs"
+    return split(compared, missing, but=["batch_size", "parallel"], most=most)
+
+
+def _add_hours(advice: pd.DataFrame) -> pd.DataFrame:
+    """Add GPU hours for a billion tokens; the number of GPUs gets a column of its own."""
+    ranks = advice["parallel"].map(read_world_size)
+    kinds = [name_kind(row) for _, row in advice.iterrows()]
+    speeds = ("tokens_per_s", "tokens_per_s_high", "tokens_per_s_low")  # slow is dear
+    hours = [hours_of_billion(advice[name].astype(float) / ranks) for name in speeds]
+    names = ("gpu_hours", *_INTERVALS["gpu_hours"])
+    added = dict(zip(names, hours, strict=True))
+    sized = advice.rename(columns={"model_size": "parameters_total"})
+    return sized.assign(ranks=ranks, kind=kinds, parallel=None, batch_size=1, **added)
+
+
+def _draw_methods(axis: Axes, rows: pd.DataFrame, name: str) -> None:
+    kinds = sorted(set(rows["kind"]) - {""})
+    known = rows.dropna(subset=[name]).sort_values("ranks")
+    for method, every in known.groupby("method"):
+        style = method_style(str(method))
+        for kind in kinds:  # one process begins the line of each
+            options = every[every["kind"].isin(["", kind])]
+            values = options[name].astype(float)
+            label = method if len(kinds) == 1 else f"{method}, {kind}"
+            axis.plot(options["ranks"], values, label=label, linewidth=1, markersize=4, **style)
+            if name in _INTERVALS:
+                low, high = (options[end].astype(float) for end in _INTERVALS[name])
+                axis.vlines(options["ranks"], low, high, linewidth=0.6, color=style["color"])
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sorted(set(rows["ranks"])))
+    axis.xaxis.set_major_formatter(FuncFormatter(spell_tick))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xlabel("GPUs")
+    units = name_speed(row for _, row in rows.iterrows()).removesuffix("/s")
+    axis.set_ylabel(_LABELS[name].format(units=units))
+    axis.set_ylim(bottom=0)
+    axis.margins(x=0.1)
+
+
+def _name_whole(title: str) -> str:
+    """Return a training's name as page one has it: a foreign model is trained as a whole."""
+    whole = "" if "with LoRA" in title else "all of "
+    return f"{whole}{title.removeprefix(PREFIX)}" if title.startswith(PREFIX) else title
+
+
+def _say(panels: list[Panel]) -> str:
+    """Return the fewest GPUs on which a private method safely fits, of each training."""
+    fitting = [(one.title, one.rows.loc[fits_privately(one.rows), "ranks"]) for one in panels]
+    said = [
+        f"{ranks.min()} {'GPU' if ranks.min() == 1 else 'GPUs'} for {_name_whole(title)}"
+        for title, ranks in fitting
+        if len(ranks)
+    ]
+    return f"Private training takes at least {'; '.join(said)}." if said else ""

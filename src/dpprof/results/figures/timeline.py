@@ -1,0 +1,157 @@
+"""Which owners hold memory at each moment of a step?"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dpprof.results.analysis.selection import choose_runs
+from dpprof.results.analysis.tables.axes import RUN_KEY
+from dpprof.results.analysis.tables.frames import rows_of
+from dpprof.results.figures.bars import VISIBLE, share_legend
+from dpprof.results.figures.panels import Panel, Panels, split
+from dpprof.results.figures.style import (
+    BYTE_UNITS,
+    COMPONENT_COLOURS,
+    HATCHES,
+    choose_byte_unit,
+    tell,
+)
+
+_HEADROOM = 1.4
+"""Height of the axis over the highest peak; leaves room for the peak's size and the phases."""
+
+_STRIP = 0.91
+"""The height at which the strip of phases begins, as a share of a panel's height."""
+
+_LETTER = 0.009
+"""Width of a letter of a phase's name, as a share of a page's width."""
+
+_SHORT = {"forward": "fwd", "backward": "bwd", "second_backward": "bwd2"}
+
+
+def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """Memory timeline: live memory by owner over one steady-state step, one panel per method.
+
+    The axis counts operators, not seconds. The strip on top shows the phases (fwd, bwd and bwd2:
+    forward, backward and second backward). Owners below 0.5 % of the highest peak are left out.
+    """
+    chosen = choose_runs(tables["peaks"])
+    here = chosen[chosen["target"].isna()]
+    runs = chosen if here.empty else here
+    settings = split(runs, "no run of the instruments memory or estimate succeeded", most=len(runs))
+    focus = max(settings.shown, key=lambda panel: _rank(panel.rows))
+    rows = focus.sorted_by(focus.rows["peak_bytes"]).groupby(level=0, sort=False).head(1)
+    shown = [Panel(str(method), rows.loc[[method]]) for method in rows.index]
+    columns = min(4, max(2, math.ceil(len(shown) / 2)))  # two rows, or three of four
+    figure, axes = Panels(shown, 0).lay_out(columns, row_inches=1.5, sharey=True)
+    highest = rows["peak_bytes"].max()
+    unit = choose_byte_unit(highest)
+    keys = rows[RUN_KEY].itertuples(index=False, name=None)
+    instants = rows_of(tables, "timeline", keys).set_index(RUN_KEY)
+    for position, (axis, panel) in enumerate(zip(axes, shown, strict=True)):
+        run = panel.rows.iloc[0]
+        step = instants.loc[[tuple(run[RUN_KEY])]]
+        draw_areas(axis, step, BYTE_UNITS[unit], highest * VISIBLE)
+        mark_phases(axis, find_phases(step), step["ops"].max(), _LETTER * columns)
+        _mark_peak(axis, step, run, unit, columns)
+        axis.set_ylim(0, highest / BYTE_UNITS[unit] * _HEADROOM)
+        axis.set_xlim(0, step["ops"].max())
+        axis.grid(visible=False)
+        axis.locator_params(axis="y", nbins=4)
+        axis.set_xlabel("operators run")
+        if position % columns == 0:
+            axis.set_ylabel(f"live memory ({unit})")
+    figure.suptitle(f"{focus.title} ({', '.join(sorted(set(rows['instrument'])))})", fontsize=8)
+    share_legend(figure, COMPONENT_COLOURS)
+    tell(figure, _say_peaks(rows))
+    return figure
+
+
+def _say_peaks(rows: pd.DataFrame) -> str:
+    """Say in which phase each method has its peak."""
+    said = [
+        f"in {str(phase).replace('_', ' ')} with {', '.join(methods.index)}"
+        for phase, methods in rows.groupby("phase", sort=False)
+    ]
+    return f"The peak is {'; '.join(said)}."
+
+
+def _rank(rows: pd.DataFrame) -> tuple[Any, ...]:
+    """Return a setting's sort key: its number of methods, how many of them ran, and its size."""
+    size = rows[["parameters_total", "batch_size", "seq_len"]].max()
+    real = (rows["instrument"] == "memory").sum()
+    return rows["method"].nunique(), real, *size
+
+
+def draw_areas(axis: Axes, step: pd.DataFrame, unit: int, least: float) -> None:
+    """Stack the owners that hold more than ``least`` bytes at some instant of a step."""
+    names = [name for name in COMPONENT_COLOURS if (step[name] > least).any()]
+    hatches: Any = [HATCHES.get(name) for name in names]
+    axis.stackplot(
+        step["ops"],
+        step[names].to_numpy(float).T / unit,
+        labels=[name.replace("_", " ") for name in names],
+        colors=[COMPONENT_COLOURS[name] for name in names],
+        hatch=hatches,
+        edgecolor="#333333",
+        linewidth=0,
+    )
+
+
+def mark_phases(
+    axis: Axes, phases: Iterable[tuple[str, float, float]], length: float, letter: float
+) -> None:
+    """Draw a strip on top with one field per phase, and the phase's name where it fits.
+
+    Args:
+        axis: The panel, up to ``length`` long.
+        phases: Names, starts and ends.
+        length: Of the horizontal axis.
+        letter: Width of a letter of a name, as a share of the panel's width.
+    """
+    for number, (phase, start, end) in enumerate(phases):
+        shade = ("#EEEEEE", "#CCCCCC")[number % 2]
+        axis.axvspan(start, end, ymin=_STRIP, ymax=1, color=shade, linewidth=0)
+        names = (phase.replace("_", " "), _SHORT.get(phase, phase))
+        room = (end - start) / length / letter
+        axis.text(
+            (start + end) / 2,
+            (_STRIP + 1) / 2,
+            next((name for name in names if len(name) <= room), ""),
+            transform=axis.get_xaxis_transform(),
+            ha="center",
+            va="center_baseline",
+            fontsize=5.5,
+        )
+
+
+def find_phases(step: pd.DataFrame) -> Iterator[tuple[str, int, int]]:
+    """Yield each phase with its first operator and the first operator of the next phase."""
+    entered = step[step["phase"] != step["phase"].shift()]
+    ends = [*entered["ops"].iloc[1:], step["ops"].max()]
+    for phase, start, end in zip(entered["phase"], entered["ops"], ends, strict=True):
+        if end > start:
+            yield str(phase), start, end
+
+
+def _mark_peak(axis: Axes, step: pd.DataFrame, run: Any, unit: str, columns: int) -> None:
+    total = step[list(COMPONENT_COLOURS)].sum(axis=1)
+    op = step["ops"].iloc[int(total.to_numpy().argmax())]
+    peak = run["peak_bytes"] / BYTE_UNITS[unit]
+    axis.plot(op, peak, "o", color="black", markersize=2.5)
+    text = f"{peak:,.1f} {unit} in {str(run['phase']).replace('_', ' ')}"
+    # Above the peak, but no further out than the panel has room for the text.
+    length = step["ops"].max()
+    half = min(1.0, _LETTER * 6.5 / 5.5 * columns * len(text)) / 2
+    axis.annotate(
+        text,
+        (op, peak),
+        xytext=(min(max(op, half * length), (1 - half) * length), 3),
+        textcoords=("data", "offset points"),
+        ha="center",
+        fontsize=6.5,
+    )

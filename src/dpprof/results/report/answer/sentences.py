@@ -1,0 +1,309 @@
+"""The answer of a report, a sentence for each training: targets first, then this machine."""
+
+from typing import Any
+
+import pandas as pd
+
+from dpprof.results.analysis.selection import (
+    Tables,
+    find_fitting,
+    find_here,
+    find_predicted,
+    find_trainings,
+    measured,
+)
+from dpprof.results.analysis.statistics import NO_DIFFERENCE
+from dpprof.results.analysis.tables.axes import BASELINE, name_speed
+from dpprof.results.analysis.tables.frames import least_of
+from dpprof.results.report.wording import (
+    ALIKE,
+    ENDS,
+    THIS_MACHINE,
+    count_batch,
+    count_failures,
+    is_alike,
+    listed,
+    name_gpus,
+    name_setting,
+    name_trainings,
+    number,
+    plural,
+    reach,
+    rounded,
+    rows_in,
+    significant,
+    span,
+    times,
+)
+
+_GIB, _MIB, _MS = 2**30, 2**20, 1e-3
+
+_MOST = 3
+"""The most sentences of an answer."""
+
+_MOST_NAMED = 3
+"""More methods, or GPUs, are counted and not named."""
+
+
+def tell_answer(tables: Tables) -> list[str]:
+    """Return the answer in a few sentences: trainings on targets, times here, peaks there.
+
+    Each sentence is about what ``analysis.selection`` chooses. Where nothing succeeded, the answer
+    says so, with one of the reasons.
+    """
+    trainings = find_trainings(tables)
+    names = zip(name_trainings(trainings), name_trainings(trainings, "seq_len"), strict=True)
+    said = [
+        _tell_training(rows, *name, tables["noise"])
+        for rows, name in zip(trainings[:_MOST], names, strict=False)
+    ]
+    here = find_here(tables["experiments"])
+    if len(here):
+        said.append(_tell_here(here, tables))
+    asked = {target for rows in trainings for target in rows["target"]}
+    predicted = find_predicted(tables)
+    said += [_tell_predicted(*one) for one in predicted.items() if one[0] not in asked]
+    return said[:_MOST] or [_tell_nothing(tables["runs"])]
+
+
+def _tell_training(rows: pd.DataFrame, name: str, sized: str, noise: pd.DataFrame) -> str:
+    """Return which method trains a model, where, how fast and for how much.
+
+    Args:
+        rows: Its options.
+        name: What is trained.
+        sized: The same with its size.
+        noise: That of the privacy budget.
+    """
+    wrong = rows.loc[rows["verdict"] == "wrong", "method"].unique()
+    failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""
+    best = find_best(rows)
+    if best is None:
+        return f"{_tell_none(rows, sized)}{failed}."
+    place = rows["target"].map(str) + rows["parallel"].map(str)
+    same = rows[place == place[best.name]]
+    said = f"For {name} use {best['method']} on {name_gpus(best)}, in microbatches of "
+    said += count_batch(best)
+    if pd.isna(best["tokens_per_s"]):
+        return f"{said}; no time is predicted there{failed}."
+    if pd.notna(best["gpu_hours"]) and len(noise):
+        said += f": {_tell_price(best)}"
+    else:
+        said += f" at {_tell_speed(best, same)}"
+    close = _find_close(same, best)
+    if close:
+        said += f"; {_name_few(close)} may be as fast"
+    if cheap := _find_cheap(rows, best):
+        said += f"; {_name_few(cheap)} may be as cheap"
+    return f"{said}{failed}."
+
+
+def _name_few(names: list[str]) -> str:
+    return listed(names) if len(names) <= _MOST_NAMED else f"{len(names)} others"
+
+
+def _tell_speed(best: Any, same: pd.DataFrame) -> str:
+    said = f"{rounded(best['tokens_per_s'])} {name_speed([best])}"
+    plain = same[same["method"] == BASELINE].dropna(subset=["tokens_per_s"])
+    if plain.empty:
+        return said
+    ratio = best["tokens_per_s"] / plain["tokens_per_s"].iloc[0]
+    return f"{said}, {times(ratio)} the speed of plain training"
+
+
+def _tell_none(rows: pd.DataFrame, sized: str) -> str:
+    """Say why no private method trains a model."""
+    private = rows[rows["private"].astype(bool)]
+    where = f"{sized} on {listed(rows['target'].fillna(THIS_MACHINE).unique())}"
+    if private.empty:
+        return f"The sweep asks about no private method for {where}"
+    if private["verdict"].eq("failed").all():
+        return f"Every private method of the sweep failed for {where}"
+    right = " that computes the right gradient" if private["verdict"].eq("wrong").any() else ""
+    return f"No private method of the sweep{right} safely fits {where}"
+
+
+def _find_close(same: pd.DataFrame, best: Any) -> list[str]:
+    """Return the other private methods whose interval overlaps that of the best one."""
+    others = same[same["fits"] & same["method"].ne(best["method"])]
+    if pd.notna(best["gpu_hours"]):
+        is_close = others["gpu_hours_low"] <= best["gpu_hours_high"]
+    else:
+        is_close = others["tokens_per_s_high"] >= best["tokens_per_s_low"]
+    return [str(method) for method in others.loc[is_close, "method"]]
+
+
+def _find_cheap(rows: pd.DataFrame, best: Any) -> list[str]:
+    """Return on which other GPUs the same method may cost as little: their intervals overlap."""
+    others = rows[rows["fits"] & rows["method"].eq(best["method"])]
+    others = others[others["target"].ne(best["target"])].dropna(subset=["price"])
+    if pd.isna(best["price"]) or others.empty:
+        return []
+    hourly = (others["price"] / others["gpu_hours"]).astype(float)
+    most = best["gpu_hours_high"] * best["price"] / best["gpu_hours"]
+    close = others[others["gpu_hours_low"].astype(float) * hourly <= most]
+    cheapest = close.sort_values("price").drop_duplicates("target")
+    return [name_gpus(row) for _, row in cheapest.iterrows()]
+
+
+def find_best(rows: pd.DataFrame) -> Any:
+    """Return the private option that takes the fewest GPU hours, else fits most; None without any.
+
+    Without a budget, that is the one with most tokens per second of a GPU.
+    """
+    able = rows[rows["fits"]]
+    names = ["gpu_hours", "tokens_per_s", "safe_batch_size"]
+    order = able[names].astype(float)
+    order["tokens_per_s"] /= able["ranks"]
+    best_first = order.sort_values(names, ascending=[True, False, False], kind="stable")
+    ranked = able.loc[best_first.index]
+    return ranked.iloc[0] if len(ranked) else None
+
+
+def _tell_price(best: Any) -> str:
+    hours = " to ".join(significant(best[f"gpu_hours_{end}"]) for end in ("low", "high"))
+    said = f"a predicted {significant(best['gpu_hours'])} GPU hours (90 % interval {hours})"
+    if pd.notna(best["price"]):
+        said += f" that cost {significant(best['price'])}"
+    if pd.isna(best["hours_ratio"]):
+        return said
+    ratio = best["hours_ratio"]
+    much = "the same" if is_alike(ratio) else f"{times(ratio)} as much"
+    return f"{said}, {much} as without privacy"
+
+
+def _tell_here(rows: pd.DataFrame, tables: Tables) -> str:
+    private = rows[rows["method"] != BASELINE]
+    where = f"On {THIS_MACHINE}, a step of {name_setting(rows.iloc[0])}"
+    timed = private.dropna(subset=["median_step_s"])
+    if private.empty:
+        return f"{where} {_absolute(rows.iloc[0])} without privacy; no private method succeeded."
+    if timed.empty:
+        return f"{where} {_tell_peaks(private)}."
+    fastest = least_of(timed, "median_step_s")
+    said = f"{where} {_tell_fastest(fastest)}"
+    if len(timed) > 1:
+        said += f"; {_tell_rest(timed, fastest, tables)}"
+    return f"{said}.{_tell_elsewhere(fastest, tables)}"
+
+
+def _absolute(row: Any) -> str:
+    facts = []
+    if pd.notna(row["median_step_s"]):
+        facts.append(f"takes {number(row['median_step_s'], _MS)} ms")
+    if pd.notna(row["peak_bytes"]):
+        kind = "allocated" if row["peak_kind"] == "allocated" else "resident, libraries included"
+        facts.append(f"peaks at {number(row['peak_bytes'], _MIB)} MiB {kind}")
+    return " and ".join(facts)
+
+
+def _tell_peaks(private: pd.DataFrame) -> str:
+    least = least_of(private, "peak_bytes")
+    ratio = (
+        f", {times(least['peak_ratio'])} plain training" if pd.notna(least["peak_ratio"]) else ""
+    )
+    return f"{_absolute(least)} with {least['method']}{ratio}; no time was measured"
+
+
+def _tell_fastest(row: Any) -> str:
+    ratio, method = row["step_ratio"], row["method"]
+    if pd.isna(ratio):
+        return f"{_absolute(row)} with {method}"
+    if row["step_verdict"] == NO_DIFFERENCE:
+        said = f"takes no detectably different time with {method} from plain training"
+    else:
+        interval = span(row["step_ratio_low"], row["step_ratio_high"], digits=2)
+        sure = "not replicated" if interval == "-" else f"95 % interval {interval}"
+        said = f"takes {times(ratio)} as long with {method} as without privacy ({sure})"
+    peak = row["peak_ratio"]
+    if pd.isna(peak):
+        return said
+    memory = "the same peak memory" if is_alike(peak) else f"{times(peak)} the peak memory"
+    return f"{said}, at {memory}"
+
+
+def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
+    """Return what the other private methods take, and which has the lowest peak."""
+    others = timed[timed["method"] != fastest["method"]]
+    count = f"the other {len(others)}" if len(others) > 1 else str(others["method"].iloc[0])
+    takes = plural(len(others), "takes", "take")
+    ratios = others["step_ratio"].dropna().astype(float)
+    steps = others["median_step_s"].astype(float) / _MS
+    known, unit, digits = (ratios, "times", 2) if len(ratios) else (steps, "ms", 1)
+    ends = (number(known.agg(end), digits=digits) for end in ENDS)
+    said = f"{count} {takes} {reach(*ends)} {unit}"
+    if alike := _not_slower(fastest, tables):
+        said += (
+            f", of which {listed(alike)} not detectably more" if len(others) > len(alike) else ""
+        )
+    peaks = timed["peak_bytes"].dropna().astype(float)
+    if peaks.empty or len(set(timed["peak_kind"])) > 1:
+        return said
+    lowest = timed.loc[peaks.index[peaks / peaks.min() < 1 + ALIKE]]
+    if fastest["method"] in set(lowest["method"]):
+        return said
+    least = least_of(lowest, "median_step_s")
+    ratio, step = least["peak_ratio"], least["step_ratio"]
+    if pd.notna(ratio) and pd.notna(step):
+        return (
+            f"{said}, and {least['method']} has the lowest peak, {times(ratio)} plain training's, "
+            f"at {times(step)} the time"
+        )
+    peak = number(least["peak_bytes"], _MIB)
+    return f"{said}, and {least['method']} has the lowest peak, {peak} MiB"
+
+
+def _not_slower(fastest: Any, tables: Tables) -> list[str]:
+    names = rows_in(fastest, tables["settings"])["not_slower"].dropna()
+    return str(names.iloc[0]).split() if len(names) else []
+
+
+def _tell_elsewhere(fastest: Any, tables: Tables) -> str:
+    """Return whether the same private method is fastest in the other settings, or which is."""
+    known = tables["settings"].dropna(subset=["fastest"])
+    if len(known) < 2 or measured(tables["experiments"]).empty:  # noqa: PLR2004 (one says nothing)
+        return ""
+    others = known.loc[known["fastest"] != fastest["method"], "fastest"]
+    if others.empty:
+        return f" It is the fastest private method in all {len(known):,} settings measured."
+    where = f"the other {len(others):,} settings" if len(others) > 1 else "the other setting"
+    if len(others) + 1 < len(known):
+        where = f"{len(others):,} of the {len(known):,} settings"
+    return f" In {where} measured, {' or '.join(others.unique())} is the fastest."
+
+
+def _tell_predicted(target: str, rows: pd.DataFrame) -> str:
+    private = rows[rows["method"] != BASELINE]
+    if private.empty:
+        private = rows
+    least = least_of(private, "peak_bytes")
+    said = (
+        f"On {target}, {name_setting(least)} is predicted to peak at "
+        f"{significant(least['peak_bytes'], _GIB)} GiB with {least['method']}"
+    )
+    ratio = least["peak_ratio"]
+    if pd.notna(ratio) and least["method"] != BASELINE:
+        said += ", as plain training" if is_alike(ratio) else f", {times(ratio)} plain training"
+    others = private[private["method"] != least["method"]]
+    if len(others):
+        sizes = reach(*(significant(others["peak_bytes"].agg(end), _GIB) for end in ENDS))
+        named = others["method"].iloc[0] if len(others) == 1 else f"the other {len(others)}"
+        said += f", and at {sizes} GiB with {named}"
+    sized = rows[rows["target_memory_bytes"].notna()]
+    unfit = sized.loc[~find_fitting(sized), "method"] if len(sized) else sized["method"]
+    if len(unfit):
+        said += f"; {listed(unfit)} {plural(len(unfit), 'does', 'do')} not fit"
+    return f"{said}."
+
+
+def _tell_nothing(runs: pd.DataFrame) -> str:
+    """Return that nothing can be told, and why."""
+    if runs.empty:
+        return "Nothing can be told yet: no planned run has a result."
+    if (runs["outcome"] == "ok").any():
+        return "No run measured a time or a peak, so there is nothing to compare."
+    first = runs.iloc[0]
+    return (
+        f"Nothing can be told: none of {len(runs):,} {plural(len(runs), 'run')} succeeded "
+        f"({count_failures(runs)}). The first, {first['method']}, said: {first['error_message']}"
+    )

@@ -1,0 +1,182 @@
+"""The content of the report, composed from the tables."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import pandas as pd
+
+from dpprof.results.analysis.selection import Tables, choose_runs, compose_peaks
+from dpprof.results.analysis.tables.verification import find_marks
+from dpprof.results.report.answer.methods import build_first_section
+from dpprof.results.report.answer.question import ask
+from dpprof.results.report.answer.sentences import tell_answer
+from dpprof.results.report.answer.trust import TITLE as TRUST
+from dpprof.results.report.answer.trust import build_trust_section
+from dpprof.results.report.rendering.document import (
+    Blocks,
+    Bullets,
+    Document,
+    Drawing,
+    Paragraph,
+    Picture,
+    Section,
+)
+from dpprof.results.report.sections import budget, cost, kernels, memory, outcomes, step_time
+from dpprof.results.report.sections.verification import TITLE as VERIFICATION
+from dpprof.results.report.sections.verification import mark_methods, tell_verification
+
+_OTHERS = "More figures"
+_FIGURES_OF: dict[str, tuple[str, ...]] = {
+    budget.TITLE: ("budget",),
+    "How many GPUs it takes": ("ranks",),
+    "Are predictions right here?": ("agreement",),
+    "What would fit": ("predicted",),
+    "Where the memory goes": ("breakdown", "timeline"),
+    "Which method is fast, and which needs little memory": ("tradeoff", "throughput"),
+    "Where the time goes": ("phases", "kernels"),
+    "How close it is to the hardware": ("roofline",),
+    "How memory and time grow": ("batch-size", "seq-len", "cost"),
+    _OTHERS: (),
+    "Outcomes": ("outcomes",),
+}
+"""The sections with figures, in their order; other packages' figures come last."""
+
+
+def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
+    """Return the content of the report.
+
+    The first page answers; sections have a few sentences and figures, the appendix every table.
+    """
+    first = build_first_section(tables, drawings)
+    composition = compose_peaks(tables)
+    appendix = _appendix(tables, composition, drawings)
+    sections: dict[str, Blocks] = {title: [] for title in _FIGURES_OF if title not in appendix}
+    shown = {block.name for block in first.blocks if isinstance(block, Picture)}
+    _add_figures(sections | appendix, [one for one in drawings if one.name not in shown])
+    sections["What this does not say"] = _limits(tables["runs"], composition)
+    document = Document(
+        title="What differentially private training costs",
+        question=ask(tables),
+        headline=tuple(tell_answer(tables)),
+        sections=(
+            *_kept({first.title: list(first.blocks)}),
+            build_trust_section(tables),
+            *_kept(sections),
+        ),
+        appendix=_kept(appendix),
+    )
+    unmarked = (TRUST, VERIFICATION)  # they name what is not verified themselves
+    return mark_methods(document, find_marks(tables["verification"]), unmarked)
+
+
+def _kept(sections: Mapping[str, Blocks]) -> tuple[Section, ...]:
+    """Return the sections that have something to show."""
+    return tuple(
+        Section(title=title, blocks=tuple(blocks)) for title, blocks in sections.items() if blocks
+    )
+
+
+def find_section(figure: str) -> str:
+    """Return the title of the section that a figure is in."""
+    home = {name: title for title, names in _FIGURES_OF.items() for name in names}
+    return home.get(figure, _OTHERS)
+
+
+def _add_figures(sections: Mapping[str, Blocks], drawings: Sequence[Drawing]) -> None:
+    """Add the figures to their sections, those of dpprof in its order, before any table."""
+    order = {name: at for at, name in enumerate(chain.from_iterable(_FIGURES_OF.values()))}
+    drawn = [drawing for drawing in drawings if drawing.missing is None]
+    for one in sorted(drawn, key=lambda one: order.get(one.name, len(order)), reverse=True):
+        sections[find_section(one.name)].insert(0, one.picture)
+
+
+def _appendix(
+    tables: Tables, composition: pd.DataFrame, drawings: Sequence[Drawing]
+) -> dict[str, Blocks]:
+    runs, experiments = tables["runs"], tables["experiments"]
+    costs = choose_runs(tables["costs"])
+    return {
+        "Caveats": outcomes.tell_caveats(tables["findings"]),
+        "Outcomes": outcomes.tell_outcomes(tables["outcomes"], runs),
+        "Missing results": outcomes.tell_missing(tables["missing"]),
+        "Comparison": step_time.by_method(tables["methods"]) + step_time.compare(experiments),
+        "How far the figures repeat": step_time.repeat(experiments),
+        "Capacity": memory.tell_capacity(tables["advice"]),
+        "Predicted peaks": memory.predictions(composition, costs),
+        "Privacy budget": budget.tell_budget(tables["noise"], tables["budget"]),
+        "Owners of memory": memory.owners(composition),
+        "Reconciled with the allocator": memory.reconciliation(composition, tables["peaks"]),
+        "Phases": step_time.phases(tables["phases"], experiments) + cost.host_io(runs),
+        "Kernels": kernels.by_op_kind(tables["kernels"], tables["traces"]),
+        "Ceilings": kernels.bound(tables["traces"], tables["kernels"])
+        + kernels.ceilings(tables["ceilings"]),
+        "Cost": cost.costs(costs),
+        "Communication": cost.exchange(experiments),
+        VERIFICATION: tell_verification(tables["verification"]),
+        "What measuring costs": cost.instrument_overhead(tables["instrument_overhead"]),
+        "Code paths": step_time.code_paths(tables["samplers"]),
+        "How this was measured": _how(runs),
+        "Figures without anything to show": _tell_missing(drawings),
+    }
+
+
+def _tell_missing(drawings: Sequence[Drawing]) -> Blocks:
+    said = [f"{one.name}: {one.missing}." for one in drawings if one.missing]
+    return [Bullets(items=tuple(said))] if said else []
+
+
+def _how(runs: pd.DataFrame) -> Blocks:
+    facts = [
+        ("device", "device_name"),
+        ("host", "hostname"),
+        ("Python", "python"),
+        ("torch", "torch"),
+        ("Opacus", "opacus"),
+        ("commit", "git_commit"),
+    ]
+    items = []
+    for label, fact in facts:
+        values = sorted({str(value) for value in runs[fact].dropna()})
+        items.append(f"{label}: {', '.join(values) if values else 'unknown'}")
+    if runs["git_dirty"].eq(True).any():
+        items.append("some runs were measured with uncommitted changes in the checkout")
+    method = (
+        "Every run is one fresh process under one instrument. The instrument clean runs only the "
+        "training step and a timer: first warm-up steps, then timed steps. Step times come from "
+        "clean only; the raw times are in results/tables/steps.csv. The instrument phases reads "
+        "the allocator and times phases. The instrument memory records every storage of a real "
+        "step, with its owner and lifetime; estimate does the same for a step of tensors without "
+        "memory, which needs no device. The instrument kernels traces a few steps with "
+        "torch.profiler. Each replicate is a separate process. docs/numbers explains what "
+        "each number means and does not mean. The result files hold all numbers and the full "
+        "environment of each run."
+    )
+    return [Paragraph(text=method), Paragraph(text=f"Measured with {'; '.join(items)}.")]
+
+
+def _limits(runs: pd.DataFrame, composition: pd.DataFrame) -> Blocks:
+    """Return what the numbers do not show."""
+    said = [
+        (
+            "Tokens and weights are random: the report shows cost, not learning. It computes noise "
+            "for a privacy budget only where the config has one."
+        ),
+        (
+            "Every batch has exactly the configured size. Poisson-sampled batches vary, and the "
+            "largest decides the memory."
+        ),
+        (
+            "What was measured holds for this machine. Ratios between methods change with the "
+            "model, the batch, the sequence length and the device."
+        ),
+        (
+            "Timelines and estimates cover tensors and known allocations of libraries. They do not "
+            "cover what an allocator reserves beyond that, or the cost of fragmentation."
+        ),
+    ]
+    if len(runs) and "cuda" not in set(runs.loc[runs["target"].isna(), "device"]):
+        said.append("Nothing here was measured on a GPU.")
+    untried = composition["target"].notna() & composition["allocator_peak_bytes"].isna()
+    if targets := sorted(set(composition.loc[untried, "target"])):
+        said.append(f"No prediction for {', '.join(targets)} was compared with a measurement.")
+    return [Bullets(items=tuple(said))]

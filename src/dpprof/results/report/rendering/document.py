@@ -1,0 +1,118 @@
+"""The structure of a report's content: sections of blocks, with every text a plain string.
+
+Templates lay this out and add no content. No string is markup: each template escapes or quotes
+what it prints, so a name or a message cannot inject markup.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ValidationError
+
+from dpprof.experiments.config.experiment import Name
+from dpprof.experiments.config.validation import InputError, explain
+from dpprof.system.files import read_json
+
+
+def _printable(text: str) -> str:
+    """Return a text on one line, with visible control characters."""
+    flat = " ".join(text.split())
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in flat)
+
+
+Text = Annotated[str, AfterValidator(_printable)]
+
+
+class Block(BaseModel, frozen=True, extra="forbid"):
+    """A part of a section."""
+
+
+class Paragraph(Block):
+    """Running text."""
+
+    kind: Literal["paragraph"] = "paragraph"
+    text: Text
+
+
+class Bullets(Block):
+    """A list of short statements."""
+
+    kind: Literal["bullets"] = "bullets"
+    items: tuple[Text, ...]
+
+
+class Table(Block):
+    """A table of texts; numbers are already formatted."""
+
+    kind: Literal["table"] = "table"
+    caption: Text
+    header: tuple[Text, ...]
+    rows: tuple[tuple[Text, ...], ...]
+    numeric: tuple[bool, ...]
+    """Which columns are set flush right."""
+
+
+class Picture(Block):
+    """A figure, by the stem of its files."""
+
+    kind: Literal["picture"] = "picture"
+    name: Name
+    said: Text = ""
+    """The sentence that stands above it."""
+
+    caption: Text
+
+
+Blocks = list[Paragraph | Bullets | Table | Picture]
+
+
+class Drawing(BaseModel, frozen=True, extra="forbid"):
+    """A figure's sentence and caption, or why nothing was drawn."""
+
+    name: Name
+    said: Text = ""
+    caption: Text
+    missing: Text | None
+    """Why nothing was drawn; the figure then shows only this reason."""
+
+    @property
+    def picture(self) -> Picture:
+        """The figure as a block."""
+        return Picture(name=self.name, said=self.said, caption=self.caption)
+
+
+class Section(BaseModel, frozen=True, extra="forbid"):
+    """A title and its blocks."""
+
+    title: Text
+    blocks: tuple[Paragraph | Bullets | Table | Picture, ...]
+
+
+class Document(BaseModel, frozen=True, extra="forbid"):
+    """A whole report."""
+
+    title: Text
+    question: Text = ""
+    """What the sweep asks, in one line."""
+
+    headline: tuple[Text, ...]
+    """The answer, in a few sentences."""
+
+    sections: tuple[Section, ...]
+    """The first one has the numbers behind the answer, the second says how far to trust them."""
+
+    appendix: tuple[Section, ...] = ()
+    """Every table, and how things were measured."""
+
+
+def read_drawing(path: Path) -> Drawing:
+    """Read a figure's description.
+
+    Raises:
+        InputError: The file does not describe a figure; the message names it.
+    """
+    try:
+        return Drawing.model_validate(read_json(path))
+    except ValueError as error:
+        why = explain(error, Drawing) if isinstance(error, ValidationError) else error
+        raise InputError(f"{path}: does not describe a figure ({why})") from None

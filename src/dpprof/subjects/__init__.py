@@ -1,0 +1,1 @@
+"""What is compared: models, and methods of training them privately."""

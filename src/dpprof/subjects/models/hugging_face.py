@@ -1,0 +1,385 @@
+"""Hugging Face's models, for a task, from a config, with random weights.
+
+Per-sample gradients need the first axis of every layer's input to be the batch. OPT's blocks give
+their MLP and its norm all tokens of all samples in one axis; nothing in that axis says which row
+belongs to which sample. And OPT's lookup of positions is called with the mask and a number in
+addition to the ids, to which it adds 2. Both are replaced.
+
+Shape legend: B batch, T tokens, D width, V vocabulary, C classes.
+"""
+
+import importlib
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+
+from dpprof.experiments.config.architecture import Architecture
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.tasks import TASKS, Task
+from dpprof.private.errors import UnsupportedError
+from dpprof.private.substitutes import substitute
+from dpprof.subjects.models.quantized import import_bitsandbytes, quantize
+
+try:
+    import transformers
+    from transformers import masking_utils
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.models.auto import modeling_auto
+    from transformers.models.opt.modeling_opt import (
+        OPTDecoderLayer,
+        OPTLearnedPositionalEmbedding,
+    )
+except ImportError as error:
+    raise UnsupportedError(f"a Hugging Face model needs dpprof[hf]: {error}") from error
+
+
+_CLASSES: Mapping[Task, tuple[str, str]] = {
+    "causal-lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
+    "masked-lm": ("AutoModelForMaskedLM", "MASKED_LM"),
+    "seq2seq-lm": ("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM"),
+    "sequence-classification": (
+        "AutoModelForSequenceClassification",
+        "SEQUENCE_CLASSIFICATION",
+    ),
+    "token-classification": ("AutoModelForTokenClassification", "TOKEN_CLASSIFICATION"),
+    "image-classification": ("AutoModelForImageClassification", "IMAGE_CLASSIFICATION"),
+}
+"""By task, what transformers builds its models with, and how it names the architectures of it."""
+
+_PEFT_TASKS: Mapping[Task, str] = {
+    "causal-lm": "CAUSAL_LM",
+    "seq2seq-lm": "SEQ_2_SEQ_LM",
+    "sequence-classification": "SEQ_CLS",
+    "token-classification": "TOKEN_CLS",
+}
+
+
+_CAUSAL = "causal_sdpa"
+"""The name of sdpa without masks among transformers' attentions."""
+
+
+def _architectures_of(task: Task) -> Container[str]:
+    """Return the architectures for which transformers has a class of a task."""
+    found: Container[str] = getattr(modeling_auto, f"MODEL_FOR_{_CLASSES[task][1]}_MAPPING_NAMES")
+    return found
+
+
+class HuggingFaceModel(nn.Module):
+    """A Hugging Face model that maps the tensors of a batch to logits.
+
+    Where it takes position ids, it gets them as (B, T), so every layer sees the batch first.
+
+    Args:
+        model: The Hugging Face model.
+        task: What it is trained for.
+        lengths: From a batch's size to the tokens of each of its samples, as the mask will have
+            them. A fake mask has no elements, and transformers decides by them.
+    """
+
+    def __init__(self, model: nn.Module, task: Task, lengths: Callable[[int], list[int]]) -> None:
+        super().__init__()
+        self.model = model
+        self._lengths = lengths
+        self._is_for_images = task == "image-classification"
+        taken = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in taken and not _position_offset(model)
+        self._options = {"use_cache": False} if "use_cache" in taken else {}
+
+    def forward(
+        self, x: Tensor, mask_BT: Tensor | None = None, decoder_BT: Tensor | None = None
+    ) -> Tensor:
+        """Return logits: (B, T, V) of tokens, (B, T, C) or (B, C) of classes.
+
+        Args:
+            x: Token ids, (B, T) int64; or images, (B, channels, height, width).
+            mask_BT: 1 for tokens and 0 for padding, which follows them; None for images.
+            decoder_BT: The ids that a decoder is given, where the model has an encoder too. They
+                have the same mask.
+        """
+        if self._is_for_images:
+            logits: Tensor = self.model(pixel_values=x).logits
+            return logits
+        named: dict[str, Any] = {"input_ids": x, "attention_mask": mask_BT, **self._options}
+        if self._takes_positions:
+            B, T = x.shape
+            named["position_ids"] = torch.arange(T, device=x.device).repeat(B, 1)
+        if decoder_BT is not None:
+            named |= {"decoder_input_ids": decoder_BT, "decoder_attention_mask": mask_BT}
+        with ExitStack() as within:
+            if isinstance(mask_BT, FakeTensor):
+                within.enter_context(_deciding_as_for(has_padding=self._has_padding(mask_BT)))
+            logits_of_text: Tensor = self.model(**named).logits
+        return logits_of_text
+
+    def _has_padding(self, mask_BT: Tensor) -> bool:
+        """Tell whether a mask of whole rows of a batch has a zero, by where its rows lie."""
+        B, T = mask_BT.shape
+        whole = mask_BT.untyped_storage().nbytes() // (T * mask_BT.element_size())
+        start = mask_BT.storage_offset() // T
+        return any(length < T for length in self._lengths(whole)[start : start + B])
+
+
+def _position_offset(model: nn.Module) -> int:
+    """Return where the positions of a model begin that makes them of its ids, as RoBERTa does."""
+    for name, layer in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(layer, nn.Embedding):
+            return 0 if layer.padding_idx is None else layer.padding_idx + 1
+    return 0
+
+
+@contextmanager
+def _deciding_as_for(*, has_padding: bool) -> Iterator[None]:
+    """Have transformers choose masks for fake tensors as it does for real ones.
+
+    For a fake mask it takes another path, that of compilers.
+    """
+
+    def fast_all(tensor: Tensor) -> bool:
+        _ = tensor.sum() == tensor.numel()  # allocates what the original allocates
+        return not has_padding or tensor.numel() == 0
+
+    def ignores(mask_BT: Tensor | None, keys: int, local_attention_size: int | None = None) -> bool:
+        if mask_BT is not None:
+            mask_BT.all()  # allocates, too
+        return not has_padding and (local_attention_size is None or keys < local_attention_size)
+
+    with (
+        substitute(masking_utils, "is_tracing", lambda _=None: False),
+        substitute(masking_utils, "fast_all", fast_all),
+        substitute(masking_utils, "_ignore_bidirectional_mask_sdpa", ignores),
+    ):
+        yield
+
+
+def import_architecture(experiment: Experiment) -> None:
+    """Import what building an experiment's model needs: the architecture's module, and peft.
+
+    Raises:
+        UnsupportedError: One of them is missing, or there is no such architecture.
+    """
+    assert isinstance(experiment.model, Architecture)
+    config = read_config(experiment.model)
+    try:
+        builder = getattr(transformers, _CLASSES[experiment.task][0])
+        _ = builder._model_mapping[type(config)]  # noqa: SLF001
+    except ImportError as error:
+        raise UnsupportedError(f"{config.model_type} needs what is missing: {error}") from error
+    if experiment.lora is not None:
+        _import_peft()
+    if experiment.base_format is not None:
+        import_bitsandbytes()
+
+
+def _import_peft() -> Any:
+    """Import peft, which only adapters need."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which it imports where there is one
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise UnsupportedError(f"adapters need dpprof[hf]: {error}") from error
+
+
+def build_hugging_face(experiment: Experiment) -> HuggingFaceModel:
+    """Build an experiment's Hugging Face model, with its adapters, on the CPU, in float32.
+
+    Weights of linear layers that the experiment quantises are quantised.
+
+    Raises:
+        UnsupportedError: The architecture has no class for the task, or the model cannot be built
+            in this way; the message says why.
+    """
+    assert isinstance(experiment.model, Architecture)
+    config = read_config(experiment.model)
+    if experiment.image_size is not None:
+        config.image_size = experiment.image_size
+    if experiment.attention == "opacus":
+        raise UnsupportedError("a Hugging Face model has its own attention; use sdpa or eager")
+    # None is the library's own choice: sdpa, or eager where the architecture has no sdpa.
+    attention = "eager" if experiment.attention == "eager" else None
+    transformers.logging.set_verbosity_error()
+    builder = getattr(transformers, _CLASSES[experiment.task][0])
+    try:
+        model = builder.from_config(config, attn_implementation=attention)
+    except (ValueError, TypeError, ImportError, KeyError, AttributeError) as error:
+        raise UnsupportedError(
+            f"transformers cannot build {config.model_type}: {_one_line(error)}"
+        ) from error
+    _refuse_many_tokens(experiment, model)
+    _keep_batch_first(model)
+    if experiment.execution == "graph" and experiment.task == "causal-lm":
+        _attend_without_mask(model, experiment.seq_len)
+    if experiment.base_format is not None:
+        quantize(model, experiment)
+    if experiment.lora is not None:
+        _add_adapters(model, experiment)
+    if experiment.checkpointing != "none":
+        _checkpoint(model, reentrant=experiment.checkpointing == "reentrant")
+    return HuggingFaceModel(model, experiment.task, experiment.lengths)
+
+
+def _attend_without_mask(model: Any, seq_len: int) -> None:
+    """Have a causal model's sdpa compute without a mask, as a CUDA graph needs it.
+
+    transformers reads the mask, or the positions, to tell whether sdpa needs one, which waits for
+    the device. It makes none for an attention that has no kind of masks, and sdpa is then causal.
+    Padding follows the tokens, so no token meets it. A model with a window keeps its masks.
+    """
+    config = model.config
+    windows = (getattr(config, one, None) for one in ("sliding_window", "attention_chunk_size"))
+    is_windowed = any(one is not None and one <= seq_len for one in windows)
+    takes_others = getattr(model, "_supports_attention_backend", False)
+    if config._attn_implementation == "sdpa" and takes_others and not is_windowed:  # noqa: SLF001
+        transformers.AttentionInterface.register(_CAUSAL, sdpa_attention_forward)
+        model.set_attn_implementation(_CAUSAL)
+
+
+def _refuse_many_tokens(experiment: Experiment, model: Any) -> None:
+    """Refuse samples that are longer than the model has positions."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is None or experiment.image_size is not None:
+        return
+    most -= _position_offset(model)
+    if experiment.seq_len > most:
+        raise UnsupportedError(
+            f"the model has {most:,} positions, and seq_len is {experiment.seq_len:,}; raise "
+            "max_position_embeddings in its config, or shorten the samples"
+        )
+
+
+def read_config(architecture: Architecture) -> Any:
+    """Return a config as transformers has it.
+
+    Raises:
+        UnsupportedError: The architecture has no class for the task, or transformers refuses the
+            config.
+    """
+    kind, task = architecture.model_type, architecture.trained_for
+    given = architecture.config
+    del given["model_type"]
+    given.pop("quantization_config", None)  # weights are quantised here, and not as they are read
+    if kind not in transformers.CONFIG_MAPPING:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} knows no architecture {kind}"
+        )
+    if kind not in _architectures_of(task):
+        raise UnsupportedError(f"{kind} has no class for {task}; {_tell_tasks(kind, task)}")
+    try:
+        config = transformers.AutoConfig.for_model(kind, **given)
+    except Exception as error:
+        raise UnsupportedError(
+            f"transformers refuses the config of {kind}: {_one_line(error)}"
+        ) from error
+    if task == "causal-lm" and _is_encoder(config):
+        raise UnsupportedError(f"{kind} is an encoder, and no causal-lm; {_tell_tasks(kind, task)}")
+    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        raise UnsupportedError(f"{kind} reads more than text; give the config of its text model")
+    if task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0  # a decoder's class is that of the last token that is no padding
+    return config
+
+
+def _is_encoder(config: Any) -> bool:
+    is_masked = config.model_type in _architectures_of("masked-lm")
+    is_encoder = is_masked and not getattr(config, "is_decoder", False)
+    return is_encoder or getattr(config, "is_encoder_decoder", False)
+
+
+def _tell_tasks(kind: str, refused: Task) -> str:
+    """Say what else an architecture can be trained for."""
+    others = (task for task in _CLASSES if task != refused)
+    known = [task for task in others if kind in _architectures_of(task)]
+    if not known:
+        return f"known tasks: {', '.join(TASKS)}"
+    return f"give another task of it, as {{hf: NAME, task: TASK}}: {', '.join(known)}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _add_adapters(model: Any, experiment: Experiment) -> None:
+    """Put low-rank adapters into a model, and freeze everything else."""
+    peft = _import_peft()
+    lora = experiment.lora
+    assert lora is not None
+    modules = lora.target_modules
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.scale,
+        lora_dropout=lora.dropout,
+        target_modules=list(modules) if isinstance(modules, tuple) else modules,
+        task_type=_PEFT_TASKS.get(experiment.task),
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out")
+            peft.inject_adapter_in_model(config, model)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise UnsupportedError(f"lora: peft cannot add the adapters: {_one_line(error)}") from error
+    for parameter in model.parameters():  # those of quantised layers have the dtype of products
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def _checkpoint(model: Any, *, reentrant: bool) -> None:
+    """Let each block store its input alone, and compute the rest again in backward."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise UnsupportedError(f"{type(model).__name__} does not support checkpointing")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # before 5.20 it has no other name
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        # Below the first trained parameter nothing requires a gradient, and reentrant
+        # checkpointing then computes none above it either.
+        model.enable_input_require_grads()
+
+
+class _BatchFirstOPTBlock(OPTDecoderLayer):  # type: ignore[misc]
+    """OPT's block, with samples and tokens in axes of their own throughout."""
+
+    def forward(self, hidden_states: Tensor, use_cache: bool = False, **others: Any) -> Tensor:
+        """Apply the block; (B, T, D) to (B, T, D)."""
+        del use_cache  # of generation
+        x_BTD = self._add(hidden_states, self.self_attn_layer_norm, self._attend, others)
+        return self._add(x_BTD, self.final_layer_norm, self._run_mlp, {})
+
+    def _add(self, x_BTD: Tensor, norm: nn.Module, part: Any, others: dict[str, Any]) -> Tensor:
+        """Add a part to the residual stream; the norm is before the part, or after the sum."""
+        y_BTD = part(norm(x_BTD) if self.do_layer_norm_before else x_BTD, **others)
+        x_BTD = x_BTD + functional.dropout(y_BTD, p=self.dropout, training=self.training)
+        return x_BTD if self.do_layer_norm_before else norm(x_BTD)
+
+    def _attend(self, x_BTD: Tensor, **others: Any) -> Tensor:
+        y_BTD: Tensor = self.self_attn(hidden_states=x_BTD, **others)[0]
+        return y_BTD
+
+    def _run_mlp(self, x_BTD: Tensor) -> Tensor:
+        y_BTD: Tensor = self.fc2(self.activation_fn(self.fc1(x_BTD)))
+        return y_BTD
+
+
+def _keep_batch_first(model: nn.Module) -> None:
+    """Let the blocks of a model that join samples and tokens keep them apart; values are equal."""
+    for layer in model.modules():
+        if type(layer) is OPTDecoderLayer:
+            layer.__class__ = _BatchFirstOPTBlock
+        elif type(layer) is OPTLearnedPositionalEmbedding:
+            layer.__class__ = nn.Embedding
+            layer.register_forward_pre_hook(_look_up_positions, with_kwargs=True)
+
+
+def _look_up_positions(
+    layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give the lookup of positions its ids alone; a copy that Opacus runs gets them at once."""
+    if "position_ids" not in named:
+        return args, named
+    return (named["position_ids"] + layer.offset,), {}
