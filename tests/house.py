@@ -1,4 +1,4 @@
-"""Counts what makes source hard to read: long functions, files and classes, empty names, helpers."""
+"""Counts what makes source hard to read: long functions and files, empty names, helpers."""
 
 import ast
 from collections import Counter
@@ -56,9 +56,7 @@ def _names(tree: ast.AST) -> list[str]:
             names.append(node.id)
         elif isinstance(node, ast.Attribute):
             names.append(node.attr)
-        elif isinstance(node, ast.arg):
-            names.append(node.arg)
-        elif isinstance(node, ast.keyword) and node.arg:
+        elif isinstance(node, ast.arg) or (isinstance(node, ast.keyword) and node.arg):
             names.append(node.arg)
     return names
 

@@ -161,7 +161,7 @@ def test_a_fork_draws_noise_of_its_own(monkeypatch) -> None:
 
 
 def test_a_fork_does_not_repeat_a_given_generator(monkeypatch) -> None:
-    keys = NoiseKeys(given=torch.Generator().manual_seed(1))
+    keys = NoiseKeys(generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(os, "getpid", lambda: -1)
     with pytest.raises(RuntimeError, match="was forked, and its copy of the generator"):
         keys.begin(1, [])

@@ -203,7 +203,7 @@ def test_a_fresh_run_repeats_neither_noise_nor_samples(tmp_path, monkeypatch) ->
     assert not torch.equal(*map(weights_of, ended))
     states = {bytes(one._steps.loader._state.tolist()) for one in (stopped, *ended)}
     assert len(states) == 3
-    assert not [one for one in ended if one.private_optimizer.keys.given]
+    assert not [one for one in ended if one.private_optimizer.keys.generator]
     for one in ended:
         assert one.spent.history == [(1.0, 0.5, 3)]
         assert one.private_optimizer.steps == 3

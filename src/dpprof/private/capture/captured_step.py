@@ -253,8 +253,8 @@ class _Graphs:
         """What the graphs read and nothing else may keep: freed memory may become another's."""
 
     def _list_generators(self) -> list[torch.Generator]:
-        given = self._optimizer.keys.given
-        return [*self._clipping.generators, *([] if given is None else [given])]
+        generator = self._optimizer.keys.generator
+        return [*self._clipping.generators, *([] if generator is None else [generator])]
 
     def run_parts(self, batch: Sequence[Tensor]) -> Tensor | None:
         """Sum the clipped gradients of a batch; return its losses, (n,), or None.
@@ -286,7 +286,7 @@ class _Graphs:
         assert self._sums is not None
         optimizer = self._optimizer
         self._noise = optimizer.release
-        is_on_device = optimizer.keys.given is not None or all(map(takes_kernel, self._sums))
+        is_on_device = optimizer.keys.generator is not None or all(map(takes_kernel, self._sums))
         if is_on_device and not optimizer.secure_mode:
             self._noise = self._capture(optimizer.release)
         self._options = describe_options(self._optimizer)
@@ -313,10 +313,10 @@ class _Graphs:
 
     def _read_given(self) -> bytes:
         """Return the state of the generator that draws the noise, if one was given."""
-        given = self._optimizer.keys.given
-        if given is None or self._optimizer.noise_multiplier == 0:
+        generator = self._optimizer.keys.generator
+        if generator is None or self._optimizer.noise_multiplier == 0:
             return b""
-        return given.get_state().numpy().tobytes()
+        return generator.get_state().numpy().tobytes()
 
     def step(self) -> None:
         """Let the optimizer step on the sums, which have noise."""

@@ -30,8 +30,82 @@ from dpprof.private.contributions.contributions import (
     SampleGradients,
     may_join,
 )
-from dpprof.private.contributions.sample_norms import SampleNorms
-from dpprof.private.engine.engine import Clipping, Enter
+from dpprof.private.engine.batch import Batch, Enter
+from dpprof.private.engine.engine import Clipping
+
+
+class _KeptBatch(Batch):
+    """A batch whose contributions are kept until the norms are known."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._kept: dict[nn.Parameter, list[Kept]] = defaultdict(list)
+        self._versions: dict[int, int] = {}
+
+    def clip(self, enter: Enter) -> None:
+        """Run one backward, and sum what was kept."""
+        enter("backward")
+        with self.clipping.handling(self.norms.add):
+            torch.autograd.backward(self.losses, self.make_weights())
+        enter("clip")
+        factors_B = self.find_factors()
+        if self.ranks.is_sharded:
+            self.clipping.shard_sums.close_all(partial(self._sum, factors_B))
+        vectors = [] if self.alone else self._take_vectors()
+        for parameter in reversed(list(self._kept)):
+            self._sum(factors_B, parameter)
+        # Last: the products keep a GPU busy while Python prepares these.
+        for on_device in vectors:
+            self.add_up_vectors(on_device, factors_B)
+
+    def _take_vectors(self) -> list[list[tuple[nn.Parameter, Tensor]]]:
+        """Take the kept gradients of all vectors of each GPU, to be summed at once.
+
+        Each takes a launch otherwise.
+        """
+        vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+        for parameter, kept in reversed(list(self._kept.items())):
+            only = kept[0]
+            if isinstance(only, SampleGradients) and may_join(parameter, only.gradients):
+                vectors[only.gradients.device].append((parameter, only.gradients))
+                del self._kept[parameter]
+        return list(vectors.values())
+
+    def keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
+        """Keep a contribution, and the versions of what other code has too."""
+        for tensor in _exposed(contribution):
+            self._versions[id(tensor)] = tensor._version  # noqa: SLF001 (it has no public name)
+        self._kept[parameter].append(contribution)
+
+    def measure_alone(self, samples: Sequence[int]) -> Alone | None:
+        """Measure samples by what is kept."""
+        if not samples:
+            return None
+        alone = Alone(samples)
+        for contributions in self._kept.values():
+            alone.measure(alone.take(contributions))
+        return alone
+
+    def _sum(self, factors_B: Tensor, parameter: nn.Parameter) -> None:
+        """Add what is kept to the sum, unless a hook wrote it since its norm was found."""
+        contributions = self._kept.pop(parameter, [])
+        for tensor in (tensor for kept in contributions for tensor in _exposed(kept)):
+            if tensor._version != self._versions[id(tensor)]:  # noqa: SLF001
+                raise RuntimeError(
+                    "an activation or output gradient that was kept for "
+                    f"{self.clipping.name_of(parameter)} was changed in place after its norm was "
+                    "found, by a hook maybe; change a copy"
+                )
+        taken = self.alone.take(contributions) if self.alone else {}
+        self.add_up(parameter, contributions, factors_B, taken)
+
+
+def _exposed(contribution: Kept) -> list[Tensor]:
+    """List the tensors of a contribution that other code has too."""
+    if not isinstance(contribution, Product | ChunkedProduct | Convolution | Lookup):
+        return []
+    read = contribution.read if isinstance(contribution, ChunkedProduct) else ()
+    return [part for part in (*contribution, *read) if isinstance(part, Tensor)]
 
 
 class BookKeeping(Clipping):
@@ -53,73 +127,4 @@ class BookKeeping(Clipping):
     """
 
     keeps = True
-
-    def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
-        super().__init__(model, max_grad_norm, **options)
-        self._kept: dict[nn.Parameter, list[Kept]] = defaultdict(list)
-        self._versions: dict[int, int] = {}
-
-    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
-        try:
-            enter("backward")
-            with self.handling(norms.add):
-                torch.autograd.backward(losses, self._make_weights(losses))
-            enter("clip")
-            factors_B = self._finish(norms)
-            if self.ranks.is_sharded:
-                self.shard_sums.close_all(partial(self._sum, factors_B))
-            vectors = [] if self._alone else self._take_vectors()
-            for parameter in reversed(list(self._kept)):
-                self._sum(factors_B, parameter)
-            # Last: the products keep a GPU busy while Python prepares these.
-            for on_device in vectors:
-                self._add_up_vectors(on_device, factors_B)
-        finally:
-            self._kept.clear()
-            self._versions.clear()
-
-    def _take_vectors(self) -> list[list[tuple[nn.Parameter, Tensor]]]:
-        """Take the kept gradients of all vectors of each GPU, to be summed at once.
-
-        Each takes a launch otherwise.
-        """
-        vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
-        for parameter, kept in reversed(list(self._kept.items())):
-            only = kept[0]
-            if isinstance(only, SampleGradients) and may_join(parameter, only.gradients):
-                vectors[only.gradients.device].append((parameter, only.gradients))
-                del self._kept[parameter]
-        return list(vectors.values())
-
-    def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
-        for tensor in _exposed(contribution):
-            self._versions[id(tensor)] = tensor._version  # noqa: SLF001 (it has no public name)
-        self._kept[parameter].append(contribution)
-
-    def _measure_alone(self, samples: Sequence[int]) -> Alone | None:
-        if not samples:
-            return None
-        alone = Alone(samples)
-        for contributions in self._kept.values():
-            alone.measure(alone.take(contributions))
-        return alone
-
-    def _sum(self, factors_B: Tensor, parameter: nn.Parameter) -> None:
-        """Add what is kept to the sum, unless a hook wrote it since its norm was found."""
-        contributions = self._kept.pop(parameter, [])
-        for tensor in (one for contribution in contributions for one in _exposed(contribution)):
-            if tensor._version != self._versions[id(tensor)]:  # noqa: SLF001
-                raise RuntimeError(
-                    f"an activation or output gradient that was kept for {self.name_of(parameter)} "
-                    "was changed in place after its norm was found, by a hook maybe; change a copy"
-                )
-        taken = self._take_alone(contributions)
-        self._add_up(parameter, contributions, factors_B, taken)
-
-
-def _exposed(contribution: Kept) -> list[Tensor]:
-    """List the tensors of a contribution that other code has too."""
-    if not isinstance(contribution, Product | ChunkedProduct | Convolution | Lookup):
-        return []
-    read = contribution.read if isinstance(contribution, ChunkedProduct) else ()
-    return [part for part in (*contribution, *read) if isinstance(part, Tensor)]
+    _batch_type = _KeptBatch

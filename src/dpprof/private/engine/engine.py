@@ -6,8 +6,6 @@ losses.
 
 import functools
 import importlib
-import itertools
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,22 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from dpprof.private.allocation_marks import allocates
-from dpprof.private.contributions.alone import Alone, Taken
-from dpprof.private.contributions.contributions import (
-    Contributions,
-    Kept,
-    SampleGradients,
-    device_of,
-    refuse_computed_again,
-    refuse_float16,
-    zero_samples,
-)
-from dpprof.private.contributions.sample_norms import SampleNorms
 from dpprof.private.contributions.sums import ClippedSums, dtype_of_sum, refuse_gradients
-from dpprof.private.engine.factor import LEAST_FACTOR, clip_factor, verify_bound
+from dpprof.private.engine.batch import Batch, Enter
+from dpprof.private.engine.factor import verify_bound
+from dpprof.private.engine.receiver import Receiver
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.graph.broadcasts import Broadcasts
 from dpprof.private.graph.first_batch import FirstBatches, Handler
@@ -43,8 +30,6 @@ from dpprof.private.layers.layers import count_uses
 from dpprof.private.layers.patching import patch_layer, unpatch_layer, watch_calls
 from dpprof.private.layers.rules import Found, LayerRule, find_rewritten, find_rules
 from dpprof.private.norms.code_paths import CodePath, Watch
-from dpprof.private.norms.complex_numbers import as_parameter, interleave
-from dpprof.private.norms.rounding import LEAST_NORM
 from dpprof.private.number_formats import refuse_loss_scale
 from dpprof.private.ranks.distribution import find_ranks
 from dpprof.private.ranks.ranks import Ranks, Settings, refuse_other_wrapper
@@ -52,13 +37,9 @@ from dpprof.private.ranks.shard_sums import ShardSums
 from dpprof.private.refusals.calls import LayerCall
 from dpprof.private.refusals.coverage import Coverage, trained_in
 from dpprof.private.refusals.double_backward import (
-    DIFFERENTIATED_AGAIN,
-    computes_gradients,
-    refuse_gradient,
     refuse_transforms,
 )
 from dpprof.private.refusals.forwards import Forwards
-from dpprof.private.refusals.gradient_hooks import refuse_hooks
 from dpprof.private.refusals.released_state import ReleasedState
 from dpprof.private.refusals.tensor_kinds import refuse_inputs, refuse_losses
 from dpprof.private.samples.batches import give, may_call
@@ -69,8 +50,6 @@ if TYPE_CHECKING:
     from dpprof.private.contributions.deferral import Deferral
     from dpprof.private.norms.linear import WayChoice
     from dpprof.private.samples.repeated_checks import RepeatedChecks
-
-Enter = Callable[[Any], None]
 
 
 def _call(
@@ -143,11 +122,6 @@ class Clipping(ABC):
     keeps = False
     """Whether contributions are kept until the norms are known."""
 
-    _disabled = False
-
-    _alone: Alone | None = None
-    """The samples of the batch that are added one by one."""
-
     _has_orders: bool | None = None
     """Whether batches had orders of rows that lengths do not tell; None before the first."""
 
@@ -203,12 +177,7 @@ class Clipping(ABC):
         self.deferral: Deferral | None = None
         """If not None, nothing waits for the device: takes what only values show."""
 
-        self._handler: Handler | None = None
         self._is_running = threading.Lock()
-        self._changed: list[tuple[nn.Module, Tensor]] = []
-        self._losses: Tensor | None = None
-        self._excluded: Tensor | None = None
-        self._nonfinite: Tensor | None = None
         self.ranks = find_ranks(model)
         """The ranks that train the model."""
 
@@ -217,7 +186,7 @@ class Clipping(ABC):
 
         self._loss_scale = refuse_loss_scale(loss_scale)
         self._first_batches = FirstBatches(
-            first_batch, self._loss_scale, self.ranks, self._name_of_layer
+            first_batch, self._loss_scale, self.ranks, self.name_of_layer
         )
         self._batch_second = find_batch_second(model, batch_second)
         rules = find_rules(
@@ -234,17 +203,29 @@ class Clipping(ABC):
         }
         """Parameters of modules that contain layers, which have no rule, and their modules."""
 
-        self._broadcasts = Broadcasts(Layout())
-        self._stashed: dict[nn.Parameter, tuple[Tensor | None, Tensor]] = {}
-        """While autograd adds up a loose parameter's gradient: what was there, and what it adds."""
-
         self._coverage = Coverage(own, self.ranks)
         self._shared = self._coverage.verify(model)
         self._released = ReleasedState(model, self.ranks.own, self.clips, public_buffers)
-        self._rewritten = self._patch_layers(rules, public_buffers)
-        self._hooks: dict[nn.Parameter, list[Any]] = {}
-        self._hook_leaves()
+        self._forwards = self._find_forwards(public_buffers)
+        self._receiver = Receiver(
+            self._coverage,
+            self._loose,
+            self.ranks,
+            self._forwards,
+            self.shard_sums,
+            is_normalised=stability is not None,
+            name_of=self.name_of,
+            name_of_layer=self.name_of_layer,
+            why_no_gradients=lambda: self._why_no_gradients,
+        )
+        self._rewritten = self._patch_layers(rules)
+        self._receiver.watch()
         self.ranks.take_over()
+
+    @property
+    @abstractmethod
+    def _batch_type(self) -> type[Batch]:
+        """The way in which a batch is clipped."""
 
     def _list_own(self) -> dict[nn.Module, dict[str, nn.Parameter]]:
         """List the trained parameters of each module that has some of its own.
@@ -257,44 +238,45 @@ class Clipping(ABC):
             for layer in self.model.modules()
             if trained_in(layer)
         }
-        trained = (one for parameters in own.values() for one in parameters.values())
-        if self.ranks.is_sharded and any(dtype_of_sum(one) != one.dtype for one in trained):
+        trained = (parameter for parameters in own.values() for parameter in parameters.values())
+        if self.ranks.is_sharded and any(
+            dtype_of_sum(parameter) != parameter.dtype for parameter in trained
+        ):
             raise UnsupportedError(
                 "under fully_shard trained parameters need float32, because their sums have their "
                 "dtype; let MixedPrecisionPolicy(param_dtype=...) gather them in 16 bits"
             )
         return own
 
-    def _patch_layers(
-        self, rules: Mapping[nn.Module, Found], public: Collection[str]
-    ) -> Collection[nn.Module]:
+    def _patch_layers(self, rules: Mapping[nn.Module, Found]) -> Collection[nn.Module]:
         """Let rules run layers, and watch calls of the model; return what else runs otherwise."""
-        self._forwards = self._find_forwards(public)
-        choices = {one: Found(choice.run, type(one)) for one, choice in self._choices.items()}
+        choices = {
+            module: Found(choice.run, type(module)) for module, choice in self._choices.items()
+        }
         for layer, (rule, replaced) in (*rules.items(), *choices.items()):
-            receive = partial(self._receive, layer)
+            receive = partial(self._receiver.receive, layer)
             run = partial(_make_uncompiled(), self.ranks, self._forwards, rule, layer, receive)
-            around = [one for one in self._choices.values() if layer in one.inside]
+            around = [choice for choice in self._choices.values() if layer in choice.inside]
             patch_layer(layer, run, replaced, partial(self._is_on, around))
         rewritten = find_rewritten(self.model)
         for module, run_module in rewritten.items():
-            patch_layer(module, run_module, type(module), lambda: not self._disabled)
-        is_on = lambda: not (self._disabled or torch.compiler.is_exporting())  # noqa: E731
+            patch_layer(module, run_module, type(module), lambda: not self._receiver.is_disabled)
+        is_on = lambda: not (self._receiver.is_disabled or torch.compiler.is_exporting())  # noqa: E731
         watch_calls(self.model, self._forwards.watcher(), is_on)
         return rewritten
 
     def _find_forwards(self, public: Collection[str]) -> Forwards:
         """Prepare to see which parameters a forward writes."""
         names = {
-            self.ranks.own(one): name
-            for name, one in self.model.named_parameters()
+            self.ranks.own(parameter): name
+            for name, parameter in self.model.named_parameters()
             if name not in public
         }
         return Forwards(names, lambda: self.deferral is None)
 
     def _is_on(self, around: Sequence[Choice]) -> bool:
         """Tell whether a layer is clipped by itself, and not with a module around it."""
-        return not self._disabled and not any(choice.is_one for choice in around)
+        return not self._receiver.is_disabled and not any(choice.is_one for choice in around)
 
     @property
     def max_grad_norm(self) -> float:
@@ -359,13 +341,15 @@ class Clipping(ABC):
         if not batch and collate is not None:
             batch = (collate(list(samples)),)
         takes_all = may_call(losses_of, *batch) and not isinstance(batch[0], Mapping)
-        given, named = (batch, {}) if takes_all or batch[1:] else give(losses_of, batch[0])
-        found = verification.check(self.model, loss, named or given, self, tolerance=tolerance)
+        arguments, named = (batch, {}) if takes_all or batch[1:] else give(losses_of, batch[0])
+        checked = verification.check(
+            self.model, loss, named or arguments, self, tolerance=tolerance
+        )
         problems = []
         if collate is not None:
             problems = compare_samples(self, losses_of, lambda: samples, collate)
         missed = {"samples that are collated anew": "; ".join(problems)} if problems else {}
-        return found._replace(unchecked=found.unchecked | missed)
+        return checked._replace(unchecked=checked.unchecked | missed)
 
     @property
     def first_batch_verified(self) -> bool:
@@ -401,8 +385,7 @@ class Clipping(ABC):
         """Restore the model's layers, and remove all hooks."""
         for layer in (*self._layers, *self._rewritten, self.model):
             unpatch_layer(layer)
-        for hook in itertools.chain(*self._hooks.values()):
-            hook.remove()
+        self._receiver.remove()
         self._layers.clear()
         self.ranks.release()
 
@@ -452,53 +435,11 @@ class Clipping(ABC):
             self._is_running.release()
 
     def _backward(self, losses: Tensor, enter: Enter) -> None:
-        refuse_losses(losses)
-        refuse_transforms(self.model)
-        self.ranks.verify()
-        self._shared = self._coverage.verify(self.model)
-        self._hook_leaves()
-        if self.sums.owner is not None:
-            refuse_gradients(self._coverage, self.name_of)
-        self.sums.begin(self.max_grad_norm)
-        self._losses = losses.detach()
-        self.sample_norms = None
-        self.nonfinite_samples = 0
-        self.plan = {}
+        self._prepare(losses)
         is_due = self._is_due()
         self._first_batches.begin()
         try:
-            layout = self._read_graph(losses)
-            self._first_batches.verify(losses, self.handling, self._coverage, layout)
-            layout.raises = True
-            self._changed.clear()
-            if self.ranks.is_sharded:
-                self._expect_shards(losses)
-            if len(losses) or self.ranks.is_sharded:
-                norms = SampleNorms(
-                    losses.detach(),
-                    self._find_reused(layout.nodes),
-                    self._keep,
-                    keeps=self.keeps,
-                    shares=self.ranks.is_sharded,
-                    loss_scale=self._loss_scale,
-                    deferral=self.deferral,
-                    watch=self.watch,
-                    squares=self.squares,
-                    name_of=self.name_of,
-                    why_once=self.why_once,
-                )
-                self.plan = norms.plan
-                self._clip(losses, norms, enter)
-                if self._nonfinite is not None:
-                    self.nonfinite_samples = sum(self._nonfinite.tolist())
-            else:
-                self.sample_norms = losses.detach()
-            self._refuse_changed_outputs()
-            self.shard_sums.finish()
-            self.ranks.refuse_unclipped()
-            self._forwards.verify()
-            if self.deferral is None:
-                self.verify_released()
+            self._sum(losses, enter)
             if is_due and self.repeated is not None:
                 self.repeated.compare()
         except BaseException:
@@ -508,23 +449,45 @@ class Clipping(ABC):
                 self._first_batches.undo()
             raise
         finally:
-            self._forget_batch()
+            self._receiver.forget_batch()
+            self._forwards.close()
         if self.sums.owner is None:
             self.sums.give()
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
 
-    def _forget_batch(self) -> None:
-        """Forget what is of one backward alone."""
-        self._losses = self._excluded = self._nonfinite = self._alone = None
-        self._changed.clear()
-        for leaf, (before, _) in self._stashed.items():
-            leaf.grad = before
-        self._stashed.clear()
-        self._forwards.close()
-        self._broadcasts.remove()
-        # They keep the graph, and its nodes of parameters would remember this stream for ever.
-        self._broadcasts = Broadcasts(Layout())
+    def _prepare(self, losses: Tensor) -> None:
+        """Refuse what the model and the losses show, and forget the last batch's results."""
+        refuse_losses(losses)
+        refuse_transforms(self.model)
+        self.ranks.verify()
+        self._shared = self._coverage.verify(self.model)
+        self._receiver.watch()
+        if self.sums.owner is not None:
+            refuse_gradients(self._coverage, self.name_of)
+        self.sums.begin(self.max_grad_norm)
+        self.sample_norms, self.nonfinite_samples, self.plan = None, 0, {}
+
+    def _sum(self, losses: Tensor, enter: Enter) -> None:
+        """Add the clipped gradients of a batch to the sums."""
+        batch = self._receiver.batch = self._read_graph(losses)
+        self._first_batches.verify(losses, self.handling, self._coverage, batch.layout)
+        batch.layout.raises = True
+        batch.changed.clear()
+        if self.ranks.is_sharded:
+            self._expect_shards(losses)
+        if len(losses) or self.ranks.is_sharded:
+            self.plan = batch.norms.plan
+            batch.clip(enter)
+        self.sample_norms = batch.sample_norms
+        if batch.nonfinite_B is not None:
+            self.nonfinite_samples = sum(batch.nonfinite_B.tolist())
+        batch.refuse_changed_outputs()
+        self.shard_sums.finish()
+        self.ranks.refuse_unclipped()
+        self._forwards.verify()
+        if self.deferral is None:
+            self.verify_released()
 
     def _is_due(self) -> bool:
         """Tell whether to verify in this step again, and have its gradients looked at."""
@@ -535,7 +498,7 @@ class Clipping(ABC):
         self._first_batches.look_again()
         return True
 
-    def _read_graph(self, losses: Tensor) -> Layout:
+    def _read_graph(self, losses: Tensor) -> Batch:
         """Find which rows samples have, and what enters for all samples."""
 
         def name_of(leaf: nn.Parameter) -> str:
@@ -551,14 +514,25 @@ class Clipping(ABC):
                     "does not have, and its gradient would be neither clipped nor noised; make it "
                     "a part of the model before its clipping is made, or detach() it"
                 )
-        leaves = {leaf for one in self._loose for leaf in self.ranks.leaves(one)}
-        self._broadcasts = Broadcasts(layout, leaves, name_of)
-        layout.group()
-        if len(losses) > 1:
-            self._has_orders = layout.has_orders or bool(self._has_orders)
-        ways = self._broadcasts.ways | layout.describe() | describe(self._batch_second)
-        self._first_batches.expect(ways)
-        return layout
+        leaves = {leaf for parameter in self._loose for leaf in self.ranks.leaves(parameter)}
+        broadcasts = Broadcasts(layout, leaves, name_of)
+        try:
+            layout.group()
+            if len(losses) > 1:
+                self._has_orders = layout.has_orders or bool(self._has_orders)
+            ways = broadcasts.ways | layout.describe() | describe(self._batch_second)
+            self._first_batches.expect(ways)
+            reused = self._find_reused(layout.nodes, broadcasts)
+            return self._batch_type(self, losses, layout, broadcasts, reused)
+        except BaseException:
+            broadcasts.remove()
+            raise
+
+    def agree(self) -> None:
+        """Let sharded ranks agree on step and batch, before sums leave them."""
+        late = self._first_batches.has_late_ways
+        self.shard_sums.agree(self._coverage.names, self.settings_of_step(), has_late_ways=late)
+        self._first_batches.refuse_late_ways()
 
     def verify_released(self) -> None:
         """Refuse a step if a tensor that modules hold changed; this may wait for the device.
@@ -578,154 +552,27 @@ class Clipping(ABC):
             )
         self.shard_sums.start(self.max_grad_norm, continues=self.continues())
 
-    @abstractmethod
-    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
-        """Add up the clipped gradients, and set ``sample_norms``."""
-
-    @abstractmethod
-    def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
-        """Keep a contribution for the clipped sum, unless another pass computes it again."""
-
-    @abstractmethod
-    def _measure_alone(self, samples: Sequence[int]) -> Alone | None:
-        """Measure samples one by one; where ranks are sharded, all call this."""
-
-    def _find_reused(self, nodes: Sequence[Any]) -> Collection[nn.Parameter]:
+    def _find_reused(
+        self, nodes: Sequence[Any], broadcasts: Broadcasts
+    ) -> Collection[nn.Parameter]:
         """Find the parameters that more than one contribution of this batch may be for."""
         uses = count_uses(nodes)
-        for parameter in self._broadcasts.of:
+        for parameter in broadcasts.of:
             uses[parameter] += 1
         return self._shared | {self.ranks.own(p) for p, count in uses.items() if count > 1}
 
-    def _name_of_layer(self, layer: nn.Module) -> str:
-        names = (name for name, one in self.model.named_modules() if one is layer)
+    def name_of_layer(self, layer: nn.Module) -> str:
+        """Return a layer's name in the model, or its type."""
+        names = (name for name, module in self.model.named_modules() if module is layer)
         return next(names, "") or type(layer).__name__
-
-    def _receive(
-        self,
-        layer: nn.Module,
-        call: LayerCall,
-        contributions: Contributions,
-        changed_B: Tensor | None = None,
-        *,
-        may_repeat: bool = False,
-    ) -> None:
-        call.verify(self._name_of_layer)
-        if torch.is_grad_enabled() and (not may_repeat or self._why_no_gradients):
-            problem = self._why_no_gradients or DIFFERENTIATED_AGAIN
-            refuse_gradient(self._name_of_layer(layer), type(layer).__name__, problem)
-        if not computes_gradients(contributions, self.name_of):
-            return  # somebody else's gradient, of an input
-        if self._handler is None:
-            raise RuntimeError(
-                "this model's gradients are clipped: call backward(losses) of its Clipping in "
-                "place of loss.backward()"
-            )
-        if call.forward is not None:
-            self._forwards.differentiate(call.forward)
-        if changed_B is not None:
-            self._changed.append((layer, changed_B))
-        owned = [(self.ranks.own(parameter), one) for parameter, one in contributions]
-        if any(parameter not in self._coverage for parameter, _ in owned):
-            raise RuntimeError(
-                f"{self._name_of_layer(layer)} ran with tensors in place of its parameters, as "
-                "torch.func.functional_call gives them, which are not clipped; call the model with "
-                "its own"
-            )
-        # A parameter may have been frozen after forward.
-        trained = [pair for pair in owned if pair[0].requires_grad]
-        if self.ranks.is_sharded:
-            refuse_computed_again(trained)
-        if trained:
-            self._pass_on(layer, trained)
-
-    def _pass_on(self, layer: nn.Module, contributions: Contributions) -> None:
-        """Hand contributions of trained parameters over."""
-        assert self._handler is not None
-        if self._stability is not None:
-            refuse_float16(contributions)
-        if self.shard_sums.is_counting:
-            for parameter, _ in contributions:
-                self.shard_sums.count(parameter)
-        self._handler(layer, contributions)
-
-    def _refuse_unclipped(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        if gradient is None or self._disabled:
-            return
-        if self._handler is None:
-            raise RuntimeError(
-                f"autograd computed a gradient of {self.name_of(parameter)} that is not clipped; "
-                "call backward(losses) of its Clipping, or remove() that first"
-            )
-        raise RuntimeError(
-            f"{self.name_of(parameter)} was used outside of its layer, where clipping does not see "
-            "it; call the layer, name a module around it that gets and returns samples in "
-            "as_one=[...], or freeze the parameter; in place of a loss that takes the weight of a "
-            "head, as Liger's does, use dpprof.private.linear_cross_entropy"
-        )
-
-    def _stash(self, leaf: nn.Parameter, gradient: Tensor | None) -> None:
-        """Let autograd leave what it adds up of a loose parameter where nothing else is."""
-        if gradient is None or self._disabled:
-            return
-        if self._handler is None:
-            self._refuse_unclipped(self.ranks.own(leaf), gradient)
-        self._stashed[leaf] = leaf.grad, gradient
-        leaf.grad = None
-
-    def _take_loose(self, leaf: nn.Parameter) -> None:
-        """Handle a loose parameter's per-sample gradients in place of their sum."""
-        if leaf not in self._stashed:
-            return
-        self._forwards.differentiate()
-        leaf.grad, gradient = self._stashed.pop(leaf)
-        parameter = self.ranks.own(leaf)
-        gradients = self._find_loose(leaf, gradient)
-        if gradients is None:
-            self._refuse_unclipped(parameter, gradient)
-        assert gradients is not None
-        if parameter.requires_grad:  # it may have been frozen after forward
-            # A copy: a hook may write what autograd still has.
-            own = gradients.reshape(len(gradients), *parameter.shape or (1,)).clone()
-            self._pass_on(self._loose[parameter], [(parameter, SampleGradients(interleave(own)))])
-
-    def _find_loose(self, leaf: nn.Parameter, gradient: Tensor) -> Tensor | None:
-        """Return a loose parameter's per-sample gradients, of the sum that autograd found."""
-        assert self._losses is not None
-        if not len(self._losses):  # of the sample that stands for a batch without
-            return gradient[None]
-        found = self._broadcasts.of.get(leaf)
-        return found.take(gradient) if found else None
-
-    def _hook_leaves(self) -> None:
-        """Watch everything that may get a gradient of a clipped parameter from autograd.
-
-        Raises:
-            UnsupportedError: Something else watches it.
-        """
-        for parameter in self._coverage:
-            for leaf in self.ranks.leaves(parameter):
-                if not leaf.requires_grad:
-                    continue
-                refuse_hooks(self.name_of(parameter), leaf, self._hooks.get(leaf, ()))
-                if leaf in self._hooks:
-                    continue
-                if parameter in self._loose:
-                    self._hooks[leaf] = [
-                        leaf.register_hook(partial(self._stash, leaf)),  # type: ignore[no-untyped-call]
-                        leaf.register_post_accumulate_grad_hook(self._take_loose),  # type: ignore[no-untyped-call]
-                    ]
-                else:
-                    refuse = partial(self._refuse_unclipped, parameter)
-                    self._hooks[leaf] = [leaf.register_hook(refuse)]  # type: ignore[no-untyped-call]
 
     def handling(self, handler: Handler) -> AbstractContextManager[None]:
         """Let ``handler`` take the contributions of all layers inside the context."""
-        return substitute(self, "_handler", handler)
+        return self._receiver.handling(handler)
 
     def disabled(self) -> AbstractContextManager[None]:
         """Run the model and autograd without clipping inside the context."""
-        return substitute(self, "_disabled", value=True)
+        return substitute(self._receiver, "is_disabled", value=True)
 
     @contextmanager
     def first_batch_trusted(self) -> Iterator[None]:
@@ -733,148 +580,6 @@ class Clipping(ABC):
         trusted = substitute(self._first_batches, "are_verified", value=True)
         with trusted, substitute(self, "repeated", value=None):
             yield
-
-    @torch.no_grad()
-    def _finish(self, norms: SampleNorms) -> Tensor:
-        """Set ``sample_norms`` once backward is over, and return the clipping factors; (B,)."""
-        self._refuse_changed_outputs()
-        norms.add_reused()
-        self.sample_norms, unsure_B = self._compute_norms(norms, self.max_grad_norm)
-        if self.ranks.is_sharded:
-            late = self._first_batches.has_late_ways
-            self.shard_sums.agree(self._coverage.names, self.settings_of_step(), has_late_ways=late)
-            self._first_batches.refuse_late_ways()
-        return self._compute_factors(self.sample_norms, unsure_B, self.max_grad_norm)
-
-    def _compute_norms(self, norms: SampleNorms, bound: float) -> tuple[Tensor, Tensor]:
-        """Compute the norms of gradients as they are without ``loss_scale``; which are unsure."""
-        norms_B, unsure_B = norms.compute(max(self._stability or bound, LEAST_NORM))
-        return norms_B if self._loss_scale == 1 else norms_B / self._loss_scale, unsure_B
-
-    @allocates("norm_samples")
-    def _make_weights(self, losses_B: Tensor) -> Tensor:
-        """Return the gradient with which the losses are differentiated; (B,)."""
-        return torch.full_like(losses_B, self._loss_scale)
-
-    def _refuse_changed_outputs(self) -> None:
-        """Refuse layers whose outputs were others when they ran again in backward."""
-        for layer, changed_B in self._changed:
-            if self.deferral is not None:
-                self.deferral.flag(changed_B)
-            elif not isinstance(changed_B, FakeTensor) and any(changed_B.tolist()):
-                raise RuntimeError(
-                    f"{self._name_of_layer(layer)} gave another output when it ran again for "
-                    "per-sample gradients: it has no rule, and draws numbers, counts its calls, "
-                    "reads what changed or gets the entries of samples in another order; move that "
-                    "out of the layer, name a module around it that gets and returns samples in "
-                    "as_one=[...], or freeze its parameters"
-                )
-        self._changed.clear()
-
-    def _compute_factors(self, norms_B: Tensor, unsure_B: Tensor, bound: float) -> Tensor:
-        """Compute clipping factors; samples that are not finite, or are added alone, get 0.
-
-        The norms of the latter are corrected in place.
-        """
-        assert self._losses is not None
-        self._excluded = self._alone = None
-        factors_B = self._find_factors(norms_B, bound)
-        is_lost_B = ~self._losses.to(norms_B.device).isfinite()
-        unsure_B = unsure_B | ~norms_B.isfinite() | (factors_B < LEAST_FACTOR)
-        if self.deferral is not None:
-            self.deferral.flag(is_lost_B | unsure_B)
-            return factors_B * self.deferral.weights_B.to(factors_B)
-        flags_2B = torch.stack([is_lost_B, unsure_B])
-        # A fake tensor has no values; otherwise this waits for the device.
-        lost, unsure = [[], []] if isinstance(flags_2B, FakeTensor) else flags_2B.tolist()
-        samples = [at for at, flag in enumerate(unsure) if flag and not lost[at]]
-        if samples or self.ranks.is_sharded:
-            self._alone = self._measure_alone(samples)
-        if not (samples or any(lost)):
-            return factors_B
-        for at in samples:
-            lost[at] = not self._set_factor(at, norms_B, bound)
-        nonfinite_B = norms_B.new_tensor(lost, dtype=torch.bool)
-        before_B = self._nonfinite
-        self._nonfinite = (
-            nonfinite_B if before_B is None else before_B | nonfinite_B.to(before_B.device)
-        )
-        for at in samples:
-            lost[at] = True
-        self._excluded = norms_B.new_tensor(lost, dtype=torch.bool)
-        return factors_B.masked_fill(self._excluded, 0)
-
-    def _find_factors(self, norms_B: Tensor, bound: float) -> Tensor:
-        return clip_factor(norms_B, bound, self._stability, self._loss_scale)
-
-    def _set_factor(self, at: int, norms_B: Tensor, bound: float) -> bool:
-        """Set norm and factor of a sample that is added alone; tell whether it is finite."""
-        assert self._alone is not None
-        norm = torch.tensor(self._alone.squares[at], dtype=torch.float64).sqrt() / self._loss_scale
-        norms_B[at] = norm
-        if not math.isfinite(norms_B[at]):
-            return False
-        self._alone.factors[at] = float(self._find_factors(norm, bound))
-        return True
-
-    def _take_alone(self, contributions: Sequence[Kept]) -> Taken:
-        """Take the samples that are added alone out of all contributions of a parameter."""
-        return {} if self._alone is None else self._alone.take(contributions)
-
-    @torch.no_grad()
-    def _add_up(
-        self,
-        parameter: nn.Parameter,
-        contributions: Sequence[Kept],
-        factors_B: Tensor,
-        taken: Taken,
-    ) -> None:
-        """Sum contributions over samples, scaled by clipping factors, and add that.
-
-        ``taken`` is what is added alone.
-        """
-        if not len(factors_B):  # it belongs to no sample
-            return
-        for contribution in contributions:
-            kept = contribution
-            if self._excluded is not None:
-                kept = zero_samples(contribution, self._excluded)
-            on_device_B = factors_B.to(device_of(kept))
-            if self.ranks.is_sharded:
-                summed = sum_whole(kept, on_device_B)
-            else:
-                summed = kept.sum(on_device_B)
-            if self._alone is not None:
-                self._alone.add(taken, summed)
-                taken = {}
-            if self.ranks.is_sharded:
-                self.shard_sums.add(parameter, as_parameter(summed, parameter))
-                continue
-            summed = as_parameter(summed, parameter)
-            self.sums.add(parameter, summed.to(dtype_of_sum(parameter)))
-
-    @torch.no_grad()
-    def _add_up_vectors(
-        self, vectors: Sequence[tuple[nn.Parameter, Tensor]], factors_B: Tensor
-    ) -> None:
-        """Sum the per-sample gradients of vectors, (B, p) each, over samples; add the sums."""
-        joined: Kept = SampleGradients(torch.cat([one for _, one in vectors], dim=1))
-        if self._excluded is not None:
-            joined = zero_samples(joined, self._excluded)
-        summed = joined.sum(factors_B.to(device_of(joined)))
-        sizes = [gradients.shape[1] for _, gradients in vectors]
-        # Views of one tensor would keep the memory of all as long as one of them is there.
-        own = [summed.new_empty(size) for size in sizes]
-        torch._foreach_copy_(own, torch.split(summed, sizes))
-        for (parameter, _), part in zip(vectors, own, strict=True):
-            summed = as_parameter(part, parameter)
-            self.sums.add(parameter, summed.to(dtype_of_sum(parameter)))
-
-
-@allocates("unsharded_gradients")
-def sum_whole(contribution: Kept, factors_B: Tensor) -> Tensor:
-    """Sum a contribution over samples to what a reduce-scatter splits among ranks."""
-    return contribution.sum(factors_B)
 
 
 def _run(
@@ -890,9 +595,9 @@ def _run(
     refuse_transforms(layer)
     forward = forwards.of(layer) if torch.is_grad_enabled() else None
     if forward is not None and not isinstance(getattr(rule, "__self__", None), Choice):
-        given = (*inputs, *named.values())
-        is_alone = len(given) == 1  # without the loss of a head
-        refuse_inputs(layer, given, may_be_sparse=is_alone and isinstance(layer, nn.Linear))
+        arguments = (*inputs, *named.values())
+        is_alone = len(arguments) == 1  # without the loss of a head
+        refuse_inputs(layer, arguments, may_be_sparse=is_alone and isinstance(layer, nn.Linear))
     call = LayerCall(layer, forward)
     y = rule(layer, partial(receive, call), *inputs, **named)
     call.end()

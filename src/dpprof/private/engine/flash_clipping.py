@@ -19,7 +19,7 @@ weighted activations or output gradients, whichever are narrower.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -36,8 +36,124 @@ from dpprof.private.contributions.contributions import (
     materialise_vector,
 )
 from dpprof.private.contributions.projections import Projections
-from dpprof.private.contributions.sample_norms import SampleNorms
-from dpprof.private.engine.engine import Clipping, Enter
+from dpprof.private.engine.batch import Batch, Enter
+from dpprof.private.engine.engine import Clipping
+from dpprof.private.graph.first_batch import Handler
+
+
+class _TwoPasses(Batch):
+    """A batch of which nothing but the graph is kept between two backward passes."""
+
+    clipping: "FlashClipping"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._projections: Projections | None = None
+        self._uses: Counter[nn.Parameter] = Counter()
+        """How often each parameter was used, where samples were measured alone."""
+
+        self._taken: dict[nn.Parameter, list[Taken]] = defaultdict(list)
+        """Of the uses so far."""
+
+        self._weights_B = self.losses
+
+    def clip(self, enter: Enter) -> None:
+        """Measure in one backward, and sum in a second."""
+        if len(self.losses):
+            self._projections = self.clipping.project(self.losses)
+        enter("backward")
+        self._weights_B = self.make_weights()
+        self._run_first_pass(self.norms.add)
+        enter("clip")
+        factors_B = self.find_factors()
+        enter("second_backward")
+        with self.clipping.handling(partial(self._add_layer, factors_B)):
+            torch.autograd.backward(self.losses, self._weights_B)
+        self._refuse_difference()
+        self._projections = None
+
+    def _run_first_pass(self, handler: Handler) -> None:
+        with self.clipping.handling(handler):
+            torch.autograd.backward(self.losses, self._weights_B, retain_graph=True)
+
+    def measure_alone(self, samples: Sequence[int]) -> Alone | None:
+        """Measure samples in another pass like the first."""
+        if not any(self.ranks.any(bool(samples))):
+            return None
+        alone = Alone(samples)
+        self._run_first_pass(partial(self._measure_layer, alone))
+        for parameter in list(self._taken):
+            alone.measure(self._join_uses(parameter))
+        return alone
+
+    def _measure_layer(self, alone: Alone, _layer: nn.Module, contributions: Contributions) -> None:
+        """Measure what a layer contributes to the samples that are added alone."""
+        for parameter, contribution in contributions:
+            self._uses[parameter] += 1
+            self._taken[parameter].append(alone.take([contribution]))
+            if parameter not in self.reused:
+                alone.measure(self._join_uses(parameter))
+
+    def _take_use(self, parameter: nn.Parameter, contribution: Contribution) -> Taken:
+        """Take the samples that are added alone out of a use; return all uses with the last."""
+        if self.alone is None:
+            return {}
+        self._taken[parameter].append(self.alone.take([contribution]))
+        self._uses[parameter] -= 1
+        return {} if self._uses[parameter] else self._join_uses(parameter)
+
+    def _join_uses(self, parameter: nn.Parameter) -> Taken:
+        joined: dict[int, list[Contribution]] = defaultdict(list)
+        for taken in self._taken.pop(parameter):
+            for sample, uses in taken.items():
+                joined[sample] += uses
+        return joined
+
+    def keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
+        """Note the projection of what is measured."""
+        assert self._projections is not None
+        assert not isinstance(contribution, GradientsInParts)  # nothing is kept
+        self._projections.note(parameter, contribution, is_measured=True)
+
+    def _add_layer(
+        self, factors_B: Tensor, _layer: nn.Module, contributions: Contributions
+    ) -> None:
+        """Add what a layer contributes in the second pass."""
+        shard_sums = self.clipping.shard_sums
+        for parameter, use in contributions:
+            if self.ranks.is_sharded:
+                shard_sums.begin_use(parameter)
+            contribution = materialise_vector(use)
+            if self._projections is not None:
+                self._projections.note(parameter, contribution, is_measured=False)
+            taken = self._take_use(parameter, use)
+            self.add_up(parameter, [contribution], factors_B, taken)
+            if self.ranks.is_sharded:
+                shard_sums.end_use(parameter)
+
+    def _refuse_difference(self) -> None:
+        """Refuse a batch in which other gradients were summed than measured."""
+        if self._projections is None:
+            return
+        scale = self.clipping.loss_scale
+        least = self.clipping.stability or self.clipping.max_grad_norm
+        differs_B = self._projections.compare(
+            self.sample_norms * scale, least * scale, self.excluded_B
+        )
+        if self.deferral is not None:
+            self.deferral.flag(differs_B)
+            return
+        parameter = self._projections.find_difference(differs_B)
+        differs_alone = self.alone is not None and self.alone.differ
+        if parameter is not None or differs_alone:
+            which = "a sample" if parameter is None else self.clipping.name_of(parameter)
+            raise RuntimeError(
+                f"another gradient of {which} was summed than measured, so "
+                "samples could exceed the bound: code that the second backward runs again draws "
+                "other random numbers, counts its calls, or reads what changed; checkpoint with "
+                "preserve_rng_state=True, draw with PyTorch's generators alone, or use "
+                "BookKeeping, which needs one pass"
+            )
 
 
 class FlashClipping(Clipping):
@@ -63,126 +179,20 @@ class FlashClipping(Clipping):
         1.0
     """
 
+    _batch_type = _TwoPasses
+
     def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
         super().__init__(model, max_grad_norm, **options)
-        self._projections: Projections | None = None
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._uses: Counter[nn.Parameter] = Counter()
-        """How often each parameter was used, where samples were measured alone."""
-
-        self._taken: dict[nn.Parameter, list[Taken]] = defaultdict(list)
-        """Of the uses so far."""
-
-        self._reused: Collection[nn.Parameter] = ()
-        self._repeat: Callable[[], None] = lambda: None
-        """Runs the first pass again."""
-
-    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
-        if len(losses):
-            generator = self._find_generator(losses)
-            self._projections = Projections(self._coverage, losses, generator)
-        try:
-            enter("backward")
-            weights = self._make_weights(losses)
-            self._repeat = partial(torch.autograd.backward, losses, weights, retain_graph=True)
-            with self.handling(norms.add):
-                self._repeat()
-            enter("clip")
-            factors_B = self._finish(norms)
-            enter("second_backward")
-            with self.handling(partial(self._add_layer, factors_B)):
-                torch.autograd.backward(losses, weights)
-            self._refuse_difference()
-        finally:
-            self._projections = None
-            self._repeat, self._reused = lambda: None, ()
-            self._uses.clear()
-            self._taken.clear()
-
-    def _find_reused(self, nodes: Sequence[Any]) -> Collection[nn.Parameter]:
-        self._reused = super()._find_reused(nodes)
-        return self._reused
-
-    def _measure_alone(self, samples: Sequence[int]) -> Alone | None:
-        if not any(self.ranks.any(bool(samples))):
-            return None
-        alone = Alone(samples)
-        with self.handling(partial(self._measure_layer, alone)):
-            self._repeat()
-        for parameter in list(self._taken):
-            alone.measure(self._join_uses(parameter))
-        return alone
-
-    def _measure_layer(self, alone: Alone, _layer: nn.Module, contributions: Contributions) -> None:
-        """Measure what a layer contributes to the samples that are added alone."""
-        for parameter, contribution in contributions:
-            self._uses[parameter] += 1
-            self._taken[parameter].append(alone.take([contribution]))
-            if parameter not in self._reused:
-                alone.measure(self._join_uses(parameter))
-
-    def _take_use(self, parameter: nn.Parameter, contribution: Contribution) -> Taken:
-        """Take the samples that are added alone out of a use; return all uses with the last."""
-        if self._alone is None:
-            return {}
-        self._taken[parameter].append(self._alone.take([contribution]))
-        self._uses[parameter] -= 1
-        return {} if self._uses[parameter] else self._join_uses(parameter)
-
-    def _join_uses(self, parameter: nn.Parameter) -> Taken:
-        joined: dict[int, list[Contribution]] = defaultdict(list)
-        for taken in self._taken.pop(parameter):
-            for at, uses in taken.items():
-                joined[at] += uses
-        return joined
-
-    def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
-        assert self._projections is not None
-        assert not isinstance(contribution, GradientsInParts)  # nothing is kept
-        self._projections.note(parameter, contribution, is_measured=True)
-
-    def _add_layer(
-        self, factors_B: Tensor, _layer: nn.Module, contributions: Contributions
-    ) -> None:
-        """Add what a layer contributes in the second pass."""
-        for parameter, found in contributions:
-            if self.ranks.is_sharded:
-                self.shard_sums.begin_use(parameter)
-            contribution = materialise_vector(found)
-            if self._projections is not None:
-                self._projections.note(parameter, contribution, is_measured=False)
-            taken = self._take_use(parameter, found)
-            self._add_up(parameter, [contribution], factors_B, taken)
-            if self.ranks.is_sharded:
-                self.shard_sums.end_use(parameter)
-
-    def _refuse_difference(self) -> None:
-        """Refuse a batch in which other gradients were summed than measured."""
-        if self._projections is None:
-            return
-        assert self.sample_norms is not None
-        least = self.stability or self.max_grad_norm
-        scaled = (self.sample_norms * self.loss_scale, least * self.loss_scale)
-        differs_B = self._projections.compare(*scaled, self._excluded)
-        if self.deferral is not None:
-            self.deferral.flag(differs_B)
-            return
-        parameter = self._projections.find_difference(differs_B)
-        differs_alone = self._alone is not None and self._alone.differ
-        if parameter is not None or differs_alone:
-            which = "a sample" if parameter is None else self.name_of(parameter)
-            raise RuntimeError(
-                f"another gradient of {which} was summed than measured, so "
-                "samples could exceed the bound: code that the second backward runs again draws "
-                "other random numbers, counts its calls, or reads what changed; checkpoint with "
-                "preserve_rng_state=True, draw with PyTorch's generators alone, or use "
-                "BookKeeping, which needs one pass"
-            )
 
     @property
     def generators(self) -> list[torch.Generator]:
         """The sources of random directions that were used."""
         return list(self._generators.values())
+
+    def project(self, losses: Tensor) -> Projections:
+        """Return the random projections of one batch."""
+        return Projections(self._coverage, losses, self._find_generator(losses))
 
     def _find_generator(self, losses: Tensor) -> torch.Generator | None:
         """Return the source of random directions on a device; a model cannot know its seed."""

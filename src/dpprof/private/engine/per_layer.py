@@ -14,7 +14,6 @@ elements than the activations and output gradients.
 
 import math
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +21,57 @@ from torch import Tensor, nn
 
 from dpprof.private.contributions.alone import Alone
 from dpprof.private.contributions.contributions import Contributions, Kept
-from dpprof.private.contributions.sample_norms import SampleNorms
-from dpprof.private.engine.engine import Clipping, Enter
+from dpprof.private.engine.batch import Batch, Enter
+from dpprof.private.engine.engine import Clipping
 from dpprof.private.errors import UnsupportedError
+
+
+class _LayerByLayer(Batch):
+    """A batch whose layers are clipped as backward passes them."""
+
+    clipping: "PerLayerClipping"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._kept: dict[nn.Parameter, Kept] = {}
+        self._norms_of_layers: list[Tensor] = []
+        self._count = len(self.clipping.list_layers())
+
+    def clip(self, enter: Enter) -> None:
+        """Run one backward, which clips and sums each layer."""
+        enter("backward")
+        with self.clipping.handling(self._clip_layer):
+            torch.autograd.backward(self.losses, self.make_weights())
+        if not self._norms_of_layers:
+            raise RuntimeError("the losses depend on no trained parameter")
+        self.sample_norms = torch.stack(self._norms_of_layers, dim=1)
+
+    def keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
+        """Keep a contribution until its layer is clipped."""
+        self._kept[parameter] = contribution
+
+    def measure_alone(self, samples: Sequence[int]) -> Alone | None:
+        """Measure samples by what is kept of the layer."""
+        alone = Alone(samples)
+        for kept in self._kept.values():
+            alone.measure(alone.take([kept]))
+        return alone
+
+    def _clip_layer(self, layer: nn.Module, contributions: Contributions) -> None:
+        self.norms.add(layer, contributions)
+        if len(self._norms_of_layers) == self._count:
+            raise RuntimeError(
+                f"more than {self._count} layers contributed, so a sample could exceed the bound; "
+                "make a new clipping"
+            )
+        bound = self.clipping.max_grad_norm / math.sqrt(self._count)
+        norms_B, unsure_B = self.compute_norms(bound)
+        self._norms_of_layers.append(norms_B)
+        factors_B = self.compute_factors(norms_B, unsure_B, bound)
+        for parameter, _ in contributions:
+            kept = [self._kept.pop(parameter)]
+            taken = self.alone.take(kept) if self.alone else {}
+            self.add_up(parameter, kept, factors_B, taken)
 
 
 class PerLayerClipping(Clipping):
@@ -54,6 +101,7 @@ class PerLayerClipping(Clipping):
 
     keeps = True
     why_once = "and per-layer clipping clips each use by itself"
+    _batch_type = _LayerByLayer
 
     def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
         if options.get("stability") is not None:
@@ -69,19 +117,17 @@ class PerLayerClipping(Clipping):
         if self.ranks.size > 1 or self.ranks.is_sharded:
             self.remove()
             raise UnsupportedError("per-layer clipping does not work with several ranks yet")
-        self._kept: dict[nn.Parameter, Kept] = {}
-        self._norms: list[Tensor] = []
 
     @property
     def bound(self) -> float:
         """C / sqrt(L), the bound of each layer."""
-        return self.max_grad_norm / math.sqrt(len(self._list_layers()))
+        return self.max_grad_norm / math.sqrt(len(self.list_layers()))
 
     @property
     def groups(self) -> list[tuple[list[nn.Parameter], float]]:
         """Each layer's trained parameters, and its bound."""
         bound = self.bound
-        trained = ([p for p in own if p.requires_grad] for own in self._list_layers())
+        trained = ([p for p in own if p.requires_grad] for own in self.list_layers())
         return [(own, bound) for own in trained if own]
 
     @property
@@ -91,64 +137,25 @@ class PerLayerClipping(Clipping):
             "use BookKeeping or FlashClipping"
         )
 
-    def _list_layers(self) -> list[list[nn.Parameter]]:
+    def list_layers(self) -> list[list[nn.Parameter]]:
         """List the parameters that are clipped together, with those that were frozen since.
 
         A module whose first forward has not shown how it runs counts as its layers and parameters,
         which are at least as many.
         """
-        ones = {module: one for module, one in self._choices.items() if one.is_one}
-        inside = {module for one in ones.values() for module in one.inside}
-        found: list[list[nn.Parameter]] = []
+        choices = {module: choice for module, choice in self._choices.items() if choice.is_one}
+        inside = {module for choice in choices.values() for module in choice.inside}
+        layers: list[list[nn.Parameter]] = []
         for module in self.model.modules():
             if module in inside:
                 continue
-            if module in ones:
-                found.append([p for p in module.parameters() if self.clips(p)])
+            if module in choices:
+                layers.append([p for p in module.parameters() if self.clips(p)])
                 continue
             own = [p for p in module.parameters(recurse=False) if self.clips(p)]
-            found += [[one] for one in own if one in self._loose]
-            found.append([one for one in own if one not in self._loose])
-        return [parameters for parameters in found if parameters]
+            layers += [[parameter] for parameter in own if parameter in self._loose]
+            layers.append([parameter for parameter in own if parameter not in self._loose])
+        return [parameters for parameters in layers if parameters]
 
-    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
-        enter("backward")
-        count = len(self._list_layers())
-        try:
-            with self.handling(partial(self._clip_layer, norms, count)):
-                torch.autograd.backward(losses, self._make_weights(losses))
-            if not self._norms:
-                raise RuntimeError("the losses depend on no trained parameter")
-            self.sample_norms = torch.stack(self._norms, dim=1)
-        finally:
-            self._norms.clear()
-            self._kept.clear()
-
-    def _keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
-        self._kept[parameter] = contribution
-
-    def _measure_alone(self, samples: Sequence[int]) -> Alone | None:
-        alone = Alone(samples)
-        for kept in self._kept.values():
-            alone.measure(alone.take([kept]))
-        return alone
-
-    def _find_reused(self, _nodes: Sequence[Any]) -> Collection[nn.Parameter]:
+    def _find_reused(self, *_: Any) -> Collection[nn.Parameter]:
         return ()  # a second use is refused
-
-    def _clip_layer(
-        self, norms: SampleNorms, count: int, layer: nn.Module, contributions: Contributions
-    ) -> None:
-        norms.add(layer, contributions)
-        if len(self._norms) == count:
-            raise RuntimeError(
-                f"more than {count} layers contributed, so a sample could exceed the bound; "
-                "make a new clipping"
-            )
-        bound = self.max_grad_norm / math.sqrt(count)
-        norms_B, unsure_B = self._compute_norms(norms, bound)
-        self._norms.append(norms_B)
-        factors_B = self._compute_factors(norms_B, unsure_B, bound)
-        for parameter, _ in contributions:
-            kept = [self._kept.pop(parameter)]
-            self._add_up(parameter, kept, factors_B, self._take_alone(kept))

@@ -164,14 +164,14 @@ class PrivateOptimizer(NoisyOptimizer):
 
 def _refuse_other_parameters(optimizer: Optimizer, clipping: Clipping) -> None:
     """Refuse an optimizer of other parameters than the model trains."""
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter in given:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
         if parameter.requires_grad and not clipping.clips(parameter):
             raise ValueError(
                 f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model "
                 "does not train; make the optimizer last, once the model is as it is trained"
             )
-    there = set(given)
+    there = set(parameters)
     for parameter in clipping.parameters:
         if parameter not in there:
             raise ValueError(

@@ -261,10 +261,10 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     @property
     def private_optimizer(self) -> PrivateOptimizer:
         """The optimizer that adds the noise."""
-        found: Any = self.optimizer
-        while not isinstance(found, PrivateOptimizer):
-            found = found.optimizer
-        return found
+        optimizer: Any = self.optimizer
+        while not isinstance(optimizer, PrivateOptimizer):
+            optimizer = optimizer.optimizer
+        return optimizer
 
     @property
     def guarantee(self) -> str:
@@ -413,11 +413,11 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         for at in range(min(loader.samples, _LOOKED_AT)):
             inputs = self._prepare_inputs(loader.load(range(at, at + 1)))
             with evaluated(self.model), self._autocast():
-                found = self._losses_of_labels(self.model, dict(inputs), smoothing=0.0)
-                expected = getattr(self.model(**inputs), "loss", None) if found else None
-                if not found:  # nothing is labelled
+                losses = self._losses_of_labels(self.model, dict(inputs), smoothing=0.0)
+                expected = getattr(self.model(**inputs), "loss", None) if losses else None
+                if not losses:  # nothing is labelled
                     continue
-                if expected is None or not is_same_loss(self.model, found[0], expected):
+                if expected is None or not is_same_loss(self.model, losses[0], expected):
                     raise ValueError(
                         f"{type(self.model).__name__} computes its loss otherwise than as the "
                         "cross-entropy of its logits with labels; give PrivateTrainer losses_of"
@@ -520,10 +520,10 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             return 0
         main = getattr(self.model, "main_input_name", "input_ids")
         if self._flops_of_token is None:
-            one = {main: torch.empty(1, device="meta")}
-            self._flops_of_token = int(super().floating_point_ops(one))
-        known = [one for one, _ in inputs["parts"] if isinstance(one, Mapping) and main in one]
-        tokens: int = sum(one[main].numel() for one in known)
+            token = {main: torch.empty(1, device="meta")}
+            self._flops_of_token = int(super().floating_point_ops(token))
+        parts = [part for part, _ in inputs["parts"] if isinstance(part, Mapping)]
+        tokens: int = sum(part[main].numel() for part in parts if main in part)
         return self._flops_of_token * tokens
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
@@ -576,16 +576,16 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     def _describe_norms(self) -> dict[str, float]:
         if not self._norms:
             return {}
-        norms = torch.cat([one.float().cpu() for one in self._norms])
+        norms = torch.cat([norms_B.float().cpu() for norms_B in self._norms])
         self._norms.clear()
-        found = norms[norms.isfinite()]
-        if not len(found):
+        finite = norms[norms.isfinite()]
+        if not len(finite):
             return {}
-        quantiles = torch.quantile(found, found.new_tensor(_QUANTILES)).tolist()
+        quantiles = torch.quantile(finite, finite.new_tensor(_QUANTILES)).tolist()
         names = (f"sample_norm_{round(100 * share)}%" for share in _QUANTILES)
         described = dict(zip(names, quantiles, strict=True))
         if self.privacy.clipping == "flat":  # normalised clipping scales every sample
-            described["clipped_share"] = float((found > self.privacy.max_grad_norm).float().mean())
+            described["clipped_share"] = float((finite > self.privacy.max_grad_norm).float().mean())
         return described
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -719,8 +719,8 @@ def read_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: floa
 def _is_causal(model: nn.Module) -> bool:
     base = getattr(model, "get_base_model", None)
     inner = model if base is None else base()
-    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    return any(one.__name__ in known for one in type(inner).__mro__)
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    return any(kind.__name__ in causal for kind in type(inner).__mro__)
 
 
 def _refuse_left_padding(inputs: Mapping[str, Any]) -> None:
@@ -753,8 +753,8 @@ def _refuse_packed(inputs: Mapping[str, Any]) -> None:
         return
     positions = positions.reshape(-1, *positions.shape[-2:])[0]  # (3, B, T) for images among text
     mask = inputs.get("attention_mask")
-    given = torch.ones_like(positions) if mask is None or mask.dim() != 2 else mask  # noqa: PLR2004
-    is_pair = (given[:, 1:] != 0) & (given[:, :-1] != 0)
+    is_token = torch.ones_like(positions) if mask is None or mask.dim() != 2 else mask  # noqa: PLR2004
+    is_pair = (is_token[:, 1:] != 0) & (is_token[:, :-1] != 0)
     if (is_pair & (positions[:, 1:] <= positions[:, :-1])).any():
         raise ValueError(f"position_ids begin again within a row of packed samples; {_UNPACKED}")
 

@@ -340,9 +340,9 @@ def _draw_first(
             data_loader.dataset, batch_sampler=[list(chosen)], collate_fn=data_loader.collate_fn
         )
         batch = next(iter(few))
-    given, named = give(losses_of, batch)
+    arguments, named = give(losses_of, batch)
     by_name = lambda *parts: losses_of(**dict(zip(named, parts, strict=True)))  # noqa: E731
-    return FirstBatch(by_name, list(named.values())) if named else FirstBatch(losses_of, given)
+    return FirstBatch(by_name, list(named.values())) if named else FirstBatch(losses_of, arguments)
 
 
 def _get_state(device: torch.device) -> Tensor:

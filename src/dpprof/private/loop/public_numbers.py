@@ -102,8 +102,8 @@ def find_public_numbers(
             "expected_batch_size"
         )
     counted = len(cast("Any", data_loader.dataset))
-    known = counted if samples is None else int(samples)
-    if not known:
+    public = counted if samples is None else int(samples)
+    if not public:
         raise ValueError("the dataset has no samples")
     if sampler is not None:
         size = size or sampler.batch_size
@@ -111,13 +111,13 @@ def find_public_numbers(
         drawn = numbers_of_opacus(data_loader)
         size, sample_rate = size or drawn["expected_batch_size"], drawn["sample_rate"]
     assert size is not None
-    rate = min(1.0, size / known) if sample_rate is None else float(sample_rate)
+    rate = min(1.0, size / public) if sample_rate is None else float(sample_rate)
     if rate < _LEAST_RATE:
         raise ValueError(f"a step would draw each sample with probability {rate:g}, so none at all")
-    steps = math.ceil(known / size if sample_rate is None else (1 - 1e-9) / rate)
+    steps = math.ceil(public / size if sample_rate is None else (1 - 1e-9) / rate)
     if sample_rate is not None and not follows:
-        known = max(1, round(size / rate))
-    return PublicNumbers(rate, size, steps, known, follows)
+        public = max(1, round(size / rate))
+    return PublicNumbers(rate, size, steps, public, follows)
 
 
 def numbers_of_opacus(data_loader: DataLoader[Any]) -> Mapping[str, Any]:
@@ -164,10 +164,11 @@ def _verify_sampler(data_loader: DataLoader[Any]) -> BatchSampler | None:
         )
     if isinstance(sampler.sampler, RandomSampler) and sampler.sampler.replacement:
         raise ValueError("a sampler with replacement is not Poisson sampling; use shuffle=True")
-    known, there = (len(cast("Any", one)) for one in (sampler.sampler, data_loader.dataset))
-    if known != there:
+    drawn_from: int = len(cast("Any", sampler.sampler))
+    there: int = len(cast("Any", data_loader.dataset))
+    if drawn_from != there:
         raise ValueError(
-            f"the sampler knows {known:,} samples, and the dataset has {there:,}; give a Subset of "
-            "the dataset with shuffle=True"
+            f"the sampler knows {drawn_from:,} samples, and the dataset has {there:,}; give a "
+            "Subset of the dataset with shuffle=True"
         )
     return cast("BatchSampler", sampler)

@@ -98,13 +98,13 @@ def read_secrets(path: Path, checkpoint: str | Path, name: str) -> dict[str, Any
             "PrivacyArguments(resume='exact') writes them; name the folder of its secrets as "
             "secrets_folder, or let resume='fresh' draw other noise and samples"
         )
-    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    if found.pop("name") != name:
+    secrets: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    if secrets.pop("name") != name:
         raise ValueError(
             f"{path} has the secrets of another checkpoint than {checkpoint}, and would add the "
             "noise of other samples; use a folder for each run, or resume='fresh'"
         )
-    return found
+    return secrets
 
 
 def find_checkpoints(output_dir: str | Path) -> list[Path]:

@@ -40,13 +40,12 @@ def hash_words(sums: Sequence[Tensor], table: Tensor) -> list[int]:
     if isinstance(table, FakeTensor):
         return []
     if not table.is_cpu:
-        rows = (part for one in sums for part in torch.split(one, _ROWS * 2 * LANES))
-        return [value for one in rows for value in hash_rows(one, table).flatten().tolist()]
+        parts = (part for words in sums for part in torch.split(words, _ROWS * 2 * LANES))
+        return [value for part in parts for value in hash_rows(part, table).flatten().tolist()]
     with _disable_current_modes(), ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        numbers = table.numpy()
-        parts = [part.numpy() for one in sums for part in torch.split(one, _PART)]
-        found = threads.map(partial(_hash_part, numbers), parts)
-        return [value for each in found for value in each]
+        arrays = [part.numpy() for words in sums for part in torch.split(words, _PART)]
+        digests = threads.map(partial(_hash_part, table.numpy()), arrays)
+        return [value for digest in digests for value in digest]
 
 
 @allocates("noise")
@@ -60,7 +59,7 @@ def hash_rows(words: Tensor, table: Tensor) -> Tensor:
 def _hash_part(table: NDArray[np.int64], words: NDArray[np.int32]) -> list[int]:
     """Hash words, two to a number; and the higher ones again, whose low bits the first may miss."""
     room = np.empty(_AT_ONCE, np.int64)
-    found: list[int] = []
+    digest: list[int] = []
     if len(words) % 2:
         words = np.append(words, np.int32(0))
     lanes = words.view(np.int64)
@@ -70,6 +69,6 @@ def _hash_part(table: NDArray[np.int64], words: NDArray[np.int32]) -> list[int]:
         whole = len(few) // LANES * LANES
         for numbers, keys in ((few, table[0]), (higher, table[1])):
             # Faster than np.dot, and other threads run meanwhile.
-            found += np.einsum("ij,j->i", numbers[:whole].reshape(-1, LANES), keys).tolist()
-            found.append(int(np.dot(numbers[whole:], keys[: len(few) - whole])))
-    return found
+            digest += np.einsum("ij,j->i", numbers[:whole].reshape(-1, LANES), keys).tolist()
+            digest.append(int(np.dot(numbers[whole:], keys[: len(few) - whole])))
+    return digest

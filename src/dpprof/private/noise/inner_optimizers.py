@@ -49,7 +49,9 @@ def refuse_optimizer(optimizer: Any) -> None:
         )
     elif not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         what = "did not call Optimizer.__init__, so its steps cannot be watched; let it do so"
-    elif (method := next((one for one in _METHODS if hasattr(optimizer, one)), None)) is not None:
+    elif (
+        method := next((name for name in _METHODS if hasattr(optimizer, name)), None)
+    ) is not None:
         what = f"{_METHODS[method]}, and only gradients of one backward have noise; use another one"
     elif _needs_closure(optimizer):
         what = "computes losses and gradients again in its step (closure); use another one"
@@ -66,7 +68,7 @@ def _find_held(optimizer: Optimizer, kind: type) -> str | None:
             continue
         held = value.values() if isinstance(value, dict) else value
         several = held if isinstance(value, dict | list | tuple) else [value]
-        if any(isinstance(one, kind) for one in several):
+        if any(isinstance(part, kind) for part in several):
             return name
     return None
 
@@ -76,20 +78,17 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     step = inspect.unwrap(type(optimizer).step)
     _, *arguments = inspect.signature(step).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    given = [one for one in arguments if one.kind in kinds]
-    if any(one.default is one.empty for one in given):
+    positional = [argument for argument in arguments if argument.kind in kinds]
+    if any(argument.default is argument.empty for argument in positional):
         return True
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(step)))
     except (OSError, TypeError, SyntaxError):  # its source is not there
         return False
-    names = {one.name for one in given}
+    names = {argument.name for argument in positional}
     return any(
         names & {name.id for name in ast.walk(node.test) if isinstance(name, ast.Name)}
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _raises(node))
+        if isinstance(node, ast.Assert)
+        or (isinstance(node, ast.If) and any(isinstance(line, ast.Raise) for line in node.body))
     )
-
-
-def _raises(node: ast.If) -> bool:
-    return any(isinstance(one, ast.Raise) for one in node.body)

@@ -131,8 +131,7 @@ def add_noise_in_threads_(
     """
     is_inference = torch.is_inference_mode_enabled()  # other threads have modes of their own
 
-    def add(given: tuple[Tensor, Tensor, Tensor]) -> None:
-        part, state, row = given
+    def add(part: Tensor, state: Tensor, row: Tensor) -> None:
         generator = torch.Generator("cpu")
         set_words(generator, state)
         with torch.inference_mode(is_inference), torch.no_grad():
@@ -143,9 +142,9 @@ def add_noise_in_threads_(
 
     # The operator counts as one change of each; through .data its threads add none.
     parts = torch.split(summed.data.view(-1), DRAWN_IN_TURN)
-    given = list(zip(parts, words, room.data, strict=True))
+    rows = list(zip(parts, words, room.data, strict=True))
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        list(threads.map(add, given))  # raises what a thread raised
+        list(threads.map(add, *zip(*rows, strict=True)))  # raises what a thread raised
 
 
 @add_noise_in_threads_.register_fake

@@ -43,8 +43,8 @@ class NoiseKeys:
     """The secret of a run, its nonce, and the keys of its steps.
 
     Args:
-        given: Draws the noise itself, in place of all this: its numbers are those of Opacus for the
-            same seed, and bound to nothing.
+        generator: Draws the noise itself, in place of all this: its numbers are those of Opacus for
+            the same seed, and bound to nothing.
         source: Draws secret and nonce; None for the operating system.
         rank: Of this process: ranks have other keys, even if their sources are seeded alike.
     """
@@ -52,11 +52,11 @@ class NoiseKeys:
     def __init__(
         self,
         *,
-        given: torch.Generator | None = None,
+        generator: torch.Generator | None = None,
         source: torch.Generator | None = None,
         rank: int = 0,
     ) -> None:
-        self.given, self._source, self._rank = given, source, rank
+        self.generator, self._source, self._rank = generator, source, rank
         self._tables: dict[torch.device, Tensor] = {}
         self._words: dict[torch.device, Tensor] = {}
         """By device, a seed and a digest: what kernels read, also in a graph."""
@@ -64,7 +64,7 @@ class NoiseKeys:
         self._process = os.getpid()
         self._step = 0
         self.secret = self.nonce = b""
-        if given is None:
+        if generator is None:
             self.secret, self.nonce = (_draw_secret(source) for _ in range(2))
 
     @property
@@ -74,7 +74,7 @@ class NoiseKeys:
 
     def renew(self) -> None:
         """Draw a new nonce, so that no noise of earlier steps comes again."""
-        if self.given is None:
+        if self.generator is None:
             self.nonce = _draw_secret(self._source)
         self._process = os.getpid()
 
@@ -83,10 +83,13 @@ class NoiseKeys:
 
         A generator that does not tell its state has none.
         """
-        if self.given is None:
-            return {name: _to_tensor(getattr(self, name)) for name in ("secret", "nonce")}
+        if self.generator is None:
+            return {
+                name: torch.tensor(list(getattr(self, name)), dtype=torch.uint8)
+                for name in ("secret", "nonce")
+            }
         try:
-            return {self.given.device.type: self.given.get_state()}
+            return {self.generator.device.type: self.generator.get_state()}
         except RuntimeError:
             return {}
 
@@ -96,19 +99,19 @@ class NoiseKeys:
         Raises:
             ValueError: It is of noise of another source.
         """
-        own = ["secret", "nonce"] if self.given is None else [self.given.device.type]
+        own = ["secret", "nonce"] if self.generator is None else [self.generator.device.type]
         if list(state) != own:
             raise ValueError(
                 f"the noise of this state follows from: {', '.join(state)}, and here from: "
                 f"{', '.join(own)}; leave out exact=True, for fresh noise"
             )
         self._process = os.getpid()
-        if self.given is None:
+        if self.generator is None:
             self.secret, self.nonce = (bytes(state[name].tolist()) for name in own)
             self._tables.clear()
             return
         try:
-            self.given.set_state(state[own[0]].cpu())  # map_location may have moved it
+            self.generator.set_state(state[own[0]].cpu())  # map_location may have moved it
         except RuntimeError as error:
             raise ValueError(
                 f"the generator of the noise does not take this state ({error}); leave out "
@@ -124,14 +127,14 @@ class NoiseKeys:
             RuntimeError: This is a fork, and its given generator would repeat the other's noise.
         """
         if os.getpid() != self._process:
-            if self.given is not None:
+            if self.generator is not None:
                 raise RuntimeError(
                     "this process was forked, and its copy of the generator that draws the noise "
                     "would repeat what the other process draws; make the optimizer anew here"
                 )
             self.renew()
         self._step = step
-        for device in {one.device for one in sums if takes_kernel(one)}:
+        for device in {total.device for total in sums if takes_kernel(total)}:
             if device not in self._words:
                 self._words[device] = _make_words(device)
             self._words[device][0].fill_(_to_number(self._derive("device", 8)))
@@ -145,18 +148,18 @@ class NoiseKeys:
             sums: All that get noise in this step.
             share: Given where ranks add their sums up.
         """
-        devices = {one.device for one in sums}
-        if self.given is not None or not devices:
-            return StepKey(b"", given=self.given)
+        devices = {total.device for total in sums}
+        if self.generator is not None or not devices:
+            return StepKey(b"", generator=self.generator)
         if share is None and len(devices) == 1 and all(map(takes_kernel, sums)):
             (device,) = devices
             triton_ops.digest_(self._words[device], _as_words(sums), self._table_on(device))
             return StepKey(b"", self._words)
         digests = []
         for device in sorted(devices, key=str):
-            made = self._digest([one for one in sums if one.device == device])
+            made = self._digest([total for total in sums if total.device == device])
             digests.append(made if share is None else share(made))
-        values = b"".join(_read(one) for one in digests)
+        values = b"".join(_read(digest) for digest in digests)
         return StepKey(self._derive("step", _BYTES, values))
 
     def _digest(self, sums: Sequence[Tensor]) -> Tensor:
@@ -166,14 +169,15 @@ class NoiseKeys:
         if all(map(takes_kernel, sums)):
             triton_ops.digest_(words, flat, table)
             return words
-        hashed = b"".join(one.to_bytes(8, "little", signed=True) for one in hash_words(flat, table))
+        hashes = hash_words(flat, table)
+        hashed = b"".join(number.to_bytes(8, "little", signed=True) for number in hashes)
         made = self._derive("digest", 16, hashed)
-        for at, eight in enumerate((made[:8], made[8:])):
-            words[at].fill_(_to_number(eight))
+        for word, eight in zip(words, (made[:8], made[8:]), strict=True):
+            word.fill_(_to_number(eight))
         return words
 
     def _derive(self, purpose: str, size: int, digest: bytes = b"") -> bytes:
-        numbers = b"".join(one.to_bytes(8, "little") for one in (self._rank, self._step))
+        numbers = b"".join(number.to_bytes(8, "little") for number in (self._rank, self._step))
         return _derive(self.secret, purpose, size, self.nonce + numbers + digest)
 
     def _table_on(self, device: torch.device) -> Tensor:
@@ -189,7 +193,7 @@ class StepKey:
     Args:
         key: From which all follows; empty where it is on the device.
         words: By device, what kernels read: a seed and another 64 bits, (2,) int64.
-        given: Draws the noise in place of what follows from the key.
+        generator: Draws the noise in place of what follows from the key.
     """
 
     def __init__(
@@ -197,17 +201,17 @@ class StepKey:
         key: bytes,
         words: dict[torch.device, Tensor] | None = None,
         *,
-        given: torch.Generator | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
-        self._key, self._words, self._given = key, words or {}, given
+        self._key, self._words, self._generator = key, words or {}, generator
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def words_on(self, device: torch.device) -> Tensor:
         """Return what kernels read."""
         if device not in self._words:
             self._words[device] = _make_words(device)
-            if self._given is not None:
-                return self._words[device].random_(generator=self._given)
+            if self._generator is not None:
+                return self._words[device].random_(generator=self._generator)
             made = _derive(self._key, str(device), 16)
             for at, eight in enumerate((made[:8], made[8:])):
                 self._words[device][at].fill_(_to_number(eight))
@@ -215,8 +219,8 @@ class StepKey:
 
     def generator_on(self, device: torch.device) -> torch.Generator:
         """Return a generator in a state that follows from the key: on a CPU all of its bits."""
-        if self._given is not None:
-            return self._given
+        if self._generator is not None:
+            return self._generator
         if device not in self._generators:
             self._generators[device] = own = torch.Generator(device)
             if device.type != "cpu":
@@ -259,7 +263,7 @@ def takes_kernel(summed: Tensor) -> bool:
 
 def _as_words(sums: Sequence[Tensor]) -> list[Tensor]:
     """Return sums as words of 32 bits, (n,) int32 each."""
-    return [as_real(one).reshape(-1).view(torch.int32) for one in sums]
+    return [as_real(total).reshape(-1).view(torch.int32) for total in sums]
 
 
 @allocates("noise")
@@ -274,9 +278,9 @@ def _make_table(secret: bytes, device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device).view(2, LANES)
 
 
-def _derive(secret: bytes, purpose: str, size: int, given: bytes = b"") -> bytes:
+def _derive(secret: bytes, purpose: str, size: int, beside: bytes = b"") -> bytes:
     label = purpose.encode()
-    return hashlib.shake_256(secret + bytes([len(label)]) + label + given).digest(size)
+    return hashlib.shake_256(secret + bytes([len(label)]) + label + beside).digest(size)
 
 
 def _draw_secret(generator: torch.Generator | None) -> bytes:
@@ -296,13 +300,10 @@ def _to_number(eight: bytes) -> int:
     return int.from_bytes(eight, "little", signed=True)
 
 
-def _to_tensor(given: bytes) -> Tensor:
-    return torch.tensor(list(given), dtype=torch.uint8)
-
-
 def _read(words: Tensor, size: int = 8) -> bytes:
     """Return numbers as bytes; zeros of fake tensors, which have none."""
     if isinstance(words, FakeTensor):
         return bytes(size * words.numel())
     numbers = words.flatten().tolist()
-    return b"".join(one.to_bytes(size, "little", signed=size == 8) for one in numbers)  # noqa: PLR2004
+    is_signed = size == 8  # noqa: PLR2004 (words of 32 bits are counts)
+    return b"".join(number.to_bytes(size, "little", signed=is_signed) for number in numbers)

@@ -142,7 +142,7 @@ class NoisyOptimizer(Optimizer):
         self.secure_mode = secure_mode
         ranks = clipping.ranks
         is_given = generator is not None and ranks.size == 1
-        kind = {"given": generator} if is_given else {"source": generator}
+        kind = {"generator": generator} if is_given else {"source": generator}
         self.keys = NoiseKeys(**kind, rank=ranks.rank)
         """What noise follows from, but for that of ``secure_mode``."""
 
@@ -304,7 +304,7 @@ class NoisyOptimizer(Optimizer):
         elif ranks.size > 1:
             ranks.agree(self._settings_of_ranks())
         self.steps += 1
-        self.keys.begin(self.steps, [own_part(one) for one in sums.total.values()])
+        self.keys.begin(self.steps, [own_part(total) for total in sums.total.values()])
 
     def release(self) -> None:
         """Add noise to the sums, and move them to ``.grad``; a graph may hold this."""
@@ -312,7 +312,7 @@ class NoisyOptimizer(Optimizer):
         if self.secure_mode:
             add = self._add_secure_noise_to
         else:
-            own = [own_part(one) for one in sums.values()] if self._std > 0 else []
+            own = [own_part(total) for total in sums.values()] if self._std > 0 else []
             key = self.keys.bind(own, ranks.share if ranks.adds_up_in_step else None)
             add = NoiseOfStep(self._std, self._divisor, key).add_to
             del own

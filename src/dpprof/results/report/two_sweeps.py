@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from dpprof.experiments.config.validation import InputError, explain
 from dpprof.experiments.records.comparison import FolderComparison
 from dpprof.results.report.rendering.document import Bullets, Document, Paragraph, Section, Table
 from dpprof.results.report.terminal.comparison import (
@@ -14,7 +15,6 @@ from dpprof.results.report.terminal.comparison import (
     list_remarks,
     summarise,
 )
-from dpprof.experiments.config.validation import InputError, explain
 
 _NUMERIC = (False, False, False, True, True, True, False)
 

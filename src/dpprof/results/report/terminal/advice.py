@@ -6,22 +6,22 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.tasks import name_size, name_units
+from dpprof.experiments.config.validation import spell
+from dpprof.experiments.records.advice import Advice, OneMoreSample, Option
+from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.advice.advice import BEST
 from dpprof.results.analysis.difference.waterfall import format_size, name_component
 from dpprof.results.analysis.standings import find_signs, sign
 from dpprof.results.analysis.tables.axes import BASELINE
-from dpprof.experiments.records.advice import Advice, OneMoreSample, Option
-from dpprof.experiments.records.result import Result
 from dpprof.results.report.terminal.layout import (
     explain_signs,
     format_number,
     group_messages,
     lay_out,
 )
-from dpprof.experiments.config import registry
-from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.config.tasks import name_size, name_units
-from dpprof.experiments.config.validation import spell
 from dpprof.system.numbers import three_digits
 
 _SIZES = ("largest batch", "peak", "safe batch")

@@ -1,8 +1,10 @@
 """What `dpprof budget` says, as text."""
 
 from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan
-from dpprof.results.analysis.standings import Marks, find_signs, sign
+from dpprof.experiments.config.privacy import Privacy
+from dpprof.experiments.config.tasks import name_size
 from dpprof.experiments.records.budget import Budget, MethodCost
+from dpprof.results.analysis.standings import Marks, find_signs, sign
 from dpprof.results.report.terminal.layout import (
     explain_signs,
     format_number,
@@ -10,8 +12,6 @@ from dpprof.results.report.terminal.layout import (
     lay_out,
 )
 from dpprof.results.report.wording import plural
-from dpprof.experiments.config.privacy import Privacy
-from dpprof.experiments.config.tasks import name_size
 from dpprof.system.numbers import three_digits
 
 _OF_NOISE = (

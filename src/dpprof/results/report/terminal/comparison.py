@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dpprof.results.analysis.difference.waterfall import format_change, name_component
 from dpprof.experiments.records.comparison import ComparedFigure, FolderComparison, Judgement
+from dpprof.results.analysis.difference.waterfall import format_change, name_component
 from dpprof.results.report.rendering.templates import escape_line, on_one_line
 from dpprof.results.report.wording import plural
 

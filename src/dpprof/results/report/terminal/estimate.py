@@ -1,8 +1,8 @@
 """What `dpprof estimate` says, as text."""
 
+from dpprof.experiments.config.tasks import name_size
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.step_costs import Allocator, find_unknown_workspaces
-from dpprof.experiments.config.tasks import name_size
 
 _GIB, _MOST = 2**30, 8
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from dpprof.results.analysis.advice.scaling import find_fastest
 from dpprof.experiments.records.advice import OnGpus
+from dpprof.results.analysis.advice.scaling import find_fastest
 from dpprof.results.report.terminal.layout import format_number, lay_out
 from dpprof.system.numbers import three_digits
 
