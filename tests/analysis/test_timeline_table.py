@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from factory import make_capacity, make_experiment, make_memory, write_manifest, write_runs
 
-from dpprof.ask.cli.tables import main
+from dpprof.ask.commands.tables import main
 from dpprof.experiments.planning.planner import read_manifest
 from dpprof.results.analysis.collection import collect
 from dpprof.results.analysis.tables.axes import RUN_KEY

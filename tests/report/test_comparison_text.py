@@ -4,7 +4,7 @@ import pytest
 
 from dpprof.experiments.records.comparison import ComparedFigure, FolderComparison, Run, Unlike
 from dpprof.experiments.records.thresholds import Thresholds
-from dpprof.results.report.terminal.comparison import render_markdown, render_text, summarise
+from dpprof.results.report.comparison import render_markdown, render_text, summarise
 
 HOSTILE = "x|y<b>`\x1b[31m\n# title \u202e$(rm -rf ~)"
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpprof.results.analysis.standings import read_standings
+from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.planning.artifacts import code_of_run, code_of_verdict
 from dpprof.experiments.planning.planner import Manifest, PlannedRun
 from dpprof.experiments.records.ceilings import Ceilings, read_ceilings
 from dpprof.experiments.records.record import ManyResultsError, ResultError
 from dpprof.experiments.records.result import Result, read_run
 from dpprof.experiments.records.verdict import Standing
-from dpprof.experiments.config.validation import InputError
+from dpprof.results.analysis.standings import read_standings
 
 NO_RESULT = "no result yet"
 """The reason for most missing runs; the others have a result that cannot be trusted."""

@@ -8,10 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dpprof.experiments.config.registry import PREDICTIONS
 from dpprof.experiments.planning.code_digest import model_libraries
 from dpprof.experiments.records.comparison import Across
 from dpprof.experiments.records.result import Result
-from dpprof.experiments.config.registry import PREDICTIONS
 
 
 def hardware_of(result: Result) -> str | None:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.records.result import Result
+from dpprof.experiments.records.step_costs import Exchange
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.conditions import find_usual_machines, machine_of
 from dpprof.results.analysis.statistics import Comparison, Sides, compare_all, noise_floor
 from dpprof.results.analysis.tables.axes import NOT_IN_BASELINE, model_text
-from dpprof.experiments.records.result import Result
-from dpprof.experiments.records.step_costs import Exchange
-from dpprof.experiments.config.experiment import Experiment
 from dpprof.system.files import canonical_json
 
 RECORDERS = ("memory", "estimate")

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 
 import pandas as pd
 
+from dpprof.experiments.config.parallel import read_world_size
+from dpprof.experiments.records.terms import COMPONENTS
 from dpprof.results.analysis.groups import RECORDERS
 from dpprof.results.analysis.tables.axes import BASELINE, RUN_KEY, SETTING, WITHOUT_BATCH
-from dpprof.experiments.records.terms import COMPONENTS
-from dpprof.experiments.config.parallel import read_world_size
 
 PRICE = ["gpu_hours", "gpu_hours_low", "gpu_hours_high", "price", "hours_ratio", "steps"]
 """The figures of the table ``budget`` that say what a training costs."""

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.mechanisms import is_other_mechanism
 from dpprof.experiments.planning.code_digest import verified_as
 from dpprof.experiments.records.advice import Option
 from dpprof.experiments.records.budget import MethodCost
 from dpprof.experiments.records.record import ResultError
 from dpprof.experiments.records.verdict import Standing, read_verdict
-from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.config.mechanisms import is_other_mechanism
 
 DAGGER = "\N{DAGGER}"
 """Marks methods that are not verified, wherever their numbers are shown."""

@@ -15,13 +15,13 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import StrMethodFormatter
 
+from dpprof.experiments.records.advice import Advice
 from dpprof.results.analysis.standings import Marks
 from dpprof.results.figures.labels import label_ends
 from dpprof.results.figures.panels import Panel, Panels
 from dpprof.results.figures.scaling import dress
 from dpprof.results.figures.style import COLUMN_INCHES, method_style, say_nothing_to_draw
 from dpprof.results.figures.verification_signs import mark_methods
-from dpprof.experiments.records.advice import Advice
 
 _ALONG, _SPEED = "seq_len", "tokens_per_s"
 _MARGIN = 1.15

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import pandas as pd
 from matplotlib.figure import Figure
 
+from dpprof.experiments.config.architecture import PREFIX
 from dpprof.results.analysis.tables.axes import BASELINE, name_model, name_size
 from dpprof.results.analysis.tables.frames import naming_axes, varying_axes
 from dpprof.results.figures.style import NothingToDrawError, new_figure
-from dpprof.experiments.config.architecture import PREFIX
 
 MAX_PANELS = 12
 _TITLE = 38

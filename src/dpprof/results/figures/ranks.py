@@ -7,14 +7,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from dpprof.experiments.config.architecture import PREFIX
+from dpprof.experiments.config.parallel import read_world_size
 from dpprof.results.analysis.advice.scaling import hours_of_billion
 from dpprof.results.analysis.selection import TRAINING, fits_privately, with_size
 from dpprof.results.analysis.tables.axes import name_kind, name_speed
 from dpprof.results.figures.labels import label_ends
 from dpprof.results.figures.panels import Panel, Panels, break_title, split
 from dpprof.results.figures.style import method_style, new_figure, spell_tick, tell
-from dpprof.experiments.config.architecture import PREFIX
-from dpprof.experiments.config.parallel import read_world_size
 
 _LABELS = {
     "safe_batch_size": "samples on each GPU",

@@ -3,10 +3,10 @@
 import pandas as pd
 from matplotlib.figure import Figure
 
+from dpprof.experiments.records.result import Result
 from dpprof.results.figures.bars import VISIBLE, share_legend
 from dpprof.results.figures.style import BYTE_UNITS, COMPONENT_COLOURS, choose_byte_unit, new_figure
 from dpprof.results.figures.timeline import draw_areas, find_phases, mark_phases
-from dpprof.experiments.records.result import Result
 
 _LETTER = 0.01
 """Width of a letter of a phase's name, as a share of the panel's width."""

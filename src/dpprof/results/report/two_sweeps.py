@@ -5,16 +5,16 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from dpprof.experiments.config.validation import InputError, explain
 from dpprof.experiments.records.comparison import FolderComparison
-from dpprof.results.report.rendering.document import Bullets, Document, Paragraph, Section, Table
-from dpprof.results.report.terminal.comparison import (
+from dpprof.results.report.comparison import (
     HEADER,
     Row,
     list_changes,
     list_remarks,
     summarise,
 )
-from dpprof.experiments.config.validation import InputError, explain
+from dpprof.results.report.rendering.document import Bullets, Document, Paragraph, Section, Table
 
 _NUMERIC = (False, False, False, True, True, True, False)
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.experiments.config.architecture import PREFIX
+from dpprof.experiments.config.parallel import read_world_size
+from dpprof.experiments.records.terms import OUTCOMES
 from dpprof.results.analysis.selection import TRAINING
 from dpprof.results.analysis.tables.axes import SETTING, name_kind, name_model, name_size
 from dpprof.results.analysis.tables.frames import varying_axes
-from dpprof.experiments.records.terms import OUTCOMES
-from dpprof.experiments.config.architecture import PREFIX
-from dpprof.experiments.config.parallel import read_world_size
 from dpprof.system.numbers import three_digits
 
 ALIKE = 0.005

@@ -11,15 +11,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dpprof.experiments.config.mechanisms import NO_CLIPPING
+from dpprof.experiments.config.tasks import name_units
+from dpprof.experiments.records.advice import Advice, OneMoreSample, Option, Recommendation
+from dpprof.experiments.records.result import Result
+from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.groups import setting_key
 from dpprof.results.analysis.standings import UNKNOWN
 from dpprof.results.analysis.tables.axes import BASELINE, WITHOUT_BATCH, axes_of
-from dpprof.experiments.records.advice import Advice, OneMoreSample, Option, Recommendation
-from dpprof.experiments.records.result import Result
-from dpprof.experiments.records.verdict import Standing
-from dpprof.experiments.config.mechanisms import NO_CLIPPING
-from dpprof.experiments.config.tasks import name_units
 from dpprof.system.files import canonical_json
 
 BEST = "best"

@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan
-from dpprof.results.analysis.advice.advice import advise
-from dpprof.results.analysis.tables.axes import BASELINE
+from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.records.advice import Advice, Option
 from dpprof.experiments.records.budget import Budget, MethodCost
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.verdict import Standing
-from dpprof.experiments.config.privacy import Privacy
+from dpprof.results.analysis.advice.advice import advise
+from dpprof.results.analysis.tables.axes import BASELINE
 
 _HOUR_S = 3600
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.difference.shared_axis import SharedAxis, share_axis
 from dpprof.results.analysis.difference.waterfall import Bar, list_holdings, peak_bytes, subtract
 from dpprof.results.analysis.tables.axes import axes_of
-from dpprof.experiments.records.result import Result
 
 _ALWAYS_NAMED = (
     *("method", "model", "batch_size", "image_size", "seq_len", "dtype", "device", "target"),

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypedDict
 
+from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.step_costs import Memory
-from dpprof.experiments.config.validation import InputError
 
 ROUNDING = "allocator_rounding"
 """The component of bytes that belong to no tensor: what CUDA's caching allocator takes for whole

@@ -7,13 +7,13 @@ from itertools import islice, product
 from pathlib import Path
 from typing import NamedTuple
 
-from dpprof.results.analysis.collection import drop_details
-from dpprof.results.analysis.conditions import Fact, facts_of
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.validation import InputError, limit_lines
 from dpprof.experiments.planning.artifacts import RESULTS, RUN
 from dpprof.experiments.records.record import ResultError
 from dpprof.experiments.records.result import Result, read_result
-from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.config.validation import InputError, limit_lines
+from dpprof.results.analysis.collection import drop_details
+from dpprof.results.analysis.conditions import Fact, facts_of
 
 _NAME = re.compile(r".+\.r[0-9]+\.json")
 

@@ -9,9 +9,7 @@ from decimal import Decimal
 from statistics import median, median_low
 from typing import Literal, NamedTuple
 
-from dpprof.results.analysis.gate.folders import RunKey
-from dpprof.results.analysis.groups import ExperimentRuns
-from dpprof.results.analysis.statistics import NO_DIFFERENCE, Comparison, can_differ
+from dpprof.experiments.config.experiment import device_of
 from dpprof.experiments.records.comparison import (
     ComparedFigure,
     FigureName,
@@ -22,7 +20,9 @@ from dpprof.experiments.records.comparison import (
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.terms import OUTCOMES
 from dpprof.experiments.records.thresholds import Thresholds
-from dpprof.experiments.config.experiment import device_of
+from dpprof.results.analysis.gate.folders import RunKey
+from dpprof.results.analysis.groups import ExperimentRuns
+from dpprof.results.analysis.statistics import NO_DIFFERENCE, Comparison, can_differ
 
 Number = int | float
 Unit = Literal["bytes", "FLOPs", "launches", "samples", "seconds"]

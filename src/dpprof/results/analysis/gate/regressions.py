@@ -10,6 +10,21 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from dpprof.experiments.records.comparison import (
+    EXIT_STATUS,
+    JUDGEMENTS,
+    METRICS,
+    Across,
+    ComparedFigure,
+    Explanation,
+    FolderComparison,
+    Metric,
+    Run,
+    Unlike,
+    Verdict,
+)
+from dpprof.experiments.records.result import Result
+from dpprof.experiments.records.thresholds import Thresholds
 from dpprof.results.analysis.conditions import Fact
 from dpprof.results.analysis.gate.folders import (
     ResultsFolder,
@@ -29,21 +44,6 @@ from dpprof.results.analysis.gate.judging import (
     list_families,
 )
 from dpprof.results.analysis.groups import ExperimentRuns, Noise
-from dpprof.experiments.records.comparison import (
-    EXIT_STATUS,
-    JUDGEMENTS,
-    METRICS,
-    Across,
-    ComparedFigure,
-    Explanation,
-    FolderComparison,
-    Metric,
-    Run,
-    Unlike,
-    Verdict,
-)
-from dpprof.experiments.records.result import Result
-from dpprof.experiments.records.thresholds import Thresholds
 from dpprof.system.messages import escape
 
 

@@ -2,11 +2,11 @@
 
 import pandas as pd
 
+from dpprof.experiments.records.advice import OF_SEVERAL_WAYS
 from dpprof.results.analysis.advice.advice import advise, group_capacities
 from dpprof.results.analysis.advice.budget import Planned, make_budget
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.tables.frames import make_frame
-from dpprof.experiments.records.advice import OF_SEVERAL_WAYS
 
 
 def tabulate_advice(collected: Collected) -> pd.DataFrame:

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
-from dpprof.experiments.planning.planner import PlannedRun
 from dpprof.experiments.config.architecture import PREFIX, Architecture
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.parallel import read_world_size
+from dpprof.experiments.planning.planner import PlannedRun
 
 RUN_KEY = ["experiment_id", "instrument", "replicate"]
 _PATIENCE = {"timeout_s", "wait_for_idle_gpu_s", "busy_gpu"}

@@ -7,6 +7,12 @@ from typing import Any, BinaryIO
 
 import pandas as pd
 
+from dpprof.experiments.config.datasheets import find_by_device_name
+from dpprof.experiments.planning.planner import PlannedRun
+from dpprof.experiments.records.ceilings import Ceilings, device_name
+from dpprof.experiments.records.result import Result
+from dpprof.experiments.records.step_costs import Memory
+from dpprof.experiments.records.terms import COMPONENTS, OUTCOMES
 from dpprof.results.analysis.advice.budget import Planned
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.groups import Noise, group_runs, sent_bytes
@@ -25,12 +31,6 @@ from dpprof.results.analysis.tables.frames import make_frame, pick, write_rows
 from dpprof.results.analysis.tables.kernels import tabulate_kernels
 from dpprof.results.analysis.tables.memory import tabulate_memory
 from dpprof.results.analysis.tables.verification import tabulate_verification
-from dpprof.experiments.planning.planner import PlannedRun
-from dpprof.experiments.records.ceilings import Ceilings, device_name
-from dpprof.experiments.records.result import Result
-from dpprof.experiments.records.step_costs import Memory
-from dpprof.experiments.records.terms import COMPONENTS, OUTCOMES
-from dpprof.experiments.config.datasheets import find_by_device_name
 
 _PARTS = ("steps", "phases", "snapshots", "components", "samplers", "ranks", "communication")
 """The tables whose rows are parts of single results."""

@@ -12,7 +12,8 @@ from typing import Literal
 from pydantic import BaseModel
 
 from dpprof.experiments.accounting.plan import NoiseOfBatch
-from dpprof.results.analysis.tables.axes import AXES, SETTING, WITHOUT_BATCH
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.records.advice import OF_SEVERAL_WAYS, Option
 from dpprof.experiments.records.budget import MethodCost
 from dpprof.experiments.records.result import Energy, Kernels, Launched, RankPart, Throughput
@@ -25,8 +26,7 @@ from dpprof.experiments.records.step_costs import (
     Snapshot,
 )
 from dpprof.experiments.records.terms import COMPONENTS, EVIDENCE, OUTCOMES
-from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.config.privacy import Privacy
+from dpprof.results.analysis.tables.axes import AXES, SETTING, WITHOUT_BATCH
 
 ColumnType = Literal["text", "integer", "number", "boolean"]
 

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from dpprof.experiments.records.result import Observed
+from dpprof.experiments.records.terms import OUTCOMES
+from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.groups import ExperimentRuns, Noise, merge_baselines
 from dpprof.results.analysis.standings import UNKNOWN
 from dpprof.results.analysis.statistics import NO_DIFFERENCE, Comparison, Interval, median_intervals
 from dpprof.results.analysis.tables.axes import BASELINE, SETTING, axes_of
 from dpprof.results.analysis.tables.frames import make_frame
-from dpprof.experiments.records.result import Observed
-from dpprof.experiments.records.terms import OUTCOMES
-from dpprof.experiments.records.verdict import Standing
 
 
 class Standard(NamedTuple):

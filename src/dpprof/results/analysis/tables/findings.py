@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from dpprof.experiments.config.privacy import Privacy
+from dpprof.experiments.records.ceilings import CEILINGS, Ceilings, device_name
+from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.conditions import (
     Usual,
@@ -17,9 +20,6 @@ from dpprof.results.analysis.conditions import (
 from dpprof.results.analysis.groups import RECORDERS
 from dpprof.results.analysis.tables.frames import make_frame
 from dpprof.subjects.methods.opacus.opacus_paths import OpacusPath
-from dpprof.experiments.records.ceilings import CEILINGS, Ceilings, device_name
-from dpprof.experiments.records.result import Result
-from dpprof.experiments.config.privacy import Privacy
 
 
 class Finding(NamedTuple):

@@ -17,9 +17,9 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel
 
+from dpprof.experiments.config.validation import InputError
 from dpprof.results.analysis.tables.axes import AXES, RUN_KEY, name_model
 from dpprof.results.analysis.tables.columns import TABLES
-from dpprof.experiments.config.validation import InputError
 from dpprof.system.files import write_atomically
 
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")

@@ -11,14 +11,14 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.experiments.config.target import Dtype
+from dpprof.experiments.records.ceilings import Ceilings, device_name, find_ceilings
+from dpprof.experiments.records.result import Launched, Result
+from dpprof.experiments.records.step_costs import Work
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.groups import RECORDERS
 from dpprof.results.analysis.tables.axes import axes_of, key_of
 from dpprof.results.analysis.tables.frames import make_frame, pick
-from dpprof.experiments.records.ceilings import Ceilings, device_name, find_ceilings
-from dpprof.experiments.records.result import Launched, Result
-from dpprof.experiments.records.step_costs import Work
-from dpprof.experiments.config.target import Dtype
 
 
 def tabulate_kernels(collected: Collected) -> dict[str, pd.DataFrame]:

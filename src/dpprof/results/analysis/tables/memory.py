@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from dpprof.results.analysis.collection import Collected
-from dpprof.results.analysis.groups import ExperimentRuns
-from dpprof.results.analysis.tables.axes import axes_of, key_of
-from dpprof.results.analysis.tables.frames import make_frame, pick
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.datasheets import find_by_device_name
+from dpprof.experiments.config.experiment import CPU_TARGET, Experiment
+from dpprof.experiments.config.target import Dtype, Target
 from dpprof.experiments.records.ceilings import Ceilings, find_ceilings
 from dpprof.experiments.records.reconciliation import JOINED, bound_bytes, reconcile
 from dpprof.experiments.records.result import Result
@@ -33,10 +33,10 @@ from dpprof.experiments.records.step_costs import (
     Moved,
     find_unknown_workspaces,
 )
-from dpprof.experiments.config import registry
-from dpprof.experiments.config.datasheets import find_by_device_name
-from dpprof.experiments.config.experiment import CPU_TARGET, Experiment
-from dpprof.experiments.config.target import Dtype, Target
+from dpprof.results.analysis.collection import Collected
+from dpprof.results.analysis.groups import ExperimentRuns
+from dpprof.results.analysis.tables.axes import axes_of, key_of
+from dpprof.results.analysis.tables.frames import make_frame, pick
 from dpprof.system.files import canonical_json
 
 NOT_TIMED = "no clean run measured the step time there"

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 
 import pandas as pd
 
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.mechanisms import is_other_mechanism
+from dpprof.experiments.planning.code_digest import verified_as
+from dpprof.experiments.records.verdict import Standing, split_holes
 from dpprof.results.analysis.standings import DAGGER, DOUBLE_DAGGER, UNKNOWN, Marks
 from dpprof.results.analysis.tables.axes import axes_of
 from dpprof.results.analysis.tables.frames import make_frame
-from dpprof.experiments.planning.code_digest import verified_as
-from dpprof.experiments.records.verdict import Standing, split_holes
-from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.config.mechanisms import is_other_mechanism
 
 
 def tabulate_verification(

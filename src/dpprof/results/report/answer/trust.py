@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from dpprof.experiments.config.registry import PREDICTIONS
 from dpprof.results.analysis.collection import NO_RESULT
 from dpprof.results.analysis.selection import Tables, compose_peaks, find_agreement
 from dpprof.results.figures.agreement import say_agreement
@@ -17,7 +18,6 @@ from dpprof.results.report.wording import (
     plural,
     reach,
 )
-from dpprof.experiments.config.registry import PREDICTIONS
 
 TITLE = "Can I believe this?"
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.experiments.records.terms import COMPONENTS, OUTCOMES
 from dpprof.results.analysis.groups import RECORDERS
 from dpprof.results.analysis.selection import Tables, find_options, spread_owners
 from dpprof.results.analysis.tables.axes import (
@@ -24,7 +25,6 @@ from dpprof.results.figures.style import (
     method_style,
     sort_methods,
 )
-from dpprof.experiments.records.terms import COMPONENTS, OUTCOMES
 from dpprof.results.report.wording import name_gpus, name_trainings
 
 _DIGITS = 9

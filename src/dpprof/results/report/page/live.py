@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pandas as pd
 
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.launch.progress import Progress, format_duration, run_name
+from dpprof.experiments.planning.artifacts import LIMITS, PLAN, RESULTS, VERDICT
+from dpprof.experiments.planning.planner import read_manifest
 from dpprof.results.analysis.advice.budget import Planned
 from dpprof.results.analysis.collection import NO_RESULT, collect
 from dpprof.results.analysis.selection import Tables
 from dpprof.results.analysis.tables.build import build_tables
-from dpprof.experiments.launch.progress import Progress, format_duration, run_name
-from dpprof.experiments.planning.artifacts import LIMITS, PLAN, RESULTS, VERDICT
-from dpprof.experiments.planning.planner import read_manifest
 from dpprof.results.report.content import build_document
 from dpprof.results.report.page.write import SweepStatus, embed_contents, render_page
-from dpprof.experiments.config.validation import InputError
 from dpprof.system.console import say
 from dpprof.system.files import write_atomically
 

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dpprof.results.analysis.difference.waterfall import Holding, list_holdings
-from dpprof.results.analysis.tables.axes import RUN_KEY
+from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.records.record import ResultError
 from dpprof.experiments.records.result import read_run
 from dpprof.experiments.records.terms import COMPONENTS
+from dpprof.results.analysis.difference.waterfall import Holding, list_holdings
+from dpprof.results.analysis.tables.axes import RUN_KEY
 from dpprof.results.report.page.data import plain
-from dpprof.experiments.config.validation import InputError
 
 Runs = list[tuple[str, str, int]]
 """Runs, as (experiment id, instrument, replicate)."""

@@ -2,8 +2,8 @@
 
 import pandas as pd
 
-from dpprof.results.analysis.selection import add_op_kinds, median_over_processes
 from dpprof.experiments.records.terms import OP_KINDS
+from dpprof.results.analysis.selection import add_op_kinds, median_over_processes
 from dpprof.results.report.rendering.document import Blocks, Paragraph
 from dpprof.results.report.sections.tables import (
     Column,

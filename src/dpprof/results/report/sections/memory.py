@@ -5,9 +5,9 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.experiments.records.terms import COMPONENTS, EVIDENCE
 from dpprof.results.analysis.selection import find_fitting, needed_bytes
 from dpprof.results.analysis.tables.axes import BASELINE, SETTING, count_tokens, name_speed
-from dpprof.experiments.records.terms import COMPONENTS, EVIDENCE
 from dpprof.results.report.rendering.document import Blocks
 from dpprof.results.report.sections.tables import (
     Column,

@@ -4,9 +4,9 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.experiments.records.terms import PHASES
 from dpprof.results.analysis.selection import spread_phases
 from dpprof.results.analysis.statistics import CONFIDENCE, NO_DIFFERENCE, attainable_coverage
-from dpprof.experiments.records.terms import PHASES
 from dpprof.results.report.rendering.document import Blocks, Paragraph
 from dpprof.results.report.sections.tables import (
     Column,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.experiments.records.verdict import TOLERANCE
 from dpprof.results.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, sign
 from dpprof.results.analysis.tables.axes import BASELINE
 from dpprof.results.analysis.tables.verification import (
@@ -14,7 +15,6 @@ from dpprof.results.analysis.tables.verification import (
     name_unverified,
 )
 from dpprof.results.figures.verification_signs import MEANINGS
-from dpprof.experiments.records.verdict import TOLERANCE
 from dpprof.results.report.rendering.document import (
     Blocks,
     Bullets,
