@@ -48,7 +48,7 @@ def test_tables_written_while_reading_have_the_bytes_of_whole_ones(tmp_path, man
 def test_a_result_that_was_told_is_kept_without_its_timeline(tmp_path, manifest) -> None:
     file = io.BytesIO()
     planned = read_manifest(manifest)
-    found = collect(planned, tmp_path, partial=False, on_result=TimelineFile(file).add).found
+    found = collect(planned, tmp_path, partial=False, on_result=TimelineFile(file).add).runs
 
     assert len(file.getvalue().splitlines()) == 10
     assert all(r.memory is None or r.memory.timeline is None for _, r in found)

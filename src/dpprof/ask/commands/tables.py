@@ -22,7 +22,7 @@ def _plan_noise(manifest: Manifest, collected: Collected, root: Path) -> Planned
     """Compute the noise for the manifest's privacy budget; None where it has none."""
     if manifest.privacy is None:
         return None
-    capacities = (result for _, result in collected.found if result.instrument == "capacity")
+    capacities = (result for _, result in collected.runs if result.instrument == "capacity")
     lengths = sorted({result.experiment.tokens_per_sample for result in capacities})
     if not lengths:
         return None

@@ -38,10 +38,10 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     GPUs.
     """
     advice = tables["advice"].loc[lambda rows: rows["verdict"].ne("wrong")]
-    known = _add_hours(with_size(advice, tables["runs"]))
-    keys = [known[name].map(str) for name in (*TRAINING, "target") if name in known]
-    on_several = known["ranks"].where(known["safe_batch_size"].notna()).groupby(keys)
-    compared = known[on_several.transform("nunique") > 1]
+    options = _add_hours(with_size(advice, tables["runs"]))
+    keys = [options[name].map(str) for name in (*TRAINING, "target") if name in options]
+    on_several = options["ranks"].where(options["safe_batch_size"].notna()).groupby(keys)
+    compared = options[on_several.transform("nunique") > 1]
     every = _split(compared, len(compared))
     is_timed = compared["tokens_per_s"].where(compared["ranks"] > 1).notna()
     if is_timed.any():
@@ -85,8 +85,8 @@ def _add_hours(advice: pd.DataFrame) -> pd.DataFrame:
 
 def _draw_methods(axis: Axes, rows: pd.DataFrame, name: str) -> None:
     kinds = sorted(set(rows["kind"]) - {""})
-    known = rows.dropna(subset=[name]).sort_values("ranks")
-    for method, every in known.groupby("method"):
+    ordered = rows.dropna(subset=[name]).sort_values("ranks")
+    for method, every in ordered.groupby("method"):
         style = method_style(str(method))
         for kind in kinds:  # one process begins the line of each
             options = every[every["kind"].isin(["", kind])]
@@ -115,7 +115,7 @@ def _name_whole(title: str) -> str:
 
 def _say(panels: list[Panel]) -> str:
     """Return the fewest GPUs on which a private method safely fits, of each training."""
-    fitting = [(one.title, one.rows.loc[fits_privately(one.rows), "ranks"]) for one in panels]
+    fitting = [(title, rows.loc[fits_privately(rows), "ranks"]) for title, rows in panels]
     said = [
         f"{ranks.min()} {'GPU' if ranks.min() == 1 else 'GPUs'} for {_name_whole(title)}"
         for title, ranks in fitting

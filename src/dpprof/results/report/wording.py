@@ -66,8 +66,8 @@ def _say_axes(row: Any, axes: set[str]) -> str:
         for name in TRAINING
         if name in axes - size and pd.notna(row[name])
     ]
-    at = f" at {name_size(row)}" if axes & size else ""
-    return at + (f" ({', '.join(rest)})" if rest else "")
+    where = f" at {name_size(row)}" if axes & size else ""
+    return where + (f" ({', '.join(rest)})" if rest else "")
 
 
 def name_gpus(row: Any) -> str:
@@ -178,6 +178,6 @@ def listed(names: Iterable[object]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def plural(count: int, one: str, many: str | None = None) -> str:
+def plural(count: int, noun: str, many: str | None = None) -> str:
     """Return the form of a word that goes with a count."""
-    return one if count == 1 else many or f"{one}s"
+    return noun if count == 1 else many or f"{noun}s"

@@ -95,11 +95,11 @@ DETAILS = (
 def embed_figures(document: Document, folder: Path) -> dict[str, str]:
     """Return the pictures of the report by name, as text; those that have no file are left out."""
     blocks = [block for section in document.sections for block in section.blocks]
-    files = {one.name: folder / f"{one.name}.png" for one in blocks if isinstance(one, Picture)}
+    names = [block.name for block in blocks if isinstance(block, Picture)]
     return {
         name: base64.b64encode(file.read_bytes()).decode()
-        for name, file in files.items()
-        if file.is_file()
+        for name in names
+        if (file := folder / f"{name}.png").is_file()
     }
 
 
