@@ -16,13 +16,12 @@ from scripts import ASKED, HERE, MODEL, ROOT, call
 from dpprof.ask.advise.ask import list_questions
 from dpprof.ask.advise.show import (
     compare_heads,
-    explain_batches,
-    explain_safety,
     format_advice,
     format_winners,
     list_remedies,
     list_smallest_ranks,
 )
+from dpprof.ask.capacity.show import explain_batches, explain_safety
 from dpprof.experiments.config import registry
 from dpprof.experiments.planning.code_digest import verdict_digest
 from dpprof.experiments.records.advice import Advice, Option

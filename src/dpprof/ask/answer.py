@@ -45,6 +45,15 @@ class Answer(ABC):
         return f"<p>{escape(self.sentence)}</p>\n{rows}"
 
 
+class BatchAnswer(Answer):
+    """An answer about batches of several methods or models."""
+
+    @property
+    @abstractmethod
+    def fits(self) -> bool:
+        """Whether any safely fits."""
+
+
 def _format(value: Any) -> str:
     """Return a cell as text: whole numbers and large ones without decimals."""
     if value is None or value != value:  # noqa: PLR0124 (what is not a number)

@@ -32,18 +32,18 @@ LISTS = ("dtype", "image_size", "seq_len", "checkpointing", "execution", "head")
 """Fields of which one may ask about several values: the first changes last."""
 
 _AXES: dict[str, Callable[[Experiment], str]] = {
-    "target": lambda one: target_text(one) or "",
-    "model": lambda one: one.model_name,
-    "method": lambda one: one.method,
-    "dtype": lambda one: one.dtype,
-    "tokens": lambda one: f"{one.seq_len:,}",
-    "pixels": lambda one: str(one.image_size),
-    "checkpointing": lambda one: one.checkpointing,
-    "execution": lambda one: one.execution,
-    "head": lambda one: one.head,
-    "ranks": lambda one: "1" if one.parallel is None else one.parallel.text,
-    "trained": lambda one: (
-        "whole" if one.lora is None else f"LoRA {one.base_format or ''}".rstrip()
+    "target": lambda experiment: target_text(experiment) or "",
+    "model": lambda experiment: experiment.model_name,
+    "method": lambda experiment: experiment.method,
+    "dtype": lambda experiment: experiment.dtype,
+    "tokens": lambda experiment: f"{experiment.seq_len:,}",
+    "pixels": lambda experiment: str(experiment.image_size),
+    "checkpointing": lambda experiment: experiment.checkpointing,
+    "execution": lambda experiment: experiment.execution,
+    "head": lambda experiment: experiment.head,
+    "ranks": lambda experiment: "1" if experiment.parallel is None else experiment.parallel.text,
+    "trained": lambda experiment: (
+        "whole" if experiment.lora is None else f"LoRA {experiment.base_format or ''}".rstrip()
     ),
 }
 _FIGURES = {"largest batch": ">13", "safe batch": ">10", "speed": ">13", "after": ">9"}
@@ -73,19 +73,19 @@ def list_experiments(
     for name, why in (("method", "give methods, a list"), ("batch_size", "the largest is found")):
         if name in fields:
             raise refuse(spell(name), fields[name], f"{why}; leave it out")
-    known = registry.names("methods") if methods is None else list(methods)
-    for method in known:
+    names = registry.names("methods") if methods is None else list(methods)
+    for method in names:
         registry.check("methods", method, spell("methods"))
-    for name, given in (("methods", known), ("world_sizes", list(world_sizes or ()))):
-        if len(set(given)) < len(given):
-            raise refuse_repeated(name, given)
+    for name, values in (("methods", names), ("world_sizes", list(world_sizes or ()))):
+        if len(set(values)) < len(values):
+            raise refuse_repeated(name, values)
     if fields.get("target") is None:
         raise InputError(
             f"{spell('target')}: missing; a target's name ({', '.join(registry.names('targets'))}) "
             "or a mapping of memory_bytes, flops_per_s and bandwidth_bytes_per_s"
         )
     axes = {k: list(fields[k]) for k in LISTS if isinstance(fields.get(k), list | tuple)}
-    axes |= {"method": known, "batch_size": [1]}
+    axes |= {"method": names, "batch_size": [1]}
     if world_sizes is not None:
         axes["parallel"] = _format_ranks(fields.get("parallel") or "kind=fsdp", world_sizes)
     return multiply(fields, **axes)
@@ -113,10 +113,10 @@ def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: boo
     """
 
     def find(experiment: Experiment) -> Result:
-        known = None if again else _read_known(root, experiment)
+        kept = None if again else _read_known(root, experiment)
         log = root / "results" / "logs" / INSTRUMENT / f"{experiment.id}.r0.log"
         output = result_path(root, INSTRUMENT, experiment.id, 0)
-        result = known or predict(experiment, INSTRUMENT, output, log=log, forks=forks)
+        result = kept or predict(experiment, INSTRUMENT, output, log=log, forks=forks)
         tell(result)
         return result
 
@@ -166,20 +166,21 @@ def _begin_progress(experiments: Sequence[Experiment]) -> Callable[[Result], Non
 
 def _list_modules(experiments: Sequence[Experiment]) -> list[str]:
     """Return the modules that capacities of these experiments need."""
-    methods = dict.fromkeys(one.method for one in experiments)
+    methods = dict.fromkeys(experiment.method for experiment in experiments)
     modules = [
         "torch._dynamo",
         "dpprof.predict.capacity",
         *registry.modules("methods", methods),
     ]
-    kinds = {one.model.model_type for one in experiments if isinstance(one.model, Architecture)}
+    models = [experiment.model for experiment in experiments]
+    kinds = {model.model_type for model in models if isinstance(model, Architecture)}
     for kind in sorted(kinds):
         modules += [
             f"transformers.models.{kind}.modeling_{kind}",
             "dpprof.subjects.models.hugging_face",
         ]
-    modules += ["peft"] if any(one.lora for one in experiments) else []
-    modules += ["bitsandbytes"] if any(one.base_format for one in experiments) else []
+    modules += ["peft"] if any(experiment.lora for experiment in experiments) else []
+    modules += ["bitsandbytes"] if any(experiment.base_format for experiment in experiments) else []
     return list(dict.fromkeys(modules))
 
 

@@ -24,7 +24,7 @@ def explain_signs(signs: Marks) -> list[str]:
         "--output results/verify/<model>-<method>.json does.",
         DOUBLE_DAGGER: f"{DOUBLE_DAGGER} Another mechanism than flat clipping; docs/methods.md.",
     }
-    return [meanings[one] for one, methods in signs.items() if methods]
+    return [meanings[mark] for mark, methods in signs.items() if methods]
 
 
 def group_messages(messages: Iterable[tuple[str, str | None]]) -> list[str]:

@@ -17,14 +17,14 @@ from dpprof.system.hardware import resolve_device
 
 
 @contextlib.contextmanager
-def naming(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def naming(keywords: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield keywords in which a function that builds the model has a name, within this context.
 
     Those that are None are left out. The code on disk is looked at anew: it may have been edited
     since the last question.
     """
     read_anew()
-    fields = {name: value for name, value in given.items() if value is not None}
+    fields = {name: value for name, value in keywords.items() if value is not None}
     model = fields.get("model")
     if hasattr(model, "state_dict"):
         name = type(model).__name__
@@ -36,13 +36,13 @@ def naming(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield fields | {"model": name}
 
 
-def make_experiment(given: Mapping[str, Any]) -> Experiment:
+def make_experiment(options: Mapping[str, Any]) -> Experiment:
     """Return an experiment from the fields given; texts as on the command line are read.
 
     Raises:
         InputError: A value is not allowed, or a required one is missing.
     """
-    fields = dict(given)
+    fields = dict(options)
     for name in ("model", "target"):
         text = fields.get(name)
         if isinstance(text, str) and text.lstrip().startswith("{"):
@@ -82,11 +82,11 @@ def _move_task(fields: dict[str, Any]) -> dict[str, Any]:
         where = spell("model")
         why = f"it is a key of a Hugging Face model, as {where} {PREFIX}NAME, and is given once"
         raise refuse(spell("task"), task, why)
-    others = {name: one for name, one in fields.items() if name != "task"}
+    others = {name: value for name, value in fields.items() if name != "task"}
     return others | {"model": model | {"task": task}}
 
 
-def multiply(given: Mapping[str, Any], **axis: list[Any]) -> list[Experiment]:
+def multiply(fields: Mapping[str, Any], **axis: list[Any]) -> list[Experiment]:
     """Return the experiment of fields in every combination of the values of some of them.
 
     ``axis`` holds fields with their values, which replace those given.
@@ -95,14 +95,14 @@ def multiply(given: Mapping[str, Any], **axis: list[Any]) -> list[Experiment]:
         InputError: A value is not allowed, a required one is missing, or a list has a value twice.
     """
     combinations = itertools.product(*axis.values())
-    found = [
-        make_experiment({**given, **dict(zip(axis, values, strict=True))})
+    experiments = [
+        make_experiment({**fields, **dict(zip(axis, values, strict=True))})
         for values in combinations
     ]
     for name, values in axis.items():
-        if len({getattr(one, name) for one in found}) < len(values):
+        if len({getattr(experiment, name) for experiment in experiments}) < len(values):
             raise refuse_repeated(name, values)
-    return found
+    return experiments
 
 
 def refuse_repeated(key: str, values: Iterable[Any]) -> InputError:

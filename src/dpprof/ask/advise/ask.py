@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 from dpprof.ask.advise.gpus import format_gpus
 from dpprof.ask.advise.show import (
     compare_heads,
-    explain_batches,
-    explain_safety,
     format_advice,
     format_winners,
     list_remedies,
     list_smallest_ranks,
     recommend,
 )
-from dpprof.ask.answer import Answer, load_figure
+from dpprof.ask.answer import BatchAnswer, load_figure
 from dpprof.ask.capacities import find_capacities, list_experiments, read_verdicts
+from dpprof.ask.capacity.show import explain_batches, explain_safety
 from dpprof.ask.questions import naming
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
@@ -48,7 +47,7 @@ _ASKED = (
 ByRanks = Mapping[int, Sequence[Result]]
 
 
-class Advised(Answer):
+class Advised(BatchAnswer):
     """The methods, ranked for each dtype, size and number of ranks that was asked about.
 
     Args:
@@ -74,12 +73,12 @@ class Advised(Answer):
     @property
     def sentence(self) -> str:
         """Which method to use, for each question."""
-        return " ".join(recommend(one)[0] for one in self.advices)
+        return " ".join(recommend(advice)[0] for advice in self.advices)
 
     @property
     def fits(self) -> bool:
         """Whether a batch safely fits with any method."""
-        return any(option.safe_batch_size for one in self.advices for option in one.options)
+        return any(option.safe_batch_size for advice in self.advices for option in advice.options)
 
     @property
     def gpus(self) -> list[OnGpus]:
@@ -89,23 +88,23 @@ class Advised(Answer):
         return compare_gpus(self.advices)
 
     def __str__(self) -> str:
-        found, results = self.advices, self.results
+        advices, results = self.advices, self.results
         if len(self._alike) == 1:
-            explain = explain_safety if found[0].checkpointing == BEST else explain_batches
+            explain = explain_safety if advices[0].checkpointing == BEST else explain_batches
             return "\n".join(
                 [
                     *format_gpus(self.gpus),
-                    *map(format_advice, found),
+                    *map(format_advice, advices),
                     *explain(results),
                     *list_smallest_ranks(results),
                     *list_remedies(results),
                 ]
             )
-        lines = [format_winners(found), *compare_heads(found), *explain_safety(results)]
+        lines = [format_winners(advices), *compare_heads(advices), *explain_safety(results)]
         for (dtype, size, *_), by_ranks in self._alike.items():
             on_any = list(itertools.chain.from_iterable(by_ranks.values()))
             where = f"{dtype} {size}"  # several ranks have one execution and head
-            lines += [f"{where}: {one}" for one in list_smallest_ranks(on_any)]
+            lines += [f"{where}: {line}" for line in list_smallest_ranks(on_any)]
         return "\n".join([*lines, *list_remedies(results)])
 
     def table(self) -> "pd.DataFrame":
@@ -125,7 +124,7 @@ class Advised(Answer):
         Raises:
             InputError: There is one length and one number of GPUs, or matplotlib is not installed.
         """
-        lengths = {one.seq_len for one in self.advices}
+        lengths = {advice.seq_len for advice in self.advices}
         if self.gpus:
             over_ranks: Callable[..., Figure] = load_figure("ranks", "plot")
             return over_ranks({"advice": self.table()})
@@ -153,9 +152,9 @@ def _group(results: Iterable[Result]) -> Mapping[tuple[str, str, str, str], ByRa
         lambda: defaultdict(list)
     )
     for result in results:
-        one = result.experiment
-        size = name_size(one.seq_len, one.image_size)
-        alike[one.dtype, size, one.execution, one.head][one.world_size].append(result)
+        asked = result.experiment
+        size = name_size(asked.seq_len, asked.image_size)
+        alike[asked.dtype, size, asked.execution, asked.head][asked.world_size].append(result)
     return alike
 
 
@@ -164,8 +163,8 @@ def _rank(
 ) -> Advice:
     """Rank the methods on one number of ranks, with adapters and without."""
     target = target_text(asked_first) or "this machine"
-    asked = [one for one in results if one.experiment.lora == asked_first.lora]
-    whole = [one for one in results if one.experiment.lora != asked_first.lora]
+    asked = [result for result in results if result.experiment.lora == asked_first.lora]
+    whole = [result for result in results if result.experiment.lora != asked_first.lora]
     advice = rank(asked, target, standings)
     if whole:
         advice = advice.model_copy(update={"whole": rank(whole, target, standings)})
@@ -229,7 +228,7 @@ def list_questions(
     if _as_list(fields.get("head")) == [BEST]:
         settled["head"] = list(_HEADS)
     asked = list_experiments(settled, methods, world_sizes)
-    return asked + [whole for one in asked if (whole := _without_lora(one))]
+    return asked + [whole for experiment in asked if (whole := _without_lora(experiment))]
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -43,12 +43,12 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
         why = "advise finds the largest batch that fits; leave it out"
         raise refuse("--batch-size", " ".join(arguments.batch_size), why)
     if arguments.model is not None:
-        given = arguments.model
-        if len(given) > 1:
-            raise refuse("--model", " ".join(given), "give one model, and call once for each")
-        [arguments.model] = given
+        models = arguments.model
+        if len(models) > 1:
+            raise refuse("--model", " ".join(models), "give one model, and call once for each")
+        [arguments.model] = models
     if arguments.figure is not None:
-        if all(len(one or ()) < 2 for one in (arguments.seq_len, arguments.world_sizes)):  # noqa: PLR2004 (a line has two ends)
+        if all(len(values or ()) < 2 for values in (arguments.seq_len, arguments.world_sizes)):  # noqa: PLR2004 (a line has two ends)
             raise refuse_short_figure(spell("figure"), str(arguments.figure))
         load_figure("advice", spell("figure"))
         check_writable(arguments.figure)

@@ -13,18 +13,18 @@ _HEADER = (
 )
 
 
-def format_gpus(found: Sequence[OnGpus]) -> list[str]:
+def format_gpus(options: Sequence[OnGpus]) -> list[str]:
     """Say which number of GPUs is the cheapest, which the fastest, and what each brings.
 
     Args:
-        found: Methods on several numbers of GPUs; nothing is said where no speed is predicted.
+        options: Methods on several numbers of GPUs; nothing is said where no speed is predicted.
     """
-    fastest = find_fastest(found)
+    fastest = find_fastest(options)
     if not fastest:
         return []
-    cheap = min(fastest, key=lambda one: one.gpu_hours_per_billion)
-    fast = max(fastest, key=lambda one: one.tokens_per_s)
-    small = min(fastest, key=lambda one: one.gpus)
+    cheap = min(fastest, key=lambda option: option.gpu_hours_per_billion)
+    fast = max(fastest, key=lambda option: option.tokens_per_s)
+    small = min(fastest, key=lambda option: option.gpus)
     hours = three_digits(cheap.gpu_hours_per_billion)
     said = f"Cheapest: {_name(cheap)}, {hours} GPU hours for a billion tokens. "
     said += f"Fastest: {_name(fast)}, {fast.tokens_per_s:,.0f} tokens/s. Smallest: {_name(small)}."
@@ -35,19 +35,19 @@ def format_gpus(found: Sequence[OnGpus]) -> list[str]:
     ]
 
 
-def _name(one: OnGpus) -> str:
-    return f"{one.method} on {one.gpus:,} GPU{'s' if one.gpus > 1 else ''}"
+def _name(option: OnGpus) -> str:
+    return f"{option.method} on {option.gpus:,} GPU{'s' if option.gpus > 1 else ''}"
 
 
-def _cells(one: OnGpus) -> tuple[str, ...]:
-    low, high = one.tokens_per_s_low or 0.0, one.tokens_per_s_high or 0.0
+def _cells(option: OnGpus) -> tuple[str, ...]:
+    low, high = option.tokens_per_s_low or 0.0, option.tokens_per_s_high or 0.0
     return (
-        f"{one.gpus:,}",
-        one.method,
-        f"{one.safe_batch_size:,}",
-        f"{one.tokens_per_s:,.0f}",
+        f"{option.gpus:,}",
+        option.method,
+        f"{option.safe_batch_size:,}",
+        f"{option.tokens_per_s:,.0f}",
         f"{low:,.0f} to {high:,.0f}",
-        format_number(one.tokens_per_s_per_gpu, ",.0f"),
-        f"{one.efficiency:.0%}",
-        three_digits(one.gpu_hours_per_billion),
+        format_number(option.tokens_per_s_per_gpu, ",.0f"),
+        f"{option.efficiency:.0%}",
+        three_digits(option.gpu_hours_per_billion),
     )

@@ -6,12 +6,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from dpprof.ask.layout import (
-    explain_signs,
-    format_number,
-    group_messages,
-    lay_out,
-)
+from dpprof.ask.layout import explain_signs, format_number, group_messages, lay_out
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.tasks import name_size, name_units
@@ -24,22 +19,12 @@ from dpprof.results.analysis.standings import find_signs, sign
 from dpprof.results.analysis.tables.axes import BASELINE
 from dpprof.system.numbers import three_digits
 
-_SIZES = ("largest batch", "peak", "safe batch")
-
 _SPEED = "tokens/s"
-
-_FIGURES = (*_SIZES, _SPEED, "90 % interval", "FLOPs x")
-
+_FIGURES = ("largest batch", "peak", "safe batch", _SPEED, "90 % interval", "FLOPs x")
 _MIB = 2**20
 
-_SAFE = {
-    False: "the allocator never has to release its cache to find room",
-    True: "a tenth of the memory is left",
-}
-"""What a safe batch is, by whether a share of the memory is left."""
-
 _LARGE_SHARE = 0.1
-"""Of a component that is said to bind."""
+"""A component with this share of the peak is named, after the largest."""
 
 
 def _format_interval(option: Option) -> str:
@@ -48,32 +33,27 @@ def _format_interval(option: Option) -> str:
 
 
 _ROW: Mapping[str, Callable[[Advice], str]] = {
-    "dtype": lambda one: one.dtype,
-    "tokens": lambda one: f"{one.seq_len:,}",
-    "pixels": lambda one: str(one.image_size),
-    "ranks": lambda one: one.parallel or "1",
-    "trained": lambda one: "whole" if one.lora is None else "LoRA",
-    "execution": lambda one: one.execution,
-    "head": lambda one: one.head,
+    "dtype": lambda side: side.dtype,
+    "tokens": lambda side: f"{side.seq_len:,}",
+    "pixels": lambda side: str(side.image_size),
+    "ranks": lambda side: side.parallel or "1",
+    "trained": lambda side: "whole" if side.lora is None else "LoRA",
+    "execution": lambda side: side.execution,
+    "head": lambda side: side.head,
 }
 """What a row of winners is about. Dtype and size are always shown, others where they vary."""
 
-
 _WINNER: Mapping[str, Callable[[Option], str]] = {
-    "checkpointing": lambda one: str(one.checkpointing),
-    "safe batch": lambda one: format_number(one.safe_batch_size, ","),
-    _SPEED: lambda one: format_number(one.tokens_per_s, ",.0f"),
+    "checkpointing": lambda option: str(option.checkpointing),
+    "safe batch": lambda option: format_number(option.safe_batch_size, ","),
+    _SPEED: lambda option: format_number(option.tokens_per_s, ",.0f"),
     "90 % interval": _format_interval,
-    "GiB at peak": lambda one: three_digits(one.safe_peak_bytes, 2**30),
+    "GiB at peak": lambda option: three_digits(option.safe_peak_bytes, 2**30),
 }
-
-
 _TIMES = (
     "{units} per second are predicted, with 90 % intervals; what they rest on differs by row, and "
     "--json says it"
 )
-
-
 _TEXTS = ("dtype", "ranks", "trained", "execution", "head", "method", "checkpointing", "verdict")
 """Columns that are set flush left."""
 
@@ -122,49 +102,37 @@ def _tell_sample(sample: OneMoreSample) -> str:
     return f"One more sample costs {format_size(sample.sample_bytes)}; {peak}."
 
 
-def _cells(option: Option) -> tuple[str, ...]:
+def _cells(option: Option, ways: Sequence[str]) -> list[str]:
     if option.largest_batch_size is None or option.largest_peak_bytes is None:
-        return ("",) * len(_FIGURES)
-    return (
+        return [option.verdict, *("" for _ in (*ways, *_FIGURES))]
+    return [
+        option.verdict,
+        *(str(option.checkpointing) for _ in ways),
         f"{option.largest_batch_size:,}" + ("+" if option.limited_by == "search" else ""),
         f"{option.largest_peak_bytes / _MIB:,.0f} MiB",
         format_number(option.safe_batch_size, ",", "none"),
         format_number(option.tokens_per_s, ",.0f"),
         _format_interval(option),
         format_number(option.dp_flop_multiplier, ".2f"),
-    )
+    ]
 
 
 def _lay_out(advice: Advice, names: Mapping[str, str]) -> list[str]:
     """Lay out the methods, with adapters and without side by side."""
     sides = advice.sides
-    texts: dict[str, Callable[[Option], str]] = {"verdict": lambda option: option.verdict}
-    if advice.checkpointing == BEST:
-        texts["checkpointing"] = _name_way
-    found = [
-        {
-            one.method: [*(text(one) for text in texts.values()), *_cells(one)]
-            for one in side.options
-        }
-        for side in sides
-    ]
+    ways = ["checkpointing"] if advice.checkpointing == BEST else []
+    columns = ["verdict", *ways, *_FIGURES]
+    cells = [{option.method: _cells(option, ways) for option in side.options} for side in sides]
     rows = [
-        [names[one.method], *(c for side in found for c in side[one.method])]
-        for one in advice.options
+        [names[option.method], *(cell for side in cells for cell in side[option.method])]
+        for option in advice.options
     ]
-    columns = [*texts, *_FIGURES]
-    header = _name_speed(["method", *columns * len(sides)], advice)
-    lines = lay_out([header, *rows], texts=_find_texts(header))
+    lines = _tabulate(["method", *columns * len(sides)], rows, advice)
     if len(sides) > 1:
         lora_at = lines[0].index(columns[0])
         whole_at = lines[0].index(columns[0], lora_at + 1)
         lines.insert(0, f"{' ' * lora_at}LoRA".ljust(whole_at) + "whole")
     return lines
-
-
-def _name_way(option: Option) -> str:
-    """Return the way of checkpointing; nothing where none fits."""
-    return "" if option.largest_batch_size is None else str(option.checkpointing)
 
 
 def format_advice(advice: Advice) -> str:
@@ -186,10 +154,10 @@ def format_advice(advice: Advice) -> str:
 
 def _tell_prices(sides: Iterable[Advice]) -> list[str]:
     """Say what dtypes cost on a GPU that has no units for them."""
-    known, prices = registry.names("targets"), {}
-    for one in sides:
-        target = registry.load("targets", one.target) if one.target in known else None
-        prices[one.dtype] = None if target is None else target.price_of(one.dtype)
+    names, prices = registry.names("targets"), {}
+    for side in sides:
+        target = registry.load("targets", side.target) if side.target in names else None
+        prices[side.dtype] = None if target is None else target.price_of(side.dtype)
     return [f"{dtype}: {price}." for dtype, price in prices.items() if price]
 
 
@@ -216,26 +184,26 @@ def format_winners(advices: Sequence[Advice]) -> str:
     for side, row in zip(sides, rows, strict=True):
         if names := [option.method for option in side.options if option.verdict == "close"]:
             close[", ".join(names)].append(" ".join(row))
-    signs = find_signs(one for one in winners if one is not None)
+    signs = find_signs(option for option in winners if option is not None)
     figures = dict(_WINNER)
     if sides[0].checkpointing != BEST:
         del figures["checkpointing"]
-    header = _name_speed([*axes, "method", *figures], sides[0])
     table = [
-        [*row, one.method + sign(one.method, signs), *(cell(one) for cell in figures.values())]
-        if one is not None
-        else [*row, "none", *("" for _ in figures)]
-        for row, one in zip(rows, winners, strict=True)
+        [*row, "none", *("" for _ in figures)]
+        if best is None
+        else [*row, best.method + sign(best.method, signs), *(f(best) for f in figures.values())]
+        for row, best in zip(rows, winners, strict=True)
     ]
     what = f"{_name(sides[0])}, on {sides[0].target}"
     lines = [
         f"The fastest private method at its largest safe batch: {what}.",
-        *lay_out([header, *table], texts=_find_texts(header)),
+        *_tabulate([*axes, "method", *figures], table, sides[0]),
     ]
     if close:
-        said = "; ".join(f"{names} ({', '.join(at)})" for names, at in close.items())
+        said = "; ".join(f"{names} ({', '.join(where)})" for names, where in close.items())
         lines.append(f"No difference predicted between it and: {said}.")
-    if any(one is not None and one.tokens_per_s is None for one in winners):
+    is_timed = [best.tokens_per_s is not None for best in winners if best is not None]
+    if not all(is_timed):
         lines.append(
             "unknown: no time is predicted, so methods are not ranked; the one with the largest "
             "safe batch is named."
@@ -247,59 +215,25 @@ def format_winners(advices: Sequence[Advice]) -> str:
         for side, row in zip(sides, rows, strict=True)
         if side.one_more_sample is not None
     ]
-    largest = max(sides, key=lambda one: (one.budget_bytes is not None, one.parallel or ""))
+    largest = max(sides, key=lambda side: (side.budget_bytes is not None, side.parallel or ""))
     lines += [*_tell_prices(sides), *explain_signs(signs), *_tell_memory(largest)]
     times = dict.fromkeys(side.sure_of_time for side in sides)
-    is_known = any(one is not None and one.tokens_per_s is not None for one in winners)
     units = name_units(sides[0].image_size)
-    time = _TIMES.format(units=units) if is_known and len(times) > 1 else "; ".join(times)
+    time = _TIMES.format(units=units) if any(is_timed) and len(times) > 1 else "; ".join(times)
     return "\n".join([*lines, f"Time: {time}."])
 
 
-def _name_speed(header: Sequence[str], advice: Advice) -> list[str]:
-    """Return a header with the speed by the name of what it counts."""
+def _tabulate(header: Sequence[str], rows: Iterable[list[str]], advice: Advice) -> list[str]:
+    """Return the lines of a table whose header names the speed by what it counts."""
     speed = f"{name_units(advice.image_size)}/s"
-    return [speed if name == _SPEED else name for name in header]
-
-
-def _find_texts(header: Sequence[str]) -> list[int]:
-    return [at for at, name in enumerate(header) if name in _TEXTS]
+    named = [speed if name == _SPEED else name for name in header]
+    return lay_out([named, *rows], [i for i, name in enumerate(header) if name in _TEXTS])
 
 
 def _find_winner(advice: Advice) -> Option | None:
     """Return the best method; where none is ranked, the one with the largest safe batch."""
-    unranked = [one for one in advice.options if one.verdict == "unranked"]
-    return advice.best or max(unranked, key=lambda one: one.safe_batch_size or 0, default=None)
-
-
-def explain_batches(results: Sequence[Result]) -> list[str]:
-    """Return the lines of ``explain_safety``, and where pieces of free memory bound a batch."""
-    lines = explain_safety(results)
-    for result in results:
-        experiment, capacity = result.experiment, result.capacity
-        if capacity is not None and capacity.limited_by == "fragmentation":
-            ranks = "" if experiment.parallel is None else f", {experiment.parallel.text}"
-            whole = "" if experiment.lora is None else " with LoRA"
-            lines.append(
-                f"{experiment.method}{whole}{ranks}: free memory is in pieces too small for "
-                f"{capacity.batch_size + 1:,} samples; by size "
-                f"{capacity.unfragmented_batch_size:,} fit, with "
-                "PYTORCH_ALLOC_CONF=expandable_segments:True "
-                f"{capacity.expandable_batch_size or 0:,}"
-            )
-    return lines
-
-
-def explain_safety(results: Sequence[Result]) -> list[str]:
-    """Say what a safe batch is, and for which methods it is something else."""
-    methods: dict[str, dict[str, None]] = defaultdict(dict)
-    for result in results:
-        if result.capacity is not None:
-            meaning = _SAFE[result.capacity.safe_share is not None]
-            methods[meaning][result.experiment.method] = None
-    meanings = sorted(methods, key=lambda meaning: len(methods[meaning]), reverse=True)
-    others = [f"; for {', '.join(methods[meaning])}: {meaning}" for meaning in meanings[1:]]
-    return [f"Safe: {meanings[0]}{''.join(others)}."] if meanings else []
+    unranked = [option for option in advice.options if option.verdict == "unranked"]
+    return advice.best or max(unranked, key=lambda o: o.safe_batch_size or 0, default=None)
 
 
 def list_smallest_ranks(results: Sequence[Result]) -> list[str]:
@@ -311,9 +245,9 @@ def list_smallest_ranks(results: Sequence[Result]) -> list[str]:
     for result in results:
         if result.capacity is not None:
             fits[result.experiment.method].append(result.experiment.world_size)
-    fitting = [f"{method} {min(known)}" for method, known in fits.items() if known]
+    fitting = [f"{method} {min(ranks)}" for method, ranks in fits.items() if ranks]
     lines = [f"smallest number of GPUs: {', '.join(fitting)}"] if fitting else []
-    if none := [method for method, known in fits.items() if not known]:
+    if none := [method for method, ranks in fits.items() if not ranks]:
         lines.append(f"on none of {', '.join(map(str, sizes))}: {', '.join(none)}")
     return lines
 
@@ -323,7 +257,7 @@ class _Remedy(NamedTuple):
 
     options: Mapping[str, str]
     fields: Mapping[str, Any]
-    """Of an experiment that has it."""
+    """The fields of an experiment that has it."""
 
     helps: Callable[[Experiment], bool]
     """Whether it is not there already, and may help."""
@@ -333,51 +267,51 @@ _REMEDIES = (
     _Remedy(
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16"},
-        lambda one: one.dtype in ("float32", "tf32", "float64") and one.lora is None,
+        lambda asked: asked.dtype in ("float32", "tf32", "float64") and asked.lora is None,
     ),
     _Remedy(
         {"dtype": "bfloat16", "parameters_dtype": "bfloat16"},
         {"dtype": "bfloat16", "parameters_dtype": "bfloat16"},
-        lambda one: one.lora is not None and one.parameters_dtype != "bfloat16",
+        lambda asked: asked.lora is not None and asked.parameters_dtype != "bfloat16",
     ),
     _Remedy(
         {"checkpointing": BEST},
         {"checkpointing": "non-reentrant"},
-        lambda one: one.checkpointing == "none" and one.image_size is None,
+        lambda asked: asked.checkpointing == "none" and asked.image_size is None,
     ),
     _Remedy(
         {"head": BEST},
         {"head": "chunked"},
-        lambda one: one.head == "logits" and not one.method.startswith("opacus"),
+        lambda asked: asked.head == "logits" and not asked.method.startswith("opacus"),
     ),
     _Remedy(
         {"lora": "rank=16"},
         {"lora": {"rank": 16}},
-        lambda one: one.lora is None and one.trained == "all" and one.task == "causal-lm",
+        lambda asked: asked.lora is None and asked.trained == "all" and asked.task == "causal-lm",
     ),
-    _Remedy({"quantization": "nf4"}, {"quantization": "nf4"}, lambda one: one.base_format is None),
+    _Remedy({"quantization": "nf4"}, {"quantization": "nf4"}, lambda q: q.base_format is None),
     _Remedy(
         {"world_sizes": "2 4 8"},
         {"parallel": {"kind": "fsdp", "world_size": 2}},
-        lambda one: one.parallel is None and one.device == "cuda",
+        lambda asked: asked.parallel is None and asked.device == "cuda",
     ),
 )
 
 
 def list_remedies(results: Sequence[Result]) -> list[str]:
     """Say what may take less memory, where that is all that keeps private methods from training."""
-    private = [one for one in results if one.experiment.method != BASELINE] or results
-    is_safe = [one.capacity is not None and one.capacity.safe_batch_size for one in private]
-    lacking = [one.experiment for one in private if one.outcome == "oom" or one.capacity]
+    private = [r for r in results if r.experiment.method != BASELINE] or results
+    is_safe = [r.capacity is not None and r.capacity.safe_batch_size for r in private]
+    lacking = [r.experiment for r in private if r.outcome == "oom" or r.capacity]
     if any(is_safe) or not lacking:
         return []
-    asked = [one for one in lacking if one.lora is not None] or lacking
-    found = [
+    asked = [experiment for experiment in lacking if experiment.lora is not None] or lacking
+    remedies = [
         " ".join(f"{spell(name)} {value}" for name, value in remedy.options.items())
         for remedy in _REMEDIES
-        if any(map(remedy.helps, asked)) and all(_accepts(one, remedy.fields) for one in asked)
+        if any(map(remedy.helps, asked)) and all(_accepts(e, remedy.fields) for e in asked)
     ]
-    return [f"What may take less memory: {', '.join(found)}."] if found else []
+    return [f"What may take less memory: {', '.join(remedies)}."] if remedies else []
 
 
 def _accepts(experiment: Experiment, fields: Mapping[str, Any]) -> bool:
@@ -388,9 +322,9 @@ def _accepts(experiment: Experiment, fields: Mapping[str, Any]) -> bool:
     return True
 
 
-def compare_heads(found: Sequence[Advice]) -> list[str]:
+def compare_heads(advices: Sequence[Advice]) -> list[str]:
     """Say which way to a loss is the fastest where several were asked, and what it brings."""
-    sides = [side for advice in found for side in advice.sides]
+    sides = [side for advice in advices for side in advice.sides]
     axes = [name for name in _find_axes(sides) if name != "head"]
     alike: dict[tuple[str, ...], dict[str, Option]] = defaultdict(dict)
     for side in sides:
@@ -398,8 +332,8 @@ def compare_heads(found: Sequence[Advice]) -> list[str]:
             alike[tuple(_ROW[name](side) for name in axes)][side.head] = side.best
     lines = []
     for where, by_head in alike.items():
-        head, best = max(by_head.items(), key=lambda one: one[1].tokens_per_s or 0.0)
-        usual = by_head.get("logits")
+        head = max(by_head, key=lambda name: by_head[name].tokens_per_s or 0.0)
+        best, usual = by_head[head], by_head.get("logits")
         if head != "logits" and usual is not None and usual.tokens_per_s and best.tokens_per_s:
             ratio = best.tokens_per_s / usual.tokens_per_s
             lines.append(

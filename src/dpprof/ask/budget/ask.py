@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ValidationError
 
-from dpprof.ask.answer import Answer, load_figure
+from dpprof.ask.answer import BatchAnswer, load_figure
 from dpprof.ask.budget.show import explain_choice, format_budget
 from dpprof.ask.capacities import find_capacities, list_experiments, read_verdicts
 from dpprof.ask.questions import naming
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Priced(Answer):
+class Priced(BatchAnswer):
     """The price of a budget; ``budget`` has every figure (docs/numbers/budget.md)."""
 
     _short: ClassVar = (
@@ -45,7 +45,7 @@ class Priced(Answer):
     @property
     def fits(self) -> bool:
         """Whether a batch safely fits with any method."""
-        return any(one.accumulation_steps for one in self.budget.methods)
+        return any(cost.accumulation_steps for cost in self.budget.methods)
 
     def __str__(self) -> str:
         return format_budget(self.budget)
@@ -54,7 +54,7 @@ class Priced(Answer):
         """Return a row for each method and epsilon, the fastest method first."""
         import pandas as pd  # noqa: PLC0415 (slow to import)
 
-        return pd.DataFrame(one.model_dump() for one in self.budget.methods)
+        return pd.DataFrame(cost.model_dump() for cost in self.budget.methods)
 
     def plot(self) -> "Figure":
         """Draw GPU hours over epsilon.
@@ -78,7 +78,7 @@ def budget(
     methods: Sequence[str] | None = None,
     world_sizes: Sequence[int] | None = None,
     again: bool = False,
-    **given: Any,
+    **options: Any,
 ) -> Priced:
     """Say what a privacy budget costs with each method on a GPU.
 
@@ -87,7 +87,7 @@ def budget(
         methods: The methods to compare; all of them by default.
         world_sizes: The numbers of ranks to compare.
         again: Whether to ignore what is kept, in results and the package.
-        **given: Every other option of ``dpprof budget``: those of an experiment, and ``samples``,
+        **options: Every other option of ``dpprof budget``: those of an experiment, and ``samples``,
             ``tokens``, ``epsilon`` (one or a list), ``delta`` ...
 
     Raises:
@@ -102,8 +102,8 @@ def budget(
         >>> told.budget.noise.planned.steps
         1954
     """
-    privacy = read_privacy({k: v for k, v in given.items() if k in Privacy.model_fields})
-    others = {name: one for name, one in given.items() if name not in Privacy.model_fields}
+    privacy = read_privacy({k: v for k, v in options.items() if k in Privacy.model_fields})
+    others = {name: value for name, value in options.items() if name not in Privacy.model_fields}
     with naming({"model": model, **others}) as fields:
         asked = list_experiments(fields, methods, world_sizes)
         tokens = asked[0].tokens_per_sample
@@ -119,13 +119,13 @@ def budget(
         return Priced(make_budget(results, target, standings, privacy, noise), asked[0])
 
 
-def read_privacy(given: Mapping[str, Any]) -> Privacy:
+def read_privacy(options: Mapping[str, Any]) -> Privacy:
     """Return the privacy budget of keywords or options.
 
     Raises:
         InputError: A value is not allowed, or a required one is missing.
     """
     try:
-        return Privacy.model_validate({k: v for k, v in given.items() if v is not None})
+        return Privacy.model_validate({k: v for k, v in options.items() if v is not None})
     except ValidationError as error:
         raise explain(error, Privacy, options=True) from None

@@ -29,7 +29,7 @@ def explain_choice(privacy: Privacy, noise: NoisePlan) -> str:
     lines = f"A batch of {noise.batch_size:,} samples is used, in {planned.steps:,} steps: "
     if privacy.batch_size is not None:
         return lines + "it was given."
-    larger = [one for one in noise.batches if one.batch_size == 2 * noise.batch_size]
+    larger = [batch for batch in noise.batches if batch.batch_size == 2 * noise.batch_size]
     if larger and larger[0].steps >= privacy.least_steps:
         return lines + "a larger one takes at most 5 % off the noise of the training."
     if 2 * noise.batch_size > privacy.samples:
@@ -44,16 +44,16 @@ def _lay_out_noise(noise: NoisePlan) -> list[str]:
     header = ("batch", "sample rate", "steps", "noise multiplier", "of a step", "of the training")
     rows = [
         (
-            f"{one.batch_size:,}" + (" *" if one.batch_size == noise.batch_size else "  "),
-            f"{one.sample_rate:.3g}",
-            f"{one.steps:,}",
-            format_number(one.noise_multiplier, ".3f"),
-            format_number(one.step_noise, ".3g"),
-            format_number(one.training_noise, ".3g"),
+            f"{batch.batch_size:,}" + (" *" if batch.batch_size == noise.batch_size else "  "),
+            f"{batch.sample_rate:.3g}",
+            f"{batch.steps:,}",
+            format_number(batch.noise_multiplier, ".3f"),
+            format_number(batch.step_noise, ".3g"),
+            format_number(batch.training_noise, ".3g"),
         )
-        for one in noise.batches
+        for batch in noise.batches
     ]
-    reasons = [one.reason for one in noise.batches if one.reason]
+    reasons = [batch.reason for batch in noise.batches if batch.reason]
     return [*lay_out([header, *rows], texts=()), *dict.fromkeys(reasons)]
 
 
@@ -61,15 +61,15 @@ def _lay_out_costs(budget: Budget, signs: Marks) -> list[str]:
     header = ["method", "GPUs", "epsilon", "batch", "noise", "micro-batch", "GPU hours"]
     header += ["90 % interval", "hours", "price", "x standard"]
     hidden = set() if budget.privacy.price_per_hour is not None else {"price"}
-    if all(one.gpus == 1 for one in budget.methods):
+    if all(cost.gpus == 1 for cost in budget.methods):
         hidden |= {"GPUs", "hours"}
-    shown = [at for at, name in enumerate(header) if name not in hidden]
-    rows = [header, *(_cells(one, signs) for one in budget.methods)]
-    return lay_out([[row[at] for at in shown] for row in rows])
+    shown = [column for column, name in enumerate(header) if name not in hidden]
+    rows = [header, *(_cells(cost, signs) for cost in budget.methods)]
+    return lay_out([[row[column] for column in shown] for row in rows])
 
 
 def _cells(cost: MethodCost, signs: Marks) -> list[str]:
-    known = cost.gpu_hours is not None
+    is_known = cost.gpu_hours is not None
     low, high, hours = map(three_digits, (cost.gpu_hours_low, cost.gpu_hours_high, cost.gpu_hours))
     return [
         cost.method + sign(cost.method, signs),
@@ -80,32 +80,32 @@ def _cells(cost: MethodCost, signs: Marks) -> list[str]:
         f"{cost.accumulation_steps:,} x {cost.micro_batch_size:,}"
         if cost.accumulation_steps
         else "",
-        hours if known or cost.accumulation_steps else "",
-        f"{low} to {high}" if known else "",
-        three_digits(cost.gpu_hours, cost.gpus) if known else "",
-        format_number(cost.price, ",.2f") if known else "",
-        format_number(cost.hours_ratio, ".2f") if known else "",
+        hours if is_known or cost.accumulation_steps else "",
+        f"{low} to {high}" if is_known else "",
+        three_digits(cost.gpu_hours, cost.gpus) if is_known else "",
+        format_number(cost.price, ",.2f") if is_known else "",
+        format_number(cost.hours_ratio, ".2f") if is_known else "",
     ]
 
 
-def _explain_epsilon(at: AtEpsilon, planned: AtEpsilon) -> str:
+def _explain_epsilon(plan: AtEpsilon, planned: AtEpsilon) -> str:
     """Say what another epsilon changes."""
-    if at.batch_size is None:
-        return f"epsilon {at.epsilon:g}: {at.reason}"
+    if plan.batch_size is None:
+        return f"epsilon {plan.epsilon:g}: {plan.reason}"
     return (
-        f"epsilon {at.epsilon:g}: batches of {at.batch_size:,} in as many steps have the noise of "
-        f"epsilon {planned.epsilon:g} in each; with the same batch, hours stay and the noise "
-        f"multiplier is {format_number(at.same_batch_noise_multiplier, '.3f')}"
+        f"epsilon {plan.epsilon:g}: batches of {plan.batch_size:,} in as many steps have the noise "
+        f"of epsilon {planned.epsilon:g} in each; with the same batch, hours stay and the noise "
+        f"multiplier is {format_number(plan.same_batch_noise_multiplier, '.3f')}"
     )
 
 
 def _find_cheapest(budget: Budget) -> list[str]:
     """Say which number of GPUs takes the fewest GPU hours; nothing for one number."""
-    able = [one for one in budget.methods if one.private and one.verified is not False]
-    known = [one for one in able if one.gpu_hours is not None]
-    if len({one.gpus for one in known}) < 2:  # noqa: PLR2004
+    able = [cost for cost in budget.methods if cost.private and cost.verified is not False]
+    timed = [cost for cost in able if cost.gpu_hours is not None]
+    if len({cost.gpus for cost in timed}) < 2:  # noqa: PLR2004
         return []
-    cheap = min(known, key=lambda one: one.gpu_hours or 0.0)
+    cheap = min(timed, key=lambda cost: cost.gpu_hours or 0.0)
     return [f"Fewest GPU hours: {cheap.method} on {cheap.gpus:,} {plural(cheap.gpus, 'GPU')}."]
 
 
@@ -124,9 +124,9 @@ def format_budget(budget: Budget) -> str:
         explain_choice(privacy, noise),
         *_lay_out_noise(noise),
         *_lay_out_costs(budget, signs),
-        *(_explain_epsilon(one, first) for one in others),
+        *(_explain_epsilon(plan, first) for plan in others),
     ]
-    shown = {at.reason for at in others}
+    shown = {plan.reason for plan in others}
     lines += group_messages((m.method, m.message) for m in budget.methods if m.message not in shown)
     lines += explain_signs(signs)
     lines += _find_cheapest(budget)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpprof.ask.advise.show import explain_batches
 from dpprof.ask.capacities import find_capacities, list_experiments
+from dpprof.ask.capacity.show import explain_batches
 from dpprof.ask.estimate.ask import Predicted
 from dpprof.ask.predictions import PredictionError
 from dpprof.ask.questions import naming
@@ -46,8 +46,8 @@ class Fitting(Predicted):
         import pandas as pd  # noqa: PLC0415 (slow to import)
 
         tried = sorted(self.capacity.estimates.items())
-        found = pd.DataFrame(tried, columns=["batch_size", "peak_bytes"])
-        return found.assign(fits=found["batch_size"] <= self.capacity.batch_size)
+        frame = pd.DataFrame(tried, columns=["batch_size", "peak_bytes"])
+        return frame.assign(fits=frame["batch_size"] <= self.capacity.batch_size)
 
 
 def capacity(

@@ -5,17 +5,13 @@ import os
 import sys
 from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from dpprof.ask.answer import BatchAnswer
 from dpprof.ask.commands.common import Parser, path, positive
 from dpprof.ask.commands.options import add_experiment_options, read_given
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable, write_atomically
-
-if TYPE_CHECKING:
-    from dpprof.ask.advise.ask import Advised
-    from dpprof.ask.budget.ask import Priced
-    from dpprof.ask.fits.ask import Fits
 
 
 def make_parser(
@@ -70,17 +66,15 @@ def read_question(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"model": None} | read_given(arguments) | others
 
 
-def ask(
-    question: "Callable[..., Advised | Priced | Fits]", given: Mapping[str, Any]
-) -> "Advised | Priced | Fits":
+def ask(question: Callable[..., BatchAnswer], options: Mapping[str, Any]) -> BatchAnswer:
     """Ask a question; an interruption ends this process and its workers at once."""
     try:
-        return question(**given)
+        return question(**options)
     except KeyboardInterrupt:
         os._exit(130)
 
 
-def print_answer(answer: "Advised | Priced | Fits", arguments: argparse.Namespace) -> NoReturn:
+def print_answer(answer: BatchAnswer, arguments: argparse.Namespace) -> NoReturn:
     """Print an answer, write its JSON, and exit with status 1 where no batch safely fits.
 
     Raises:

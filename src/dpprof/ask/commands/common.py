@@ -82,11 +82,11 @@ def path_ending_in(endings: Sequence[str]) -> Callable[[str], Path]:
     """Make a type of option: a path whose ending says what the file is."""
 
     def read(text: str) -> Path:
-        found = path(text)
-        if found.suffix not in endings:
+        file = path(text)
+        if file.suffix not in endings:
             allowed = f"its ending must be one of these; {one_of(endings)}"
             raise argparse.ArgumentTypeError(f"{text!r} is not allowed; {allowed}")
-        return found
+        return file
 
     return read
 

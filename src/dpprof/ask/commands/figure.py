@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             missing = str(nothing)
             figure = say_nothing_to_draw(f"Nothing to draw: {missing}.")
         caption = registry.caption("figures", arguments.figure)
-        for one, methods in marked.items():
-            caption += f" {one} {MEANINGS[one]}: {', '.join(methods)}."
+        for mark, methods in marked.items():
+            caption += f" {mark} {MEANINGS[mark]}: {', '.join(methods)}."
         said = str(figure.get_label())
         drawing = Drawing(name=arguments.figure, said=said, caption=caption, missing=missing)
         for output in arguments.output:

@@ -60,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("say what to forget: --outcome, --unverified, --outdated or several")
     forgotten, damaged = 0, 0
     with ending_in_a_sentence():
-        found = {path: kind for kind in FORGOTTEN for path in RESULTS.glob(f"{kind.pattern}.json")}
-        for path in sorted(found):
+        kinds = {path: kind for kind in FORGOTTEN for path in RESULTS.glob(f"{kind.pattern}.json")}
+        for path in sorted(kinds):
             try:
-                why = why_to_forget(path, found[path], arguments)
+                why = why_to_forget(path, kinds[path], arguments)
             except (ResultError, InputError) as error:
                 problem = error if isinstance(error, ResultError) else f"{path}: stays; {error}"
                 print(f"warning: {printable(str(problem))}", file=sys.stderr)

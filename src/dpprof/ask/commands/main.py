@@ -54,13 +54,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(128 + signal.SIGPIPE)
 
 
-def _run(given: Sequence[str]) -> None:
-    match given:
+def _run(words: Sequence[str]) -> None:
+    match words:
         case ["--version"]:
             print(f"dpprof {version('dpprof')}")
         case [] | ["-h" | "--help"]:
             print(usage())
-            sys.exit(0 if given else 2)
+            sys.exit(0 if words else 2)
         case [name, *rest] if name in COMMANDS:
             import_command(name).main(rest)
         case [name, *_]:

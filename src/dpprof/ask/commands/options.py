@@ -77,5 +77,5 @@ def read_experiment(arguments: argparse.Namespace) -> Experiment:
 
 def read_given(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of an experiment that were given as options."""
-    given = {name: getattr(arguments, name, None) for name in ("task", *Experiment.model_fields)}
-    return {name: value for name, value in given.items() if value is not None}
+    fields = {name: getattr(arguments, name, None) for name in ("task", *Experiment.model_fields)}
+    return {name: value for name, value in fields.items() if value is not None}

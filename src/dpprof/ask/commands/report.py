@@ -56,6 +56,6 @@ def _report(folder: Path, output: Path) -> None:
 
 def _compare(folders: Sequence[Path], output: Path) -> None:
     baseline, candidate = map(read_results_folder, folders)
-    found = compare_folders(baseline, candidate, Options(across=ACROSS))
+    comparison = compare_folders(baseline, candidate, Options(across=ACROSS))
     output.mkdir(parents=True, exist_ok=True)
-    write_report(compare_sweeps(found, folders), output)
+    write_report(compare_sweeps(comparison, folders), output)

@@ -13,19 +13,19 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from dpprof.ask.commands.common import Parser, ending_in_a_sentence, names_of, path
+from dpprof.ask.compare.show import render_markdown, render_text
 from dpprof.experiments.config.config_files import read_config_file
 from dpprof.experiments.config.validation import InputError, explain, refuse
 from dpprof.experiments.records.comparison import ACROSS, EXIT_STATUS, METRICS, FolderComparison
 from dpprof.experiments.records.thresholds import Thresholds
 from dpprof.results.analysis.gate.folders import read_results_folder
 from dpprof.results.analysis.gate.regressions import Options, compare_folders
-from dpprof.results.report.comparison import render_markdown, render_text
 from dpprof.system.files import check_writable, write_atomically
 
 FORMATS: dict[str, Callable[[FolderComparison], str]] = {
     "text": render_text,
     "markdown": render_markdown,
-    "json": lambda found: json.dumps(found.model_dump(mode="json"), indent=1),
+    "json": lambda comparison: json.dumps(comparison.model_dump(mode="json"), indent=1),
 }
 
 
@@ -36,14 +36,14 @@ def read_thresholds(file: Path | None) -> Thresholds:
         InputError: It is no YAML, or a key or a value is not allowed.
         OSError: The file cannot be read.
     """
-    found = None if file is None else read_config_file(file)
-    if found is None:
+    thresholds = None if file is None else read_config_file(file)
+    if thresholds is None:
         return Thresholds()
-    if not isinstance(found, dict):
+    if not isinstance(thresholds, dict):
         allowed = f"it must be a mapping of {', '.join(sorted(Thresholds.model_fields))}"
-        raise refuse(str(file), found, allowed)
+        raise refuse(str(file), thresholds, allowed)
     try:
-        return Thresholds.model_validate(found)
+        return Thresholds.model_validate(thresholds)
     except ValidationError as error:
         raise InputError(f"{file}: {explain(error, Thresholds)}") from None
 
@@ -103,10 +103,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise InputError(f"{sides[1]}: baseline and candidate are the same folder; name two")
         options = Options(arguments.metrics, arguments.across, thresholds)
         baseline, candidate = map(read_results_folder, sides)
-        found = compare_folders(baseline, candidate, options)
-        rendered = FORMATS[arguments.format](found)
+        comparison = compare_folders(baseline, candidate, options)
+        rendered = FORMATS[arguments.format](comparison)
         if arguments.output is not None:
             write_atomically(arguments.output, rendered + "\n")
-            rendered = render_text(found)
+            rendered = render_text(comparison)
     print(rendered)
-    sys.exit(found.exit_status)
+    sys.exit(comparison.exit_status)

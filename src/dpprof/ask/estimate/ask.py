@@ -47,8 +47,8 @@ class Predicted(Answer):
         assert memory.at_peak is not None
         held = memory.at_peak.components.items()
         rows = sorted(((name, size) for name, size in held if size), key=lambda row: -row[1])
-        found = pd.DataFrame(rows, columns=["component", "bytes"])
-        return found.assign(share=found["bytes"] / found["bytes"].sum())
+        frame = pd.DataFrame(rows, columns=["component", "bytes"])
+        return frame.assign(share=frame["bytes"] / frame["bytes"].sum())
 
     def plot(self) -> "Figure":
         """Draw the memory of a step by what holds it."""

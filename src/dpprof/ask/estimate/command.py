@@ -31,10 +31,10 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line; the exit status is 1 where nothing could be predicted."""
     arguments = make_parser().parse_args(argv)
-    given = {"model": None, "method": None} | read_given(arguments)
+    options = {"model": None, "method": None} | read_given(arguments)
     with ending_in_a_sentence("no result was written"):
         try:
-            predicted = estimate(**given, output=arguments.output)
+            predicted = estimate(**options, output=arguments.output)
         except PredictionError:  # it has been told
             sys.exit(1)
     print(printable(str(predicted)))

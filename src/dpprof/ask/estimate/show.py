@@ -19,7 +19,7 @@ def format_estimate(result: Result) -> str:
     assert memory.peak_allocated_bytes is not None
     peak = memory.at_peak
     lines = [f"peak    {memory.peak_allocated_bytes / _GIB:.2f} GiB allocated, in {peak.phase}"]
-    owned = sorted(peak.components.items(), key=lambda one: one[1], reverse=True)
+    owned = sorted(peak.components.items(), key=lambda part: part[1], reverse=True)
     lines += [
         f"        {size / _GIB:8.2f} GiB  {name.replace('_', ' ')}"
         for name, size in owned[:_MOST]
@@ -57,8 +57,8 @@ def format_estimate(result: Result) -> str:
 def _format_exchange(result: Result) -> list[str]:
     """Return the bytes that one of several ranks sends, by collective."""
     sent: dict[str, int] = {}
-    for one in result.communication or []:
-        sent[one.collective] = sent.get(one.collective, 0) + one.bytes_each_way
+    for exchange in result.communication or []:
+        sent[exchange.collective] = sent.get(exchange.collective, 0) + exchange.bytes_each_way
     total = sum(sent.values()) / _GIB
     lines = [f"sends   {total:.2f} GiB a step, and receives as much"] if sent else []
     return lines + [f"        {size / _GIB:8.2f} GiB  {name}" for name, size in sent.items()]

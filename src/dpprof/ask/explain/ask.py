@@ -29,8 +29,8 @@ Peak = str | Path | Result | Predicted
 def _size_logits(experiment: Experiment) -> str:
     """Return what logits of a batch take, as a sentence begins; nothing where no one says."""
     model = experiment.model
-    known = model.config if isinstance(model, Architecture) else getattr(model, "__dict__", {})
-    vocabulary = known.get("vocab_size")
+    config = model.config if isinstance(model, Architecture) else getattr(model, "__dict__", {})
+    vocabulary = config.get("vocab_size")
     if experiment.task != "causal-lm" or vocabulary is None:
         return ""
     numbers = experiment.batch_size * experiment.seq_len * vocabulary
@@ -47,9 +47,9 @@ class Explained(Answer):
         self.difference = explain_difference(a, b)
         sides = ((self.difference.a, a), (self.difference.b, b))
         self._advice = [
-            f"{side.name}: {_size_logits(one.experiment)}{KEPT_LOGITS}."
-            for side, one in sides
-            if one.experiment.keep_logits
+            f"{side.name}: {_size_logits(result.experiment)}{KEPT_LOGITS}."
+            for side, result in sides
+            if result.experiment.keep_logits
         ]
 
     @property
@@ -111,8 +111,8 @@ def explain(a: Peak, b: Peak) -> Explained:
         >>> told.table()["component"].iloc[0]
         'per_sample_gradients'
     """
-    files = [Path(one) for one in (a, b) if isinstance(one, str | Path)]
-    if len(files) > 1 and all(one.exists() for one in files) and files[0].samefile(files[1]):
+    files = [Path(peak) for peak in (a, b) if isinstance(peak, str | Path)]
+    if len(files) > 1 and all(peak.exists() for peak in files) and files[0].samefile(files[1]):
         raise InputError(f"{files[1]}: A and B are the same file; name two results")
     return Explained(_find(a), _find(b))
 
@@ -120,12 +120,12 @@ def explain(a: Peak, b: Peak) -> Explained:
 def _find(peak: Peak) -> Result:
     if isinstance(peak, str | Path):
         return read(Path(peak))
-    found = peak.result if isinstance(peak, Predicted) else peak
-    if not isinstance(found, Result):
+    result = peak.result if isinstance(peak, Predicted) else peak
+    if not isinstance(result, Result):
         raise InputError(
-            f"{found!r} is no result: give a file, or what estimate or capacity returned"
+            f"{result!r} is no result: give a file, or what estimate or capacity returned"
         )
-    return found
+    return result
 
 
 def read(file: Path) -> Result:

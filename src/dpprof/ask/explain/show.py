@@ -6,6 +6,7 @@ Differences are what A holds more than B, so they are negative where A holds les
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from dpprof.ask.layout import lay_out
 from dpprof.results.analysis.difference.difference import Difference, Side
 from dpprof.results.analysis.difference.waterfall import (
     LEVELS,
@@ -168,17 +169,15 @@ def render_text(difference: Difference, detail: Detail) -> str:
     rows = list_rows(difference, detail)
     ends = [end for row in rows for end in (row.start, row.start + row.difference_bytes)]
     low, high = min([*ends, a.peak_bytes, b.peak_bytes]), max([*ends, a.peak_bytes, b.peak_bytes])
-    lines = [(f"{b.peak_bytes:,}", format_size(b.peak_bytes), "", _describe("B", b))]
+    blank = " " * _WIDTH
+    lines = [(f"{b.peak_bytes:,}", format_size(b.peak_bytes), blank, _describe("B", b))]
     for row in rows:
         size = row.difference_bytes
         label = "  " * row.depth + row.name
         lines.append((f"{size:+,}", format_change(size), _draw(row, low, high), label))
-    lines.append((f"{a.peak_bytes:,}", format_size(a.peak_bytes), "", _describe("A", a)))
-    numbers, sizes = (max(len(line[at]) for line in lines) for at in (0, 1))
+    lines.append((f"{a.peak_bytes:,}", format_size(a.peak_bytes), blank, _describe("A", a)))
     shared = [f"Both: {', '.join(difference.shared)}."] if difference.shared else []
-    said = [say(difference), *shared, ""]
-    for exact, rounded, bar, label in lines:
-        said.append(f"{exact:>{numbers}}  {rounded:>{sizes}}  {bar:{_WIDTH}}  {label}".rstrip())
+    said = [say(difference), *shared, "", *lay_out(lines, texts=(2, 3))]
     depth = list(LEVELS).index(detail.depth)
     equal = [
         f"{name_component(str(bar.name))} ({format_size(bar.a_bytes)})"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from dpprof.ask.answer import Answer
+from dpprof.ask.answer import BatchAnswer
 from dpprof.ask.capacities import find_capacities
 from dpprof.ask.fits.show import METHOD, format_fits
 from dpprof.ask.questions import make_experiment, refuse_repeated
@@ -66,7 +66,7 @@ class Cell(NamedTuple):
     command: str
 
 
-class Fits(Answer):
+class Fits(BatchAnswer):
     """What fits on each GPU.
 
     Args:
@@ -199,11 +199,11 @@ def _refuse_other_models(experiments: Sequence[Experiment]) -> None:
     Raises:
         InputError: There is one.
     """
-    for one in experiments:
-        if not isinstance(one.model, Architecture) or one.task != "causal-lm":
+    for experiment in experiments:
+        if not isinstance(experiment.model, Architecture) or experiment.task != "causal-lm":
             raise InputError(
-                f"{spell('models')}: {one.model_name} is no causal language model of Hugging Face; "
-                "dpprof advise answers for others"
+                f"{spell('models')}: {experiment.model_name} is no causal language model of "
+                "Hugging Face; dpprof advise answers for others"
             )
 
 

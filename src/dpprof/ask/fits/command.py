@@ -58,5 +58,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ending_in_a_sentence():
         if arguments.json is not None:
             check_writable(arguments.json)
-        given = {name: one for name, one in vars(arguments).items() if name != "json"}
-        print_answer(ask(fits, given), arguments)
+        options = {name: value for name, value in vars(arguments).items() if name != "json"}
+        print_answer(ask(fits, options), arguments)

@@ -33,13 +33,13 @@ class Verified(Answer):
     @property
     def sentence(self) -> str:
         """The verdict in one line."""
-        one = self.verdict
-        said = {True: "verified", False: "failed verification", None: "not verified"}[one.passed]
-        error = one.max_relative_error
+        verdict = self.verdict
+        passed = {True: "verified", False: "failed verification", None: "not verified"}
+        error = verdict.max_relative_error
         how = "" if error is None else f", largest relative error {error:.1e}"
-        why = f": {ascii(one.reason)[1:-1][:300]}" if one.reason else ""
-        holes = f"; holes: {', '.join(one.holes)}" if one.holes else ""
-        return f"{one.method} on {one.model}: {said}{how}{why}{holes}"
+        why = f": {ascii(verdict.reason)[1:-1][:300]}" if verdict.reason else ""
+        holes = f"; holes: {', '.join(verdict.holes)}" if verdict.holes else ""
+        return f"{verdict.method} on {verdict.model}: {passed[verdict.passed]}{how}{why}{holes}"
 
     def __str__(self) -> str:
         return self.sentence
@@ -48,7 +48,7 @@ class Verified(Answer):
         """Return a row for each case that was tried."""
         import pandas as pd  # noqa: PLC0415 (slow to import)
 
-        return pd.DataFrame(one.model_dump() for one in self.verdict.cases)
+        return pd.DataFrame(case.model_dump() for case in self.verdict.cases)
 
     def to_json(self) -> str:
         """Return the verdict, as its file has it."""
@@ -101,8 +101,8 @@ def _find_subject(
     if isinstance(model, dict) or (model or "").lstrip().startswith((PREFIX, "{")):
         sizes = {"batch_size": 1, "seq_len": 1, "device": "cpu"}
         return StandIn.of(make_experiment(sizes | fields | {"method": method})) or BUILT_IN
-    if given := fields.keys() & set(OF_HUGGING_FACE):
-        options_given = ", ".join(spell(name) for name in OF_HUGGING_FACE if name in given)
+    if options := fields.keys() & set(OF_HUGGING_FACE):
+        options_given = ", ".join(spell(name) for name in OF_HUGGING_FACE if name in options)
         raise InputError(f"{options_given}: only for {PREFIX}NAME, a Hugging Face model")
     if model is None:
         if stand_in is None:
