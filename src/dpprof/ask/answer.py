@@ -2,7 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,6 +10,7 @@ from dpprof.experiments.config.validation import InputError
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 
 class Answer(ABC):
@@ -66,14 +67,21 @@ def _format(value: Any) -> str:
 _LARGE = 100
 
 
-def load_figure(name: str, key: str) -> Callable[..., Any]:
+def tabulate(rows: Iterable[Any], columns: Sequence[str] | None = None) -> "pd.DataFrame":
+    """Return rows as a table."""
+    import pandas as pd  # noqa: PLC0415 (slow to import)
+
+    return pd.DataFrame(rows, columns=columns)
+
+
+def load_figure(name: str, key: str) -> "Callable[..., Figure]":
     """Return what draws a figure.
 
     Raises:
         InputError: Matplotlib is not installed; ``key`` asked for the figure.
     """
     try:
-        draw: Callable[..., Any] = importlib.import_module(f"dpprof.results.figures.{name}").draw
+        draw: Callable[..., Figure] = importlib.import_module(f"dpprof.results.figures.{name}").draw
     except ModuleNotFoundError as error:
         why = f"{error.name} is not installed; pip install 'dpprof[report]'"
         raise InputError(f"{key}: {why}") from None

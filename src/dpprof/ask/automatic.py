@@ -50,8 +50,8 @@ def choose_method(
     """Return the method that is predicted to be the fastest that fits on the model's GPU.
 
     Args:
-        model: On its device, before any clipping.
-        optimizer: Of its parameters.
+        model: The model on its device, before any clipping.
+        optimizer: The optimizer of its parameters.
         draw: Returns a batch of any number of samples; None where its losses are not known.
         batch_size: The samples of a step.
 

@@ -63,9 +63,9 @@ def list_experiments(
     """Return one experiment per method, and per value of the fields with a list.
 
     Args:
-        fields: Of an experiment, those of ``LISTS`` with one value or a list.
+        fields: Fields of an experiment; those in ``LISTS`` have a value or a list of values.
         methods: The methods; None for all.
-        world_sizes: Numbers of ranks, where 1 is one process; None for that of ``parallel``.
+        world_sizes: Numbers of ranks, where 1 is one process; None for the one in ``parallel``.
 
     Raises:
         InputError: A value is not allowed or given twice, or a required one is missing.
@@ -107,9 +107,9 @@ def _format_ranks(kind: Any, world_sizes: Sequence[int]) -> list[str | None]:
 def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: bool) -> list[Result]:
     """Find the capacity of each experiment, or read it from a result that is still valid.
 
-    Each is printed as soon as it is known, as a row of a table. Batch sizes do not matter. ``root``
-    is the folder that holds ``results``; with ``again``, existing results are ignored. Where a
-    function of this process builds the model, they are found here, one after another, and not kept.
+    Each is printed at once as a row of a table. Batch sizes do not matter. ``root`` is the folder
+    that holds ``results``; with ``again``, existing results are ignored. Where a function of this
+    process builds the model, this process finds capacities one after another, and keeps none.
     """
 
     def find(experiment: Experiment) -> Result:

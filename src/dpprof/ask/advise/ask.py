@@ -16,7 +16,7 @@ from dpprof.ask.advise.show import (
     list_smallest_ranks,
     recommend,
 )
-from dpprof.ask.answer import BatchAnswer, load_figure
+from dpprof.ask.answer import BatchAnswer, load_figure, tabulate
 from dpprof.ask.capacities import find_capacities, list_experiments, read_verdicts
 from dpprof.ask.capacity.show import explain_batches, explain_safety
 from dpprof.ask.questions import naming
@@ -109,9 +109,7 @@ class Advised(BatchAnswer):
 
     def table(self) -> "pd.DataFrame":
         """Return a row for each method of each question, the best first."""
-        import pandas as pd  # noqa: PLC0415 (slow to import)
-
-        return pd.DataFrame(
+        return tabulate(
             side.model_dump(include=set(_ASKED)) | option.model_dump()
             for advice in self.advices
             for side in advice.sides
@@ -126,11 +124,10 @@ class Advised(BatchAnswer):
         """
         lengths = {advice.seq_len for advice in self.advices}
         if self.gpus:
-            over_ranks: Callable[..., Figure] = load_figure("ranks", "plot")
-            return over_ranks({"advice": self.table()})
+            return load_figure("ranks", "plot")({"advice": self.table()})
         if len(lengths) == 1:
             raise refuse_short_figure("plot", *lengths)
-        draw: Callable[..., Figure] = load_figure("advice", "plot")
+        draw = load_figure("advice", "plot")
         options = [option for a in self.advices for side in a.sides for option in side.options]
         return draw(self.advices, find_signs(options))
 
@@ -182,7 +179,7 @@ def advise(
     """Say how large a batch fits on a GPU that need not be here, and which private method to use.
 
     Args:
-        model: As of ``estimate``.
+        model: The model, as ``estimate`` takes it.
         methods: The methods to compare; all of them by default.
         world_sizes: The numbers of ranks to compare.
         again: Whether to ignore what is kept, in results and the package.
@@ -214,7 +211,7 @@ def list_questions(
     checkpointing, and for every head.
 
     Raises:
-        InputError: As ``list_experiments``.
+        InputError: A value is not allowed or given twice, or a required one is missing.
     """
     settled = dict(fields)
     ways = _as_list(fields.get("checkpointing", []))

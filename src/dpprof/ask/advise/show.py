@@ -260,7 +260,7 @@ class _Remedy(NamedTuple):
     """The fields of an experiment that has it."""
 
     helps: Callable[[Experiment], bool]
-    """Whether it is not there already, and may help."""
+    """Returns whether an experiment lacks it, and may need less memory with it."""
 
 
 _REMEDIES = (

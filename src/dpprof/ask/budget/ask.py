@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ValidationError
 
-from dpprof.ask.answer import BatchAnswer, load_figure
+from dpprof.ask.answer import BatchAnswer, load_figure, tabulate
 from dpprof.ask.budget.show import explain_choice, format_budget
 from dpprof.ask.capacities import find_capacities, list_experiments, read_verdicts
 from dpprof.ask.questions import naming
@@ -52,9 +52,7 @@ class Priced(BatchAnswer):
 
     def table(self) -> "pd.DataFrame":
         """Return a row for each method and epsilon, the fastest method first."""
-        import pandas as pd  # noqa: PLC0415 (slow to import)
-
-        return pd.DataFrame(cost.model_dump() for cost in self.budget.methods)
+        return tabulate(cost.model_dump() for cost in self.budget.methods)
 
     def plot(self) -> "Figure":
         """Draw GPU hours over epsilon.
@@ -63,9 +61,10 @@ class Priced(BatchAnswer):
             InputError: Matplotlib is not installed.
             NothingToDrawError: No hours are predicted.
         """
-        draw: Callable[..., Figure] = load_figure("budget", "plot")
-        setting = {k: v for k, v in axes_of(self._asked).items() if k not in self.table()}
-        return draw({"budget": self.table().assign(**setting, parameters_total=1)})
+        table = self.table()
+        setting = {k: v for k, v in axes_of(self._asked).items() if k not in table}
+        budget = table.assign(**setting, parameters_total=1)
+        return load_figure("budget", "plot")({"budget": budget})
 
     def to_json(self) -> str:
         """Return the budget and its price with each method."""
@@ -83,7 +82,7 @@ def budget(
     """Say what a privacy budget costs with each method on a GPU.
 
     Args:
-        model: As of ``estimate``.
+        model: The model, as ``estimate`` takes it.
         methods: The methods to compare; all of them by default.
         world_sizes: The numbers of ranks to compare.
         again: Whether to ignore what is kept, in results and the package.

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dpprof.ask.answer import tabulate
 from dpprof.ask.capacities import find_capacities, list_experiments
 from dpprof.ask.capacity.show import explain_batches
 from dpprof.ask.estimate.ask import Predicted
@@ -43,10 +44,8 @@ class Fitting(Predicted):
 
     def table(self) -> "pd.DataFrame":
         """Return the batches that were tried, with their peaks."""
-        import pandas as pd  # noqa: PLC0415 (slow to import)
-
         tried = sorted(self.capacity.estimates.items())
-        frame = pd.DataFrame(tried, columns=["batch_size", "peak_bytes"])
+        frame = tabulate(tried, ["batch_size", "peak_bytes"])
         return frame.assign(fits=frame["batch_size"] <= self.capacity.batch_size)
 
 
@@ -60,10 +59,10 @@ def capacity(
     """Find the largest batch that fits with one method, and the largest safe one.
 
     Args:
-        model: As of ``estimate``.
+        model: The model, as ``estimate`` takes it.
         method: How the gradient is computed.
         again: Whether to ignore what is kept, in results and the package.
-        **experiment: As of ``estimate``, with a ``target``, without ``batch_size`` and lists.
+        **experiment: Options of ``estimate`` but ``batch_size``; ``target`` is required.
 
     Raises:
         InputError: A value is not allowed, or a required one is missing.

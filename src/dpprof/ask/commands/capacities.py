@@ -1,4 +1,4 @@
-"""What ``advise`` and ``budget`` share: their options, and how their answers are printed."""
+"""Options and output of ``advise``, ``budget`` and ``fits``."""
 
 import argparse
 import os

@@ -48,8 +48,8 @@ def read_thresholds(file: Path | None) -> Thresholds:
         raise InputError(f"{file}: {explain(error, Thresholds)}") from None
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run from the command line."""
+def make_parser() -> Parser:
+    """Make the options: two folders, what is compared, and how strictly."""
     parser = Parser(
         "compare",
         __doc__,
@@ -93,7 +93,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="FILE",
         help="write it to a file, and print the text (default: print it)",
     )
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    arguments = make_parser().parse_args(argv)
     with ending_in_a_sentence(status=EXIT_STATUS["not comparable"]):
         if arguments.output is not None:
             check_writable(arguments.output)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpprof.ask.answer import Answer, load_figure
+from dpprof.ask.answer import Answer, load_figure, tabulate
 from dpprof.ask.estimate.show import format_estimate
 from dpprof.ask.predictions import PredictionError, predict
 from dpprof.ask.questions import make_experiment, naming
@@ -40,20 +40,17 @@ class Predicted(Answer):
 
     def table(self) -> "pd.DataFrame":
         """Return what holds the memory at the peak: component, bytes and share."""
-        import pandas as pd  # noqa: PLC0415 (slow to import)
-
         memory = self.result.memory
         assert memory is not None
         assert memory.at_peak is not None
         held = memory.at_peak.components.items()
         rows = sorted(((name, size) for name, size in held if size), key=lambda row: -row[1])
-        frame = pd.DataFrame(rows, columns=["component", "bytes"])
+        frame = tabulate(rows, ["component", "bytes"])
         return frame.assign(share=frame["bytes"] / frame["bytes"].sum())
 
     def plot(self) -> "Figure":
         """Draw the memory of a step by what holds it."""
-        draw: Callable[..., Figure] = load_figure("step_memory", "plot")
-        return draw(self.result)
+        return load_figure("step_memory", "plot")(self.result)
 
     def to_json(self) -> str:
         """Return the result, as its file has it."""

@@ -11,7 +11,7 @@ def format_estimate(result: Result) -> str:
     """Return a prediction as text.
 
     Args:
-        result: Of the instrument ``estimate``, with outcome ``ok``.
+        result: A result of the instrument ``estimate``, with outcome ``ok``.
     """
     experiment, memory, compute = result.experiment, result.memory, result.compute
     assert memory is not None

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from dpprof.ask.answer import Answer, load_figure
+from dpprof.ask.answer import Answer, load_figure, tabulate
 from dpprof.ask.estimate.ask import Predicted
 from dpprof.ask.explain.show import Detail, render_text, say
 from dpprof.experiments.config.architecture import Architecture
@@ -17,8 +17,6 @@ from dpprof.results.analysis.difference.difference import explain_difference
 from dpprof.results.analysis.difference.waterfall import format_size, list_holdings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import pandas as pd
     from matplotlib.figure import Figure
 
@@ -67,13 +65,11 @@ class Explained(Answer):
 
     def table(self) -> "pd.DataFrame":
         """Return the bytes of both peaks by component; the differences leave 0 bytes."""
-        import pandas as pd  # noqa: PLC0415 (slow to import)
-
         bars = [
             (bar.name, bar.a_bytes, bar.b_bytes, bar.difference_bytes)
             for bar in self.difference.bars
         ]
-        return pd.DataFrame(bars, columns=list(self._short))
+        return tabulate(bars, self._short)
 
     def plot(self) -> "Figure":
         """Draw the waterfall from B's peak to A's, and both timelines.
@@ -81,8 +77,7 @@ class Explained(Answer):
         Raises:
             InputError: Matplotlib is not installed.
         """
-        draw: Callable[..., Figure] = load_figure("waterfall", "plot")
-        return draw(self.difference, self.sentence)
+        return load_figure("waterfall", "plot")(self.difference, self.sentence)
 
     def to_json(self) -> str:
         """Return every level, and both timelines."""

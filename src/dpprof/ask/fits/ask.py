@@ -1,5 +1,6 @@
 """What fits on a GPU: models by how they are trained, with batch, speed, hours and price."""
 
+import itertools
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from dpprof.ask.answer import BatchAnswer
+from dpprof.ask.answer import BatchAnswer, tabulate
 from dpprof.ask.capacities import find_capacities
 from dpprof.ask.fits.show import METHOD, format_fits
 from dpprof.ask.questions import make_experiment, refuse_repeated
@@ -19,7 +20,6 @@ from dpprof.experiments.config.quantities import NotNegative, Positive
 from dpprof.experiments.config.target import Target
 from dpprof.experiments.config.validation import InputError, one_of, option_name, refuse, spell
 from dpprof.experiments.planning.code_digest import read_anew
-from dpprof.experiments.records.advice import Option
 from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.advice.advice import describe
 
@@ -58,7 +58,7 @@ class Cell(NamedTuple):
     tokens_per_s: float | None
     hours: float | None
     price: float | None
-    """Of these hours; None where the price of an hour was not given."""
+    """The price of these hours; None where an hour has no price."""
 
     message: str | None
     """Why it does not fit, with the memory that one sample needs."""
@@ -70,8 +70,8 @@ class Fits(BatchAnswer):
     """What fits on each GPU.
 
     Args:
-        cells: By target, model, way and length.
-        tokens: For which hours and prices are told.
+        cells: What fits, by target, model, way and length.
+        tokens: The tokens that hours and prices are for.
     """
 
     _short: ClassVar = (
@@ -98,9 +98,7 @@ class Fits(BatchAnswer):
 
     def table(self) -> "pd.DataFrame":
         """Return a row for each cell, with the command that finds it alone."""
-        import pandas as pd  # noqa: PLC0415 (slow to import)
-
-        return pd.DataFrame(self.cells, columns=Cell._fields)
+        return tabulate(self.cells, Cell._fields)
 
     def to_json(self) -> str:
         """Return the cells."""
@@ -126,10 +124,10 @@ def fits(
     Args:
         target: A GPU's name, or several.
         models: Models' names.
-        ways: Of ``whole``, ``LoRA`` and ``QLoRA``.
+        ways: Some of ``whole``, ``LoRA`` and ``QLoRA``.
         seq_lens: Tokens in a sample.
-        tokens: For how many the hours and the price are told.
-        price_per_hour: Of a GPU, in any currency.
+        tokens: The tokens that the hours and the price are for.
+        price_per_hour: The price of a GPU for an hour, in any currency.
         again: Whether to ignore what is kept, in results and the package.
 
     Raises:
@@ -154,19 +152,14 @@ def fits(
             raise refuse(spell("ways"), way, one_of(WAYS, way))
     _check("tokens", tokens, Positive, "it must be a number above 0")
     _check("price_per_hour", price_per_hour, NotNegative | None, "it must be a number from 0 on")
-    questions = {
-        (name, model, way, seq_len): _ask(name, model, way, seq_len)
-        for name in targets
-        for model in models
-        for way in ways
-        for seq_len in seq_lens
-    }
-    experiments = [make_experiment(fields) for fields in questions.values()]
+    keys = list(itertools.product(targets, models, ways, seq_lens))
+    questions = [_ask(*key) for key in keys]
+    experiments = list(map(make_experiment, questions))
     _refuse_other_models(experiments)
     results = find_capacities(experiments, Path(), again=again)
     cells = [
         _fill(key, fields, result, tokens, price_per_hour)
-        for (key, fields), result in zip(questions.items(), results, strict=True)
+        for key, fields, result in zip(keys, questions, results, strict=True)
     ]
     return Fits(cells, tokens)
 
@@ -217,6 +210,9 @@ def _fill(
     option = describe(result)
     speed = option.tokens_per_s if option.safe_batch_size else None
     hours = tokens / speed / 3600 if speed else None
+    message = option.message
+    if option.largest_batch_size:
+        message = f"{option.largest_batch_size:,}, with nothing to spare"
     return Cell(
         *key,
         batch_size=option.safe_batch_size,
@@ -224,16 +220,9 @@ def _fill(
         tokens_per_s=speed,
         hours=hours,
         price=None if hours is None or price_per_hour is None else hours * price_per_hour,
-        message=None if option.safe_batch_size else _explain(option),
+        message=None if option.safe_batch_size else message,
         command=_spell_command(fields),
     )
-
-
-def _explain(option: Option) -> str | None:
-    """Say why no batch safely fits."""
-    if option.largest_batch_size:
-        return f"{option.largest_batch_size:,}, with nothing to spare"
-    return option.message
 
 
 def _spell_command(fields: Mapping[str, Any]) -> str:

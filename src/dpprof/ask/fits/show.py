@@ -14,8 +14,8 @@ def format_fits(cells: Sequence[Mapping[str, Any]], tokens: float) -> str:
     """Return a table for each GPU, and what would be needed where nothing fits.
 
     Args:
-        cells: Those of ``answers.fits``, by target, model, way and length.
-        tokens: For which hours and prices are told.
+        cells: What fits, by target, model, way and length.
+        tokens: The tokens that hours and prices are for.
     """
     lines: list[str] = []
     for target, group in groupby(cells, lambda cell: cell["target"]):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpprof.ask.answer import Answer
+from dpprof.ask.answer import Answer, tabulate
 from dpprof.ask.questions import make_experiment, naming
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import PREFIX
@@ -46,9 +46,7 @@ class Verified(Answer):
 
     def table(self) -> "pd.DataFrame":
         """Return a row for each case that was tried."""
-        import pandas as pd  # noqa: PLC0415 (slow to import)
-
-        return pd.DataFrame(case.model_dump() for case in self.verdict.cases)
+        return tabulate(case.model_dump() for case in self.verdict.cases)
 
     def to_json(self) -> str:
         """Return the verdict, as its file has it."""

@@ -101,7 +101,7 @@ def label_ends(
     """Write the name of each line to the right of its axes, as high as its end, without overlap.
 
     Args:
-        axis: With its final limits, in a figure that was laid out.
+        axis: The axes with their final limits, in a figure that was laid out.
         ends: The last point of each line in data coordinates, and its name.
         edge: The place beyond which names are written, as a share of the width of the axes.
         style_of: Returns the look of a name's line, a piece of which stands before the name.

@@ -26,7 +26,7 @@ PAGE_INCHES = 9.0
 """A figure higher than this leaves no room for its caption on a page."""
 
 BYTE_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
-"""From the largest on."""
+"""Units, the largest first."""
 
 # Okabe and Ito 2008, "Color Universal Design".
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -127,7 +127,7 @@ OUTCOME_COLOURS: dict[str, str] = {
 
 
 class SparseTicks(MaxNLocator):
-    """As many ticks of a horizontal axis as their labels have room for.
+    """Ticks of a horizontal axis, as many as have room for their labels.
 
     Args:
         most: The most parts.

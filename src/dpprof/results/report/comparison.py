@@ -58,14 +58,10 @@ def _left_out(items: Sequence[object]) -> str:
 def _row(figure: ComparedFigure) -> Row:
     notes = [figure.reason, _spell_statistics(figure)]
     note = "; ".join(text[:_MOST_LETTERS] for text in notes if text)
-    values = (
-        _spell_value(value, figure.unit, figure.figure)
-        for value in (figure.baseline, figure.candidate)
-    )
-    return Row(
-        (_name(figure), figure.experiment_id, figure.instrument, *values, _spell_change(figure)),
-        note,
-    )
+    sides = figure.baseline, figure.candidate
+    was, now = (_spell_value(value, figure.unit, figure.figure) for value in sides)
+    run = figure.experiment_id, figure.instrument
+    return Row((_name(figure), *run, was, now, _spell_change(figure)), note)
 
 
 def _name(figure: ComparedFigure) -> str:
@@ -102,9 +98,8 @@ def _spell_statistics(figure: ComparedFigure) -> str | None:
     times = figure.statistics
     if times is None or times.ratio_low is None or times.ratio_high is None:
         return None
-    said = (
-        f"ratio {figure.ratio:.3f}, 95 % interval {times.ratio_low:.3f} to {times.ratio_high:.3f}"
-    )
+    interval = f"{times.ratio_low:.3f} to {times.ratio_high:.3f}"
+    said = f"ratio {figure.ratio:.3f}, 95 % interval {interval}"
     said += "" if times.noise_floor is None else f", noise floor {100 * times.noise_floor:.1f} %"
     said += "" if times.p_value is None else f", p {times.p_value:.2g}"
     return f"{said}, {times.baseline_processes} and {times.candidate_processes} processes"

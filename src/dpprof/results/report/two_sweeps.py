@@ -24,7 +24,7 @@ def compare_sweeps(comparison: FolderComparison, folders: Sequence[Path]) -> Doc
 
     Args:
         comparison: The comparison of both folders.
-        folders: Of the results; the answer of a report that is there is quoted.
+        folders: The folders of results; the answer of a report that is there is quoted.
 
     Raises:
         InputError: A ``report.json`` is not one that this version writes.

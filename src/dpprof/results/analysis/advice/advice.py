@@ -23,7 +23,7 @@ from dpprof.results.analysis.tables.axes import BASELINE, WITHOUT_BATCH, axes_of
 from dpprof.system.files import canonical_json
 
 BEST = "best"
-"""Of ``Advice.checkpointing``: the fastest of several ways, for each method."""
+"""A value of ``Advice.checkpointing``: the fastest of several ways, for each method."""
 
 
 def advise(results: Sequence[Result], target: str, standings: Mapping[str, Standing]) -> Advice:
@@ -90,7 +90,7 @@ def group_capacities(collected: Collected) -> Iterator[tuple[dict[str, Any], lis
 def _choose_checkpointing(
     described: Sequence[tuple[Result, Option]],
 ) -> tuple[list[Result], list[Option]]:
-    """Return of results that differ in checkpointing alone the one that trains fastest and fits."""
+    """Return the fastest way of checkpointing, of results that differ in nothing else."""
     alike: dict[str, list[tuple[Result, Option]]] = defaultdict(list)
     for result, option in described:
         fields = result.experiment.model_dump(mode="json", exclude={"checkpointing"})

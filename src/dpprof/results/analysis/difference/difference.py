@@ -32,7 +32,7 @@ class Side(NamedTuple):
 
     peak_bytes: int
     phase: str
-    """In which phase of the step the peak is."""
+    """The phase of the step with the peak."""
 
     module: str | None
     op: str | None
@@ -54,7 +54,7 @@ class Difference(NamedTuple):
     """What both runs have in common, in words."""
 
     bars: tuple[Bar, ...]
-    """By component; their differences sum to ``difference_bytes``."""
+    """Components; their differences sum to ``difference_bytes``."""
 
     axis: SharedAxis
     """Both timelines. They count storages alone: rounding of the allocator is not in them."""

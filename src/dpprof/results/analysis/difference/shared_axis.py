@@ -81,7 +81,7 @@ class _Part(NamedTuple):
     """How many operators ran; 0 for an instant between two phases."""
 
     share: float
-    """Of the step's operators."""
+    """The share of the step's operators."""
 
 
 def _split(timeline: Timeline) -> Iterator[_Part]:

@@ -209,7 +209,7 @@ class TimelineFile:
     """The table as a CSV file, to which runs are added; the same bytes as those of its frame.
 
     Args:
-        file: To write to.
+        file: The file to write to.
     """
 
     def __init__(self, file: BinaryIO) -> None:

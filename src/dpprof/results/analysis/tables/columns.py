@@ -470,4 +470,4 @@ TABLES: Mapping[str, Table] = {
         text("reason", "why there is none"),
     ),
 }
-"""By file stem. ``make_frame`` refuses columns that are not here."""
+"""Tables by file stem. ``make_frame`` refuses columns that are not here."""

@@ -25,7 +25,7 @@ class Standard(NamedTuple):
     """What experiments are compared with: the non-private step with all else equal."""
 
     bases: Mapping[str, ExperimentRuns]
-    """By setting. Several equal baselines count as one."""
+    """Baselines by setting. Several equal ones count as one."""
 
     compared: Mapping[str, Comparison]
     """Step times of private methods beside it, by the experiment's id."""

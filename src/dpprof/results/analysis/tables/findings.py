@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
     kind: str
     experiment_id: str
-    """For ceilings, and for hosts that runs shared, the device."""
+    """The device where the finding is about ceilings, or about hosts that runs shared."""
 
     instrument: str
     finding: str

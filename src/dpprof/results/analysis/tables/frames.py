@@ -187,7 +187,7 @@ def rows_of(
         runs: Runs, as (experiment id, instrument, replicate).
 
     Raises:
-        InputError: As ``read_table``.
+        InputError: The file is not a table; the message names it.
     """
     index = pd.MultiIndex.from_tuples(list(runs), names=RUN_KEY)
     if isinstance(tables, TableFolder):

@@ -72,8 +72,8 @@ def _tell_training(rows: pd.DataFrame, name: str, sized: str, noise: pd.DataFram
     Args:
         rows: Its options.
         name: What is trained.
-        sized: The same with its size.
-        noise: That of the privacy budget.
+        sized: What is trained, with its size.
+        noise: The noise of the privacy budget.
     """
     wrong = rows.loc[rows["verdict"] == "wrong", "method"].unique()
     failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""

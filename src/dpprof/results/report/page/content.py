@@ -89,7 +89,7 @@ DETAILS = (
     Detail(instants=30, holdings=20, runs=500, rows=10_000, log_ends=50),
     Detail(instants=30, holdings=20, runs=50, rows=1_000, log_ends=5),
 )
-"""From the finest on; a page takes the first that fits."""
+"""Details, the finest first; a page takes the first that fits."""
 
 
 def embed_figures(document: Document, folder: Path) -> dict[str, str]:

@@ -82,8 +82,8 @@ def _tell_hours(rows: pd.DataFrame) -> Blocks:
     caption = (
         "GPU hours on one GPU, predicted. At the first epsilon the batch is the one that is used; "
         "another epsilon keeps the steps and the noise of each step's averaged gradient, and so "
-        "needs another batch and other hours. With the same batch the hours would stay, and the "
-        "noise multiplier would be that under same batch. A step has so many micro-batches of "
+        "needs another batch and other hours. With the first epsilon's batch, hours stay; the "
+        "column same batch has the noise multiplier for it. A step has so many micro-batches of "
         "so many samples, as many as safely fit, then noise and optimizer once. Batches vary by "
         "Poisson sampling; hours are those of the expected number of samples."
     )

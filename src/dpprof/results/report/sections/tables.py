@@ -11,7 +11,7 @@ from dpprof.results.report.rendering.document import Blocks, Paragraph, Table
 from dpprof.results.report.wording import number, percent, reach, significant, span, text_of
 
 MAX_ROWS = 60
-"""For a longer table the report names the CSV instead."""
+"""The most rows of a table; instead of a longer one the report names the CSV."""
 
 _ORDER = ("model", "seq_len", "batch_size")
 """The columns by which rows are sorted first."""
