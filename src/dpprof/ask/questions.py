@@ -18,9 +18,9 @@ from dpprof.system.hardware import resolve_device
 
 @contextlib.contextmanager
 def naming(keywords: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield keywords in which a function that builds the model has a name, within this context.
+    """Yield keywords, without those that are None; a function that builds the model has a name.
 
-    Those that are None are left out. The code on disk is looked at anew: it may have been edited
+    The name holds within this context. The code on disk is looked at anew: it may have been edited
     since the last question.
     """
     read_anew()
@@ -37,7 +37,7 @@ def naming(keywords: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def make_experiment(options: Mapping[str, Any]) -> Experiment:
-    """Return an experiment from the fields given; texts as on the command line are read.
+    """Return an experiment from its fields, which may be texts as on the command line.
 
     Raises:
         InputError: A value is not allowed, or a required one is missing.
@@ -87,9 +87,9 @@ def _move_task(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def multiply(fields: Mapping[str, Any], **axis: list[Any]) -> list[Experiment]:
-    """Return the experiment of fields in every combination of the values of some of them.
+    """Return an experiment for every combination of the values of some fields.
 
-    ``axis`` holds fields with their values, which replace those given.
+    ``axis`` holds these fields with their values; ``fields`` holds all others.
 
     Raises:
         InputError: A value is not allowed, a required one is missing, or a list has a value twice.

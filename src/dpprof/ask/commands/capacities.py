@@ -41,17 +41,20 @@ def make_parser(
         help="the numbers of ranks to compare; 1 means one process without DDP or FSDP2. "
         "--parallel gives the kind of parallel training, without world_size (default: kind=fsdp)",
     )
+    add_output_options(parser)
+    leave_out = ("method", "batch_size")
+    add_experiment_options(parser, leave_out=leave_out, several=several, notes=notes)
+    return parser
+
+
+def add_output_options(parser: Parser) -> None:
+    """Add the options on where an answer goes, and on those that are kept."""
     parser.add_argument(
         "--json", type=path, metavar="FILE", help="write the results as JSON to this file"
     )
     parser.add_argument(
-        "--again",
-        action="store_true",
-        help="ignore what is kept, in results and the package",
+        "--again", action="store_true", help="ignore what is kept, in results and the package"
     )
-    leave_out = ("method", "batch_size")
-    add_experiment_options(parser, leave_out=leave_out, several=several, notes=notes)
-    return parser
 
 
 def read_question(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -6,8 +6,8 @@ some tokens, or how much memory one sample needs. Each has a command that answer
 
 from collections.abc import Sequence
 
-from dpprof.ask.commands.capacities import ask, print_answer
-from dpprof.ask.commands.common import Parser, ending_in_a_sentence, path, positive
+from dpprof.ask.commands.capacities import add_output_options, ask, print_answer
+from dpprof.ask.commands.common import Parser, ending_in_a_sentence, positive
 from dpprof.ask.fits.ask import MODELS, SEQ_LENS, WAYS, fits
 from dpprof.system.files import check_writable
 
@@ -48,12 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--price-per-hour", type=float, metavar="PRICE", help="price of a GPU for an hour"
     )
-    parser.add_argument(
-        "--json", type=path, metavar="FILE", help="write the results as JSON to this file"
-    )
-    parser.add_argument(
-        "--again", action="store_true", help="ignore what is kept, in results and the package"
-    )
+    add_output_options(parser)
     arguments = parser.parse_args(argv)
     with ending_in_a_sentence():
         if arguments.json is not None:

@@ -99,9 +99,8 @@ def _find_subject(
     if isinstance(model, dict) or (model or "").lstrip().startswith((PREFIX, "{")):
         sizes = {"batch_size": 1, "seq_len": 1, "device": "cpu"}
         return StandIn.of(make_experiment(sizes | fields | {"method": method})) or BUILT_IN
-    if options := fields.keys() & set(OF_HUGGING_FACE):
-        options_given = ", ".join(spell(name) for name in OF_HUGGING_FACE if name in options)
-        raise InputError(f"{options_given}: only for {PREFIX}NAME, a Hugging Face model")
+    if options := ", ".join(spell(name) for name in OF_HUGGING_FACE if name in fields):
+        raise InputError(f"{options}: only for {PREFIX}NAME, a Hugging Face model")
     if model is None:
         if stand_in is None:
             raise InputError(f"missing: {spell('model')}, or {spell('stand_in')}")

@@ -102,9 +102,9 @@ def find_here(experiments: pd.DataFrame) -> pd.DataFrame:
 def find_trainings(tables: Tables) -> list[pd.DataFrame]:
     """Return capacity results by what is trained, each with what the privacy budget costs.
 
-    Rows are options: of every target those on the fewest ranks on which one ``fits_privately``.
-    Their hours and price are those of the first epsilon; the fewest hours come first. What fits a
-    single GPU comes first, then the largest model and the longest sequence.
+    Rows are options. Of each target they are on the fewest ranks on which one ``fits_privately``,
+    with hours and price at the first epsilon; the fewest hours come first. What fits a single GPU
+    comes first, then the largest model and the longest sequence.
     """
     trainings = []
     for rows in find_options(tables):
@@ -142,7 +142,7 @@ def _add_price(tables: Tables) -> pd.DataFrame:
 
 
 def _join(rows: pd.DataFrame, axes: list[str]) -> "pd.Series[str]":
-    """Return the axes of each row as one text, in which what is unknown equals what is unknown."""
+    """Return the axes of each row as one text; unknown values are equal."""
     return pd.Series(["|".join(map(str, row)) for row in rows[axes].to_numpy()], rows.index, str)
 
 

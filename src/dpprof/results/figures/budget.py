@@ -7,14 +7,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullLocator
 
 from dpprof.results.analysis.tables.axes import BASELINE, WITHOUT_BATCH
 from dpprof.results.analysis.tables.frames import least_of
 from dpprof.results.figures.bars import bracket, height_of, name_bars
 from dpprof.results.figures.labels import label_ends
 from dpprof.results.figures.panels import Panel, split
-from dpprof.results.figures.style import method_style, sort_methods, spell_tick, tell
+from dpprof.results.figures.style import method_style, scale_log, sort_methods, tell
 
 _MOST_LABELS = 4
 """More lines get a legend instead of names at their ends."""
@@ -69,14 +68,8 @@ def _draw_lines(axis: Axes, rows: pd.DataFrame, plain: pd.DataFrame, epsilons: l
         axis.errorbar(costs["epsilon"], hours, yerr=ends, **method_style(str(method)) | style)
     for hours in plain["gpu_hours"]:
         axis.axhline(hours, linestyle="--", linewidth=1, color=method_style(BASELINE)["color"])
-    axis.set_xscale("log")
-    axis.set_xticks(epsilons)
-    axis.xaxis.set_major_formatter(FuncFormatter(spell_tick))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel("epsilon")
+    scale_log(axis, epsilons, "epsilon", base=10)
     axis.set_ylabel("GPU hours")
-    axis.set_ylim(bottom=0)
-    axis.margins(x=0.1)
 
 
 def _name_lines(

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
 
 from dpprof.experiments.config.architecture import PREFIX
 from dpprof.experiments.config.parallel import read_world_size
@@ -14,7 +13,7 @@ from dpprof.results.analysis.selection import TRAINING, fits_privately, with_siz
 from dpprof.results.analysis.tables.axes import name_kind, name_speed
 from dpprof.results.figures.labels import label_ends
 from dpprof.results.figures.panels import Panel, Panels, break_title, split
-from dpprof.results.figures.style import method_style, new_figure, spell_tick, tell
+from dpprof.results.figures.style import method_style, new_figure, scale_log, tell
 
 _LABELS = {
     "safe_batch_size": "samples on each GPU",
@@ -96,15 +95,9 @@ def _draw_methods(axis: Axes, rows: pd.DataFrame, name: str) -> None:
             if name in _INTERVALS:
                 low, high = (options[end].astype(float) for end in _INTERVALS[name])
                 axis.vlines(options["ranks"], low, high, linewidth=0.6, color=style["color"])
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(sorted(set(rows["ranks"])))
-    axis.xaxis.set_major_formatter(FuncFormatter(spell_tick))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel("GPUs")
+    scale_log(axis, sorted(set(rows["ranks"])), "GPUs")
     units = name_speed(row for _, row in rows.iterrows()).removesuffix("/s")
     axis.set_ylabel(_LABELS[name].format(units=units))
-    axis.set_ylim(bottom=0)
-    axis.margins(x=0.1)
 
 
 def _name_whole(title: str) -> str:

@@ -8,7 +8,6 @@ import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
 from dpprof.results.analysis.selection import choose_runs
 from dpprof.results.analysis.tables.axes import count_tokens
@@ -19,7 +18,7 @@ from dpprof.results.figures.style import (
     NothingToDrawError,
     method_style,
     new_figure,
-    spell_tick,
+    scale_log,
     tell,
 )
 
@@ -217,10 +216,5 @@ def dress(axis: Axes, panel: Panel, along: str, label: str) -> None:
         values = [values[-1] // 2**halved for halved in reversed(range(_MAX_TICKS))]
         values = sorted({value for value in values if value >= panel.rows[along].min()})
     axis.set_title(break_title(panel.title))
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(values, list(map(spell_tick, values)))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel(_LABELS[along])
+    scale_log(axis, values, _LABELS[along])
     axis.set_ylabel(label)
-    axis.set_ylim(bottom=0)
-    axis.margins(x=0.1)

@@ -45,8 +45,8 @@ def name_trained(row: Any) -> str:
 def name_trainings(trainings: Sequence[pd.DataFrame], *always: str) -> list[str]:
     """Return what each training trains in words that no other has: ``1b at T = 8 (float16)``.
 
-    Of an axis it says the value where trainings that are else called alike differ in it, and
-    always of those in ``always``.
+    A name has the value of an axis where trainings that would share the name differ in it, and of
+    each axis in ``always``.
     """
     alike: dict[str, list[Any]] = {}
     for rows in trainings:

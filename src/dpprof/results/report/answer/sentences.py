@@ -232,10 +232,10 @@ def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
     figures, unit, digits = (ratios, "times", 2) if len(ratios) else (steps, "ms", 1)
     ends = (number(figures.agg(end), digits=digits) for end in ENDS)
     said = f"{count} {takes} {reach(*ends)} {unit}"
-    if alike := _not_slower(fastest, tables):
-        said += (
-            f", of which {listed(alike)} not detectably more" if len(others) > len(alike) else ""
-        )
+    names = rows_in(fastest, tables["settings"])["not_slower"].dropna()
+    alike = str(names.iloc[0]).split() if len(names) else []
+    if 0 < len(alike) < len(others):
+        said += f", of which {listed(alike)} not detectably more"
     peaks = timed["peak_bytes"].dropna().astype(float)
     if peaks.empty or len(set(timed["peak_kind"])) > 1:
         return said
@@ -251,11 +251,6 @@ def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
         )
     peak = number(least["peak_bytes"], _MIB)
     return f"{said}, and {least['method']} has the lowest peak, {peak} MiB"
-
-
-def _not_slower(fastest: Any, tables: Tables) -> list[str]:
-    names = rows_in(fastest, tables["settings"])["not_slower"].dropna()
-    return str(names.iloc[0]).split() if len(names) else []
 
 
 def _tell_elsewhere(fastest: Any, tables: Tables) -> str:
