@@ -39,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.tables is not None and not arguments.sweeps:
             _report(arguments.tables, arguments.output_dir)
         elif arguments.tables is None and len(arguments.sweeps) == 2:  # noqa: PLR2004 (two sides)
-            _compare(arguments.sweeps, arguments.output_dir)
+            baseline, candidate = map(read_results_folder, arguments.sweeps)
+            comparison = compare_folders(baseline, candidate, Options(across=ACROSS))
+            arguments.output_dir.mkdir(parents=True, exist_ok=True)
+            write_report(compare_sweeps(comparison, arguments.sweeps), arguments.output_dir)
         else:
             raise InputError("give either --tables, or two folders of results to compare")
 
@@ -52,10 +55,3 @@ def _report(folder: Path, output: Path) -> None:
     document = build_document(tables, drawings)
     write_report(document, output)
     write_page(document, tables, output)
-
-
-def _compare(folders: Sequence[Path], output: Path) -> None:
-    baseline, candidate = map(read_results_folder, folders)
-    comparison = compare_folders(baseline, candidate, Options(across=ACROSS))
-    output.mkdir(parents=True, exist_ok=True)
-    write_report(compare_sweeps(comparison, folders), output)
