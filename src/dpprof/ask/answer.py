@@ -2,7 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -67,7 +67,7 @@ def _format(value: Any) -> str:
 _LARGE = 100
 
 
-def tabulate(rows: Iterable[Any], columns: Sequence[str] | None = None) -> "pd.DataFrame":
+def tabulate(rows: Iterable[Any], columns: tuple[str, ...] | None = None) -> "pd.DataFrame":
     """Return rows as a table."""
     import pandas as pd  # noqa: PLC0415 (slow to import)
 

@@ -45,7 +45,7 @@ class Fitting(Predicted):
     def table(self) -> "pd.DataFrame":
         """Return the batches that were tried, with their peaks."""
         tried = sorted(self.capacity.estimates.items())
-        frame = tabulate(tried, ["batch_size", "peak_bytes"])
+        frame = tabulate(tried, ("batch_size", "peak_bytes"))
         return frame.assign(fits=frame["batch_size"] <= self.capacity.batch_size)
 
 

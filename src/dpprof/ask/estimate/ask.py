@@ -45,7 +45,7 @@ class Predicted(Answer):
         assert memory.at_peak is not None
         held = memory.at_peak.components.items()
         rows = sorted(((name, size) for name, size in held if size), key=lambda row: -row[1])
-        frame = tabulate(rows, ["component", "bytes"])
+        frame = tabulate(rows, ("component", "bytes"))
         return frame.assign(share=frame["bytes"] / frame["bytes"].sum())
 
     def plot(self) -> "Figure":

@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from dpprof.results.analysis.tables.axes import BASELINE
 
@@ -245,7 +245,7 @@ def scale_log(axis: Axes, ticks: Sequence[float], label: str, base: int = 2) -> 
     """Make the horizontal axis logarithmic, with these ticks, and begin the vertical one at 0."""
     axis.set_xscale("log", base=base)
     axis.set_xticks(ticks)
-    axis.xaxis.set_major_formatter(spell_tick)
+    axis.xaxis.set_major_formatter(FuncFormatter(spell_tick))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xlabel(label)
     axis.set_ylim(bottom=0)

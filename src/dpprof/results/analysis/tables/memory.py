@@ -52,7 +52,7 @@ class PeakFlops(NamedTuple):
 
 
 def find_peak(
-    compute: Compute, dtype: Dtype, device: Mapping[str, Any] | None, measured: Iterable[Ceilings]
+    compute: Compute, dtype: Dtype, device: Mapping[str, Any] | None, listed: Iterable[Ceilings]
 ) -> PeakFlops:
     """Return the peak of the dtype in use.
 
@@ -65,7 +65,7 @@ def find_peak(
     name = device.get("name")
     if device.get("type") != "cpu":
         return PeakFlops(None, None, f"dpprof has no data sheet of {name}")
-    ceilings = find_ceilings(measured, device)
+    ceilings = find_ceilings(listed, device)
     if ceilings is None:
         return PeakFlops(None, None, f"the ceilings of {name} were not measured")
     measured = ceilings.matmul.get(dtype)
