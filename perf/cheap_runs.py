@@ -22,7 +22,7 @@ from interleave import MIN_PAIRS, Comparison, tabulate
 from script import at_least, describe_place, end, make_parser, publish
 
 BARE = "import torch, opacus"
-RUN = "from dpprof.ask.cli.main import main; main()"
+RUN = "from dpprof.ask.commands.main import main; main()"
 STEPS = 2
 CLAIM = 1.3
 """The upper end of every interval of a run over a bare import must lie below this."""

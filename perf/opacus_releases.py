@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dpprof.ask.cli.common import ending_in_a_sentence
+from dpprof.ask.commands.common import ending_in_a_sentence
 from dpprof.experiments.config import registry
 from dpprof.experiments.records.result import result_path
 from dpprof.results.analysis.gate.folders import ResultsFolder, read_results_folder
@@ -107,7 +107,7 @@ def run_release(release: str, folder: Path, sweep: Sweep) -> ResultsFolder:
             output = result_path(folder, place.instrument, experiment.id, 0)
             options: list[str | Path] = ["--keep", "--instrument", place.instrument, "--spec", spec]
             options += ["--output", output, "--log", output.with_suffix(".log")]
-            command = "from dpprof.ask.cli.main import main; main()"
+            command = "from dpprof.ask.commands.main import main; main()"
             run("-c", command, "profile", *options, environment=environment)
     found = read_results_folder(folder)
     for (name, _), (result,) in found.runs.items():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dpprof.ask.answers.questions import make_experiment
+from dpprof.ask.questions import make_experiment
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.target import Dtype, Target
 from dpprof.experiments.config.validation import refuse

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dpprof.ask.answers.questions import make_experiment
+from dpprof.ask.questions import make_experiment
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.parallel import GPUS_PER_NODE, Parallel
 from dpprof.experiments.config.target import Target

@@ -4,9 +4,9 @@ import pytest
 from factory import make_capacity, write_synthetic
 from scripts import ASKED, HERE, call
 
-from dpprof.ask.answers.advise import list_questions
-from dpprof.ask.cli.advise import read_options
-from dpprof.ask.cli.capacities import read_question
+from dpprof.ask.advise.ask import list_questions
+from dpprof.ask.advise.command import read_options
+from dpprof.ask.commands.capacities import read_question
 from dpprof.experiments.planning.code_digest import code_digest
 
 STEP_S = {"standard": 1.0, "flash-bk": 1.5}

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dpprof.ask.cli.main import main
+from dpprof.ask.commands.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "{vocab_size: 16, d_model: 8, layers: 1, heads: 2}"

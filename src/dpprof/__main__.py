@@ -1,6 +1,6 @@
 """``python -m dpprof`` is the command ``dpprof``, where its folder is not on the PATH."""
 
-from dpprof.ask.cli.main import main
+from dpprof.ask.commands.main import main
 
 if __name__ == "__main__":
     main()

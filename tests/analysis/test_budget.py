@@ -10,11 +10,11 @@ from factory import (
     write_synthetic,
 )
 
+from dpprof.ask.budget.show import format_budget
 from dpprof.experiments.accounting.plan import AtEpsilon
 from dpprof.experiments.records.budget import Budget
 from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.advice.budget import Planned, make_budget
-from dpprof.results.report.terminal.budget import format_budget
 
 FITS = {"step_s": 1.0}
 

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from factory import make_experiment, make_memory, write_manifest, write_runs
 
-from dpprof.ask.cli.tables import main
+from dpprof.ask.commands.tables import main
 from dpprof.results.analysis.tables.frames import TableFolder, read_table, write_frame, write_rows
 
 WRITTEN = {

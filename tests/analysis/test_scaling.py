@@ -3,10 +3,10 @@
 import pandas as pd
 import pytest
 
+from dpprof.ask.advise.gpus import format_gpus
 from dpprof.experiments.records.advice import Advice, Option
 from dpprof.results.analysis.advice.scaling import compare_gpus, find_fastest
 from dpprof.results.figures.ranks import draw
-from dpprof.results.report.terminal.gpus import format_gpus
 
 SPEEDS = {
     1: {"standard": 1000.0, "flash": None, "flash-bk": None},

@@ -9,11 +9,11 @@ from factory import make_experiment
 from fresh_process import ROOT
 
 import dpprof
-from dpprof.ask.answers import fits as module
-from dpprof.ask.cli.main import main
+from dpprof.ask.commands.main import main
+from dpprof.ask.fits import ask as module
+from dpprof.ask.fits.show import tell_need
 from dpprof.experiments.config.validation import InputError
 from dpprof.predict.capacity import _explain
-from dpprof.results.report.terminal.fits import tell_need
 
 SMALL = {"models": ["hf:tiny-llama"], "ways": ["whole"], "seq_lens": [64]}
 

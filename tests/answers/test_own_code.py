@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import dpprof
-from dpprof.ask.answers.questions import naming
+from dpprof.ask.questions import naming
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.experiment import read_spec
 from dpprof.experiments.config.validation import InputError

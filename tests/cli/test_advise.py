@@ -13,21 +13,20 @@ from factory import (
 )
 from scripts import ASKED, HERE, MODEL, ROOT, call
 
-from dpprof.ask.answers.advise import list_questions
-from dpprof.experiments.config import registry
-from dpprof.experiments.planning.code_digest import verdict_digest
-from dpprof.experiments.records.advice import Advice, Option
-from dpprof.experiments.records.result import read_result
-from dpprof.predict.estimate import estimate
-from dpprof.results.report.terminal.advice import (
+from dpprof.ask.advise.ask import list_questions
+from dpprof.ask.advise.show import (
     compare_heads,
-    explain_batches,
-    explain_safety,
     format_advice,
     format_winners,
     list_remedies,
     list_smallest_ranks,
 )
+from dpprof.ask.capacity.show import explain_batches, explain_safety
+from dpprof.experiments.config import registry
+from dpprof.experiments.planning.code_digest import verdict_digest
+from dpprof.experiments.records.advice import Advice, Option
+from dpprof.experiments.records.result import read_result
+from dpprof.predict.estimate import estimate
 
 WHERE = "64 tokens, bfloat16, on h100"
 SIZES = "largest batch   peak  safe batch"

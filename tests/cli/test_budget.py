@@ -15,12 +15,12 @@ from factory import (
 )
 from scripts import ASKED, HERE, call
 
+from dpprof.ask.budget.show import explain_choice, format_budget
 from dpprof.experiments.accounting.noise import plan_noise
 from dpprof.experiments.accounting.plan import Schedule, describe_noise
 from dpprof.experiments.launch import accounting_run
 from dpprof.results.analysis.advice.budget import make_budget
 from dpprof.results.analysis.tables.frames import read_table
-from dpprof.results.report.terminal.budget import explain_choice, format_budget
 
 SPENT = ["--samples=1e4", "--tokens=4e5", "--epsilon", "8", "6", "--delta=1e-5"]
 

@@ -9,8 +9,8 @@ from documents import validate
 from factory import make_capacity, make_experiment, make_held, make_memory, write_synthetic
 from scripts import ROOT
 
-from dpprof.ask.cli.compare import main
-from dpprof.ask.cli.explain import main as explain
+from dpprof.ask.compare.command import main
+from dpprof.ask.explain.command import main as explain
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.records.comparison import FolderComparison
 from dpprof.experiments.records.thresholds import Thresholds

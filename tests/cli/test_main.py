@@ -1,6 +1,5 @@
 """The command ``dpprof``: what it lists, what it refuses, and one subcommand of each sort."""
 
-import importlib
 import json
 import os
 import re
@@ -11,7 +10,7 @@ import sys
 import pytest
 from fresh_process import run_fresh
 
-from dpprof.ask.cli.main import COMMANDS, EXTRAS, main
+from dpprof.ask.commands.main import COMMANDS, EXTRAS, import_command, main
 
 
 def test_help_lists_every_subcommand_and_each_has_its_own(capsys) -> None:
@@ -23,7 +22,7 @@ def test_help_lists_every_subcommand_and_each_has_its_own(capsys) -> None:
     for name in COMMANDS:
         assert f"  {name} " in listed
         with pytest.raises(SystemExit) as ended:
-            importlib.import_module(f"dpprof.ask.cli.{name}").main(["--help"])
+            import_command(name).main(["--help"])
         assert ended.value.code == 0
         assert capsys.readouterr().out.startswith(f"usage: dpprof {name} ")
 
@@ -45,7 +44,7 @@ def test_a_missing_extra_is_one_sentence() -> None:
     code = """
 import contextlib, io, sys
 sys.modules |= {"matplotlib": None, "jinja2": None}  # what an import finds that is not installed
-from dpprof.ask.cli.main import EXTRAS, main
+from dpprof.ask.commands.main import EXTRAS, main
 for name in EXTRAS:
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
@@ -102,7 +101,7 @@ def test_a_reader_that_has_enough_ends_the_command_in_silence() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-c", "from dpprof.ask.cli.main import main; main(['--help'])"],
+        [sys.executable, "-c", "from dpprof.ask.commands.main import main; main(['--help'])"],
         stdout=writing,
         stderr=subprocess.PIPE,
         text=True,

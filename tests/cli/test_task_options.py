@@ -4,8 +4,8 @@ import argparse
 
 import pytest
 
-from dpprof.ask.answers.questions import make_experiment
-from dpprof.ask.cli.options import add_experiment_options, read_given
+from dpprof.ask.commands.options import add_experiment_options, read_given
+from dpprof.ask.questions import make_experiment
 from dpprof.experiments.config.validation import InputError, spelling_options
 
 

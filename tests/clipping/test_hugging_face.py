@@ -12,7 +12,7 @@ from small_models import FLAT, assert_exact, is_clear
 from torch import nn
 from transformers import OPTForCausalLM
 
-from dpprof.ask.answers.questions import make_experiment
+from dpprof.ask.questions import make_experiment
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.planning.stand_ins import StandIn
 from dpprof.measure.verification.float32_islands import lift_float32

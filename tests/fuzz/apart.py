@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from judging import Kind, judge
 
-from dpprof.ask.answers import predictions, verify
-from dpprof.ask.cli import ceilings, profile
-from dpprof.ask.cli.main import COMMANDS, import_command, main
+from dpprof.ask import predictions
+from dpprof.ask.commands import ceilings, profile
+from dpprof.ask.commands.main import COMMANDS, import_command, main
+from dpprof.ask.verify import ask as verify
 from dpprof.experiments.config.config_files import read_config_file
 from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.planning.planner import make_plan, write_plan

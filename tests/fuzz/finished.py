@@ -15,7 +15,7 @@ from factory import (
     write_synthetic_verdict,
 )
 
-from dpprof.ask.cli.main import main
+from dpprof.ask.commands.main import main
 from dpprof.experiments.config import registry
 from dpprof.experiments.launch.progress import run_name
 from dpprof.experiments.planning.artifacts import (

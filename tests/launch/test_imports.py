@@ -50,7 +50,7 @@ def test_methods_of_opacus_alone_import_it_and_none_what_only_a_report_needs() -
 
 
 @pytest.mark.parametrize(
-    "module", ["dpprof.ask.cli.profile", "dpprof.experiments.launch.supervisor"]
+    "module", ["dpprof.ask.commands.profile", "dpprof.experiments.launch.supervisor"]
 )
 def test_a_supervisor_imports_no_library_that_computes(module) -> None:
     libraries = '{"torch", "opacus", "numpy", "scipy", "pandas", "matplotlib"}'

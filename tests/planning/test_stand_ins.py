@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from dpprof.ask.answers.questions import make_experiment
+from dpprof.ask.questions import make_experiment
 from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.planning.artifacts import VERDICT
 from dpprof.experiments.planning.code_digest import verdict_digest, verified_as

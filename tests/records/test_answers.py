@@ -12,9 +12,9 @@ import pytest
 from same_numbers import assert_same
 from scripts import ROOT
 
-from dpprof.ask.answers.advise import list_questions
-from dpprof.ask.cli.advise import read_options
-from dpprof.ask.cli.capacities import make_parser, read_question
+from dpprof.ask.advise.ask import list_questions
+from dpprof.ask.advise.command import read_options
+from dpprof.ask.commands.capacities import make_parser, read_question
 from dpprof.experiments.planning import job_environment
 from dpprof.experiments.planning.code_digest import _code_digest, code_digest
 from dpprof.experiments.records.answers import kept_answers
@@ -23,7 +23,7 @@ from dpprof.predict.capacity import measure
 
 KEPT = [Result.model_validate_json(t) for t in kept_answers().values() if "experiment_id" in t]
 SCRIPT = runpy.run_path(str(ROOT / "workflow" / "scripts" / "answers.py"))
-FITS = vars(importlib.import_module("dpprof.ask.answers.fits"))
+FITS = vars(importlib.import_module("dpprof.ask.fits.ask"))
 APART = ("methods", "world_sizes", "again")
 QUESTIONS = list(SCRIPT["find_questions"]())
 
@@ -112,7 +112,7 @@ def test_a_first_question_is_answered_without_torch(tmp_path: Path) -> None:
     asked = QUESTIONS[0]
     code = f"""
 import sys
-from dpprof.ask.cli.main import main
+from dpprof.ask.commands.main import main
 try:
     main({[*asked, "--json", "advice.json"]!r})
 finally:

@@ -2,9 +2,10 @@
 
 import pytest
 
+from dpprof.ask.compare.show import render_markdown, render_text
 from dpprof.experiments.records.comparison import ComparedFigure, FolderComparison, Run, Unlike
 from dpprof.experiments.records.thresholds import Thresholds
-from dpprof.results.report.terminal.comparison import render_markdown, render_text, summarise
+from dpprof.results.report.comparison import summarise
 
 HOSTILE = "x|y<b>`\x1b[31m\n# title \u202e$(rm -rf ~)"
 

@@ -3,7 +3,7 @@
 import pytest
 from differences import make_difference
 
-from dpprof.results.report.terminal.difference import Detail, list_rows, render_text, say
+from dpprof.ask.explain.show import Detail, list_rows, render_text, say
 
 MIB = 2**20
 WEIGHTS = ("parameters", "head", "empty", 100 * MIB)

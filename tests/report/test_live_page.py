@@ -16,7 +16,7 @@ from factory import make_experiment
 from html_pages import read_content, record
 from live_sweeps import NO_PROCESS, Sweep, plan_clean
 
-from dpprof.ask.cli import watch
+from dpprof.ask.commands import watch
 from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.planning.planner import read_manifest
 from dpprof.results.analysis.collection import collect
@@ -258,7 +258,7 @@ def test_an_interruption_ends_it_with_a_final_page_and_changes_nothing_else(
 ) -> None:
     plan_clean(tmp_path, "standard").end(0)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    program = "from dpprof.ask.cli.main import main; main(['watch'])"
+    program = "from dpprof.ask.commands.main import main; main(['watch'])"
     with subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=tmp_path,

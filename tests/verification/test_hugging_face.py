@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from dpprof.ask.answers.questions import make_experiment
+from dpprof.ask.questions import make_experiment
 from dpprof.experiments.config import registry
 from dpprof.experiments.planning.stand_ins import StandIn
 from dpprof.experiments.records.verdict import TOLERANCE, judge

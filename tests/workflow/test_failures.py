@@ -251,7 +251,7 @@ def test_the_old_report_stays_until_there_is_a_new_one(finished: Checkout) -> No
     with (finished.path / "src/dpprof/results/report/templates/report.md.j2").open("a") as template:
         template.write("\n")
     stop = "open('results/reached', 'w').close(); import time; time.sleep(3600)\n\n"
-    finished.edit("src/dpprof/ask/cli/report.py", "def main", stop + "def main")
+    finished.edit("src/dpprof/ask/commands/report.py", "def main", stop + "def main")
     sweep = finished.start()
     wait_for((finished.path / "results" / "reached").exists)
     os.killpg(sweep.pid, signal.SIGKILL)
@@ -259,7 +259,7 @@ def test_the_old_report_stays_until_there_is_a_new_one(finished: Checkout) -> No
 
     for name, content in report.items():
         assert (finished.path / "results" / name).read_bytes() == content
-    finished.edit("src/dpprof/ask/cli/report.py", stop, "")
+    finished.edit("src/dpprof/ask/commands/report.py", stop, "")
     finished.snakemake("--unlock")
     finished.snakemake()
     assert (finished.path / "results" / "report.md").read_bytes() != report["report.md"]

@@ -11,4 +11,4 @@ sys.path[0] = str(Path(__file__).resolve().parents[2] / "src")
 
 def run(command: str) -> None:
     """Run the module of a subcommand."""
-    importlib.import_module(f"dpprof.ask.cli.{command}").main()
+    importlib.import_module("dpprof.ask.commands.main").import_command(command).main()

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpprof.ask.answers.capacities import find_capacities
+from dpprof.ask.capacities import find_capacities
 from dpprof.experiments.config.config_files import read_config_file
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.launch.accounting_run import account_once

@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpprof.ask.answers.fits import Cell, fits
-from dpprof.results.report.terminal.fits import tell_markdown
+from dpprof.ask.fits.ask import Cell, fits
+from dpprof.ask.fits.show import tell_markdown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "numbers" / "what-fits.md"
 PRICES = {"rtx-4090": 0.4, "t4": 0.35}

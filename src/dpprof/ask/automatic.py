@@ -50,8 +50,8 @@ def choose_method(
     """Return the method that is predicted to be the fastest that fits on the model's GPU.
 
     Args:
-        model: On its device, before any clipping.
-        optimizer: Of its parameters.
+        model: The model on its device, before any clipping.
+        optimizer: The optimizer of its parameters.
         draw: Returns a batch of any number of samples; None where its losses are not known.
         batch_size: The samples of a step.
 
@@ -75,7 +75,7 @@ def choose_method(
 
 def _find_gpu(model: nn.Module) -> tuple[Target, str, int]:
     """Return what is known of the model's GPU, its name, and its bytes."""
-    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if distributed.is_initialized() and distributed.get_world_size() > 1:
         raise _NotPredictedError("a step on several ranks is not predicted while it is prepared")
     if device.type != "cuda":
@@ -93,7 +93,7 @@ def compare(model: nn.Module, first: FirstBatch, **asked: Any) -> tuple[str, str
     Raises:
         _NotPredictedError: A step cannot be traced, or that takes too long.
     """
-    if not all(isinstance(one, Tensor) and one.dim() for one in first.batch):
+    if not all(isinstance(part, Tensor) and part.dim() for part in first.batch):
         raise _NotPredictedError("a batch has other parts than tensors of samples")
     build = partial(_build_copy, model, first)
     estimate = registry.load("instruments", "estimate")
@@ -105,17 +105,17 @@ def compare(model: nn.Module, first: FirstBatch, **asked: Any) -> tuple[str, str
 
     with registry.lent(build) as name:
         common = {"model": name, "seq_len": 1, "device": "cuda", **asked}
-        found = {
+        predicted = {
             method: _predict(partial(estimate, enter=enter), {"method": method, **common})
             for method in TRIED
         }
-    fitting = {name: step_s for name, (step_s, fits) in found.items() if fits}
+    fitting = {name: step_s for name, (step_s, fits) in predicted.items() if fits}
     if not fitting:
         return "flash", "none is predicted to fit, and it needs less memory; set max_batch_size"
     chosen = min(fitting, key=lambda name: fitting[name])
     told = [
         f"{name} {1e3 * step_s:,.1f} ms" + ("" if fits else ", which does not fit")
-        for name, (step_s, fits) in found.items()
+        for name, (step_s, fits) in predicted.items()
     ]
     return chosen, f"predicted for a step of {asked['batch_size']:,} samples: {'; '.join(told)}"
 
@@ -156,9 +156,8 @@ def _build_copy(
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         copied[id(tensor)] = empty
     twin = copy.deepcopy(model, copied)
-    many = [
-        torch.empty((experiment.batch_size, *one.shape[1:]), dtype=one.dtype) for one in first.batch
-    ]
+    size = experiment.batch_size
+    many = [torch.empty((size, *part.shape[1:]), dtype=part.dtype) for part in first.batch]
 
     def losses_of_twin(*tensors: Tensor) -> Tensor:
         with standing_in(model, twin), _OnCpu(), substitute(autocast, "__init__", _cast_on_cpu):
@@ -180,7 +179,7 @@ class _OnCpu(TorchFunctionMode):
         del types
         if func is Tensor.cuda:
             return args[0]
-        others = {name: _on_cpu(one) for name, one in (kwargs or {}).items()}
+        others = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
         return func(*map(_on_cpu, args), **others)
 
 

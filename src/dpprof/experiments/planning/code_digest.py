@@ -26,7 +26,7 @@ from dpprof.system.paths import PACKAGE, TEMPLATES
 EntryName = tuple[registry.Group, str]
 _LAUNCH = PACKAGE / "experiments" / "launch"
 _MODELS = PACKAGE / "subjects" / "models"
-_COMMANDS = PACKAGE / "ask" / "cli"
+_COMMANDS = PACKAGE / "ask" / "commands"
 ACCOUNTING = PACKAGE / "experiments" / "accounting" / "noise.py"
 """The file that a process of its own runs for the noise of a privacy budget."""
 

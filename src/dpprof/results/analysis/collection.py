@@ -22,7 +22,7 @@ NO_RESULT = "no result yet"
 class Collected:
     """A manifest's runs with their results."""
 
-    found: tuple[tuple[PlannedRun, Result], ...]
+    runs: tuple[tuple[PlannedRun, Result], ...]
     missing: Mapping[PlannedRun, str]
     """Runs without a result that can be trusted, each with the reason."""
 
@@ -62,9 +62,41 @@ def collect(
         InputError: A result or a ceilings file is missing, and ``partial`` is not set.
     """
     planned_in = planned_in or root
-    found: list[tuple[PlannedRun, Result]] = []
-    missing: dict[PlannedRun, str] = {}
     damaged: list[ResultError] = []
+    runs, missing = _read_runs(manifest, root, on_result, damaged)
+    standings = read_standings(
+        root,
+        (result.experiment for _, result in runs),
+        lambda *pair: code_of_verdict(*pair).planned(planned_in),
+        damaged,
+    )
+    limits, absent = _read_ceilings(ceilings, damaged)
+    if damaged and not partial:
+        raise ManyResultsError(damaged) if len(damaged) > 1 else damaged[0]
+    if missing and not partial:
+        raise InputError(
+            f"{next(iter(missing)).path(root)}: is missing, and {len(missing) - 1} more; run "
+            "snakemake, or snakemake --config partial=true to report on the results that exist"
+        )
+    if absent and not partial:
+        raise InputError(f"{absent[0]}: is missing; run snakemake")
+    outdated = {
+        (run.id, run.instrument, run.replicate)
+        for run, result in runs
+        if result.code_digest != code_of_run(run.instrument, result.experiment).planned(planned_in)
+    }
+    return Collected(tuple(runs), missing, frozenset(outdated), standings, limits, tuple(damaged))
+
+
+def _read_runs(
+    manifest: Manifest,
+    root: Path,
+    on_result: Callable[[PlannedRun, Result], None] | None,
+    damaged: list[ResultError],
+) -> tuple[list[tuple[PlannedRun, Result]], dict[PlannedRun, str]]:
+    """Return runs with results, and why others have none; append errors to ``damaged``."""
+    runs: list[tuple[PlannedRun, Result]] = []
+    missing: dict[PlannedRun, str] = {}
     shared: dict[str, Any] = {}
     """The experiments and machines that results refer to, each once, by what they say."""
     for run in manifest.runs:
@@ -81,29 +113,8 @@ def collect(
                 result = drop_details(result)
             parts = {name: getattr(result, name) for name in ("experiment", "device", "provenance")}
             parts = {name: shared.setdefault(repr(part), part) for name, part in parts.items()}
-            found.append((run, result.model_copy(update=parts)))
-    standings = read_standings(
-        root,
-        (result.experiment for _, result in found),
-        lambda *pair: code_of_verdict(*pair).planned(planned_in),
-        damaged,
-    )
-    limits, absent = _read_ceilings(ceilings, damaged)
-    if damaged and not partial:
-        raise ManyResultsError(damaged) if len(damaged) > 1 else damaged[0]
-    if missing and not partial:
-        raise InputError(
-            f"{next(iter(missing)).path(root)}: is missing, and {len(missing) - 1} more; run "
-            "snakemake, or snakemake --config partial=true to report on the results that exist"
-        )
-    if absent and not partial:
-        raise InputError(f"{absent[0]}: is missing; run snakemake")
-    outdated = {
-        (run.id, run.instrument, run.replicate)
-        for run, result in found
-        if result.code_digest != code_of_run(run.instrument, result.experiment).planned(planned_in)
-    }
-    return Collected(tuple(found), missing, frozenset(outdated), standings, limits, tuple(damaged))
+            runs.append((run, result.model_copy(update=parts)))
+    return runs, missing
 
 
 def drop_details(result: Result) -> Result:
@@ -126,13 +137,13 @@ def _read_ceilings(
     paths: Iterable[Path], damaged: list[ResultError]
 ) -> tuple[tuple[Ceilings, ...], list[Path]]:
     """Return the ceilings that can be read and the absent paths; append errors to ``damaged``."""
-    found: list[Ceilings] = []
+    ceilings: list[Ceilings] = []
     absent: list[Path] = []
     for path in paths:
         try:
-            found.append(read_ceilings(path))
+            ceilings.append(read_ceilings(path))
         except FileNotFoundError:
             absent.append(path)
         except ResultError as error:
             damaged.append(error)
-    return tuple(found), absent
+    return tuple(ceilings), absent

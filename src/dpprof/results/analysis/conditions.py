@@ -27,7 +27,7 @@ def hardware_of(result: Result) -> str | None:
 
 
 def machine_of(result: Result) -> str | None:
-    """Name the same, with the threads of a processor where the experiment does not set them."""
+    """Name the hardware, with a processor's threads where the experiment does not set them."""
     hardware, device = hardware_of(result), result.device
     threads = device.get("threads")
     other_threads = device.get("type") == "cpu" and threads != device.get("cores")
@@ -37,9 +37,9 @@ def machine_of(result: Result) -> str | None:
 
 
 def find_usual_machines(results: Iterable[Result]) -> Mapping[str, str]:
-    """Return the machine that most results with a device were measured on, by the device asked for.
+    """Return the machine with most measurements, by the device that experiments ask for.
 
-    Of two with as many results it is the one that comes first.
+    Of two machines with as many, it is the first.
     """
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:

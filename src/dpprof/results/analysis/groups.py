@@ -68,8 +68,8 @@ class ExperimentRuns:
     def sent_bytes(self) -> int | None:
         """The bytes that one of several ranks sends in a step; None if no step recorded them."""
         results = [r for name in RECORDERS for r in self._ok(name)]
-        known = (sent_bytes(r.communication) for r in results)
-        return next((one for one in known if one is not None), None)
+        sent = (sent_bytes(r.communication) for r in results)
+        return next((size for size in sent if size is not None), None)
 
     @cached_property
     def setting(self) -> str:
@@ -78,8 +78,8 @@ class ExperimentRuns:
 
     def peaks_of(self, instrument: str, figure: str) -> list[int]:
         """Return the known values of one figure of ``memory``, of one instrument's processes."""
-        found = (getattr(r.memory, figure) for r in self._ok(instrument) if r.memory)
-        return [value for value in found if value is not None]
+        sizes = (getattr(r.memory, figure) for r in self._ok(instrument) if r.memory)
+        return [size for size in sizes if size is not None]
 
     def _ok(self, instrument: str) -> list[Result]:
         ok = (r for r in self.results if r.instrument == instrument and r.outcome == "ok")
@@ -122,23 +122,23 @@ def sent_bytes(communication: Sequence[Exchange] | None) -> int | None:
 
 
 def group_runs(collected: Collected) -> list[ExperimentRuns]:
-    """ExperimentRuns the runs of a config by experiment.
+    """Group the runs of a config by experiment.
 
     Times and peaks of other machines than that of most results do not count, so that nothing is
     compared across machines; they are findings.
     """
     planned: dict[str, int] = defaultdict(int)
     results: dict[str, list[Result]] = defaultdict(list)
-    for run in [*(run for run, _ in collected.found), *collected.missing]:
+    for run in [*(run for run, _ in collected.runs), *collected.missing]:
         planned[run.id] += 1
-    for run, result in collected.found:
+    for run, result in collected.runs:
         results[run.id].append(result)
-    usual = find_usual_machines(result for _, result in collected.found)
+    usual = find_usual_machines(result for _, result in collected.runs)
     return [
         ExperimentRuns(
-            found[0].experiment, planned[name], found, usual.get(found[0].experiment.device)
+            alike[0].experiment, planned[name], alike, usual.get(alike[0].experiment.device)
         )
-        for name, found in results.items()
+        for name, alike in results.items()
     ]
 
 

@@ -79,8 +79,8 @@ Tables = Mapping[str, pd.DataFrame]
 
 def measured(experiments: pd.DataFrame) -> pd.DataFrame:
     """Return the experiments that have a measured time or peak on this machine."""
-    known = experiments["processes"].fillna(0) + experiments["peak_processes"].fillna(0) > 0
-    return experiments[experiments["target"].isna() & known]
+    is_measured = experiments["processes"].fillna(0) + experiments["peak_processes"].fillna(0) > 0
+    return experiments[experiments["target"].isna() & is_measured]
 
 
 def find_here(experiments: pd.DataFrame) -> pd.DataFrame:
@@ -90,8 +90,8 @@ def find_here(experiments: pd.DataFrame) -> pd.DataFrame:
     the most methods, replicated ones first, then the most tokens in a batch.
     """
     # Positions are learned, so one model has more parameters for longer sequences.
-    known = with_size(measured(experiments), experiments)
-    groups = _group_by(SETTING, known)
+    rows = with_size(measured(experiments), experiments)
+    groups = _group_by(SETTING, rows)
     if not groups:
         return experiments.head(0)
     chosen = max(groups, key=_how_much_is_known)
@@ -102,26 +102,26 @@ def find_here(experiments: pd.DataFrame) -> pd.DataFrame:
 def find_trainings(tables: Tables) -> list[pd.DataFrame]:
     """Return capacity results by what is trained, each with what the privacy budget costs.
 
-    Rows are options: of every target those on the fewest ranks on which one ``fits_privately``.
-    Their hours and price are those of the first epsilon; the fewest hours come first. What fits a
-    single GPU comes first, then the largest model and the longest sequence.
+    Rows are options. Of each target they are on the fewest ranks on which one ``fits_privately``,
+    with hours and price at the first epsilon; the fewest hours come first. What fits a single GPU
+    comes first, then the largest model and the longest sequence.
     """
-    found = []
+    trainings = []
     for rows in find_options(tables):
         by_target = [
             _on_fewest_ranks(on_it).sort_values("gpu_hours", kind="stable")
             for _, on_it in rows.groupby(rows["target"].map(str))
         ]
-        found.append(pd.concat(by_target, ignore_index=True))
-    return found
+        trainings.append(pd.concat(by_target, ignore_index=True))
+    return trainings
 
 
 def find_options(tables: Tables) -> list[pd.DataFrame]:
     """Return capacity results by what is trained, as ``find_trainings``, on any number of ranks."""
     advice = with_size(_add_price(tables), tables["runs"])
     ranks = advice["parallel"].map(read_world_size)
-    found = _group_by(TRAINING, advice.assign(ranks=ranks, fits=fits_privately(advice)))
-    return sorted((rows.reset_index(drop=True) for rows in found), key=_rank_training)
+    groups = _group_by(TRAINING, advice.assign(ranks=ranks, fits=fits_privately(advice)))
+    return sorted((rows.reset_index(drop=True) for rows in groups), key=_rank_training)
 
 
 def fits_privately(advice: pd.DataFrame) -> "pd.Series[bool]":
@@ -142,7 +142,7 @@ def _add_price(tables: Tables) -> pd.DataFrame:
 
 
 def _join(rows: pd.DataFrame, axes: list[str]) -> "pd.Series[str]":
-    """Return the axes of each row as one text, in which what is unknown equals what is unknown."""
+    """Return the axes of each row as one text; unknown values are equal."""
     return pd.Series(["|".join(map(str, row)) for row in rows[axes].to_numpy()], rows.index, str)
 
 
@@ -174,25 +174,25 @@ def find_agreement(tables: Tables) -> pd.DataFrame:
         for name in ("peaks", "costs")
     )
     names = {"peak_bytes": "predicted_bytes", "allocator_peak_bytes": "measured_bytes"}
-    found = tables["experiments"].drop(columns=["peak_bytes"])
-    found = found.merge(peaks[estimated].rename(columns=names), on="experiment_id", how="left")
-    found = found.merge(costs[["experiment_id", *timed]], on="experiment_id", how="left")
-    of_memory = found["predicted_bytes"].notna() & found["measured_bytes"].notna()
-    of_time = found["predicted_step_s"].notna() & found["median_step_s"].notna()
-    return found[of_memory | of_time].reset_index(drop=True)
+    rows = tables["experiments"].drop(columns=["peak_bytes"])
+    rows = rows.merge(peaks[estimated].rename(columns=names), on="experiment_id", how="left")
+    rows = rows.merge(costs[["experiment_id", *timed]], on="experiment_id", how="left")
+    of_memory = rows["predicted_bytes"].notna() & rows["measured_bytes"].notna()
+    of_time = rows["predicted_step_s"].notna() & rows["median_step_s"].notna()
+    return rows[of_memory | of_time].reset_index(drop=True)
 
 
 def find_predicted(tables: Tables) -> dict[str, pd.DataFrame]:
     """Return predicted peaks by target, of one setting each, with their ratio to standard."""
     peaks = with_size(compose_peaks(tables), tables["peaks"])
     peaks = peaks[peaks["target"].notna()]
-    found = {}
+    predicted = {}
     for target, rows in _choose_by_target(peaks, SETTING, _how_much_is_known).items():
         chosen = rows.drop_duplicates("method").reset_index(drop=True)
         base = chosen.loc[chosen["method"] == BASELINE, "peak_bytes"].astype(float)
         ratio = chosen["peak_bytes"] / (base.iloc[0] if len(base) else float("nan"))
-        found[target] = chosen.assign(peak_ratio=ratio)
-    return found
+        predicted[target] = chosen.assign(peak_ratio=ratio)
+    return predicted
 
 
 def _choose_by_target(
@@ -200,17 +200,17 @@ def _choose_by_target(
 ) -> dict[str, pd.DataFrame]:
     """Return for each target, the largest first, the rows of the setting of the highest rank."""
     named = rows["target"].fillna("this machine")
-    found = {
+    chosen = {
         str(target): max(_group_by(axes, on_it), key=rank)
         for target, on_it in rows.groupby(named, sort=False)
     }
-    ranked = sorted(found, key=lambda target: _rank_target(found[target]), reverse=True)
-    return {target: found[target].reset_index(drop=True) for target in ranked}
+    ranked = sorted(chosen, key=lambda target: _rank_target(chosen[target]), reverse=True)
+    return {target: chosen[target].reset_index(drop=True) for target in ranked}
 
 
-def with_size(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
-    """Return rows with a column for the most parameters that their model has where it is known."""
-    most = known.groupby("model")["parameters_total"].max()
+def with_size(rows: pd.DataFrame, models: pd.DataFrame) -> pd.DataFrame:
+    """Return rows with a column for the most parameters that their model has in ``models``."""
+    most = models.groupby("model")["parameters_total"].max()
     return rows.assign(model_size=rows["model"].map(most).astype(float))
 
 

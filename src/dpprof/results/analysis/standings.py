@@ -38,19 +38,19 @@ def read_standings(
     Raises:
         ResultError: A verdict is cut, edited, of another version, or about others.
     """
-    known: dict[tuple[str, str, str], Standing] = {}
+    verdicts: dict[tuple[str, str, str], Standing] = {}
     standings = {}
     for experiment in experiments:
         key = (verified_as(experiment), experiment.method, experiment.attention)
-        if key not in known:
+        if key not in verdicts:
             try:
-                known[key] = _read(root, *key, digest_of(*key[:2]))
+                verdicts[key] = _read(root, *key, digest_of(*key[:2]))
             except ResultError as error:
                 if damaged is None:
                     raise
                 damaged.append(error)
-                known[key] = Standing(None, f"its verdict file {error.problem}")
-        standings[experiment.id] = _narrow(known[key], experiment)
+                verdicts[key] = Standing(None, f"its verdict file {error.problem}")
+        standings[experiment.id] = _narrow(verdicts[key], experiment)
     return standings
 
 
@@ -74,13 +74,13 @@ def _read(root: Path, model: str, method: str, attention: str, digest: str | Non
 
 def sign(name: str, marks: Marks) -> str:
     """Return the signs that a method bears; empty for most."""
-    return "".join(one for one, methods in marks.items() if name in methods)
+    return "".join(mark for mark, methods in marks.items() if name in methods)
 
 
 def find_signs(methods: Iterable[Option | MethodCost]) -> Marks:
     """Return the methods that bear each sign."""
-    known = list(methods)
+    rows = list(methods)
     return {
-        DAGGER: [one.method for one in known if not one.verified],
-        DOUBLE_DAGGER: [one.method for one in known if is_other_mechanism(one.mechanism)],
+        DAGGER: [row.method for row in rows if not row.verified],
+        DOUBLE_DAGGER: [row.method for row in rows if is_other_mechanism(row.mechanism)],
     }

@@ -114,7 +114,7 @@ def noise_floor(groups: Iterable[Sequence[float]], counts: tuple[int, int]) -> f
         A share, such as 0.03 for 3 %; None where no group has two processes.
     """
     differences = [
-        math.log(one / other) for group in groups for one, other in combinations(group, 2)
+        math.log(value / other) for group in groups for value, other in combinations(group, 2)
     ]
     if not differences:
         return None
@@ -132,7 +132,7 @@ def compare_all(pairs: Sequence[Sides]) -> list[Comparison]:
     """
     sides = [pair[:2] for pair in pairs]
     intervals = _bootstrap(
-        sides, lambda one, other, axis: np.median(one, axis=axis) / np.median(other, axis=axis)
+        sides, lambda values, base, axis: np.median(values, axis=axis) / np.median(base, axis=axis)
     )
     p_values = (_mann_whitney(*side) for side in sides)
     return list(map(_judge, pairs, intervals, p_values))
@@ -157,7 +157,7 @@ def _bootstrap(
 
     The seed is fixed, so rows of a call are resampled as each would be alone.
     """
-    found: list[Interval | None] = [None] * len(samples)
+    intervals: list[Interval | None] = [None] * len(samples)
     alike: dict[object, list[int]] = defaultdict(list)
     for position, sample in enumerate(samples):
         if min(map(len, sample)) > 1:  # one value has no spread
@@ -177,5 +177,5 @@ def _bootstrap(
             )
             bounds = resampled.confidence_interval
             for position, low, high in zip(positions, bounds.low, bounds.high, strict=True):
-                found[position] = Interval(float(low), float(high))
-    return found
+                intervals[position] = Interval(float(low), float(high))
+    return intervals

@@ -45,7 +45,7 @@ def draw(advices: Sequence[Advice], marks: Marks) -> Figure:
         advices: What is advised for each length, of all that is compared.
         marks: The methods that bear each sign.
     """
-    sides = [side for one in advices for side in (one, one.whole) if side is not None]
+    sides = [side for advice in advices for side in (advice, advice.whole) if side is not None]
     rows = pd.DataFrame(
         {"title": _name(side), _ALONG: side.seq_len} | option.model_dump()
         for side in sides
@@ -54,7 +54,7 @@ def draw(advices: Sequence[Advice], marks: Marks) -> Figure:
     if rows.empty or rows[_SPEED].isna().all():
         return say_nothing_to_draw("Nothing to draw: no time is predicted for any safe batch.")
     rows["too_large"] = rows["safe_batch_size"].isna() & (rows["verdict"] != "failed")
-    panels = [Panel(str(title), found) for title, found in rows.groupby("title", sort=False)]
+    panels = [Panel(str(title), group) for title, group in rows.groupby("title", sort=False)]
     figure, axes = Panels(panels, 0).lay_out(most=1, width_inches=2 * COLUMN_INCHES)
     for axis, panel in zip(axes, panels, strict=True):
         for method, options in panel.rows.groupby("method"):
@@ -84,14 +84,14 @@ def _name(side: Advice) -> str:
 
 def _draw_method(axis: Axes, method: str, options: pd.DataFrame) -> None:
     """Draw the line of a method, and the cross where it ends because longer ones do not fit."""
-    known = options.dropna(subset=[_SPEED]).astype({_SPEED: float})
-    if known.empty:
+    timed = options.dropna(subset=[_SPEED]).astype({_SPEED: float})
+    if timed.empty:
         return
     style = method_style(method)
-    axis.plot(known[_ALONG], known[_SPEED], label=method, linewidth=1, markersize=4, **style)
-    lows, highs = (known[f"{_SPEED}_{end}"].astype(float) for end in ("low", "high"))
-    axis.vlines(known[_ALONG], lows, highs, colors=style["color"], linewidth=0.6)
-    last = known.iloc[-1]
+    axis.plot(timed[_ALONG], timed[_SPEED], label=method, linewidth=1, markersize=4, **style)
+    lows, highs = (timed[f"{_SPEED}_{end}"].astype(float) for end in ("low", "high"))
+    axis.vlines(timed[_ALONG], lows, highs, colors=style["color"], linewidth=0.6)
+    last = timed.iloc[-1]
     beyond = options[options[_ALONG] > last[_ALONG]]
     if len(beyond) and beyond["too_large"].iloc[0]:
         axis.plot(last[_ALONG], last[_SPEED], **_CROSS)
@@ -105,8 +105,8 @@ def _name_lines(axis: Axes) -> None:
         if line.get_marker() != "x":
             length, speed = np.asarray(line.get_xydata())[-1]
             ends.append((float(length), float(speed), str(line.get_label())))
-    for length in {one for one, _, _ in ends}:
-        at = float(to_axes.transform((length, 0))[0])
-        label_ends(axis, [end for end in ends if end[0] == length], at)
+    for length in {x for x, _, _ in ends}:
+        edge = float(to_axes.transform((length, 0))[0])
+        label_ends(axis, [end for end in ends if end[0] == length], edge)
     for text in axis.texts:  # inside the axes some cross a line
         text.set_path_effects([withStroke(linewidth=2, foreground="white")])

@@ -21,12 +21,12 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     The measured peak is the allocator's, of another process. Lines are the 90 % interval of the
     predicted time, and the 95 % interval of the measured one over processes.
     """
-    known = find_agreement(tables)
-    if known.empty:
+    experiments = find_agreement(tables)
+    if experiments.empty:
         raise NothingToDrawError(
             "no experiment was both predicted for this machine and measured on it"
         )
-    panel = split(known, "", most=1).shown[0]
+    panel = split(experiments, "", most=1).shown[0]
     rows = panel.sorted_by(panel.rows["predicted_bytes"].astype(float))
     figure, axes = new_figure(2, row_inches=height_of(round(1.4 * len(rows))))
     memory, time = axes[0]
@@ -36,7 +36,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         (time, 1e-3, ("predicted_step_s", "median_step_s")),
     ):
         for name, offset, colour in zip(pairs, (-0.2, 0.2), (_PREDICTED, _MEASURED), strict=True):
-            places = [at + offset for at in range(len(rows))]
+            places = [row + offset for row in range(len(rows))]
             axis.barh(places, rows[name].astype(float) / unit, height=0.36, color=colour)
         name_bars(axis, names if axis is memory else [""] * len(rows))
     _span(time, rows, ("predicted_step_low_s", "predicted_step_high_s"), -0.2)
@@ -45,19 +45,19 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     time.set_xlabel("step time (ms)")
     memory.set_title(panel.title)
     time.set_title("grey: predicted, blue: measured")
-    tell(figure, say_agreement(known))
+    tell(figure, say_agreement(experiments))
     return figure
 
 
 def _span(axis: Axes, rows: pd.DataFrame, ends: tuple[str, str], offset: float) -> None:
     low, high = (rows[name].astype(float) * 1e3 for name in ends)
-    axis.hlines([at + offset for at in range(len(rows))], low, high, color="black", linewidth=1)
+    axis.hlines([row + offset for row in range(len(rows))], low, high, color="black", linewidth=1)
 
 
-def say_agreement(known: pd.DataFrame) -> str:
+def say_agreement(experiments: pd.DataFrame) -> str:
     """Return how near predictions are to what was measured; empty where nothing was both."""
-    memory = known.dropna(subset=["predicted_bytes", "measured_bytes"])
-    time = known.dropna(subset=["predicted_step_s", "median_step_s"])
+    memory = experiments.dropna(subset=["predicted_bytes", "measured_bytes"])
+    time = experiments.dropna(subset=["predicted_step_s", "median_step_s"])
     said = []
     if len(memory):
         gaps = (memory["predicted_bytes"] - memory["measured_bytes"]).abs().astype(float)
@@ -74,4 +74,4 @@ def say_agreement(known: pd.DataFrame) -> str:
             f"predicted time; {int(inside.sum()):,} of {len(time):,} step times are inside the "
             "predicted 90 % interval."
         )
-    return " ".join(f"On this machine {one}" for one in said)
+    return " ".join(f"On this machine {sentence}" for sentence in said)

@@ -109,13 +109,13 @@ def over_baseline(lengths: "pd.Series[float]") -> "pd.Series[str]":
 
 def share_legend(figure: Figure, names: Iterable[str]) -> None:
     """Draw one legend under all panels, in the order of the names, and make room for it."""
-    found = {
+    drawn = {
         label: handle
         for axis in figure.axes
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
-    labels = [label for name in names if (label := name.replace("_", " ")) in found]
-    handles = [found[label] for label in labels]
+    labels = [label for name in names if (label := name.replace("_", " ")) in drawn]
+    handles = [drawn[label] for label in labels]
     rows = math.ceil(len(labels) / (2 if len(figure.axes) == 1 else 5))
     figure.set_figheight(min(figure.get_figheight() + _LEGEND_ROW_INCHES * rows, PAGE_INCHES))
     columns = math.ceil(len(labels) / rows)

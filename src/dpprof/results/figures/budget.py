@@ -7,14 +7,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullLocator
 
 from dpprof.results.analysis.tables.axes import BASELINE, WITHOUT_BATCH
 from dpprof.results.analysis.tables.frames import least_of
 from dpprof.results.figures.bars import bracket, height_of, name_bars
 from dpprof.results.figures.labels import label_ends
 from dpprof.results.figures.panels import Panel, split
-from dpprof.results.figures.style import method_style, sort_methods, spell_tick, tell
+from dpprof.results.figures.style import method_style, scale_log, sort_methods, tell
 
 _MOST_LABELS = 4
 """More lines get a legend instead of names at their ends."""
@@ -26,17 +25,18 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     The number of steps and the noise of the averaged gradient are fixed, so a smaller epsilon needs
     more samples a step. Predicted: bars are 90 % intervals. Dashed: without privacy.
     """
-    known = tables["budget"].dropna(subset=["gpu_hours"])
-    private = known[known["epsilon"].notna()]
+    costs = tables["budget"].dropna(subset=["gpu_hours"])
+    private = costs[costs["epsilon"].notna()]
     missing = "no privacy budget with hours; see privacy in config/README.md"
     panels = split(private, missing, but=["batch_size", "noise_multiplier"], most=4)
     epsilons = sorted(set(private["epsilon"]))
-    methods = {*private["method"], *known.loc[known["epsilon"].isna(), "method"]}
+    methods = {*private["method"], *costs.loc[costs["epsilon"].isna(), "method"]}
     high = height_of(len(methods)) if len(epsilons) == 1 else 1.34
     figure, axes = panels.lay_out(row_inches=high)
+    plain = costs[costs["method"] == BASELINE]
     drawn = [
-        (axis, panel.rows, _find_plain(known, panel))
-        for axis, panel in zip(axes, panels.shown, strict=True)
+        (axis, rows, plain.merge(rows[WITHOUT_BATCH].drop_duplicates(), on=WITHOUT_BATCH))
+        for axis, (_, rows) in zip(axes, panels.shown, strict=True)
     ]
     for axis, rows, plain in drawn:
         if len(epsilons) == 1:
@@ -48,12 +48,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         panel = panels.shown[0]
         tell(figure, _say(panel, epsilons, is_one=len(panels.shown) == 1))
     return figure
-
-
-def _find_plain(known: pd.DataFrame, panel: Panel) -> pd.DataFrame:
-    """Return the hours of training without privacy in the setting of a panel."""
-    setting = panel.rows[WITHOUT_BATCH].drop_duplicates()
-    return known[known["method"] == BASELINE].merge(setting, on=WITHOUT_BATCH)
 
 
 def _draw_bars(axis: Axes, rows: pd.DataFrame) -> None:
@@ -74,14 +68,8 @@ def _draw_lines(axis: Axes, rows: pd.DataFrame, plain: pd.DataFrame, epsilons: l
         axis.errorbar(costs["epsilon"], hours, yerr=ends, **method_style(str(method)) | style)
     for hours in plain["gpu_hours"]:
         axis.axhline(hours, linestyle="--", linewidth=1, color=method_style(BASELINE)["color"])
-    axis.set_xscale("log")
-    axis.set_xticks(epsilons)
-    axis.xaxis.set_major_formatter(FuncFormatter(spell_tick))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel("epsilon")
+    scale_log(axis, epsilons, "epsilon", base=10)
     axis.set_ylabel("GPU hours")
-    axis.set_ylim(bottom=0)
-    axis.margins(x=0.1)
 
 
 def _name_lines(
@@ -95,8 +83,8 @@ def _name_lines(
     figure.draw_without_rendering()
     for axis, rows, plain in drawn:
         last = rows.loc[rows.groupby("method")["epsilon"].idxmax()]
-        ends = [(one["epsilon"], one["gpu_hours"], one["method"]) for _, one in last.iterrows()]
-        ends += [(rows["epsilon"].max(), one, BASELINE) for one in plain["gpu_hours"]]
+        ends = [(row["epsilon"], row["gpu_hours"], row["method"]) for _, row in last.iterrows()]
+        ends += [(rows["epsilon"].max(), hours, BASELINE) for hours in plain["gpu_hours"]]
         label_ends(axis, ends, style_of=_style)
 
 

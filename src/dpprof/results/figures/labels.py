@@ -87,23 +87,23 @@ def _badness(
     return hidden + outside, abs(place[2])
 
 
-def _shared(one: Bbox, other: Bbox) -> float:
-    both = Bbox.intersection(one, other)
+def _shared(box: Bbox, other: Bbox) -> float:
+    both = Bbox.intersection(box, other)
     return 0.0 if both is None else float(both.width * both.height)
 
 
 def label_ends(
     axis: Axes,
     ends: Sequence[tuple[float, float, str]],
-    at: float = 1.0,
+    edge: float = 1.0,
     style_of: Callable[[str], dict[str, Any]] | None = None,
 ) -> None:
     """Write the name of each line to the right of its axes, as high as its end, without overlap.
 
     Args:
-        axis: With its final limits, in a figure that was laid out.
+        axis: The axes with their final limits, in a figure that was laid out.
         ends: The last point of each line in data coordinates, and its name.
-        at: To the right of what else names are written, as a share of the width of the axes.
+        edge: The place beyond which names are written, as a share of the width of the axes.
         style_of: Returns the look of a name's line, a piece of which stands before the name.
     """
     figure = axis.figure
@@ -114,15 +114,16 @@ def label_ends(
     wide = 0.0
     if style_of is not None:
         wide = _PIECE / 72 / (axis.get_position().width * figure.get_figwidth())  # type: ignore[union-attr]
+    left = edge + 0.03
     for height, (_, name) in zip(heights, placed, strict=True):
         if style_of is not None:
-            places = [at + 0.03 + share * wide for share in (0.0, 0.4, 0.8)]
+            places = [left + share * wide for share in (0.0, 0.4, 0.8)]
             look: Any = {"linewidth": 1, "markersize": 4, "markevery": [1]} | style_of(name)
             figure.add_artist(
                 Line2D(places, [height] * 3, transform=axis.transAxes, clip_on=False, **look)
             )
         axis.annotate(
-            name, (at + 0.03 + wide, height), xycoords="axes fraction", fontsize=_SIZE, va="center"
+            name, (left + wide, height), xycoords="axes fraction", fontsize=_SIZE, va="center"
         )
 
 

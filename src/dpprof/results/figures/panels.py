@@ -115,14 +115,10 @@ def split(
     return Panels(panels, len(groups) - len(panels))
 
 
-def _name_model(row: Any) -> str:
-    return name_model(row).removeprefix(PREFIX)
-
-
 def _title(row: Any, named: Iterable[str]) -> str:
     target = row.get("target")
     silent = {"target"} if pd.isna(target) else {"target", "device"}
-    whole = {"model": _name_model, "seq_len": name_size}
+    whole = {"model": lambda row: name_model(row).removeprefix(PREFIX), "seq_len": name_size}
     parts = [
         whole[name](row) if name in whole else f"{_SHORT.get(name, name)} = {row[name]}"
         for name in named

@@ -139,9 +139,9 @@ def _say_largest(
 ) -> str:
     """Say which bar of the last panel is the longest, and what its largest part is."""
     _, rows, lengths = drawn[-1]
-    at = int(lengths.to_numpy().argmax())
-    sizes = rows[list(parts.values())].iloc[at].astype(float)
+    row = int(lengths.to_numpy().argmax())
+    sizes = rows[list(parts.values())].iloc[row].astype(float)
     part = list(parts)[int(sizes.to_numpy().argmax())].replace("_", " ")
-    method, ratio = rows.index[at], over_baseline(lengths).iloc[at].removesuffix("x")
+    method, ratio = rows.index[row], over_baseline(lengths).iloc[row].removesuffix("x")
     over = f", {ratio} times standard" if ratio and ratio != "1.00" else ""
     return f"{method} {does}{over}: {100 * sizes.max() / sizes.sum():.0f} % is {part}."

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
 
 from dpprof.experiments.config.architecture import PREFIX
 from dpprof.experiments.config.parallel import read_world_size
@@ -14,7 +13,7 @@ from dpprof.results.analysis.selection import TRAINING, fits_privately, with_siz
 from dpprof.results.analysis.tables.axes import name_kind, name_speed
 from dpprof.results.figures.labels import label_ends
 from dpprof.results.figures.panels import Panel, Panels, break_title, split
-from dpprof.results.figures.style import method_style, new_figure, spell_tick, tell
+from dpprof.results.figures.style import method_style, new_figure, scale_log, tell
 
 _LABELS = {
     "safe_batch_size": "samples on each GPU",
@@ -38,10 +37,10 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     GPUs.
     """
     advice = tables["advice"].loc[lambda rows: rows["verdict"].ne("wrong")]
-    known = _add_hours(with_size(advice, tables["runs"]))
-    keys = [known[name].map(str) for name in (*TRAINING, "target") if name in known]
-    on_several = known["ranks"].where(known["safe_batch_size"].notna()).groupby(keys)
-    compared = known[on_several.transform("nunique") > 1]
+    options = _add_hours(with_size(advice, tables["runs"]))
+    keys = [options[name].map(str) for name in (*TRAINING, "target") if name in options]
+    on_several = options["ranks"].where(options["safe_batch_size"].notna()).groupby(keys)
+    compared = options[on_several.transform("nunique") > 1]
     every = _split(compared, len(compared))
     is_timed = compared["tokens_per_s"].where(compared["ranks"] > 1).notna()
     if is_timed.any():
@@ -85,8 +84,8 @@ def _add_hours(advice: pd.DataFrame) -> pd.DataFrame:
 
 def _draw_methods(axis: Axes, rows: pd.DataFrame, name: str) -> None:
     kinds = sorted(set(rows["kind"]) - {""})
-    known = rows.dropna(subset=[name]).sort_values("ranks")
-    for method, every in known.groupby("method"):
+    ordered = rows.dropna(subset=[name]).sort_values("ranks")
+    for method, every in ordered.groupby("method"):
         style = method_style(str(method))
         for kind in kinds:  # one process begins the line of each
             options = every[every["kind"].isin(["", kind])]
@@ -96,15 +95,9 @@ def _draw_methods(axis: Axes, rows: pd.DataFrame, name: str) -> None:
             if name in _INTERVALS:
                 low, high = (options[end].astype(float) for end in _INTERVALS[name])
                 axis.vlines(options["ranks"], low, high, linewidth=0.6, color=style["color"])
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(sorted(set(rows["ranks"])))
-    axis.xaxis.set_major_formatter(FuncFormatter(spell_tick))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel("GPUs")
+    scale_log(axis, sorted(set(rows["ranks"])), "GPUs")
     units = name_speed(row for _, row in rows.iterrows()).removesuffix("/s")
     axis.set_ylabel(_LABELS[name].format(units=units))
-    axis.set_ylim(bottom=0)
-    axis.margins(x=0.1)
 
 
 def _name_whole(title: str) -> str:
@@ -115,7 +108,7 @@ def _name_whole(title: str) -> str:
 
 def _say(panels: list[Panel]) -> str:
     """Return the fewest GPUs on which a private method safely fits, of each training."""
-    fitting = [(one.title, one.rows.loc[fits_privately(one.rows), "ranks"]) for one in panels]
+    fitting = [(title, rows.loc[fits_privately(rows), "ranks"]) for title, rows in panels]
     said = [
         f"{ranks.min()} {'GPU' if ranks.min() == 1 else 'GPUs'} for {_name_whole(title)}"
         for title, ranks in fitting

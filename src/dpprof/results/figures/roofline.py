@@ -36,23 +36,23 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     Lines are the device's measured ceilings. A point's area is its share of the step's time; parts
     below 1 % have none. Caches can lift a point above the slope.
     """
-    known = tables["kernels"].dropna(
+    kernels = tables["kernels"].dropna(
         subset=["arithmetic_intensity", "flops_per_s", "ceiling_flops_per_s", "ceiling_bytes_per_s"]
     )
-    of_step = known["seconds"] / known.groupby("experiment_id")["seconds"].transform("sum")
-    known = known[(known["flops"] > 0) & (of_step >= _LEAST_SHARE)]
-    if known.empty:
+    of_step = kernels["seconds"] / kernels.groupby("experiment_id")["seconds"].transform("sum")
+    kernels = kernels[(kernels["flops"] > 0) & (of_step >= _LEAST_SHARE)]
+    if kernels.empty:
         raise NothingToDrawError(
             "no run of the instrument kernels has both counted FLOPs and measured ceilings"
         )
-    panel = split(known, "", most=1).shown[-1]
+    panel = split(kernels, "", most=1).shown[-1]
     methods = sort_methods(panel.rows["method"])[:MAX_PANELS]
     shown = [Panel(name, panel.rows[panel.rows["method"] == name]) for name in methods]
     figure, axes = Panels(shown, 0).lay_out(
         _BESIDE, row_inches=2.0 if len(shown) <= _BESIDE else 1.4, sharex=True, sharey=True
     )
-    for axis, one in zip(axes, shown, strict=True):
-        _draw_method(axis, one.rows)
+    for axis, part in zip(axes, shown, strict=True):
+        _draw_method(axis, part.rows)
         _dress(axis, panel.rows)
         axis.set_ylabel("GFLOP/s")
         axis.set_xlabel("FLOPs per byte")

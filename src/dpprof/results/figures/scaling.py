@@ -8,7 +8,6 @@ import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
 from dpprof.results.analysis.selection import choose_runs
 from dpprof.results.analysis.tables.axes import count_tokens
@@ -19,7 +18,7 @@ from dpprof.results.figures.style import (
     NothingToDrawError,
     method_style,
     new_figure,
-    spell_tick,
+    scale_log,
     tell,
 )
 
@@ -54,8 +53,8 @@ def draw_seq_len(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def _draw(experiments: pd.DataFrame, along: str) -> Figure:
-    known = experiments.dropna(subset=["median_step_s", "peak_bytes"])
-    panels = _find_panels(known, along, also=["peak_kind"])
+    timed = experiments.dropna(subset=["median_step_s", "peak_bytes"])
+    panels = _find_panels(timed, along, also=["peak_kind"])
     if panels is None:
         raise NothingToDrawError(f"no two successful experiments differ only in {along}")
     figure, axes = new_figure(2, len(panels.shown), row_inches=2.2)
@@ -79,7 +78,7 @@ def _say_growth(rows: pd.DataFrame, along: str) -> str:
             said.append((last["median_step_s"] / first["median_step_s"], str(method), first, last))
     if not said:
         return ""
-    ratio, method, first, last = max(said, key=lambda one: one[0])
+    ratio, method, first, last = max(said, key=lambda growth: growth[0])
     return (
         f"From {first[along]:,} to {last[along]:,} ({_LABELS[along]}) a step of {method}, which "
         f"grows most, takes {ratio:.1f} times as long."
@@ -95,10 +94,10 @@ def draw_cost(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """
     along = "seq_len"
     parameters = tables["experiments"][["experiment_id", "parameters_total"]]
-    known = _per_token(choose_runs(tables["costs"]).merge(parameters, on="experiment_id"))
-    here = known["target"].isna()
-    found = (_find_panels(rows, along) for rows in (known[here], known[~here]))
-    panels = [panel for some in found if some is not None for panel in some.shown][:_ROWS]
+    records = _per_token(choose_runs(tables["costs"]).merge(parameters, on="experiment_id"))
+    here = records["target"].isna()
+    halves = (_find_panels(rows, along) for rows in (records[here], records[~here]))
+    panels = [panel for some in halves if some is not None for panel in some.shown][:_ROWS]
     if not panels:
         raise NothingToDrawError(f"no two experiments with counted FLOPs differ only in {along}")
     drawn = pd.concat(panel.rows for panel in panels)
@@ -120,8 +119,8 @@ def draw_cost(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 def _reaches(rows: pd.DataFrame, along: str, cost: str) -> bool:
     """Return whether a method has a cost at two places of the axis."""
-    known = rows.dropna(subset=[cost]).groupby("method")[along]
-    return any(places.min() < places.max() for _, places in known)
+    by_method = rows.dropna(subset=[cost]).groupby("method")[along]
+    return any(places.min() < places.max() for _, places in by_method)
 
 
 def _find_panels(rows: pd.DataFrame, along: str, also: Iterable[str] = ()) -> Panels | None:
@@ -149,7 +148,7 @@ def _name_lines(figure: Figure, rows: Iterable[Iterable[Axes]]) -> None:
             ]
             for axis in row
         }
-        label_ends(*max(reversed(ends.items()), key=lambda one: len(one[1])))
+        label_ends(*max(reversed(ends.items()), key=lambda end: len(end[1])))
 
 
 def _draw_method(memory: Axes, time: Axes, method: str, points: pd.DataFrame, along: str) -> None:
@@ -180,16 +179,16 @@ def _per_token(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _draw_cost(axis: Axes, method: str, points: pd.DataFrame, cost: str, unit: float) -> None:
-    known = points.dropna(subset=[cost])
-    dashed = cost == "step_s" and known["bare"].any()
+    drawn = points.dropna(subset=[cost])
+    dashed = cost == "step_s" and drawn["bare"].any()
     axis.plot(
-        known["seq_len"],
-        known[cost] / unit,
+        drawn["seq_len"],
+        drawn[cost] / unit,
         linewidth=1,
         markersize=4,
         linestyle="--" if dashed else "-",
         label=method,
-        markevery=mark_some(known["seq_len"].to_numpy(float)),
+        markevery=mark_some(drawn["seq_len"].to_numpy(float)),
         **method_style(method),
     )
 
@@ -217,10 +216,5 @@ def dress(axis: Axes, panel: Panel, along: str, label: str) -> None:
         values = [values[-1] // 2**halved for halved in reversed(range(_MAX_TICKS))]
         values = sorted({value for value in values if value >= panel.rows[along].min()})
     axis.set_title(break_title(panel.title))
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(values, list(map(spell_tick, values)))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel(_LABELS[along])
+    scale_log(axis, values, _LABELS[along])
     axis.set_ylabel(label)
-    axis.set_ylim(bottom=0)
-    axis.margins(x=0.1)

@@ -1,12 +1,13 @@
 """The style of every figure: colour-blind safe, with a fixed colour for each method."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from dpprof.results.analysis.tables.axes import BASELINE
 
@@ -26,7 +27,7 @@ PAGE_INCHES = 9.0
 """A figure higher than this leaves no room for its caption on a page."""
 
 BYTE_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
-"""From the largest on."""
+"""Units, the largest first."""
 
 # Okabe and Ito 2008, "Color Universal Design".
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -127,7 +128,7 @@ OUTCOME_COLOURS: dict[str, str] = {
 
 
 class SparseTicks(MaxNLocator):
-    """As many ticks of a horizontal axis as their labels have room for.
+    """Ticks of a horizontal axis, as many as have room for their labels.
 
     Args:
         most: The most parts.
@@ -238,6 +239,17 @@ def new_figure(
         for side in (axis.xaxis, axis.yaxis):
             side.set_major_formatter(spell_tick)
     return figure, axes
+
+
+def scale_log(axis: Axes, ticks: Sequence[float], label: str, base: int = 2) -> None:
+    """Make the horizontal axis logarithmic, with these ticks, and begin the vertical one at 0."""
+    axis.set_xscale("log", base=base)
+    axis.set_xticks(ticks)
+    axis.xaxis.set_major_formatter(FuncFormatter(spell_tick))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xlabel(label)
+    axis.set_ylim(bottom=0)
+    axis.margins(x=0.1)
 
 
 def spell_tick(value: float, _position: int | None = None) -> str:

@@ -24,13 +24,13 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     the dense one of the dtype in use; values beyond it (dashed line) are wrong. Error bars are 95 %
     intervals over processes.
     """
-    known = tables["experiments"].dropna(subset=["tokens_per_s"])
+    timed = tables["experiments"].dropna(subset=["tokens_per_s"])
     used = choose_runs(tables["costs"])[["experiment_id", "mfu", "hfu"]]
-    known = known.merge(used, on="experiment_id", how="left")
-    if known["hfu"].notna().any():
-        keys = [known[name] for name in SETTING]
-        known = known[known["hfu"].notna().groupby(keys, dropna=False).transform("any")]
-    chosen = find_here(known)
+    timed = timed.merge(used, on="experiment_id", how="left")
+    if timed["hfu"].notna().any():
+        keys = [timed[name] for name in SETTING]
+        timed = timed[timed["hfu"].notna().groupby(keys, dropna=False).transform("any")]
+    chosen = find_here(timed)
     if len(chosen) < _LEAST:
         raise NothingToDrawError(_MISSING)
     panel = split(chosen, _MISSING, most=1).shown[0]

@@ -110,7 +110,7 @@ def mark_phases(
     Args:
         axis: The panel, up to ``length`` long.
         phases: Names, starts and ends.
-        length: Of the horizontal axis.
+        length: The length of the horizontal axis.
         letter: Width of a letter of a name, as a share of the panel's width.
     """
     for number, (phase, start, end) in enumerate(phases):

@@ -49,9 +49,9 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     names, points = list(map(str, rows["method"])), list(zip(x, y, strict=True))
     figure, axes = new_figure(row_inches=2.4, width_inches=2 * COLUMN_INCHES)
     axis = axes[0, 0]
-    for at, method in enumerate(names):
+    for row, method in enumerate(names):
         style = method_style(method) | {"markersize": 5, "elinewidth": 0.8, "capsize": 2}
-        axis.errorbar(*points[at], xerr=across[:, [at]], yerr=up[:, [at]], **style)
+        axis.errorbar(*points[row], xerr=across[:, [row]], yerr=up[:, [row]], **style)
     axis.set_xlabel(f"step time ({units[0]})")
     axis.set_ylabel(f"{peak_name} ({units[1]})")
     axis.set_title(title)
@@ -79,5 +79,5 @@ def _reach(
     middle: "pd.Series[float]", low: "pd.Series[float]", high: "pd.Series[float]"
 ) -> npt.NDArray[np.float64]:
     """Return the lengths of error bars below and above; unknown where there is none."""
-    known = high > low
-    return np.array([(middle - low).where(known), (high - middle).where(known)], dtype=float)
+    is_known = high > low
+    return np.array([(middle - low).where(is_known), (high - middle).where(is_known)], dtype=float)

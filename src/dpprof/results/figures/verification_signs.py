@@ -42,14 +42,14 @@ def mark_methods(figure: Figure, marks: Marks) -> dict[str, list[str]]:
                 there |= named
                 # Matplotlib reads tick labels from this list whenever it draws the figure.
                 side.set_ticks(side.get_ticklocs(), [_mark(label, marks) for label in labels])
-    found = {one: sorted(there.intersection(methods)) for one, methods in marks.items()}
-    found = {one: names for one, names in found.items() if names}
-    if found:
-        above = [figure.get_suptitle(), *(_NOTES[one] for one in found)]
+    shown = {mark: sorted(there.intersection(methods)) for mark, methods in marks.items()}
+    shown = {mark: names for mark, names in shown.items() if names}
+    if shown:
+        above = [figure.get_suptitle(), *(_NOTES[mark] for mark in shown)]
         figure.suptitle("\n".join(filter(None, above)), fontsize=8)
-        height = figure.get_figheight() + _NOTE_INCHES * len(found)
+        height = figure.get_figheight() + _NOTE_INCHES * len(shown)
         figure.set_figheight(min(height, PAGE_INCHES))
-    return found
+    return shown
 
 
 def _mark(text: str, marks: Marks) -> str:

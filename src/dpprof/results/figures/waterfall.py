@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dpprof.results.analysis.difference.difference import Difference
-from dpprof.results.analysis.difference.shared_axis import Curve
 from dpprof.results.analysis.difference.waterfall import (
     Bar,
     fold_blocks,
@@ -143,7 +142,7 @@ def _fold(name: str) -> str:
     return textwrap.fill(printable(name), _NAME, max_lines=2, placeholder=" ...")
 
 
-def _label(axis: Axes, row: int, at: float, size: str, layers: str) -> None:
+def _label(axis: Axes, row: int, end: float, size: str, layers: str) -> None:
     """Write a bar's size after its end, and what it is made of below in small letters."""
     high = 4 if layers else 0
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.3}
@@ -151,7 +150,7 @@ def _label(axis: Axes, row: int, at: float, size: str, layers: str) -> None:
         if text:
             axis.annotate(
                 text,
-                (at, row),
+                (end, row),
                 xytext=(3, offset),
                 textcoords="offset points",
                 va="center",
@@ -171,8 +170,10 @@ def _draw_timelines(
     ):
         totals = [size / factor for size in curve.total_bytes]
         axis.plot(curve.at, totals, dashes, color=colour, linewidth=1.1, label=_fold(side.name))
-        _mark_peak(axis, curve, totals, colour)
-    phases = ((one.phase, one.start, one.end) for one in shared.stretches)
+        peak = totals.index(max(totals))
+        mark: dict[str, Any] = {"color": colour, "markersize": 3, "markeredgecolor": "#333333"}
+        axis.plot(curve.at[peak], totals[peak], "o", **mark)
+    phases = ((stretch.phase, stretch.start, stretch.end) for stretch in shared.stretches)
     mark_phases(axis, phases, 1.0, _LETTER)
     axis.set_xlim(0, 1)
     axis.set_ylim(0, max((*shared.a.total_bytes, *shared.b.total_bytes)) / factor * 1.2)
@@ -181,10 +182,3 @@ def _draw_timelines(
     axis.set_xlabel("operators run, phase by phase")
     axis.set_ylabel(f"live memory ({unit})")
     axis.legend(loc="lower center")
-
-
-def _mark_peak(axis: Axes, curve: Curve, totals: Sequence[float], colour: str) -> None:
-    row = max(range(len(totals)), key=totals.__getitem__)
-    axis.plot(
-        curve.at[row], totals[row], "o", color=colour, markersize=3, markeredgecolor="#333333"
-    )

@@ -52,7 +52,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
     appendix = _appendix(tables, composition, drawings)
     sections: dict[str, Blocks] = {title: [] for title in _FIGURES_OF if title not in appendix}
     shown = {block.name for block in first.blocks if isinstance(block, Picture)}
-    _add_figures(sections | appendix, [one for one in drawings if one.name not in shown])
+    _add_figures(sections | appendix, [d for d in drawings if d.name not in shown])
     sections["What this does not say"] = _limits(tables["runs"], composition)
     document = Document(
         title="What differentially private training costs",
@@ -84,10 +84,10 @@ def find_section(figure: str) -> str:
 
 def _add_figures(sections: Mapping[str, Blocks], drawings: Sequence[Drawing]) -> None:
     """Add the figures to their sections, those of dpprof in its order, before any table."""
-    order = {name: at for at, name in enumerate(chain.from_iterable(_FIGURES_OF.values()))}
-    drawn = [drawing for drawing in drawings if drawing.missing is None]
-    for one in sorted(drawn, key=lambda one: order.get(one.name, len(order)), reverse=True):
-        sections[find_section(one.name)].insert(0, one.picture)
+    order = {name: place for place, name in enumerate(chain.from_iterable(_FIGURES_OF.values()))}
+    drawn = {drawing.name: drawing.picture for drawing in drawings if drawing.missing is None}
+    for name in sorted(drawn, key=lambda name: order.get(name, len(order)), reverse=True):
+        sections[find_section(name)].insert(0, drawn[name])
 
 
 def _appendix(
@@ -121,7 +121,7 @@ def _appendix(
 
 
 def _tell_missing(drawings: Sequence[Drawing]) -> Blocks:
-    said = [f"{one.name}: {one.missing}." for one in drawings if one.missing]
+    said = [f"{drawing.name}: {drawing.missing}." for drawing in drawings if drawing.missing]
     return [Bullets(items=tuple(said))] if said else []
 
 

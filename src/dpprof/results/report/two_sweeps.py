@@ -7,24 +7,24 @@ from pydantic import ValidationError
 
 from dpprof.experiments.config.validation import InputError, explain
 from dpprof.experiments.records.comparison import FolderComparison
-from dpprof.results.report.rendering.document import Bullets, Document, Paragraph, Section, Table
-from dpprof.results.report.terminal.comparison import (
+from dpprof.results.report.comparison import (
     HEADER,
     Row,
     list_changes,
     list_remarks,
     summarise,
 )
+from dpprof.results.report.rendering.document import Bullets, Document, Paragraph, Section, Table
 
 _NUMERIC = (False, False, False, True, True, True, False)
 
 
-def compare_sweeps(found: FolderComparison, folders: Sequence[Path]) -> Document:
+def compare_sweeps(comparison: FolderComparison, folders: Sequence[Path]) -> Document:
     """Return what changed from one sweep to another, after the answer of each.
 
     Args:
-        found: The comparison of both folders.
-        folders: Of the results; the answer of a report that is there is quoted.
+        comparison: The comparison of both folders.
+        folders: The folders of results; the answer of a report that is there is quoted.
 
     Raises:
         InputError: A ``report.json`` is not one that this version writes.
@@ -32,13 +32,13 @@ def compare_sweeps(found: FolderComparison, folders: Sequence[Path]) -> Document
     answers = filter(None, map(_quote, folders))
     changes = (
         Section(title=heading, blocks=(_tabulate(heading, rows, left_out),))
-        for heading, rows, left_out in list_changes(found)
+        for heading, rows, left_out in list_changes(comparison)
     )
-    compared = Bullets(items=tuple(list_remarks(found)))
+    compared = Bullets(items=tuple(list_remarks(comparison)))
     return Document(
         title="Two sweeps side by side",
-        question=f"What differs from {found.baseline} to {found.candidate}?",
-        headline=(summarise(found),),
+        question=f"What differs from {comparison.baseline} to {comparison.candidate}?",
+        headline=(summarise(comparison),),
         sections=(*answers, *changes, Section(title="What was compared", blocks=(compared,))),
     )
 

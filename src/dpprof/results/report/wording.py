@@ -45,8 +45,8 @@ def name_trained(row: Any) -> str:
 def name_trainings(trainings: Sequence[pd.DataFrame], *always: str) -> list[str]:
     """Return what each training trains in words that no other has: ``1b at T = 8 (float16)``.
 
-    Of an axis it says the value where trainings that are else called alike differ in it, and
-    always of those in ``always``.
+    A name has the value of an axis where trainings that would share the name differ in it, and of
+    each axis in ``always``.
     """
     alike: dict[str, list[Any]] = {}
     for rows in trainings:
@@ -66,8 +66,8 @@ def _say_axes(row: Any, axes: set[str]) -> str:
         for name in TRAINING
         if name in axes - size and pd.notna(row[name])
     ]
-    at = f" at {name_size(row)}" if axes & size else ""
-    return at + (f" ({', '.join(rest)})" if rest else "")
+    where = f" at {name_size(row)}" if axes & size else ""
+    return where + (f" ({', '.join(rest)})" if rest else "")
 
 
 def name_gpus(row: Any) -> str:
@@ -178,6 +178,6 @@ def listed(names: Iterable[object]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def plural(count: int, one: str, many: str | None = None) -> str:
+def plural(count: int, noun: str, many: str | None = None) -> str:
     """Return the form of a word that goes with a count."""
-    return one if count == 1 else many or f"{one}s"
+    return noun if count == 1 else many or f"{noun}s"

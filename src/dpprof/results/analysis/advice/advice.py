@@ -23,7 +23,7 @@ from dpprof.results.analysis.tables.axes import BASELINE, WITHOUT_BATCH, axes_of
 from dpprof.system.files import canonical_json
 
 BEST = "best"
-"""Of ``Advice.checkpointing``: the fastest of several ways, for each method."""
+"""A value of ``Advice.checkpointing``: the fastest of several ways, for each method."""
 
 
 def advise(results: Sequence[Result], target: str, standings: Mapping[str, Standing]) -> Advice:
@@ -35,14 +35,13 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
         standings: The standing of each method, by the id of the result's experiment.
     """
     experiment = results[0].experiment
-    results, options = _choose_checkpointing(
-        [(one, describe(one, standings.get(one.experiment_id, UNKNOWN))) for one in results]
-    )
+    described = [(r, describe(r, standings.get(r.experiment_id, UNKNOWN))) for r in results]
+    results, options = _choose_checkpointing(described)
     ranked = [o for o in options if o.verdict == "unranked" and o.tokens_per_s is not None]
     fastest = max(ranked, key=lambda option: option.tokens_per_s or 0.0, default=None)
     judged = [_judge(option, fastest) for option in options]
     judged.sort(key=lambda o: (not o.private, o.verdict == "wrong", -(o.tokens_per_s or 0.0)))
-    advised = [one for one, option in zip(results, options, strict=True) if option is fastest]
+    advised = [result for result, option in zip(results, options, strict=True) if option is fastest]
     budgets = [result.capacity.budget_bytes for result in results if result.capacity]
     return Advice(
         model=experiment.model_name,
@@ -77,11 +76,11 @@ def group_capacities(collected: Collected) -> Iterator[tuple[dict[str, Any], lis
     Bounds and noise change no capacity.
     """
     alike: dict[str, dict[str, Result]] = defaultdict(dict)
-    for _, result in collected.found:
+    for _, result in collected.runs:
         if result.instrument == "capacity":
             of_method = alike[setting_key(result.experiment)]
-            known = of_method.setdefault(result.experiment.method, result)
-            if known.outcome != "ok":
+            kept = of_method.setdefault(result.experiment.method, result)
+            if kept.outcome != "ok":
                 of_method[result.experiment.method] = result
     for results in alike.values():
         axes = axes_of(next(iter(results.values())).experiment)
@@ -91,7 +90,7 @@ def group_capacities(collected: Collected) -> Iterator[tuple[dict[str, Any], lis
 def _choose_checkpointing(
     described: Sequence[tuple[Result, Option]],
 ) -> tuple[list[Result], list[Option]]:
-    """Return of results that differ in checkpointing alone the one that trains fastest and fits."""
+    """Return the fastest way of checkpointing, of results that differ in nothing else."""
     alike: dict[str, list[tuple[Result, Option]]] = defaultdict(list)
     for result, option in described:
         fields = result.experiment.model_dump(mode="json", exclude={"checkpointing"})
@@ -126,14 +125,15 @@ def _add_sample(result: Result) -> OneMoreSample | None:
     peaks = dict(capacity.estimates)
     if memory.peak_allocated_bytes is not None:
         peaks[size] = memory.peak_allocated_bytes
-    beyond = sorted(one for one in peaks if one > size)
+    beyond = sorted(samples for samples in peaks if samples > size)
     # Peaks are convex: the line from at most this batch to the next known one holds in between.
-    ends = sorted(one for one in peaks if one <= size)[-1 if beyond else -2 :] + beyond[:1]
+    within = sorted(samples for samples in peaks if samples <= size)
+    ends = within[-1 if beyond else -2 :] + beyond[:1]
     total = sum(at_peak.components.values())
     if len(ends) == 1 or not total:
         return None
     low, high = ends
-    largest = sorted(at_peak.components.items(), key=lambda one: one[1], reverse=True)
+    largest = sorted(at_peak.components.items(), key=lambda part: part[1], reverse=True)
     return OneMoreSample(
         sample_bytes=round((peaks[high] - peaks[low]) / (high - low)),
         phase=at_peak.phase,
@@ -145,14 +145,14 @@ def describe(result: Result, standing: Standing = UNKNOWN) -> Option:
     """Return a method's option, with what speaks against it; ``_judge`` adds the speed verdict."""
     experiment, capacity, compute = result.experiment, result.capacity, result.compute
     private = experiment.method != BASELINE and standing.mechanism != NO_CLIPPING
-    known: dict[str, Any] = {"method": experiment.method, "private": private}
-    known |= {"mechanism": standing.mechanism, "verified": standing.verified}
-    known |= {"checkpointing": experiment.checkpointing}
+    fields: dict[str, Any] = {"method": experiment.method, "private": private}
+    fields |= {"mechanism": standing.mechanism, "verified": standing.verified}
+    fields |= {"checkpointing": experiment.checkpointing}
     if capacity is None or compute is None:
         return Option(
             verdict="does not fit" if result.outcome == "oom" else "failed",
             message=result.error.message if result.error else result.outcome,
-            **known,
+            **fields,
         )
     tight = capacity.safe_batch_size is None
     bound_s = None if tight else compute.roofline_step_s
@@ -181,7 +181,7 @@ def describe(result: Result, standing: Standing = UNKNOWN) -> Option:
         dp_flop_multiplier=compute.dp_flop_multiplier,
         limited_by=capacity.limited_by,
         message=message,
-        **known,
+        **fields,
     )
 
 
@@ -207,7 +207,7 @@ def _explain_time(results: Sequence[Result], options: Sequence[Option]) -> str:
     if not predicted and all(result.capacity is None for result in results):
         return "not predicted: nothing fits"
     if not predicted:
-        why = (one.reasons["time"] for one in results if "time" in one.reasons)
+        why = (result.reasons["time"] for result in results if "time" in result.reasons)
         return next(why, "not predicted: no speeds of this device are known")
     step = predicted.get(first or "") or next(iter(predicted.values()))
     units = name_units(results[0].experiment.image_size)

@@ -56,9 +56,9 @@ def make_budget(
         for alike, advice in zip(by_gpus.values(), advices, strict=True)
         for cost in _price_methods(alike, advice, privacy, noise)
     ]
-    told = max(advices, key=lambda one: one.best is not None)  # of several, the first with times
+    first_timed = max(advices, key=lambda advice: advice.best is not None)
     return Budget(
-        **told.model_dump(include=set(Budget.model_fields)),
+        **first_timed.model_dump(include=set(Budget.model_fields)),
         privacy=privacy,
         warnings=privacy.warnings,
         noise=noise,
@@ -71,35 +71,35 @@ def _price_methods(
 ) -> list[MethodCost]:
     by_method = {result.experiment.method: result for result in results}
     costs = [
-        _price(option, by_method[option.method], privacy, noise, at)
+        _price(option, by_method[option.method], privacy, noise, plan)
         for option in advice.options
-        for at in (noise.epsilons if option.private else noise.epsilons[:1])
+        for plan in (noise.epsilons if option.private else noise.epsilons[:1])
     ]
-    plain = next((one.gpu_hours for one in costs if one.method == BASELINE), None)
+    plain = next((cost.gpu_hours for cost in costs if cost.method == BASELINE), None)
     if not plain:
         return costs
     return [
-        one.model_copy(update={"hours_ratio": one.gpu_hours and one.gpu_hours / plain})
-        for one in costs
+        cost.model_copy(update={"hours_ratio": cost.gpu_hours and cost.gpu_hours / plain})
+        for cost in costs
     ]
 
 
 def _price(
-    option: Option, result: Result, privacy: Privacy, noise: NoisePlan, at: AtEpsilon
+    option: Option, result: Result, privacy: Privacy, noise: NoisePlan, plan: AtEpsilon
 ) -> MethodCost:
     """Price a training with one method at one epsilon."""
     cost = MethodCost(
         method=option.method,
-        epsilon=at.epsilon if option.private else None,
+        epsilon=plan.epsilon if option.private else None,
         private=option.private,
         mechanism=option.mechanism,
         verified=option.verified,
         gpus=result.experiment.world_size,
-        batch_size=at.batch_size if option.private else noise.batch_size,
+        batch_size=plan.batch_size if option.private else noise.batch_size,
         steps=noise.planned.steps,
-        noise_multiplier=at.noise_multiplier if option.private else None,
-        same_batch_noise_multiplier=at.same_batch_noise_multiplier if option.private else None,
-        message=option.message or (at.reason if option.private else None),
+        noise_multiplier=plan.noise_multiplier if option.private else None,
+        same_batch_noise_multiplier=plan.same_batch_noise_multiplier if option.private else None,
+        message=option.message or (plan.reason if option.private else None),
     )
     capacity, step = result.capacity, None if result.time is None else result.time.predicted_step_s
     if capacity is None or capacity.safe_batch_size is None or cost.batch_size is None:

@@ -28,16 +28,16 @@ def compare_gpus(advices: Iterable[Advice]) -> list[OnGpus]:
     Args:
         advices: What is advised for each number of ranks, of all that is compared otherwise.
     """
-    found: list[OnGpus] = []
+    compared: list[OnGpus] = []
     first: dict[str, tuple[int, float]] = {}
-    for advice in sorted(advices, key=lambda one: one.gpus):
+    for advice in sorted(advices, key=lambda advice: advice.gpus):
         for option in advice.options:
             speed = option.tokens_per_s
             if speed is None or not option.safe_batch_size or option.verdict == "wrong":
                 continue
             each = speed / advice.gpus
             fewest, reference = first.setdefault(option.method, (advice.gpus, each))
-            found.append(
+            compared.append(
                 OnGpus(
                     method=option.method,
                     private=option.private,
@@ -52,14 +52,14 @@ def compare_gpus(advices: Iterable[Advice]) -> list[OnGpus]:
                     gpu_hours_per_billion=hours_of_billion(each),
                 )
             )
-    return found
+    return compared
 
 
-def find_fastest(found: Sequence[OnGpus]) -> list[OnGpus]:
+def find_fastest(options: Sequence[OnGpus]) -> list[OnGpus]:
     """Return for each number of GPUs the fastest private method."""
-    private = [one for one in found if one.private]
-    sizes = dict.fromkeys(one.gpus for one in private)
+    private = [option for option in options if option.private]
+    sizes = dict.fromkeys(option.gpus for option in private)
     return [
-        max((one for one in private if one.gpus == size), key=lambda one: one.tokens_per_s)
+        max((o for o in private if o.gpus == size), key=lambda option: option.tokens_per_s)
         for size in sizes
     ]

@@ -32,7 +32,7 @@ class Side(NamedTuple):
 
     peak_bytes: int
     phase: str
-    """In which phase of the step the peak is."""
+    """The phase of the step with the peak."""
 
     module: str | None
     op: str | None
@@ -41,8 +41,8 @@ class Side(NamedTuple):
     @property
     def how(self) -> str:
         """How its peak is known, and in which phase it is."""
-        known = "predicted" if self.predicted else "recorded"
-        return f"{known}, in {self.phase.replace('_', ' ')}"
+        source = "predicted" if self.predicted else "recorded"
+        return f"{source}, in {self.phase.replace('_', ' ')}"
 
 
 class Difference(NamedTuple):
@@ -54,7 +54,7 @@ class Difference(NamedTuple):
     """What both runs have in common, in words."""
 
     bars: tuple[Bar, ...]
-    """By component; their differences sum to ``difference_bytes``."""
+    """Components; their differences sum to ``difference_bytes``."""
 
     axis: SharedAxis
     """Both timelines. They count storages alone: rounding of the allocator is not in them."""
@@ -73,10 +73,10 @@ class Difference(NamedTuple):
 def _to_json(value: Any) -> Any:
     """Return named tuples as mappings, with the difference where they have one."""
     if hasattr(value, "_asdict"):
-        fields = {name: _to_json(one) for name, one in value._asdict().items()}
+        fields = {name: _to_json(part) for name, part in value._asdict().items()}
         difference = getattr(value, "difference_bytes", None)
         return fields if difference is None else fields | {"difference_bytes": difference}
-    return [_to_json(one) for one in value] if isinstance(value, list | tuple) else value
+    return [_to_json(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def explain_difference(a: Result, b: Result) -> Difference:
@@ -146,17 +146,14 @@ def _name_apart(
     facts = [_format_axes(apart, side) for side in axes]
     methods = [str(side["method"]) for side in axes]
     if methods[0] == methods[1] and facts[0] == facts[1]:
-        facts = [[_how(result)] for result in results]
+        how = ["predicted" if _is_predicted(result) else "recorded" for result in results]
+        facts = [[f"{h}, replicate {r.replicate}"] for h, r in zip(how, results, strict=True)]
     if methods[0] == methods[1] and facts[0] == facts[1]:
         facts = [["A"], ["B"]]
     return [
-        f"{method} ({', '.join(known)})" if known else method
-        for method, known in zip(methods, facts, strict=True)
+        f"{method} ({', '.join(words)})" if words else method
+        for method, words in zip(methods, facts, strict=True)
     ]
-
-
-def _how(result: Result) -> str:
-    return f"{'predicted' if _is_predicted(result) else 'recorded'}, replicate {result.replicate}"
 
 
 def _format_axes(keys: Iterable[str], axes: Mapping[str, Any]) -> list[str]:

@@ -81,7 +81,7 @@ class _Part(NamedTuple):
     """How many operators ran; 0 for an instant between two phases."""
 
     share: float
-    """Of the step's operators."""
+    """The share of the step's operators."""
 
 
 def _split(timeline: Timeline) -> Iterator[_Part]:
@@ -107,16 +107,16 @@ def _match(a: Sequence[_Part], b: Sequence[_Part]) -> Iterator[tuple[_Part | Non
 
 
 def _draw_curve(timeline: Timeline, parts: Sequence[_Part], placed: Mapping[int, Stretch]) -> Curve:
-    at: list[float] = []
+    places: list[float] = []
     end = 0.0  # of the phase before, where instants between phases stand
     for part in parts:
         stretch = placed.get(part.rows.start)
         if stretch is None:
-            at += [end] * len(part.rows)
+            places += [end] * len(part.rows)
             continue
         end = stretch.end
         for row in part.rows:
             done = (timeline.ops[row] - part.first_op) / part.ops
-            at.append(stretch.start + done * (end - stretch.start))
+            places.append(stretch.start + done * (end - stretch.start))
     totals = [sum(sizes) for sizes in zip(*timeline.components.values(), strict=True)]
-    return Curve(at, totals)
+    return Curve(places, totals)

@@ -50,7 +50,7 @@ def list_holdings(result: Result) -> list[Holding]:
     blocks take beyond these is a row of the component ``allocator_rounding``.
 
     Args:
-        result: Of an instrument that records or predicts memory.
+        result: A result of an instrument that records or predicts memory.
 
     Raises:
         InputError: The result does not record what was live at the peak.
@@ -108,7 +108,7 @@ def format_size(size: int) -> str:
 
 
 def format_change(size: int) -> str:
-    """Return the same with its sign, such as +540.0 MiB."""
+    """Return a number of bytes with its sign, such as +540.0 MiB."""
     return f"{'+' if size > 0 else ''}{format_size(size)}"
 
 

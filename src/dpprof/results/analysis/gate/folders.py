@@ -49,7 +49,7 @@ def read_results_folder(folder: Path) -> ResultsFolder:
 
 
 def _read_all(files: list[Path]) -> dict[RunKey, list[Result]]:
-    found: dict[RunKey, list[Result]] = defaultdict(list)
+    runs: dict[RunKey, list[Result]] = defaultdict(list)
     problems: list[str] = []
     for file in files:
         try:
@@ -61,10 +61,10 @@ def _read_all(files: list[Path]) -> dict[RunKey, list[Result]]:
         if (result.instrument, named) != (file.parent.name, file.stem):
             problems.append(f"{file}: holds another run, {named} of {result.instrument}")
             continue
-        found[result.experiment_id, result.instrument].append(drop_details(result))
+        runs[result.experiment_id, result.instrument].append(drop_details(result))
     if problems:
         raise InputError("\n".join(limit_lines(problems)))
-    return {key: sorted(results, key=lambda one: one.replicate) for key, results in found.items()}
+    return {key: sorted(results, key=lambda r: r.replicate) for key, results in runs.items()}
 
 
 _MOST_PAIRS = 20_000
@@ -84,30 +84,24 @@ def find_differences(
     """
     sides = _collect(baseline), _collect(candidate)
     facts = dict.fromkeys([*sides[0], *sides[1]])
-    found = {fact: tuple(side.get(fact, {"none"}) for side in sides) for fact in facts}
+    values = {fact: tuple(side.get(fact, {"none"}) for side in sides) for fact in facts}
     return {
         fact: (_join(was), _join(now))
-        for fact, (was, now) in found.items()
+        for fact, (was, now) in values.items()
         if was != now or len(was) > 1
     }
 
 
 def _collect(results: Sequence[Result]) -> dict[Fact, set[str]]:
-    found: dict[Fact, set[str]] = {}
+    values: dict[Fact, set[str]] = {}
     for result in results:
         for fact, value in facts_of(result).items():
-            found.setdefault(fact, set()).add("none" if value is None else str(value))
-    return found
+            values.setdefault(fact, set()).add("none" if value is None else str(value))
+    return values
 
 
 def _join(values: set[str]) -> str:
     return " or ".join(sorted(values))
-
-
-def format_difference(fact: Fact, values: tuple[str, str]) -> str:
-    """Return what differs, and the option that compares the runs in spite of it."""
-    named = f"{fact.name} {values[0]} in the baseline and {values[1]} in the candidate"
-    return f"{named} (--across {fact.kind} compares them all the same)"
 
 
 def explain_nothing_in_common(baseline: ResultsFolder, candidate: ResultsFolder) -> str:
@@ -115,19 +109,18 @@ def explain_nothing_in_common(baseline: ResultsFolder, candidate: ResultsFolder)
     if {name for name, _ in baseline.runs} & {name for name, _ in candidate.runs}:
         return "no experiment was run on both sides under the same instrument"
     sides = [
-        {name: found[0].experiment for (name, _), found in side.runs.items()}
+        {name: results[0].experiment for (name, _), results in side.runs.items()}.values()
         for side in (baseline, candidate)
     ]
-    pairs = islice(product(sides[0].items(), sides[1].items()), _MOST_PAIRS)
+    pairs = islice(product(*sides), _MOST_PAIRS)
     differences = [
-        (a, b, [key for key in Experiment.model_fields if getattr(one, key) != getattr(other, key)])
-        for (a, one), (b, other) in pairs
+        (a, b, [key for key in Experiment.model_fields if getattr(a, key) != getattr(b, key)])
+        for a, b in pairs
     ]
     a, b, keys = min(differences, key=lambda pair: len(pair[2]))
     if len(keys) > _MOST_NAMED:
         return "no experiment is in both folders"
     differing = [
-        f"{key} {str(getattr(sides[0][a], key))[:80]} and {str(getattr(sides[1][b], key))[:80]}"
-        for key in keys
+        f"{key} {str(getattr(a, key))[:80]} and {str(getattr(b, key))[:80]}" for key in keys
     ]
     return f"no experiment is in both folders; the most similar differ in {', '.join(differing)}"

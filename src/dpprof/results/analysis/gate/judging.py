@@ -68,11 +68,11 @@ def list_families(result: Result, metrics: Container[Metric]) -> dict[FamilyKey,
 
 def _exact_figures(result: Result) -> Iterator[tuple[str, ExactFigure, Number | None]]:
     """Yield every exact figure with the name of its family; None where it is unknown."""
-    if (found := result.capacity) is not None:
+    if (capacity := result.capacity) is not None:
         batch = ExactFigure("memory", "largest batch", "samples", more_is_better=True)
-        yield "largest batches", batch, found.batch_size
+        yield "largest batches", batch, capacity.batch_size
         safe = batch._replace(name="largest safe batch")
-        yield "largest batches", safe, found.safe_batch_size or 0
+        yield "largest batches", safe, capacity.safe_batch_size or 0
     if (memory := result.memory) is not None:
         peaks: dict[FigureName, int | None] = {
             "peak": memory.peak_allocated_bytes,
@@ -114,9 +114,9 @@ def _work(result: Result) -> Iterator[tuple[str, ExactFigure, int | None]]:
             kind, phase, size = work.op_kind, work.phase, work.read + work.written
             yield "operators", ExactFigure("flops", "FLOPs", "FLOPs", kind, phase), work.flops
             yield "operators", moved._replace(part=kind, phase=phase), size
-    for one in result.communication or ():
-        figure = ExactFigure("flops", "bytes sent", "bytes", one.collective, one.phase)
-        yield "communication", figure, one.bytes_each_way
+    for exchange in result.communication or ():
+        figure = ExactFigure("flops", "bytes sent", "bytes", exchange.collective, exchange.phase)
+        yield "communication", figure, exchange.bytes_each_way
 
 
 def judge_outcomes(
@@ -149,7 +149,7 @@ def _format_outcomes(results: Sequence[Result]) -> str:
     outcomes = [result.outcome for result in results]
     if len(set(outcomes)) == 1:
         return outcomes[0]
-    return ", ".join(f"{outcomes.count(one)} {one}" for one in OUTCOMES if one in outcomes)
+    return ", ".join(f"{outcomes.count(name)} {name}" for name in OUTCOMES if name in outcomes)
 
 
 def judge_exact(
@@ -210,7 +210,7 @@ def _compare(
     key: RunKey, figure: ExactFigure, baseline: Number | None, candidate: Number | None
 ) -> ComparedFigure:
     """Return both sides' values of a figure, of which nothing is decided yet."""
-    known = baseline and candidate is not None
+    has_ratio = baseline and candidate is not None
     return ComparedFigure(
         experiment_id=key[0],
         instrument=key[1],
@@ -221,7 +221,7 @@ def _compare(
         unit=figure.unit,
         baseline=baseline,
         candidate=candidate,
-        ratio=candidate / baseline if known else None,  # type: ignore[operator]
+        ratio=candidate / baseline if has_ratio else None,  # type: ignore[operator]
         judgement="undecided",
     )
 
@@ -229,7 +229,7 @@ def _compare(
 def judge_step_times(
     key: RunKey,
     groups: tuple[ExperimentRuns, ExperimentRuns],
-    found: Comparison,
+    comparison: Comparison,
     threshold: float,
     reason: str | None = None,
 ) -> ComparedFigure:
@@ -241,7 +241,7 @@ def judge_step_times(
     Args:
         key: The run.
         groups: Its processes, the baseline's first.
-        found: How they compare.
+        comparison: How they compare.
         threshold: A share of the baseline's time.
         reason: Why there is no verdict, whatever the times are.
     """
@@ -249,19 +249,19 @@ def judge_step_times(
     if reason is None and not can_differ(*counts):
         enough = f"{counts[0]} and {counts[1]}, and 4 on each side are enough"
         reason = f"not enough replicates: {enough}"
-    interval = found.interval
+    interval = comparison.interval
     statistics = TimeStatistics(
         baseline_processes=counts[0],
         candidate_processes=counts[1],
         ratio_low=interval and interval.low,
         ratio_high=interval and interval.high,
-        p_value=found.p_value,
-        noise_floor=found.floor,
+        p_value=comparison.p_value,
+        noise_floor=comparison.floor,
     )
     update = {
-        "ratio": found.ratio,
+        "ratio": comparison.ratio,
         "threshold": threshold,
-        "judgement": "undecided" if reason else _judge_ratio(found, threshold),
+        "judgement": "undecided" if reason else _judge_ratio(comparison, threshold),
         "reason": reason,
         "statistics": statistics,
     }
@@ -271,11 +271,11 @@ def judge_step_times(
     )
 
 
-def _judge_ratio(found: Comparison, threshold: float) -> Judgement:
-    if found.verdict in (None, NO_DIFFERENCE) or found.interval is None:
+def _judge_ratio(comparison: Comparison, threshold: float) -> Judgement:
+    if comparison.verdict in (None, NO_DIFFERENCE) or comparison.interval is None:
         return "same"
-    if found.interval.low <= 1 <= found.interval.high:
+    if comparison.interval.low <= 1 <= comparison.interval.high:
         return "same"
-    if max(found.ratio, 1 / found.ratio) <= 1 + threshold:
+    if max(comparison.ratio, 1 / comparison.ratio) <= 1 + threshold:
         return "within threshold"
-    return "worse" if found.ratio > 1 else "better"
+    return "worse" if comparison.ratio > 1 else "better"

@@ -5,7 +5,7 @@ matched by experiment and instrument; their replicates are pooled.
 """
 
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +31,6 @@ from dpprof.results.analysis.gate.folders import (
     RunKey,
     explain_nothing_in_common,
     find_differences,
-    format_difference,
 )
 from dpprof.results.analysis.gate.judging import (
     ExactFigure,
@@ -94,32 +93,20 @@ def compare_folders(
         'nothing worse'
     """
     pairs = [
-        _Pair(key, found, candidate.runs[key], find_differences(found, candidate.runs[key]))
-        for key, found in baseline.runs.items()
+        _Pair(key, results, candidate.runs[key], find_differences(results, candidate.runs[key]))
+        for key, results in baseline.runs.items()
         if key in candidate.runs
     ]
-    noise = Noise([_group(side) for pair in pairs if not pair.on_other for side in pair.sides])
-    figures: list[ComparedFigure] = []
-    unlike: dict[tuple[Fact, tuple[str, str]], set[str]] = {}
-    for pair in pairs:
-        found = list(_judge(pair, noise, options))
-        barred = {
-            fact: values for fact, values in pair.unlike.items() if fact.kind not in options.across
-        }
-        if not barred:
-            figures += found
-        elif any(_would_count(one) for one in found):
-            for difference in barred.items():
-                unlike.setdefault(difference, set()).add(pair.key[0])
-    differing = [one for one in figures if one.judgement != "same"]
-    judged = Counter(one.metric for one in figures if one.judgement != "undecided")
-    counts = Counter(one.judgement for one in figures)
+    figures, unlike = _judge_pairs(pairs, options)
+    differing = [figure for figure in figures if figure.judgement != "same"]
+    judged = Counter(figure.metric for figure in figures if figure.judgement != "undecided")
+    counts = Counter(figure.judgement for figure in figures)
     reason = None
     if not pairs:
         reason = explain_nothing_in_common(baseline, candidate)
     elif unlike:
-        reason = "; ".join(format_difference(*difference) for difference in unlike)
-    elif not any(_would_count(one) and one.judgement != "undecided" for one in figures):
+        reason = "; ".join(map(_format_difference, unlike))
+    elif not any(_would_count(figure) and figure.judgement != "undecided" for figure in figures):
         reason = f"no run has enough on both sides to judge {' or '.join(options.metrics)}"
     verdict: Verdict = "not comparable" if reason else "nothing worse"
     if counts["worse"]:
@@ -138,28 +125,53 @@ def compare_folders(
         counts={name: counts[name] for name in JUDGEMENTS},
         judged={name: judged[name] for name in options.metrics},
         figures=sorted(differing, key=_rank),
-        not_comparable=[
-            Unlike(
-                kind=fact.kind,
-                name=fact.name,
-                baseline=values[0],
-                candidate=values[1],
-                experiment_ids=sorted(names),
-            )
-            for (fact, values), names in unlike.items()
-        ],
+        not_comparable=unlike,
         only_in_baseline=[_run(key) for key in baseline.runs if key not in candidate.runs],
         only_in_candidate=[_run(key) for key in candidate.runs if key not in baseline.runs],
         explanations=list(_explain(baseline.path, candidate.path, pairs, differing)),
     )
 
 
+def _judge_pairs(
+    pairs: Sequence[_Pair], options: Options
+) -> tuple[list[ComparedFigure], list[Unlike]]:
+    """Return the figures of runs that are comparable, and why others are not."""
+    noise = Noise([_group(side) for pair in pairs if not pair.on_other for side in pair.sides])
+    figures: list[ComparedFigure] = []
+    names: dict[tuple[Fact, tuple[str, str]], set[str]] = defaultdict(set)
+    for pair in pairs:
+        compared = list(_judge(pair, noise, options))
+        barred = [fact for fact in pair.unlike if fact.kind not in options.across]
+        if not barred:
+            figures += compared
+        elif any(map(_would_count, compared)):
+            for fact in barred:
+                names[fact, pair.unlike[fact]].add(pair.key[0])
+    unlike = [
+        Unlike(
+            kind=fact.kind,
+            name=fact.name,
+            baseline=was,
+            candidate=now,
+            experiment_ids=sorted(experiments),
+        )
+        for (fact, (was, now)), experiments in names.items()
+    ]
+    return figures, unlike
+
+
+def _format_difference(unlike: Unlike) -> str:
+    """Return what differs, and the option that compares the runs in spite of it."""
+    named = f"{unlike.name} {unlike.baseline} in the baseline and {unlike.candidate} in the"
+    return f"{named} candidate (--across {unlike.kind} compares them all the same)"
+
+
 def _explain(
     baseline: Path, candidate: Path, pairs: Sequence[_Pair], differing: Sequence[ComparedFigure]
 ) -> Iterator[Explanation]:
     """Say how to explain peaks that differ; A is the candidate."""
-    explained = [one for one in differing if one.figure in ("peak", "component")]
-    differ = {(one.experiment_id, one.instrument) for one in explained}
+    explained = [figure for figure in differing if figure.figure in ("peak", "component")]
+    differ = {(figure.experiment_id, figure.instrument) for figure in explained}
     for pair in pairs:
         name, instrument = pair.key
         numbers = [[r.replicate for r in s if r.memory and r.memory.at_peak] for s in pair.sides]
@@ -186,18 +198,18 @@ def _judge(pair: _Pair, noise: Noise, options: Options) -> Iterator[ComparedFigu
     sides = [_values(results, options.metrics) for results in pair.sides]
     moved = _explain_moved_peak(pair)
     for family in dict.fromkeys([*sides[0], *sides[1]]):
-        known = [side.get(family) for side in sides]
-        if known[0] is None or known[1] is None:
+        figures = [side.get(family) for side in sides]
+        if figures[0] is None or figures[1] is None:
             if family.batch_size is None and all(sides):
-                for figure, values in (known[0] or known[1] or {}).items():
-                    yield leave_undecided(pair.key, figure, values, in_baseline=known[1] is None)
+                for figure, values in (figures[0] or figures[1] or {}).items():
+                    yield leave_undecided(pair.key, figure, values, in_baseline=figures[1] is None)
             continue
-        for figure in dict.fromkeys([*known[0], *known[1]]):
-            was, now = known[0].get(figure, [0]), known[1].get(figure, [0])
-            found = judge_exact(pair.key, figure, was, now, options.thresholds)
-            if moved and figure.name == "component" and found.judgement != "same":
-                found = found.model_copy(update={"reason": found.reason or moved})
-            yield found
+        for figure in dict.fromkeys([*figures[0], *figures[1]]):
+            was, now = figures[0].get(figure, [0]), figures[1].get(figure, [0])
+            compared = judge_exact(pair.key, figure, was, now, options.thresholds)
+            if moved and figure.name == "component" and compared.judgement != "same":
+                compared = compared.model_copy(update={"reason": compared.reason or moved})
+            yield compared
     if "time" in options.metrics:
         groups = _group(pair.baseline), _group(pair.candidate)
         if all(group.step_s for group in groups):
@@ -210,13 +222,13 @@ def _values(
     results: Sequence[Result], metrics: Collection[Metric]
 ) -> dict[FamilyKey, dict[ExactFigure, list[Number]]]:
     """Return the values of each figure over replicates, by family."""
-    found: dict[FamilyKey, dict[ExactFigure, list[Number]]] = {}
+    by_family: dict[FamilyKey, dict[ExactFigure, list[Number]]] = {}
     listed = [list_families(result, metrics) for result in results]
     for family in dict.fromkeys(family for families in listed for family in families):
-        known = [families[family] for families in listed if family in families]
-        figures = dict.fromkeys(figure for values in known for figure in values)
-        found[family] = {figure: [values.get(figure, 0) for values in known] for figure in figures}
-    return found
+        replicates = [families[family] for families in listed if family in families]
+        figures = dict.fromkeys(figure for values in replicates for figure in values)
+        by_family[family] = {f: [values.get(f, 0) for values in replicates] for f in figures}
+    return by_family
 
 
 def _explain_moved_peak(pair: _Pair) -> str | None:

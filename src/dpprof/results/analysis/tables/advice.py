@@ -52,7 +52,7 @@ def tabulate_noise(planned: Planned | None) -> pd.DataFrame:
         asked = privacy.model_dump(include={"samples", "tokens", "delta", "accountant"})
         asked |= {"epsilon": privacy.epsilon[0], "tokens_per_sample": plan.tokens_per_sample}
         rows += [
-            asked | one.model_dump() | {"chosen": one.batch_size == plan.batch_size}
-            for one in plan.batches
+            asked | batch.model_dump() | {"chosen": batch.batch_size == plan.batch_size}
+            for batch in plan.batches
         ]
     return make_frame("noise", rows)

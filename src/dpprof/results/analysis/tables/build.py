@@ -49,11 +49,11 @@ def build_tables(collected: Collected, planned: Planned | None = None) -> dict[s
     experiments = tabulate_experiments(groups, standard, collected.standings)
     recorded, kernels = tabulate_memory(collected, groups), tabulate_kernels(collected)
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for run, result in collected.found:
+    for run, result in collected.runs:
         rows["runs"].append(_run_row(run, result, collected))
         for name, row in _list_parts(run, result):
             rows[name].append(key_of(run) | row)
-    instants = (row for found in collected.found for row in list_instants(*found))
+    instants = (row for pair in collected.runs for row in list_instants(*pair))
     missing = (
         key_of(run) | {"method": run.method, "reason": reason}
         for run, reason in collected.missing.items()
@@ -148,7 +148,7 @@ def _list_parts(run: PlannedRun, result: Result) -> Iterator[tuple[str, dict[str
 
 def _outcomes(collected: Collected) -> pd.DataFrame:
     """Return outcome counts per method; the success rate covers the runs that have a result."""
-    ended = Counter((run.method, result.outcome) for run, result in collected.found)
+    ended = Counter((run.method, result.outcome) for run, result in collected.runs)
     missing = Counter(run.method for run in collected.missing)
     rows = []
     for method in sorted(missing.keys() | {method for method, _ in ended}):
@@ -160,14 +160,14 @@ def _outcomes(collected: Collected) -> pd.DataFrame:
     return make_frame("outcomes", rows)
 
 
-def tabulate_ceilings(known: Iterable[Ceilings]) -> pd.DataFrame:
+def tabulate_ceilings(measured: Iterable[Ceilings]) -> pd.DataFrame:
     """Return one row per device and figure.
 
     The figures are ``flops_per_s`` of each dtype (``size`` is the n of n x n matrices),
     ``bytes_per_s`` (``size`` is the bytes of the copied array) and ``launch_s``. A figure that was
     not measured has a ``reason``. ``source`` names the data sheet.
     """
-    rows = [row for ceilings in known for row in _ceilings_rows(ceilings)]
+    rows = [row for ceilings in measured for row in _ceilings_rows(ceilings)]
     return make_frame("ceilings", rows).astype({"size": "Int64"})
 
 
@@ -209,7 +209,7 @@ class TimelineFile:
     """The table as a CSV file, to which runs are added; the same bytes as those of its frame.
 
     Args:
-        file: To write to.
+        file: The file to write to.
     """
 
     def __init__(self, file: BinaryIO) -> None:

@@ -75,7 +75,7 @@ def declare(model: type[BaseModel], names: str | None = None) -> list[Column]:
     schemas = model.model_json_schema()["properties"]
     columns = []
     for name in schemas if names is None else names.split():
-        types = {one.get("type") for one in schemas[name].get("anyOf", [schemas[name]])}
+        types = {schema.get("type") for schema in schemas[name].get("anyOf", [schemas[name]])}
         make = next((make for make in (integer, number, boolean) if make.args[0] in types), text)
         columns.append(make(name, schemas[name]["description"]))
     return columns
@@ -109,7 +109,7 @@ def write_page(tables: Mapping[str, Table]) -> str:
                 cells = f"`{column.name}` | {column.kind} | {column.unit}"
                 lines.append(f"| {cells} | {column.description} |".replace("|  |", "| |"))
             elif column is shared[0]:
-                rest = ", ".join(one.name for one in axes if one not in shared)
+                rest = ", ".join(column.name for column in axes if column not in shared)
                 what = f"axes without {rest}" if rest else "axes"
                 lines.append(f"| `{column.name}` ... `{shared[-1].name}` | | | {what} |")
         lines.append("")
@@ -470,4 +470,4 @@ TABLES: Mapping[str, Table] = {
         text("reason", "why there is none"),
     ),
 }
-"""By file stem. ``make_frame`` refuses columns that are not here."""
+"""Tables by file stem. ``make_frame`` refuses columns that are not here."""

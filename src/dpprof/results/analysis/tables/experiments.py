@@ -25,7 +25,7 @@ class Standard(NamedTuple):
     """What experiments are compared with: the non-private step with all else equal."""
 
     bases: Mapping[str, ExperimentRuns]
-    """By setting. Several equal baselines count as one."""
+    """Baselines by setting. Several equal ones count as one."""
 
     compared: Mapping[str, Comparison]
     """Step times of private methods beside it, by the experiment's id."""
@@ -44,7 +44,7 @@ def compare_with_standard(groups: Sequence[ExperimentRuns], noise: Noise) -> Sta
         if (base := bases.get(group.setting)) and group.step_s and base.step_s
     ]
     compared = zip(pairs, noise.compare_all(pairs), strict=True)
-    return Standard(bases, {group.experiment.id: found for (group, _), found in compared})
+    return Standard(bases, {group.experiment.id: comparison for (group, _), comparison in compared})
 
 
 def _list_private(groups: Iterable[ExperimentRuns]) -> list[ExperimentRuns]:
@@ -115,19 +115,19 @@ def _spread(name: str, values: Sequence[int]) -> dict[str, Any]:
 
 
 def _compare_steps(
-    group: ExperimentRuns, base: ExperimentRuns, found: Comparison | None
+    group: ExperimentRuns, base: ExperimentRuns, comparison: Comparison | None
 ) -> dict[str, Any]:
     if not group.step_s or not base.step_s:
         return {}
-    if found is None:  # a baseline
+    if comparison is None:  # a baseline
         return {"step_ratio": median(group.step_s) / median(base.step_s)}
     return {
-        "step_ratio": found.ratio,
-        "step_ratio_low": found.interval and found.interval.low,
-        "step_ratio_high": found.interval and found.interval.high,
-        "step_p_value": found.p_value,
-        "step_floor": found.floor,
-        "step_verdict": found.verdict,
+        "step_ratio": comparison.ratio,
+        "step_ratio_low": comparison.interval and comparison.interval.low,
+        "step_ratio_high": comparison.interval and comparison.interval.high,
+        "step_p_value": comparison.p_value,
+        "step_floor": comparison.floor,
+        "step_verdict": comparison.verdict,
     }
 
 
@@ -154,8 +154,8 @@ def tabulate_settings(
         (group, fastest[group.setting]) for group in timed if group is not fastest[group.setting]
     ]
     verdicts: dict[str, dict[str, str | None]] = defaultdict(dict)
-    for (group, _), found in zip(pairs, noise.compare_all(pairs), strict=True):
-        verdicts[group.setting][group.experiment.method] = found.verdict
+    for (group, _), comparison in zip(pairs, noise.compare_all(pairs), strict=True):
+        verdicts[group.setting][group.experiment.method] = comparison.verdict
     rows = []
     for setting, alike in settings.items():
         private = _list_private(alike)
@@ -178,8 +178,8 @@ def _smallest(private: Sequence[ExperimentRuns], base: ExperimentRuns | None) ->
     kinds = {group.peaks.kind for group in private} - {None}
     if len(kinds) != 1:  # peaks of two kinds cannot be compared
         return {}
-    known = [group for group in private if group.peaks.sizes]
-    smallest = min(known, key=lambda group: median(group.peaks.sizes))
+    sized = [group for group in private if group.peaks.sizes]
+    smallest = min(sized, key=lambda group: median(group.peaks.sizes))
     peak = median(smallest.peaks.sizes)
     comparable = base is not None and base.peaks.kind == smallest.peaks.kind
     return {
@@ -197,21 +197,21 @@ def _fastest(
     if fastest is None:
         return {}
     alike = sorted(name for name, verdict in others.items() if verdict == NO_DIFFERENCE)
-    found = standard.compared.get(fastest.experiment.id)
-    known = [*others.values(), *([] if found is None else [found.verdict])]
+    comparison = standard.compared.get(fastest.experiment.id)
+    verdicts = [*others.values(), *([] if comparison is None else [comparison.verdict])]
     row = {
         "fastest": fastest.experiment.method,
         "fastest_step_s": median(fastest.step_s),
         "not_slower": " ".join(alike) or None,
-        "noise_known": None not in known,
+        "noise_known": None not in verdicts,
     }
-    if found is None:
+    if comparison is None:
         return row
     return row | {
-        "fastest_ratio": found.ratio,
-        "fastest_ratio_low": found.interval and found.interval.low,
-        "fastest_ratio_high": found.interval and found.interval.high,
-        "fastest_verdict": found.verdict,
+        "fastest_ratio": comparison.ratio,
+        "fastest_ratio_low": comparison.interval and comparison.interval.low,
+        "fastest_ratio_high": comparison.interval and comparison.interval.high,
+        "fastest_verdict": comparison.verdict,
     }
 
 
@@ -228,9 +228,9 @@ def tabulate_methods(experiments: pd.DataFrame) -> pd.DataFrame:
     if allocated.any():
         peaks = experiments["peak_ratio"].where(allocated)
         experiments = experiments.assign(peak_ratio=peaks)
-    known = experiments.astype(dict.fromkeys([*_RATIOS, "max_relative_error"], float))
+    figures = experiments.astype(dict.fromkeys([*_RATIOS, "max_relative_error"], float))
     ends = ("count", "median", "min", "max")
-    rows = known.groupby("method").agg(
+    rows = figures.groupby("method").agg(
         experiments=("experiment_id", "size"),
         **{f"{ratio}_{end}": (ratio, end) for ratio in _RATIOS for end in ends},
         mechanism=("mechanism", "first"),
@@ -273,7 +273,7 @@ def _overhead_rows(group: ExperimentRuns) -> list[dict[str, Any]]:
     for instrument, watched in observed.items():
         own = {figure: _median_of(watched, figure) for figure in _FIGURES}
         pairs = [(own[figure], base[f"clean_{figure}"]) for figure in _FIGURES]
-        ratios = [one / other if one is not None and other else None for one, other in pairs]
+        ratios = [value / other if value is not None and other else None for value, other in pairs]
         rows.append(
             {"experiment_id": group.experiment.id, "instrument": instrument}
             | axes_of(group.experiment)
@@ -286,5 +286,5 @@ def _overhead_rows(group: ExperimentRuns) -> list[dict[str, Any]]:
 
 
 def _median_of(observed: Sequence[Observed], figure: str) -> float | None:
-    known = [getattr(one, figure) for one in observed]
-    return None if None in known else median(known)
+    values = [getattr(part, figure) for part in observed]
+    return None if None in values else median(values)

@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
     kind: str
     experiment_id: str
-    """For ceilings, and for hosts that runs shared, the device."""
+    """The device where the finding is about ceilings, or about hosts that runs shared."""
 
     instrument: str
     finding: str
@@ -49,14 +49,14 @@ def find_caveats(
 ) -> pd.DataFrame:
     """Return one row per finding; docs/how-to/read-the-report.md explains each kind."""
     groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
-    for run, result in collected.found:
+    for run, result in collected.runs:
         if result.outcome == "ok":
             groups[run.id, run.instrument].append(result)
-    usual = find_usual_machines(result for _, result in collected.found)
+    usual = find_usual_machines(result for _, result in collected.runs)
     looks = (
         *(_unequal_peaks, _fallbacks, _contended, _shared_gpu),
         *(_other_kernels, _nonfinite_samples, partial(_other_machines, usual=usual)),
-        partial(_other_settings, usual=Usual(result for _, result in collected.found)),
+        partial(_other_settings, usual=Usual(result for _, result in collected.runs)),
     )
     rows = [
         Finding(kind, name, instrument, finding)
@@ -66,7 +66,7 @@ def find_caveats(
     ]
     rows += _not_reconciled(peaks)
     rows += _beyond_peak(costs)
-    rows += _shared_hosts(result for _, result in collected.found)
+    rows += _shared_hosts(result for _, result in collected.runs)
     rows += _contended_ceilings(collected.ceilings)
     rows += _exceeded_ceilings(kernels)
     warnings = privacy.warnings if privacy else []
@@ -77,9 +77,9 @@ def find_caveats(
 def _unequal_peaks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
     for figure in ("peak_allocated_bytes", "first_step_peak_allocated_bytes"):
         peaks = {r.replicate: getattr(r.memory, figure) for r in results if r.memory}
-        known = {replicate: peak for replicate, peak in peaks.items() if peak is not None}
-        if len(set(known.values())) > 1:
-            listed = ", ".join(f"r{replicate} {peak:,}" for replicate, peak in known.items())
+        sizes = {replicate: peak for replicate, peak in peaks.items() if peak is not None}
+        if len(set(sizes.values())) > 1:
+            listed = ", ".join(f"r{replicate} {peak:,}" for replicate, peak in sizes.items())
             yield "peaks-differ", f"{figure} differs between processes: {listed}"
 
 
@@ -123,10 +123,10 @@ def _shared_gpu(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
     seen: dict[int, tuple[int, float]] = {}
     for r in results:
         attempt = r.attempts[-1]
-        looks = [one for one in (attempt.others_before, attempt.others_after) if one is not None]
-        if any(one.matter for one in looks):
-            memory = max(one.memory_bytes or 0 for one in looks)
-            seen[r.replicate] = memory, max(one.load or 0.0 for one in looks)
+        looks = [look for look in (attempt.others_before, attempt.others_after) if look is not None]
+        if any(look.matter for look in looks):
+            memory = max(look.memory_bytes or 0 for look in looks)
+            seen[r.replicate] = memory, max(look.load or 0.0 for look in looks)
     if seen:
         listed = ", ".join(
             f"{memory / 2**30:.1f} GiB, busy {load:.0%} at r{number}"
@@ -178,18 +178,18 @@ def _beyond_peak(costs: pd.DataFrame) -> Iterator[Finding]:
 
 
 def _shared_hosts(results: Iterable[Result]) -> Iterator[Finding]:
-    for one in find_shared_hosts(results):
-        where = "on other GPUs of their host" if one.is_gpu else "in other slots of the processor"
-        what = "the host's cores, its PCIe and its power" if one.is_gpu else "its caches and memory"
+    for device, is_gpu, shared, measured, most in find_shared_hosts(results):
+        where = "on other GPUs of their host" if is_gpu else "in other slots of the processor"
+        what = "the host's cores, its PCIe and its power" if is_gpu else "its caches and memory"
         finding = (
-            f"{one.shared:,} of {one.measured:,} runs were measured while others ran {where}, at "
-            f"most {one.most} at once: they share {what}, so their times may be too long"
+            f"{shared:,} of {measured:,} runs were measured while others ran {where}, at "
+            f"most {most} at once: they share {what}, so their times may be too long"
         )
-        yield Finding("shared-host", one.device, "", finding)
+        yield Finding("shared-host", device, "", finding)
 
 
-def _contended_ceilings(known: Iterable[Ceilings]) -> Iterator[Finding]:
-    for ceilings in known:
+def _contended_ceilings(measured: Iterable[Ceilings]) -> Iterator[Finding]:
+    for ceilings in measured:
         busy = ceilings.others_busy_cores or 0.0
         if ceilings.device.get("type") == "cpu" and busy > TOLERATED_CORES:
             finding = (

@@ -134,10 +134,10 @@ def _read_parts(path: Path, rows: int | None) -> Iterator[pd.DataFrame]:
     """Yield a table in parts of some rows, or as a whole."""
     texts = dict.fromkeys(texts_of(path.stem), str)
     try:
-        found = pd.read_csv(
+        frame = pd.read_csv(
             path, dtype=texts, keep_default_na=False, na_values=[""], chunksize=rows
         )
-        for part in [found] if isinstance(found, pd.DataFrame) else found:
+        for part in [frame] if isinstance(frame, pd.DataFrame) else frame:
             yield _change_texts(path.stem, part, _restore)
     except ValueError as error:
         raise InputError(f"{path}: is not a table ({error})") from None
@@ -165,8 +165,8 @@ class TableFolder(dict[str, pd.DataFrame]):
             why = f"is missing, so it is unknown whether {path} is whole"
             raise InputError(f"{sums}: {why}; {_AGAIN}")
         text = sums.read_text(encoding="utf-8", errors="replace")
-        known = {line["name"]: line["digest"] for line in _LINE.finditer(text)}
-        if known.get(path.name) != digest:
+        digests = {line["name"]: line["digest"] for line in _LINE.finditer(text)}
+        if digests.get(path.name) != digest:
             raise InputError(f"{path}: was cut or edited after it was written; {_AGAIN}")
         return path
 
@@ -187,7 +187,7 @@ def rows_of(
         runs: Runs, as (experiment id, instrument, replicate).
 
     Raises:
-        InputError: As ``read_table``.
+        InputError: The file is not a table; the message names it.
     """
     index = pd.MultiIndex.from_tuples(list(runs), names=RUN_KEY)
     if isinstance(tables, TableFolder):

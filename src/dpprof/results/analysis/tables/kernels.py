@@ -28,13 +28,13 @@ def tabulate_kernels(collected: Collected) -> dict[str, pd.DataFrame]:
         ``kernels`` (one row per run, phase and op kind) and ``traces`` (one row per run), by name.
     """
     recorded = {
-        run.id: {(one.phase, one.op_kind): one for one in result.io.by_phase_and_op_kind}
+        run.id: {(part.phase, part.op_kind): part for part in result.io.by_phase_and_op_kind}
         for instrument in reversed(RECORDERS)  # the preferred one comes last and wins
-        for run, result in collected.found
+        for run, result in collected.runs
         if run.instrument == instrument and result.io
     }
     kernels, traces = [], []
-    for run, result in collected.found:
+    for run, result in collected.runs:
         if result.kernels is None:
             continue
         common = key_of(run) | axes_of(result.experiment) | pick("kernels", result.model)
@@ -42,8 +42,8 @@ def tabulate_kernels(collected: Collected) -> dict[str, pd.DataFrame]:
         roof = _find_roof(ceilings, result.experiment.dtype)
         work: dict[Any, Work] = recorded.get(run.id, {})
         rows = [
-            _kernel_row(one, work.get((one.phase, one.op_kind)), roof)
-            for one in result.kernels.by_phase_and_op_kind
+            _kernel_row(part, work.get((part.phase, part.op_kind)), roof)
+            for part in result.kernels.by_phase_and_op_kind
         ]
         bound_s: Counter[str] = Counter()
         for row in rows:

@@ -52,7 +52,7 @@ class PeakFlops(NamedTuple):
 
 
 def find_peak(
-    compute: Compute, dtype: Dtype, device: Mapping[str, Any] | None, known: Iterable[Ceilings]
+    compute: Compute, dtype: Dtype, device: Mapping[str, Any] | None, listed: Iterable[Ceilings]
 ) -> PeakFlops:
     """Return the peak of the dtype in use.
 
@@ -65,7 +65,7 @@ def find_peak(
     name = device.get("name")
     if device.get("type") != "cpu":
         return PeakFlops(None, None, f"dpprof has no data sheet of {name}")
-    ceilings = find_ceilings(known, device)
+    ceilings = find_ceilings(listed, device)
     if ceilings is None:
         return PeakFlops(None, None, f"the ceilings of {name} were not measured")
     measured = ceilings.matmul.get(dtype)
@@ -94,17 +94,17 @@ def tabulate_memory(
     rows: dict[str, list[dict[str, Any]]] = {
         name: [] for name in ("peaks", "costs", "owners", "holdings", "traffic")
     }
-    for run, result in collected.found:
+    for run, result in collected.runs:
         memory, compute, io = result.memory, result.compute, result.io
         # The timeline of a capacity is for another batch size than the experiment's.
         if not (memory and memory.attribution and compute and io) or result.capacity:
             continue
         at_peak, key = memory.at_peak, key_of(run)
         assert at_peak is not None
-        found = _find_measured(alike[_rest(result.experiment)], result.experiment)
+        runs = _find_measured(alike[_rest(result.experiment)], result.experiment)
         common = key | axes_of(result.experiment)
-        rows["peaks"].append(common | _peak_row(result, memory, memory.attribution, at_peak, found))
-        rows["costs"].append(common | _cost_row(result, compute, io, found, collected.ceilings))
+        rows["peaks"].append(common | _peak_row(result, memory, memory.attribution, at_peak, runs))
+        rows["costs"].append(common | _cost_row(result, compute, io, runs, collected.ceilings))
         rows["owners"] += [
             key | {"component": component, "bytes": size}
             for component, size in at_peak.components.items()
@@ -139,8 +139,8 @@ def _target_of(experiment: Experiment) -> Target | None:
     """Return an experiment's target; None for this machine, and where there is no target."""
     target = experiment.target
     if isinstance(target, str):
-        found: Target | None = registry.load("targets", target)
-        return found
+        loaded: Target | None = registry.load("targets", target)
+        return loaded
     return target
 
 
@@ -153,11 +153,11 @@ def _peak_row(
 ) -> dict[str, Any]:
     experiment, placed = result.experiment, memory.allocator
     if attribution.allocator_peak_bytes is None:
-        known = group is not None and group.peaks.kind == "allocated"
+        is_allocated = group is not None and group.peaks.kind == "allocated"
         attribution = reconcile(
             experiment,
             attribution.timeline_peak_bytes,
-            int(median(group.peaks.sizes)) if group is not None and known else None,
+            int(median(group.peaks.sizes)) if group is not None and is_allocated else None,
             attribution.evidence,
             attribution.rounding_bytes,
             unknown=find_unknown_workspaces(memory.assumed),

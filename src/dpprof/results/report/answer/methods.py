@@ -18,6 +18,7 @@ from dpprof.results.report.rendering.document import Blocks, Drawing, Picture, S
 from dpprof.results.report.sections.tables import (
     Column,
     amount,
+    interval,
     tabulate,
     text,
     three_digits,
@@ -31,10 +32,8 @@ from dpprof.results.report.wording import (
     name_tokens,
     name_trained,
     ratio_with_interval,
-    reach,
     rounded,
     rows_in,
-    significant,
     spell_large,
     text_of,
 )
@@ -71,7 +70,7 @@ def choose_picture(tables: Tables, drawings: Sequence[Drawing]) -> Picture | Non
 
     Figures in which there is nothing to compare are left to the sections.
     """
-    drawn = {one.name: one for one in drawings if one.missing is None}
+    drawn = {drawing.name: drawing for drawing in drawings if drawing.missing is None}
     dull = set() if (tables["runs"]["outcome"] != "ok").any() else {"outcomes"}
     name = next((name for name in _PICTURES if name in drawn.keys() - dull), None)
     return None if name is None else drawn[name].picture
@@ -79,10 +78,10 @@ def choose_picture(tables: Tables, drawings: Sequence[Drawing]) -> Picture | Non
 
 def _tell_trainings(tables: Tables) -> Blocks:
     """Return what each method reaches in each training on each target."""
-    found = find_trainings(tables)
-    if not found:
+    trainings = find_trainings(tables)
+    if not trainings:
         return []
-    rows = pd.concat(found, ignore_index=True)
+    rows = pd.concat(trainings, ignore_index=True)
     rows = rows[rows["private"].astype(bool)] if rows["private"].any() else rows
     noise = tables["noise"]
     adapters = {"lora"} if len(set(rows["lora"].dropna())) > 1 else set()
@@ -100,7 +99,7 @@ def _tell_trainings(tables: Tables) -> Blocks:
         "microbatch": Column(_tell_batch),
         **speed,
         "GPU hours": three_digits("gpu_hours"),
-        "90 % interval": Column(_tell_interval),
+        "90 % interval": interval("gpu_hours"),
         "price": three_digits("price"),
         "hours / non-private": amount("hours_ratio", digits=2),
         "verified": words(_tell_verified),
@@ -134,10 +133,6 @@ def _tell_plan(noise: pd.DataFrame, rows: pd.DataFrame) -> str:
 
 def _tell_batch(row: Any) -> str:
     return str(row["verdict"]) if pd.isna(row["safe_batch_size"]) else count_batch(row)
-
-
-def _tell_interval(row: Any) -> str:
-    return reach(*(significant(row[f"gpu_hours_{end}"]) for end in ("low", "high")))
 
 
 def _tell_verified(row: Any) -> str:
@@ -193,10 +188,10 @@ def _tell_here(tables: Tables) -> Blocks:
 
 def _tell_predicted(tables: Tables) -> Blocks:
     """Return peaks that were predicted for targets."""
-    found = find_predicted(tables)
-    if not found:
+    predicted = find_predicted(tables)
+    if not predicted:
         return []
-    rows = pd.concat(found.values(), ignore_index=True)
+    rows = pd.concat(predicted.values(), ignore_index=True)
     columns = {
         "model": words(name_setting),
         "GPUs": words(name_gpus),

@@ -62,7 +62,7 @@ def tell_answer(tables: Tables) -> list[str]:
         said.append(_tell_here(here, tables))
     asked = {target for rows in trainings for target in rows["target"]}
     predicted = find_predicted(tables)
-    said += [_tell_predicted(*one) for one in predicted.items() if one[0] not in asked]
+    said += [_tell_predicted(name, rows) for name, rows in predicted.items() if name not in asked]
     return said[:_MOST] or [_tell_nothing(tables["runs"])]
 
 
@@ -72,8 +72,8 @@ def _tell_training(rows: pd.DataFrame, name: str, sized: str, noise: pd.DataFram
     Args:
         rows: Its options.
         name: What is trained.
-        sized: The same with its size.
-        noise: That of the privacy budget.
+        sized: What is trained, with its size.
+        noise: The noise of the privacy budget.
     """
     wrong = rows.loc[rows["verdict"] == "wrong", "method"].unique()
     failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""
@@ -229,13 +229,13 @@ def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
     takes = plural(len(others), "takes", "take")
     ratios = others["step_ratio"].dropna().astype(float)
     steps = others["median_step_s"].astype(float) / _MS
-    known, unit, digits = (ratios, "times", 2) if len(ratios) else (steps, "ms", 1)
-    ends = (number(known.agg(end), digits=digits) for end in ENDS)
+    figures, unit, digits = (ratios, "times", 2) if len(ratios) else (steps, "ms", 1)
+    ends = (number(figures.agg(end), digits=digits) for end in ENDS)
     said = f"{count} {takes} {reach(*ends)} {unit}"
-    if alike := _not_slower(fastest, tables):
-        said += (
-            f", of which {listed(alike)} not detectably more" if len(others) > len(alike) else ""
-        )
+    names = rows_in(fastest, tables["settings"])["not_slower"].dropna()
+    alike = str(names.iloc[0]).split() if len(names) else []
+    if 0 < len(alike) < len(others):
+        said += f", of which {listed(alike)} not detectably more"
     peaks = timed["peak_bytes"].dropna().astype(float)
     if peaks.empty or len(set(timed["peak_kind"])) > 1:
         return said
@@ -253,22 +253,17 @@ def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
     return f"{said}, and {least['method']} has the lowest peak, {peak} MiB"
 
 
-def _not_slower(fastest: Any, tables: Tables) -> list[str]:
-    names = rows_in(fastest, tables["settings"])["not_slower"].dropna()
-    return str(names.iloc[0]).split() if len(names) else []
-
-
 def _tell_elsewhere(fastest: Any, tables: Tables) -> str:
     """Return whether the same private method is fastest in the other settings, or which is."""
-    known = tables["settings"].dropna(subset=["fastest"])
-    if len(known) < 2 or measured(tables["experiments"]).empty:  # noqa: PLR2004 (one says nothing)
+    settings = tables["settings"].dropna(subset=["fastest"])
+    if len(settings) < 2 or measured(tables["experiments"]).empty:  # noqa: PLR2004 (one says nothing)
         return ""
-    others = known.loc[known["fastest"] != fastest["method"], "fastest"]
+    others = settings.loc[settings["fastest"] != fastest["method"], "fastest"]
     if others.empty:
-        return f" It is the fastest private method in all {len(known):,} settings measured."
+        return f" It is the fastest private method in all {len(settings):,} settings measured."
     where = f"the other {len(others):,} settings" if len(others) > 1 else "the other setting"
-    if len(others) + 1 < len(known):
-        where = f"{len(others):,} of the {len(known):,} settings"
+    if len(others) + 1 < len(settings):
+        where = f"{len(others):,} of the {len(settings):,} settings"
     return f" In {where} measured, {' or '.join(others.unique())} is the fastest."
 
 

@@ -89,17 +89,17 @@ DETAILS = (
     Detail(instants=30, holdings=20, runs=500, rows=10_000, log_ends=50),
     Detail(instants=30, holdings=20, runs=50, rows=1_000, log_ends=5),
 )
-"""From the finest on; a page takes the first that fits."""
+"""Details, the finest first; a page takes the first that fits."""
 
 
 def embed_figures(document: Document, folder: Path) -> dict[str, str]:
     """Return the pictures of the report by name, as text; those that have no file are left out."""
     blocks = [block for section in document.sections for block in section.blocks]
-    files = {one.name: folder / f"{one.name}.png" for one in blocks if isinstance(one, Picture)}
+    names = [block.name for block in blocks if isinstance(block, Picture)]
     return {
         name: base64.b64encode(file.read_bytes()).decode()
-        for name, file in files.items()
-        if file.is_file()
+        for name in names
+        if (file := folder / f"{name}.png").is_file()
     }
 
 

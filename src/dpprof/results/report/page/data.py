@@ -1,5 +1,6 @@
 """What the HTML report shows, from the tables: experiments, peaks, kernels, failures."""
 
+import itertools
 import math
 from typing import Any
 
@@ -115,11 +116,11 @@ _PRICED = (
 
 def list_trainings(tables: Tables) -> pd.DataFrame:
     """Return what capacities and the privacy budget say of each option of each training."""
-    found = find_options(tables)
-    if not found:
+    trainings = find_options(tables)
+    if not trainings:
         return pd.DataFrame(columns=["training", "gpus", "method", *_PRICED])
-    names = zip(found, name_trainings(found, "seq_len", "dtype"), strict=True)
-    rows = pd.concat([one.assign(training=name) for one, name in names], ignore_index=True)
+    names = zip(trainings, name_trainings(trainings, "seq_len", "dtype"), strict=True)
+    rows = pd.concat([options.assign(training=name) for options, name in names], ignore_index=True)
     one_sample = rows.assign(batch_size=1, parallel=None)
     return rows[["training", "method", "private", "ranks", *_PRICED]].assign(
         gpus=[name_gpus(row) for _, row in rows.iterrows()],
@@ -138,7 +139,7 @@ def list_peaks(tables: Tables, experiments: pd.DataFrame) -> pd.DataFrame:
     They come in the order of the experiments, each recorded one before the estimate.
     """
     peaks = tables["peaks"]
-    order = [(name, one) for name in experiments["experiment_id"] for one in RECORDERS]
+    order = itertools.product(experiments["experiment_id"], RECORDERS)
     run = ["experiment_id", "instrument"]
     first = peaks.drop_duplicates(run).set_index(run, drop=False)
     first = first.loc[[key for key in order if key in first.index]].reset_index(drop=True)

@@ -52,13 +52,13 @@ def find_manifest(root: Path) -> Path:
     dues = _newest_first((root / PLAN).glob("due-*.txt"))
     ordered = [due.with_name(due.stem.replace("due-", "manifest-", 1) + ".json") for due in dues]
     ordered += _newest_first((root / PLAN).glob("manifest-*.json"))
-    found = next((path for path in ordered if path.is_file()), None)
-    if found is None:
+    manifest = next((path for path in ordered if path.is_file()), None)
+    if manifest is None:
         raise InputError(
             f"{results}: is no sweep's results, since plan/ in it has no manifest-*.json; run "
             "snakemake, which plans"
         )
-    return found
+    return manifest
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Path]:
@@ -70,8 +70,8 @@ def _stamp(paths: Iterable[Path]) -> Stamps:
     stamps = {}
     for path in paths:
         with contextlib.suppress(OSError):
-            found = path.stat()
-            stamps[path] = (found.st_ino, found.st_mtime_ns, found.st_size)
+            status = path.stat()
+            stamps[path] = (status.st_ino, status.st_mtime_ns, status.st_size)
     return stamps
 
 
@@ -133,10 +133,10 @@ class LivePage:
         """
         path = find_manifest(self._root)
         manifest = read_manifest(path)
-        found = [run.path(self._root) for run in manifest.runs]
+        files = [run.path(self._root) for run in manifest.runs]
         limits = sorted((self._root / RESULTS).glob(f"{LIMITS.pattern}.json"))
-        found += [*limits, *(self._root / RESULTS).glob(f"{VERDICT.pattern}.json")]
-        stamps = _stamp([path, self._root / _PROGRESS, *found])
+        files += [*limits, *(self._root / RESULTS).glob(f"{VERDICT.pattern}.json")]
+        stamps = _stamp([path, self._root / _PROGRESS, *files])
         if stamps == self._stamps:
             return False
         collected = collect(manifest, self._root, partial=True, ceilings=limits)
@@ -170,7 +170,7 @@ def describe_sweep(tables: Tables, progress: Progress | None, *, is_live: bool) 
     """
     runs, missing = tables["runs"], tables["missing"]
     is_ok, is_absent = runs["outcome"] == "ok", missing["reason"] == NO_RESULT
-    running = {str(one.began): one for one in progress.running()} if progress else {}
+    running = {str(run.began): run for run in progress.running()} if progress else {}
     goes_on = progress.goes_on() if progress else None
     # While a sweep goes on, it measures all that it has planned, even where a result exists.
     due = set(progress.kinds) - set(progress.ended) if progress and goes_on else set()
@@ -178,7 +178,7 @@ def describe_sweep(tables: Tables, progress: Progress | None, *, is_live: bool) 
     failed = (_name(runs[~is_ok]) | _name(missing[~is_absent])) - running.keys() - due
     planned = _name(runs) | _name(missing)
     remaining = planned - done - failed - running.keys()
-    begun = sorted((one.at_s, name) for name, one in running.items() if name in planned)
+    begun = sorted((run.at_s, name) for name, run in running.items() if name in planned)
     counts = f"{len(done):,} of {len(planned):,} runs done, {len(failed):,} failed, "
     counts += f"{len(begun):,} running, {len(remaining):,} remaining"
     lines = [counts, *(f"{name} runs since {_clock(at_s)}." for at_s, name in begun)]

@@ -54,7 +54,7 @@ def escape_latex(value: Any) -> str:
     if isinstance(value, _Markup):
         return value
     text = "".join(_SPECIAL.get(character, character) for character in str(value))
-    text = _NOT_LATIN_1.sub(lambda found: f"U+{ord(found[0]):04X}", text)
+    text = _NOT_LATIN_1.sub(lambda match: f"U+{ord(match[0]):04X}", text)
     return _LIGATURE.sub(r"\1{}", text)
 
 

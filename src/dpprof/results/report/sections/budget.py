@@ -8,6 +8,7 @@ from dpprof.results.report.rendering.document import Blocks, Bullets
 from dpprof.results.report.sections.tables import (
     Column,
     amount,
+    interval,
     share,
     sizes,
     tabulate,
@@ -15,7 +16,7 @@ from dpprof.results.report.sections.tables import (
     three_digits,
     words,
 )
-from dpprof.results.report.wording import THIS_MACHINE, reach, significant
+from dpprof.results.report.wording import THIS_MACHINE
 
 TITLE = "What a privacy budget costs"
 
@@ -36,8 +37,8 @@ def tell_budget(noise: pd.DataFrame, budget: pd.DataFrame) -> Blocks:
 
 
 def _tell_noise(rows: pd.DataFrame) -> Blocks:
-    one = rows.iloc[0]
-    epochs = one["tokens"] / one["tokens_per_sample"] / one["samples"]
+    first = rows.iloc[0]
+    epochs = first["tokens"] / first["tokens_per_sample"] / first["samples"]
     columns = {
         "batch": amount("batch_size", digits=0),
         "used": words(lambda row: "yes" if row["chosen"] else ""),
@@ -47,13 +48,13 @@ def _tell_noise(rows: pd.DataFrame) -> Blocks:
         "of a step": three_digits("step_noise", 1e-6),
         "of the training": three_digits("training_noise", 1e-6),
     }
-    budget = f"({one['epsilon']:g}, {one['delta']:g})-differential privacy"
+    budget = f"({first['epsilon']:g}, {first['delta']:g})-differential privacy"
     caption = (
-        f"What {budget} asks for, by the accountant {one['accountant']}, over batch sizes: "
-        f"{one['samples']:,.0f} samples of {one['tokens_per_sample']:,.0f} tokens, and "
-        f"{one['tokens']:,.0f} tokens to train on, which are {epochs:,.3g} times the data. A step "
-        "draws each sample with the sample rate. The noise of a step's averaged gradient is the "
-        "noise multiplier over the batch; that of the average over the training is less by the "
+        f"What {budget} asks for, by the accountant {first['accountant']}, over batch sizes: "
+        f"{first['samples']:,.0f} samples of {first['tokens_per_sample']:,.0f} tokens, and "
+        f"{first['tokens']:,.0f} tokens to train on, which are {epochs:,.3g} times the data. A "
+        "step draws each sample with the sample rate. The noise of a step's averaged gradient is "
+        "the noise multiplier over the batch; that of the average over the training is less by the "
         "root of the steps; both in millionths of the clipping bound."
     )
     return tabulate(caption, columns, rows, "noise.csv")
@@ -72,7 +73,7 @@ def _tell_hours(rows: pd.DataFrame) -> Blocks:
         "same batch": amount("same_batch_noise_multiplier", digits=3),
         "micro-batches": Column(_micro_batches),
         "GPU hours": three_digits("gpu_hours"),
-        "90 % interval": Column(_interval),
+        "90 % interval": interval("gpu_hours"),
         "price": three_digits("price"),
         "x standard": amount("hours_ratio", digits=2),
     }
@@ -81,8 +82,8 @@ def _tell_hours(rows: pd.DataFrame) -> Blocks:
     caption = (
         "GPU hours on one GPU, predicted. At the first epsilon the batch is the one that is used; "
         "another epsilon keeps the steps and the noise of each step's averaged gradient, and so "
-        "needs another batch and other hours. With the same batch the hours would stay, and the "
-        "noise multiplier would be that under same batch. A step has so many micro-batches of "
+        "needs another batch and other hours. With the first epsilon's batch, hours stay; the "
+        "column same batch has the noise multiplier for it. A step has so many micro-batches of "
         "so many samples, as many as safely fit, then noise and optimizer once. Batches vary by "
         "Poisson sampling; hours are those of the expected number of samples."
     )
@@ -93,7 +94,3 @@ def _micro_batches(row: Any) -> str:
     if pd.isna(row["accumulation_steps"]):
         return "-"
     return f"{row['accumulation_steps']:,.0f} x {row['micro_batch_size']:,.0f}"
-
-
-def _interval(row: Any) -> str:
-    return reach(*(significant(row[f"gpu_hours_{end}"]) for end in ("low", "high")))

@@ -81,8 +81,8 @@ def exchange(experiments: pd.DataFrame) -> Blocks:
         "Bytes that a rank sends in a step, and receives as well, counted from the collectives "
         "that ran, each as a ring sends it; and how much of it standard, all else equal, does not."
     )
-    known = experiments[experiments["sent_bytes"].notna()]
-    return tabulate_experiments(caption, columns, known, "communication.csv")
+    sent = experiments[experiments["sent_bytes"].notna()]
+    return tabulate_experiments(caption, columns, sent, "communication.csv")
 
 
 def instrument_overhead(table: pd.DataFrame) -> Blocks:
@@ -127,11 +127,11 @@ def _ratio(figure: str) -> Column:
 def host_io(runs: pd.DataFrame) -> Blocks:
     """Return the bytes that processes read and wrote in timed steps, and the energy of a step."""
     told: Blocks = []
-    known = runs.dropna(subset=["host_read_bytes", "host_written_bytes"])
-    if len(known):
-        steps = known["timed_steps"]
-        read = (known["host_read_bytes"] / steps).max()
-        written = (known["host_written_bytes"] / steps).max()
+    counted = runs.dropna(subset=["host_read_bytes", "host_written_bytes"])
+    if len(counted):
+        steps = counted["timed_steps"]
+        read = (counted["host_read_bytes"] / steps).max()
+        written = (counted["host_written_bytes"] / steps).max()
         told.append(
             Paragraph(
                 text="Step times include no file access: the batch stays on the device. In the "

@@ -95,13 +95,13 @@ def _rates(kernels: pd.DataFrame) -> pd.DataFrame:
     work = kernels.assign(moved=kernels["read_bytes"] + kernels["written_bytes"])
     sums = work.groupby(["bound", "experiment_id"])[["flops", "moved", "seconds"]].sum()
     per_s = sums[["flops", "moved"]].div(sums["seconds"], axis=0)
-    known = kernels.groupby("experiment_id")[["ceiling_flops_per_s", "ceiling_bytes_per_s"]].first()
+    roof = kernels.groupby("experiment_id")[["ceiling_flops_per_s", "ceiling_bytes_per_s"]].first()
     bound = per_s.index.get_level_values("bound")
-    computed, carried = (per_s[bound == one].droplevel("bound") for one in ("compute", "memory"))
-    return known.assign(
-        of_peak=computed["flops"] / known["ceiling_flops_per_s"],
+    computed, carried = (per_s[bound == kind].droplevel("bound") for kind in ("compute", "memory"))
+    return roof.assign(
+        of_peak=computed["flops"] / roof["ceiling_flops_per_s"],
         memory_bytes_per_s=carried["moved"],
-        of_bandwidth=carried["moved"] / known["ceiling_bytes_per_s"],
+        of_bandwidth=carried["moved"] / roof["ceiling_bytes_per_s"],
     )[["of_peak", "memory_bytes_per_s", "of_bandwidth"]]
 
 

@@ -1,6 +1,7 @@
 """The sections on memory: owners at the peak, predictions, what fits, and reconciliation."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -12,6 +13,7 @@ from dpprof.results.report.rendering.document import Blocks
 from dpprof.results.report.sections.tables import (
     Column,
     amount,
+    interval,
     sizes,
     speed,
     tabulate,
@@ -25,7 +27,6 @@ from dpprof.results.report.wording import (
     name_training,
     number,
     percent,
-    reach,
     significant,
 )
 
@@ -71,8 +72,8 @@ def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Blocks:
     rows = composition[composition["target"].notna()]
     if rows.empty:
         return []
-    known = ["experiment_id", "dp_flop_multiplier", "roofline_step_s"]
-    rows = rows.merge(costs[known], on="experiment_id")
+    bounds = ["experiment_id", "dp_flop_multiplier", "roofline_step_s"]
+    rows = rows.merge(costs[bounds], on="experiment_id")
     standard = rows["peak_bytes"].where(rows["method"] == BASELINE)
     setting = [rows[name] for name in SETTING]
     base = standard.groupby(setting, dropna=False).transform("median")
@@ -125,7 +126,7 @@ def tell_capacity(advice: pd.DataFrame) -> Blocks:
         "its peak (GiB)": amount("largest_peak_bytes", _GIB),
         "safe batch": amount("safe_batch_size", digits=0),
         **speed(rows),
-        "90 % interval": Column(_speed_interval),
+        "90 % interval": interval("tokens_per_s", partial(number, digits=0)),
         "FLOPs x": amount("dp_flop_multiplier", digits=2),
     }
     budgets = rows.dropna(subset=["budget_bytes"]).groupby("target")["budget_bytes"].first()
@@ -139,10 +140,6 @@ def tell_capacity(advice: pd.DataFrame) -> Blocks:
         "ended before the memory was full. FLOPs x is executed FLOPs over model FLOPs."
     )
     return tabulate(caption, columns, rows, "advice.csv")
-
-
-def _speed_interval(row: Any) -> str:
-    return reach(*(number(row[f"tokens_per_s_{end}"], digits=0) for end in ("low", "high")))
 
 
 def _largest(row: Any) -> str:

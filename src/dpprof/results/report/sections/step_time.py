@@ -27,20 +27,20 @@ _MS = 1e-3
 
 def compare(experiments: pd.DataFrame) -> Blocks:
     """Return the comparison of experiments by time and peak."""
-    known = experiments[experiments["processes"] + experiments["peak_processes"] > 0]
-    if known.empty:
+    measured = experiments[experiments["processes"] + experiments["peak_processes"] > 0]
+    if measured.empty:
         return [Paragraph(text="No experiment succeeded, so there is nothing to compare.")]
     columns = {
         "step (ms)": amount("median_step_s", _MS),
         "interval": between("step_low_s", "step_high_s", _MS),
         "time ratio": Column(_time_ratio),
-        **speed(known),
+        **speed(measured),
         "peak (MiB)": amount("peak_bytes", _MIB),
         "peak ratio": amount("peak_ratio", digits=2),
         "n": whole("processes"),
     }
-    caption = _explain(known)
-    return tabulate_experiments(caption, columns, known, "experiments.csv", by=["median_step_s"])
+    caption = _explain(measured)
+    return tabulate_experiments(caption, columns, measured, "experiments.csv", by=["median_step_s"])
 
 
 def _time_ratio(row: Any) -> str:
@@ -93,8 +93,8 @@ def _percent(floors: "pd.Series[float]") -> str:
 
 def by_method(methods: pd.DataFrame) -> Blocks:
     """Return a summary of each method's cost over all settings."""
-    known = methods[methods["step_ratio_count"] + methods["peak_ratio_count"] > 0]
-    if known["experiments"].max() == 1:
+    compared = methods[methods["step_ratio_count"] + methods["peak_ratio_count"] > 0]
+    if compared["experiments"].max() == 1:
         return []  # the comparison already shows it
     columns = {
         "method": text("method"),
@@ -108,7 +108,7 @@ def by_method(methods: pd.DataFrame) -> Blocks:
         "Ratios to standard over all settings: the median and the range. The comparison of "
         "experiments shows whether a single ratio exceeds the noise."
     )
-    return tabulate(caption, columns, known, "methods.csv")
+    return tabulate(caption, columns, compared, "methods.csv")
 
 
 def repeat(experiments: pd.DataFrame) -> Blocks:

@@ -8,10 +8,10 @@ import pandas as pd
 from dpprof.results.analysis.tables.axes import name_model, name_speed, size_cell
 from dpprof.results.analysis.tables.frames import naming_axes
 from dpprof.results.report.rendering.document import Blocks, Paragraph, Table
-from dpprof.results.report.wording import number, percent, significant, span, text_of
+from dpprof.results.report.wording import number, percent, reach, significant, span, text_of
 
 MAX_ROWS = 60
-"""For a longer table the report names the CSV instead."""
+"""The most rows of a table; instead of a longer one the report names the CSV."""
 
 _ORDER = ("model", "seq_len", "batch_size")
 """The columns by which rows are sorted first."""
@@ -75,6 +75,11 @@ def between(low: str, high: str, unit: float = 1.0, digits: int = 1) -> Column:
     return Column(lambda row: span(row[low], row[high], unit, digits))
 
 
+def interval(name: str, write: Callable[[Any], str] = significant) -> Column:
+    """Return a column of ranges whose ends are the columns ``<name>_low`` and ``<name>_high``."""
+    return Column(lambda row: reach(*(write(row[f"{name}_{end}"]) for end in ("low", "high"))))
+
+
 def tabulate_experiments(
     caption: str,
     columns: dict[str, Column],
@@ -115,6 +120,6 @@ def tabulate(
     if len(frame) > MAX_ROWS:
         where = f"see results/tables/{source}"
         return [Paragraph(text=f"{caption} These are {len(frame):,} rows: {where}.")]
-    rows = [tuple(one.write(row) for one in columns.values()) for _, row in frame.iterrows()]
-    numeric = tuple(one.numeric for one in columns.values())
+    rows = [tuple(column.write(row) for column in columns.values()) for _, row in frame.iterrows()]
+    numeric = tuple(column.numeric for column in columns.values())
     return [Table(caption=caption, header=tuple(columns), rows=tuple(rows), numeric=numeric)]

@@ -29,7 +29,7 @@ from dpprof.results.report.wording import plural, text_of
 
 TITLE = "Do the methods compute the same gradient?"
 
-_NOTES = {one: f"{one} {meaning}, see: {TITLE}" for one, meaning in MEANINGS.items()}
+_NOTES = {symbol: f"{symbol} {meaning}, see: {TITLE}" for symbol, meaning in MEANINGS.items()}
 
 _VERDICTS: Mapping[Any, str] = {True: "verified", False: "failed"}
 
@@ -153,13 +153,14 @@ def _mark(
         return block.model_copy(update={"said": _sign(block.said, pattern, marks)})
     if not isinstance(block, Table) or "method" not in block.header:
         return block
-    at = block.header.index("method")
-    cells = [row[at] for row in block.rows]
-    notes = [note for one, note in _NOTES.items() if set(cells).intersection(marks.get(one, ()))]
+    column = block.header.index("method")
+    names = {row[column] for row in block.rows}
+    notes = [note for mark, note in _NOTES.items() if names.intersection(marks.get(mark, ()))]
     if not notes:
         return block
     rows = tuple(
-        (*row[:at], f"{row[at]}{sign(row[at], marks)}", *row[at + 1 :]) for row in block.rows
+        (*row[:column], f"{row[column]}{sign(row[column], marks)}", *row[column + 1 :])
+        for row in block.rows
     )
     caption = " ".join([block.caption, *notes])
     return block.model_copy(update={"rows": rows, "caption": caption})

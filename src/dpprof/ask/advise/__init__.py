@@ -1,0 +1,1 @@
+"""Which method to use on a GPU, and which batch fits there."""

@@ -1,0 +1,241 @@
+"""Which method to use on a GPU, and which batch fits there."""
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
+
+from dpprof.ask.advise.gpus import format_gpus
+from dpprof.ask.advise.show import (
+    compare_heads,
+    format_advice,
+    format_winners,
+    list_remedies,
+    list_smallest_ranks,
+    recommend,
+)
+from dpprof.ask.answer import BatchAnswer, load_figure, tabulate
+from dpprof.ask.capacities import find_capacities, list_experiments, read_verdicts
+from dpprof.ask.capacity.show import explain_batches, explain_safety
+from dpprof.ask.questions import naming
+from dpprof.experiments.config.architecture import Architecture
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.tasks import name_size
+from dpprof.experiments.config.validation import one_of, refuse, spell
+from dpprof.experiments.records.advice import Advice, OnGpus
+from dpprof.experiments.records.result import Result
+from dpprof.experiments.records.verdict import Standing
+from dpprof.results.analysis.advice.advice import BEST
+from dpprof.results.analysis.advice.advice import advise as rank
+from dpprof.results.analysis.advice.scaling import compare_gpus
+from dpprof.results.analysis.standings import find_signs
+from dpprof.results.analysis.tables.axes import target_text
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_WAYS: tuple[str, ...] = get_args(Experiment.model_fields["checkpointing"].annotation)
+_HEADS: tuple[str, ...] = get_args(Experiment.model_fields["head"].annotation)
+_ASKED = (
+    *("model", "lora", "target", "parallel", "dtype", "seq_len", "image_size", "execution", "head"),
+)
+"""What a row of the table is about."""
+
+ByRanks = Mapping[int, Sequence[Result]]
+
+
+class Advised(BatchAnswer):
+    """The methods, ranked for each dtype, size and number of ranks that was asked about.
+
+    Args:
+        results: The capacities. The first one's experiment has the adapters that were asked for.
+        standings: What is known of the methods, by id of an experiment.
+    """
+
+    _short: ClassVar = (
+        *("dtype", "seq_len", "image_size", "method", "verdict", "safe_batch_size"),
+        *("tokens_per_s", "tokens_per_s_low", "tokens_per_s_high", "safe_peak_bytes"),
+    )
+
+    def __init__(self, results: Sequence[Result], standings: Mapping[str, Standing]) -> None:
+        self.results = results
+        first = results[0].experiment
+        self._alike = _group(results)
+        self.advices = [
+            _rank(first, on_ranks, standings)
+            for by_ranks in self._alike.values()
+            for on_ranks in by_ranks.values()
+        ]
+
+    @property
+    def sentence(self) -> str:
+        """Which method to use, for each question."""
+        return " ".join(recommend(advice)[0] for advice in self.advices)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a batch safely fits with any method."""
+        return any(option.safe_batch_size for advice in self.advices for option in advice.options)
+
+    @property
+    def gpus(self) -> list[OnGpus]:
+        """What each number of GPUs brings; empty for several dtypes or sizes, or one number."""
+        if len(self._alike) > 1 or len(self.advices) == 1:
+            return []
+        return compare_gpus(self.advices)
+
+    def __str__(self) -> str:
+        advices, results = self.advices, self.results
+        if len(self._alike) == 1:
+            explain = explain_safety if advices[0].checkpointing == BEST else explain_batches
+            return "\n".join(
+                [
+                    *format_gpus(self.gpus),
+                    *map(format_advice, advices),
+                    *explain(results),
+                    *list_smallest_ranks(results),
+                    *list_remedies(results),
+                ]
+            )
+        lines = [format_winners(advices), *compare_heads(advices), *explain_safety(results)]
+        for (dtype, size, *_), by_ranks in self._alike.items():
+            on_any = list(itertools.chain.from_iterable(by_ranks.values()))
+            where = f"{dtype} {size}"  # several ranks have one execution and head
+            lines += [f"{where}: {line}" for line in list_smallest_ranks(on_any)]
+        return "\n".join([*lines, *list_remedies(results)])
+
+    def table(self) -> "pd.DataFrame":
+        """Return a row for each method of each question, the best first."""
+        return tabulate(
+            side.model_dump(include=set(_ASKED)) | option.model_dump()
+            for advice in self.advices
+            for side in advice.sides
+            for option in side.options
+        )
+
+    def plot(self) -> "Figure":
+        """Draw tokens per second over sequence lengths, or over numbers of GPUs and their cost.
+
+        Raises:
+            InputError: There is one length and one number of GPUs, or matplotlib is not installed.
+        """
+        lengths = {advice.seq_len for advice in self.advices}
+        if self.gpus:
+            return load_figure("ranks", "plot")({"advice": self.table()})
+        if len(lengths) == 1:
+            raise refuse_short_figure("plot", *lengths)
+        draw = load_figure("advice", "plot")
+        options = [option for a in self.advices for side in a.sides for option in side.options]
+        return draw(self.advices, find_signs(options))
+
+    def to_json(self) -> str:
+        """Return the advice; a list where there are several."""
+        dumped = [advice.model_dump(mode="json") for advice in self.advices]
+        return json.dumps(dumped[0] if len(dumped) == 1 else dumped, indent=1)
+
+
+def refuse_short_figure(key: str, value: Any) -> Exception:
+    """Return the error that refuses to draw one sequence length."""
+    why = f"it shows sequence lengths; give {spell('seq_len')} two or more"
+    return refuse(key, value, why)
+
+
+def _group(results: Iterable[Result]) -> Mapping[tuple[str, str, str, str], ByRanks]:
+    """Group results by what was asked, and those by the number of ranks."""
+    alike: dict[tuple[str, str, str, str], dict[int, list[Result]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for result in results:
+        asked = result.experiment
+        size = name_size(asked.seq_len, asked.image_size)
+        alike[asked.dtype, size, asked.execution, asked.head][asked.world_size].append(result)
+    return alike
+
+
+def _rank(
+    asked_first: Experiment, results: Sequence[Result], standings: Mapping[str, Standing]
+) -> Advice:
+    """Rank the methods on one number of ranks, with adapters and without."""
+    target = target_text(asked_first) or "this machine"
+    asked = [result for result in results if result.experiment.lora == asked_first.lora]
+    whole = [result for result in results if result.experiment.lora != asked_first.lora]
+    advice = rank(asked, target, standings)
+    if whole:
+        advice = advice.model_copy(update={"whole": rank(whole, target, standings)})
+    return advice
+
+
+def advise(
+    model: str | dict[str, Any] | Callable[[Experiment], Any],
+    *,
+    methods: Sequence[str] | None = None,
+    world_sizes: Sequence[int] | None = None,
+    again: bool = False,
+    **experiment: Any,
+) -> Advised:
+    """Say how large a batch fits on a GPU that need not be here, and which private method to use.
+
+    Args:
+        model: The model, as ``estimate`` takes it.
+        methods: The methods to compare; all of them by default.
+        world_sizes: The numbers of ranks to compare.
+        again: Whether to ignore what is kept, in results and the package.
+        **experiment: Every other option of ``dpprof advise``; lists where that takes several.
+
+    Raises:
+        InputError: A value is not allowed or given twice, or a required one is missing.
+
+    Example:
+        >>> import dpprof
+        >>> told = dpprof.advise("tiny", methods=["flash-bk"], target="h100", seq_len=64)
+        >>> told.advices[0].best.method
+        'flash-bk'
+    """
+    with naming({"model": model, **experiment}) as fields:
+        asked = list_questions(fields, methods, world_sizes)
+        standings = read_verdicts(asked)
+        return Advised(find_capacities(asked, Path(), again=again), standings)
+
+
+def list_questions(
+    fields: Mapping[str, Any],
+    methods: Sequence[str] | None = None,
+    world_sizes: Sequence[int] | None = None,
+) -> list[Experiment]:
+    """Return the experiments that ``advise`` is about.
+
+    A model that gets adapters is also asked about without them. ``best`` stands for every way of
+    checkpointing, and for every head.
+
+    Raises:
+        InputError: A value is not allowed or given twice, or a required one is missing.
+    """
+    settled = dict(fields)
+    ways = _as_list(fields.get("checkpointing", []))
+    if len(ways) > 1:
+        why = f"give one way, or {BEST} alone, which tries each"
+        raise refuse(spell("checkpointing"), " ".join(ways), why)
+    if ways:
+        if ways[0] not in {*_WAYS, BEST}:
+            raise refuse(spell("checkpointing"), ways[0], one_of([*_WAYS, BEST], ways[0]))
+        settled["checkpointing"] = list(_WAYS) if ways == [BEST] else ways
+    if _as_list(fields.get("head")) == [BEST]:
+        settled["head"] = list(_HEADS)
+    asked = list_experiments(settled, methods, world_sizes)
+    return asked + [whole for experiment in asked if (whole := _without_lora(experiment))]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _without_lora(experiment: Experiment) -> Experiment | None:
+    """Return the experiment that trains the whole model; None where there is no other such."""
+    is_stated = isinstance(experiment.model, Architecture) and experiment.model.quantization
+    if experiment.lora is None or is_stated:
+        return None  # the model's own config says that its weights are quantised
+    others = {"lora": None, "trainable": None, "quantization": None}
+    return Experiment.model_validate(experiment.model_dump() | others)

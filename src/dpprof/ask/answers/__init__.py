@@ -1,1 +1,0 @@
-"""The answers of dpprof as functions: the commands print them, and Python has them as objects."""

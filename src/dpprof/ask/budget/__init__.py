@@ -1,0 +1,1 @@
+"""What a privacy budget costs with each method."""

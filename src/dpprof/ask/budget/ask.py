@@ -1,0 +1,130 @@
+"""What a privacy budget costs with each method: noise, steps, GPU hours and money."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import ValidationError
+
+from dpprof.ask.answer import BatchAnswer, load_figure, tabulate
+from dpprof.ask.budget.show import explain_choice, format_budget
+from dpprof.ask.capacities import find_capacities, list_experiments, read_verdicts
+from dpprof.ask.questions import naming
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.privacy import Privacy
+from dpprof.experiments.config.validation import InputError, explain, spell
+from dpprof.experiments.launch.accounting_run import account_once
+from dpprof.experiments.records.budget import Budget
+from dpprof.results.analysis.advice.budget import make_budget
+from dpprof.results.analysis.tables.axes import axes_of, target_text
+from dpprof.system.console import say
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+class Priced(BatchAnswer):
+    """The price of a budget; ``budget`` has every figure (docs/numbers/budget.md)."""
+
+    _short: ClassVar = (
+        *("method", "epsilon", "batch_size", "steps", "noise_multiplier", "gpu_hours"),
+        *("gpu_hours_low", "gpu_hours_high", "price", "hours_ratio"),
+    )
+
+    def __init__(self, budget: Budget, asked: Experiment) -> None:
+        self.budget = budget
+        self._asked = asked
+
+    @property
+    def sentence(self) -> str:
+        """The budget, and which batch is used, by which rule."""
+        first = str(self).splitlines()[0]
+        return f"{first} {explain_choice(self.budget.privacy, self.budget.noise)}"
+
+    @property
+    def fits(self) -> bool:
+        """Whether a batch safely fits with any method."""
+        return any(cost.accumulation_steps for cost in self.budget.methods)
+
+    def __str__(self) -> str:
+        return format_budget(self.budget)
+
+    def table(self) -> "pd.DataFrame":
+        """Return a row for each method and epsilon, the fastest method first."""
+        return tabulate(cost.model_dump() for cost in self.budget.methods)
+
+    def plot(self) -> "Figure":
+        """Draw GPU hours over epsilon.
+
+        Raises:
+            InputError: Matplotlib is not installed.
+            NothingToDrawError: No hours are predicted.
+        """
+        table = self.table()
+        setting = {k: v for k, v in axes_of(self._asked).items() if k not in table}
+        budget = table.assign(**setting, parameters_total=1)
+        return load_figure("budget", "plot")({"budget": budget})
+
+    def to_json(self) -> str:
+        """Return the budget and its price with each method."""
+        return self.budget.model_dump_json(indent=1)
+
+
+def budget(
+    model: str | dict[str, Any] | Callable[[Experiment], Any],
+    *,
+    methods: Sequence[str] | None = None,
+    world_sizes: Sequence[int] | None = None,
+    again: bool = False,
+    **options: Any,
+) -> Priced:
+    """Say what a privacy budget costs with each method on a GPU.
+
+    Args:
+        model: The model, as ``estimate`` takes it.
+        methods: The methods to compare; all of them by default.
+        world_sizes: The numbers of ranks to compare.
+        again: Whether to ignore what is kept, in results and the package.
+        **options: Every other option of ``dpprof budget``: those of an experiment, and ``samples``,
+            ``tokens``, ``epsilon`` (one or a list), ``delta`` ...
+
+    Raises:
+        InputError: A value is not allowed or given twice, a required one is missing, or no noise
+            is known for the budget.
+
+    Example:
+        >>> import dpprof
+        >>> spent = {"samples": 50_000, "tokens": 32e6, "epsilon": 8, "delta": 1e-6}
+        >>> where = {"target": "h100", "seq_len": 64, "accountant": "rdp"}
+        >>> told = dpprof.budget("tiny", methods=["flash-bk"], **where, **spent)
+        >>> told.budget.noise.planned.steps
+        1954
+    """
+    privacy = read_privacy({k: v for k, v in options.items() if k in Privacy.model_fields})
+    others = {name: value for name, value in options.items() if name not in Privacy.model_fields}
+    with naming({"model": model, **others}) as fields:
+        asked = list_experiments(fields, methods, world_sizes)
+        tokens = asked[0].tokens_per_sample
+        privacy.refuse_few_tokens(tokens, spell("tokens"))
+        for warning in privacy.warnings:
+            say(f"warning: {warning}")
+        [noise] = account_once(Path(), privacy, [tokens], again=again)
+        if noise.planned.noise_multiplier is None:
+            raise InputError(f"{spell('epsilon')}: {noise.planned.reason}")
+        standings = read_verdicts(asked)
+        results = find_capacities(asked, Path(), again=again)
+        target = target_text(asked[0]) or "this machine"
+        return Priced(make_budget(results, target, standings, privacy, noise), asked[0])
+
+
+def read_privacy(options: Mapping[str, Any]) -> Privacy:
+    """Return the privacy budget of keywords or options.
+
+    Raises:
+        InputError: A value is not allowed, or a required one is missing.
+    """
+    try:
+        return Privacy.model_validate({k: v for k, v in options.items() if v is not None})
+    except ValidationError as error:
+        raise explain(error, Privacy, options=True) from None

@@ -1,0 +1,84 @@
+"""How large a batch of one method fits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dpprof.ask.answer import tabulate
+from dpprof.ask.capacities import find_capacities, list_experiments
+from dpprof.ask.capacity.show import explain_batches
+from dpprof.ask.estimate.ask import Predicted
+from dpprof.ask.predictions import PredictionError
+from dpprof.ask.questions import naming
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.validation import refuse, spell
+from dpprof.experiments.records.result import Result
+from dpprof.results.analysis.advice.advice import describe
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Fitting(Predicted):
+    """The capacity of a method; ``str`` tells of its largest safe batch, as ``plot`` shows it."""
+
+    _short: ClassVar = ("batch_size", "peak_bytes", "fits")
+
+    def __init__(self, result: Result) -> None:
+        super().__init__(result)
+        assert result.capacity is not None
+        self.capacity = result.capacity
+
+    @property
+    def sentence(self) -> str:
+        """The largest batch and the largest safe one."""
+        option, experiment = describe(self.result), self.result.experiment
+        safe = "none" if option.safe_batch_size is None else f"{option.safe_batch_size:,}"
+        return (
+            f"{experiment.method} on {experiment.model_name}: a batch of "
+            f"{self.capacity.batch_size:,} fits, and the largest safe one is {safe}."
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([self.sentence, *explain_batches([self.result])])
+
+    def table(self) -> "pd.DataFrame":
+        """Return the batches that were tried, with their peaks."""
+        tried = sorted(self.capacity.estimates.items())
+        frame = tabulate(tried, ("batch_size", "peak_bytes"))
+        return frame.assign(fits=frame["batch_size"] <= self.capacity.batch_size)
+
+
+def capacity(
+    model: str | dict[str, Any] | Callable[[Experiment], Any],
+    method: str,
+    *,
+    again: bool = False,
+    **experiment: Any,
+) -> Fitting:
+    """Find the largest batch that fits with one method, and the largest safe one.
+
+    Args:
+        model: The model, as ``estimate`` takes it.
+        method: How the gradient is computed.
+        again: Whether to ignore what is kept, in results and the package.
+        **experiment: Options of ``estimate`` but ``batch_size``; ``target`` is required.
+
+    Raises:
+        InputError: A value is not allowed, or a required one is missing.
+        PredictionError: No batch fits, or nothing could be predicted.
+
+    Example:
+        >>> import dpprof
+        >>> room = {"target": "l4", "memory_limit_bytes": "100MiB"}
+        >>> dpprof.capacity("tiny", "flash-bk", seq_len=64, **room).capacity.batch_size
+        57
+    """
+    with naming({"model": model, **experiment}) as fields:
+        asked = list_experiments(fields, [method])
+        if len(asked) > 1:
+            raise refuse(spell("method"), method, "one capacity has no lists; advise takes them")
+        [result] = find_capacities(asked, Path(), again=again)
+    if result.capacity is None:
+        raise PredictionError(result)
+    return Fitting(result)

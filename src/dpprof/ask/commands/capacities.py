@@ -1,0 +1,89 @@
+"""Options and output of ``advise``, ``budget`` and ``fits``."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Container, Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from dpprof.ask.answer import BatchAnswer
+from dpprof.ask.commands.common import Parser, path, positive
+from dpprof.ask.commands.options import add_experiment_options, read_given
+from dpprof.system.console import printable
+from dpprof.system.files import check_writable, write_atomically
+
+
+def make_parser(
+    command: str,
+    about: str | None,
+    example: str = "",
+    several: Container[str] = (),
+    notes: Mapping[str, str] = MappingProxyType({}),
+) -> Parser:
+    """Make the options of a subcommand that finds capacities.
+
+    ``example`` adds to its example; options for the fields in ``several`` take one or more values;
+    ``notes`` adds to the help of fields.
+    """
+    parser = Parser(
+        command,
+        about,
+        example=f"--model 1b --target h200 --seq-len 1024{example}. --memory-limit-bytes replaces "
+        "the target's memory.",
+    )
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="the methods (default: all)")
+    parser.add_argument(
+        "--world-sizes",
+        nargs="+",
+        type=positive,
+        metavar="N",
+        help="the numbers of ranks to compare; 1 means one process without DDP or FSDP2. "
+        "--parallel gives the kind of parallel training, without world_size (default: kind=fsdp)",
+    )
+    add_output_options(parser)
+    leave_out = ("method", "batch_size")
+    add_experiment_options(parser, leave_out=leave_out, several=several, notes=notes)
+    return parser
+
+
+def add_output_options(parser: Parser) -> None:
+    """Add the options on where an answer goes, and on those that are kept."""
+    parser.add_argument(
+        "--json", type=path, metavar="FILE", help="write the results as JSON to this file"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="ignore what is kept, in results and the package"
+    )
+
+
+def read_question(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the keywords of ``advise`` or ``budget`` that were given as options.
+
+    Raises:
+        OSError: The file for JSON cannot be written.
+    """
+    if arguments.json is not None:
+        check_writable(arguments.json)
+    others = {name: getattr(arguments, name) for name in ("methods", "world_sizes", "again")}
+    return {"model": None} | read_given(arguments) | others
+
+
+def ask(question: Callable[..., BatchAnswer], options: Mapping[str, Any]) -> BatchAnswer:
+    """Ask a question; an interruption ends this process and its workers at once."""
+    try:
+        return question(**options)
+    except KeyboardInterrupt:
+        os._exit(130)
+
+
+def print_answer(answer: BatchAnswer, arguments: argparse.Namespace) -> NoReturn:
+    """Print an answer, write its JSON, and exit with status 1 where no batch safely fits.
+
+    Raises:
+        OSError: The JSON cannot be written.
+    """
+    if arguments.json is not None:
+        write_atomically(arguments.json, answer.to_json() + "\n")
+    print(printable(str(answer)))
+    sys.exit(0 if answer.fits else 1)

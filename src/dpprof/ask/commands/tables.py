@@ -1,0 +1,77 @@
+"""Read the results that a manifest lists and write tidy CSV tables."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpprof.ask.commands.common import Parser, ending_in_a_sentence, path
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.launch.accounting_run import account_once
+from dpprof.experiments.launch.scheduler import drop_copies
+from dpprof.experiments.planning.artifacts import RESULTS
+from dpprof.experiments.planning.planner import Manifest, read_manifest
+from dpprof.results.analysis.advice.budget import Planned
+from dpprof.results.analysis.collection import Collected, collect
+from dpprof.results.analysis.tables.build import TimelineFile, build_tables
+from dpprof.results.analysis.tables.columns import TABLES
+from dpprof.results.analysis.tables.frames import write_frame, write_sums
+from dpprof.system.console import say
+from dpprof.system.files import open_atomically, write_atomically
+
+
+def _plan_noise(manifest: Manifest, collected: Collected, root: Path) -> Planned | None:
+    """Compute the noise for the manifest's privacy budget; None where it has none."""
+    if manifest.privacy is None:
+        return None
+    capacities = (result for _, result in collected.runs if result.instrument == "capacity")
+    lengths = sorted({result.experiment.tokens_per_sample for result in capacities})
+    if not lengths:
+        return None
+    try:
+        plans = account_once(root, manifest.privacy, lengths)
+    except InputError as error:
+        return Planned(manifest.privacy, reason=str(error))
+    return Planned(manifest.privacy, dict(zip(lengths, plans, strict=True)))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = Parser("tables", __doc__)
+    parser.add_argument("--manifest", type=path, required=True, help="the list of runs to tabulate")
+    parser.add_argument("--output-dir", type=path, required=True, help="where the tables go")
+    parser.add_argument(
+        "--root", type=path, help="the folder that holds results (default: that of the manifest)"
+    )
+    parser.add_argument(
+        "--ceilings", type=path, nargs="*", default=[], help="ceilings of devices to tabulate"
+    )
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="list missing and damaged results, and leave them out",
+    )
+    arguments = parser.parse_and_log(argv, "what is printed")
+    with ending_in_a_sentence():
+        manifest = read_manifest(arguments.manifest)
+        # The manifest lies in results/plan, beside the results that it lists. Links are not
+        # followed: results may be one, to a folder of another name.
+        planned_in = arguments.manifest.absolute().parents[2]
+        root = arguments.root or planned_in
+        with open_atomically(arguments.output_dir / "timeline.csv") as file:
+            collected = collect(
+                manifest,
+                root,
+                planned_in=planned_in,
+                partial=arguments.partial,
+                ceilings=arguments.ceilings,
+                on_result=TimelineFile(file).add,
+            )
+        for error in collected.damaged:
+            say(f"{error}; it is left out, since the report is partial")
+        planned = _plan_noise(manifest, collected, root)
+        tables = build_tables(collected, planned)
+        del tables["timeline"]  # it is written already
+        for name, table in tables.items():
+            write_atomically(arguments.output_dir / f"{name}.csv", write_frame(name, table))
+        write_sums(arguments.output_dir, [f"{name}.csv" for name in TABLES])
+        write_atomically(arguments.output_dir / "manifest.txt", f"{arguments.manifest.name}\n")
+        drop_copies(root / RESULTS)

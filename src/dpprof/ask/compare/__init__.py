@@ -1,0 +1,1 @@
+"""What got worse from one folder of results to another."""

@@ -1,0 +1,1 @@
+"""What one experiment would take, predicted without running it."""

@@ -1,0 +1,1 @@
+"""Why one run needs more memory than another."""

@@ -1,0 +1,1 @@
+"""Which models can be trained privately on a GPU."""

@@ -1,0 +1,233 @@
+"""What fits on a GPU: models by how they are trained, with batch, speed, hours and price."""
+
+import itertools
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+
+from dpprof.ask.answer import BatchAnswer, tabulate
+from dpprof.ask.capacities import find_capacities
+from dpprof.ask.fits.show import METHOD, format_fits
+from dpprof.ask.questions import make_experiment, refuse_repeated
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.architecture import Architecture
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.quantities import NotNegative, Positive
+from dpprof.experiments.config.target import Target
+from dpprof.experiments.config.validation import InputError, one_of, option_name, refuse, spell
+from dpprof.experiments.planning.code_digest import read_anew
+from dpprof.experiments.records.result import Result
+from dpprof.results.analysis.advice.advice import describe
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MODELS = (
+    *("hf:qwen2.5-0.5b", "hf:llama-3.2-1b", "hf:qwen2.5-1.5b", "hf:llama-3.2-3b"),
+    *("hf:llama-3.1-8b", "hf:qwen2.5-14b", "hf:qwen2.5-32b", "hf:llama-3.1-70b"),
+)
+"""What is asked about where no models are named: 0.5 to 70 billion parameters."""
+
+SEQ_LENS = (1024, 4096)
+_SCALE = 65_536
+_ADAPTERS = {"lora": "rank=16,target_modules=all-linear"}
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "whole": {"optimizer": "adamw-8bit"},
+    "LoRA": _ADAPTERS,
+    "QLoRA": {**_ADAPTERS, "quantization": "nf4-double"},
+}
+"""Ways of training: all parameters in float32 under autocast with moments of 8 bits; adapters over
+a frozen model in 16 bits; and over one in 4 bits."""
+
+
+class Cell(NamedTuple):
+    """One model, trained in one way with samples of one length on one GPU."""
+
+    target: str
+    model: str
+    way: str
+    seq_len: int
+    batch_size: int | None
+    """The largest that safely fits; None where none does."""
+
+    peak_bytes: int | None
+    tokens_per_s: float | None
+    hours: float | None
+    price: float | None
+    """The price of these hours; None where an hour has no price."""
+
+    message: str | None
+    """Why it does not fit, with the memory that one sample needs."""
+
+    command: str
+
+
+class Fits(BatchAnswer):
+    """What fits on each GPU.
+
+    Args:
+        cells: What fits, by target, model, way and length.
+        tokens: The tokens that hours and prices are for.
+    """
+
+    _short: ClassVar = (
+        *("target", "model", "way", "seq_len", "batch_size", "tokens_per_s", "hours", "price"),
+    )
+
+    def __init__(self, cells: Sequence[Cell], tokens: float) -> None:
+        self.cells = cells
+        self.tokens = tokens
+
+    @property
+    def fits(self) -> bool:
+        """Whether anything does."""
+        return any(cell.batch_size for cell in self.cells)
+
+    @property
+    def sentence(self) -> str:
+        """How many of the questions have a batch that fits."""
+        fitting = sum(bool(cell.batch_size) for cell in self.cells)
+        return f"{fitting} of {len(self.cells)} fit with {METHOD}."
+
+    def __str__(self) -> str:
+        return format_fits([cell._asdict() for cell in self.cells], self.tokens)
+
+    def table(self) -> "pd.DataFrame":
+        """Return a row for each cell, with the command that finds it alone."""
+        return tabulate(self.cells, Cell._fields)
+
+    def to_json(self) -> str:
+        """Return the cells."""
+        cells = [cell._asdict() for cell in self.cells]
+        return json.dumps({"tokens": self.tokens, "cells": cells}, indent=1)
+
+
+def fits(
+    target: str | Sequence[str],
+    models: Sequence[str] = MODELS,
+    *,
+    ways: Sequence[str] = tuple(WAYS),
+    seq_lens: Sequence[int] = SEQ_LENS,
+    tokens: float = 10e6,
+    price_per_hour: float | None = None,
+    again: bool = False,
+) -> Fits:
+    """Say which models can be trained privately on a GPU, how, and what it costs.
+
+    Blocks are checkpointed, clipping is flat, and numbers have the 16 bits that the GPU multiplies
+    fast. ``advise`` answers what differs from this; each cell has its command.
+
+    Args:
+        target: A GPU's name, or several.
+        models: Models' names.
+        ways: Some of ``whole``, ``LoRA`` and ``QLoRA``.
+        seq_lens: Tokens in a sample.
+        tokens: The tokens that the hours and the price are for.
+        price_per_hour: The price of a GPU for an hour, in any currency.
+        again: Whether to ignore what is kept, in results and the package.
+
+    Raises:
+        InputError: A value is not allowed or given twice.
+
+    Example:
+        >>> import dpprof
+        >>> told = dpprof.fits("l4", ["hf:tiny-llama"], ways=["whole"], seq_lens=[64])
+        >>> told.cells[0].batch_size > 1000
+        True
+    """
+    read_anew()
+    targets = [target] if isinstance(target, str) else list(target)
+    asked = {"target": targets, "models": models, "ways": ways, "seq_lens": seq_lens}
+    for name, values in asked.items():
+        if isinstance(values, str) or not values:
+            raise refuse(spell(name), values, "give a list with one value or more")
+        if len(set(values)) < len(values):
+            raise refuse_repeated(name, values)
+    for way in ways:
+        if way not in WAYS:
+            raise refuse(spell("ways"), way, one_of(WAYS, way))
+    _check("tokens", tokens, Positive, "it must be a number above 0")
+    _check("price_per_hour", price_per_hour, NotNegative | None, "it must be a number from 0 on")
+    keys = list(itertools.product(targets, models, ways, seq_lens))
+    questions = [_ask(*key) for key in keys]
+    experiments = list(map(make_experiment, questions))
+    _refuse_other_models(experiments)
+    results = find_capacities(experiments, Path(), again=again)
+    cells = [
+        _fill(key, fields, result, tokens, price_per_hour)
+        for key, fields, result in zip(keys, questions, results, strict=True)
+    ]
+    return Fits(cells, tokens)
+
+
+def _ask(target: str, model: str, way: str, seq_len: int) -> dict[str, Any]:
+    """Return the fields of an experiment."""
+    registry.check("targets", target, spell("target"))
+    device = registry.load("targets", target)
+    if not isinstance(device, Target):
+        raise refuse(spell("target"), target, "give a GPU's name; dpprof advise answers for a CPU")
+    is_slow = device.price_of("bfloat16") is not None
+    dtype = "float16" if is_slow else "bfloat16"
+    fields = {"model": model, "method": METHOD, "target": target, "seq_len": seq_len}
+    fields |= {"dtype": dtype, "checkpointing": "non-reentrant", "batch_size": 1}
+    fields |= {"loss_scale": _SCALE} if is_slow else {}
+    fields |= {"parameters_dtype": dtype} if way == "LoRA" else {}
+    return fields | dict(WAYS[way])
+
+
+def _check(name: str, value: Any, kind: Any, allowed: str) -> None:
+    try:
+        TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        raise refuse(spell(name), value, allowed) from None
+
+
+def _refuse_other_models(experiments: Sequence[Experiment]) -> None:
+    """Refuse models that are no Hugging Face models for causal language modelling.
+
+    Raises:
+        InputError: There is one.
+    """
+    for experiment in experiments:
+        if not isinstance(experiment.model, Architecture) or experiment.task != "causal-lm":
+            raise InputError(
+                f"{spell('models')}: {experiment.model_name} is no causal language model of "
+                "Hugging Face; dpprof advise answers for others"
+            )
+
+
+def _fill(
+    key: tuple[str, str, str, int],
+    fields: Mapping[str, Any],
+    result: Result,
+    tokens: float,
+    price_per_hour: float | None,
+) -> Cell:
+    option = describe(result)
+    speed = option.tokens_per_s if option.safe_batch_size else None
+    hours = tokens / speed / 3600 if speed else None
+    message = option.message
+    if option.largest_batch_size:
+        message = f"{option.largest_batch_size:,}, with nothing to spare"
+    return Cell(
+        *key,
+        batch_size=option.safe_batch_size,
+        peak_bytes=option.safe_peak_bytes,
+        tokens_per_s=speed,
+        hours=hours,
+        price=None if hours is None or price_per_hour is None else hours * price_per_hour,
+        message=None if option.safe_batch_size else message,
+        command=_spell_command(fields),
+    )
+
+
+def _spell_command(fields: Mapping[str, Any]) -> str:
+    """Return the command that answers one question alone."""
+    options = {option_name(k): v for k, v in fields.items() if k not in ("method", "batch_size")}
+    options["--methods"] = fields["method"]
+    words = [word for name, value in options.items() for word in (name, str(value))]
+    return shlex.join(["dpprof", "advise", *words])

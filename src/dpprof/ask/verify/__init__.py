@@ -1,0 +1,1 @@
+"""Does a method compute the reference's clipped gradient?"""

@@ -1,1 +1,0 @@
-"""Differences and comparisons for a terminal, and as Markdown."""
