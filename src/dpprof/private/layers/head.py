@@ -1,19 +1,19 @@
 """The loss of a model's head without its logits.
 
 With a vocabulary of V ids, logits, loss and their gradients take V numbers for each token, mostly
-more than the rest of the model. Here some tokens' logits exist at a time. Forward also computes the
-gradient of the hidden states, which each token's incoming gradient only scales. A head that is
-trained has a ``ChunkedProduct``: its output gradients are computed again, some samples at a time,
-for the norm and for the clipped sum; or forward keeps them, one number for each logit.
+more than the rest of the model. Here the logits of a few tokens exist at a time. Forward also
+computes the gradient of the hidden states, which each token's incoming gradient only scales. A
+trained head contributes a ``ChunkedProduct``: it computes its output gradients again, some samples
+at a time, for the norm and for the clipped sum; or forward keeps them, one number for each logit.
 
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", for plain
 training in chunks; ``norms.linear`` for the norm of what is computed again.
 
-FLOPs of a head of d x V over N tokens: 4 N d V where it is frozen, as with logits; where it is
-trained 10 N d V and the norm, for 6 N d V and the norm with logits, or where gradients are kept.
-Where gradients are not rounded, forward finds the Gram matrices for the norm too, and it is 8 N d V
-and these. Book-keeping turns kept gradients into those of samples, d V numbers each, where these
-take no more bytes: then the norm costs hardly anything.
+FLOPs of a head of d x V over N tokens: 4 N d V where it is frozen, as with logits. Where it is
+trained, 10 N d V and the norm; with logits, or where gradients are kept, 6 N d V and the norm.
+Where gradients are not rounded, forward finds the Gram matrices for the norm too: then 8 N d V and
+these. Book-keeping turns kept gradients into those of samples, d V numbers each, where these take
+no more bytes: then the norm costs hardly anything.
 
 Shape legend: B samples, T tokens, N tokens of a chunk, d width of the hidden states, V vocabulary.
 """
@@ -157,9 +157,11 @@ def _verify(hidden_BTd: Tensor, head: nn.Module, labels_BT: Tensor) -> nn.Linear
     if hidden_BTd.dim() != 3 or hidden_BTd.shape[2] != head.in_features:  # noqa: PLR2004
         shape = tuple(hidden_BTd.shape)
         raise ValueError(f"hidden must be (B, T, {head.in_features}), and has shape {shape}")
-    for one in (hidden_BTd, head.weight):
-        if not one.is_floating_point():
-            raise ValueError(f"cross-entropy takes real numbers, and hidden or head is {one.dtype}")
+    for tensor in (hidden_BTd, head.weight):
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"cross-entropy takes real numbers, and hidden or head is {tensor.dtype}"
+            )
     if labels_BT.shape != hidden_BTd.shape[:2] or labels_BT.dtype != torch.int64:
         raise ValueError(
             f"labels must be {tuple(hidden_BTd.shape[:2])} int64, and are "
@@ -224,13 +226,10 @@ class _Operands(NamedTuple):
             z_NV = torch.addmm(self.bias.to(dtype), self.x_Nd, weight_dV, out=out_NV)
         if self.beside_Nk is not None:
             assert self.beside_weight is not None
+            bias = None if self.beside_bias is None else self.beside_bias.to(dtype)
             beside = self.beside_Nk.to(dtype), self.beside_weight.to(dtype)
-            z_NV += functional.linear(*beside, _cast(self.beside_bias, dtype))
+            z_NV += functional.linear(*beside, bias)
         return z_NV
-
-
-def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if x is None else x.to(dtype)
 
 
 @allocates("logits_and_loss")
@@ -258,9 +257,9 @@ def _find_losses(
     """
     z_NV = operands.multiply(out_NV)
     if differentiates and triton_ops.is_fused(z_NV):
-        given = (loss.ignore_index, loss.label_smoothing, loss.scale, loss.softcap)
-        found_N = triton_ops.differentiate_cross_entropy_(z_NV, labels_N, incoming_N, *given)
-        return found_N, z_NV
+        options = (loss.ignore_index, loss.label_smoothing, loss.scale, loss.softcap)
+        losses_N = triton_ops.differentiate_cross_entropy_(z_NV, labels_N, incoming_N, *options)
+        return losses_N, z_NV
     z_NV = _scale_and_cap(z_NV.to(accumulator_of(z_NV.dtype)), loss)
     target_N = _find_target(z_NV, labels_N, loss)
     if differentiates:
@@ -328,8 +327,9 @@ def _differentiate(z_NV: Tensor, labels_N: Tensor, loss: HeadLoss) -> tuple[Tens
 def _may_find_norm(x_BTd: Tensor) -> bool:
     """Tell whether forward should find the Gram matrices of the losses' gradients for the norm.
 
-    That saves computing the gradients once more. They are the sum's to the bit: they are not
-    rounded (in 16 bits the sum's are, after each token's weight), and the chunks are the same.
+    That saves computing the gradients once more. Norm and sum then see the same gradients to the
+    bit: nothing rounds them (in 16 bits the sum's are rounded after each token's weight), and the
+    chunks are the same.
     """
     _, T, d = x_BTd.shape
     is_exact = x_BTd.dtype == accumulator_of(x_BTd.dtype) and not placement.is_cuda(x_BTd)
@@ -352,7 +352,7 @@ def _rows_at_once(weight: Tensor, dtype: torch.dtype) -> int:
 
 
 class _Kept:
-    """Gradients of a head's outputs that forward keeps, of some samples after the other."""
+    """Gradients of a head's outputs that forward keeps, in one tensor for each few samples."""
 
     def __init__(self, x_BTd: Tensor, p: int) -> None:
         self.T = x_BTd.shape[1]
@@ -384,7 +384,7 @@ class _Kept:
 
 
 class _FromGradients(NamedTuple):
-    """What forward finds from the gradients of the head's outputs; None where nothing needs it."""
+    """What forward computes from the gradients of the head's outputs; None if not needed."""
 
     of_input_Nd: Tensor | None
     of_beside_Nk: Tensor | None
@@ -402,9 +402,9 @@ class _FromGradients(NamedTuple):
             (self.of_input_Nd, operands.weight),
             (self.of_beside_Nk, operands.beside_weight),
         )
-        for found, weight in products:
-            if found is not None and weight is not None:
-                torch.mm(g_NV.to(found.dtype), weight.to(found.dtype), out=found[some])
+        for product, weight in products:
+            if product is not None and weight is not None:
+                torch.mm(g_NV.to(product.dtype), weight.to(product.dtype), out=product[some])
 
 
 def _spans_with_kept(
@@ -452,20 +452,22 @@ class _Head(torch.autograd.Function):
             whole = T * samples_in_a_chunk(T, weight.shape[0], x_BTd.element_size())
             if whole <= at_once and _may_find_norm(x_BTd):
                 at_once, grams_BTT = whole, _make_grams(x_BTd)
-        found = _FromGradients(of_input_Nd, of_beside_Nk, grams_BTT)
+        products = _FromGradients(of_input_Nd, of_beside_Nk, grams_BTT)
         is_needed = kept is not None or of_input_Nd is not None or of_beside_Nk is not None
         for some, kept_NV in _spans_with_kept(x_Nd, weight, at_once, kept):
-            given = (operands.rows(some), labels_N[some], loss)
-            losses_N[some], g_NV = _find_losses(*given, differentiates=is_needed, out_NV=kept_NV)
+            losses_N[some], g_NV = _find_losses(
+                *(operands.rows(some), labels_N[some], loss),
+                differentiates=is_needed,
+                out_NV=kept_NV,
+            )
             if g_NV is not None:
-                found.take(g_NV, some, operands, kept_NV)
+                products.take(g_NV, some, operands, kept_NV)
             del g_NV
         saved = (x_BTd, beside[0]) if is_trained else (None, None)
-        ctx.save_for_backward(labels_BT, *saved, *found)
+        ctx.save_for_backward(labels_BT, *saved, *products)
         ctx.weights, ctx.loss, ctx.receive = (weight, bias, *beside[1:]), loss, receive
         ctx.kept = kept  # unlike saved tensors, backward can free some samples' of these
-        own = [one for one in (weight, bias) if one is not None]
-        ctx.clipped = [] if receive is None else own
+        ctx.clipped = [p for p in (weight, bias) if p is not None and receive is not None]
         return losses_N.view(labels_BT.shape)
 
     @staticmethod
@@ -475,9 +477,10 @@ class _Head(torch.autograd.Function):
                 "the loss contains a gradient, which goes through linear_cross_entropy; compute "
                 "the logits, and their cross_entropy"
             )
-        labels_BT, x_BTd, beside_BTk, *found, grams_BTT = ctx.saved_tensors
+        labels_BT, x_BTd, beside_BTk, *products, grams_BTT = ctx.saved_tensors
         of_input, of_beside = (
-            None if one is None else _scale_rows(one.view(*g_BT.shape, -1), g_BT) for one in found
+            None if product is None else _scale_rows(product.view(*g_BT.shape, -1), g_BT)
+            for product in products
         )
         of_parameters: tuple[Tensor | None, Tensor | None] = (None, None)
         if x_BTd is not None:
@@ -504,7 +507,7 @@ def _scale_rows(x_BTd: Tensor, g_BT: Tensor) -> Tensor:
 
 
 class _Chunks(NamedTuple):
-    """Computes the output gradients of some samples at a time, from those of the losses if kept."""
+    """Computes the output gradients of some samples at a time, from kept ones if there are any."""
 
     operands: _Operands
     labels_BT: Tensor
@@ -522,14 +525,14 @@ class _Chunks(NamedTuple):
         operands = self.operands.samples(some, T)
         x_Nd, weight = operands.x_Nd, operands.weight
         labels_N, incoming_N = self.labels_BT[some].flatten(), self.g_BT[some].flatten()
-        found_NV = x_Nd.new_empty(len(x_Nd), len(weight))
+        all_NV = x_Nd.new_empty(len(x_Nd), len(weight))
         for rows in spans(len(x_Nd), _rows_at_once(weight, x_Nd.dtype)):
-            given = (operands.rows(rows), labels_N[rows], self.loss)
-            _, g_NV = _find_losses(*given, incoming_N=incoming_N[rows])
+            chunk = (operands.rows(rows), labels_N[rows], self.loss)
+            _, g_NV = _find_losses(*chunk, incoming_N=incoming_N[rows])
             assert g_NV is not None
-            found_NV[rows] = g_NV
+            all_NV[rows] = g_NV
             del g_NV
-        return found_NV.view(b, T, -1)
+        return all_NV.view(b, T, -1)
 
     @property
     def inputs_BTd(self) -> Tensor:  # noqa: N802 (its shape)
@@ -537,10 +540,13 @@ class _Chunks(NamedTuple):
         return self.operands.x_Nd.view(*self.labels_BT.shape, -1)
 
     def as_product(self, grams_BTT: Tensor | None) -> ChunkedProduct:
-        """Return what the weight contributes; ``grams_BTT`` are of the losses' gradients.
+        """Return what the weight contributes.
 
-        What is kept stays as it is: the inputs are multiplied by the incoming gradients, unless
-        those may overflow, as in float16.
+        Kept gradients stay as they are: the inputs are multiplied by the incoming gradients, unless
+        that may overflow, as in float16.
+
+        Args:
+            grams_BTT: The Gram matrices of the losses' gradients, where forward found them.
         """
         V, read, g_BT = len(self.operands.weight), (self.labels_BT, self.g_BT), self.g_BT
         x_BTd = self.inputs_BTd

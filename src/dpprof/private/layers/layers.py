@@ -227,8 +227,8 @@ def differentiate_again(run: Callable[[Tensor], Tensor], x: Tensor, g: Tensor) -
     """
     own = x.view_as(x)
     y = run(own)
-    (found,) = torch.autograd.grad(y, own, g.to(y.dtype), create_graph=True)
-    return found
+    (gradient,) = torch.autograd.grad(y, own, g.to(y.dtype), create_graph=True)
+    return gradient
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -248,7 +248,7 @@ class _LayerNorm(torch.autograd.Function):
         ctx.save_for_backward(x, mean, rstd)
         ctx.weight, ctx.bias, ctx.shape, ctx.receive = weight, bias, shape, receive
         ctx.widths, ctx.eps = len(shape), layer.eps
-        ctx.clipped = [one for one in (weight, bias) if one is not None]
+        ctx.clipped = [parameter for parameter in (weight, bias) if parameter is not None]
         return y
 
     @staticmethod

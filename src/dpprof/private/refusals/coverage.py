@@ -29,16 +29,21 @@ def trained_in(layer: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in own if p is not None and p.requires_grad}
 
 
+def class_names(module: nn.Module) -> list[str]:
+    """List the full names of a module's class and of its bases."""
+    return [f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__]
+
+
 def refuse_wrapper(module: nn.Module) -> None:
     """Refuse modules that distribute or copy a model.
 
     Raises:
         UnsupportedError: No clipping works with it yet.
     """
-    for base in type(module).__mro__:
-        why = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
-        if why is not None:
-            raise UnsupportedError(f"{base.__name__} does not work with clipping yet: {why}")
+    for name in class_names(module):
+        if name in _WRAPPERS:
+            kind = name.rpartition(".")[2]
+            raise UnsupportedError(f"{kind} does not work with clipping yet: {_WRAPPERS[name]}")
 
 
 class Coverage:
