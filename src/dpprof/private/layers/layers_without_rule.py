@@ -33,7 +33,6 @@ from dpprof.private.layers.reruns import (
 from dpprof.private.norms.complex_numbers import interleave
 from dpprof.private.refusals.tensor_kinds import refuse_inputs
 
-
 _TENSOR = object()
 """The mark in place of a tensor that a layer returned."""
 

@@ -16,7 +16,8 @@ from dpprof.private.layers.batch_axis import Settings, run_tokenwise
 from dpprof.private.layers.convolutions import run_convolution, run_transposed_convolution
 from dpprof.private.layers.embedding_bag import run_embedding_bag
 from dpprof.private.layers.group_norms import run_group_norm, run_instance_norm
-from dpprof.private.layers.head import HeadLoss, run_head
+from dpprof.private.layers.head import run_head
+from dpprof.private.layers.head_losses import HeadLoss
 from dpprof.private.layers.layers import (
     run_conv1d,
     run_embedding,
