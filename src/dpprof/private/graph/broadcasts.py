@@ -172,10 +172,10 @@ class Broadcasts:
 
         self._all: list[Broadcast] = []
         self._lookups: list[Any] = []
-        values = [node for node in layout.nodes if _is_value(node, leaves)] if samples else []
         try:
-            for node in values:
-                self._add(node, name_of)
+            for node in layout.nodes if samples else ():
+                if hasattr(node, "is_lookup") or getattr(node, "variable", None) in leaves:
+                    self._add(node, name_of)
         except BaseException:
             self.remove()
             raise
@@ -231,13 +231,6 @@ class Broadcasts:
         self._lookups.clear()
         self._all.clear()
         self.of.clear()
-
-
-def _is_value(node: Any, leaves: Collection[nn.Parameter]) -> bool:
-    """Tell whether a node is that of a lookup, or of a leaf."""
-    if isinstance(node, BackwardCFunction):
-        return hasattr(node, "is_lookup")
-    return getattr(node, "variable", None) in leaves
 
 
 def _is_repeated(kind: str, shape: tuple[int, ...], out: tuple[int, ...]) -> bool:

@@ -74,7 +74,7 @@ def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Mo
         # Whatever attention gets itself, its rule gives its projection (T, B, d).
         has_rule = isinstance(module, _ATTENTION) and calls_forward_of(type(module), _ATTENTION)
         passed_on[name] = _SECOND if has_rule else own
-        if not any(known is setting for known in settings[module]):
+        if not any(listed is setting for listed in settings[module]):
             settings[module].append(setting)
     return {module: shared for module, shared in settings.items() if shared != [_FIRST]}
 

@@ -1,4 +1,4 @@
-"""Which samples' gradients cancel so far that rounding counts, and what it adds to the bound C.
+"""Tells which samples' gradients cancel so far that rounding counts, and what it adds to C.
 
 A sample's squared norm is computed from a layer's inputs X and output gradients G, in the way that
 is cheapest for a batch; the clipped sum is computed from both again, in another order. Where
@@ -55,7 +55,8 @@ import torch
 from torch import Tensor
 
 MOST = 128.0
-"""How many times a norm the norms of both factors may be, multiplied, of a sample that is sure."""
+"""The norms of both factors, multiplied, are at most this times the norm of a sample that is sure.
+"""
 
 _SLACK = 2.0**18
 """The most slack, in eps times the squared norm."""
@@ -77,14 +78,14 @@ class Squares(NamedTuple):
     """Squared norms of one layer's per-sample gradients, each (B,)."""
 
     found_B: Tensor
-    """As computed."""
+    """The squared norms as computed."""
 
     slack_B: Tensor | None
     """By how much the true ones may exceed them; None where ``size`` bounds that."""
 
     size_B: Tensor | None
-    """The square of what rounding is relative to; None where nothing cancels, or for an inner
-    product."""
+    """The square of what rounding errors are relative to; None where nothing cancels, and for an
+    inner product."""
 
 
 def size_of(square_of_x_B: Tensor, square_of_g_B: Tensor) -> Tensor:

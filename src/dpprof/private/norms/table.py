@@ -94,8 +94,9 @@ def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -
                 )
                 rows = g_BSV[some, tokens]
                 rows = rows.gather(2, ids.expand(-1, rows.shape[1], -1)).to(dtype)
-                both = (products, rows)
-                squares = [torch.linalg.vector_norm(one, dim=(1, 2)).square_() for one in both]
+                squares = [
+                    torch.linalg.vector_norm(x, dim=(1, 2)).square_() for x in (products, rows)
+                ]
                 sums_3B[:, some] += torch.stack([multiply_and_sum(products, rows), *squares])
     found_B, products_B, rows_B = sums_3B.to(dtype)
     depth = depth_of_sum(tile * tile)

@@ -1,4 +1,4 @@
-"""Keeps one rank's sums until all of a group of ``fully_shard`` are there, and has them reduced.
+"""Keeps a rank's sums until all of a group of ``fully_shard`` are there, and has them reduced.
 
 The order is that of the first backward pass, which ranks compare; ``shards`` reduces.
 """
@@ -79,8 +79,8 @@ class ShardSums:
         """List parameters by group, the groups in the order of their last ones."""
         groups: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
-            at = self._ranks.group_of(parameter)
-            groups[at] = [*groups.pop(at, ()), parameter]
+            number = self._ranks.group_of(parameter)
+            groups[number] = [*groups.pop(number, ()), parameter]
         return list(groups.values())
 
     def refuse_other(self, of_step: Settings) -> None:
@@ -99,8 +99,8 @@ class ShardSums:
     def begin_use(self, parameter: nn.Parameter) -> None:
         """Prepare for the sum of a use in the second pass: before a group's last, make room."""
         first = self._groups[0] if self._groups else ()
-        left = sum(self._uses.get(one, 0) for one in first)
-        if left == 1 == self._uses.get(parameter) and any(one is parameter for one in first):
+        left = sum(self._uses.get(p, 0) for p in first)
+        if left == 1 == self._uses.get(parameter) and any(p is parameter for p in first):
             self._begin()
 
     def add(self, parameter: nn.Parameter, summed: Tensor) -> None:
@@ -114,7 +114,7 @@ class ShardSums:
     def end_use(self, parameter: nn.Parameter) -> None:
         """Count a use in the second pass; the last of a group closes its sums."""
         self._uses[parameter] = self._uses.get(parameter, 0) - 1
-        while self._groups and not any(self._uses.get(one) for one in self._groups[0]):
+        while self._groups and not any(self._uses.get(p) for p in self._groups[0]):
             self._close()
 
     def close_all(self, compute: Callable[[nn.Parameter], None]) -> None:
@@ -177,8 +177,8 @@ class ShardSums:
 
     def forget(self) -> None:
         """Free the sums of a batch that is not applied."""
-        for one in (self._uses, self._groups, self._totals, self._waiting):
-            one.clear()
+        for sums in (self._uses, self._groups, self._totals, self._waiting):
+            sums.clear()
         self._begun = None
         self.is_counting = False
 

@@ -60,7 +60,7 @@ class Coverage:
         self._layers, self._ranks = layers, ranks
         self._parameters = {p for own in layers.values() for p in own.values()}
         self.names: dict[nn.Parameter, str] = {}
-        """Of every trained parameter that the model has had."""
+        """The name of every trained parameter that the model has had."""
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._parameters
@@ -85,14 +85,14 @@ class Coverage:
             if not trained:
                 continue
             refuse_wrapper(layer)
-            known = self._layers.get(layer)
+            before = self._layers.get(layer)
             for name, present in trained.items():
                 parameter = self._ranks.own(present)
                 full = f"{path}.{name}" if path else name
                 if present.dtype not in NUMBERS:  # .data may have become another tensor's
                     refuse_parameter(full, present)
                 self.names.setdefault(parameter, full)
-                if known is None or (known.get(name) is not parameter):
+                if before is None or before.get(name) is not parameter:
                     what = "moved or tied" if parameter in self else "thawed, added or replaced"
                     raise RuntimeError(
                         f"{full} is trained and not clipped: it was {what} after this clipping was "
