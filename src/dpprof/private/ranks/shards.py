@@ -75,8 +75,9 @@ class ReduceScatter:
         for parameter in parameters:
             if dtype_of_sum(parameter) != parameter.dtype:
                 raise RuntimeError(
-                    f"a parameter under fully_shard became {parameter.dtype} after this clipping was "
-                    "made, and its sum would be rounded before noise; convert the model before that"
+                    f"a parameter under fully_shard became {parameter.dtype} after this clipping "
+                    "was made, and its sum would be rounded before noise; convert the model before "
+                    "that"
                 )
         self._ranks = ranks
         N = distributed.get_world_size(ranks)
@@ -242,7 +243,7 @@ def _lay_out(parameters: Sequence[nn.Parameter], N: int) -> list[_Part]:
     parts: list[_Part] = []
     for parameter in parameters:
         assert isinstance(parameter, DTensor)
-        (axis,) = (shard.dim for shard in parameter.placements if isinstance(shard, Shard))
+        axis = next(shard.dim for shard in parameter.placements if isinstance(shard, Shard))
         shape = list(parameter.shape)
         shape[axis] = -(-shape[axis] // N)
         start = parts[-1].end if parts else 0
