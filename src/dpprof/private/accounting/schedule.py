@@ -1,9 +1,9 @@
-"""How often a training draws each sample."""
+"""Says how often a training draws each sample."""
 
 from typing import Literal, NamedTuple
 
 Accountant = Literal["prv", "rdp"]
-"""Opacus's, by their names there."""
+"""Opacus's accountants, by their names there."""
 
 
 class Schedule(NamedTuple):
