@@ -10,7 +10,7 @@ class Schedule(NamedTuple):
     """How many steps draw each sample with which probability."""
 
     samples: int
-    """In the data."""
+    """The number of samples in the data."""
 
     batch_size: int
     """The expected number of samples of a step."""

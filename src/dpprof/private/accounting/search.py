@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 MOST, LEAST = 1e6, 0.01
-"""No value beyond these is tried; Opacus tries none above the first."""
+"""The bounds of the values that are tried; Opacus has the first one too."""
 
 _POWER = -2.5
 """The spent epsilon is about this power of the noise multiplier, from -1 (much noise) to -3.5."""

@@ -246,7 +246,7 @@ class _Graphs:
 
         self._noise: Callable[[], None] | None = None
         self._step: Callable[[], None] | None = None
-        """None where the optimizer's step runs in Python."""
+        """The graph of the optimizer's step; None where that runs in Python."""
 
         self._options: list[Any] = []
         """The options of the optimizer when its step was captured."""

@@ -33,7 +33,7 @@ from dpprof.private.norms.convolution import crop
 from dpprof.private.norms.tiles import WORKSPACE_BYTES, spans
 
 Taken = Mapping[int, Sequence[Contribution]]
-"""All uses of one parameter by single samples, by their places."""
+"""The uses of one parameter by each of some samples, by their places."""
 
 
 class Alone:
@@ -161,7 +161,7 @@ def _rows(use: Product | Lookup, some: slice) -> Tensor:
 
 
 WAITING = 2
-"""In so many layers a GPU may still look for unsure samples while backward goes on."""
+"""Layers in which a GPU may still look for unsure samples while backward goes on."""
 
 
 class Mending:

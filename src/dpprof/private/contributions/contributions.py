@@ -481,7 +481,7 @@ class Receive(Protocol):
         """Take contributions.
 
         Args:
-            contributions: Of trained parameters.
+            contributions: The contributions of trained parameters.
             changed_B: Which samples' outputs are others when computed again; (B,).
             may_repeat: Whether the gradient of the layer's input may be differentiated again.
         """

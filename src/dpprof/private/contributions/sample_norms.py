@@ -72,7 +72,7 @@ class _Kind(NamedTuple):
 
     of: type[GramSums | Squares]
     sizes: tuple[int, ...]
-    """Of Gram matrices, d, p and the terms of a sum."""
+    """The d, p and terms of ``GramSums``; empty for ``Squares``."""
 
     device: torch.device
     dtype: torch.dtype

@@ -36,10 +36,10 @@ class ClippedSums:
         ``.grad``."""
 
         self.part: dict[nn.Parameter, Tensor] = {}
-        """Of what was clipped since the last step, which may be a part of a batch."""
+        """The sums of what was clipped since the last step, which may be a part of a batch."""
 
         self.total: dict[nn.Parameter, Tensor] = {}
-        """Of the parts of the batch that had a step."""
+        """The sums of the parts of the batch that had a step."""
 
         self.bound: float | None = None
         """The C of the batch; None before its first part."""

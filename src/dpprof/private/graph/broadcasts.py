@@ -54,7 +54,7 @@ class _Entry(NamedTuple):
     node: Any
     operand: int
     shape: tuple[int, ...]
-    """Of its operand."""
+    """The shape of its operand."""
 
     is_complex: bool
     """Whether its operand is; the gradient of a real operand is the real part."""
@@ -165,7 +165,7 @@ class Broadcasts:
     ) -> None:
         self._layout, samples = layout, layout.samples
         self.of: dict[nn.Parameter, Broadcast] = {}
-        """By leaf."""
+        """The gradients of each leaf."""
 
         self.ways: set[str] = set()
         """How each value enters; a batch whose lengths coincide may look unlike others."""

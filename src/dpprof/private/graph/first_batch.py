@@ -201,7 +201,7 @@ class _Batch:
 
         self._chosen: set[int] = set()
         self._looks: list[list[bool]] = []
-        """For each backward, whether gradients of layers have entries of the half."""
+        """Whether the gradients of layers have entries of the half, by backward pass."""
 
         self.problem: UnsupportedError | None = None
         """What is wrong with the first layer, in the order of backward, where something is."""

@@ -74,7 +74,7 @@ class Layout:
     ) -> None:
         self.samples = 0 if losses is None else len(losses)
         self.nodes = [] if losses is None else list(nodes_behind(losses))
-        """Those behind the losses."""
+        """The nodes behind the losses."""
 
         start = (None, 0) if losses is None else (losses.grad_fn, losses.output_nr)
         self._start: _Output = past_identities(*start)
@@ -101,7 +101,7 @@ class Layout:
 
     @property
     def above(self) -> Mapping[Any, list[tuple[Any, int]]]:
-        """For each node those that use its output, and as which operand."""
+        """The users of each node's output, and as which operand they use it."""
         if self._above is None:
             self._above = find_users(self.nodes)
         return self._above
@@ -111,7 +111,7 @@ class Layout:
 
         Args:
             node: An operator.
-            axis: Where rows are.
+            axis: The axis of rows.
         """
         count = shape_of(node)[axis : axis + 1]
         if not self.samples or not count:

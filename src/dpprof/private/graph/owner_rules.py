@@ -87,7 +87,7 @@ def _mixing(operand: Operand) -> Owners | None:
 
 
 def _moving(operand: Operand) -> Owners | None:
-    """As ``_mixing``, and the operator may leave elements out: of other axes the last ones."""
+    """The operator mixes along axes, and may leave out the last elements of other ones."""
     owners = spread(operand.above[0], operand.axes)
     for axis, size in enumerate(operand.shape):
         if 1 < owners.shape[axis] < size:

@@ -33,7 +33,7 @@ _SETTING_IN = {
     "opacus.layers.dp_multihead_attention.SequenceBias": "",
     "opacus.layers.dp_rnn.DPRNNBase": "",
 }
-"""By class, the module in it whose ``batch_first`` holds for it and the layers directly in it."""
+"""The module whose ``batch_first`` holds for a class and the layers directly in it, by class."""
 
 _ATTENTION = nn.MultiheadAttention
 _FIRST, _SECOND = SimpleNamespace(batch_first=True), SimpleNamespace(batch_first=False)

@@ -15,7 +15,7 @@ from dpprof.private.layers.model_heads import describe_head, find_config, hidden
 from dpprof.private.layers.sample_losses import UNLABELLED, mean_over_labels, shift_labels
 
 _SAME = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""By how much of itself a model's own loss may differ, to rounding."""
+"""The share by which rounding may change a model's own loss."""
 
 _SAME_IN_16_BITS = 0.05
 

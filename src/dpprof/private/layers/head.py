@@ -44,7 +44,7 @@ from dpprof.private.norms.linear import fill_grams
 from dpprof.private.norms.tiles import accumulator_of, spans
 
 CHUNK_BYTES = 2**28
-"""About how much the logits of a chunk take, in the dtype of sums."""
+"""The logits of a chunk take about so much, in the dtype of sums."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

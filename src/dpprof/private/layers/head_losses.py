@@ -89,7 +89,7 @@ def find_losses(
         loss: The loss.
         incoming_N: What the gradients are multiplied by.
         differentiates: Whether gradients are needed.
-        out_NV: Where products are written, and gradients that have its dtype.
+        out_NV: Gets the products, and gradients that have its dtype.
 
     Returns:
         (N,) in the dtype of sums, 0 where a label is ignored; and (N, V), or None.

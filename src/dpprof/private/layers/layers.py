@@ -74,7 +74,7 @@ def count_uses(nodes: Iterable[Any]) -> Counter[nn.Parameter]:
     """Count how often the losses depend on each parameter through a patched layer.
 
     Args:
-        nodes: Those behind the losses.
+        nodes: The nodes behind the losses.
     """
     uses: Counter[nn.Parameter] = Counter()
     for node in nodes:

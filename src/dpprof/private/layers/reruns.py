@@ -66,7 +66,7 @@ class Call(nn.Module):
         layer: The layer.
         arguments: Positional and keyword arguments, flattened.
         structure: How to unflatten them.
-        axis: Where the layer has the batch, in its tensors and outputs; here it is the first.
+        axis: The batch's axis in the layer's tensors and outputs; here it is the first.
     """
 
     def __init__(

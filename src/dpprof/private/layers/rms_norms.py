@@ -35,7 +35,7 @@ Many layers compute in float32 even for float64; the rule does not.
 """
 
 _recognised: dict[tuple[object, ...], "Recognised | None"] = {}
-"""By class, width, and the plain attributes of a layer."""
+"""The formulas that were found, by class, width, and the plain attributes of a layer."""
 
 
 class Recognised(NamedTuple):

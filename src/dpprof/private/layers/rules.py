@@ -76,7 +76,7 @@ RULES: Mapping[str, LayerRule] = {
     **{f"torch.nn.modules.conv.ConvTranspose{n}d": run_transposed_convolution for n in (1, 2, 3)},
     **{f"torch.nn.modules.instancenorm.InstanceNorm{n}d": run_instance_norm for n in (1, 2, 3)},
 }
-"""By the name of the class whose ``forward`` they replace."""
+"""The rules, by the name of the class whose ``forward`` they replace."""
 
 
 class Found(NamedTuple):
@@ -128,7 +128,7 @@ def find_rules(
 
     Args:
         model: The model.
-        wrapper: Of its modules the one that may distribute it.
+        wrapper: The one of its modules that may distribute it.
         second: The modules that may have the batch on their second axis (``batch_axis``).
         is_sharded: Whether ``fully_shard`` shards the model.
 

@@ -60,7 +60,7 @@ class Kernel(NamedTuple):
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
-    """With zeros, on both sides of each axis of space."""
+    """How many zeros are on both sides of each axis of space."""
 
     dilation: tuple[int, ...]
     groups: int
@@ -87,7 +87,7 @@ class Phase(NamedTuple):
     first: int
     stride: int
     starts: list[int]
-    """At which of these pixels each offset starts."""
+    """The pixel at which each offset starts."""
 
     places: int
 
@@ -98,7 +98,7 @@ class Phase(NamedTuple):
 
     @property
     def span(self) -> slice:
-        """Where these pixels are."""
+        """The places of these pixels."""
         return slice(self.first, self.first + (self.pixels - 1) * self.stride + 1, self.stride)
 
 

@@ -274,7 +274,7 @@ class WayChoice(NamedTuple):
     d: int
     p: int
     flops: int
-    """Of the matrix products for the norm of one sample."""
+    """The FLOPs of the matrix products for the norm of one sample."""
 
     prices: dict[Way, int]
     """``Price.weigh`` of each way; the cheapest is taken, unless gradients are kept."""

@@ -81,7 +81,7 @@ class Squares(NamedTuple):
     """The squared norms as computed."""
 
     slack_B: Tensor | None
-    """By how much the true ones may exceed them; None where ``size`` bounds that."""
+    """The most by which the true ones may exceed them; None where ``size`` bounds that."""
 
     size_B: Tensor | None
     """The square of what rounding errors are relative to; None where nothing cancels, and for an
@@ -97,7 +97,7 @@ def is_unsure(squares: Squares, least: float) -> Tensor:
     """Tell for which samples rounding may count; (B,).
 
     Args:
-        squares: Of all layers that are clipped together, added up.
+        squares: The sum over all layers that are clipped together.
         least: The norm below which nothing is clipped.
     """
     found_B, slack_B, size_B = squares

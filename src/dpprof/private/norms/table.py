@@ -31,11 +31,11 @@ TILE = 256
 """Positions, and tokens, in a tile of an inner product."""
 
 TILE_ON_GPU = 1024
-"""In place of ``TILE``: each tile is some thirty launches."""
+"""Replaces ``TILE`` on a GPU, where each tile is some thirty launches."""
 
 ON_GPU_BYTES = 64 * 2**20
-"""In place of ``WORKSPACE_BYTES``: PyTorch's sum by id sorts all positions for each part again,
-which takes a GPU ten times as long as the sum itself (perf/measured_steps.md)."""
+"""Replaces ``WORKSPACE_BYTES`` on a GPU: PyTorch's sum by id sorts all positions for each part
+again, which takes ten times as long as the sum itself (perf/measured_steps.md)."""
 
 
 def number_ids(ids_BT: Tensor) -> Tensor:

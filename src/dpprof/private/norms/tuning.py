@@ -43,8 +43,8 @@ GRAM: list[Config] = [
     _config(4, 2, TILE_T=64, TILE_K=16),
 ]
 DESCRIBED: Config = _config(8, 5, TILE_T=128, TILE_K=64)
-"""For Gram matrices whose operands are described: on an H100 it takes 0.74 to 0.96 of the time of
-the fastest of the others."""
+"""The tile for Gram matrices whose operands are described: on an H100 it takes 0.74 to 0.96 of the
+time of the fastest of the others."""
 
 DESCRIBED_TOKENS = 512
 """The fewest tokens for which ``DESCRIBED`` runs: with 256 it took 1.2 times as long as the others,

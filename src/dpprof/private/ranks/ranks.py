@@ -60,7 +60,7 @@ class Ranks:
     Args:
         groups: Their process groups: one; or that of a replica's shards, and then that of the same
             shard's replicas.
-        device: Of the parameters.
+        device: The device of the parameters.
     """
 
     wrapper: nn.Module | None = None
@@ -178,7 +178,7 @@ class Ranks:
 
         Args:
             group: The ranks.
-            sums: Of one dtype; emptied.
+            sums: Sums of one dtype; the list is emptied.
             add_noise: Adds the noise.
         """
         shapes = [summed.shape for summed in sums]

@@ -34,15 +34,15 @@ class ShardSums:
         """How often each parameter was used, in the order of last uses."""
 
         self._groups: list[list[nn.Parameter]] = []
-        """Those that are not reduced yet, in their order."""
+        """The groups that are not reduced yet, in their order."""
 
         self._totals: dict[nn.Parameter, Tensor] = {}
         self._waiting: dict[nn.Parameter, Tensor | None] = {}
-        """Of the earlier parts of a batch, by parameter; None for zeros."""
+        """The sums of the earlier parts of a batch, by parameter; None for zeros."""
 
         self._agreed: Settings | None = None
         self._begun: Reduction | None = None
-        """That of the first group, once nothing but its last sum is missing."""
+        """The reduction of the first group, once nothing but its last sum is missing."""
 
         self.is_counting = False
         """Whether a first pass counts uses."""

@@ -47,7 +47,7 @@ _AXES = {FSDPMeshInfo: 1, HSDPMeshInfo: 2}
 
 
 class _Part(NamedTuple):
-    """Where the shards of one parameter lie in the buffer of its group."""
+    """The place of one parameter's shards in the buffer of its group."""
 
     parameter: nn.Parameter
     axis: int

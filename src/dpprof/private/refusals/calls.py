@@ -25,7 +25,7 @@ class LayerCall:
 
     Args:
         layer: It is about to run.
-        forward: Of the model, which the call belongs to; None for layers inside.
+        forward: The forward of the model to which the call belongs; None for layers inside.
     """
 
     __slots__ = ("_inside", "_layer", "_settings", "_versions", "forward")

@@ -33,7 +33,7 @@ def computes_gradients(
     """Tell whether the backward under way computes gradients of parameters that contribute.
 
     Args:
-        contributions: Of the node that runs.
+        contributions: The contributions of the node that runs.
         name_of: Names a parameter.
 
     Raises:

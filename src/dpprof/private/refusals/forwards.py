@@ -75,7 +75,7 @@ class Forwards:
             for parameter in names
             if type(parameter) is nn.Parameter and find_unusual(parameter) is None
         }
-        """Where the reading of each parameter that can be read begins."""
+        """The place from which each parameter that can be read is read."""
 
         self._steps = 0
         self._last: Forward | None = None

@@ -29,7 +29,7 @@ def take(batch: Any, samples: int, places: Sequence[int], whole: Any = None) -> 
     """Return the batch of some of its samples, in this order; a sample may come again.
 
     Args:
-        batch: Of any structure.
+        batch: A batch of any structure.
         samples: How many it has.
         places: Which to take.
         whole: A leaf that stays as it is.

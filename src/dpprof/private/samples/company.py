@@ -56,7 +56,7 @@ _ROUNDS = 6
 
 _ROUNDING = 2.0
 _FLOOR = 16
-"""So many units in the last place of a loss always count as rounding."""
+"""Units in the last place of a loss that always count as rounding."""
 
 _HIDDEN = 0.1
 """The share of a loss from which on rounding hides too much."""
@@ -119,7 +119,7 @@ def choose(dataset: Any, most: int = COMPARED, *, at_random: bool = False) -> li
     """Load ``COMPARED`` samples of different lengths, the longest first.
 
     Args:
-        dataset: With a length, and samples by index.
+        dataset: It has a length, and samples by index.
         most: Load no more, but two.
         at_random: Choose them by the operating system's randomness; otherwise they are among the
             first ``LOOKED_AT``.
@@ -170,7 +170,7 @@ class Company:
         """Compare all samples together with each alone, and in other batches.
 
         Args:
-            states: Those of all generators; ``random_state_kept`` restores those that it knows.
+            states: The states of all generators; ``random_state_kept`` restores those it knows.
 
         Returns:
             What could not be compared, and why.
@@ -391,7 +391,7 @@ def compare_samples(
     """Compare samples that are collated together, each alone and in parts.
 
     Args:
-        clipping: Of the model.
+        clipping: The clipping of the model.
         losses_of: Computes losses, one for each sample, of what ``collate`` returns.
         load: Returns samples of the dataset, the longest first.
         collate: Makes a batch of some.

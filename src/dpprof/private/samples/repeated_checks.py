@@ -25,9 +25,9 @@ class RepeatedChecks:
     """Chooses steps and samples, and compares these (``company``).
 
     Args:
-        clipping: Of the model.
+        clipping: The clipping of the model.
         losses_of: Computes losses, one for each sample, of what ``collate`` returns.
-        dataset: With a length, and samples by index.
+        dataset: It has a length, and samples by index.
         collate: Makes a batch of some samples.
         most: How many samples fit into memory.
         every: Each step is chosen with probability ``1 / every``; None for no step.
