@@ -149,7 +149,7 @@ class Replay:
             return numbers
         if len(shape) != numbers.dim():
             return None
-        others = [at for at, size in enumerate(shape) if size != numbers.shape[at]]
+        others = [place for place, size in enumerate(shape) if size != numbers.shape[place]]
         axis = others[0]
         each, rest = divmod(numbers.shape[axis], B)
         if len(others) > 1 or rest or not each or shape[axis] % each:

@@ -87,7 +87,7 @@ class _Entry(NamedTuple):
             g = g * (alpha if kind == "Add" else -alpha).conjugate()
         g = g if self.is_complex else g.real
         padded = (1,) * (g.dim() - len(self.shape)) + self.shape
-        axes = [at for at in range(1, g.dim()) if padded[at] == 1 != g.shape[at]]
+        axes = [axis for axis in range(1, g.dim()) if padded[axis] == 1 != g.shape[axis]]
         if axes:
             g = g.sum(axes, keepdim=True, dtype=accumulator_of(g.dtype))
         if kind == "Repeat":

@@ -102,10 +102,10 @@ def _reshaping(operand: Operand) -> Owners | None:
 def order_of(node: Any, axes: int) -> list[int]:
     """Return which axis of its operand each axis of a transposed tensor is."""
     if hasattr(node, "_saved_dims"):
-        return [as_signed(at) % axes for at in node._saved_dims]  # noqa: SLF001
+        return [as_signed(axis) % axes for axis in node._saved_dims]  # noqa: SLF001
     order = list(range(axes))
     swapped = (
-        [as_signed(at) % axes for at in (node._saved_dim0, node._saved_dim1)]  # noqa: SLF001
+        [as_signed(axis) % axes for axis in (node._saved_dim0, node._saved_dim1)]  # noqa: SLF001
         if hasattr(node, "_saved_dim0")
         else [0, axes - 1]
     )
@@ -144,14 +144,14 @@ def _repeat(operand: Operand) -> Owners | None:
 
 def _product(first: int, operand: Operand) -> Owners | None:
     """(..., n, k) times (..., k, m), or (k,), added to an operand that may come ``first``."""
-    owners, at = operand.above[0], operand.position - first
-    if at < 0:
+    owners, factor = operand.above[0], operand.position - first
+    if factor < 0:
         return unrepeat(owners, operand.shape)
     if kind_of(operand.node) in ("Mv", "Dot"):
         return (
             owners.reshape(-1, 1) if len(operand.shape) > 1 else spread(owners, range(owners.ndim))
         )
-    return spread(owners, [owners.ndim - 1 if at == 0 else owners.ndim - 2])
+    return spread(owners, [owners.ndim - 1 if factor == 0 else owners.ndim - 2])
 
 
 def _dot(operand: Operand) -> Owners | None:
@@ -215,7 +215,7 @@ def _cat(operand: Operand) -> Owners | None:
     if owners.shape[axis] == 1:
         return owners
     sizes = [None if b is None else shape_of(b, o)[axis] for b, o in edges_of(operand.node)]
-    unknown = [at for at, size in enumerate(sizes) if size is None]
+    unknown = [number for number, size in enumerate(sizes) if size is None]
     if len(unknown) == 1:
         rest = shape_of(operand.node)[axis] - sum(size for size in sizes if size is not None)
         sizes[unknown[0]] = rest
@@ -278,11 +278,11 @@ def _concatenate(parts: Sequence[Owners], axis: int, node: Any) -> Owners:
 
 def _diagonal(operand: Operand) -> Owners | None:
     node, count = operand.node, len(operand.shape)
-    axes = [as_signed(at) % count for at in (node._saved_dim1, node._saved_dim2)]  # noqa: SLF001
+    axes = [as_signed(axis) % count for axis in (node._saved_dim1, node._saved_dim2)]  # noqa: SLF001
     offset = as_signed(node._saved_offset)  # noqa: SLF001
     owners = operand.above[0]
     places = np.arange(shape_of(node)[-1])
-    filled = np.full((*owners.shape[:-1], *(operand.shape[at] for at in axes)), FREE, np.int32)
+    filled = np.full((*owners.shape[:-1], *(operand.shape[axis] for axis in axes)), FREE, np.int32)
     filled[..., places + max(-offset, 0), places + max(offset, 0)] = owners
     return np.moveaxis(filled, (-2, -1), axes)
 
@@ -290,17 +290,17 @@ def _diagonal(operand: Operand) -> Owners | None:
 def _index(operand: Operand) -> Owners | None:
     """Some entries are picked; where samples lie on other axes, the index need not be read."""
     owners, indices = operand.above[0], operand.node._saved_indices  # noqa: SLF001
-    indexed = [at for at, index in enumerate(indices) if index is not None]
+    indexed = [axis for axis, index in enumerate(indices) if index is not None]
     first, count = indexed[0], len(indexed)
-    masks = [at for at in indexed if indices[at].dtype == torch.bool and indices[at].dim() > 1]
+    masks = [i for i in indexed if indices[i].dtype == torch.bool and indices[i].dim() > 1]
     if indexed != list(range(first, first + count)) or (masks and count > 1):
         return spread(owners, range(owners.ndim)).reshape(-1)[:1].reshape([1] * len(operand.shape))
     if masks:
         count = indices[first].dim()
-    width = 1 if masks else max(indices[at].dim() for at in indexed)
+    width = 1 if masks else max(indices[axis].dim() for axis in indexed)
     joined = join(owners, range(first, first + width))
     if joined is None and not first:
-        values = [operand.read(indices[at]) for at in indexed]
+        values = [operand.read(indices[axis]) for axis in indexed]
         if any(value is None for value in values):
             return None
         places = [each for v in values for each in (v.nonzero() if v.dtype == bool else [v])]

@@ -73,7 +73,7 @@ def join(owners: Owners, axes: Sequence[int]) -> Owners | None:
 def unrepeat(owners: Owners, shape: Shape) -> Owners:
     """Return the owners of what was repeated to more, or longer, axes."""
     extra = owners.ndim - len(shape)
-    longer = [at + extra for at, size in enumerate(shape) if size == 1]
+    longer = [axis + extra for axis, size in enumerate(shape) if size == 1]
     spread_out = spread(owners, [*range(extra), *longer])
     return spread_out.reshape(spread_out.shape[extra:])
 
@@ -83,7 +83,7 @@ def place(owners: Owners, axis: int, size: int, places: Sequence[int]) -> Owners
 
     The others are free, or count as taken too where there are too many elements to tell apart.
     """
-    shape = [size if at == axis else length for at, length in enumerate(owners.shape)]
+    shape = [size if number == axis else length for number, length in enumerate(owners.shape)]
     if owners.shape[axis] == 1 and math.prod(shape) > _MOST:
         return owners
     filled = np.full(shape, FREE, np.int32)

@@ -267,7 +267,7 @@ class Rerun:
         gradients: list[Tensor] = []
         outputs: list[Tensor] = []
         for b in range(self._samples):
-            inputs = [x if at is None else x[b] for x, at in zip(each, places, strict=True)]
+            inputs = [x if axis is None else x[b] for x, axis in zip(each, places, strict=True)]
             own_gradients, ys = self._differentiate_alone(inputs, [g[b] for g in gs])
             if not b:
                 gradients = [g.new_empty(self._samples, *g.shape) for g in own_gradients]

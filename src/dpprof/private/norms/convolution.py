@@ -337,9 +337,11 @@ def _sum_grams(padded: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
 @allocates_for_its_caller
 def _add_up(parts: list[Tensor]) -> Tensor:
     """Add up views of one tensor."""
-    total = parts[0]
-    for at, part in enumerate(parts[1:]):
-        total = total.add_(part) if at else total + part
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total.add_(part)
     return total
 
 
