@@ -23,8 +23,8 @@ from torch.optim import SGD, Adam, AdamW
 from dpprof.private.layers.patching import patch_of
 from dpprof.private.noise.optimizer import HOOK, NoisyOptimizer
 from dpprof.private.norms.float32_products import allows_tf32
+from dpprof.private.refusals.calls import read_settings
 
-_PLAIN = (int, float, bool, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
@@ -58,7 +58,7 @@ def look_around(optimizer: NoisyOptimizer, batch: Sequence[Tensor]) -> Surroundi
     for module in optimizer.clipping.model.modules():
         own = vars(module)
         objects += [module, type(module), own.get("forward"), patch_of(module)]
-        values += [item for item in own.items() if item[1].__class__ in _PLAIN]
+        values += read_settings(module).items()
         values += [tuple(own.get(hooks) or ()) for hooks in _HOOKS]
         attributes = (value for value in own.values() if isinstance(value, Tensor))
         for tensor in (*module._parameters.values(), *module._buffers.values(), *attributes):  # noqa: SLF001

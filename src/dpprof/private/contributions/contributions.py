@@ -193,11 +193,7 @@ class ChunkedProduct(NamedTuple):
 
 
 def refuse_computed_again(contributions: Iterable[tuple[Any, Any]]) -> None:
-    """Refuse output gradients that need a weight again which ``fully_shard`` may have freed.
-
-    Raises:
-        UnsupportedError: There are some.
-    """
+    """Refuse gradients that need a weight which ``fully_shard`` freed (``UnsupportedError``)."""
     for _, contribution in contributions:
         if isinstance(contribution, ChunkedProduct) and contribution.release is None:
             raise UnsupportedError(
@@ -207,11 +203,7 @@ def refuse_computed_again(contributions: Iterable[tuple[Any, Any]]) -> None:
 
 
 def refuse_float16(contributions: Iterable[tuple[Any, Any]]) -> None:
-    """Refuse numbers that overflow where a sum makes them larger, as normalised clipping may.
-
-    Raises:
-        UnsupportedError: There are some.
-    """
+    """Refuse float16, which overflows where a sum makes numbers larger (``UnsupportedError``)."""
     for _, contribution in contributions:
         if any(isinstance(part, Tensor) and part.dtype == torch.float16 for part in contribution):
             raise UnsupportedError(

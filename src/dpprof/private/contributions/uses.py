@@ -85,15 +85,10 @@ def _join_tokens(parts: Iterable[Tensor]) -> Tensor:
 
 
 def find_size(contribution: Merged, squared: Callable[[Tensor], Tensor] = square) -> Tensor | None:
-    """Find the square of what rounding of materialised gradients is relative to; (B,).
+    """Find the ``size`` of ``norms.rounding`` of gradients that were materialised; (B,).
 
-    Args:
-        contribution: Its gradients were materialised.
-        squared: Sums each sample's squares, or knows the sums.
-
-    Returns:
-        The ``size`` of ``norms.rounding``; None where no tokens are added up, or nothing is known.
-        Vectors on CUDA have none here: each would take several launches.
+    It is None where no tokens are added up, or nothing is known. Vectors on CUDA have none: each
+    would take several launches. ``squared`` sums each sample's squares, or knows the sums.
     """
     match contribution:
         case Several(uses):

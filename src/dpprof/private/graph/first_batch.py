@@ -167,11 +167,7 @@ class FirstBatches:
         return self._are_other and not self._asks and self._ranks.is_sharded
 
     def refuse_late_ways(self) -> None:
-        """Refuse a batch that is computed in such ways.
-
-        Raises:
-            UnsupportedError: It is.
-        """
+        """Refuse a batch that is computed in such ways (``UnsupportedError``)."""
         if self.has_late_ways:
             raise UnsupportedError(
                 "code outside of layers lets values enter for all samples, or joins samples and "

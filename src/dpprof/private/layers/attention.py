@@ -117,11 +117,7 @@ def _join_diagonally(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def refuse_other_projection(layer: nn.Module) -> None:
-    """Refuse attention whose output is projected otherwise than by a linear layer.
-
-    Raises:
-        UnsupportedError: It is.
-    """
+    """Refuse attention whose output no linear layer projects (``UnsupportedError``)."""
     projection = layer.get_submodule("out_proj")
     if type(projection).forward is not nn.Linear.forward:
         raise UnsupportedError(

@@ -92,11 +92,7 @@ def _find_setting(module: nn.Module) -> nn.Module | None:
 
 
 def is_second(layer: nn.Module, settings: Settings) -> bool:
-    """Tell whether a layer has the batch on its second axis now.
-
-    Raises:
-        UnsupportedError: Its settings disagree.
-    """
+    """Tell whether a layer has the batch second now; ``UnsupportedError`` if settings differ."""
     is_first = {bool(setting.batch_first) for setting in settings}
     if len(is_first) > 1:
         raise UnsupportedError(
@@ -125,14 +121,7 @@ def run_tokenwise(
 ) -> Tensor:
     """Run a layer that does the same to every token, and turn what it contributes.
 
-    Args:
-        rule: The layer's rule, which takes the first axis for the batch.
-        widths: How many axes of the input the layer treats as a token.
-        settings: They say where the batch is.
-        layer: The layer.
-        receive: Receives its contributions.
-        inputs: The layer's arguments.
-        named: Its other arguments.
+    Its rule takes the first axis for the batch; ``widths`` axes of its input make a token.
 
     Raises:
         UnsupportedError: It gets something beside its input.

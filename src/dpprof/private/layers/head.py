@@ -163,11 +163,7 @@ def run_head(layer: nn.Linear, receive: Receive | None, x: Tensor, loss: HeadLos
 
 
 def refuse_labels(labels_BT: Tensor, ignore_index: int, count: int) -> None:
-    """Refuse labels that a head has no output for; this waits for the device.
-
-    Raises:
-        ValueError: There is one.
-    """
+    """Refuse labels that a head has no output for; this waits for the device (``ValueError``)."""
     wrong = (labels_BT != ignore_index) & ((labels_BT < 0) | (labels_BT >= count))
     if wrong.any():
         raise ValueError(

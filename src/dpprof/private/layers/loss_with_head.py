@@ -35,15 +35,7 @@ def refuse_other_loss(layer: nn.Module) -> None:
 
 
 def run_linear_cross_entropy_loss(layer: nn.Module, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002
-    """Run PyTorch's ``LinearCrossEntropyLoss`` as ``linear_cross_entropy``.
-
-    Args:
-        layer: The loss.
-        input: (B, d).
-        target: (B,) ids.
-
-    Returns:
-        (B,)
+    """Run PyTorch's ``LinearCrossEntropyLoss`` of (B, d) and (B,) ids, and return (B,).
 
     Raises:
         ValueError: The shapes are others, as for class probabilities.

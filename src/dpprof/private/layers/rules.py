@@ -215,11 +215,7 @@ def find_rewritten(model: nn.Module) -> dict[nn.Module, Callable[..., Tensor]]:
 
 
 def run_frozen_norm(layer: nn.Module, *inputs: Tensor) -> Tensor:
-    """Run a batch normalisation that is not trained; in ``eval()`` it mixes nothing.
-
-    Raises:
-        UnsupportedError: It is in training mode.
-    """
+    """Run a batch normalisation that is not trained; ``UnsupportedError`` in training mode."""
     refuse_mixing(layer)
     assert isinstance(layer, PatchedLayer)
     y: Tensor = layer.original.forward(layer, *inputs)

@@ -139,11 +139,8 @@ def differentiate_input(x: Tensor, g: Tensor, weight: Tensor, options: Sequence[
     On a CPU oneDNN copies what it reads and writes. So it gets as many samples at a time as fit
     with their copies into one and a half workspaces: fewer are slower, and more add to the peak.
 
-    Args:
-        x: The input.
-        g: The output gradient.
-        weight: The weight, in the dtype of ``g``.
-        options: The options of ``torch.convolution``, in its order, from ``stride`` on.
+    The weight has the dtype of ``g``; the options are those of ``torch.convolution``, from
+    ``stride`` on.
     """
 
     def differentiate(some: slice) -> Tensor:

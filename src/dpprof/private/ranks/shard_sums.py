@@ -84,11 +84,7 @@ class ShardSums:
         return list(groups.values())
 
     def refuse_other(self, of_step: Settings) -> None:
-        """Refuse a step with other settings than ranks compared in backward.
-
-        Raises:
-            RuntimeError: One is another.
-        """
+        """Refuse a step with other settings than ranks compared in backward (``RuntimeError``)."""
         for name, value in of_step.items():
             if value != (self._agreed or {}).get(name):
                 raise RuntimeError(
@@ -158,11 +154,7 @@ class ShardSums:
             self._waiting[parameter] = before if total is None else total
 
     def finish(self) -> None:
-        """Verify that all sums of a batch are closed.
-
-        Raises:
-            RuntimeError: The two passes differ.
-        """
+        """Verify that all sums of a batch are closed (``RuntimeError``)."""
         if self._groups or self._totals or any(self._uses.values()):
             raise RuntimeError("the second backward pass used other parameters than the first")
         self._uses.clear()

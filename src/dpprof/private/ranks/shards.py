@@ -175,11 +175,7 @@ class Shards(Ranks):
                 self._owners |= dict.fromkeys(self._leaves[parameter], parameter)
 
     def refuse_unclipped(self) -> None:
-        """Refuse gradients that autograd left in gathered parameters.
-
-        Raises:
-            RuntimeError: There is one.
-        """
+        """Refuse gradients that autograd left in gathered parameters (``RuntimeError``)."""
         for group in self._groups():
             for state in group.fsdp_params:
                 gathered = getattr(state, "_unsharded_param", None)

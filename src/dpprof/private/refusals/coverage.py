@@ -35,11 +35,7 @@ def class_names(module: nn.Module) -> list[str]:
 
 
 def refuse_wrapper(module: nn.Module) -> None:
-    """Refuse modules that distribute or copy a model.
-
-    Raises:
-        UnsupportedError: No clipping works with it yet.
-    """
+    """Refuse modules that distribute or copy a model (``UnsupportedError``)."""
     for name in class_names(module):
         if name in _WRAPPERS:
             kind = name.rpartition(".")[2]

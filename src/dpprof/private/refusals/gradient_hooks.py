@@ -34,13 +34,7 @@ class Looking(partial[None]):
 def refuse_hooks(name: str, parameter: nn.Parameter, own: Iterable[Any] = ()) -> None:
     """Refuse hooks and optimizers that get a trained parameter's gradient in backward.
 
-    Args:
-        name: The parameter's.
-        parameter: Trained.
-        own: Handles of the clipping's own hooks.
-
-    Raises:
-        UnsupportedError: There is one.
+    The clipping's ``own`` hooks may stay; ``UnsupportedError`` names the first other one.
     """
     own_ids = {handle.id for handle in own}
     others = [

@@ -44,11 +44,7 @@ def refuse_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def refuse_inputs(layer: nn.Module, inputs: Iterable[Any], *, may_be_sparse: bool = False) -> None:
-    """Refuse to run a layer on tensors that its rule does not know.
-
-    Raises:
-        UnsupportedError: One is unusual.
-    """
+    """Refuse to run a layer on tensors that its rule does not know (``UnsupportedError``)."""
     for x in inputs:
         what = find_unusual(x) if isinstance(x, Tensor) else None
         if what is not None and not (may_be_sparse and is_sparse(x)):

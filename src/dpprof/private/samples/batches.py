@@ -158,11 +158,7 @@ def _has_records(value: Any) -> bool:
 
 
 def _is_split(value: Any, samples: int, path: str) -> bool:
-    """Tell whether a leaf has an entry for each sample.
-
-    Raises:
-        ValueError: It may be read in two ways.
-    """
+    """Tell whether a leaf has an entry for each sample; ``ValueError`` if that is ambiguous."""
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0]) == samples
     if _is_array(value):
