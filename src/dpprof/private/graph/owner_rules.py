@@ -31,7 +31,7 @@ from dpprof.private.graph.owners import (
 
 
 class Operand(NamedTuple):
-    """What an operator got, and the owners of all that it returned."""
+    """A tensor that an operator got, and the owners of all that the operator returned."""
 
     node: Any
     position: int
@@ -41,6 +41,11 @@ class Operand(NamedTuple):
     above: Sequence[Owners]
     read: Callable[[Any], Any]
     """Reads an index, None where its values are not known."""
+
+    @property
+    def output(self) -> Owners:
+        """The owners of the first, or only, tensor that it returned."""
+        return self.above[0]
 
     @property
     def axes(self) -> list[int]:
@@ -66,10 +71,8 @@ def axes_of(node: Any, count: int) -> list[int]:
 def _pointwise(operand: Operand) -> Owners | None:
     """Each element of the output comes from the same place of operands, which may be repeated."""
     if getattr(operand.node, "_saved_reduction", 0):
-        return spread(operand.above[0], range(operand.above[0].ndim)).reshape(
-            [1] * len(operand.shape)
-        )
-    return unrepeat(operand.above[0], operand.shape)
+        return spread(operand.output, range(operand.output.ndim)).reshape([1] * len(operand.shape))
+    return unrepeat(operand.output, operand.shape)
 
 
 def _of_first_operand(rule: Rule, operand: Operand) -> Owners | None:
@@ -83,12 +86,12 @@ def _reduction(operand: Operand) -> Owners | None:
 
 def _mixing(operand: Operand) -> Owners | None:
     """Each element of the output may come from all along an axis."""
-    return spread(operand.above[0], operand.axes)
+    return spread(operand.output, operand.axes)
 
 
 def _moving(operand: Operand) -> Owners | None:
     """The operator mixes along axes, and may leave out the last elements of other ones."""
-    owners = spread(operand.above[0], operand.axes)
+    owners = spread(operand.output, operand.axes)
     for axis, size in enumerate(operand.shape):
         if 1 < owners.shape[axis] < size:
             owners = place(owners, axis, size, range(owners.shape[axis]))
@@ -96,7 +99,7 @@ def _moving(operand: Operand) -> Owners | None:
 
 
 def _reshaping(operand: Operand) -> Owners | None:
-    return reshape(operand.above[0], shape_of(operand.node), operand.shape)
+    return reshape(operand.output, shape_of(operand.node), operand.shape)
 
 
 def order_of(node: Any, axes: int) -> list[int]:
@@ -115,21 +118,21 @@ def order_of(node: Any, axes: int) -> list[int]:
 
 def _transposing(operand: Operand) -> Owners | None:
     if len(operand.shape) < 2:  # noqa: PLR2004
-        return operand.above[0]
-    return operand.above[0].transpose(np.argsort(order_of(operand.node, len(operand.shape))))
+        return operand.output
+    return operand.output.transpose(np.argsort(order_of(operand.node, len(operand.shape))))
 
 
 def _real(operand: Operand) -> Owners | None:
     """Two real numbers, on an axis of their own, come from each complex one."""
-    return spread(operand.above[0], [len(operand.shape)])[..., 0]
+    return spread(operand.output, [len(operand.shape)])[..., 0]
 
 
 def _complex(operand: Operand) -> Owners | None:
-    return np.expand_dims(operand.above[0], len(operand.shape) - 1)
+    return np.expand_dims(operand.output, len(operand.shape) - 1)
 
 
 def _repeat(operand: Operand) -> Owners | None:
-    owners = operand.above[0]
+    owners = operand.output
     extra = owners.ndim - len(operand.shape)
     owners = spread(owners, range(extra)).reshape(owners.shape[extra:])
     for axis, size in enumerate(operand.shape):
@@ -144,7 +147,7 @@ def _repeat(operand: Operand) -> Owners | None:
 
 def _product(first: int, operand: Operand) -> Owners | None:
     """(..., n, k) times (..., k, m), or (k,), added to an operand that may come ``first``."""
-    owners, factor = operand.above[0], operand.position - first
+    owners, factor = operand.output, operand.position - first
     if factor < 0:
         return unrepeat(owners, operand.shape)
     if kind_of(operand.node) in ("Mv", "Dot"):
@@ -155,11 +158,11 @@ def _product(first: int, operand: Operand) -> Owners | None:
 
 
 def _dot(operand: Operand) -> Owners | None:
-    return operand.above[0].reshape(1)
+    return operand.output.reshape(1)
 
 
 def _attention(operand: Operand) -> Owners | None:
-    owners = operand.above[0]
+    owners = operand.output
     return spread(owners, (owners.ndim - 2, owners.ndim - 1)) if operand.position < 3 else None  # noqa: PLR2004
 
 
@@ -167,32 +170,32 @@ def _likelihood(operand: Operand) -> Owners | None:
     """Each loss comes from the classes of its place, which are on the second axis."""
     if operand.node._saved_reduction:  # noqa: SLF001
         return _pointwise(operand)
-    return np.expand_dims(operand.above[0], min(1, operand.above[0].ndim))
+    return np.expand_dims(operand.output, min(1, operand.output.ndim))
 
 
 def _ctc(operand: Operand) -> Owners | None:
-    return operand.above[0].reshape(1, -1, 1)
+    return operand.output.reshape(1, -1, 1)
 
 
 def _layer_norm(operand: Operand) -> Owners | None:
     widths = len(operand.node._saved_normalized_shape)  # noqa: SLF001
-    return spread(operand.above[0], range(len(operand.shape) - widths, len(operand.shape)))
+    return spread(operand.output, range(len(operand.shape) - widths, len(operand.shape)))
 
 
 def _batch_norm(operand: Operand) -> Owners | None:
-    owners = operand.above[0]
+    owners = operand.output
     is_mixing = operand.node._saved_training  # noqa: SLF001
     return spread(owners, [0, *range(2, owners.ndim)]) if is_mixing else owners
 
 
 def _first_axis(operand: Operand) -> Owners | None:
     """Each entry of the first axis is treated apart."""
-    first = along_first_axis(operand.above[0])
+    first = along_first_axis(operand.output)
     return None if first is None else of_first_axis(first, len(operand.shape))
 
 
 def _pad(operand: Operand) -> Owners | None:
-    owners = operand.above[0]
+    owners = operand.output
     pads = [as_signed(side) for side in operand.node._saved_pad]  # noqa: SLF001
     for axis, start, stop in zip(
         range(owners.ndim - 1, -1, -1), pads[::2], pads[1::2], strict=False
@@ -207,11 +210,11 @@ def _pad(operand: Operand) -> Owners | None:
 def _unfold(operand: Operand) -> Owners | None:
     """Windows along one axis, whose places come last."""
     axis = as_signed(operand.node._saved_dimension) % len(operand.shape)  # noqa: SLF001
-    return spread(operand.above[0], [axis, len(operand.shape)])[..., 0]
+    return spread(operand.output, [axis, len(operand.shape)])[..., 0]
 
 
 def _cat(operand: Operand) -> Owners | None:
-    (axis,), owners = operand.axes, operand.above[0]
+    (axis,), owners = operand.axes, operand.output
     if owners.shape[axis] == 1:
         return owners
     sizes = [None if b is None else shape_of(b, o)[axis] for b, o in edges_of(operand.node)]
@@ -230,7 +233,7 @@ def _cat(operand: Operand) -> Owners | None:
 
 
 def _stack(operand: Operand) -> Owners | None:
-    owners = operand.above[0]
+    owners = operand.output
     axis = as_signed(operand.node._saved_dim) % owners.ndim  # noqa: SLF001
     return np.asarray(owners.take(operand.position if owners.shape[axis] > 1 else 0, axis))
 
@@ -238,7 +241,7 @@ def _stack(operand: Operand) -> Owners | None:
 def _select(operand: Operand) -> Owners | None:
     axis, size = operand.axes[0], operand.shape[operand.axes[0]]
     index = as_signed(operand.node._saved_index) % size  # noqa: SLF001
-    return place(np.expand_dims(operand.above[0], axis), axis, size, [index])
+    return place(np.expand_dims(operand.output, axis), axis, size, [index])
 
 
 def _slice(operand: Operand) -> Owners | None:
@@ -246,7 +249,7 @@ def _slice(operand: Operand) -> Owners | None:
     size = operand.shape[axis]
     start, end = as_signed(node._saved_start), as_signed(node._saved_end)  # noqa: SLF001
     places = range(size)[start : end : node._saved_step]  # noqa: SLF001
-    return operand.above[0] if len(places) == size else place(operand.above[0], axis, size, places)
+    return operand.output if len(places) == size else place(operand.output, axis, size, places)
 
 
 def _unbind(operand: Operand) -> Owners | None:
@@ -280,7 +283,7 @@ def _diagonal(operand: Operand) -> Owners | None:
     node, count = operand.node, len(operand.shape)
     axes = [as_signed(axis) % count for axis in (node._saved_dim1, node._saved_dim2)]  # noqa: SLF001
     offset = as_signed(node._saved_offset)  # noqa: SLF001
-    owners = operand.above[0]
+    owners = operand.output
     places = np.arange(shape_of(node)[-1])
     filled = np.full((*owners.shape[:-1], *(operand.shape[axis] for axis in axes)), FREE, np.int32)
     filled[..., places + max(-offset, 0), places + max(offset, 0)] = owners
@@ -289,7 +292,7 @@ def _diagonal(operand: Operand) -> Owners | None:
 
 def _index(operand: Operand) -> Owners | None:
     """Some entries are picked; where samples lie on other axes, the index need not be read."""
-    owners, indices = operand.above[0], operand.node._saved_indices  # noqa: SLF001
+    owners, indices = operand.output, operand.node._saved_indices  # noqa: SLF001
     indexed = [axis for axis, index in enumerate(indices) if index is not None]
     first, count = indexed[0], len(indexed)
     masks = [i for i in indexed if indices[i].dtype == torch.bool and indices[i].dim() > 1]
@@ -311,7 +314,7 @@ def _index(operand: Operand) -> Owners | None:
 
 
 def _index_select(operand: Operand) -> Owners | None:
-    (axis,), owners = operand.axes, operand.above[0]
+    (axis,), owners = operand.axes, operand.output
     if axis or owners.shape[axis] == 1:
         return spread(owners, [axis])
     index = operand.read(operand.node._saved_index)  # noqa: SLF001
@@ -333,7 +336,7 @@ def _scatter(owners: Owners, indices: Sequence[Any], shape: Shape) -> Owners | N
 
 def _added(operand: Operand) -> Owners | None:
     """Entries are added at an index of an axis."""
-    (axis,), owners = operand.axes, operand.above[0]
+    (axis,), owners = operand.axes, operand.output
     if not operand.position:
         return unrepeat(owners, operand.shape)
     is_by_axis = kind_of(operand.node) == "IndexAdd"
