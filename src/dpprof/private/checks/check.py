@@ -18,16 +18,13 @@ from scipy.stats import chi2
 from torch import Tensor, nn
 
 from dpprof.private.checks.batch import TrainingBatch, count_samples, read_batch
+from dpprof.private.checks.draws import StepWatcher
 from dpprof.private.checks.gradients import (
     Samples,
     clip,
     compare_company,
-    compare_losses,
-    compare_norms,
-    diagnose,
     find_difference,
     find_part_of_all,
-    find_shared_layer,
     norm_of,
     read_losses,
     take_alone,
@@ -38,10 +35,15 @@ from dpprof.private.checks.loop import (
     Mechanism,
     PrivateOptimizer,
     StepEffects,
-    StepWatcher,
     WrongScaleError,
     completed,
     refuse_settings,
+)
+from dpprof.private.checks.mistakes import (
+    compare_losses,
+    compare_norms,
+    diagnose,
+    find_shared_layer,
 )
 from dpprof.private.checks.padding import change_padding
 from dpprof.private.engine.engine import Clipping

@@ -171,7 +171,8 @@ class _Recurrence:
         """Run one direction; return hidden states, the last state, and inputs of its matrices."""
         # Detached: the gradients of matrices are those of the offsets.
         of_inputs, of_state, *projection = (
-            [None if p is None else p.detach().to(x.dtype) for p in matrix] for matrix in matrices
+            (weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype))
+            for weight, bias in matrices
         )
         of_x = (functional.linear(x, *of_inputs) + offsets[0]).unbind(1)
         of_h, *of_projection = (offset.unbind(1) for offset in offsets[1:])
