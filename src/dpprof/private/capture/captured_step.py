@@ -59,8 +59,9 @@ class CapturedStep:
     Formal guarantees: those of the clipping and of ``NoisyOptimizer``.
 
     - A batch runs as an ordinary loop, with every check of these, if it is the first one, if it is
-      empty, or if something is not as in the batch before (``surroundings`` has the list: what is
-      trained, C, noise, an option of the optimizer, a module's mode or number, a hook and more).
+      empty, or if something is not as in the batch before (``capture.conditions`` has the list:
+      what is trained, C, noise, an option of the optimizer, a module's mode or number, a hook and
+      more).
     - The next batch is captured, with every check but those that need values.
     - These follow each replay, before noise: if a sample is not finite, or another output or
       gradient was summed than measured, the sums are thrown away, and the batch runs as an

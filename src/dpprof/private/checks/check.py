@@ -104,7 +104,7 @@ def check(
     A step's gradient without noise is compared with the clipped gradients of single samples, each
     in a batch of its own through ordinary autograd. A loss may draw numbers: every step, and every
     sample alone, gets those that were drawn for the batch. A sample's loss must stay the same
-    beside others, in another order and at its own length (``clipping.company``). Then it is checked
+    beside others, in another order and at its own length (``samples.company``). Then it is checked
     that every trained parameter is in the optimizer, moves, and gets noise of the right scale; that
     frozen ones stay; that padding and an empty batch contribute nothing. Dropout is off, but for
     one comparison with the gradient of each sample's loss in the whole batch, with the same random
