@@ -17,7 +17,7 @@ from dpprof.predict.memory.recorder import Recorder
 from dpprof.private import BookKeeping, CapturedStep, PerLayerClipping, linear_cross_entropy
 from dpprof.private.contributions import contributions
 from dpprof.private.errors import UnsupportedError
-from dpprof.private.layers import head
+from dpprof.private.layers import head, head_losses
 from dpprof.private.norms.code_paths import Way
 
 B, T, D, V = 5, 7, 6, 11
@@ -137,14 +137,14 @@ def test_gradients_are_measured_and_summed_to_the_same_bits(way, dtype, monkeypa
     """Two samples in a chunk, the last one alone: products of other sizes may round otherwise."""
     for module, name in ((head, "CHUNK_BYTES"), (contributions, "AT_ONCE_BYTES")):
         monkeypatch.setattr(module, name, 2 * T * V * dtype.itemsize)
-    real, found = head._differentiate, []
+    real, found = head_losses._differentiate, []
 
     def differentiate(*given):
         g_NV, lse_N = real(*given)
         found.append(g_NV.clone())
         return g_NV, lse_N
 
-    monkeypatch.setattr(head, "_differentiate", differentiate)
+    monkeypatch.setattr(head_losses, "_differentiate", differentiate)
     ids, labels, weights = batch(dtype)
     model = Model().to(dtype)
     way(model, 0.1, first_batch="trusted").backward(model.in_chunks(ids, labels, weights))
@@ -267,10 +267,10 @@ def test_under_autocast_it_is_no_further_from_the_truth_than_logits_are(kind, ke
 def differentiate_in_place(z_NV, labels_N, incoming_N, *options) -> Tensor:
     """What the kernel does, which tests/norms compare with the definition."""
     ignored, smoothing, scale, cap = options
-    loss = head.HeadLoss(labels_N, ignored, smoothing, cap, scale)
-    exact_NV = head._scale_and_cap(z_NV.float(), loss)
-    target_N = head._find_target(exact_NV, labels_N, loss)
-    g_NV, lse_N = head._differentiate(exact_NV, labels_N, loss)
+    loss = head_losses.HeadLoss(labels_N, ignored, smoothing, cap, scale)
+    exact_NV = head_losses._scale_and_cap(z_NV.float(), loss)
+    target_N = head_losses._find_target(exact_NV, labels_N, loss)
+    g_NV, lse_N = head_losses._differentiate(exact_NV, labels_N, loss)
     z_NV.copy_(g_NV if incoming_N is None else g_NV * incoming_N[:, None])
     return (lse_N - target_N).masked_fill_(labels_N == ignored, 0)
 
@@ -288,7 +288,7 @@ def test_a_kernel_may_put_gradients_in_the_place_of_logits(kind, keep, dtype, mo
     found = []
     for is_fused in (False, True):
         if is_fused:
-            monkeypatch.setattr(head, "triton_ops", SimpleNamespace(**kernels))
+            monkeypatch.setattr(head_losses, "triton_ops", SimpleNamespace(**kernels))
         model = Model(kind, **options)
         clipping = BookKeeping(model, bound)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -531,5 +531,5 @@ class TestLossOfPyTorch:
         clipping = BookKeeping(model, 1.0)
         x, labels = torch.zeros(2, D), torch.zeros(2, dtype=torch.int64)
         losses = functional.linear_cross_entropy(x, model.weight, labels, reduction="none")
-        with pytest.raises(RuntimeError, match=r"use dpprof\.clipping\.linear_cross_entropy"):
+        with pytest.raises(RuntimeError, match=r"use dpprof\.private\.linear_cross_entropy"):
             clipping.backward(losses)

@@ -8,7 +8,8 @@ from small_models import EVERY, FLAT, assert_exact, gradients
 from torch import nn
 from torch.nn import functional
 
-from dpprof.private.contributions.contributions import Lookup, Product, SampleGradients, merge_uses
+from dpprof.private.contributions.contributions import Lookup, Product, SampleGradients
+from dpprof.private.contributions.uses import merge_uses
 from dpprof.private.engine.book_keeping import BookKeeping
 from dpprof.private.engine.factor import LEAST_STABILITY
 from dpprof.private.engine.per_layer import PerLayerClipping

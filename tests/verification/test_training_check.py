@@ -39,7 +39,7 @@ from dpprof.private import (
     PerLayerClipping,
     check,
 )
-from dpprof.private.checks.loop import StepWatcher
+from dpprof.private.checks.draws import StepWatcher
 from dpprof.private.noise.noise import DRAWN_IN_TURN, NoiseOfStep
 from dpprof.private.noise.noise_keys import StepKey
 from dpprof.private.norms.triton_ops import add_noise_

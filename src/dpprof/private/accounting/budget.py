@@ -1,4 +1,4 @@
-"""The budget of a private training: the noise that keeps it, and what was spent of it."""
+"""Finds the noise that keeps a privacy budget, and counts what a training spent of it."""
 
 import copy
 import importlib
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, get_args
 
 from dpprof.private.accounting.schedule import Accountant, Schedule
-from dpprof.private.accounting.search import BeyondReachError
+from dpprof.private.accounting.search import FAILURES, BeyondReachError
 
 if TYPE_CHECKING:
     from dpprof.private.noise.optimizer import NoisyOptimizer
@@ -17,14 +17,12 @@ if TYPE_CHECKING:
 ACCOUNTANTS: tuple[Accountant, ...] = get_args(Accountant)
 
 _FAR = 200.0
-"""An epsilon above which ``rdp`` alone tells it: ``prv`` takes ever more time and memory, and
-neither protects anybody."""
-
-_FAILURES = (ArithmeticError, IndexError, MemoryError, RuntimeError, ValueError)
-"""What Opacus's accountants raise, as where floating point does not suffice."""
+"""Above this epsilon ``rdp`` alone tells it: ``prv`` takes ever more time and memory, and such an
+epsilon protects nobody."""
 
 
 _Steps = tuple[float, float, int]
+"""Noise multiplier, sample rate, and number of steps."""
 
 
 def _count(history: Iterable[_Steps]) -> int:
@@ -46,8 +44,8 @@ class Spent:
     """Counts steps, and tells what they spent.
 
     Args:
-        sample_rate: With which a step draws each sample.
-        delta: Of the guarantee; None where it is given later.
+        sample_rate: The probability with which a step draws each sample.
+        delta: The delta of the guarantee; None where it is given later.
         accountant: One of ``ACCOUNTANTS``.
     """
 
@@ -57,7 +55,7 @@ class Spent:
         """Names this training among those that are counted together."""
 
         self.histories: dict[str, list[_Steps]] = {self.training: []}
-        """By training: one dictionary for all trainings that are counted together."""
+        """The steps of each training; trainings that are counted together share the dictionary."""
 
     @property
     def history(self) -> list[_Steps]:
@@ -90,14 +88,14 @@ class Spent:
         other.histories = self.histories
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all trainings spent that are counted together."""
+        """Return what this training spent, and those that are counted together with it."""
         return {"training": self.training, "histories": copy.deepcopy(self.histories)}
 
     def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
         """Go on from a saved state; no step is forgotten.
 
-        Steps that this process took after the state was saved stay counted, as those of a training
-        of their own; with ``exact`` they are not: they are taken again, and release the same.
+        Steps that this process took after the state was saved stay counted, as a training of their
+        own. With ``exact`` they do not: they are taken again, and release the same.
         """
         training, histories = state["training"], state["histories"]
         own = self.histories.pop(self.training)
@@ -108,9 +106,9 @@ class Spent:
             self.histories[self.training] = own
         self.training = training
         for name, saved in histories.items():
-            known = self.histories.setdefault(name, [])
-            if name == training or _count(saved) > _count(known):
-                known[:] = [(noise, rate, steps) for noise, rate, steps in saved]
+            counted = self.histories.setdefault(name, [])
+            if name == training or _count(saved) > _count(counted):
+                counted[:] = [(noise, rate, steps) for noise, rate, steps in saved]
 
     def count(self, optimizer: "NoisyOptimizer") -> None:
         """Count a step, which an optimizer is about to take."""
@@ -119,10 +117,10 @@ class Spent:
         own.append((*spent, steps + 1))
 
     def refuse_beyond(self, noise_multiplier: float, sample_rate: float, planned: int) -> None:
-        """Refuse a plan that steps which were counted do not fit into.
+        """Refuse a plan into which the counted steps do not fit.
 
         Raises:
-            ValueError: One had less noise or a higher rate, or all planned steps are done.
+            ValueError: A step had less noise or a higher rate, or all planned steps are done.
         """
         if any(noise < noise_multiplier or rate > sample_rate for noise, rate, _ in self.history):
             raise ValueError(
@@ -138,10 +136,10 @@ class Spent:
     def epsilon(self, delta: float | None = None) -> float:
         """Return the epsilon of all steps so far, by Opacus's accountant.
 
-        Args:
-            delta: None for that of the plan.
-
         Where ``prv`` fails, as at a delta of 1e-15, it is the bound by ``rdp``, which is higher.
+
+        Args:
+            delta: The delta; None for that of the plan.
 
         Raises:
             ValueError: No delta is known, or it is out of its range, or the accountant fails.
@@ -159,7 +157,7 @@ class Spent:
             bound = self._account("rdp", delta)
         except ArithmeticError:
             return math.inf  # its numbers are too large for floating point
-        except _FAILURES as error:
+        except FAILURES as error:
             raise ValueError(
                 f"rdp computes no epsilon at delta {delta:g} for steps of (noise multiplier, "
                 f"sample rate, number) {self.history[:3]}: {type(error).__name__}: {error}"
@@ -168,7 +166,7 @@ class Spent:
             return bound
         try:
             return self._account("prv", delta)
-        except _FAILURES:
+        except FAILURES:
             return bound
 
     def _account(self, accountant: str, delta: float) -> float:
@@ -184,10 +182,10 @@ class Spent:
 def verify_budget(
     noise_multiplier: float | None, epsilon: float | None, delta: float | None, *, accountant: str
 ) -> None:
-    """Verify that noise follows from what is given.
+    """Verify that the arguments say how much noise there is.
 
     Raises:
-        ValueError: It does not, or a number is out of its range.
+        ValueError: They do not, or a number is out of its range.
     """
     if accountant not in ACCOUNTANTS:
         raise ValueError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {accountant!r}")
@@ -221,9 +219,9 @@ def find_noise(epsilon: float, delta: float, steps: int, rate: float, accountant
 
     Args:
         epsilon: The budget.
-        delta: Of the guarantee.
+        delta: The delta of the guarantee.
         steps: How many steps are planned.
-        rate: With which each draws a sample.
+        rate: The probability with which each step draws a sample.
         accountant: One of ``ACCOUNTANTS``.
 
     Raises:
@@ -238,14 +236,14 @@ def find_noise(epsilon: float, delta: float, steps: int, rate: float, accountant
     size, samples = rate.as_integer_ratio()  # so many of so many samples: the same rate
     of = Schedule(samples, size, steps)
     try:
-        found: float = find_noise_multiplier(of, epsilon, delta, accountant)
+        multiplier: float = find_noise_multiplier(of, epsilon, delta, accountant)
     except BeyondReachError as error:
         raise BeyondReachError(
             f"no noise multiplier keeps epsilon {epsilon:g} at delta {delta:g} for {steps:,} steps "
             f"that draw each sample with probability {rate:.3g}, by {accountant}"
             + ("; accountant='rdp' may reach a smaller delta" if accountant == "prv" else "")
         ) from error
-    return found
+    return multiplier
 
 
 def import_opacus() -> Any:

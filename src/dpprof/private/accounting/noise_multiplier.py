@@ -1,4 +1,4 @@
-"""The noise that a privacy budget asks for, by Opacus's accountants.
+"""Finds the noise that a privacy budget asks for, by Opacus's accountants.
 
 Batches are Poisson-sampled, and neighbouring data differ in one sample that is added or removed.
 ``prv`` composes privacy loss random variables (Gopi et al. 2021) and returns an upper bound whose
@@ -12,13 +12,10 @@ from collections.abc import Callable
 from opacus.accountants import create_accountant
 
 from dpprof.private.accounting.schedule import Schedule
-from dpprof.private.accounting.search import MOST, BeyondReachError, find_least
+from dpprof.private.accounting.search import FAILURES, MOST, BeyondReachError, find_least
 
 EPSILON_TOLERANCE = 0.01
 """The spent epsilon is at most this much below the budget, as by Opacus, and at most this share."""
-
-_FAILURES = (ArithmeticError, IndexError, MemoryError, RuntimeError, ValueError)
-"""What Opacus's accountants and ``find_least`` raise, as where floating point does not suffice."""
 
 
 def spend(of: Schedule, noise_multiplier: float, delta: float, accountant: str) -> float:
@@ -35,7 +32,8 @@ def spend(of: Schedule, noise_multiplier: float, delta: float, accountant: str) 
 def find_noise_multiplier(of: Schedule, epsilon: float, delta: float, accountant: str) -> float:
     """Find a noise multiplier that spends a budget, up to ``EPSILON_TOLERANCE``, and no more.
 
-    As Opacus's ``get_noise_multiplier``, with fewer calls: each takes PRV up to seconds.
+    It does what Opacus's ``get_noise_multiplier`` does, with fewer calls: one of PRV takes up to
+    seconds.
 
     Raises:
         BeyondReachError: No noise multiplier does, or the accountant fails.
@@ -66,12 +64,12 @@ def find_by_accountant(
             try:  # RDP is fast and asks for some 5 % more
                 least = find_least(lambda v: spent(v, "rdp"), epsilon, epsilon / 20, guess, most)
                 guess = 0.95 * least
-            except _FAILURES:
+            except FAILURES:
                 pass  # PRV knows epsilons that RDP does not
         tolerance = EPSILON_TOLERANCE * min(1.0, epsilon)
         return find_least(lambda v: spent(v, accountant), epsilon, tolerance, guess, most)
     except BeyondReachError:
         raise
-    except _FAILURES as error:
+    except FAILURES as error:
         why = f"{accountant} fails: {type(error).__name__}: {error}"
         raise BeyondReachError(why[:200]) from None

@@ -1,16 +1,16 @@
-"""How often a training draws each sample."""
+"""Says how often a training draws each sample."""
 
 from typing import Literal, NamedTuple
 
 Accountant = Literal["prv", "rdp"]
-"""Opacus's, by their names there."""
+"""Opacus's accountants, by their names there."""
 
 
 class Schedule(NamedTuple):
     """How many steps draw each sample with which probability."""
 
     samples: int
-    """In the data."""
+    """The number of samples in the data."""
 
     batch_size: int
     """The expected number of samples of a step."""

@@ -4,12 +4,15 @@ import math
 from collections.abc import Callable
 
 MOST, LEAST = 1e6, 0.01
-"""No value beyond these is tried; Opacus tries none above the first."""
+"""The bounds of the values that are tried; Opacus has the first one too."""
 
 _POWER = -2.5
 """The spent epsilon is about this power of the noise multiplier, from -1 (much noise) to -3.5."""
 
 _STEP, _MAX_CALLS = 8.0, 100
+
+FAILURES = (ArithmeticError, IndexError, MemoryError, RuntimeError, ValueError)
+"""What accountants and searches raise, for example where floating point does not suffice."""
 
 
 class BeyondReachError(ValueError):
@@ -25,10 +28,10 @@ def find_least(
 ) -> float:
     """Find a value that spends at most the target, and less than a tolerance below it.
 
-    The spent epsilon is taken to be a power of the value, which it nearly is between two values.
+    It takes the spent epsilon for a power of the value, which it nearly is between two values.
 
     Args:
-        spent: From a value to the epsilon that it spends, which falls while the value grows.
+        spent: Returns the epsilon that a value spends, which falls while the value grows.
         target: The epsilon.
         tolerance: How far below it the spent epsilon may be.
         guess: The first value to try.
@@ -40,20 +43,20 @@ def find_least(
     aim, low, high = target - tolerance / 2, 0.0, math.inf
     value, power, before = min(guess, most), _POWER, (0.0, 0.0)
     for call in range(_MAX_CALLS):
-        found = spent(value)
-        if found <= target:
+        epsilon = spent(value)
+        if epsilon <= target:
             high = value
-            if target - found <= tolerance:
+            if target - epsilon <= tolerance:
                 return value
             if value < LEAST:
-                raise BeyondReachError(f"{value:.3g} spends only {found:.3g}")
+                raise BeyondReachError(f"{value:.3g} spends only {epsilon:.3g}")
         else:
             low = value
             if value >= most:
-                raise BeyondReachError(f"{value:,.6g} still spends {found:.3g}")
-        power = _fit_power(before, (value, found)) or power
-        before = value, found
-        near = _step(value, found, aim, power)
+                raise BeyondReachError(f"{value:,.6g} still spends {epsilon:.3g}")
+        power = _fit_power(before, (value, epsilon)) or power
+        before = value, epsilon
+        near = _step(value, epsilon, aim, power)
         if math.isinf(high):
             value = min(near, most) if near > value else most
         elif low < near < high and call % 4 < 3:  # noqa: PLR2004 (else it may creep)
@@ -65,16 +68,16 @@ def find_least(
     raise BeyondReachError("the search did not end")
 
 
-def _step(value: float, found: float, aim: float, power: float) -> float:
+def _step(value: float, epsilon: float, aim: float, power: float) -> float:
     """Return where a power through one point meets the aim, not too far from the point."""
-    if not 0 < found < math.inf:
-        return value * _STEP if found else value / _STEP
-    return value * min(max(math.pow(aim / found, 1 / power), 1 / _STEP), _STEP)
+    if not 0 < epsilon < math.inf:
+        return value * _STEP if epsilon else value / _STEP
+    return value * min(max(math.pow(aim / epsilon, 1 / power), 1 / _STEP), _STEP)
 
 
-def _fit_power(one: tuple[float, float], other: tuple[float, float]) -> float | None:
+def _fit_power(first: tuple[float, float], second: tuple[float, float]) -> float | None:
     """Return the power through two points; None where they do not fall."""
-    if min(*one, *other) <= 0 or not all(map(math.isfinite, (*one, *other))):
+    if min(*first, *second) <= 0 or not all(map(math.isfinite, (*first, *second))):
         return None
-    along, spent = math.log(one[0] / other[0]), math.log(one[1] / other[1])
+    along, spent = math.log(first[0] / second[0]), math.log(first[1] / second[1])
     return spent / along if along and spent / along < -0.1 else None  # noqa: PLR2004 (flat)

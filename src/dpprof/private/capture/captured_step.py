@@ -1,12 +1,12 @@
 """A whole private step that a GPU replays: Python runs once, not in each step.
 
-A small model's step is bound by the time that Python takes to start its kernels. A CUDA graph
-starts all of them at once. It has fixed sizes and addresses, and a Poisson batch has any size: so
-the graph is that of a part with a fixed number of samples, replayed as often as the batch needs.
-Copies of the last part's first sample fill it up, and count zero times. No sample is left out: that
-would be another mechanism than the one that is accounted for. Further graphs add noise and step.
+A small model's step takes as long as Python takes to start its kernels. A CUDA graph starts all of
+them at once. It has fixed sizes and addresses, and a Poisson batch has any size: so the graph runs
+a part with a fixed number of samples, and is replayed as often as the batch needs. Copies of the
+last part's first sample fill that part up, and count zero times. No sample is left out: that would
+be another mechanism than the one that is accounted for. Further graphs add noise and step.
 
-What is checked when: ``CapturedStep``.
+``CapturedStep`` says what is checked when.
 
 Shape legend: B samples of a part, n samples of a batch.
 """
@@ -59,8 +59,9 @@ class CapturedStep:
     Formal guarantees: those of the clipping and of ``NoisyOptimizer``.
 
     - A batch runs as an ordinary loop, with every check of these, if it is the first one, if it is
-      empty, or if something is not as in the batch before (``surroundings`` has the list: what is
-      trained, C, noise, an option of the optimizer, a module's mode or number, a hook and more).
+      empty, or if something is not as in the batch before (``capture.conditions`` has the list:
+      what is trained, C, noise, an option of the optimizer, a module's mode or number, a hook and
+      more).
     - The next batch is captured, with every check but those that need values.
     - These follow each replay, before noise: if a sample is not finite, or another output or
       gradient was summed than measured, the sums are thrown away, and the batch runs as an
@@ -163,15 +164,16 @@ class CapturedStep:
 
     def _verify(self, batch: Sequence[Tensor]) -> None:
         device = next(self._clipping.model.parameters()).device
-        if not batch or len({len(one) for one in batch}) > 1:
-            lengths = ", ".join(str(len(one)) for one in batch) or "none"
+        if not batch or len({len(tensor) for tensor in batch}) > 1:
+            lengths = ", ".join(str(len(tensor)) for tensor in batch) or "none"
             raise ValueError(
                 f"a batch has tensors with one row for each sample; their lengths are: {lengths}"
             )
-        for one in batch:
-            if one.device != device:
+        for tensor in batch:
+            if tensor.device != device:
                 raise ValueError(
-                    f"the batch is on {one.device} and the model on {device}; move it there first"
+                    f"the batch is on {tensor.device} and the model on {device}; move it there "
+                    "first"
                 )
 
     def _run(self, batch: Sequence[Tensor]) -> Tensor:
@@ -196,7 +198,7 @@ class CapturedStep:
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
-        """Throw the sums of a batch away that raises within."""
+        """Throw the sums of a batch away if something raises inside the context."""
         try:
             yield
         except BaseException:
@@ -229,7 +231,7 @@ class _Graphs:
         self._losses_of, self._optimizer = losses_of, optimizer
         self._clipping = optimizer.clipping
         self._graphs = CudaGraphs(device, self._list_generators)
-        self._inputs = [one.new_empty(part_size, *one.shape[1:]) for one in batch]
+        self._inputs = [tensor.new_empty(part_size, *tensor.shape[1:]) for tensor in batch]
         self._weights_B = torch.zeros(part_size, dtype=torch.float32, device=device)
         self._is_unusual = torch.zeros((), dtype=torch.bool, device=device)
         self._rates = [
@@ -240,26 +242,27 @@ class _Graphs:
         ]
         self._sums: list[Tensor] | None = None
         self._parts: dict[bool, _Part] = {}
-        """By whether it is the first part of a batch, whose sums are not added to others."""
+        """The graph of the first part of a batch (True), and that of each other part (False), which
+        adds its sums to those of the parts before."""
 
         self._noise: Callable[[], None] | None = None
         self._step: Callable[[], None] | None = None
-        """None where the optimizer's step runs in Python."""
+        """The graph of the optimizer's step; None where that runs in Python."""
 
         self._options: list[Any] = []
-        """Of the optimizer, when its step was captured."""
+        """The options of the optimizer when its step was captured."""
 
         self._held: list[Any] = []
-        """What the graphs read and nothing else may keep: freed memory may become another's."""
+        """The memory that graphs read: once nothing else keeps it, it could become another's."""
 
     def _list_generators(self) -> list[torch.Generator]:
         generator = self._optimizer.keys.generator
         return [*self._clipping.generators, *([] if generator is None else [generator])]
 
     def run_parts(self, batch: Sequence[Tensor]) -> Tensor | None:
-        """Sum the clipped gradients of a batch; return its losses, (n,), or None.
+        """Sum the clipped gradients of a batch; return its losses, (n,).
 
-        It is None if something was unusual, and then the sums are to be thrown away.
+        It returns None if something was unusual; then the sums must be thrown away.
         """
         losses, norms = [], []
         self._is_unusual.zero_()
@@ -344,17 +347,17 @@ class _Graphs:
             yield
 
     def _capture(self, function: Callable[[], object]) -> Callable[[], None]:
-        """Capture what an optimizer does with the sums of all parts."""
+        """Capture a function that an optimizer runs on the sums of all parts."""
         with self._keeping_count():
             self._give_sums()
             return self._graphs.capture(function)[0]
 
     def _fill(self, part: Sequence[Tensor]) -> None:
-        """Copy a part, and fill it up with its first sample, which counts only where it is."""
+        """Copy a part, and fill it up with copies of its first sample, which do not count."""
         count = len(part[0])
-        for static, given in zip(self._inputs, part, strict=True):
-            static[:count].copy_(given.detach())
-            static[count:].copy_(given[:1].detach().expand(len(static) - count, *given.shape[1:]))
+        for static, tensor in zip(self._inputs, part, strict=True):
+            static[:count].copy_(tensor.detach())
+            static[count:].copy_(tensor[:1].detach().expand(len(static) - count, *tensor.shape[1:]))
         self._weights_B[:count].fill_(1)
         self._weights_B[count:].zero_()
 
@@ -390,7 +393,7 @@ class _Graphs:
 
     @contextmanager
     def _keeping_count(self) -> Iterator[None]:
-        """Let what runs within leave no trace in Python: it runs when it is replayed."""
+        """Undo at the end what a capture counts in Python: only replays count."""
         clipping, optimizer = self._clipping, self._optimizer
         batches, steps = clipping.batches, optimizer.steps
         try:
@@ -402,4 +405,4 @@ class _Graphs:
 
 def _split(batch: Sequence[Tensor], size: int) -> Iterator[Sequence[Tensor]]:
     """Split a batch into parts; one without samples is one part."""
-    yield from zip(*(torch.split(one, size) for one in batch), strict=True)
+    yield from zip(*(torch.split(tensor, size) for tensor in batch), strict=True)

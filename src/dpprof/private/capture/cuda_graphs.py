@@ -1,8 +1,8 @@
-"""CUDA graphs of functions that share one pool of memory.
+"""Captures functions as CUDA graphs that share one pool of memory.
 
-What PyTorch requires, and where it says so: one pool for graphs that are replayed one after
-another (``torch.cuda.graph``); a generator must be registered, or each replay draws the same
-numbers (``CUDAGraph.register_generator_state``); other threads may use the device meanwhile only if
+PyTorch requires the following. Graphs that share a pool are replayed one after another
+(``torch.cuda.graph``). A generator must be registered, or each replay draws the same numbers
+(``CUDAGraph.register_generator_state``). Other threads may use the device during a capture only if
 errors of capture are those of this thread. What a graph reads must stay: a replay reads addresses,
 whatever lies there.
 """
@@ -26,7 +26,7 @@ class CudaGraphs:
 
     Args:
         device: A CUDA device.
-        list_generators: Returns all that the functions draw from, but for the device's default one.
+        list_generators: Lists the generators of the functions, but for the device's default one.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CudaGraphs:
         present.wait_stream(self._stream)
 
     def capture(self, function: Callable[[], Output]) -> tuple[Callable[[], None], Output]:
-        """Return what runs a function's kernels again, and the output that they then write.
+        """Return a function that runs a function's kernels again, and the output they then write.
 
         Raises:
             RuntimeError: It does what no graph can. This process may then be unable to go on.
@@ -115,26 +115,26 @@ class _Inputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for one in _storages((args, kwargs)):
-            if one._cdata not in self._made:  # noqa: SLF001 (it has no public name)
-                self.held[one._cdata] = one  # noqa: SLF001
+        for storage in _storages((args, kwargs)):
+            if storage._cdata not in self._made:  # noqa: SLF001 (it has no public name)
+                self.held[storage._cdata] = storage  # noqa: SLF001
         out = func(*args, **(kwargs or {}))
         self._made.update(
-            one._cdata  # noqa: SLF001
-            for one in _storages(out)
-            if one._cdata not in self.held  # noqa: SLF001
+            storage._cdata  # noqa: SLF001
+            for storage in _storages(out)
+            if storage._cdata not in self.held  # noqa: SLF001
         )
         return out
 
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
     leaves = pytree.tree_leaves(values)
-    return [one.untyped_storage() for one in leaves if isinstance(one, Tensor)]
+    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 @contextmanager
 def holding_inputs() -> Iterator[list[Any]]:
-    """Yield a list that keeps, from the end of the context on, the memory that it read."""
+    """Yield a list that gets, at the end of the context, the memory that the context read."""
     held: list[Any] = []
     inputs = _Inputs()
     with torch.autograd.set_multithreading_enabled(False), inputs:

@@ -1,4 +1,4 @@
-"""A user's batch as the arguments of the loss, split by samples."""
+"""Holds a user's batch as the arguments of the loss, and splits it by samples."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,20 +11,20 @@ from dpprof.private.samples import batches
 class TrainingBatch(NamedTuple):
     """The arguments of a loss, of any structure (``batches``), by position or by name."""
 
-    given: tuple[Any, ...]
+    inputs: tuple[Any, ...]
     named: dict[str, Any]
     samples: int
 
     @property
     def tree(self) -> dict[Any, Any]:
         """All arguments."""
-        return {**dict(enumerate(self.given)), **self.named}
+        return {**dict(enumerate(self.inputs)), **self.named}
 
     @property
     def parts(self) -> list[Tensor]:
         """The tensors, samples first, that have an entry for each sample."""
-        found = batches.find_split(self.tree, self.samples)
-        return [one for _, one in found if isinstance(one, Tensor)]
+        leaves = batches.find_split(self.tree, self.samples)
+        return [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
 
     @property
     def split(self) -> dict[str, Any]:
@@ -38,31 +38,31 @@ class TrainingBatch(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TrainingBatch":
         """Return the batch with a function applied to each tensor of ``parts``."""
-        mapped = lambda one: function(one) if isinstance(one, Tensor) else one  # noqa: E731
+        mapped = lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf  # noqa: E731
         return self.of_tree(batches.apply(self.tree, self.samples, mapped))
 
-    def take(self, at: Sequence[int], whole: Any = None) -> "TrainingBatch":
+    def take(self, places: Sequence[int], whole: Any = None) -> "TrainingBatch":
         """Return the batch of some of its samples; the part ``whole`` stays as it is."""
-        taken = batches.take(self.tree, self.samples, at, whole)
-        return self.of_tree(taken)._replace(samples=len(at))
+        taken = batches.take(self.tree, self.samples, places, whole)
+        return self.of_tree(taken)._replace(samples=len(places))
 
     def of_tree(self, tree: dict[Any, Any]) -> "TrainingBatch":
         """Return the batch with other arguments."""
-        given = tuple(tree[at] for at in range(len(self.given)))
-        return self._replace(given=given, named={name: tree[name] for name in self.named})
+        inputs = tuple(tree[position] for position in range(len(self.inputs)))
+        return self._replace(inputs=inputs, named={name: tree[name] for name in self.named})
 
     def call(self, function: Callable[..., Any], *first: Any) -> Any:
         """Call a function with the batch."""
-        return function(*first, *self.given, **self.named)
+        return function(*first, *self.inputs, **self.named)
 
 
-def read_batch(given: Any, function: Callable[..., Any], *first: Any) -> TrainingBatch:
-    """Return a batch as arguments of a function; of 0 samples if its losses must tell their number.
+def read_batch(value: Any, function: Callable[..., Any], *first: Any) -> TrainingBatch:
+    """Return a batch as arguments of a function; with 0 samples if only losses tell how many.
 
     Raises:
         ValueError: It has fewer than two samples, or refers to itself.
     """
-    batch = TrainingBatch(*batches.give(function, given, *first), 0)
+    batch = TrainingBatch(*batches.give(function, value, *first), 0)
     try:
         sizes = set(batches.find_sizes(batch.tree))
     except RecursionError:
@@ -80,7 +80,7 @@ def read_batch(given: Any, function: Callable[..., Any], *first: Any) -> Trainin
 
 
 def count_samples(value: Any, batch: TrainingBatch) -> int:
-    """Return the number of samples of a batch of parts of several lengths, which its losses tell.
+    """Return how many samples a batch has whose parts have several lengths: as many as losses.
 
     Raises:
         ValueError: The loss does not tell it.

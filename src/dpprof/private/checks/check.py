@@ -1,4 +1,4 @@
-"""Checks whether a user's own training is private in the way that its settings say.
+"""Checks whether a user's own training is as private as its settings say.
 
 Shape legend: B samples, T tokens.
 """
@@ -18,16 +18,13 @@ from scipy.stats import chi2
 from torch import Tensor, nn
 
 from dpprof.private.checks.batch import TrainingBatch, count_samples, read_batch
+from dpprof.private.checks.draws import StepWatcher
 from dpprof.private.checks.gradients import (
     Samples,
     clip,
     compare_company,
-    compare_losses,
-    compare_norms,
-    diagnose,
     find_difference,
     find_part_of_all,
-    find_shared_layer,
     norm_of,
     read_losses,
     take_alone,
@@ -38,10 +35,15 @@ from dpprof.private.checks.loop import (
     Mechanism,
     PrivateOptimizer,
     StepEffects,
-    StepWatcher,
     WrongScaleError,
     completed,
     refuse_settings,
+)
+from dpprof.private.checks.mistakes import (
+    compare_losses,
+    compare_norms,
+    diagnose,
+    find_shared_layer,
 )
 from dpprof.private.checks.padding import change_padding
 from dpprof.private.engine.engine import Clipping
@@ -78,7 +80,7 @@ class Checked(NamedTuple):
     """How many parameters are trained."""
 
     max_relative_error: float
-    """Of the gradient that the optimizer is given, without noise."""
+    """The largest relative error of the gradient that the optimizer is given, without noise."""
 
     checked: tuple[str, ...]
     unchecked: dict[str, str]
@@ -102,7 +104,7 @@ def check(
     A step's gradient without noise is compared with the clipped gradients of single samples, each
     in a batch of its own through ordinary autograd. A loss may draw numbers: every step, and every
     sample alone, gets those that were drawn for the batch. A sample's loss must stay the same
-    beside others, in another order and at its own length (``clipping.company``). Then it is checked
+    beside others, in another order and at its own length (``samples.company``). Then it is checked
     that every trained parameter is in the optimizer, moves, and gets noise of the right scale; that
     frozen ones stay; that padding and an empty batch contribute nothing. Dropout is off, but for
     one comparison with the gradient of each sample's loss in the whole batch, with the same random
@@ -172,7 +174,7 @@ def check(
         if step is not None:
             raise ValueError("step makes the steps of an optimizer; give that as private")
         with completed(private, model) as optimizer:
-            found = check(
+            checked = check(
                 *(model, loss, batch, optimizer),
                 samples=samples,
                 collate=collate,
@@ -180,10 +182,10 @@ def check(
                 tolerance=tolerance,
             )
         why = "a Clipping has none; give the optimizer that adds the noise"
-        return found._replace(unchecked={"optimizer": why} | found.unchecked)
-    given = read_batch(batch, loss, model)
+        return checked._replace(unchecked={"optimizer": why} | checked.unchecked)
+    loop_batch = read_batch(batch, loss, model)
     loop = Loop(model, loss, private, step)
-    return _Check(loop, given, tolerance, samples, collate).run(padding)
+    return _Check(loop, loop_batch, tolerance, samples, collate).run(padding)
 
 
 @dataclass
@@ -199,7 +201,7 @@ class _Check:
     worst: float = 0.0
     is_random: bool = False
     is_each: bool = False
-    """Whether the loss returns one for each sample."""
+    """Whether the loss function returns one loss for each sample."""
 
     hides_layers: bool = False
     checked: list[str] = field(default_factory=list)
@@ -235,18 +237,18 @@ class _Check:
 
     def _is_random(self) -> bool:
         """Record what the loss draws, and tell whether the same draws give another loss."""
-        first = self.loop.record(self.batch)
+        value = self.loop.record(self.batch)
         if not self.batch.samples:
-            self.batch = self.batch._replace(samples=count_samples(first, self.batch))
+            self.batch = self.batch._replace(samples=count_samples(value, self.batch))
             self.loop.draws.samples = self.batch.samples
         with self.loop.plain() as model, self.loop.drawing():  # a loss may contain a gradient
-            second = self.batch.call(self.loop.loss, model)
-        one, other = (read_losses(each, self.batch.samples) for each in (first, second))
-        self.is_each = one.dim() > 0
-        return not torch.equal(one.nan_to_num(), other.nan_to_num())
+            value_again = self.batch.call(self.loop.loss, model)
+        losses, again = (read_losses(v, self.batch.samples) for v in (value, value_again))
+        self.is_each = losses.dim() > 0
+        return not torch.equal(losses.nan_to_num(), again.nan_to_num())
 
     def _take_samples(self) -> Samples:
-        """Compute the samples' gradients: alone, or in the batch where alone they are others."""
+        """Compute the samples' gradients: alone, or in the batch where they rightly differ."""
         samples, reason = take_alone(self.loop, self.batch)
         if samples is not None:
             try:
@@ -276,24 +278,23 @@ class _Check:
     def _compare_company(self) -> None:
         """Compare samples alone and in company, collated anew or cut from the batch."""
         loop, batch, collate = self.loop, self.batch, self.collate
-
         if not self.is_each:
             self.unchecked[COMPANY] = "loss does not return one loss for each sample"
             return
 
-        def compute(given: Any) -> Any:
-            args, named = give(loop.loss, given, model)
+        def compute(value: Any) -> Any:
+            args, named = give(loop.loss, value, model)
             return loop.loss(model, *args, **named)
 
         def compute_cut(tree: Any) -> Any:
             return batch.of_tree(tree).call(loop.loss, model)
 
-        def gather(at: Sequence[int]) -> Any:
+        def gather(places: Sequence[int]) -> Any:
             assert collate is not None
-            return collate([self.samples[place] for place in at])
+            return collate([self.samples[number] for number in places])
 
-        def cut(at: Sequence[int]) -> Any:
-            return batch.take(at).tree
+        def cut(places: Sequence[int]) -> Any:
+            return batch.take(places).tree
 
         assert loop.others is not None
         states = States(loop.others)
@@ -317,7 +318,7 @@ class _Check:
             losses = read_losses(value, count)
             names = [type(node).__name__ for node in nodes_behind(losses)]
             self.hides_layers = "CheckpointFunctionBackward" in names
-            found = self.loop.differentiate(losses)
+            gradients = self.loop.differentiate(losses)
         losses = losses.detach()
         self._refuse_other_loss(value)
         self.limit = self._limit(losses, in_16_bits=watch.in_16_bits)
@@ -330,7 +331,7 @@ class _Check:
             compare_losses(losses.cpu().double(), samples.losses_B, self.limit, averages=averages)
             divisor = count if averages and not losses.dim() else 1
             unclipped = clip(samples, [(self.loop.trained, math.inf)], divisor)
-            first, _ = find_difference(found, unclipped, self.limit)
+            first, _ = find_difference(gradients, unclipped, self.limit)
             if first is not None:
                 raise WrongTrainingError(
                     f"{self.loop.names[first]}: the gradient of the batch's loss is not that of "
@@ -373,14 +374,14 @@ class _Check:
         return taken
 
     def _compare_gradients(self, samples: Samples) -> StepEffects:
-        """Compare at the loop's own bound, and where some samples are clipped and some not."""
+        """Compare at the loop's own bound, and at one that clips only some of the samples."""
         loop = self.loop
         taken = self._take(self.batch)
         if taken.in_16_bits and self.tolerance is None:
             self.limit = _LIMIT_OF_16_BITS  # the loop may compute otherwise than loss
         self._compare(samples, taken)
         norms_B = samples.norms(loop.trained)
-        bound = math.hypot(*(one for _, one in loop.groups))
+        bound = math.hypot(*(limit for _, limit in loop.groups))
         if isinstance(loop.private, Mechanism):
             if norms_B.min() >= bound:
                 self.unchecked["scale of the loss"] = "every sample of the batch is clipped"
@@ -390,7 +391,7 @@ class _Check:
             with loop.bounds_times(float(norms_B.topk(2).values.mean()) / bound):
                 self._compare(samples, self._take(self.batch))
         again = self._take(self.batch, times=2)
-        if find_difference(again.given, taken.given, self.limit)[0] is not None:
+        if find_difference(again.gradients, taken.gradients, self.limit)[0] is not None:
             raise WrongTrainingError(
                 "a second step adds to the gradients of the first; clear them in each step"
             )
@@ -400,7 +401,7 @@ class _Check:
     def _compare(self, samples: Samples, taken: StepEffects) -> None:
         loop = self.loop
         expected = clip(samples, loop.groups, loop.divisor, stability=loop.stability)
-        first, worst = find_difference(taken.given, expected, self.limit)
+        first, worst = find_difference(taken.gradients, expected, self.limit)
         if self.hides_layers and first is not None:
             raise ValueError(
                 "reentrant checkpointing hides layers from the check; check with "
@@ -413,7 +414,7 @@ class _Check:
             self.worst = max(self.worst, worst)
             return
         again = self._take(self.batch)
-        if find_difference(again.given, taken.given, self.limit)[0] is not None:
+        if find_difference(again.gradients, taken.gradients, self.limit)[0] is not None:
             raise ValueError(
                 "step is random beyond Gaussian noise of torch, with dropout off, and cannot be "
                 "compared"
@@ -423,11 +424,11 @@ class _Check:
                 "the loss draws numbers with NumPy or Python, so a step by hand that draws them in "
                 "another order cannot be compared; draw them with PyTorch"
             )
-        name, found = loop.names[first], taken.given[first]
+        name, gradient = loop.names[first], taken.gradients[first]
         shared = find_shared_layer(loop, self.batch)
-        if reason := shared or diagnose(loop, samples, taken.given, self.limit):
+        if reason := shared or diagnose(loop, samples, taken.gradients, self.limit):
             raise WrongTrainingError(reason)
-        if not found.any():
+        if not gradient.any():
             raise WrongTrainingError(
                 f"{name}: the optimizer is given no gradient, and it is trained"
             )
@@ -439,8 +440,8 @@ class _Check:
         raise WrongTrainingError(
             f"{name}: the gradient is not the sum of the samples' clipped gradients over "
             f"{loop.divisor:g}",
-            f"the error is {float((found - expected[first]).norm()):.2g}, and the gradient's norm "
-            f"{float(expected[first].norm()):.2g}",
+            f"the error is {float((gradient - expected[first]).norm()):.2g}, and the gradient's "
+            f"norm {float(expected[first].norm()):.2g}",
         )
 
     def _compare_norms(self, samples: Samples, taken: StepEffects, reason: str) -> None:
@@ -468,7 +469,7 @@ class _Check:
                 taken = self._take(self.batch)
         self._compare_norms(samples, taken, _DRAWN_AGAIN)
         expected = clip(samples, loop.groups, loop.divisor, stability=loop.stability)
-        first, worst = find_difference(taken.given, expected, self.limit)
+        first, worst = find_difference(taken.gradients, expected, self.limit)
         if first is not None:
             raise WrongTrainingError(
                 f"{loop.names[first]}: with dropout on, the gradient is not that of single "
@@ -489,13 +490,15 @@ class _Check:
             rate, name = float(rates[parameter]), loop.names[parameter]
             if rate == 0:
                 self.unchecked["weights change"] = f"the learning rate of {name} is 0"
-            size = rate * float(taken.given[parameter].abs().max())
+            size = rate * float(taken.gradients[parameter].abs().max())
             least = 4 * torch.finfo(parameter.dtype).eps * float(parameter.detach().abs().max())
             if size > least and parameter not in taken.moved:
                 raise WrongTrainingError(f"{name}: a step does not change it")
         if "weights change" not in self.unchecked:
             self.checked.append("weights change")
-        still = [parameter for parameter, one in samples.gradients.items() if not one.any()]
+        still = [
+            parameter for parameter, gradient in samples.gradients.items() if not gradient.any()
+        ]
         if still:
             self.unchecked["some gradients"] = (
                 f"the loss of this batch does not depend on {loop.names[still[0]]}"
@@ -507,10 +510,10 @@ class _Check:
         if self.loop.noise == 0:
             self.unchecked["noise"] = "the noise multiplier is 0"
             return
-        first, second = (self._take(self.batch, silent=False).given for _ in range(2))
+        first, second = (self._take(self.batch, silent=False).gradients for _ in range(2))
         loop, drawn = self.loop, 0
         for parameter in loop.trained:
-            name, base = loop.names[parameter], silent.given[parameter]
+            name, base = loop.names[parameter], silent.gradients[parameter]
             noise = as_real(first[parameter] - base).double()
             if not noise.any():
                 raise WrongTrainingError(f"{name} gets no noise")
@@ -519,11 +522,11 @@ class _Check:
             count = noise.numel()
             low, high = chi2.ppf([_FALSE_ALARM / 2, 1 - _FALSE_ALARM / 2], count) / count
             rounding = 2 * torch.finfo(parameter.dtype).eps * (float(base.abs().max()) + loop.noise)
-            found = math.sqrt(float(noise.square().mean()))
-            least, most = (math.sqrt(one) * loop.noise for one in (low, high))
-            if not least - rounding <= found <= most + rounding:
+            deviation = math.sqrt(float(noise.square().mean()))
+            least, most = (math.sqrt(ratio) * loop.noise for ratio in (low, high))
+            if not least - rounding <= deviation <= most + rounding:
                 raise WrongTrainingError(
-                    f"{name}: the noise has a standard deviation of {found:.4g}, and noise "
+                    f"{name}: the noise has a standard deviation of {deviation:.4g}, and noise "
                     f"multiplier times bound over the expected batch size is {loop.noise:.4g}"
                 )
             drawn += count
@@ -535,7 +538,7 @@ class _Check:
         if isinstance(changed, str):
             self.unchecked["padding"] = changed
             return
-        first, _ = find_difference(self._take(changed).given, silent.given, self.limit)
+        first, _ = find_difference(self._take(changed).gradients, silent.gradients, self.limit)
         if first is not None:
             raise WrongTrainingError(
                 f"{self.loop.names[first]}: its gradient depends on padded tokens; give the model "
@@ -558,7 +561,7 @@ class _Check:
                 "the step skips it, which reveals that it is empty; take a step of noise alone"
             )
             return
-        for parameter, gradient in taken.given.items():
+        for parameter, gradient in taken.gradients.items():
             if gradient.any():
                 raise WrongTrainingError(
                     f"{self.loop.names[parameter]}: a batch without samples has a gradient"
@@ -567,6 +570,6 @@ class _Check:
 
 
 def _is_own(error: Exception) -> bool:
-    """Tell whether dpprof raised it: what others raise may quote samples, such as a label."""
+    """Tell whether dpprof raised an error: others may quote samples, such as a label."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("dpprof.")

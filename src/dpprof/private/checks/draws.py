@@ -1,8 +1,8 @@
-"""Repeats the random numbers of a user's loss: for the whole batch, in parts, or for one sample.
+"""Repeats the random numbers of a user's loss, for the whole batch or a sample; silences noise.
 
-The operators of PyTorch that draw are run as they are, and their numbers are replaced by those that
-the loss drew for the batch: the rows of the samples that are computed, where an axis has rows of
-samples. What is drawn again in backward, by checkpointing, is known by the generator's state.
+The operators of PyTorch that draw run as they are, and their numbers are replaced by those that the
+loss drew for the batch: where an axis has rows of samples, by the rows of the samples that are
+computed. Draws that checkpointing repeats in backward are recognised by the generator's state.
 
 Shape legend: B samples.
 """
@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _RTOL = 1e-2
-"""How much what decides on a sample's numbers may differ by rounding."""
+"""How much rounding may change the tensors that decide on a sample's numbers."""
 
 
 class _Draw(NamedTuple):
@@ -25,7 +26,7 @@ class _Draw(NamedTuple):
     """The tensors that decide on the numbers, such as probabilities."""
 
     numbers: Tensor | None
-    """None if they cannot be told from what else the operator computes."""
+    """The numbers; None if they cannot be told from what else the operator computes."""
 
 
 class Draws:
@@ -38,13 +39,13 @@ class Draws:
         """The states of NumPy's and Python's generators before, if the loss draws with them."""
 
     def of_turn(self, sample: int, each: int) -> "Draws":
-        """Return a sample's own draws, where the loss draws ``each`` for one after the other."""
+        """Return a sample's own draws, where the loss draws ``each`` for sample after sample."""
         own = Draws(self.samples)
         own.made, own.elsewhere = self.made[sample * each : (sample + 1) * each], self.elsewhere
         return own
 
     def call(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
-        """Run an operator, and keep its numbers."""
+        """Run an operator, and keep its numbers; they are always those of the loss."""
         state = _state_of(func, args, kwargs)
         out = func(*args, **kwargs)
         if state != _state_of(func, args, kwargs):
@@ -57,10 +58,10 @@ class Replay:
 
     Args:
         made: What was drawn for the whole batch.
-        sample: The one that is computed alone, or that is looked at; None for a step.
+        sample: The sample that is computed alone, or looked at in company; None for a step.
         is_alone: Whether nothing but this sample is computed.
-        split: The samples of a step that may compute its batch in parts, in order; None for
-            one that computes the loss once.
+        split: How many samples a step has that may compute its batch in parts, in order; None where
+            the loss is computed once.
     """
 
     def __init__(
@@ -75,22 +76,22 @@ class Replay:
         self._is_alone, self._split = is_alone, split
         self._first = sample if is_alone and sample is not None else 0
         self._count = 1 if is_alone else None
-        self._at = 0
-        self._given: dict[Any, Tensor] = {}
+        self._next = 0
+        self._rows_of_states: dict[Any, Tensor] = {}
         self._missed: str | None = None
         self.mixes: str | None = None
-        """An operator whose numbers of the sample depend on others."""
+        """An operator whose numbers for the sample depend on other samples."""
 
     @property
     def asked(self) -> int:
         """How many of the batch's draws were repeated."""
-        return self._at
+        return self._next
 
     @property
     def missed(self) -> str | None:
-        """The first operator whose numbers may have been other ones than the batch's."""
-        left = self._all[self._at :] if self._sample is not None else []
-        return self._missed or next((str(one.func) for one in left), None)
+        """The first operator whose numbers may not have been the batch's."""
+        left = self._all[self._next :] if self._sample is not None else []
+        return self._missed or next((str(draw.func) for draw in left), None)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """Run an operator; tell whether it drew the numbers of the batch."""
@@ -98,42 +99,43 @@ class Replay:
         out = func(*args, **kwargs)
         if state is None or state == _state_of(func, args, kwargs):  # attention without dropout
             return out, False
-        one = _describe(func, args, out)
-        if one.numbers is None:
+        draw = _describe(func, args, out)
+        if draw.numbers is None:
             self._missed = self._missed or str(func)
             return out, False
         is_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 (there is no other way)
         # In backward checkpointing draws again, from the state that it kept.
-        rows = self._given.get(state) if is_backward else self._find(one)
-        if rows is None or rows.shape != one.numbers.shape:
+        rows = self._rows_of_states.get(state) if is_backward else self._find(draw)
+        if rows is None or rows.shape != draw.numbers.shape:
             return out, False
-        self._given[state] = rows
+        self._rows_of_states[state] = rows
         _replace(func, args, out, rows)
         return out, True
 
-    def _find(self, one: _Draw) -> Tensor | None:
+    def _find(self, draw: _Draw) -> Tensor | None:
         """Return the numbers of the next operator of the batch; None if they are not known."""
-        if self._at == len(self._all):
+        if self._next == len(self._all):
             if self._sample is not None:
-                self._missed = self._missed or str(one.func)
+                self._missed = self._missed or str(draw.func)
             if self._split is None:
                 return None
-            self._first, self._count, self._at = self._first + (self._count or 1), None, 0
+            self._first, self._count, self._next = self._first + (self._count or 1), None, 0
         if self._split is not None and self._first >= self._split:
             return None  # as the noise of a step
-        then = self._all[self._at]
-        is_begun = self._at or not self._first or self._is_alone
+        recorded = self._all[self._next]
+        is_begun = self._next or not self._first or self._is_alone
         rows = None
-        if then.func is one.func and then.scalars == one.scalars and then.numbers is not None:
-            assert one.numbers is not None
-            rows = self._rows(then.numbers, one.numbers.shape)
+        is_alike = (recorded.func, recorded.scalars) == (draw.func, draw.scalars)
+        if is_alike and recorded.numbers is not None:
+            assert draw.numbers is not None
+            rows = self._rows(recorded.numbers, draw.numbers.shape)
         if rows is None:
             if is_begun:
-                self._missed = self._missed or str(one.func)
-                self._at += then.func is one.func
+                self._missed = self._missed or str(draw.func)
+                self._next += recorded.func is draw.func
             return None
-        self._compare(then, one)
-        self._at += 1
+        self._compare(recorded, draw)
+        self._next += 1
         return rows
 
     def _rows(self, numbers: Tensor, shape: torch.Size) -> Tensor | None:
@@ -147,7 +149,7 @@ class Replay:
             return numbers
         if len(shape) != numbers.dim():
             return None
-        others = [at for at, size in enumerate(shape) if size != numbers.shape[at]]
+        others = [place for place, size in enumerate(shape) if size != numbers.shape[place]]
         axis = others[0]
         each, rest = divmod(numbers.shape[axis], B)
         if len(others) > 1 or rest or not each or shape[axis] % each:
@@ -160,29 +162,73 @@ class Replay:
         self._count = count
         return numbers.narrow(axis, self._first * each, count * each)
 
-    def _compare(self, then: _Draw, one: _Draw) -> None:
-        """Note numbers of the sample that are drawn from something else in other company."""
-        at, B = self._sample, self._samples
-        if at is None:
+    def _compare(self, recorded: _Draw, draw: _Draw) -> None:
+        """Note whether the sample's numbers are drawn from other tensors beside other samples."""
+        sample, B = self._sample, self._samples
+        if sample is None:
             return
-        for before, now in zip(then.depends_on, one.depends_on, strict=False):
+        for before, now in zip(recorded.depends_on, draw.depends_on, strict=False):
             if not before.dim() or len(before) != B or len(now) not in (1, B):
                 continue
-            rows = before[at], now[at if len(now) == B else 0]
-            if rows[0].shape == rows[1].shape and not _is_close(*rows):
-                self.mixes = str(one.func)
+            first, second = before[sample].double(), now[sample if len(now) == B else 0].double()
+            if first.shape != second.shape:
+                continue
+            tolerance = _RTOL * float(first.abs().max())
+            if not torch.allclose(first, second, rtol=_RTOL, atol=tolerance):
+                self.mixes = str(draw.func)
+
+
+class StepWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether anything computes in 16 bits, and may silence noise.
+
+    Args:
+        silent: Whether Gaussian draws get their mean, but for those of the loss.
+        draws: Keeps or repeats the numbers that the loss draws.
+        generators: Gets the states of the user's generators before they draw.
+    """
+
+    in_16_bits = False
+
+    def __init__(
+        self,
+        *,
+        silent: bool,
+        draws: Draws | Replay | None = None,
+        generators: dict[torch.Generator, Tensor] | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.silent = silent
+        self.draws = draws or Replay(Draws())
+        self.generators = {} if generators is None else generators
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if self.silent and name in ("add_noise_", "add_noise_in_threads_"):
+            args = *args[:3], 0.0, *args[4:]  # the standard deviation
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is not None and generator not in self.generators:
+            self.generators[generator] = generator.get_state()
+        out, is_of_loss = self.draws.call(func, args, kwargs)
+        if isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16):
+            self.in_16_bits = True
+        if self.silent and not is_of_loss and name in ("randn", "randn_like", "normal", "normal_"):
+            place = 1 if name == "normal_" else 0
+            mean = args[place] if name.startswith("normal") and len(args) > place else 0.0
+            out.copy_(mean) if isinstance(mean, Tensor) else out.fill_(mean)
+        return out
 
 
 def _describe(func: Any, args: Any, out: Any) -> _Draw:
     name = func.overloadpacket.__name__
-    scalars = tuple(one for one in args if isinstance(one, bool | int | float))
-    tensors = tuple(one for one in args if isinstance(one, Tensor))
+    scalars = tuple(value for value in args if isinstance(value, bool | int | float))
+    tensors = tuple(value for value in args if isinstance(value, Tensor))
     is_filled = name.endswith(("_", "_like"))
     if name == "native_dropout":
         return _Draw(func, scalars, (), out[1].clone())
     if not isinstance(out, Tensor) or name.startswith("rrelu"):
         return _Draw(func, scalars, (), None)
-    depends_on = tuple(one.detach().clone() for one in tensors[1 if is_filled else 0 :])
+    depends_on = tuple(tensor.detach().clone() for tensor in tensors[1 if is_filled else 0 :])
     return _Draw(func, scalars, depends_on, out.detach().clone())
 
 
@@ -202,16 +248,11 @@ def _state_of(func: Any, args: Any, kwargs: Any) -> Any:
         return None
     generator = kwargs.get("generator")
     if generator is None:
-        tensors = [one for one in args if isinstance(one, Tensor)]
+        tensors = [value for value in args if isinstance(value, Tensor)]
         device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
         if device.type == "cuda":
-            at = torch.cuda.current_device() if device.index is None else device.index
-            generator = torch.cuda.default_generators[at]
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generator = torch.cuda.default_generators[index]
         else:
             generator = torch.default_generator
     return id(generator), generator.get_state().numpy().tobytes()
-
-
-def _is_close(before: Tensor, now: Tensor) -> bool:
-    first, second = before.double(), now.double()
-    return torch.allclose(first, second, rtol=_RTOL, atol=_RTOL * float(first.abs().max()))

@@ -13,10 +13,9 @@ from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.private.checks.batch import TrainingBatch
-from dpprof.private.checks.draws import Draws, Replay
+from dpprof.private.checks.draws import Draws, Replay, StepWatcher
 from dpprof.private.contributions.sums import dtype_of_sum
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.loop import private_optimizer
@@ -49,54 +48,13 @@ class Mechanism(NamedTuple):
 class StepEffects(NamedTuple):
     """The effects of one step."""
 
-    given: Gradients
+    gradients: Gradients
     """The gradients that the innermost optimizer was given; zeros where it was given none."""
 
     moved: set[nn.Parameter]
     in_16_bits: bool
     squares: Gradients
     """The squared norms of each sample by parameter, (B,), if a ``Clipping`` found them."""
-
-
-class StepWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether anything computes in 16 bits; ``silent`` makes Gaussian draws their means.
-
-    Args:
-        silent: Whether it does.
-        draws: Keeps or repeats the numbers that a loss draws, which stay.
-        generators: Gets the states of the user's generators, before they draw.
-    """
-
-    in_16_bits = False
-
-    def __init__(
-        self,
-        *,
-        silent: bool,
-        draws: Draws | Replay | None = None,
-        generators: dict[torch.Generator, Tensor] | None = None,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.silent = silent
-        self.draws = draws or Replay(Draws())
-        self.generators = {} if generators is None else generators
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if self.silent and name in ("add_noise_", "add_noise_in_threads_"):
-            args = *args[:3], 0.0, *args[4:]  # the standard deviation
-        kwargs = kwargs or {}
-        generator = kwargs.get("generator")
-        if generator is not None and generator not in self.generators:
-            self.generators[generator] = generator.get_state()
-        out, is_of_loss = self.draws.call(func, args, kwargs)
-        if isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16):
-            self.in_16_bits = True
-        if self.silent and not is_of_loss and name in ("randn", "randn_like", "normal", "normal_"):
-            place = 1 if name == "normal_" else 0
-            mean = args[place] if name.startswith("normal") and len(args) > place else 0.0
-            out.copy_(mean) if isinstance(mean, Tensor) else out.fill_(mean)
-        return out
 
 
 class Loop:
@@ -136,11 +94,11 @@ class Loop:
         self.trained = [p for p in self.names if p.requires_grad]
         self.hooks = _find_hooks(self.wrapped)
         dropping = find_dropout(self.model)
-        self.dropout_off = [(one, name, 0.0) for one, name, _ in dropping]
+        self.dropout_off = [(module, name, 0.0) for module, name, _ in dropping]
         """Modules that drop, their attributes with the rate, and no rate."""
 
         # PyTorch's kernels of recurrent layers draw in an order of their own.
-        self.dropout = [one for one in dropping if not isinstance(one[0], nn.RNNBase)]
+        self.dropout = [dropout for dropout in dropping if not isinstance(dropout[0], nn.RNNBase)]
         """Modules that drop with dropout on, their attributes with the rate, and their rates."""
 
         self.training = {module: module.training for module in self.model.modules()}
@@ -168,12 +126,12 @@ class Loop:
 
     @property
     def keys(self) -> NoiseKeys | None:
-        """What the noise of dpprof's optimizer follows from; None for another one."""
+        """The keys of the noise of dpprof's optimizer; None for another optimizer."""
         return self.private.keys if isinstance(self.private, NoisyOptimizer) else None
 
     @property
     def has_parts(self) -> bool:
-        """Whether the optimizer is that of ``make_private``, which knows the parts of batches."""
+        """Whether the optimizer is from ``make_private``, and knows the parts of batches."""
         return isinstance(self.private, private_optimizer.PrivateOptimizer)
 
     @property
@@ -200,12 +158,12 @@ class Loop:
             return self.clipping.groups
         bounds = getattr(self.private, "max_grad_norms", None)
         if bounds is not None:
-            return [([p], float(one)) for p, one in zip(self.optimized, bounds, strict=True)]
+            return [([p], float(limit)) for p, limit in zip(self.optimized, bounds, strict=True)]
         return [(self.trained, float(self.private.max_grad_norm))]
 
     @property
     def stability(self) -> float | None:
-        """That of normalised clipping; None for flat clipping."""
+        """The stability of normalised clipping; None for flat clipping."""
         return None if self.clipping is None else self.clipping.stability
 
     @property
@@ -216,8 +174,11 @@ class Loop:
 
     def bounds_times(self, factor: float) -> AbstractContextManager[None]:
         """Multiply every bound inside the context."""
-        holders = [one for one in (self.private, *self.hooks) if hasattr(one, "max_grad_norm")]
-        bounds = [(one, "max_grad_norm", one.max_grad_norm * factor) for one in holders]
+        bounds: list[tuple[Any, str, Any]] = [
+            (holder, "max_grad_norm", holder.max_grad_norm * factor)
+            for holder in (self.private, *self.hooks)
+            if hasattr(holder, "max_grad_norm")
+        ]
         several = getattr(self.private, "max_grad_norms", None)
         if several is not None:
             bounds.append((self.private, "max_grad_norms", [bound * factor for bound in several]))
@@ -263,21 +224,19 @@ class Loop:
         The losses are scaled as the clipping scales them, and the gradients scaled back.
         """
         scale = 1.0 if self.clipping is None else self.clipping.loss_scale
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             scale * losses.sum(), self.trained, retain_graph=retain_graph, materialize_grads=True
         )
         if scale != 1:
-            found = tuple(one.to(dtype_of_sum(one)) / scale for one in found)
-        return dict(zip(self.trained, found, strict=True))
+            gradients = tuple(gradient.to(dtype_of_sum(gradient)) / scale for gradient in gradients)
+        return dict(zip(self.trained, gradients, strict=True))
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Restore everything at the end; dropout is off and no accountant counts meanwhile.
 
-        ``dropout_on`` turns dropout on again.
-
-        Trained parameters that are all zero, such as an adapter's second matrix, are moved
-        meanwhile: others have no gradient behind them.
+        ``dropout_on`` turns dropout on again. Trained parameters that are all zero, such as an
+        adapter's second matrix, are moved: otherwise parameters behind them would have no gradient.
         """
         source = getattr(self.private, "generator", None)
         off = _setting(*self.dropout_off)
@@ -329,20 +288,25 @@ class Loop:
     def take(
         self, batch: TrainingBatch, *, silent: bool, times: int = 1, is_empty: bool = False
     ) -> StepEffects | None:
-        """Take a step, and undo it; None if the optimizer made none. ``silent`` draws no noise.
+        """Take a step, from cleared gradients, and undo it.
 
-        Gradients are cleared before. ``times`` takes it from the same parameters again and again,
-        with what it left of gradients, and returns the last. ``is_empty`` says that the one sample
-        stands for a batch without.
+        Args:
+            batch: Its batch.
+            silent: Whether it draws no noise.
+            times: How often it is taken, from the same parameters, with the gradients that it left.
+            is_empty: Whether the one sample stands for a batch without samples.
+
+        Returns:
+            The effects of the last one; None if the optimizer made no step.
 
         Raises:
             WrongTrainingError: The optimizer made several steps in one.
         """
-        given: list[Gradients] = []
+        taken: list[Gradients] = []
 
         def look(*_: Any) -> None:
             pairs = ((p, torch.zeros_like(p) if p.grad is None else p.grad) for p in self.trained)
-            given.append({p: gradient.clone() for p, gradient in pairs})
+            taken.append({p: gradient.clone() for p, gradient in pairs})
 
         mode, squares = StepWatcher(silent=silent, generators=self.generators), Gradients()
         with self._restored() as before:
@@ -356,7 +320,7 @@ class Loop:
             optimizer.zero_grad()
             with self.optimizer.register_step_pre_hook(look):
                 for _ in range(times):
-                    given.clear()
+                    taken.clear()
                     squares.clear()
                     self._write(before)
                     split = batch.samples if self.by_hand else None
@@ -366,38 +330,38 @@ class Loop:
                     with mode:
                         batch.call(self.step)
             moved = {p for p in self.names if not torch.equal(p.detach(), before[p])}
-        if len(given) > 1:
+        if len(taken) > 1:
             raise WrongTrainingError(
-                f"one step on a batch steps the optimizer {len(given)} times, and an accountant "
+                f"one step on a batch steps the optimizer {len(taken)} times, and an accountant "
                 "counts each"
             )
         if self.clipping is not None:
-            squares = {p: one / self.clipping.loss_scale**2 for p, one in squares.items()}
-        return StepEffects(given[0], moved, mode.in_16_bits, squares) if given else None
+            squares = {p: square / self.clipping.loss_scale**2 for p, square in squares.items()}
+        return StepEffects(taken[0], moved, mode.in_16_bits, squares) if taken else None
 
     @torch.no_grad()
     def _write(self, values: Mapping[Tensor, Tensor]) -> None:
-        for one, value in values.items():
-            if not is_same(one, value):  # a clipping refuses what is frozen and was written
-                one.copy_(value)
+        for tensor, value in values.items():
+            if not is_same(tensor, value):  # a clipping refuses what is frozen and was written
+                tensor.copy_(value)
 
     @contextmanager
     def _restored(self) -> Iterator[dict[Tensor, Tensor]]:
         """Restore values, gradients, attributes and the optimizer's state at the end.
 
-        Yields the values of parameters and buffers.
+        It yields the values of parameters and buffers.
         """
         tensors = [*self.names, *self.model.buffers()]
-        values = {one: one.detach().clone() for one in tensors}
+        values = {tensor: tensor.detach().clone() for tensor in tensors}
         gradients = [(p, p.grad) for p in self.names]
         owners = [*self.wrapped.modules(), *self.hooks, *tensors, self.optimizer, self.clipping]
         owners.append(self.private if isinstance(self.private, PrivateOptimizer) else None)
         owners.append(self.keys)
-        attributes = [(one, dict(vars(one))) for one in owners if one is not None]
+        attributes = [(owner, dict(vars(owner))) for owner in owners if owner is not None]
         groups = [(group, dict(group)) for group in self.optimizer.param_groups]
         state = {
-            p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in one.items()}
-            for p, one in self.optimizer.state.items()
+            p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in own.items()}
+            for p, own in self.optimizer.state.items()
         }
         try:
             yield values
@@ -426,17 +390,17 @@ def _setting(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 def _find_hooks(model: nn.Module) -> list[Any]:
     """Find Opacus's hooks on a model, whether or not Opacus wraps it."""
-    found: dict[int, Any] = {}
+    hooks_by_id: dict[int, Any] = {}
     for module in model.modules():
         hooks = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]  # noqa: SLF001
-        for one in (module, *hooks):
-            if isinstance(one, AbstractGradSampleHooks) and hasattr(one, "hooks_enabled"):
-                found[id(one)] = one
-    return list(found.values())
+        for owner in (module, *hooks):
+            if isinstance(owner, AbstractGradSampleHooks) and hasattr(owner, "hooks_enabled"):
+                hooks_by_id[id(owner)] = owner
+    return list(hooks_by_id.values())
 
 
 def refuse_settings(loop: Loop) -> None:
-    """Compare the optimizer's parameters with the model's, and the bounds with each other."""
+    """Refuse an optimizer with other parameters than the model's, and bounds that differ."""
     optimized = set(loop.optimized)
     if not loop.trained:
         raise WrongTrainingError("no parameter of the model requires a gradient")
@@ -462,9 +426,9 @@ def refuse_settings(loop: Loop) -> None:
 
 @contextmanager
 def completed(clipping: Clipping, model: nn.Module) -> Iterator[NoisyOptimizer]:
-    """Give a clipping an optimizer without noise, inside the context.
+    """Give a clipping an optimizer without noise inside the context.
 
-    An optimizer of its own may be in the middle of a batch in parts: the sums of those are kept.
+    The clipping's own optimizer may be in the middle of a batch in parts: their sums are kept.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sgd = torch.optim.SGD(trained, lr=1.0)
@@ -479,7 +443,7 @@ def _refuse_unknown(private: Any, step: Any) -> None:
     """Refuse an argument that does not say how a loop is private.
 
     Raises:
-        TypeError: It is of another type, or its bound adapts.
+        TypeError: It is of an unknown type, or its bound adapts.
         ValueError: A loop by hand has no step.
     """
     if not isinstance(private, PrivateOptimizer | Mechanism):

@@ -15,8 +15,8 @@ def change_padding(batch: TrainingBatch, padding: Tensor | None) -> TrainingBatc
 
     Args:
         batch: The batch.
-        padding: (B, T) bool, True at padded tokens. None: where a mask is zero. A mask is a tensor
-            of 0 and 1 whose zeros are at one end of every sample.
+        padding: (B, T) bool, True at padded tokens; None for the zeros of a mask. A mask is a
+            tensor of 0 and 1 whose zeros are at one end of every sample.
 
     Raises:
         ValueError: ``padding`` has another shape than any tokens of the batch.
@@ -39,10 +39,10 @@ def change_padding(batch: TrainingBatch, padding: Tensor | None) -> TrainingBatc
     if len(others) < 2:  # noqa: PLR2004 (another id must exist)
         return "the batch has only one id"
     draw = torch.Generator().manual_seed(0)
-    at = torch.randint(len(others), (int(padding.sum()),), generator=draw).to(ids.device)
-    same = others[at] == ids[padding]
+    drawn = torch.randint(len(others), (int(padding.sum()),), generator=draw).to(ids.device)
+    same = others[drawn] == ids[padding]
     changed = ids.clone()
-    changed[padding] = others[(at + same) % len(others)]
+    changed[padding] = others[(drawn + same) % len(others)]
     return batch.map(lambda part: changed if part is ids else part)
 
 

@@ -1,8 +1,8 @@
-"""Gradients of single samples by themselves, where tokens cancel (``norms.rounding``).
+"""Computes gradients of single samples by themselves, where tokens cancel (``norms.rounding``).
 
-A sample's gradient of a parameter is the sum of its uses, in float64, from those tokens alone that
-have one. So it is the same to the bit whatever else is in the batch: other samples, padding on
-either side, other parts. Its squared norm is that of the very gradient that is added to the sum.
+A sample's gradient of a parameter is the sum over its uses, in float64, of those tokens alone that
+have a gradient. So it is the same to the bit whatever else is in the batch: other samples, padding
+on either side, other parts. Its squared norm is that of the very gradient that is added to the sum.
 
 Shape legend: B samples, T tokens.
 """
@@ -23,18 +23,17 @@ from dpprof.private.contributions.contributions import (
     GradientsInParts,
     Kept,
     Lookup,
-    Merged,
     Product,
     SampleGradients,
     Scale,
-    Several,
     Shift,
 )
+from dpprof.private.contributions.uses import Merged, Several
 from dpprof.private.norms.convolution import crop
 from dpprof.private.norms.tiles import WORKSPACE_BYTES, spans
 
 Taken = Mapping[int, Sequence[Contribution]]
-"""By sample, all uses of one parameter, of that sample alone."""
+"""The uses of one parameter by each of some samples, by their places."""
 
 
 class Alone:
@@ -56,39 +55,38 @@ class Alone:
 
     def take(self, uses: Sequence[Contribution | Kept]) -> Taken:
         """Take these samples out of a parameter's uses."""
-        return {at: [take(one, at) for one in uses] for at in self.samples}
+        return {place: [take(use, place) for use in uses] for place in self.samples}
 
     def measure(self, taken: Taken) -> None:
         """Add the squared norms of the gradients of one parameter."""
-        for at, uses in taken.items():
-            self.squares[at] += sum(float(tile.square().sum()) for _, tile in _tiles(uses))
+        for place, uses in taken.items():
+            self.squares[place] += sum(float(tile.square().sum()) for _, tile in _tiles(uses))
 
     def add(self, taken: Taken, summed: Tensor) -> None:
         """Add the clipped gradients of one parameter to its sum."""
-        for at, uses in taken.items():
-            if at not in self.factors:
+        for place, uses in taken.items():
+            if place not in self.factors:
                 continue
             for rows, tile in _tiles(uses):
-                self._added[at] += float(tile.square().sum())
+                self._added[place] += float(tile.square().sum())
                 part = summed[rows]
-                part += (tile * self.factors[at]).view(part.shape).to(summed)
+                part += (tile * self.factors[place]).view(part.shape).to(summed)
 
     @property
     def differ(self) -> bool:
         """Whether other gradients were added than measured."""
-        return any(
-            abs(self._added[at] - self.squares[at]) > 1e-6 * self.squares[at] for at in self.factors
-        )
+        squares = self.squares
+        return any(abs(self._added[b] - squares[b]) > 1e-6 * squares[b] for b in self.factors)
 
 
-def take(contribution: Contribution | Kept, at: int) -> Contribution:
+def take(contribution: Contribution | Kept, place: int) -> Contribution:
     """Take one sample, and of its tokens those that have a gradient."""
-    some = slice(at, at + 1)
+    some = slice(place, place + 1)
     match contribution:
         case ChunkedProduct(x_BTd):
             return take(Product(x_BTd[some], contribution.gradients_of(some)), 0)
         case GradientsInParts():
-            return contribution.take(at)
+            return contribution.take(place)
         case SampleGradients(gradients):
             return SampleGradients(gradients[some])
         case Convolution(x, g, kernel, transposed):
@@ -101,9 +99,9 @@ def take(contribution: Contribution | Kept, at: int) -> Contribution:
             factors = [g_BTp]
         case Scale():
             factors = [contribution.g_BTd]
-    counts_T = functools.reduce(Tensor.logical_and, (one[at].ne(0).any(-1) for one in factors))
+    counts_T = functools.reduce(Tensor.logical_and, (x[place].ne(0).any(-1) for x in factors))
     parts: dict[str, Any] = {
-        name: part[at][counts_T][None]
+        name: part[place][counts_T][None]
         for name, part in contribution._asdict().items()
         if isinstance(part, Tensor)
     }
@@ -113,21 +111,21 @@ def take(contribution: Contribution | Kept, at: int) -> Contribution:
     return taken
 
 
-def _compute_alone(one: Contribution) -> Tensor:
+def _compute_alone(contribution: Contribution) -> Tensor:
     """Compute the gradient of a sample that was taken, in float64."""
-    match one:
+    match contribution:
         case Product(x, g):
-            return one.materialise(x.double(), g.double())[0]
+            return contribution.materialise(x.double(), g.double())[0]
         case Convolution(x, g, kernel):
-            return one.materialise(x.double(), g.double(), kernel)[0]
+            return contribution.materialise(x.double(), g.double(), kernel)[0]
         case Shift(g):
-            return one.materialise(g.double())[0]
+            return contribution.materialise(g.double())[0]
         case Scale(x, mean, rstd, g):
             mean = None if mean is None else mean.double()
-            return one.materialise(x.double(), mean, rstd.double(), g.double())[0]
+            return contribution.materialise(x.double(), mean, rstd.double(), g.double())[0]
         case SampleGradients(gradients):
             return gradients[0].double()
-    raise TypeError(f"{type(one).__name__} is not of one sample that was taken")
+    raise TypeError(f"{type(contribution).__name__} is not of one sample that was taken")
 
 
 def _add_up(uses: Sequence[Contribution]) -> Tensor:
@@ -136,41 +134,40 @@ def _add_up(uses: Sequence[Contribution]) -> Tensor:
 
 def _tiles(uses: Sequence[Contribution]) -> Iterator[tuple[slice, Tensor]]:
     """Compute the sum of all uses, some rows of the parameter at a time."""
-    factored = [one for one in uses if isinstance(one, Product | Lookup)]
+    factored = [use for use in uses if isinstance(use, Product | Lookup)]
     if len(factored) < len(uses):
         yield slice(None), _add_up(uses)
         return
-    rows, columns = _shape(factored[0])
+    first = factored[0]
+    if isinstance(first, Lookup):
+        rows, columns = first.rows, first.g_BTd.shape[2]
+    else:
+        rows, columns = first.g_BTp.shape[2], first.x_BTd.shape[2]
+        if first.transposed:
+            rows, columns = columns, rows
     for some in spans(rows, max(1, WORKSPACE_BYTES // (8 * max(1, columns)))):
-        yield some, functools.reduce(Tensor.add_, (_rows(one, some) for one in factored))
+        yield some, functools.reduce(Tensor.add_, (_rows(use, some) for use in factored))
 
 
-def _shape(one: Product | Lookup) -> tuple[int, int]:
-    if isinstance(one, Lookup):
-        return one.rows, one.g_BTd.shape[2]
-    p, d = one.g_BTp.shape[2], one.x_BTd.shape[2]
-    return (d, p) if one.transposed else (p, d)
-
-
-def _rows(one: Product | Lookup, some: slice) -> Tensor:
+def _rows(use: Product | Lookup, some: slice) -> Tensor:
     """Compute some rows of the gradient of a matrix or a table."""
-    if isinstance(one, Product):
-        left, right = (one.x_BTd, one.g_BTp) if one.transposed else (one.g_BTp, one.x_BTd)
+    if isinstance(use, Product):
+        left, right = (use.x_BTd, use.g_BTp) if use.transposed else (use.g_BTp, use.x_BTd)
         return left[0, :, some].double().t() @ right[0].double()
-    g_Td, ids_T = one.trained_BTd[0].double(), one.ids_BT[0]
+    g_Td, ids_T = use.trained_BTd[0].double(), use.ids_BT[0]
     is_here_T = (ids_T >= some.start) & (ids_T < some.stop)
     sums = g_Td.new_zeros(some.stop - some.start, g_Td.shape[1])
     return sums.index_add_(0, ids_T[is_here_T] - some.start, g_Td[is_here_T])
 
 
 WAITING = 2
-"""Layers of which a GPU may still look for samples, while backward goes on."""
+"""Layers in which a GPU may still look for unsure samples while backward goes on."""
 
 
 class Mending:
     """Puts gradients computed alone in the place of kept ones, while their tokens are there.
 
-    A GPU is not waited for: some layers later its answer has come.
+    Nothing waits for a GPU: some layers later its answer has come.
     """
 
     def __init__(self) -> None:
@@ -184,10 +181,11 @@ class Mending:
         uses = contribution.uses if isinstance(contribution, Several) else (contribution,)
 
         def mend(flags: list[bool]) -> None:
-            for at in (at for at, is_unsure in enumerate(flags) if is_unsure):
-                gradient = _add_up([take(one, at) for one in uses])
-                gradients[at] = gradient.view(gradients[at].shape)
-                found_B[at] = gradient.square().sum()
+            for place, is_unsure in enumerate(flags):
+                if is_unsure:
+                    gradient = _add_up([take(use, place) for use in uses])
+                    gradients[place] = gradient.view(gradients[place].shape)
+                    found_B[place] = gradient.square().sum()
 
         if isinstance(unsure_B, FakeTensor):
             return

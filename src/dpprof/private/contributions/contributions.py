@@ -1,10 +1,10 @@
-"""What one use of a parameter contributes to the per-sample gradients, without computing them.
+"""Holds what one use of a parameter contributes to the per-sample gradients, uncomputed.
 
 A contribution holds the tensors that determine the per-sample gradients, such as activations and
-output gradients. Those of matrices and tables compute their weighted sum over samples; vectors are
-materialised first. Weights and sums are at least float32: a weight rounded to 16 bits could let a
-sample exceed its bound, and a sum rounded to 16 bits could move by more than one sample
-contributes.
+output gradients. Contributions of matrices and tables compute their weighted sum over samples;
+those of vectors are materialised first. Weights and sums are at least float32: a weight rounded to
+16 bits could let a sample exceed its bound, and a sum rounded to 16 bits could move by more than
+one sample contributes.
 
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
@@ -20,9 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dpprof.private.allocation_marks import allocates_for_its_caller
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.norms import placement, triton_ops
-from dpprof.private.norms.convolution import Kernel, bound_size, sample_gradients, sum_weighted
+from dpprof.private.norms.convolution import Kernel, sample_gradients, sum_weighted
 from dpprof.private.norms.float32_products import allows_tf32, convolutions_allow_tf32
-from dpprof.private.norms.rounding import size_of
 from dpprof.private.norms.scale import scale_gradients
 from dpprof.private.norms.tiles import (
     REDUCED_SLICE,
@@ -30,12 +29,11 @@ from dpprof.private.norms.tiles import (
     may_weigh,
     multiply,
     spans,
-    square,
 )
 
 
 class Product(NamedTuple):
-    """Of a matrix that multiplies every token: ``g_b^T x_b``, (p, d)."""
+    """The use of a matrix that multiplies every token: ``g_b^T x_b``, (p, d)."""
 
     x_BTd: Tensor
     g_BTp: Tensor
@@ -43,16 +41,16 @@ class Product(NamedTuple):
     """Whether the parameter is (d, p), as in GPT-2's Conv1D."""
 
     def transpose(self, like: "Product") -> "Product":
-        """Return the same with inputs and output gradients exchanged.
+        """Return this use with inputs and output gradients exchanged.
 
-        Both are scaled by powers of two, so that they are to each other as those of another use:
+        Powers of two scale both, so that their sizes have the ratio of those of the use ``like``:
         otherwise rounding errors of both uses together would seem too large.
         """
         x_BTd, g_BTp = self.g_BTp, self.x_BTd
         if x_BTd.dtype != torch.float16:  # which could overflow
             sizes = [
-                torch.linalg.vector_norm(one, dim=(1, 2), dtype=accumulator_of(one.dtype))
-                for one in (like.x_BTd, like.g_BTp, x_BTd, g_BTp)
+                torch.linalg.vector_norm(factor, dim=(1, 2), dtype=accumulator_of(factor.dtype))
+                for factor in (like.x_BTd, like.g_BTp, x_BTd, g_BTp)
             ]
             ratio_B = (sizes[0] / sizes[1]) * (sizes[3] / sizes[2])
             power_B = (ratio_B.log2() / 2).round().nan_to_num(0, 0, 0)[:, None, None]
@@ -74,7 +72,7 @@ class Product(NamedTuple):
     def sum(self, weights_B: Tensor, onto: Tensor | None = None) -> Tensor:
         """Compute the weighted sum over samples; the weights scale the narrower operand.
 
-        It is added to ``onto``, where one is given, in its memory.
+        If there is a sum ``onto``, it is added to that, in its memory.
         """
         x, g = self.x_BTd, self.g_BTp
         weights_B11 = weights_B[:, None, None]
@@ -113,7 +111,7 @@ def _is_rounded(x: Tensor) -> bool:
 
 
 AT_ONCE_BYTES = 2**28
-"""About how many bytes of output gradients a ``ChunkedProduct`` computes at a time."""
+"""A ``ChunkedProduct`` computes about so many bytes of output gradients at a time."""
 
 
 def samples_in_a_chunk(T: int, p: int, itemsize: int) -> int:
@@ -122,11 +120,11 @@ def samples_in_a_chunk(T: int, p: int, itemsize: int) -> int:
 
 
 class ChunkedProduct(NamedTuple):
-    """A ``Product`` whose output gradients are there, or computed, for some samples at a time."""
+    """A ``Product`` whose output gradients are kept or computed for some samples at a time."""
 
     x_BTd: Tensor
     gradients_of: Callable[[slice], Tensor]
-    """Computes those of some samples, (b, T, p); of each sample the same every time."""
+    """Computes the output gradients of some samples, (b, T, p), each time the same ones."""
 
     p: int
 
@@ -137,15 +135,15 @@ class ChunkedProduct(NamedTuple):
     """Gram matrices of the output gradients, where they are known already."""
 
     incoming_BT: Tensor | None = None
-    """By what the inputs are multiplied in place of the output gradients, where these are kept."""
+    """What multiplies the inputs in place of the output gradients, where these are kept."""
 
     release: Callable[[slice], None] | None = None
-    """Frees what is kept of some samples, as ``parts`` yields them, where nothing needs it again;
-    None where output gradients are not kept."""
+    """Frees the kept output gradients of some samples, as ``parts`` yields them, once nothing needs
+    them again; None where output gradients are not kept."""
 
     @property
     def is_rounded(self) -> bool:
-        """As of ``Product``."""
+        """Whether tensor cores multiply, as for ``Product``."""
         return _is_rounded(self.x_BTd)
 
     @property
@@ -156,7 +154,7 @@ class ChunkedProduct(NamedTuple):
         return self.release is not None and of_gradients <= self.x_BTd.element_size() * T
 
     def parts(self) -> Iterator[tuple[slice, Product]]:
-        """Compute the product of some samples after the other."""
+        """Compute the products of all samples, some at a time."""
         B, T, _ = self.x_BTd.shape
         for some in spans(B, samples_in_a_chunk(T, self.p, self.x_BTd.element_size())):
             yield some, Product(self.x_BTd[some], self.gradients_of(some))
@@ -183,7 +181,7 @@ class ChunkedProduct(NamedTuple):
         )
 
     def without(self, excluded_B: Tensor) -> "ChunkedProduct":
-        """Return it with some samples set to zero."""
+        """Return the product with some samples set to zero."""
         excluded_B11 = excluded_B.to(self.x_BTd.device)[:, None, None]
 
         def gradients_of(some: slice) -> Tensor:
@@ -195,13 +193,9 @@ class ChunkedProduct(NamedTuple):
 
 
 def refuse_computed_again(contributions: Iterable[tuple[Any, Any]]) -> None:
-    """Refuse output gradients that need a weight again which ``fully_shard`` may have freed.
-
-    Raises:
-        UnsupportedError: There are some.
-    """
-    for _, one in contributions:
-        if isinstance(one, ChunkedProduct) and one.release is None:
+    """Refuse gradients that need a weight which ``fully_shard`` freed (``UnsupportedError``)."""
+    for _, contribution in contributions:
+        if isinstance(contribution, ChunkedProduct) and contribution.release is None:
             raise UnsupportedError(
                 "under fully_shard a head that is trained keeps the gradients of its outputs: give "
                 "linear_cross_entropy keep=True"
@@ -209,13 +203,9 @@ def refuse_computed_again(contributions: Iterable[tuple[Any, Any]]) -> None:
 
 
 def refuse_float16(contributions: Iterable[tuple[Any, Any]]) -> None:
-    """Refuse numbers that overflow where a sum makes them larger, as normalised clipping may.
-
-    Raises:
-        UnsupportedError: There are some.
-    """
-    for _, one in contributions:
-        if any(isinstance(part, Tensor) and part.dtype == torch.float16 for part in one):
+    """Refuse float16, which overflows where a sum makes numbers larger (``UnsupportedError``)."""
+    for _, contribution in contributions:
+        if any(isinstance(part, Tensor) and part.dtype == torch.float16 for part in contribution):
             raise UnsupportedError(
                 "normalised clipping makes short gradients longer, for which float16 has too small "
                 "a range; use bfloat16, or flat clipping"
@@ -223,13 +213,13 @@ def refuse_float16(contributions: Iterable[tuple[Any, Any]]) -> None:
 
 
 class Convolution(NamedTuple):
-    """Of the weight of a convolution, (O, C / groups, ...) as ``norms.convolution`` names them."""
+    """The use of a convolution's weight, (O, C / groups, ...) as ``norms.convolution`` says."""
 
     x: Tensor
-    """(B, C, ...); of a transposed convolution the output gradients."""
+    """The inputs, (B, C, ...); for a transposed convolution the output gradients."""
 
     g: Tensor
-    """(B, O, ...); of a transposed convolution the inputs."""
+    """The output gradients, (B, O, ...); for a transposed convolution the inputs."""
 
     kernel: Kernel
     transposed: bool = False
@@ -252,7 +242,7 @@ class Convolution(NamedTuple):
 
     @property
     def output_gradients(self) -> Tensor:
-        """Places last but one, (B, L, channels of the output)."""
+        """The gradients of each place in a row, (B, L, channels of the output)."""
         gradients = self.x if self.transposed else self.g
         return gradients.flatten(2).transpose(1, 2)
 
@@ -263,7 +253,7 @@ class Convolution(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """Of a lookup table, (rows, d); the padding row has no gradient."""
+    """The use of a lookup table, (rows, d); the padding row has no gradient."""
 
     ids_BT: Tensor
     g_BTd: Tensor
@@ -288,7 +278,7 @@ class Lookup(NamedTuple):
 
 
 class BesideScale:
-    """What the per-sample gradients of a scale come with.
+    """What is computed together with the per-sample gradients of a scale.
 
     Args:
         is_shifted: Whether the same layer has a shift.
@@ -297,14 +287,14 @@ class BesideScale:
     def __init__(self, *, is_shifted: bool) -> None:
         self.is_shifted = is_shifted
         self.gradients: Tensor | None = None
-        """Those of the shift, where they are there too."""
+        """The per-sample gradients of the shift, where the scale's were computed with them."""
 
         self.squares_B: Tensor | None = None
         """The squares of all terms that were added up, where they are known."""
 
 
 class Shift(NamedTuple):
-    """Of a vector that is added to every token, (p,)."""
+    """The use of a vector that is added to every token, (p,)."""
 
     g_BTp: Tensor
     beside: BesideScale | None = None
@@ -313,13 +303,13 @@ class Shift(NamedTuple):
     def materialise(self, g_BTp: Tensor, beside: BesideScale | None = None) -> Tensor:
         """Compute the per-sample gradients; (B, p)."""
         if beside is not None and beside.gradients is not None:
-            found, beside.gradients = beside.gradients, None
-            return found
+            gradients, beside.gradients = beside.gradients, None
+            return gradients
         return g_BTp.sum(1, dtype=accumulator_of(g_BTp.dtype))
 
 
 class Scale(NamedTuple):
-    """Of a vector that scales every normalised token, (d,)."""
+    """The use of a vector that scales every normalised token, (d,)."""
 
     x_BTd: Tensor
     mean_BT1: Tensor | None
@@ -337,12 +327,13 @@ class Scale(NamedTuple):
         beside: BesideScale | None = None,
     ) -> Tensor:
         """Compute the per-sample gradients; (B, d)."""
-        given = x_BTd, g_BTd, mean_BT1, rstd_BT1
         is_shifted = beside is not None and beside.is_shifted
-        found, of_shift, squares_B = scale_gradients(*given, shifted=is_shifted)
+        gradients, of_shift, squares_B = scale_gradients(
+            x_BTd, g_BTd, mean_BT1, rstd_BT1, shifted=is_shifted
+        )
         if beside is not None:
             beside.gradients, beside.squares_B = of_shift, squares_B
-        return found
+        return gradients
 
 
 class SampleGradients(NamedTuple):
@@ -361,7 +352,7 @@ class SampleGradients(NamedTuple):
 
     @allocates_for_its_caller
     def sum(self, weights_B: Tensor) -> Tensor:
-        """Compute the weighted sum over samples; that of one sample may take its place."""
+        """Compute the weighted sum over samples; the gradient of a single sample may become it."""
         flat = self.gradients.flatten(1)
         weights_B = weights_B.to(torch.promote_types(weights_B.dtype, flat.dtype))
         if self.is_own and len(flat) == 1 and flat.dtype == weights_B.dtype:
@@ -375,7 +366,7 @@ class SampleGradients(NamedTuple):
 
 
 class GradientsInParts(NamedTuple):
-    """The per-sample gradients themselves, of some samples after the other."""
+    """The per-sample gradients themselves, in tensors of some samples each."""
 
     parts: tuple[SampleGradients, ...]
 
@@ -384,13 +375,13 @@ class GradientsInParts(NamedTuple):
         """Compute the weighted sum over samples."""
         return _add_up(part.sum(weights_B[some]) for some, part in self._spans())
 
-    def take(self, at: int) -> SampleGradients:
+    def take(self, place: int) -> SampleGradients:
         """Return the gradient of one sample."""
-        some, part = next(pair for pair in self._spans() if at < pair[0].stop)
-        return SampleGradients(part.gradients[at - some.start : at - some.start + 1])
+        some, part = next(pair for pair in self._spans() if place < pair[0].stop)
+        return SampleGradients(part.gradients[place - some.start : place - some.start + 1])
 
     def without(self, excluded_B: Tensor) -> "GradientsInParts":
-        """Return it with some samples set to zero."""
+        """Return the gradients with some samples set to zero."""
         excluded_B11 = excluded_B.to(self.parts[0].gradients.device)[:, None, None]
         filled = [
             SampleGradients(part.gradients.masked_fill(excluded_B11[some], 0))
@@ -412,26 +403,13 @@ def _add_up(parts: Iterable[Tensor]) -> Tensor:
 
 
 Direct = Shift | Scale | SampleGradients
-"""Their per-sample gradients are always materialised: they are small, or known no other way."""
+"""Contributions that are always materialised: their gradients are small, or known no other way."""
 
 Summable = Product | ChunkedProduct | Convolution | Lookup | SampleGradients
-"""Their weighted sum can be computed."""
+"""Contributions whose weighted sum can be computed."""
 
 Contribution = Summable | Direct
 
-
-class Several(NamedTuple):
-    """Several uses of one parameter, whose per-sample gradients are materialised and added."""
-
-    uses: tuple[Direct | Convolution, ...]
-
-    @staticmethod
-    def materialise(uses: "tuple[Direct | Convolution, ...]") -> Tensor:
-        """Compute the per-sample gradients."""
-        return torch.stack([one.materialise(*one) for one in uses]).sum(0)
-
-
-Merged = Contribution | Several
 
 Kept = Summable | GradientsInParts
 """What is kept until the norms are known."""
@@ -458,47 +436,6 @@ def materialise_vector(contribution: Contribution) -> Summable:
     return contribution
 
 
-def find_size(contribution: Merged, squared: Callable[[Tensor], Tensor] = square) -> Tensor | None:
-    """Find the square of what rounding of materialised gradients is relative to; (B,).
-
-    Args:
-        contribution: What was materialised.
-        squared: Sums each sample's squares, unless it knows them already.
-
-    Returns:
-        As ``norms.rounding`` says; None where no tokens are added up, or nothing is known. Vectors
-        on CUDA are not looked at: each would take several launches.
-    """
-    match contribution:
-        case Several(uses):
-            sizes = [size_B for size_B in map(_find_size, uses) if size_B is not None]
-            return len(uses) * torch.stack(sizes).sum(0) if len(sizes) == len(uses) else None
-        case SampleGradients() | Lookup() | ChunkedProduct():
-            return None
-        case Convolution(_, g) if g.shape[2:].numel() == 1:
-            return None
-        case Product(one) | Shift(one) | Scale(one) if one.shape[1] == 1:
-            return None
-    return _find_size(contribution, squared)
-
-
-def _find_size(
-    contribution: Contribution, squared: Callable[[Tensor], Tensor] = square
-) -> Tensor | None:
-    match contribution:
-        case Product(x_BTd, g_BTp):
-            return size_of(squared(x_BTd), squared(g_BTp))
-        case Convolution(x, g, kernel):
-            return bound_size(x, g, kernel, squared)
-        case SampleGradients(gradients):
-            return square(gradients)
-        case Shift(g_BTp) if not placement.is_cuda(g_BTp):
-            return g_BTp.shape[1] * squared(g_BTp)
-        case Scale(x_BTd, beside=BesideScale(squares_B=Tensor() as squares_B)):
-            return x_BTd.shape[1] * squares_B
-    return None
-
-
 def may_join(parameter: Tensor, gradients: Tensor) -> bool:
     """Tell whether per-sample gradients are worth a copy beside others: on CUDA, of a vector."""
     return parameter.dim() == 1 and placement.is_cuda(gradients)
@@ -520,49 +457,6 @@ def zero_samples(contribution: Kept, excluded_B: Tensor) -> Kept:
     return contribution._replace(**numbers)
 
 
-def merge_uses(contributions: Sequence[Contribution]) -> list[Merged] | None:
-    """Combine the contributions of several uses of one parameter.
-
-    Several uses of a matrix, or of a table, equal one use with the tokens of all; those of vectors
-    and convolutions stay ``Several``.
-
-    Returns:
-        One contribution for each kind of use; None if the kinds cannot be combined.
-    """
-    products = [one for one in contributions if isinstance(one, Product)]
-    chunked = [one for one in contributions if isinstance(one, ChunkedProduct)]
-    lookups = [one for one in contributions if isinstance(one, Lookup)]
-    others = [one for one in contributions if isinstance(one, Direct | Convolution)]
-    if (lookups and others) or (others and products):
-        return None
-    if chunked and (len(chunked) > 1 or products or others):
-        return None
-    merged: list[Merged] = [*chunked]
-    if products:
-        transposed = products[0].transposed and not lookups
-        like = next((p for p in products if p.transposed == transposed), products[0])
-        products = [p if p.transposed == transposed else p.transpose(like) for p in products]
-        x, g = _join_tokens(p.x_BTd for p in products), _join_tokens(p.g_BTp for p in products)
-        merged.append(Product(x, g, transposed))
-    if lookups:
-        padding = lookups[0].padding
-        if any(one.padding != padding for one in lookups):
-            lookups = [one._replace(g_BTd=one.trained_BTd, padding=-1) for one in lookups]
-            padding = -1
-        ids = _join_tokens(one.ids_BT for one in lookups)
-        g = _join_tokens(one.g_BTd for one in lookups)
-        merged.append(lookups[0]._replace(ids_BT=ids, g_BTd=g, padding=padding))
-    if others:
-        merged.append(others[0] if len(others) == 1 else Several(tuple(others)))
-    return merged
-
-
-def _join_tokens(parts: Iterable[Tensor]) -> Tensor:
-    """Concatenate along tokens; (B, T, ...) each to (B, sum of T, ...)."""
-    first, *rest = parts
-    return torch.cat([first, *rest], dim=1) if rest else first
-
-
 Contributions = Sequence[tuple[nn.Parameter, Contribution]]
 
 
@@ -579,14 +473,14 @@ class Receive(Protocol):
         """Take contributions.
 
         Args:
-            contributions: Of trained parameters.
+            contributions: The contributions of trained parameters.
             changed_B: Which samples' outputs are others when computed again; (B,).
             may_repeat: Whether the gradient of the layer's input may be differentiated again.
         """
 
 
 def receive_turned(receive: Receive, B: int, contributions: Contributions, **named: Any) -> None:
-    """Pass on contributions whose second axis is the batch, with other tokens."""
+    """Pass on contributions whose second axis is the batch of B samples, turned to the first."""
 
     def turn(part: Any) -> Any:
         if not isinstance(part, Tensor):
@@ -596,8 +490,8 @@ def receive_turned(receive: Receive, B: int, contributions: Contributions, **nam
 
     receive(
         [
-            (p, one._replace(**{k: turn(v) for k, v in one._asdict().items()}))
-            for p, one in contributions
+            (p, contribution._replace(**{k: turn(v) for k, v in contribution._asdict().items()}))
+            for p, contribution in contributions
         ],
         **named,
     )

@@ -1,8 +1,8 @@
-"""What only values show of a batch, put aside on the device until a graph was replayed.
+"""Puts checks of values aside on the device until a CUDA graph was replayed.
 
 A step that is captured as a CUDA graph must not wait for the device, and its Python code does not
-run again. So what needs Python is asked after the replay, by one flag; where it is set, the batch
-is run again in the ordinary way, which excludes and counts samples and refuses by name.
+run again. So checks set one flag on the device, which is read after the replay. Where it is set,
+the batch runs again in the ordinary way, which excludes and counts samples and refuses by name.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Deferral:
-    """Takes what the captured part of a batch would have to look at.
+    """Takes the answers of checks inside of a captured step, which must not look at them.
 
     Args:
         weights_B: 1 for a sample and 0 for padding, (B,), on the device. A graph has batches of one
@@ -22,7 +22,7 @@ class Deferral:
         self._flags: list[Tensor] = []
 
     def flag(self, unusual_B: Tensor) -> None:
-        """Put aside for which samples something is not as usual; (B,) bool."""
+        """Flag the batch if something is unusual of any sample; (B,) bool."""
         self._flags.append(unusual_B.any().to(self.weights_B.device))
 
     def is_unusual(self) -> Tensor:

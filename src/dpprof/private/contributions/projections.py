@@ -8,13 +8,14 @@ longer side. The direction is drawn anew for each batch, by a generator of its o
 is linear in G, so the uses of a parameter add up, and a linear layer with inputs X and output
 gradients Y needs no G: ``Y^T (X u)``. Gradients of vectors are compared as they are.
 
-What it proves: let D be the difference between the two gradients of a sample, over max(norm, C), or
-max(norm, gamma) in normalised clipping. The sample contributes at most ``C (1 + |D|)``, beside
-rounding. The square of the projection of D has the expectation |D|^2, and a batch is refused where
-its root exceeds ``MAX_DIFFERENCE``. The worst D has rank one; it passes where u is nearly
-orthogonal to it, with a probability of about ``limit / |D|``. In float32 that is 0.4 % for a sample
-that exceeds C by a sixteenth, and 0.02 % for 2 C. Others, and differences in several layers,
-samples or steps, are seen more surely. It is no proof where a model knows the direction.
+It proves the following. Let D be the difference between the two gradients of a sample, over
+max(norm, C), or max(norm, gamma) in normalised clipping. The sample contributes at most
+``C (1 + |D|)``, beside rounding. The square of the projection of D has the expectation |D|^2, and a
+batch is refused where its root exceeds ``MAX_DIFFERENCE``. The worst D has rank one; it passes
+where u is nearly orthogonal to it, with a probability of about ``limit / |D|``. In float32 that is
+0.4 % for a sample that exceeds C by a sixteenth, and 0.02 % for 2 C. Others, and differences in
+several layers, samples or steps, are seen more surely. It is no proof where a model knows the
+direction.
 
 Cost for a linear layer of d x p over T tokens, each time: 2 B T (d + p) FLOPs, and one read of
 inputs and output gradients. Memory: B min(d, p) numbers for each matrix, B p for each vector.
@@ -43,10 +44,11 @@ from dpprof.private.norms.convolution import project_rows
 from dpprof.private.norms.tiles import accumulator_of, may_weigh, multiply
 
 MAX_DIFFERENCE = {torch.float32: 2.0**-12, torch.float64: 2.0**-32}
-"""How large D may be: a sum is rounded by its order, and projections are summed in float32."""
+"""The largest D that passes: the order of a sum rounds it, and projections are summed in float32.
+"""
 
 MAX_DIFFERENCE_WHEN_ROUNDED = 2.0**-5
-"""The same where tensor cores round to 16 bits or TF32."""
+"""The largest D that passes where tensor cores round to 16 bits or TF32."""
 
 
 class Projections:
@@ -88,12 +90,12 @@ class Projections:
         """Tell which samples' gradients differ too much; (B,).
 
         Args:
-            norms_B: Of the samples' gradients, as measured; scaled as these are.
-            least: What shorter gradients are compared with, scaled likewise: C, or the stability of
-                normalised clipping, which makes short gradients longer.
+            norms_B: The measured norms of the samples' gradients, scaled as these are.
+            least: The norm with which shorter gradients are compared, scaled likewise: C, or the
+                stability of normalised clipping, which makes short gradients longer.
             excluded_B: Samples that contribute nothing; None for none.
         """
-        on_device = [one.to(norms_B.device) for one in self._differences.values()]
+        on_device = [moved_BN.to(norms_B.device) for moved_BN in self._differences.values()]
         moved_B = torch.cat(on_device, dim=1).square_().sum(1).sqrt_()
         least = min(least, torch.finfo(norms_B.dtype).max)
         differs_B = ~(moved_B <= self._limit * norms_B.clamp(min=least))
@@ -110,7 +112,7 @@ class Projections:
         if not any(differs):
             return None
         sample = differs.index(True)
-        squares = {p: float(one[sample].square().sum()) for p, one in self._differences.items()}
+        squares = {p: float(d_BN[sample].square().sum()) for p, d_BN in self._differences.items()}
         return max(squares, key=lambda p: math.inf if math.isnan(squares[p]) else squares[p])
 
 
@@ -138,7 +140,7 @@ def _draw_direction(longest: int, losses: Tensor, generator: torch.Generator | N
 def _project(contribution: Summable, u: Tensor) -> Tensor:
     """Project the gradients of samples; (B, N).
 
-    The longer side of a matrix meets ``u``, and the windows of a convolution.
+    ``u`` multiplies the longer side of a matrix, or the windows of a convolution.
     """
     match contribution:
         case ChunkedProduct():

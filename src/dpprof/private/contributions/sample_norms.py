@@ -6,7 +6,7 @@ Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,15 +23,12 @@ from dpprof.private.contributions.contributions import (
     GradientsInParts,
     Kept,
     Lookup,
-    Merged,
     Product,
     SampleGradients,
-    Several,
-    find_size,
     may_join,
-    merge_uses,
     storage_of,
 )
+from dpprof.private.contributions.uses import Merged, Several, find_size, merge_uses
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.norms import convolution
 from dpprof.private.norms.code_paths import Watch, Way
@@ -71,11 +68,11 @@ class BatchAxisError(UnsupportedError, ValueError):
 
 
 class _Kind(NamedTuple):
-    """What figures of layers have in common that are turned into norms together."""
+    """What the figures of layers must have in common to become norms together."""
 
     of: type[GramSums | Squares]
     sizes: tuple[int, ...]
-    """d, p and the terms of a sum, of Gram matrices."""
+    """The d, p and terms of ``GramSums``; empty for ``Squares``."""
 
     device: torch.device
     dtype: torch.dtype
@@ -84,9 +81,8 @@ class _Kind(NamedTuple):
 class SampleNorms:
     """Adds up the squared norms of one batch's per-sample gradients, layer by layer.
 
-    What a layer leaves are a few figures for each sample, or the per-sample gradients of a vector.
-    They are turned into norms together, once backward is over: for a GPU, a step on a few numbers
-    takes as long as one on many.
+    Each layer leaves a few figures for each sample, or the per-sample gradients of a vector. They
+    become norms together, once backward is over: a GPU takes as long for a few numbers as for many.
 
     Args:
         losses: (B,), detached; of a batch without samples, contributions are ignored, because they
@@ -97,9 +93,9 @@ class SampleNorms:
         keeps: Whether contributions are kept until the norms are known.
         shares: Whether ranks share each sum.
         loss_scale: What gradients are multiplied with.
-        deferral: If not None, nothing waits for the device: takes what only values show.
+        deferral: If not None, it takes what only values show, and nothing waits for the device.
         watch: Called with layer, way, function and its arguments, in place of the function.
-        squares: If not None, receives the squared per-sample norms of each parameter, (B,) each.
+        squares: If not None, it gets the squared per-sample norms of each parameter, (B,) each.
         name_of: Names a parameter.
         why_once: Why a parameter that is not ``reused`` was expected to be used once.
     """
@@ -128,7 +124,7 @@ class SampleNorms:
         self._waiting: dict[nn.Parameter, list[tuple[nn.Module, Contribution]]] = defaultdict(list)
         self._seen: set[nn.Parameter] = set()
         self._figures: dict[_Kind, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
-        """Of each layer, by kind: its ``GramSums.sums_5B``, or found and size of ``Squares``."""
+        """Each layer's ``GramSums.sums_5B``, or found and size of its ``Squares``, by kind."""
 
         self._vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
         """Per-sample gradients of vectors that are kept, (B, ...)."""
@@ -139,8 +135,8 @@ class SampleNorms:
         self._added: list[Squares] = []
         """What was added up already."""
 
-        self._known: dict[Any, Tensor] = {}
-        """The squares of what weight and bias of one layer have in common."""
+        self._shared: dict[Any, Tensor] = {}
+        """The squares of tensors that weight and bias of the present layer may share."""
 
         self._loss_scale, self._deferral, self._mending = loss_scale, deferral, Mending()
 
@@ -148,7 +144,7 @@ class SampleNorms:
         """Add the squared norms of a layer's contributions."""
         if not len(self._losses):
             return
-        self._known.clear()
+        self._shared.clear()
         for parameter, contribution in contributions:
             if parameter in self._reused:
                 self._waiting[parameter].append((layer, contribution))
@@ -167,9 +163,9 @@ class SampleNorms:
 
     @allocates("norm_samples")
     def compute(self, least: float) -> tuple[Tensor, Tensor]:
-        """Compute norms, (B,), and for which samples they are unsure (``norms.rounding``), (B,).
+        """Compute norms, (B,), and which of them are unsure (``norms.rounding``), (B,).
 
-        What was added counts for these norms alone.
+        This forgets what was added.
 
         Args:
             least: The norm below which nothing is clipped.
@@ -186,7 +182,7 @@ class SampleNorms:
             raise RuntimeError("the losses depend on no trained parameter")
         device = added[0].found_B.device
         found_B, slack_B, size_B = (
-            _add_up(part.to(device) for part in parts if part is not None)
+            _add_up([part.to(device) for part in parts if part is not None])
             for parts in zip(*added, strict=True)
         )
         assert found_B is not None
@@ -259,9 +255,7 @@ class SampleNorms:
                     keeps=self._keeps,
                     on_tensor_cores=contribution.is_rounded,
                     becomes_sum=self._becomes_sum and self._keeps,
-                    kept_anyway=sum(
-                        one[0].numel() for one in (x, g) if storage_of(one) in self._stored
-                    ),
+                    kept_anyway=sum(t[0].numel() for t in (x, g) if storage_of(t) in self._stored),
                 )
                 self.plan[self._name_of(parameter)] = choice
                 if choice.way is Way.KEPT:
@@ -292,8 +286,8 @@ class SampleNorms:
     ) -> GramSums | Squares:
         """Find squared norms of a head whose output gradients are computed in chunks."""
         if product.grams_BTT is not None:
-            given = (product.x_BTd, product.grams_BTT, product.p)
-            of_grams: GramSums = self._run(layer, Way.TILED_GRAM, gram_of_given, given)
+            inputs = (product.x_BTd, product.grams_BTT, product.p)
+            of_grams: GramSums = self._run(layer, Way.TILED_GRAM, gram_of_given, inputs)
             return of_grams
         parts = [self._run(layer, way, WAYS[way], part[:2]) for _, part in product.parts()]
         joined: GramSums | Squares = _join(parts)
@@ -304,16 +298,16 @@ class SampleNorms:
     ) -> Callable[[], Tensor]:
         """Turn kept output gradients into per-sample gradients, which take no more memory."""
         assert product.release is not None
-        parts, found = [], []
+        parts, squares = [], []
         for some, part in product.parts():
             gradients = self._watch(layer, Way.KEPT, part.materialise, part[:2])
             parts.append(SampleGradients(gradients, is_own=True))
-            found.append(self._mend(part, gradients, find_size(part)))
+            squares.append(self._mend(part, gradients, find_size(part)))
             self._mending.finish()
             del part  # it has what is freed
             product.release(some)
         self._keep(parameter, GradientsInParts(tuple(parts)))
-        found_B = torch.cat(found)
+        found_B = torch.cat(squares)
         self._added.append(Squares(found_B, None, None))
         self._tell(parameter, found_B)
         return lambda: found_B
@@ -337,10 +331,10 @@ class SampleNorms:
     ) -> Any:
         """Find squared norms with float32 products, even where training itself uses TF32."""
         with exact_products():
-            found = self._watch(layer, way, function, inputs)
+            squares = self._watch(layer, way, function, inputs)
         if function is tiled_gram:
-            self._known[_identify(inputs[1])] = found.sums_5B[2]
-        return found
+            self._shared[_identify(inputs[1])] = squares.sums_5B[2]
+        return squares
 
     def _measure_gradients(
         self,
@@ -366,9 +360,9 @@ class SampleNorms:
         return lambda: found_B
 
     def _mend(self, contribution: Merged, gradients: Tensor, size_B: Tensor | None) -> Tensor:
-        """Return squared norms of gradients; those that are unsure are computed again, alone.
+        """Return squared norms of gradients; unsure samples are computed again, alone.
 
-        Only here are all tokens there.
+        This must happen here, because the tokens are not kept.
         """
         found_B = square(gradients)
         if size_B is not None:
@@ -379,15 +373,15 @@ class SampleNorms:
                 self._mending.expect(unsure_B, contribution, gradients, found_B)
         return found_B
 
-    def _square(self, one: Tensor) -> Tensor:
+    def _square(self, tensor: Tensor) -> Tensor:
         """Sum each sample's squares, unless they are known."""
-        key = _identify(one)
+        key = _identify(tensor)
         if key is None:
-            return square(one)
-        if key not in self._known:
-            in_order = sorted(range(1, one.dim()), key=one.stride, reverse=True)
-            self._known[key] = square(one.permute(0, *in_order))
-        return self._known[key]
+            return square(tensor)
+        if key not in self._shared:
+            in_order = sorted(range(1, tensor.dim()), key=tensor.stride, reverse=True)
+            self._shared[key] = square(tensor.permute(0, *in_order))
+        return self._shared[key]
 
     def _check(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         if len(contribution[0]) != len(self._losses):
@@ -399,7 +393,7 @@ class SampleNorms:
         self, parameter: nn.Parameter, uses: Sequence[tuple[nn.Module, Contribution]]
     ) -> None:
         """Add the squared norms of the sum of a parameter's uses."""
-        self._known.clear()
+        self._shared.clear()
         for _, contribution in uses:
             self._check(parameter, contribution)
         layer = uses[0][0]
@@ -407,7 +401,7 @@ class SampleNorms:
         if merged is None:
             name = self._name_of(parameter)
             raise UnsupportedError(f"{name} is used in ways whose gradients cannot be combined")
-        found = {
+        squares_of = {
             type(contribution): self._measure(
                 layer, parameter, contribution, is_whole=len(merged) == 1
             )
@@ -422,8 +416,8 @@ class SampleNorms:
                 size_of_table_B = T * square(table.trained_BTd)
                 slack_B = (
                     2 * both.slack_B
-                    + cross_slack(found[Lookup](), size_of_table_B, T)
-                    + cross_slack(found[type(weight)](), both.size_B, S)
+                    + cross_slack(squares_of[Lookup](), size_of_table_B, T)
+                    + cross_slack(squares_of[type(weight)](), both.size_B, S)
                 )
                 self._added.append(Squares(2 * both.found_B, slack_B, None))
                 self._tell(parameter, 2 * both.found_B)
@@ -436,8 +430,8 @@ class SampleNorms:
         crossed = []
         for some, (x_BTd, g_BTp, _) in parts:
             operands = (ids_BT[some], e_BTd[some], x_BTd, g_BTp)
-            found = self._run(layer, Way.CROSSED, inner_product, operands)
-            crossed.append(found._replace(size_B=size_of(square(x_BTd), square(g_BTp))))
+            product = self._run(layer, Way.CROSSED, inner_product, operands)
+            crossed.append(product._replace(size_B=size_of(square(x_BTd), square(g_BTp))))
         joined: Squares = _join(crossed)
         return joined
 
@@ -448,25 +442,25 @@ class SampleNorms:
             squares[parameter] = squares[parameter] + found_B if parameter in squares else found_B
 
 
-def _identify(one: Tensor) -> Any:
+def _identify(tensor: Tensor) -> Any:
     """Identify a sample's elements, in any order; None where they do not lie side by side."""
-    sides = [(size, step) for size, step in zip(one.shape, one.stride(), strict=True) if size > 1]
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    sides = [(size, step) for size, step in axes if size > 1]
     last = sum((size - 1) * step for size, step in sides)
-    if last + 1 != one.numel() or not all(step for _, step in sides):
+    if last + 1 != tensor.numel() or not all(step for _, step in sides):
         return None
-    return storage_of(one), one.storage_offset(), one.numel(), one.dtype
+    return storage_of(tensor), tensor.storage_offset(), tensor.numel(), tensor.dtype
 
 
 def _join(parts: Sequence[Any]) -> Any:
-    """Join what was measured of some samples after the other."""
+    """Join what was measured of parts of the samples."""
     first = parts[0]
     if isinstance(first, GramSums):
-        return first._replace(sums_5B=torch.cat([one.sums_5B for one in parts], dim=-1))
+        return first._replace(sums_5B=torch.cat([part.sums_5B for part in parts], dim=-1))
     columns = zip(*parts, strict=True)
-    return type(first)(*(None if one[0] is None else torch.cat(one) for one in columns))
+    return type(first)(*(None if column[0] is None else torch.cat(column) for column in columns))
 
 
-def _add_up(parts: Iterable[Tensor]) -> Tensor | None:
+def _add_up(parts: Sequence[Tensor]) -> Tensor | None:
     """Add up (B,) each; None for none."""
-    given = list(parts)
-    return sum(given[1:], given[0]) if given else None
+    return sum(parts[1:], parts[0]) if parts else None

@@ -36,10 +36,10 @@ class ClippedSums:
         ``.grad``."""
 
         self.part: dict[nn.Parameter, Tensor] = {}
-        """Of what was clipped since the last step, which may be a part of a batch."""
+        """The sums of what was clipped since the last step, which may be a part of a batch."""
 
         self.total: dict[nn.Parameter, Tensor] = {}
-        """Of the parts of the batch that had a step."""
+        """The sums of the parts of the batch that had a step."""
 
         self.bound: float | None = None
         """The C of the batch; None before its first part."""
@@ -64,11 +64,7 @@ class ClippedSums:
         self.bound = bound
 
     def refuse_other_bound(self, bound: float) -> None:
-        """Refuse another bound than that of the sums that are there.
-
-        Raises:
-            RuntimeError: It is another.
-        """
+        """Refuse another bound than that of the sums that are there (``RuntimeError``)."""
         if self.bound not in (None, bound):
             raise RuntimeError(
                 f"max_grad_norm changed from {self.bound} to {bound} between the parts of a batch, "
@@ -134,11 +130,7 @@ class ClippedSums:
 def refuse_gradients(
     parameters: Iterable[nn.Parameter], name_of: Callable[[nn.Parameter], str]
 ) -> None:
-    """Refuse gradients where the sums will go once they have noise; clear zeros.
-
-    Raises:
-        RuntimeError: There is one.
-    """
+    """Refuse gradients where sums with noise will go (``RuntimeError``), and clear zeros."""
     for parameter in parameters:
         if parameter.grad is None:
             continue

@@ -4,7 +4,7 @@ A class token, a table of positions or the scale of a block is one value for all
 operator gives it a batch axis: an addition, a product, an expansion. The gradient of that
 operator's output, of one sample, is that sample's gradient of the value, so it is taken there,
 before autograd adds up the samples. Between the parameter and that operator there may be operators
-of one operand, which cannot bring in a batch; each is differentiated for each sample's gradient.
+of one operand, which cannot bring in a batch; samples' gradients go back through each of them.
 
 The graph decides, and not names or lengths: a value enters for all samples where an operator
 repeats it along the first axis of its output, and that has one entry for each loss. As for every
@@ -39,8 +39,8 @@ _OF_ONE = {
 
 _SUMS = {"Add", "Sub"}
 _ALIKE = {*_SUMS, "Div", "Mul", "Where"}
-"""Operators that do the same to each sample's gradient while they repeat nothing: where a mask that
-is alike for all samples is added, or a number multiplied."""
+"""Operators that do the same to each sample's gradient where they repeat nothing: they add a mask
+that is alike for all samples, or multiply with a number."""
 
 LOSSES = "the losses"
 
@@ -54,10 +54,10 @@ class _Entry(NamedTuple):
     node: Any
     operand: int
     shape: tuple[int, ...]
-    """Of its operand."""
+    """The shape of its operand."""
 
     is_complex: bool
-    """Whether its operand is; the gradient of a real one among complex ones is the real part."""
+    """Whether its operand is; the gradient of a real operand is the real part."""
 
     rows: Rows
     """Which rows of its output samples have."""
@@ -66,14 +66,14 @@ class _Entry(NamedTuple):
     """The operators between, from the value on, and which of their operands it is."""
 
     def describe(self) -> str:
-        """Tell the way by which it enters, whatever the lengths of its axes are."""
+        """Tell the way by which it enters, without the lengths of axes."""
         moves = [node.name() for node, _ in self.moves]
         return f"operand {self.operand} of {self.node.name()}, {len(self.shape)} axes, by {moves}"
 
     def differentiate(self, g: Tensor) -> Tensor:
         """Turn the gradient of the operator's output into the value's; (B, ...).
 
-        The output's has rows of each sample (``layout``).
+        That of the output has rows of each sample (``layout``).
         """
         kind = kind_of(self.node)
         if kind == "Mul":
@@ -87,7 +87,7 @@ class _Entry(NamedTuple):
             g = g * (alpha if kind == "Add" else -alpha).conjugate()
         g = g if self.is_complex else g.real
         padded = (1,) * (g.dim() - len(self.shape)) + self.shape
-        axes = [at for at in range(1, g.dim()) if padded[at] == 1 != g.shape[at]]
+        axes = [axis for axis in range(1, g.dim()) if padded[axis] == 1 != g.shape[axis]]
         if axes:
             g = g.sum(axes, keepdim=True, dtype=accumulator_of(g.dtype))
         if kind == "Repeat":
@@ -101,9 +101,9 @@ class _Entry(NamedTuple):
 
 
 def _pull_back(node: Any, operand: int, g: Tensor) -> Tensor:
-    found = node(g)
-    one: Tensor = found[operand] if isinstance(found, tuple) else found
-    return one
+    gradients = node(g)
+    gradient: Tensor = gradients[operand] if isinstance(gradients, tuple) else gradients
+    return gradient
 
 
 class Broadcast:
@@ -115,13 +115,15 @@ class Broadcast:
 
     def __init__(self, entries: Collection[_Entry]) -> None:
         self._is_single = not entries
-        self._found: list[Tensor] = []
-        self._handles = [one.node.register_prehook(partial(self._receive, one)) for one in entries]
+        self._parts: list[Tensor] = []
+        self._handles = [
+            entry.node.register_prehook(partial(self._receive, entry)) for entry in entries
+        ]
 
     @torch.no_grad()
     def _receive(self, entry: _Entry, gradients: tuple[Tensor | None, ...]) -> None:
         if gradients[0] is not None:
-            self._found.append(entry.differentiate(gradients[0]))
+            self._parts.append(entry.differentiate(gradients[0]))
 
     def take(self, gradient: Tensor) -> Tensor | None:
         """Return the per-sample gradients of one backward, once; (B, shape of the value).
@@ -134,8 +136,8 @@ class Broadcast:
         """
         if self._is_single:
             return gradient[None]
-        found, self._found = self._found, []
-        return sum(found[1:], found[0]) if found else None
+        parts, self._parts = self._parts, []
+        return sum(parts[1:], parts[0]) if parts else None
 
     def remove(self) -> None:
         """Look at no more backward passes."""
@@ -163,17 +165,17 @@ class Broadcasts:
     ) -> None:
         self._layout, samples = layout, layout.samples
         self.of: dict[nn.Parameter, Broadcast] = {}
-        """By leaf."""
+        """The gradients of each leaf."""
 
         self.ways: set[str] = set()
-        """How each value enters. Where lengths coincide, a batch may look otherwise than others."""
+        """How each value enters; a batch whose lengths coincide may look unlike others."""
 
         self._all: list[Broadcast] = []
         self._lookups: list[Any] = []
-        values = [node for node in layout.nodes if _is_value(node, leaves)] if samples else []
         try:
-            for node in values:
-                self._add(node, name_of)
+            for node in layout.nodes if samples else ():
+                if hasattr(node, "is_lookup") or getattr(node, "variable", None) in leaves:
+                    self._add(node, name_of)
         except BaseException:
             self.remove()
             raise
@@ -187,15 +189,16 @@ class Broadcasts:
             others: set[str] = set()
         else:
             entries, others = follow(node, self._layout.above, self._layout.rows_of)
-        if any(
-            is_read_once(one.node) or any(is_read_once(n) for n, _ in one.moves) for one in entries
-        ):
+        operators = [
+            node for entry in entries for node in (entry.node, *(n for n, _ in entry.moves))
+        ]
+        if any(is_read_once(node) for node in operators):
             raise UnsupportedError(
                 f"{name} enters for all samples inside of a checkpoint, by an operator whose "
                 "operands a checkpoint hands out once, such as a product; name a module around it "
                 "that gets and returns samples in as_one=[...], do not checkpoint it, or freeze it"
             )
-        self.ways |= {f"{name}: {one.describe()}" for one in entries}
+        self.ways |= {f"{name}: {entry.describe()}" for entry in entries}
         if leaf is None:
             if samples == 1 or (entries and not others):
                 node.shared = Broadcast(entries)
@@ -221,20 +224,13 @@ class Broadcasts:
     def remove(self) -> None:
         """Look at no more backward passes."""
         self._layout.remove()
-        for one in self._all:
-            one.remove()
+        for broadcast in self._all:
+            broadcast.remove()
         for node in self._lookups:
             del node.shared
         self._lookups.clear()
         self._all.clear()
         self.of.clear()
-
-
-def _is_value(node: Any, leaves: Collection[nn.Parameter]) -> bool:
-    """Tell whether a node is that of a lookup, or of a leaf."""
-    if isinstance(node, BackwardCFunction):
-        return hasattr(node, "is_lookup")
-    return getattr(node, "variable", None) in leaves
 
 
 def _is_repeated(kind: str, shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
@@ -278,7 +274,7 @@ def follow(
         for user, operand in users:
             if isinstance(user, BackwardCFunction):
                 leaf = getattr(value, "variable", value)
-                if not any(leaf is one for one in getattr(user, "clipped", ())):
+                if not any(leaf is parameter for parameter in getattr(user, "clipped", ())):
                     others.add(type(user).__name__.strip("_").removesuffix("Backward"))
                 continue  # a layer's rule takes its own parameters
             kind, out = kind_of(user), shape_of(user)

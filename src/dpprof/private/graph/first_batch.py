@@ -167,11 +167,7 @@ class FirstBatches:
         return self._are_other and not self._asks and self._ranks.is_sharded
 
     def refuse_late_ways(self) -> None:
-        """Refuse a batch that is computed in such ways.
-
-        Raises:
-            UnsupportedError: It is.
-        """
+        """Refuse a batch that is computed in such ways (``UnsupportedError``)."""
         if self.has_late_ways:
             raise UnsupportedError(
                 "code outside of layers lets values enter for all samples, or joins samples and "
@@ -201,7 +197,7 @@ class _Batch:
 
         self._chosen: set[int] = set()
         self._looks: list[list[bool]] = []
-        """For each backward, whether gradients of layers have entries of the half."""
+        """Whether the gradients of layers have entries of the half, by backward pass."""
 
         self.problem: UnsupportedError | None = None
         """What is wrong with the first layer, in the order of backward, where something is."""
@@ -211,8 +207,8 @@ class _Batch:
         self._chosen = half
         self._looks.append([])
         weights = torch.zeros_like(self._losses)
-        for at in half:
-            weights[at] = self._loss_scale
+        for sample in half:
+            weights[sample] = self._loss_scale
         return weights
 
     @property
@@ -232,7 +228,7 @@ class _Batch:
         if not self._chosen:
             return None
         nonzero = _find_nonzero(gradients, 0)
-        others = [at for at in nonzero if at not in self._chosen]
+        others = [sample for sample in nonzero if sample not in self._chosen]
         self._looks[-1].append(len(others) < len(nonzero))
         if not others:
             return None
@@ -266,7 +262,7 @@ def _find_nonzero(gradients: Tensor, axis: int) -> list[int]:
     """List the places on an axis where something is not zero; NaN counts as zero."""
     if not gradients.numel():  # of a layer without width
         return []
-    others = [at for at in range(gradients.dim()) if at != axis]
+    others = [other for other in range(gradients.dim()) if other != axis]
     largest = torch.linalg.vector_norm(gradients, torch.inf, dim=others)
     places: list[int] = (largest > 0).nonzero().flatten().tolist()
     return places

@@ -3,11 +3,10 @@
 Many models join samples and tokens before a layer, ``x.view(-1, d)``, cut images into windows, or
 give a layer several rows of each sample: pairs, augmentations, negatives. Then the first axis has
 more entries than there are losses. Its length alone proves nothing: tokens that were gathered for
-an expert may be as many. What proves it is the graph: from the losses on, each operator shows whose
-its operands are (``owner_rules``), as far as it is known. What it leaves open is told by tensors
-with one entry for each loss, which are known by their length alone. Code around layers must keep
-samples apart; so the first batch whose graph has these operators is verified (``first_batch``), and
-again wherever the graph changes.
+an expert may be as many. The graph proves it: from the losses on, each known operator shows whose
+its operands are (``owner_rules``). Where that stops, tensors with one entry for each loss count as
+one entry for each sample. Code around layers must keep samples apart; so the first batch whose
+graph has these operators is verified (``first_batch``), and again wherever the graph changes.
 
 Shape legend: B samples, R rows.
 """
@@ -75,7 +74,7 @@ class Layout:
     ) -> None:
         self.samples = 0 if losses is None else len(losses)
         self.nodes = [] if losses is None else list(nodes_behind(losses))
-        """Those behind the losses."""
+        """The nodes behind the losses."""
 
         start = (None, 0) if losses is None else (losses.grad_fn, losses.output_nr)
         self._start: _Output = past_identities(*start)
@@ -102,7 +101,7 @@ class Layout:
 
     @property
     def above(self) -> Mapping[Any, list[tuple[Any, int]]]:
-        """For each node those that use its output, and as which operand."""
+        """The users of each node's output, and as which operand they use it."""
         if self._above is None:
             self._above = find_users(self.nodes)
         return self._above
@@ -112,7 +111,7 @@ class Layout:
 
         Args:
             node: An operator.
-            axis: Where rows are.
+            axis: The axis of rows.
         """
         count = shape_of(node)[axis : axis + 1]
         if not self.samples or not count:
@@ -124,6 +123,7 @@ class Layout:
         return self._rows[node, axis]
 
     def _find_rows(self, node: Any, axis: int, count: int) -> Rows | None:
+        """Return the rows of samples by the graph, which is followed at the first call."""
         if self._owners is None:
             self._owners = {}
             self._prove(self._owners)
@@ -131,24 +131,24 @@ class Layout:
         if along is None or (along == MANY).any():
             # Samples may lie on another axis, or code mixes them: the first batch shows it.
             return Rows.in_order(count, count) if count == self.samples else None
-        found = Rows.of(whole(along, 0, count), self.samples)
+        rows = Rows.of(whole(along, 0, count), self.samples)
         # What an index picks may depend on data: as many rows of each sample do not.
-        is_fixed = found is None or found.is_in_blocks or (self._reads and not self._has_read)
-        return found if is_fixed else None
+        is_fixed = rows is None or rows.is_in_blocks or (self._reads and not self._has_read)
+        return rows if is_fixed else None
 
     def _owners_along(self, node: Any, axis: int) -> Owners | None:
-        """Return the owners of the rows of all that a node returned; None if they are not known."""
+        """Return the owners of the rows of all that a node returned; None if they are unknown."""
         count = shape_of(node)[axis]
-        found = []
+        along = []
         for output, shape in enumerate(shapes_of(node)):
             owners = (self._owners or {}).get((node, output))
             if shape[axis : axis + 1] == (count,) and owners is not None:
-                found.append(along_first_axis(np.moveaxis(owners, axis, 0)))
-        known = [one for one in found if one is not None]
-        return merge(known) if known and len(known) == len(found) else None
+                along.append(along_first_axis(np.moveaxis(owners, axis, 0)))
+        rows = [owners_R for owners_R in along if owners_R is not None]
+        return merge(rows) if rows and len(rows) == len(along) else None
 
     def _prove(self, owners: dict[_Output, Owners]) -> None:
-        """Find owners, from the losses on, and from what is below operators that are not known."""
+        """Find owners from the losses downwards, and upwards again past unknown operators."""
         order = self._sort()
         self._go_down(order, owners)
         while self._go_up(order, owners):
@@ -170,90 +170,86 @@ class Layout:
 
     def _go_down(self, order: Sequence[Any], owners: dict[_Output, Owners]) -> None:
         """Find the owners of operands by those of what operators returned."""
-        given: dict[_Output, list[Owners]] = {}
-        given[self._start] = [np.arange(self.samples, dtype=np.int32)]
+        uses: dict[_Output, list[Owners]] = {}
+        uses[self._start] = [np.arange(self.samples, dtype=np.int32)]
         self._stops.clear()
         self._mixes.clear()
         for node in order:
-            returned = [
-                self._find_owners((node, at), shape, given, owners)
-                for at, shape in enumerate(shapes_of(node))
-            ]
-            known = [one for one in returned if one is not None]
-            stops = [
-                self._stops.get((node, at), node) for at, one in enumerate(returned) if one is None
-            ]
-            mix = next(
-                (self._mixes[node, at] for at in range(len(returned)) if (node, at) in self._mixes),
-                node,
-            )
-            for at, below in enumerate(edges_of(node)):
+            returned = {
+                (node, output): self._find_owners((node, output), shape, uses, owners)
+                for output, shape in enumerate(shapes_of(node))
+            }
+            above = [parts for parts in returned.values() if parts is not None]
+            stops = [self._stops.get(key, node) for key, parts in returned.items() if parts is None]
+            mix = next((self._mixes[key] for key in returned if key in self._mixes), node)
+            for position, below in enumerate(edges_of(node)):
                 if below[0] is None or is_leaf(below[0]):
                     continue
-                operand = Operand(node, at, shape_of(*below), known, self._read)
-                found = None if stops else self._find_below(operand)
-                if found is None:
+                operand = Operand(node, position, shape_of(*below), above, self._read)
+                below_owners = None if stops else self._find_below(operand)
+                if below_owners is None:
                     self._stops.setdefault(below, stops[0] if stops else node)
                     continue
-                given.setdefault(below, []).append(found)
-                if (found == MANY).any():
+                uses.setdefault(below, []).append(below_owners)
+                if (below_owners == MANY).any():
                     self._mixes.setdefault(below, mix)
 
     def _find_owners(
         self,
         key: _Output,
         shape: tuple[int, ...],
-        given: Mapping[_Output, list[Owners]],
+        uses: Mapping[_Output, list[Owners]],
         owners: dict[_Output, Owners],
     ) -> Owners | None:
         """Return the owners of what an operator returned, once all that use it are known."""
         if key in owners:
             return owners[key]
-        found: Owners | None = None
-        if key in given:
-            found = merge(given[key])
-            if key in self._stops and (found == FREE).any():
-                found = _complete(found)
+        merged: Owners | None = None
+        if key in uses:
+            merged = merge(uses[key])
+            if key in self._stops and (merged == FREE).any():
+                merged = _complete(merged)
         elif key not in self._stops:
-            found = np.full((1,) * len(shape), FREE, np.int32)
-        if found is None and shape[:1] == (self.samples,) and not _is_of_a_leaf(key[0]):
-            found = of_first_axis(np.arange(self.samples, dtype=np.int32), len(shape))
-        if found is not None:
-            owners[key] = found
-        return found
+            merged = np.full((1,) * len(shape), FREE, np.int32)
+        if merged is None and shape[:1] == (self.samples,) and not _is_of_a_leaf(key[0]):
+            merged = of_first_axis(np.arange(self.samples, dtype=np.int32), len(shape))
+        if merged is not None:
+            owners[key] = merged
+        return merged
 
-    def _find_below(self, one: Operand) -> Owners | None:
-        if isinstance(one.node, BackwardCFunction):
-            return self._pass_layer(one.node, one.above, shapes_of(one.node)[0], one.shape)
-        found = owners_below(one)
-        if found is not None and joins_samples(one, found):
+    def _find_below(self, operand: Operand) -> Owners | None:
+        node = operand.node
+        if isinstance(node, BackwardCFunction):
+            return self._pass_layer(node, operand.above, shapes_of(node)[0], operand.shape)
+        below = owners_below(operand)
+        if below is not None and joins_samples(operand, below):
             self.has_orders = True
-        return found
+        return below
 
     def _go_up(self, order: Sequence[Any], owners: dict[_Output, Owners]) -> bool:
-        """Find owners of what operators returned by those of operands; tell whether there are."""
+        """Find owners of what operators returned by those of operands; tell whether any is new."""
         has_found = False
         for node in reversed(order):
             for output, after in enumerate(shapes_of(node)):
                 if (node, output) in owners:
                     continue
-                for at, below in enumerate(edges_of(node)):
-                    given = _complete(owners.get(below))
-                    if given is None:
+                for position, below in enumerate(edges_of(node)):
+                    complete = _complete(owners.get(below))
+                    if complete is None:
                         continue
                     before = shape_of(*below)
                     if isinstance(node, BackwardCFunction):
-                        found = self._pass_layer(node, [given], before, after)
+                        output_owners = self._pass_layer(node, [complete], before, after)
                     else:
-                        found = owners_above(node, at, given, (before, after))
-                    if found is not None:
-                        owners[node, output] = found
+                        output_owners = owners_above(node, position, complete, (before, after))
+                    if output_owners is not None:
+                        owners[node, output] = output_owners
                         has_found = True
                         break
         return has_found
 
     def _pass_layer(
-        self, node: Any, known: Sequence[Owners], shape: tuple[int, ...], other: tuple[int, ...]
+        self, node: Any, sides: Sequence[Owners], shape: tuple[int, ...], other: tuple[int, ...]
     ) -> Owners | None:
         """Return the owners on the other side of a layer, which treats each row, or token, apart.
 
@@ -263,9 +259,9 @@ class Layout:
             return None
         widths = getattr(node, "widths", 0)
         if widths and shape[:-widths] == other[:-widths]:
-            return join(known[0], range(len(shape) - widths, len(shape)))
-        along = [along_first_axis(one) for one in known if one.size > 1 or (one != FREE).any()]
-        parts = [one for one in along if one is not None]
+            return join(sides[0], range(len(shape) - widths, len(shape)))
+        along = [along_first_axis(side) for side in sides if side.size > 1 or (side != FREE).any()]
+        parts = [side for side in along if side is not None]
         if len(parts) < len(along) or not shape:
             return None
         owners = merge(parts) if parts else np.full(1, FREE, np.int32)
@@ -320,11 +316,11 @@ class Layout:
     ) -> None:
         node, axis = place
         is_other_order = shape_of(node)[axis] == self.samples
-        for parameter, one in contributions:
-            if is_other_order or len(one[0]) != self.samples:
+        for parameter, contribution in contributions:
+            if is_other_order or len(contribution[0]) != self.samples:
                 name = self._name_of(parameter)
                 name, why = name.rpartition(".")[0] or name, self._explain(node)
-                problem = BatchAxisError.of(name, len(one[0]), self.samples, why)
+                problem = BatchAxisError.of(name, len(contribution[0]), self.samples, why)
                 self.problem = self.problem or problem
                 if self.raises:
                     raise problem
@@ -337,7 +333,10 @@ class Layout:
         owners = (self._owners or {}).get(key)
         if owners is None:
             stop = self._stops.get(key)
-            return "" if stop is None else _explain_stop(operator_of(stop))
+            name = "" if stop is None else operator_of(stop)
+            if name in _IN_PLACE:
+                return "code changes a view in place; change a copy, by masked_fill or torch.where"
+            return f"it stops at {name}, which is not known" if name else ""
         if (owners == MANY).any():
             mix = self._mixes.get(key)
             how = "their losses" if mix is None else operator_of(mix)
@@ -349,9 +348,9 @@ class Layout:
         return "the losses are in another order than the rows; keep the order of samples"
 
     def describe(self) -> set[str]:
-        """Tell by which operators rows were proven to be those of samples; nothing if none were.
+        """Name the graph by which rows were proven to be those of samples; empty if none were.
 
-        Lengths are not in it: the same code on another batch is described alike.
+        It leaves lengths out: the same code on another batch is described alike.
         """
         if all(shape_of(node)[axis] == self.samples for node, axis in self._rows):
             return set()
@@ -368,12 +367,6 @@ class Layout:
         self._receivers.clear()
 
 
-def _explain_stop(name: str) -> str:
-    if name in _IN_PLACE:
-        return "code changes a view in place; change a copy, by masked_fill or torch.where"
-    return f"it stops at {name}, which is not known"
-
-
 def _is_of_a_leaf(node: Any) -> bool:
     """Tell whether only operators of one operand are between a leaf and a node."""
     while node is not None and len(below := edges_of(node)) == 1:
@@ -382,7 +375,7 @@ def _is_of_a_leaf(node: Any) -> bool:
 
 
 def _complete(owners: Owners | None) -> Owners | None:
-    """Return owners of which none is free, where some of each row has one; None elsewhere."""
+    """Give the free entries of each row the owner of its others; None where a row has none."""
     if owners is None or is_complete(owners):
         return owners
     along = along_first_axis(owners)
@@ -398,4 +391,8 @@ def _receive_grouped(
     *changed_B: Tensor | None,
     **named: Any,
 ) -> None:
-    receive([(p, rows.group_contribution(one)) for p, one in contributions], *changed_B, **named)
+    receive(
+        [(p, rows.group_contribution(contribution)) for p, contribution in contributions],
+        *changed_B,
+        **named,
+    )

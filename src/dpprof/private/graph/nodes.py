@@ -45,7 +45,7 @@ def is_leaf(node: Any) -> bool:
 
 def shapes_of(node: Any) -> list[tuple[int, ...]]:
     """Return the shapes of all that an operator returned."""
-    return [_read_shape(one) for one in node._input_metadata]  # noqa: SLF001
+    return [_read_shape(record) for record in node._input_metadata]  # noqa: SLF001
 
 
 def shape_of(node: Any, output: int = 0) -> tuple[int, ...]:
@@ -54,10 +54,10 @@ def shape_of(node: Any, output: int = 0) -> tuple[int, ...]:
     return _read_shape(node._input_metadata[output] if variable is None else variable)  # noqa: SLF001
 
 
-def _read_shape(one: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor or of what is known of one; that of a nested one is ()."""
-    is_nested = getattr(one, "is_nested_tensor", False) or getattr(one, "is_nested", False)
-    return () if is_nested else tuple(one.shape)
+def _read_shape(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor, or of autograd's record of it; () for a nested one."""
+    is_nested = getattr(tensor, "is_nested_tensor", False) or getattr(tensor, "is_nested", False)
+    return () if is_nested else tuple(tensor.shape)
 
 
 def dtype_of(node: Any, output: int = 0) -> torch.dtype:
@@ -93,6 +93,10 @@ def find_users(nodes: Iterable[Any]) -> dict[Any, list[tuple[Any, int]]]:
 
 def is_read_once(node: Any) -> bool:
     """Tell whether a node reads what a checkpoint computes again, and hands out once."""
-    saved = (getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_"))
-    each = (one for found in saved for one in (found if isinstance(found, tuple) else (found,)))
-    return any(isinstance(getattr(one, "data", None), _Holder) for one in each)
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            saved = getattr(node, name)
+            for value in saved if isinstance(saved, tuple) else (saved,):
+                if isinstance(getattr(value, "data", None), _Holder):
+                    return True
+    return False

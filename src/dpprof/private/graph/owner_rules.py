@@ -1,7 +1,7 @@
 """How operators pass owners on, from what they returned to what they got.
 
-What has no rule here has no owners (None): there the proof stops. A rule may know less than its
-operator does, and never more.
+The proof stops where an operator has no rule here, or its rule returns None. A rule may prove less
+than holds of its operator, and never more.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,16 +31,21 @@ from dpprof.private.graph.owners import (
 
 
 class Operand(NamedTuple):
-    """What an operator got, and the owners of all that it returned."""
+    """A tensor that an operator got, and the owners of all that the operator returned."""
 
     node: Any
-    at: int
+    position: int
     """Which operand it is."""
 
     shape: Shape
     above: Sequence[Owners]
     read: Callable[[Any], Any]
     """Reads an index, None where its values are not known."""
+
+    @property
+    def output(self) -> Owners:
+        """The owners of the first, or only, tensor that it returned."""
+        return self.above[0]
 
     @property
     def axes(self) -> list[int]:
@@ -57,53 +62,53 @@ def as_signed(number: int) -> int:
 
 
 def axes_of(node: Any, count: int) -> list[int]:
-    """Return which of so many axes an operator has saved; all where it has none."""
+    """Return which of ``count`` axes an operator has saved; all where it has none."""
     saved = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
-    given = [saved] if isinstance(saved, int) else saved or range(count)
-    return sorted(as_signed(one) % count for one in given) if count else []
+    axes = [saved] if isinstance(saved, int) else saved or range(count)
+    return sorted(as_signed(axis) % count for axis in axes) if count else []
 
 
-def _pointwise(one: Operand) -> Owners | None:
+def _pointwise(operand: Operand) -> Owners | None:
     """Each element of the output comes from the same place of operands, which may be repeated."""
-    if getattr(one.node, "_saved_reduction", 0):
-        return spread(one.above[0], range(one.above[0].ndim)).reshape([1] * len(one.shape))
-    return unrepeat(one.above[0], one.shape)
+    if getattr(operand.node, "_saved_reduction", 0):
+        return spread(operand.output, range(operand.output.ndim)).reshape([1] * len(operand.shape))
+    return unrepeat(operand.output, operand.shape)
 
 
-def _of_first_operand(rule: Rule, one: Operand) -> Owners | None:
-    return None if one.at else rule(one)
+def _of_first_operand(rule: Rule, operand: Operand) -> Owners | None:
+    return None if operand.position else rule(operand)
 
 
-def _reduction(one: Operand) -> Owners | None:
-    owners = merge(one.above)
-    return owners if owners.ndim == len(one.shape) else np.expand_dims(owners, one.axes)
+def _reduction(operand: Operand) -> Owners | None:
+    owners = merge(operand.above)
+    return owners if owners.ndim == len(operand.shape) else np.expand_dims(owners, operand.axes)
 
 
-def _mixing(one: Operand) -> Owners | None:
+def _mixing(operand: Operand) -> Owners | None:
     """Each element of the output may come from all along an axis."""
-    return spread(one.above[0], one.axes)
+    return spread(operand.output, operand.axes)
 
 
-def _moving(one: Operand) -> Owners | None:
-    """Likewise, and elements may be left out, of other axes the last ones."""
-    owners = spread(one.above[0], one.axes)
-    for axis, size in enumerate(one.shape):
+def _moving(operand: Operand) -> Owners | None:
+    """The operator mixes along axes, and may leave out the last elements of other ones."""
+    owners = spread(operand.output, operand.axes)
+    for axis, size in enumerate(operand.shape):
         if 1 < owners.shape[axis] < size:
             owners = place(owners, axis, size, range(owners.shape[axis]))
     return owners
 
 
-def _reshaping(one: Operand) -> Owners | None:
-    return reshape(one.above[0], shape_of(one.node), one.shape)
+def _reshaping(operand: Operand) -> Owners | None:
+    return reshape(operand.output, shape_of(operand.node), operand.shape)
 
 
 def order_of(node: Any, axes: int) -> list[int]:
     """Return which axis of its operand each axis of a transposed tensor is."""
     if hasattr(node, "_saved_dims"):
-        return [as_signed(at) % axes for at in node._saved_dims]  # noqa: SLF001
+        return [as_signed(axis) % axes for axis in node._saved_dims]  # noqa: SLF001
     order = list(range(axes))
     swapped = (
-        [as_signed(at) % axes for at in (node._saved_dim0, node._saved_dim1)]  # noqa: SLF001
+        [as_signed(axis) % axes for axis in (node._saved_dim0, node._saved_dim1)]  # noqa: SLF001
         if hasattr(node, "_saved_dim0")
         else [0, axes - 1]
     )
@@ -111,26 +116,26 @@ def order_of(node: Any, axes: int) -> list[int]:
     return order
 
 
-def _transposing(one: Operand) -> Owners | None:
-    if len(one.shape) < 2:  # noqa: PLR2004
-        return one.above[0]
-    return one.above[0].transpose(np.argsort(order_of(one.node, len(one.shape))))
+def _transposing(operand: Operand) -> Owners | None:
+    if len(operand.shape) < 2:  # noqa: PLR2004
+        return operand.output
+    return operand.output.transpose(np.argsort(order_of(operand.node, len(operand.shape))))
 
 
-def _real(one: Operand) -> Owners | None:
-    """Complex numbers as two real ones, on an axis of their own."""
-    return spread(one.above[0], [len(one.shape)])[..., 0]
+def _real(operand: Operand) -> Owners | None:
+    """Two real numbers, on an axis of their own, come from each complex one."""
+    return spread(operand.output, [len(operand.shape)])[..., 0]
 
 
-def _complex(one: Operand) -> Owners | None:
-    return np.expand_dims(one.above[0], len(one.shape) - 1)
+def _complex(operand: Operand) -> Owners | None:
+    return np.expand_dims(operand.output, len(operand.shape) - 1)
 
 
-def _repeat(one: Operand) -> Owners | None:
-    owners = one.above[0]
-    extra = owners.ndim - len(one.shape)
+def _repeat(operand: Operand) -> Owners | None:
+    owners = operand.output
+    extra = owners.ndim - len(operand.shape)
     owners = spread(owners, range(extra)).reshape(owners.shape[extra:])
-    for axis, size in enumerate(one.shape):
+    for axis, size in enumerate(operand.shape):
         length: int = owners.shape[axis]
         if length > 1:
             sizes = (*owners.shape[:axis], length // size, size, *owners.shape[axis + 1 :])
@@ -140,56 +145,58 @@ def _repeat(one: Operand) -> Owners | None:
     return owners
 
 
-def _product(first: int, one: Operand) -> Owners | None:
-    """(..., n, k) times (..., k, m), or (k,); a sum may come before both."""
-    owners, at = one.above[0], one.at - first
-    if at < 0:
-        return unrepeat(owners, one.shape)
-    if kind_of(one.node) in ("Mv", "Dot"):
-        return owners.reshape(-1, 1) if len(one.shape) > 1 else spread(owners, range(owners.ndim))
-    return spread(owners, [owners.ndim - 1 if at == 0 else owners.ndim - 2])
+def _product(first: int, operand: Operand) -> Owners | None:
+    """(..., n, k) times (..., k, m), or (k,), added to an operand that may come ``first``."""
+    owners, factor = operand.output, operand.position - first
+    if factor < 0:
+        return unrepeat(owners, operand.shape)
+    if kind_of(operand.node) in ("Mv", "Dot"):
+        return (
+            owners.reshape(-1, 1) if len(operand.shape) > 1 else spread(owners, range(owners.ndim))
+        )
+    return spread(owners, [owners.ndim - 1 if factor == 0 else owners.ndim - 2])
 
 
-def _dot(one: Operand) -> Owners | None:
-    return one.above[0].reshape(1)
+def _dot(operand: Operand) -> Owners | None:
+    return operand.output.reshape(1)
 
 
-def _attention(one: Operand) -> Owners | None:
-    owners = one.above[0]
-    return spread(owners, (owners.ndim - 2, owners.ndim - 1)) if one.at < 3 else None  # noqa: PLR2004
+def _attention(operand: Operand) -> Owners | None:
+    owners = operand.output
+    return spread(owners, (owners.ndim - 2, owners.ndim - 1)) if operand.position < 3 else None  # noqa: PLR2004
 
 
-def _likelihood(one: Operand) -> Owners | None:
+def _likelihood(operand: Operand) -> Owners | None:
     """Each loss comes from the classes of its place, which are on the second axis."""
-    if one.node._saved_reduction:  # noqa: SLF001
-        return _pointwise(one)
-    return np.expand_dims(one.above[0], min(1, one.above[0].ndim))
+    if operand.node._saved_reduction:  # noqa: SLF001
+        return _pointwise(operand)
+    return np.expand_dims(operand.output, min(1, operand.output.ndim))
 
 
-def _ctc(one: Operand) -> Owners | None:
-    return one.above[0].reshape(1, -1, 1)
+def _ctc(operand: Operand) -> Owners | None:
+    return operand.output.reshape(1, -1, 1)
 
 
-def _layer_norm(one: Operand) -> Owners | None:
-    widths = len(one.node._saved_normalized_shape)  # noqa: SLF001
-    return spread(one.above[0], range(len(one.shape) - widths, len(one.shape)))
+def _layer_norm(operand: Operand) -> Owners | None:
+    widths = len(operand.node._saved_normalized_shape)  # noqa: SLF001
+    return spread(operand.output, range(len(operand.shape) - widths, len(operand.shape)))
 
 
-def _batch_norm(one: Operand) -> Owners | None:
-    owners = one.above[0]
-    is_mixing = one.node._saved_training  # noqa: SLF001
+def _batch_norm(operand: Operand) -> Owners | None:
+    owners = operand.output
+    is_mixing = operand.node._saved_training  # noqa: SLF001
     return spread(owners, [0, *range(2, owners.ndim)]) if is_mixing else owners
 
 
-def _first_axis(one: Operand) -> Owners | None:
+def _first_axis(operand: Operand) -> Owners | None:
     """Each entry of the first axis is treated apart."""
-    first = along_first_axis(one.above[0])
-    return None if first is None else of_first_axis(first, len(one.shape))
+    first = along_first_axis(operand.output)
+    return None if first is None else of_first_axis(first, len(operand.shape))
 
 
-def _pad(one: Operand) -> Owners | None:
-    owners = one.above[0]
-    pads = [as_signed(side) for side in one.node._saved_pad]  # noqa: SLF001
+def _pad(operand: Operand) -> Owners | None:
+    owners = operand.output
+    pads = [as_signed(side) for side in operand.node._saved_pad]  # noqa: SLF001
     for axis, start, stop in zip(
         range(owners.ndim - 1, -1, -1), pads[::2], pads[1::2], strict=False
     ):
@@ -200,58 +207,58 @@ def _pad(one: Operand) -> Owners | None:
     return owners
 
 
-def _unfold(one: Operand) -> Owners | None:
+def _unfold(operand: Operand) -> Owners | None:
     """Windows along one axis, whose places come last."""
-    axis = as_signed(one.node._saved_dimension) % len(one.shape)  # noqa: SLF001
-    return spread(one.above[0], [axis, len(one.shape)])[..., 0]
+    axis = as_signed(operand.node._saved_dimension) % len(operand.shape)  # noqa: SLF001
+    return spread(operand.output, [axis, len(operand.shape)])[..., 0]
 
 
-def _cat(one: Operand) -> Owners | None:
-    (axis,), owners = one.axes, one.above[0]
+def _cat(operand: Operand) -> Owners | None:
+    (axis,), owners = operand.axes, operand.output
     if owners.shape[axis] == 1:
         return owners
-    sizes = [None if b is None else shape_of(b, o)[axis] for b, o in edges_of(one.node)]
-    unknown = [at for at, size in enumerate(sizes) if size is None]
+    sizes = [None if b is None else shape_of(b, o)[axis] for b, o in edges_of(operand.node)]
+    unknown = [number for number, size in enumerate(sizes) if size is None]
     if len(unknown) == 1:
-        rest = shape_of(one.node)[axis] - sum(size for size in sizes if size is not None)
+        rest = shape_of(operand.node)[axis] - sum(size for size in sizes if size is not None)
         sizes[unknown[0]] = rest
-    before = sizes[: one.at]
+    before = sizes[: operand.position]
     if None not in before:
         start = sum(size for size in before if size is not None)
-    elif None not in (after := sizes[one.at :]):
+    elif None not in (after := sizes[operand.position :]):
         start = owners.shape[axis] - sum(size for size in after if size is not None)
     else:
         return None
-    return owners.take(range(start, start + one.shape[axis]), axis)
+    return owners.take(range(start, start + operand.shape[axis]), axis)
 
 
-def _stack(one: Operand) -> Owners | None:
-    owners = one.above[0]
-    axis = as_signed(one.node._saved_dim) % owners.ndim  # noqa: SLF001
-    return np.asarray(owners.take(one.at if owners.shape[axis] > 1 else 0, axis))
+def _stack(operand: Operand) -> Owners | None:
+    owners = operand.output
+    axis = as_signed(operand.node._saved_dim) % owners.ndim  # noqa: SLF001
+    return np.asarray(owners.take(operand.position if owners.shape[axis] > 1 else 0, axis))
 
 
-def _select(one: Operand) -> Owners | None:
-    axis, size = one.axes[0], one.shape[one.axes[0]]
-    index = as_signed(one.node._saved_index) % size  # noqa: SLF001
-    return place(np.expand_dims(one.above[0], axis), axis, size, [index])
+def _select(operand: Operand) -> Owners | None:
+    axis, size = operand.axes[0], operand.shape[operand.axes[0]]
+    index = as_signed(operand.node._saved_index) % size  # noqa: SLF001
+    return place(np.expand_dims(operand.output, axis), axis, size, [index])
 
 
-def _slice(one: Operand) -> Owners | None:
-    axis, node = one.axes[0], one.node
-    size = one.shape[axis]
+def _slice(operand: Operand) -> Owners | None:
+    axis, node = operand.axes[0], operand.node
+    size = operand.shape[axis]
     start, end = as_signed(node._saved_start), as_signed(node._saved_end)  # noqa: SLF001
     places = range(size)[start : end : node._saved_step]  # noqa: SLF001
-    return one.above[0] if len(places) == size else place(one.above[0], axis, size, places)
+    return operand.output if len(places) == size else place(operand.output, axis, size, places)
 
 
-def _unbind(one: Operand) -> Owners | None:
-    axis = one.axes[0]
-    return _concatenate([np.expand_dims(part, axis) for part in one.above], axis, one.node)
+def _unbind(operand: Operand) -> Owners | None:
+    axis = operand.axes[0]
+    return _concatenate([np.expand_dims(part, axis) for part in operand.above], axis, operand.node)
 
 
-def _split(one: Operand) -> Owners | None:
-    return _concatenate(one.above, one.axes[0], one.node)
+def _split(operand: Operand) -> Owners | None:
+    return _concatenate(operand.above, operand.axes[0], operand.node)
 
 
 def _concatenate(parts: Sequence[Owners], axis: int, node: Any) -> Owners:
@@ -272,46 +279,46 @@ def _concatenate(parts: Sequence[Owners], axis: int, node: Any) -> Owners:
     return shorten(np.concatenate(alike, axis))
 
 
-def _diagonal(one: Operand) -> Owners | None:
-    node, count = one.node, len(one.shape)
-    axes = [as_signed(at) % count for at in (node._saved_dim1, node._saved_dim2)]  # noqa: SLF001
+def _diagonal(operand: Operand) -> Owners | None:
+    node, count = operand.node, len(operand.shape)
+    axes = [as_signed(axis) % count for axis in (node._saved_dim1, node._saved_dim2)]  # noqa: SLF001
     offset = as_signed(node._saved_offset)  # noqa: SLF001
-    owners = one.above[0]
+    owners = operand.output
     places = np.arange(shape_of(node)[-1])
-    found = np.full((*owners.shape[:-1], *(one.shape[at] for at in axes)), FREE, np.int32)
-    found[..., places + max(-offset, 0), places + max(offset, 0)] = owners
-    return np.moveaxis(found, (-2, -1), axes)
+    filled = np.full((*owners.shape[:-1], *(operand.shape[axis] for axis in axes)), FREE, np.int32)
+    filled[..., places + max(-offset, 0), places + max(offset, 0)] = owners
+    return np.moveaxis(filled, (-2, -1), axes)
 
 
-def _index(one: Operand) -> Owners | None:
-    """Known without the index where samples lie on axes that it leaves alone."""
-    owners, indices = one.above[0], one.node._saved_indices  # noqa: SLF001
-    given = [at for at, index in enumerate(indices) if index is not None]
-    first, count = given[0], len(given)
-    masks = [at for at in given if indices[at].dtype == torch.bool and indices[at].dim() > 1]
-    if given != list(range(first, first + count)) or (masks and count > 1):
-        return spread(owners, range(owners.ndim)).reshape(-1)[:1].reshape([1] * len(one.shape))
+def _index(operand: Operand) -> Owners | None:
+    """Some entries are picked; where samples lie on other axes, the index need not be read."""
+    owners, indices = operand.output, operand.node._saved_indices  # noqa: SLF001
+    indexed = [axis for axis, index in enumerate(indices) if index is not None]
+    first, count = indexed[0], len(indexed)
+    masks = [i for i in indexed if indices[i].dtype == torch.bool and indices[i].dim() > 1]
+    if indexed != list(range(first, first + count)) or (masks and count > 1):
+        return spread(owners, range(owners.ndim)).reshape(-1)[:1].reshape([1] * len(operand.shape))
     if masks:
         count = indices[first].dim()
-    width = 1 if masks else max(indices[at].dim() for at in given)
+    width = 1 if masks else max(indices[axis].dim() for axis in indexed)
     joined = join(owners, range(first, first + width))
     if joined is None and not first:
-        values = [one.read(indices[at]) for at in given]
+        values = [operand.read(indices[axis]) for axis in indexed]
         if any(value is None for value in values):
             return None
         places = [each for v in values for each in (v.nonzero() if v.dtype == bool else [v])]
-        return _scatter(owners, np.broadcast_arrays(*places), one.shape)
+        return _scatter(owners, np.broadcast_arrays(*places), operand.shape)
     if joined is None:
         joined = spread(owners, range(first, first + width))
     return joined.reshape(*joined.shape[:first], *(1,) * count, *joined.shape[first + width :])
 
 
-def _index_select(one: Operand) -> Owners | None:
-    (axis,), owners = one.axes, one.above[0]
+def _index_select(operand: Operand) -> Owners | None:
+    (axis,), owners = operand.axes, operand.output
     if axis or owners.shape[axis] == 1:
         return spread(owners, [axis])
-    index = one.read(one.node._saved_index)  # noqa: SLF001
-    return None if index is None else _scatter(owners, [index], one.shape)
+    index = operand.read(operand.node._saved_index)  # noqa: SLF001
+    return None if index is None else _scatter(owners, [index], operand.shape)
 
 
 def _scatter(owners: Owners, indices: Sequence[Any], shape: Shape) -> Owners | None:
@@ -327,15 +334,15 @@ def _scatter(owners: Owners, indices: Sequence[Any], shape: Shape) -> Owners | N
     return shorten(np.where(least == none, FREE, own).astype(np.int32))
 
 
-def _added(one: Operand) -> Owners | None:
+def _added(operand: Operand) -> Owners | None:
     """Entries are added at an index of an axis."""
-    (axis,), owners = one.axes, one.above[0]
-    if not one.at:
-        return unrepeat(owners, one.shape)
-    is_by_axis = kind_of(one.node) == "IndexAdd"
-    if axis or owners.shape[axis] == 1 or not (is_by_axis or len(one.shape) == 1):
+    (axis,), owners = operand.axes, operand.output
+    if not operand.position:
+        return unrepeat(owners, operand.shape)
+    is_by_axis = kind_of(operand.node) == "IndexAdd"
+    if axis or owners.shape[axis] == 1 or not (is_by_axis or len(operand.shape) == 1):
         return spread(owners, [axis] if is_by_axis else range(owners.ndim))
-    index = one.read(one.node._saved_index)  # noqa: SLF001
+    index = operand.read(operand.node._saved_index)  # noqa: SLF001
     return None if index is None else owners.take(index, 0)
 
 
@@ -417,30 +424,30 @@ _JOINING: dict[str, Rule] = {
     "UnsafeSplit": _split,
     "UnsafeSplitWithSizes": _split,
 }
-"""Along the axis of samples they make orders that lengths do not tell."""
+"""Operators that can change the order of samples, which lengths do not show."""
 
 _RULES.update(_JOINING)
 
 
-def owners_below(one: Operand) -> Owners | None:
+def owners_below(operand: Operand) -> Owners | None:
     """Return the owners of what an operator got as one operand."""
-    rule = _RULES.get(kind_of(one.node))
-    if rule is None or (rule in (_index, _index_select, _added) and is_read_once(one.node)):
+    rule = _RULES.get(kind_of(operand.node))
+    if rule is None or (rule in (_index, _index_select, _added) and is_read_once(operand.node)):
         return None
-    found = rule(one)
-    if found is None or found.ndim != len(one.shape):
+    below = rule(operand)
+    if below is None or below.ndim != len(operand.shape):
         return None
-    is_fitting = all(a in (1, b) for a, b in zip(found.shape, one.shape, strict=True))
-    return found if is_fitting else None
+    is_fitting = all(a in (1, b) for a, b in zip(below.shape, operand.shape, strict=True))
+    return below if is_fitting else None
 
 
-def joins_samples(one: Operand, below: Owners) -> bool:
+def joins_samples(operand: Operand, below: Owners) -> bool:
     """Tell whether an operator cuts, joins or picks along an axis on which samples lie."""
-    if kind_of(one.node) not in _JOINING:
+    if kind_of(operand.node) not in _JOINING:
         return False
-    axis = as_signed(getattr(one.node, "_saved_dim", 0))
+    axis = as_signed(getattr(operand.node, "_saved_dim", 0))
     return any(
-        each.ndim > axis >= -each.ndim and each.shape[axis] > 1 for each in (*one.above, below)
+        each.ndim > axis >= -each.ndim and each.shape[axis] > 1 for each in (*operand.above, below)
     )
 
 
@@ -460,12 +467,14 @@ _APART = {
 """Operators that treat entries of the first axis apart, where that keeps its length."""
 
 
-def owners_above(node: Any, at: int, below: Owners, shapes: tuple[Shape, Shape]) -> Owners | None:
+def owners_above(
+    node: Any, position: int, below: Owners, shapes: tuple[Shape, Shape]
+) -> Owners | None:
     """Return the owners of what an operator returned, where it keeps entries apart.
 
     Args:
         node: The operator.
-        at: Which operand it is.
+        position: Which operand it is.
         below: The operand's owners; no entry is free.
         shapes: The operand's, and that of what was returned.
     """
@@ -479,6 +488,6 @@ def owners_above(node: Any, at: int, below: Owners, shapes: tuple[Shape, Shape])
         return below if before == after else None
     if rule is _mixing:
         return below if all(below.shape[axis] == 1 for axis in axes_of(node, len(before))) else None
-    is_apart = kind in _APART and at == _FIRST_IS.get(kind, 0) and before[:1] == after[:1]
+    is_apart = kind in _APART and position == _FIRST_IS.get(kind, 0) and before[:1] == after[:1]
     first = along_first_axis(below) if is_apart else None
     return None if first is None else of_first_axis(first, len(after))

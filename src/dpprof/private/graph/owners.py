@@ -31,8 +31,8 @@ def of_first_axis(owners: Owners, axes: int) -> Owners:
 
 def along_first_axis(owners: Owners) -> Owners | None:
     """Return the owners of a first axis, (N,); None where they differ along another one."""
-    found = join(owners, range(1, owners.ndim)) if owners.ndim else None
-    return None if found is None else found.reshape(-1)
+    joined = join(owners, range(1, owners.ndim)) if owners.ndim else None
+    return None if joined is None else joined.reshape(-1)
 
 
 def is_complete(owners: Owners) -> bool:
@@ -43,17 +43,17 @@ def is_complete(owners: Owners) -> bool:
 def merge(parts: Iterable[Owners]) -> Owners:
     """Return the owners of what several operators use."""
 
-    def merge_two(one: Owners, other: Owners) -> Owners:
-        if one is other:
-            return one
-        own = np.where((other == FREE) | (one == other), one, MANY)
-        return np.where(one == FREE, other, own).astype(np.int32)
+    def merge_two(owners: Owners, others: Owners) -> Owners:
+        if owners is others:
+            return owners
+        own = np.where((others == FREE) | (owners == others), owners, MANY)
+        return np.where(owners == FREE, others, own).astype(np.int32)
 
     return reduce(merge_two, parts)
 
 
 def spread(owners: Owners, axes: Sequence[int]) -> Owners:
-    """Return the owners of what is repeated, or goes into all, along axes; they stay as 1."""
+    """Return the owners of what is repeated, or goes into all, along axes; these get length 1."""
     none = np.iinfo(np.int32).max
     for axis in axes:
         if owners.shape[axis] > 1:
@@ -66,29 +66,29 @@ def spread(owners: Owners, axes: Sequence[int]) -> Owners:
 
 def join(owners: Owners, axes: Sequence[int]) -> Owners | None:
     """Return the owners of what may go into all along axes; None where these differ."""
-    found = spread(owners, axes)
-    return None if ((found == MANY) & (owners != MANY)).any() else found
+    spread_out = spread(owners, axes)
+    return None if ((spread_out == MANY) & (owners != MANY)).any() else spread_out
 
 
 def unrepeat(owners: Owners, shape: Shape) -> Owners:
     """Return the owners of what was repeated to more, or longer, axes."""
     extra = owners.ndim - len(shape)
-    longer = [at + extra for at, size in enumerate(shape) if size == 1]
-    found = spread(owners, [*range(extra), *longer])
-    return found.reshape(found.shape[extra:])
+    longer = [axis + extra for axis, size in enumerate(shape) if size == 1]
+    spread_out = spread(owners, [*range(extra), *longer])
+    return spread_out.reshape(spread_out.shape[extra:])
 
 
 def place(owners: Owners, axis: int, size: int, places: Sequence[int]) -> Owners:
-    """Return the owners of a tensor of which some places of an axis were taken.
+    """Return the owners of a tensor of which an operator took some places of an axis.
 
-    The others are free. Where that were much to write down, they count as taken too.
+    The others are free, or count as taken too where there are too many elements to tell apart.
     """
-    shape = [size if at == axis else length for at, length in enumerate(owners.shape)]
+    shape = [size if number == axis else length for number, length in enumerate(owners.shape)]
     if owners.shape[axis] == 1 and math.prod(shape) > _MOST:
         return owners
-    found = np.full(shape, FREE, np.int32)
-    found[(slice(None),) * axis + (list(places),)] = owners
-    return found
+    filled = np.full(shape, FREE, np.int32)
+    filled[(slice(None),) * axis + (list(places),)] = owners
+    return filled
 
 
 def whole(owners: Owners, axis: int, size: int) -> Owners:
@@ -114,7 +114,7 @@ def reshape(owners: Owners, before: Shape, after: Shape) -> Owners | None:
     if math.prod(before) != math.prod(after) or not all(before):
         return None  # a nested one, or one without elements
     full: list[int] = []
-    given: list[int] = []
+    reshaped: list[int] = []
     i = j = 0
     while i < len(before) or j < len(after):
         start_i, start_j = i, j
@@ -123,7 +123,7 @@ def reshape(owners: Owners, before: Shape, after: Shape) -> Owners | None:
             i, j = (i + 1, j) if p < q else (i, j + 1)
         is_alike = all(size == 1 for size in owners.shape[start_i:i])
         full += [1] * (i - start_i) if is_alike else before[start_i:i]
-        given += [1] * (j - start_j) if is_alike else after[start_j:j]
+        reshaped += [1] * (j - start_j) if is_alike else after[start_j:j]
     if math.prod(full) > _MOST:
         return None
-    return shorten(np.broadcast_to(owners, full).reshape(given))
+    return shorten(np.broadcast_to(owners, full).reshape(reshaped))

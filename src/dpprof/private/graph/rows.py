@@ -57,8 +57,7 @@ class Rows:
     def of(cls, owners_R: Owners, samples: int) -> "Rows | None":
         """Find the rows of samples by their owners; None where rows are in another order.
 
-        Known orders: samples one after the other, or several such blocks of rows, each with rows of
-        all samples.
+        It knows samples one after another, and several such blocks, each with rows of all samples.
         """
         is_free_R = owners_R == FREE
         owned_R = owners_R[~is_free_R]
@@ -69,7 +68,9 @@ class Rows:
         filled = cls._in_blocks(owned_R[before_R], samples)
         if filled is not None:
             return filled
-        if not _is_in_order(owned_R, samples):
+        # One sample after another, or several times all of them.
+        runs = _runs_of(owned_R)
+        if len(runs) > 1 and not all(np.bincount(run, minlength=samples).all() for run in runs):
             return None
         return cls(samples, len(owners_R), [], _list_places(owners_R, samples))
 
@@ -77,12 +78,12 @@ class Rows:
     def _in_blocks(cls, owners_R: Owners, samples: int) -> "Rows | None":
         """Return rows in blocks with as many of each sample; None where they are in no blocks."""
         counts = [np.bincount(run, minlength=samples) for run in _runs_of(owners_R)]
-        if not all((one == one[0]).all() for one in counts):
+        if not all((count_B == count_B[0]).all() for count_B in counts):
             return None
         blocks: list[_Blocks] = []
-        for one in counts:
-            again = blocks.pop() if blocks and blocks[-1].each == one[0] else _Blocks(0, 0)
-            blocks.append(_Blocks(again.repeats + 1, int(one[0])))
+        for count_B in counts:
+            again = blocks.pop() if blocks and blocks[-1].each == count_B[0] else _Blocks(0, 0)
+            blocks.append(_Blocks(again.repeats + 1, int(count_B[0])))
         return cls(samples, len(owners_R), blocks)
 
     @property
@@ -102,12 +103,12 @@ class Rows:
             places_Bk = self._places_Bk.to(part.device)
             is_none = (places_Bk < 0).view(*places_Bk.shape, *(1,) * (part.dim() - 1))
             return part[places_Bk.clamp(min=0)].masked_fill(is_none, 0)
-        found, start = [], 0
+        parts, start = [], 0
         for repeats, each in self._blocks:
             rows = part[start : (start := start + repeats * each * self.samples)]
             blocks = torch.unflatten(rows, 0, (repeats, self.samples, each))
-            found.append(blocks[0] if repeats == 1 else blocks.transpose(0, 1).flatten(1, 2))
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+            parts.append(blocks[0] if repeats == 1 else blocks.transpose(0, 1).flatten(1, 2))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def sum(self, part: Tensor) -> Tensor:
         """Add up the rows of each sample; (B, ...)."""
@@ -116,30 +117,30 @@ class Rows:
             return grouped[:, 0]
         return grouped.sum(1, dtype=accumulator_of(grouped.dtype))
 
-    def group_contribution(self, one: Contribution) -> Contribution:
+    def group_contribution(self, contribution: Contribution) -> Contribution:
         """Turn what rows contribute into what samples contribute, with the tokens of all rows."""
-        if isinstance(one, ChunkedProduct):
-            return self._group_chunks(one)
-        if isinstance(one, Convolution):
-            one = SampleGradients(one.materialise(*one))
-        if isinstance(one, SampleGradients):
-            return SampleGradients(self.group(one.gradients).sum(1))
+        if isinstance(contribution, ChunkedProduct):
+            return self._group_chunks(contribution)
+        if isinstance(contribution, Convolution):
+            contribution = SampleGradients(contribution.materialise(*contribution))
+        if isinstance(contribution, SampleGradients):
+            return SampleGradients(self.group(contribution.gradients).sum(1))
         joined: dict[str, Any] = {
             name: self.group(part).flatten(1, 2)
-            for name, part in one._asdict().items()
+            for name, part in contribution._asdict().items()
             if isinstance(part, Tensor)
         }
-        return one._replace(**joined)
+        return contribution._replace(**joined)
 
-    def _group_chunks(self, one: ChunkedProduct) -> ChunkedProduct:
-        """Do so for a head; where rows are not in blocks, it stays as it is, and is refused."""
+    def _group_chunks(self, product: ChunkedProduct) -> ChunkedProduct:
+        """Do so for a head; rows in no blocks stay as they are, and are refused."""
         if not self.is_in_blocks:
-            return one
-        release = one.release
+            return product
+        release = product.release
 
         def gradients_of(some: slice) -> Tensor:
             parts = [
-                torch.unflatten(one.gradients_of(rows), 0, (-1, each)).flatten(1, 2)
+                torch.unflatten(product.gradients_of(rows), 0, (-1, each)).flatten(1, 2)
                 for rows, each in self._spans(some)
             ]
             return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -149,9 +150,9 @@ class Rows:
             for rows, _ in self._spans(some):
                 release(rows)
 
-        incoming = one.incoming_BT
-        return one._replace(
-            x_BTd=self.group(one.x_BTd).flatten(1, 2),
+        incoming = product.incoming_BT
+        return product._replace(
+            x_BTd=self.group(product.x_BTd).flatten(1, 2),
             gradients_of=gradients_of,
             grams_BTT=None,
             incoming_BT=None if incoming is None else self.group(incoming).flatten(1, 2),
@@ -168,15 +169,9 @@ class Rows:
 
 
 def _runs_of(owners_R: Owners) -> list[Owners]:
-    """Cut owners where they fall."""
+    """Cut owners where a sample comes after a later one."""
     starts = [0, *(np.flatnonzero(np.diff(owners_R) < 0) + 1), len(owners_R)]
     return [owners_R[a:b] for a, b in itertools.pairwise(starts)]
-
-
-def _is_in_order(owners_R: Owners, samples: int) -> bool:
-    """Tell whether samples come one after another, or several times all of them."""
-    runs = _runs_of(owners_R)
-    return len(runs) == 1 or all(np.bincount(one, minlength=samples).all() for one in runs)
 
 
 def _list_places(owners_R: Owners, samples: int) -> Tensor:

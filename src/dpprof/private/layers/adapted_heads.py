@@ -1,15 +1,17 @@
-"""A head that peft adapts by LoRA: the product of its adapter, beside the frozen one."""
+"""Splits a head that peft adapts by LoRA: its adapter's last product, and the frozen layer."""
 
 from typing import Any
 
 from torch import Tensor, nn
+
+from dpprof.private.refusals.coverage import class_names
 
 _LORA = "peft.tuners.lora.layer.Linear"
 
 
 def is_adapted(head: nn.Module) -> bool:
     """Tell whether a head is a linear layer with adapters of peft's LoRA."""
-    return any(f"{one.__module__}.{one.__qualname__}" == _LORA for one in type(head).__mro__)
+    return _LORA in class_names(head)
 
 
 def split_adapted(head: nn.Module, hidden_BTd: Tensor) -> tuple[nn.Module, Tensor, nn.Module]:

@@ -5,15 +5,15 @@ calling the layer: adapters, mixers of state-space models, routers. Where such p
 for all samples (``broadcasts``), or multiply by ``functional.linear``, the layers inside run by
 their rules, which is cheaper. Otherwise the module as a whole runs as a layer without a rule.
 
-Its first forward decides: the graph of what it returned shows each use of its parameters. What was
-decided wrongly, because a later forward uses them otherwise, is refused in backward. Under
-``fully_shard`` ranks decide together. ``as_one`` of ``Clipping`` declares it for modules that
-nothing shows, such as those that give their layers tokens in the order of experts.
+Its first forward decides: the graph of what it returned shows each use of its parameters. If a
+later forward uses them otherwise, backward refuses that. Under ``fully_shard`` ranks decide
+together. ``as_one`` of ``Clipping`` declares modules whose graph shows nothing, such as those that
+give their layers tokens in the order of experts.
 """
 
 import fnmatch
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,19 +25,16 @@ from torch.utils import _pytree as pytree
 from dpprof.private.contributions.contributions import Receive
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.graph.broadcasts import LOSSES, follow
-from dpprof.private.graph.nodes import find_users, nodes_behind
+from dpprof.private.graph.nodes import find_users, is_leaf, nodes_behind
 from dpprof.private.graph.rows import Rows
 from dpprof.private.layers.layers import multiply
-from dpprof.private.layers.layers_without_rule import (
-    parametrizing_safely,
-    run_any_layer,
-    versions_of,
-)
+from dpprof.private.layers.layers_without_rule import run_any_layer, versions_of
 from dpprof.private.layers.patching import PatchedLayer, unpatch_layer
 from dpprof.private.layers.quantized_layers import is_quantized
+from dpprof.private.layers.reruns import parametrizing_safely
 from dpprof.private.layers.rules import Found
 from dpprof.private.ranks.ranks import Ranks, is_sharded_alone
-from dpprof.private.refusals.coverage import trained_in
+from dpprof.private.refusals.coverage import class_names, trained_in
 
 _ADAPTER = "peft.tuners.tuners_utils.BaseTunerLayer"
 
@@ -58,12 +55,11 @@ class Choice:
     def __init__(self, module: nn.Module, name: str, *, is_one: bool | None, ranks: Ranks) -> None:
         self._module, self._name, self._ranks = module, name, ranks
         self.is_one = is_one
-        self.inside = {one for one in module.modules() if one is not module}
+        self.inside = {inner for inner in module.modules() if inner is not module}
         """The modules in it."""
 
         if is_one:
             self._refuse_shards_inside()
-
         self.ruled: Collection[nn.Parameter] = ()
         """Parameters of layers that have a rule."""
 
@@ -75,20 +71,23 @@ class Choice:
         """
         if self.is_one:
             return self._run_as_one(layer, receive, *inputs, **named)
-        given = _tensors_in((inputs, named))
-        versions = versions_of(given)
+        tensors = _tensors_in((inputs, named))
+        versions = versions_of(tensors)
         assert isinstance(layer, PatchedLayer)
         own = trained_in(layer).values()
         with parametrizing_safely(), _LinearSeen(own, receive) as seen:
             returned = layer.original.forward(layer, *inputs, **named)
         if self.is_one is None and torch.is_grad_enabled():
-            self._decide(_tensors_in(returned), given)
+            self._decide(_tensors_in(returned), tensors)
             if self.is_one is False and not seen.has_run:
                 unpatch_layer(layer)  # its layers do without it
             if self.is_one:
-                if versions_of(given) != versions:
+                # It now runs a second time, which needs the same inputs; a checkpoint that runs it
+                # once in backward would find other saved tensors.
+                if versions_of(tensors) != versions:
                     self._refuse("changes its inputs in place")
-                if _is_checkpointed():
+                hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
+                if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
                     self._refuse("is checkpointed, so what it does shows too late")
                 return self._run_as_one(layer, receive, *inputs, **named)
         return returned
@@ -119,38 +118,32 @@ class Choice:
             f"name it in as_one=[{self._name!r}], or freeze its parameters"
         )
 
-    def _decide(self, returned: Collection[Tensor], given: Collection[Tensor]) -> None:
+    def _decide(self, returned: Collection[Tensor], inputs: Collection[Tensor]) -> None:
         """Look at how parameters were used between what the module got and what it returned."""
-        until = {one.grad_fn for one in given if one.grad_fn is not None}
+        until = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
         nodes = list(nodes_behind(*returned, until=until))
         users = find_users(nodes)
         own = self._ranks.own
         trained = {own(p) for p in self._module.parameters() if p.requires_grad}
-        leaves = [one for one in nodes if hasattr(one, "variable")]
-        uses = [one for one in leaves if own(one.variable) in trained]
+        uses = [node for node in nodes if is_leaf(node) and own(node.variable) in trained]
         if uses:
-            is_one = any(self._is_unseen(one, users) for one in uses)
-            # One sample alone, as on a rank without any, does not show what enters for all.
-            shows = any(len(one) > 1 for one in given if one.dim())
+            is_one = any(self._is_unseen(leaf, users) for leaf in uses)
+            # A rank with a single sample cannot tell what enters for all samples: others decide.
+            shows = any(len(tensor) > 1 for tensor in inputs if tensor.dim())
             has_one, any_shows = self._ranks.any(is_one and shows, shows)
             self.is_one = has_one if any_shows else is_one
 
     def _is_unseen(self, leaf: Any, users: Mapping[Any, list[tuple[Any, int]]]) -> bool:
-        """Tell whether a parameter is used otherwise than by its rule, or for all samples."""
+        """Tell whether code uses a parameter in a way that neither rules nor ``broadcasts`` see."""
         entries, others = follow(leaf, users, lambda _: Rows.in_order(1, 0))
-        return bool(others - {LOSSES}) or (
-            bool(entries) and self._ranks.own(leaf.variable) in self.ruled
-        )
-
-
-def _is_checkpointed() -> bool:
-    """Tell whether a checkpoint will run this code again."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+        if others - {LOSSES}:
+            return True
+        # A layer's own parameter may not enter for all samples beside its rule.
+        return bool(entries) and self._ranks.own(leaf.variable) in self.ruled
 
 
 def _tensors_in(values: Any) -> list[Tensor]:
-    return [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor)]
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]
 
 
 class _LinearSeen(TorchFunctionMode):
@@ -158,7 +151,7 @@ class _LinearSeen(TorchFunctionMode):
 
     def __init__(self, own: Collection[nn.Parameter], receive: Receive) -> None:
         super().__init__()
-        self._own, self._receive = {id(one) for one in own}, receive
+        self._own, self._receive = {id(parameter) for parameter in own}, receive
         self.has_run = False
 
     def __torch_function__(
@@ -189,8 +182,7 @@ def find_choices(
 
     Args:
         model: The model.
-        rules: The rule of each layer; those of layers that turn out to be such modules, or to
-            belong to one alone, are taken out.
+        rules: The rule of each layer; the rules of layers that such a module runs are taken out.
         declared: Names of modules, with wildcards.
         ranks: Run the model together.
 
@@ -201,7 +193,7 @@ def find_choices(
     names = {module: name for name, module in model.named_modules()}
     choices: dict[nn.Module, Choice] = {}
     for pattern in declared:
-        fitting = [one for one, name in names.items() if fnmatch.fnmatch(name, pattern)]
+        fitting = [module for module, name in names.items() if fnmatch.fnmatch(name, pattern)]
         if not fitting:
             raise ValueError(f"as_one has {pattern!r}, which no module of the model is named")
         for module in fitting:
@@ -210,7 +202,9 @@ def find_choices(
     modules = dict(model.named_modules(remove_duplicate=False))
     ruled = {ranks.own(p) for layer in rules for p in trained_in(layer).values()}
     for name, module in modules.items():
-        owner = _find_owner(module, [modules[one] for one in _enclosing(name)], rules)
+        path = name.split(".") if name else []
+        around = [modules[".".join(path[:depth])] for depth in reversed(range(len(path)))]
+        owner = _find_owner(module, around, rules)
         if owner is not None and "forward" not in vars(owner):
             choices.setdefault(owner, Choice(owner, names[owner], is_one=None, ranks=ranks))
     for choice in choices.values():
@@ -218,56 +212,40 @@ def find_choices(
     return choices
 
 
-def _enclosing(name: str) -> Iterator[str]:
-    """Yield the names of the modules around one, from the inside."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
 def _find_owner(
     module: nn.Module, around: Sequence[nn.Module], rules: dict[nn.Module, Found]
 ) -> nn.Module | None:
-    """Return the module whose forward uses a module's parameters otherwise than by its rule.
+    """Return the module whose forward may use a module's parameters otherwise than by its rule.
 
     None where the module has a rule, and likely no other code uses its parameters.
+
+    Args:
+        module: Any module of the model.
+        around: The modules around it, from the inside.
+        rules: The rule of each layer; that of a layer which another module runs is taken out.
     """
-    found = rules.get(module)
-    trained = trained_in(module)
-    if not trained:
+    if not trained_in(module):
         return None
     # The outermost: one adapter of experts may change another's weights while it runs.
-    adapter = next((one for one in reversed(around) if _is_adapter(one)), None)
-    is_any = found is not None and found.rule is run_any_layer
-    if is_any and (adapter or _names_linear(module) or _takes_nothing(module)):
-        del rules[module]
+    adapter = next((outer for outer in reversed(around) if _ADAPTER in class_names(outer)), None)
+    has_rule = module in rules
+    if has_rule and rules[module].rule is run_any_layer:
+        forward = type(module).forward
+        # Some layers compute from their parameters alone, as Swin's biases do.
+        takes_nothing = len(inspect.signature(forward).parameters) == 1
+        code = getattr(inspect.unwrap(forward), "__code__", None)
+        # Routers call ``linear`` with a weight of theirs, which runs by the rule of linear layers.
+        names_linear = code is not None and "linear" in code.co_names
+        if adapter is not None or takes_nothing or names_linear:
+            del rules[module]
+            has_rule = False
+        if adapter is None and takes_nothing:
+            return None  # what it returns has no samples yet
     if adapter is not None:
         return adapter
-    if is_any and _takes_nothing(module):
-        return None  # what it returns has no samples yet
-    runs = (one for one in (module, *around) if _has_forward(one))
-    if found is None or module not in rules:
-        return next(runs, None)
+    runs = [m for m in (module, *around) if type(m).forward is not nn.Module.forward]
+    if not has_rule:
+        return next(iter(runs), None)
+    # Code of state-space models reads the weight of such a convolution without calling it.
     is_by_channel = isinstance(module, nn.Conv1d) and module.groups > 1
-    return next((one for one in runs if one is not module), None) if is_by_channel else None
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
-def _takes_nothing(layer: nn.Module) -> bool:
-    """Tell whether a layer computes something from its parameters alone, as Swin's biases do."""
-    return len(inspect.signature(type(layer).forward).parameters) == 1
-
-
-def _names_linear(layer: nn.Module) -> bool:
-    """Tell whether the code of a layer without a rule names ``linear``, as that of routers does."""
-    code = getattr(inspect.unwrap(type(layer).forward), "__code__", None)
-    return code is not None and "linear" in code.co_names
-
-
-def _is_adapter(module: nn.Module) -> bool:
-    """Tell whether a module is one that peft puts around a layer."""
-    bases = type(module).__mro__
-    return any(f"{base.__module__}.{base.__qualname__}" == _ADAPTER for base in bases)
+    return next((m for m in runs if m is not module), None) if is_by_channel else None

@@ -39,12 +39,12 @@ class _Parameters(NamedTuple):
     @property
     def projecting(self) -> list[nn.Parameter]:
         """The weight that projects all inputs, or those that project one each."""
-        return [one for one in self[:4] if one is not None]
+        return [weight for weight in self[:4] if weight is not None]
 
     @property
     def joining(self) -> list[nn.Parameter]:
         """The biases that join keys and values, (1, 1, E) each."""
-        return [one for one in self[5:] if one is not None]
+        return [bias for bias in self[5:] if bias is not None]
 
     def weights_for(self, count: int) -> list[Tensor]:
         """Return what projects each of one, two or three inputs."""
@@ -75,7 +75,7 @@ class _Projections(torch.autograd.Function):
             for x, weight, bias in zip(inputs, weights, biases, strict=True)
         ]
         x = inputs[0]
-        return *projected, *(one.repeat(len(x), 1, 1).to(x.dtype) for one in own.joining)
+        return *projected, *(bias.repeat(len(x), 1, 1).to(x.dtype) for bias in own.joining)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -91,37 +91,33 @@ class _Projections(torch.autograd.Function):
         if own.in_proj_weight is not None and count > 1:  # one product, with zeros elsewhere
             xs, projected = [torch.cat(xs, 1)], (_join_diagonally(projected),)
         products = map(Product, xs, projected)
-        found: list[tuple[nn.Parameter, Contribution]]
-        found = list(zip(own.projecting, products, strict=True))
+        contributions: list[tuple[nn.Parameter, Contribution]]
+        contributions = list(zip(own.projecting, products, strict=True))
         if own.in_proj_bias is not None:
             if len(projected) == 1:
-                found.append((own.in_proj_bias, Shift(projected[0])))
+                contributions.append((own.in_proj_bias, Shift(projected[0])))
             else:
                 sums = [Shift(g).materialise(g) for g in projected]
-                found.append((own.in_proj_bias, SampleGradients(torch.cat(sums, 1))))
+                contributions.append((own.in_proj_bias, SampleGradients(torch.cat(sums, 1))))
         for parameter, g in zip(own.joining, joined, strict=True):
-            found.append((parameter, SampleGradients(g[:, None])))
-        ctx.receive([one for one in found if one[0].requires_grad])
+            contributions.append((parameter, SampleGradients(g[:, None])))
+        ctx.receive([(p, part) for p, part in contributions if p.requires_grad])
         return None, None, None, *of_inputs, *[None] * len(ctx.clipped)
 
 
 def _join_diagonally(parts: tuple[Tensor, ...]) -> Tensor:
     """Join (B, T, p) each to (B, sum of T, sum of p), with zeros elsewhere."""
-    B, T, p = (len(parts[0]), *(sum(one.shape[axis] for one in parts) for axis in (1, 2)))
+    B, T, p = len(parts[0]), sum(g.shape[1] for g in parts), sum(g.shape[2] for g in parts)
     joined = parts[0].new_zeros(B, T, p)
     t = column = 0
-    for part in parts:
-        joined[:, t : t + part.shape[1], column : column + part.shape[2]] = part
-        t, column = t + part.shape[1], column + part.shape[2]
+    for g in parts:
+        joined[:, t : t + g.shape[1], column : column + g.shape[2]] = g
+        t, column = t + g.shape[1], column + g.shape[2]
     return joined
 
 
 def refuse_other_projection(layer: nn.Module) -> None:
-    """Refuse attention whose output is projected otherwise than by a linear layer.
-
-    Raises:
-        UnsupportedError: It is.
-    """
+    """Refuse attention whose output no linear layer projects (``UnsupportedError``)."""
     projection = layer.get_submodule("out_proj")
     if type(projection).forward is not nn.Linear.forward:
         raise UnsupportedError(
@@ -154,10 +150,10 @@ def run_attention(  # noqa: PLR0917 (as torch's)
         raise ValueError("is_causal needs attn_mask, as torch's attention does")
     is_causal = is_causal and not need_weights and key_padding_mask is None
     if layer.add_zero_attn:
-        k, v = (functional.pad(one, (0, 0, 0, 1)) for one in (k, v))
+        k, v = (functional.pad(part, (0, 0, 0, 1)) for part in (k, v))
     q_BHTk, k_BHSk, v_BHSk = (
-        one.view(*one.shape[:2], layer.num_heads, layer.head_dim).transpose(1, 2)
-        for one in (q, k, v)
+        part.view(*part.shape[:2], layer.num_heads, layer.head_dim).transpose(1, 2)
+        for part in (q, k, v)
     )
     dropout = layer.dropout if layer.training else 0.0
     if need_weights:
@@ -185,22 +181,23 @@ def _project(
     if any(x.dim() != 3 for x in inputs):  # noqa: PLR2004
         raise ValueError("attention gets no batch; give its inputs three axes")
     query, key, value = inputs
-    given = list(inputs)
+    distinct = list(inputs)
     if layer.in_proj_weight is not None and key is value:
-        given = [query] if query is key else [query, key]
+        distinct = [query] if query is key else [query, key]
     dtype = autocast_dtype(query)
-    given = [
+    distinct = [
         (x if layer.batch_first else x.transpose(0, 1)).to(x.dtype if dtype is None else dtype)
-        for x in given
+        for x in distinct
     ]
-    if len({len(x) for x in given}) > 1:
+    count = len(distinct)
+    if len({len(x) for x in distinct}) > 1:
         raise ValueError("queries, keys and values of attention are of batches of other lengths")
     own = _Parameters(*(layer._parameters.get(name) for name in _Parameters._fields))  # noqa: SLF001
-    used = [one for one in own if one is not None]
-    found = apply(_Projections, own, receive, len(given), *given, *used)
-    q, k, v = (part for one in found[: len(given)] for part in one.split(layer.embed_dim, 2))
-    if found[len(given) :]:
-        of_k, of_v = found[len(given) :]
+    used = [parameter for parameter in own if parameter is not None]
+    outputs = apply(_Projections, own, receive, count, *distinct, *used)
+    q, k, v = (part for y in outputs[:count] for part in y.split(layer.embed_dim, 2))
+    if outputs[count:]:
+        of_k, of_v = outputs[count:]
         k, v = torch.cat([k, of_k], 1), torch.cat([v, of_v], 1)
     return q, k, v
 

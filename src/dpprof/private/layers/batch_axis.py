@@ -1,8 +1,8 @@
 """Finds the layers that have the batch on their second axis, and runs their rules.
 
-A module of PyTorch or Opacus has the setting ``batch_first``, for itself and the layers that it
-calls, which lie directly in it. Other modules are declared, with all modules in them. The nearest
-of both holds, and lengths decide nothing. The first batch confirms it (``first_batch``).
+A module of PyTorch or Opacus has the setting ``batch_first``, for itself and the layers directly in
+it. Users declare other modules, with all modules in them. The nearest setting or declaration holds;
+lengths decide nothing. The first batch confirms it (``first_batch``).
 
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dpprof.private.contributions.contributions import Receive, receive_turned
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.patching import calls_forward_of
+from dpprof.private.refusals.coverage import class_names
 
 _SETTING_IN = {
     "torch.nn.modules.activation.MultiheadAttention": "",
@@ -32,8 +33,9 @@ _SETTING_IN = {
     "opacus.layers.dp_multihead_attention.SequenceBias": "",
     "opacus.layers.dp_rnn.DPRNNBase": "",
 }
-"""By class, the module in it whose ``batch_first`` holds for it and the layers directly in it."""
+"""The module whose ``batch_first`` holds for a class and the layers directly in it, by class."""
 
+_ATTENTION = nn.MultiheadAttention
 _FIRST, _SECOND = SimpleNamespace(batch_first=True), SimpleNamespace(batch_first=False)
 
 Settings = Sequence[Any]
@@ -65,56 +67,46 @@ def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Mo
         own, is_declared = _find_setting(module), name in declared
         if is_declared and own is not None and own.batch_first:
             raise ValueError(f"batch_second names {name!r}, which has batch_first=True")
-        around = name.rpartition(".")[0]  # of the root the root, which has passed on nothing yet
+        around = name.rpartition(".")[0]  # the root lies in itself, and has passed on nothing yet
         is_inside[name] = is_declared or is_inside.get(around, False)
         setting = own or (None if is_declared else passed_on.get(around))
         setting = setting or (_SECOND if is_inside[name] else _FIRST)
         # Whatever attention gets itself, its rule gives its projection (T, B, d).
-        passed_on[name] = _SECOND if _is_attention(module) else own
-        if not any(one is setting for one in settings[module]):
+        has_rule = isinstance(module, _ATTENTION) and calls_forward_of(type(module), _ATTENTION)
+        passed_on[name] = _SECOND if has_rule else own
+        if not any(listed is setting for listed in settings[module]):
             settings[module].append(setting)
-    return {module: found for module, found in settings.items() if found != [_FIRST]}
-
-
-def _is_attention(module: nn.Module) -> bool:
-    """Tell whether the rule of attention runs a module."""
-    base = nn.MultiheadAttention
-    return isinstance(module, base) and calls_forward_of(type(module), base)
+    return {module: shared for module, shared in settings.items() if shared != [_FIRST]}
 
 
 def _find_setting(module: nn.Module) -> nn.Module | None:
     """Find the module whose setting holds for a module of a known class; None for others."""
-    for base in type(module).__mro__:
-        name = _SETTING_IN.get(f"{base.__module__}.{base.__qualname__}")
-        if name is not None:
-            try:
-                found = module.get_submodule(name)
-            except AttributeError:  # a layer of another class
-                return None
-            return found if hasattr(found, "batch_first") else None
-    return None
+    path = next((_SETTING_IN[name] for name in class_names(module) if name in _SETTING_IN), None)
+    if path is None:
+        return None
+    try:
+        inner = module.get_submodule(path)
+    except AttributeError:  # a layer of another class
+        return None
+    return inner if hasattr(inner, "batch_first") else None
 
 
 def is_second(layer: nn.Module, settings: Settings) -> bool:
-    """Tell whether a layer has the batch on its second axis now.
-
-    Raises:
-        UnsupportedError: Its settings disagree.
-    """
-    found = {bool(one.batch_first) for one in settings}
-    if len(found) > 1:
+    """Tell whether a layer has the batch second now; ``UnsupportedError`` if settings differ."""
+    is_first = {bool(setting.batch_first) for setting in settings}
+    if len(is_first) > 1:
         raise UnsupportedError(
             f"{type(layer).__name__} is shared by modules of which one has the batch on the first "
             "axis and another on the second; give each a layer of its own"
         )
-    return found == {False}
+    return is_first == {False}
 
 
-def describe(found: Mapping[nn.Module, Settings]) -> set[str]:
-    """Tell the settings of today; where one changes, the next batch is verified again."""
+def describe(settings_of: Mapping[nn.Module, Settings]) -> set[str]:
+    """Tell the present settings; where one changes, the next batch is verified again."""
     return {
-        f"{type(layer).__name__} {at} has batch_first={[one.batch_first for one in settings]}"
-        for at, (layer, settings) in enumerate(found.items())
+        f"{type(layer).__name__} {number} has batch_first={[each.batch_first for each in settings]}"
+        for number, (layer, settings) in enumerate(settings_of.items())
     }
 
 
@@ -129,14 +121,7 @@ def run_tokenwise(
 ) -> Tensor:
     """Run a layer that does the same to every token, and turn what it contributes.
 
-    Args:
-        rule: The layer's rule, which takes the first axis for the batch.
-        widths: How many axes of the input the layer treats as a token.
-        settings: They say where the batch is.
-        layer: The layer.
-        receive: Receives its contributions.
-        inputs: The layer's arguments.
-        named: Its other arguments.
+    Its rule takes the first axis for the batch; ``widths`` axes of its input make a token.
 
     Raises:
         UnsupportedError: It gets something beside its input.
@@ -145,13 +130,13 @@ def run_tokenwise(
     if not is_second(layer, settings):
         return rule(layer, receive, *inputs, **named)
     name = type(layer).__name__
-    given: Mapping[Any, Any] = {**dict(enumerate(inputs)), **named}
-    if len(given) != 1:
+    arguments: Mapping[Any, Any] = {**dict(enumerate(inputs)), **named}
+    if len(arguments) != 1:
         raise UnsupportedError(
             f"{name} has the batch on its second axis, and gets more than its input; give it the "
             "batch first, and leave it out of batch_second"
         )
-    (x,) = given.values()
+    (x,) = arguments.values()
     if x.dim() < 2 + widths:
         raise ValueError(
             f"{name} has the batch on its second axis, and got {tuple(x.shape)}, which has no "

@@ -11,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.head import linear_cross_entropy
-from dpprof.private.layers.model_heads import Head, describe_head, find_config, hidden_states_of
+from dpprof.private.layers.model_heads import describe_head, find_config, hidden_states_of
 from dpprof.private.layers.sample_losses import UNLABELLED, mean_over_labels, shift_labels
 
 _SAME = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""By how much of itself a model's own loss may differ, to rounding."""
+"""The share by which rounding may change a model's own loss."""
 
 _SAME_IN_16_BITS = 0.05
 
@@ -34,10 +34,10 @@ def causal_lm_losses(
 ) -> Tensor:
     """Compute each sample's mean cross-entropy over its labelled tokens, without logits.
 
-    In place of ``model(input_ids, labels=labels, ...).loss``, which is a mean over the tokens of
+    It replaces ``model(input_ids, labels=labels, ...).loss``, which is a mean over the tokens of
     all samples, so that one sample's loss depends on the others. The model's head does nothing
-    while the model runs; ``linear_cross_entropy`` computes its part. At first, one sample's loss is
-    compared with the model's own, in ``eval()``.
+    while the model runs; ``linear_cross_entropy`` computes its part. The first call compares one
+    sample's loss with the model's own, in ``eval()``.
 
     Args:
         model: A causal language model of transformers, maybe with adapters of peft or under
@@ -46,7 +46,7 @@ def causal_lm_losses(
         labels: (B, T) int64, as transformers takes them: the model shifts them; -100 for tokens
             without a loss.
         label_smoothing: As for ``linear_cross_entropy``.
-        keep: Likewise.
+        keep: As for ``linear_cross_entropy``.
         inputs: What else the model gets, such as ``attention_mask``; of tensors, samples first.
 
     Returns:
@@ -54,7 +54,7 @@ def causal_lm_losses(
 
     Raises:
         UnsupportedError: The model's own loss is another one, or the model has no such head.
-        ValueError, TypeError: As of ``linear_cross_entropy``.
+        ValueError, TypeError: ``linear_cross_entropy`` raises them.
 
     Formal guarantees: those of the clipping.
 
@@ -74,33 +74,31 @@ def _compute(
     inputs: dict[str, Any],
     **options: Any,
 ) -> Tensor:
-    head = _find_head(model)
-    with hidden_states_of(head.layer) as given:
+    head = describe_head(model, getattr(find_config(model), "model_type", None))
+    with hidden_states_of(head.layer) as hidden:
         model(input_ids=input_ids, **inputs)
     next_BT = shift_labels(labels_BT)
     losses_BT = linear_cross_entropy(
-        given[0], head.layer, next_BT, softcap=head.softcap, scale=head.scale, **options
+        hidden[0], head.layer, next_BT, softcap=head.softcap, scale=head.scale, **options
     )
     return mean_over_labels(losses_BT, next_BT)
 
 
-def _find_head(model: nn.Module) -> Head:
-    config = find_config(model)
-    return describe_head(model, getattr(config, "model_type", None))
-
-
 @torch.no_grad()
 def _verify(model: nn.Module, input_ids: Tensor, labels_BT: Tensor, inputs: dict[str, Any]) -> None:
-    """Compare one sample's loss with the model's own; without a labelled sample nothing is said."""
+    """Compare one sample's loss with the model's own, if any sample has labels."""
     labelled = (labels_BT[:, 1:] != UNLABELLED).any(1).nonzero().flatten().tolist()
     if not labelled:
         return
     some = slice(labelled[0], labelled[0] + 1)
-    one = {name: x[some] if _has_samples(x, input_ids) else x for name, x in inputs.items()}
+    cut = dict(inputs)
+    for name, x in inputs.items():
+        if isinstance(x, Tensor) and x.dim() > 0 and len(x) == len(input_ids):
+            cut[name] = x[some]
     with evaluated(model):
-        found = _compute(model, input_ids[some], labels_BT[some], one)[0]
-        expected = model(input_ids=input_ids[some], labels=labels_BT[some], **one).loss
-    if not is_same_loss(model, found, expected):
+        loss = _compute(model, input_ids[some], labels_BT[some], cut)[0]
+        expected = model(input_ids=input_ids[some], labels=labels_BT[some], **cut).loss
+    if not is_same_loss(model, loss, expected):
         raise UnsupportedError(
             f"{type(model).__name__} computes its loss otherwise than as the cross-entropy of its "
             "head's outputs; compute losses from its logits"
@@ -108,18 +106,13 @@ def _verify(model: nn.Module, input_ids: Tensor, labels_BT: Tensor, inputs: dict
     _verified.add(model)
 
 
-def _has_samples(x: Any, input_ids: Tensor) -> bool:
-    return isinstance(x, Tensor) and x.dim() > 0 and len(x) == len(input_ids)
-
-
-def is_same_loss(model: nn.Module, found: Tensor, expected: Tensor) -> bool:
+def is_same_loss(model: nn.Module, loss: Tensor, expected: Tensor) -> bool:
     """Tell whether a loss is a model's own, but for rounding."""
-    limit = _SAME.get(expected.dtype, _SAME_IN_16_BITS)
-    if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
-        limit = _SAME_IN_16_BITS
-    if torch.is_autocast_enabled(found.device.type):
-        limit = _SAME_IN_16_BITS
-    return abs(float(found) - float(expected)) <= limit * abs(float(expected))
+    has_16_bits = torch.is_autocast_enabled(loss.device.type) or any(
+        p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()
+    )
+    limit = _SAME_IN_16_BITS if has_16_bits else _SAME.get(expected.dtype, _SAME_IN_16_BITS)
+    return abs(float(loss) - float(expected)) <= limit * abs(float(expected))
 
 
 @contextmanager

@@ -72,8 +72,9 @@ class _Convolution(torch.autograd.Function):
                 else differentiate_input(x, g, ctx.weight.to(g.dtype), ctx.options)
             )
             if ctx.places is not None:
-                found, input_gradient = input_gradient, input_gradient.new_zeros(ctx.shape)
-                input_gradient[ctx.places] = found
+                places_gradient = input_gradient
+                input_gradient = places_gradient.new_zeros(ctx.shape)
+                input_gradient[ctx.places] = places_gradient
         return input_gradient, None, None, None, None
 
 
@@ -89,10 +90,10 @@ def _run_back(ctx: Any, x: Tensor, g: Tensor) -> Tensor:
             g.shape[2:], options.stride, options.padding, options.dilation, kernel, strict=True
         )
         least = [(n - 1) * s - 2 * p + d * (k - 1) + 1 for n, s, p, d, k in read]
-        more = tuple(n - one for n, one in zip(places, least, strict=True))
+        more = tuple(size - fewest for size, fewest in zip(places, least, strict=True))
     back = options._replace(transposed=not options.transposed, output_padding=more)
-    found = apply(_Convolution, g, ctx.weight, None, back, ctx.receive)
-    return found[(slice(None), slice(None), *map(slice, places))]
+    input_gradient = apply(_Convolution, g, ctx.weight, None, back, ctx.receive)
+    return input_gradient[(slice(None), slice(None), *map(slice, places))]
 
 
 def _contribute(x: Tensor, g: Tensor, weight: Tensor, options: _Options) -> Convolution:
@@ -103,7 +104,7 @@ def _contribute(x: Tensor, g: Tensor, weight: Tensor, options: _Options) -> Conv
     if any(more >= s for more, s in zip(output_padding, stride, strict=True)):
         # The convolution of g would have more places than x has.
         sides = [(p, p - more) for p, more in zip(padding, output_padding, strict=True)]
-        g = functional.pad(g, [one for both in reversed(sides) for one in both])
+        g = functional.pad(g, [side for axis in reversed(sides) for side in axis])
         kernel = kernel._replace(padding=(0,) * len(stride))
     return Convolution(g, x, kernel, transposed=True)
 
@@ -136,8 +137,8 @@ def run_transposed_convolution(
     Raises:
         ValueError: The input has no batch axis.
     """
-    given = (layer.stride, layer.padding, layer.kernel_size, len(layer.stride), layer.dilation)
-    more = layer._output_padding(input, output_size, *given)  # noqa: SLF001 (it has no public name)
+    options = (layer.stride, layer.padding, layer.kernel_size, len(layer.stride), layer.dilation)
+    more = layer._output_padding(input, output_size, *options)  # noqa: SLF001 (it has no public name)
     return _run(layer, receive, input, layer.padding, transposed=True, output_padding=more)
 
 
@@ -151,10 +152,10 @@ def _run(
     output_padding: int | Sequence[int],
 ) -> Tensor:
     _verify_axes(layer, x)
-    given = (layer.stride, padding, layer.dilation, output_padding)
+    settings = (layer.stride, padding, layer.dilation, output_padding)
     n = x.dim() - 2
     stride, padding, dilation, output_padding = (
-        (one,) * n if isinstance(one, int) else tuple(one) for one in given
+        (setting,) * n if isinstance(setting, int) else tuple(setting) for setting in settings
     )
     options = _Options(stride, padding, dilation, transposed, output_padding, layer.groups)
     dtype = autocast_dtype(x)

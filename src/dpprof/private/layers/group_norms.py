@@ -45,7 +45,7 @@ class _GroupNorm(torch.autograd.Function):
         ctx.save_for_backward(x, mean_BG, rstd_BG)
         ctx.weight, ctx.bias, ctx.receive = weight, bias, receive
         ctx.groups, ctx.eps = groups, eps
-        ctx.clipped = [one for one in (weight, bias) if one is not None]
+        ctx.clipped = [parameter for parameter in (weight, bias) if parameter is not None]
         return y  # type: ignore[no-any-return]
 
     @staticmethod

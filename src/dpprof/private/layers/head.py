@@ -1,19 +1,19 @@
 """The loss of a model's head without its logits.
 
 With a vocabulary of V ids, logits, loss and their gradients take V numbers for each token, mostly
-more than the rest of the model. Here some tokens' logits exist at a time. Forward also computes the
-gradient of the hidden states, which each token's incoming gradient only scales. A head that is
-trained has a ``ChunkedProduct``: its output gradients are computed again, some samples at a time,
-for the norm and for the clipped sum; or forward keeps them, one number for each logit.
+more than the rest of the model. Here the logits of a few tokens exist at a time. Forward also
+computes the gradient of the hidden states, which each token's incoming gradient only scales. A
+trained head contributes a ``ChunkedProduct``: it computes its output gradients again, some samples
+at a time, for the norm and for the clipped sum; or forward keeps them, one number for each logit.
 
 Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", for plain
 training in chunks; ``norms.linear`` for the norm of what is computed again.
 
-FLOPs of a head of d x V over N tokens: 4 N d V where it is frozen, as with logits; where it is
-trained 10 N d V and the norm, for 6 N d V and the norm with logits, or where gradients are kept.
-Where gradients are not rounded, forward finds the Gram matrices for the norm too, and it is 8 N d V
-and these. Book-keeping turns kept gradients into those of samples, d V numbers each, where these
-take no more bytes: then the norm costs hardly anything.
+FLOPs of a head of d x V over N tokens: 4 N d V where it is frozen, as with logits. Where it is
+trained, 10 N d V and the norm; with logits, or where gradients are kept, 6 N d V and the norm.
+Where gradients are not rounded, forward finds the Gram matrices for the norm too: then 8 N d V and
+these. Book-keeping turns kept gradients into those of samples, d V numbers each, where these take
+no more bytes: then the norm costs hardly anything.
 
 Shape legend: B samples, T tokens, N tokens of a chunk, d width of the hidden states, V vocabulary.
 """
@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional
 
 from dpprof.private.allocation_marks import allocates
 from dpprof.private.contributions.contributions import (
@@ -36,37 +35,18 @@ from dpprof.private.contributions.contributions import (
 )
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.adapted_heads import is_adapted, split_adapted
+from dpprof.private.layers.head_losses import Beside, HeadLoss, Operands, find_losses
 from dpprof.private.layers.layers import apply, autocast_dtype
 from dpprof.private.layers.patching import is_patched_now
 from dpprof.private.layers.sample_losses import UNLABELLED
-from dpprof.private.norms import placement, triton_ops
+from dpprof.private.norms import placement
 from dpprof.private.norms.linear import fill_grams
 from dpprof.private.norms.tiles import accumulator_of, spans
 
 CHUNK_BYTES = 2**28
-"""About how much the logits of a chunk take, in the dtype of sums."""
+"""The logits of a chunk take about so much, in the dtype of sums."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-class Beside(NamedTuple):
-    """A frozen product that is added to a head's: that of the layer which an adapter adapts."""
-
-    x_BTd: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-
-class HeadLoss(NamedTuple):
-    """The cross-entropy of a head's outputs with labels."""
-
-    labels_BT: Tensor
-    ignore_index: int = UNLABELLED
-    label_smoothing: float = 0.0
-    softcap: float | None = None
-    scale: float = 1.0
-    keep: bool = False
-    beside: Beside | None = None
 
 
 def linear_cross_entropy(
@@ -157,9 +137,11 @@ def _verify(hidden_BTd: Tensor, head: nn.Module, labels_BT: Tensor) -> nn.Linear
     if hidden_BTd.dim() != 3 or hidden_BTd.shape[2] != head.in_features:  # noqa: PLR2004
         shape = tuple(hidden_BTd.shape)
         raise ValueError(f"hidden must be (B, T, {head.in_features}), and has shape {shape}")
-    for one in (hidden_BTd, head.weight):
-        if not one.is_floating_point():
-            raise ValueError(f"cross-entropy takes real numbers, and hidden or head is {one.dtype}")
+    for tensor in (hidden_BTd, head.weight):
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"cross-entropy takes real numbers, and hidden or head is {tensor.dtype}"
+            )
     if labels_BT.shape != hidden_BTd.shape[:2] or labels_BT.dtype != torch.int64:
         raise ValueError(
             f"labels must be {tuple(hidden_BTd.shape[:2])} int64, and are "
@@ -181,11 +163,7 @@ def run_head(layer: nn.Linear, receive: Receive | None, x: Tensor, loss: HeadLos
 
 
 def refuse_labels(labels_BT: Tensor, ignore_index: int, count: int) -> None:
-    """Refuse labels that a head has no output for; this waits for the device.
-
-    Raises:
-        ValueError: There is one.
-    """
+    """Refuse labels that a head has no output for; this waits for the device (``ValueError``)."""
     wrong = (labels_BT != ignore_index) & ((labels_BT < 0) | (labels_BT >= count))
     if wrong.any():
         raise ValueError(
@@ -194,142 +172,12 @@ def refuse_labels(labels_BT: Tensor, ignore_index: int, count: int) -> None:
         )
 
 
-class _Operands(NamedTuple):
-    """What logits are products of: rows and weights, those of an adapter beside a frozen head's."""
-
-    x_Nd: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    beside_Nk: Tensor | None = None
-    beside_weight: Tensor | None = None
-    beside_bias: Tensor | None = None
-
-    def rows(self, some: slice) -> "_Operands":
-        """Return those of some rows."""
-        beside_Nk = None if self.beside_Nk is None else self.beside_Nk[some]
-        return self._replace(x_Nd=self.x_Nd[some], beside_Nk=beside_Nk)
-
-    def samples(self, some: slice, T: int) -> "_Operands":
-        """Return those of some samples."""
-        return self.rows(slice(some.start * T, some.stop * T))
-
-    @allocates("logits_and_loss")
-    def multiply(self, out_NV: Tensor | None) -> Tensor:
-        """Compute the products, (N, V), in the dtype of ``x_Nd``."""
-        dtype = self.x_Nd.dtype
-        weight_dV = self.weight.to(dtype).t()
-        if self.bias is None:
-            z_NV = torch.mm(self.x_Nd, weight_dV, out=out_NV)
-        else:
-            z_NV = torch.addmm(self.bias.to(dtype), self.x_Nd, weight_dV, out=out_NV)
-        if self.beside_Nk is not None:
-            assert self.beside_weight is not None
-            beside = self.beside_Nk.to(dtype), self.beside_weight.to(dtype)
-            z_NV += functional.linear(*beside, _cast(self.beside_bias, dtype))
-        return z_NV
-
-
-def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if x is None else x.to(dtype)
-
-
-@allocates("logits_and_loss")
-def _find_losses(
-    operands: _Operands,
-    labels_N: Tensor,
-    loss: HeadLoss,
-    *,
-    incoming_N: Tensor | None = None,
-    differentiates: bool = True,
-    out_NV: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the losses of a chunk's rows, and their gradients of the product.
-
-    Args:
-        operands: The rows, and the weights.
-        labels_N: Their labels.
-        loss: The loss.
-        incoming_N: What the gradients are multiplied by.
-        differentiates: Whether gradients are needed.
-        out_NV: Where products are written, and gradients that have its dtype.
-
-    Returns:
-        (N,) in the dtype of sums, 0 where a label is ignored; and (N, V), or None.
-    """
-    z_NV = operands.multiply(out_NV)
-    if differentiates and triton_ops.is_fused(z_NV):
-        given = (loss.ignore_index, loss.label_smoothing, loss.scale, loss.softcap)
-        found_N = triton_ops.differentiate_cross_entropy_(z_NV, labels_N, incoming_N, *given)
-        return found_N, z_NV
-    z_NV = _scale_and_cap(z_NV.to(accumulator_of(z_NV.dtype)), loss)
-    target_N = _find_target(z_NV, labels_N, loss)
-    if differentiates:
-        g_NV, lse_N = _differentiate(z_NV, labels_N, loss)
-        if incoming_N is not None:
-            g_NV *= incoming_N[:, None]
-    else:
-        g_NV, lse_N = None, torch.logsumexp(z_NV, dim=1)
-    return (lse_N - target_N).masked_fill_(~_is_counted(labels_N, loss), 0), g_NV
-
-
-def _scale_and_cap(z_NV: Tensor, loss: HeadLoss) -> Tensor:
-    """Scale and cap logits in place."""
-    if loss.scale != 1:
-        z_NV *= loss.scale
-    if loss.softcap is not None:
-        z_NV.div_(loss.softcap).tanh_().mul_(loss.softcap)
-    return z_NV
-
-
-def _is_counted(labels_N: Tensor, loss: HeadLoss) -> Tensor:
-    return labels_N != loss.ignore_index
-
-
-@allocates("logits_and_loss")
-def _find_target(z_NV: Tensor, labels_N: Tensor, loss: HeadLoss) -> Tensor:
-    """Compute what each loss subtracts from the logarithm of the sum of exponentials; (N,).
-
-    It is NaN where a label is outside of the vocabulary, also where it is ignored.
-    """
-    V = z_NV.shape[1]
-    is_there_N = (labels_N >= 0) & (labels_N < V)
-    target_N = z_NV.gather(1, labels_N.clamp(0, V - 1)[:, None])[:, 0]
-    if loss.label_smoothing:
-        target_N *= 1 - loss.label_smoothing
-        target_N += loss.label_smoothing * z_NV.mean(1)
-    return target_N.masked_fill(~is_there_N, torch.nan)
-
-
-@allocates("logits_and_loss")
-def _differentiate(z_NV: Tensor, labels_N: Tensor, loss: HeadLoss) -> tuple[Tensor, Tensor]:
-    """Turn logits into the losses' gradients of the product, in place.
-
-    Returns:
-        The gradients, (N, V), and the logarithm of each row's sum of exponentials, (N,).
-    """
-    V = z_NV.shape[1]
-    slope_NV = None if loss.softcap is None else 1 - (z_NV / loss.softcap).square_()
-    largest_N1 = z_NV.amax(1, keepdim=True)
-    g_NV = z_NV.sub_(largest_N1).exp_()
-    sums_N1 = g_NV.sum(1, keepdim=True)
-    g_NV /= sums_N1
-    if loss.label_smoothing:
-        g_NV -= loss.label_smoothing / V
-    share_N1 = g_NV.new_full((len(g_NV), 1), loss.label_smoothing - 1)
-    g_NV.scatter_add_(1, labels_N.clamp(0, V - 1)[:, None], share_N1)
-    if slope_NV is not None:
-        g_NV *= slope_NV
-    if loss.scale != 1:
-        g_NV *= loss.scale
-    g_NV.masked_fill_(~_is_counted(labels_N, loss)[:, None], 0)
-    return g_NV, (largest_N1 + sums_N1.log_())[:, 0]
-
-
 def _may_find_norm(x_BTd: Tensor) -> bool:
     """Tell whether forward should find the Gram matrices of the losses' gradients for the norm.
 
-    That saves computing the gradients once more. They are the sum's to the bit: they are not
-    rounded (in 16 bits the sum's are, after each token's weight), and the chunks are the same.
+    That saves computing the gradients once more. Norm and sum then see the same gradients to the
+    bit: nothing rounds them (in 16 bits the sum's are rounded after each token's weight), and the
+    chunks are the same.
     """
     _, T, d = x_BTd.shape
     is_exact = x_BTd.dtype == accumulator_of(x_BTd.dtype) and not placement.is_cuda(x_BTd)
@@ -352,7 +200,7 @@ def _rows_at_once(weight: Tensor, dtype: torch.dtype) -> int:
 
 
 class _Kept:
-    """Gradients of a head's outputs that forward keeps, of some samples after the other."""
+    """Gradients of a head's outputs that forward keeps, in one tensor for each few samples."""
 
     def __init__(self, x_BTd: Tensor, p: int) -> None:
         self.T = x_BTd.shape[1]
@@ -372,8 +220,8 @@ class _Kept:
 
     def of(self, some: slice) -> Tensor:
         """Return those of some samples that came at once, (b, T, V)."""
-        at, start = divmod(some.start, self._at_once)
-        part_NV = self._parts[at]
+        part, start = divmod(some.start, self._at_once)
+        part_NV = self._parts[part]
         assert part_NV is not None
         part_bTV: Tensor = part_NV.view(-1, self.T, part_NV.shape[1])
         return part_bTV[start : start + some.stop - some.start]
@@ -384,13 +232,13 @@ class _Kept:
 
 
 class _FromGradients(NamedTuple):
-    """What forward finds from the gradients of the head's outputs; None where nothing needs it."""
+    """What forward computes from the gradients of the head's outputs; None if not needed."""
 
     of_input_Nd: Tensor | None
     of_beside_Nk: Tensor | None
     grams_BTT: Tensor | None
 
-    def take(self, g_NV: Tensor, some: slice, operands: _Operands, kept_NV: Tensor | None) -> None:
+    def take(self, g_NV: Tensor, some: slice, operands: Operands, kept_NV: Tensor | None) -> None:
         """Take the gradients of some tokens."""
         if self.grams_BTT is not None:
             T = self.grams_BTT.shape[1]
@@ -402,9 +250,9 @@ class _FromGradients(NamedTuple):
             (self.of_input_Nd, operands.weight),
             (self.of_beside_Nk, operands.beside_weight),
         )
-        for found, weight in products:
-            if found is not None and weight is not None:
-                torch.mm(g_NV.to(found.dtype), weight.to(found.dtype), out=found[some])
+        for product, weight in products:
+            if product is not None and weight is not None:
+                torch.mm(g_NV.to(product.dtype), weight.to(product.dtype), out=product[some])
 
 
 def _spans_with_kept(
@@ -437,7 +285,7 @@ class _Head(torch.autograd.Function):
     ) -> Tensor:
         x_Nd, labels_N = x_BTd.flatten(0, 1), labels_BT.flatten()
         beside_Nk = None if beside[0] is None else beside[0].flatten(0, 1)
-        operands = _Operands(x_Nd, weight, bias, beside_Nk, *beside[1:])
+        operands = Operands(x_Nd, weight, bias, beside_Nk, *beside[1:])
         losses_N = x_Nd.new_empty(len(x_Nd), dtype=accumulator_of(x_Nd.dtype))
         is_trained = any(ctx.needs_input_grad[1:3])
         at_once, T = _rows_at_once(weight, x_Nd.dtype), labels_BT.shape[1]
@@ -452,20 +300,22 @@ class _Head(torch.autograd.Function):
             whole = T * samples_in_a_chunk(T, weight.shape[0], x_BTd.element_size())
             if whole <= at_once and _may_find_norm(x_BTd):
                 at_once, grams_BTT = whole, _make_grams(x_BTd)
-        found = _FromGradients(of_input_Nd, of_beside_Nk, grams_BTT)
+        products = _FromGradients(of_input_Nd, of_beside_Nk, grams_BTT)
         is_needed = kept is not None or of_input_Nd is not None or of_beside_Nk is not None
         for some, kept_NV in _spans_with_kept(x_Nd, weight, at_once, kept):
-            given = (operands.rows(some), labels_N[some], loss)
-            losses_N[some], g_NV = _find_losses(*given, differentiates=is_needed, out_NV=kept_NV)
+            losses_N[some], g_NV = find_losses(
+                *(operands.rows(some), labels_N[some], loss),
+                differentiates=is_needed,
+                out_NV=kept_NV,
+            )
             if g_NV is not None:
-                found.take(g_NV, some, operands, kept_NV)
+                products.take(g_NV, some, operands, kept_NV)
             del g_NV
         saved = (x_BTd, beside[0]) if is_trained else (None, None)
-        ctx.save_for_backward(labels_BT, *saved, *found)
+        ctx.save_for_backward(labels_BT, *saved, *products)
         ctx.weights, ctx.loss, ctx.receive = (weight, bias, *beside[1:]), loss, receive
         ctx.kept = kept  # unlike saved tensors, backward can free some samples' of these
-        own = [one for one in (weight, bias) if one is not None]
-        ctx.clipped = [] if receive is None else own
+        ctx.clipped = [p for p in (weight, bias) if p is not None and receive is not None]
         return losses_N.view(labels_BT.shape)
 
     @staticmethod
@@ -475,16 +325,17 @@ class _Head(torch.autograd.Function):
                 "the loss contains a gradient, which goes through linear_cross_entropy; compute "
                 "the logits, and their cross_entropy"
             )
-        labels_BT, x_BTd, beside_BTk, *found, grams_BTT = ctx.saved_tensors
+        labels_BT, x_BTd, beside_BTk, *products, grams_BTT = ctx.saved_tensors
         of_input, of_beside = (
-            None if one is None else _scale_rows(one.view(*g_BT.shape, -1), g_BT) for one in found
+            None if product is None else _scale_rows(product.view(*g_BT.shape, -1), g_BT)
+            for product in products
         )
         of_parameters: tuple[Tensor | None, Tensor | None] = (None, None)
         if x_BTd is not None:
             weight, bias, *beside = ctx.weights
             beside_Nk = None if beside_BTk is None else beside_BTk.detach().flatten(0, 1)
             x_Nd = x_BTd.detach().flatten(0, 1)
-            operands = _Operands(x_Nd, weight, bias, beside_Nk, *beside)
+            operands = Operands(x_Nd, weight, bias, beside_Nk, *beside)
             chunks = _Chunks(operands, labels_BT, g_BT, ctx.loss, ctx.kept)
             if ctx.receive is None:
                 of_parameters = chunks.sum_plainly(ctx.needs_input_grad[1:3])
@@ -504,9 +355,9 @@ def _scale_rows(x_BTd: Tensor, g_BT: Tensor) -> Tensor:
 
 
 class _Chunks(NamedTuple):
-    """Computes the output gradients of some samples at a time, from those of the losses if kept."""
+    """Computes the output gradients of some samples at a time, from kept ones if there are any."""
 
-    operands: _Operands
+    operands: Operands
     labels_BT: Tensor
     g_BT: Tensor
     loss: HeadLoss
@@ -522,14 +373,14 @@ class _Chunks(NamedTuple):
         operands = self.operands.samples(some, T)
         x_Nd, weight = operands.x_Nd, operands.weight
         labels_N, incoming_N = self.labels_BT[some].flatten(), self.g_BT[some].flatten()
-        found_NV = x_Nd.new_empty(len(x_Nd), len(weight))
+        all_NV = x_Nd.new_empty(len(x_Nd), len(weight))
         for rows in spans(len(x_Nd), _rows_at_once(weight, x_Nd.dtype)):
-            given = (operands.rows(rows), labels_N[rows], self.loss)
-            _, g_NV = _find_losses(*given, incoming_N=incoming_N[rows])
+            chunk = (operands.rows(rows), labels_N[rows], self.loss)
+            _, g_NV = find_losses(*chunk, incoming_N=incoming_N[rows])
             assert g_NV is not None
-            found_NV[rows] = g_NV
+            all_NV[rows] = g_NV
             del g_NV
-        return found_NV.view(b, T, -1)
+        return all_NV.view(b, T, -1)
 
     @property
     def inputs_BTd(self) -> Tensor:  # noqa: N802 (its shape)
@@ -537,10 +388,13 @@ class _Chunks(NamedTuple):
         return self.operands.x_Nd.view(*self.labels_BT.shape, -1)
 
     def as_product(self, grams_BTT: Tensor | None) -> ChunkedProduct:
-        """Return what the weight contributes; ``grams_BTT`` are of the losses' gradients.
+        """Return what the weight contributes.
 
-        What is kept stays as it is: the inputs are multiplied by the incoming gradients, unless
-        those may overflow, as in float16.
+        Kept gradients stay as they are: the inputs are multiplied by the incoming gradients, unless
+        that may overflow, as in float16.
+
+        Args:
+            grams_BTT: The Gram matrices of the losses' gradients, where forward found them.
         """
         V, read, g_BT = len(self.operands.weight), (self.labels_BT, self.g_BT), self.g_BT
         x_BTd = self.inputs_BTd

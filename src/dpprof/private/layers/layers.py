@@ -71,11 +71,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def count_uses(nodes: Iterable[Any]) -> Counter[nn.Parameter]:
-    """Count how often the losses depend on each parameter through a patched layer.
-
-    Args:
-        nodes: Those behind the losses.
-    """
+    """Count the uses of each parameter by patched layers, among the nodes behind the losses."""
     uses: Counter[nn.Parameter] = Counter()
     for node in nodes:
         if isinstance(node, BackwardCFunction):
@@ -202,13 +198,9 @@ def scale_gradient(
     receive: Receive,
     scale_of: Callable[[Tensor], Tensor] = lambda weight: weight,
 ) -> Tensor:
-    """Multiply the gradient of a norm's output by the norm's scale, where that is clipped too.
+    """Multiply the gradient of a norm's output by the scale of the last axes, which is clipped too.
 
-    Args:
-        g: The gradient.
-        weight: The scale, of the last axes; None for none.
-        receive: Receives what the scale contributes.
-        scale_of: Returns what is multiplied.
+    ``scale_of`` turns the weight into the scale; a norm without weight has none.
     """
     if weight is None:
         return g
@@ -220,15 +212,12 @@ def scale_gradient(
 def differentiate_again(run: Callable[[Tensor], Tensor], x: Tensor, g: Tensor) -> Tensor:
     """Differentiate a function without parameters, so that autograd can differentiate that again.
 
-    Args:
-        run: The function.
-        x: Its input, with its graph.
-        g: The gradient of its output.
+    The input ``x`` comes with its graph; ``g`` is the gradient of the output.
     """
     own = x.view_as(x)
     y = run(own)
-    (found,) = torch.autograd.grad(y, own, g.to(y.dtype), create_graph=True)
-    return found
+    (gradient,) = torch.autograd.grad(y, own, g.to(y.dtype), create_graph=True)
+    return gradient
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -248,7 +237,7 @@ class _LayerNorm(torch.autograd.Function):
         ctx.save_for_backward(x, mean, rstd)
         ctx.weight, ctx.bias, ctx.shape, ctx.receive = weight, bias, shape, receive
         ctx.widths, ctx.eps = len(shape), layer.eps
-        ctx.clipped = [one for one in (weight, bias) if one is not None]
+        ctx.clipped = [parameter for parameter in (weight, bias) if parameter is not None]
         return y
 
     @staticmethod

@@ -21,11 +21,11 @@ def refuse_other_loss(layer: nn.Module) -> None:
     Raises:
         UnsupportedError: It joins samples, weights classes, or has several outputs for a row.
     """
-    given: Any = layer
+    loss: Any = layer
     for name, value, only in (
-        ("reduction", given.reduction, "none"),
-        ("weight", given.weight, None),
-        ("out_features", given.out_features, ()),
+        ("reduction", loss.reduction, "none"),
+        ("weight", loss.weight, None),
+        ("out_features", loss.out_features, ()),
     ):
         if isinstance(value, Tensor) or value != only:
             raise UnsupportedError(
@@ -35,20 +35,12 @@ def refuse_other_loss(layer: nn.Module) -> None:
 
 
 def run_linear_cross_entropy_loss(layer: nn.Module, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002
-    """Run PyTorch's ``LinearCrossEntropyLoss`` as ``linear_cross_entropy``.
-
-    Args:
-        layer: The loss.
-        input: (B, d).
-        target: (B,) ids.
-
-    Returns:
-        (B,)
+    """Run PyTorch's ``LinearCrossEntropyLoss`` of (B, d) and (B,) ids, and return (B,).
 
     Raises:
         ValueError: The shapes are others, as for class probabilities.
     """
-    given: Any = layer
+    loss: Any = layer
     if input.dim() != 2 or target.dim() != 1:  # noqa: PLR2004
         shapes = f"{tuple(input.shape)} and {tuple(target.shape)}"
         raise ValueError(
@@ -57,9 +49,9 @@ def run_linear_cross_entropy_loss(layer: nn.Module, input: Tensor, target: Tenso
         )
     losses_B1 = linear_cross_entropy(
         input[:, None],
-        given.linear,
+        loss.linear,
         target[:, None],
-        ignore_index=UNLABELLED if given.ignore_index is None else given.ignore_index,
-        label_smoothing=given.label_smoothing,
+        ignore_index=UNLABELLED if loss.ignore_index is None else loss.ignore_index,
+        label_smoothing=loss.label_smoothing,
     )
     return losses_B1[:, 0]

@@ -41,9 +41,9 @@ def find_head(model: nn.Module) -> nn.Module:
     for module in model.modules():
         find = getattr(module, "get_output_embeddings", None)
         head = find() if find is not None else None
-        for found in (head, *(getattr(module, name, None) for name in _NAMES)):
-            if isinstance(found, nn.Module):
-                return found
+        for layer in (head, *(getattr(module, name, None) for name in _NAMES)):
+            if isinstance(layer, nn.Module):
+                return layer
     raise UnsupportedError("the model does not say which layer makes the logits")
 
 
@@ -87,14 +87,14 @@ def hidden_states_of(head: nn.Module) -> Iterator[list[Tensor]]:
     """
     if "forward" in vars(head):
         raise UnsupportedError("the forward of the head is already replaced")
-    given: list[Tensor] = []
+    hidden_states: list[Tensor] = []
 
     def take(hidden_BTd: Tensor) -> Tensor:
-        given.append(hidden_BTd)
+        hidden_states.append(hidden_BTd)
         return hidden_BTd.new_zeros(*hidden_BTd.shape[:-1], 1)
 
     head.forward = take
     try:
-        yield given
+        yield hidden_states
     finally:
         del head.forward

@@ -21,7 +21,7 @@ _WATCH = "_clipping_watch"
 
 
 class _Patch:
-    """The function that runs one layer; a copy of the layer gets None instead."""
+    """The function that runs a layer; a copy of the layer gets None instead."""
 
     def __init__(
         self, layer: nn.Module, forward: Callable[..., Any], is_on: Callable[[], bool]
@@ -68,7 +68,7 @@ class PatchedLayer:
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
         own = type(self)
-        arguments = tuple(self.original if given is own else given for given in arguments)
+        arguments = tuple(self.original if argument is own else argument for argument in arguments)
         if make is getattr(copyreg, "__newobj__"):  # noqa: B009 (its stub leaves it out)
             make = object.__new__  # pickle accepts __newobj__ only with the object's own class
         if rest and isinstance(rest[0], dict):
@@ -143,9 +143,11 @@ def unpatch_layer(layer: nn.Module) -> None:
 def calls_forward_of(own: type[nn.Module], base: type[nn.Module]) -> bool:
     """Tell whether every ``forward`` between a class and its base calls the next by ``super()``.
 
-    One that uses the parameters otherwise too is found in backward, as a use outside of the layer.
+    If one also uses the parameters otherwise, backward finds that as a use outside of the layer.
     """
     between = own.__mro__[: own.__mro__.index(base)]
-    written = [inspect.unwrap(vars(one)["forward"]) for one in between if "forward" in vars(one)]
-    codes = [getattr(one, "__code__", None) for one in written]
+    forwards = [
+        inspect.unwrap(vars(kind)["forward"]) for kind in between if "forward" in vars(kind)
+    ]
+    codes = [getattr(forward, "__code__", None) for forward in forwards]
     return all(code and {"super", "forward"} <= set(code.co_names) for code in codes)

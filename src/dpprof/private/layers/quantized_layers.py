@@ -1,11 +1,11 @@
-"""Quantised frozen layers beside what is trained: which keep samples apart, and how they run.
+"""Refuses quantised layers that mix samples, and runs the others, frozen beside what is trained.
 
 nf4 and fp4 dequantise a weight and multiply with it: each row of the output depends on the same row
-of the input. LLM.int8 quantises the input too, each row by its own largest element; but with a
-threshold it takes columns out in which any row of the batch exceeds it, and computes them in 16
-bits. Then a sample that is added changes how all others are rounded, and with them the sum by more
-than one bound. So a threshold is refused, at every forward. Other formats are refused by name: some
-scale their inputs by the largest element of a batch, which no gradient shows.
+of the input. LLM.int8 quantises the input too, each row by its own largest element. But with a
+threshold it computes a column in 16 bits wherever any row of the batch exceeds the threshold. Then
+one more sample changes how all others are rounded, and the sum by more than one bound. So a
+threshold is refused, at every forward. Other formats are refused by name: some scale their inputs
+by the largest element of a batch, which no gradient shows.
 """
 
 import re
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpprof.private.errors import UnsupportedError
-from dpprof.private.refusals.coverage import trained_in
+from dpprof.private.refusals.coverage import class_names, trained_in
 from dpprof.private.substitutes import substitute
 
 _8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
@@ -68,8 +68,7 @@ def refuse_quantized(layer: nn.Module, *, is_sharded: bool = False) -> None:
 
 def is_quantized(layer: nn.Module) -> bool:
     """Tell whether a layer is one of bitsandbytes with a quantised weight."""
-    bases = {f"{one.__module__}.{one.__qualname__}" for one in type(layer).__mro__}
-    return not bases.isdisjoint((_8BIT, _4BIT))
+    return not {_8BIT, _4BIT}.isdisjoint(class_names(layer))
 
 
 def run_quantized(layer: Any, *inputs: Tensor) -> Tensor:
@@ -99,9 +98,9 @@ def _find_other_format(layer: nn.Module) -> str | None:
     method = getattr(method, "value", method)
     if method not in (None, "bitsandbytes"):
         return str(method)
-    own = (type(one) for one in layer._parameters.values() if one is not None)  # noqa: SLF001
+    own = (type(parameter) for parameter in layer._parameters.values() if parameter is not None)  # noqa: SLF001
     for kind in (type(layer), *own):
-        found = _OTHER.match(kind.__module__)
-        if found is not None:
-            return found[1] or found[2]
+        match = _OTHER.match(kind.__module__)
+        if match is not None:
+            return match[1] or match[2]
     return None

@@ -1,12 +1,12 @@
 """Rules of recurrent layers: PyTorch's ``RNN``, ``LSTM``, ``GRU`` and cells, and Opacus's layers.
 
-PyTorch's kernels run many steps at once and tell no output gradients of their matrices. So the
-steps run here one by one, with operators that autograd differentiates. To what a matrix returns,
-an offset of zero is added: the offset's gradient is the output gradient. All offsets come from one
-autograd function, whose backward runs last, and passes on the contributions of all parameters
-together. Formulas: those of the documentation of ``torch.nn.LSTM``, ``GRU`` and ``RNN``.
+PyTorch's kernels run many steps at once and give no output gradients of their matrices. So the
+steps run here one by one, with operators that autograd differentiates, and an offset of zero is
+added to what each matrix returns: the offset's gradient is the output gradient. All offsets come
+from one autograd function, whose backward runs last, and passes on the contributions of all
+parameters together. Formulas: the documentation of ``torch.nn.LSTM``, ``GRU`` and ``RNN``.
 
-Cost: FLOPs as of PyTorch's. It takes about 15 small operators for each step, layer and direction.
+Cost: the FLOPs of PyTorch's, in about 15 small operators for each step, layer and direction.
 
 Shape legend: B samples, T steps, d width of an input, h width of the state, p width of all gates.
 """
@@ -53,14 +53,14 @@ _STEPS: dict[str, Callable[[Tensor, Tensor, _State], _State]] = {
     "RNN_TANH": lambda of_x, of_h, _: ((of_x + of_h).tanh(),),
     "RNN_RELU": lambda of_x, of_h, _: ((of_x + of_h).relu(),),
 }
-"""By what PyTorch calls the mode."""
+"""The step of each mode, by PyTorch's name of it."""
 
 
 class _Offsets(torch.autograd.Function):
     """Zeros to add to what matrices return, (B, T, p) each.
 
-    ``inputs`` are those of the matrices, (B, T, d) each, once they ran; None for x itself. The
-    first tensors are states, so that a gradient of a state passes here too.
+    ``inputs`` is a list that gets each matrix's inputs, (B, T, d), once it ran; None stands for x
+    itself. The first ``states`` tensors are states, so that gradients of states pass here too.
     """
 
     @staticmethod
@@ -83,20 +83,14 @@ class _Offsets(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         contributions: list[tuple[nn.Parameter, Contribution]] = []
-        for (weight, bias), given, g_BTp in zip(ctx.matrices, ctx.inputs, gradients, strict=True):
+        inputs = [x.detach() if x_BTd is None else x_BTd for x_BTd in ctx.inputs]
+        for (weight, bias), x_BTd, g_BTp in zip(ctx.matrices, inputs, gradients, strict=True):
             if weight.requires_grad:
-                x_BTd = x.detach() if given is None else given
                 contributions.append((weight, Product(x_BTd, g_BTp)))
             if bias is not None and bias.requires_grad:
                 contributions.append((bias, Shift(g_BTp)))
         ctx.receive(contributions)
         return *[None] * 5, *[None] * (ctx.states + len(ctx.clipped))
-
-
-def _cast(matrix: _Matrix, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return a matrix's values, which autograd does not differentiate."""
-    weight, bias = matrix
-    return weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
 
 
 class _Recurrence:
@@ -122,7 +116,7 @@ class _Recurrence:
         drop_state: _Drop = _KEEP,
     ) -> None:
         self._step, self._receive = _STEPS[mode], receive
-        self._matrices = [[_read_matrices(layer, one) for one in group] for group in suffixes]
+        self._matrices = [[_read_matrices(layer, suffix) for suffix in group] for group in suffixes]
         self._drop_outputs, self._drop_state = drop_outputs, drop_state
 
     def run(
@@ -138,26 +132,25 @@ class _Recurrence:
         Returns:
             The last layer's hidden states, (B, T, h), and the last states.
         """
-        flat = [one for group in self._matrices for of_direction in group for one in of_direction]
+        matrices = [matrix for group in self._matrices for own in group for matrix in own]
         inputs: list[Tensor | None] = []
-        refuse_other_numbers(flat[0][0], x)
+        refuse_other_numbers(matrices[0][0], x)
         dtype = autocast_dtype(x) or x.dtype
-        x, states = x.to(dtype), [tuple(one.to(dtype) for one in state) for state in states]
-        given = [one for state in states for one in state]
-        parameters = [p for matrix in flat for p in matrix if p is not None]
-        offsets = iter(
-            apply(_Offsets, x, flat, inputs, self._receive, len(given), *given, *parameters)
-        )
+        x, states = x.to(dtype), [tuple(h.to(dtype) for h in state) for state in states]
+        tensors = [h for state in states for h in state]
+        count = len(tensors)
+        tensors += [p for matrix in matrices for p in matrix if p is not None]
+        offsets = iter(apply(_Offsets, x, matrices, inputs, self._receive, count, *tensors))
         waiting, last = iter(states), []
-        for at, group in enumerate(self._matrices):
-            if at:
+        for number, group in enumerate(self._matrices):
+            if number:
                 x = self._drop_outputs(x)
             outputs = []
-            for direction, matrices in enumerate(group):
-                inputs.append(x.detach() if at else None)
-                own = [next(offsets) for _ in matrices]
+            for direction, own in enumerate(group):
+                inputs.append(x.detach() if number else None)
+                own_offsets = [next(offsets) for _ in own]
                 y, state, used = self._run_direction(
-                    x, matrices, own, next(waiting), is_step_BT, is_reversed=direction == 1
+                    x, own, own_offsets, next(waiting), is_step_BT, is_reversed=direction == 1
                 )
                 inputs += used
                 outputs.append(y)
@@ -176,25 +169,29 @@ class _Recurrence:
         is_reversed: bool,
     ) -> tuple[Tensor, _State, list[Tensor]]:
         """Run one direction; return hidden states, the last state, and inputs of its matrices."""
-        of_inputs, of_state, *projection = (_cast(one, x.dtype) for one in matrices)
+        # Detached: the gradients of matrices are those of the offsets.
+        of_inputs, of_state, *projection = (
+            (weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype))
+            for weight, bias in matrices
+        )
         of_x = (functional.linear(x, *of_inputs) + offsets[0]).unbind(1)
-        at, *at_projection = (one.unbind(1) for one in offsets[1:])
+        of_h, *of_projection = (offset.unbind(1) for offset in offsets[1:])
         order = range(x.shape[1])
         before, unprojected, outputs = [], [], []
         for t in reversed(order) if is_reversed else order:
             before.append(state[0].detach())
-            h, *c = self._step(of_x[t], functional.linear(state[0], *of_state) + at[t], state)
-            for matrix, added in zip(projection, at_projection, strict=True):
+            h, *c = self._step(of_x[t], functional.linear(state[0], *of_state) + of_h[t], state)
+            for matrix, offset in zip(projection, of_projection, strict=True):
                 unprojected.append(h.detach())
-                h = functional.linear(h, *matrix) + added[t]
+                h = functional.linear(h, *matrix) + offset[t]
             new = (self._drop_state(h), *c)
             if is_step_BT is not None:
                 is_step_B1 = is_step_BT[:, t, None]
                 new = tuple(map(torch.where, [is_step_B1] * len(new), new, state))
             state = new
             outputs.append(state[0])
-        rows = [outputs, before, *([unprojected] if unprojected else [])]
-        y, *used = (torch.stack(one[::-1] if is_reversed else one, 1) for one in rows)
+        columns = [outputs, before, *([unprojected] if unprojected else [])]
+        y, *used = (torch.stack(steps[::-1] if is_reversed else steps, 1) for steps in columns)
         return y, state, used
 
 
@@ -222,8 +219,8 @@ def run_cell(
         raise ValueError(f"{type(layer).__name__} gets no batch; give its input two axes")
     mode = f"RNN_{layer.nonlinearity}".upper() if isinstance(layer, nn.RNNCell) else "GRU"
     mode = "LSTM" if isinstance(layer, nn.LSTMCell) else mode
-    given = None if hx is None else tuple(h[None] for h in _as_tuple(hx))
-    states = _read_states(given, mode, 1, input, [layer.hidden_size] * 2)
+    first_states = None if hx is None else tuple(h[None] for h in _as_tuple(hx))
+    states = _read_states(first_states, mode, 1, input, [layer.hidden_size] * 2)
     _, [last] = _Recurrence(layer, mode, [[""]], receive).run(input[:, None], states)
     return last if mode == "LSTM" else last[0]
 
@@ -265,26 +262,26 @@ def run_opacus_recurrent(
 def _suffixes_of(layer: Any) -> list[list[str]]:
     """Return how the names of parameters end, of each layer's directions."""
     directions = ("", "_reverse") if layer.bidirectional else ("",)
-    return [[f"_l{at}{end}" for end in directions] for at in range(layer.num_layers)]
+    return [[f"_l{number}{end}" for end in directions] for number in range(layer.num_layers)]
 
 
 def _run(
     layer: Any,
     mode: str,
     recurrence: _Recurrence,
-    given: Tensor | PackedSequence,
+    sequence: Tensor | PackedSequence,
     states: Tensor | _State | None,
 ) -> Any:
-    """Run a recurrent layer on what it is given, and return what its ``forward`` would."""
-    x, is_step_BT = _read_input(layer, given)
+    """Run a recurrent layer on a sequence, and return what its ``forward`` would."""
+    x, is_step_BT = _read_input(layer, sequence)
     count = layer.num_layers * (1 + layer.bidirectional)
     sizes = [layer.proj_size or layer.hidden_size, layer.hidden_size]
     first = _read_states(states, mode, count, x, sizes)
     y, last = recurrence.run(x, first, is_step_BT)
-    stacked = tuple(torch.stack(one) for one in zip(*last, strict=True))
+    stacked = tuple(torch.stack(states_of_layers) for states_of_layers in zip(*last, strict=True))
     state = stacked if mode == "LSTM" else stacked[0]
-    if isinstance(given, PackedSequence):
-        return _pack(y, given), state
+    if isinstance(sequence, PackedSequence):
+        return _pack(y, sequence), state
     return (y if layer.batch_first else y.transpose(0, 1)), state
 
 
@@ -306,15 +303,17 @@ def _mode_of_cells(layer: Any) -> str:
     return mode
 
 
-def _read_input(layer: nn.RNNBase, given: Tensor | PackedSequence) -> tuple[Tensor, Tensor | None]:
+def _read_input(
+    layer: nn.RNNBase, sequence: Tensor | PackedSequence
+) -> tuple[Tensor, Tensor | None]:
     """Return an input as (B, T, d) in the order of the batch, and which steps there are; (B, T)."""
-    if isinstance(given, PackedSequence):
-        x_BTd, lengths_B = pad_packed_sequence(given, batch_first=True)
+    if isinstance(sequence, PackedSequence):
+        x_BTd, lengths_B = pad_packed_sequence(sequence, batch_first=True)
         is_step_BT = torch.arange(x_BTd.shape[1]) < lengths_B[:, None]
         return x_BTd, is_step_BT.to(x_BTd.device)
-    if given.dim() != 3:  # noqa: PLR2004
+    if sequence.dim() != 3:  # noqa: PLR2004
         raise ValueError(f"{type(layer).__name__} gets no batch; give its input three axes")
-    return (given if layer.batch_first else given.transpose(0, 1)), None
+    return (sequence if layer.batch_first else sequence.transpose(0, 1)), None
 
 
 def _pack(y_BTh: Tensor, like: PackedSequence) -> PackedSequence:
@@ -337,10 +336,10 @@ def _read_states(
     shapes = [(count, len(x), size) for size in kinds]
     if states is None:
         states = tuple(x.new_zeros(shape) for shape in shapes)
-    given = _as_tuple(states)
-    if [tuple(one.shape) for one in given] != shapes:
+    tensors = _as_tuple(states)
+    own_shapes = [tuple(h.shape) for h in tensors]
+    if own_shapes != shapes:
         raise ValueError(
-            f"the first states of a recurrent layer have shapes {[tuple(h.shape) for h in given]}, "
-            f"and need {shapes}"
+            f"the first states of a recurrent layer have shapes {own_shapes}, and need {shapes}"
         )
-    return list(zip(*(one.unbind(0) for one in given), strict=True))
+    return list(zip(*(h.unbind(0) for h in tensors), strict=True))

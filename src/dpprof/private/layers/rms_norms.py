@@ -1,10 +1,10 @@
 """Recognises a root mean square norm by its values, whatever the name of its class.
 
 Most architectures have an RMS norm of their own. They differ in the name of their epsilon, in
-whether the scale is w or 1 + w, and in when 16-bit inputs are cast back. A layer of this kind is
-tried on random inputs; one that gives the formula's values bit by bit takes the rule of RMS norms.
-The rule is both the forward and the backward of a layer that takes it, so a layer that would differ
-on other inputs is still clipped exactly.
+whether the scale is w or 1 + w, and in when 16-bit inputs are cast back. A layer that may be one
+runs on random inputs; if it gives the formula's values bit by bit, it takes the rule of RMS norms.
+The rule is then both its forward and its backward, so a layer that would differ on other inputs is
+still clipped exactly.
 
 Shape legend: B samples, T tokens, d width.
 """
@@ -35,7 +35,7 @@ Many layers compute in float32 even for float64; the rule does not.
 """
 
 _recognised: dict[tuple[object, ...], "Recognised | None"] = {}
-"""By class, width, and the plain attributes of a layer."""
+"""The formulas that were found, by class, width, and the plain attributes of a layer."""
 
 
 class Recognised(NamedTuple):
@@ -59,8 +59,8 @@ class Recognised(NamedTuple):
 def recognise(layer: nn.Module) -> Recognised | None:
     """Return the formula of an RMS norm of the last axis; None if a layer is something else.
 
-    It is a layer with one parameter, a vector, without buffers, children and other arguments than
-    its input, whose epsilon is an attribute.
+    It must have one parameter, a vector, no buffers and no children, get nothing but its input, and
+    have its epsilon as an attribute.
     """
     own = [(name, p) for name, p in layer._parameters.items() if p is not None]  # noqa: SLF001
     if len(own) != 1 or own[0][1].dim() != 1 or [*layer.children(), *layer.buffers()]:
@@ -87,8 +87,9 @@ def recognise(layer: nn.Module) -> Recognised | None:
             torch.no_grad(),
         ):
             cases = list(itertools.product(_PROBES, (False, True)))  # in evaluation, in training
-            fits = (one for one in formulas if all(_computes(layer, one, *case) for case in cases))
-            _recognised[key] = next(fits, None)
+            _recognised[key] = next(
+                (f for f in formulas if all(_computes(layer, f, *case) for case in cases)), None
+            )
     return _recognised[key]
 
 
@@ -112,12 +113,12 @@ def _computes(
     parameters = {formula.scale: nn.Parameter(scale_d, requires_grad=False)}
     vars(double).update(vars(layer), _parameters=parameters, training=training)
     try:
-        found = double.forward(x_BTd)
+        computed = double.forward(x_BTd)
     except Exception:  # noqa: BLE001 (any code may run here)
         return False
-    is_like = isinstance(found, Tensor) and found.shape == expected.shape
+    is_like = isinstance(computed, Tensor) and computed.shape == expected.shape
     return (
         is_like
-        and found.dtype == expected.dtype
-        and torch.allclose(found, expected, rtol=tolerance, atol=0)
+        and computed.dtype == expected.dtype
+        and torch.allclose(computed, expected, rtol=tolerance, atol=0)
     )

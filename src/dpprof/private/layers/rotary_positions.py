@@ -19,11 +19,7 @@ _PAIRS = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
 
 
 def refuse_positions(model: nn.Module) -> None:
-    """Refuse a model with such positions.
-
-    Raises:
-        UnsupportedError: It has some; the message names the module.
-    """
+    """Refuse a model with such positions (``UnsupportedError``)."""
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         for kind in _find_types(config):

@@ -16,7 +16,8 @@ from dpprof.private.layers.batch_axis import Settings, run_tokenwise
 from dpprof.private.layers.convolutions import run_convolution, run_transposed_convolution
 from dpprof.private.layers.embedding_bag import run_embedding_bag
 from dpprof.private.layers.group_norms import run_group_norm, run_instance_norm
-from dpprof.private.layers.head import HeadLoss, run_head
+from dpprof.private.layers.head import run_head
+from dpprof.private.layers.head_losses import HeadLoss
 from dpprof.private.layers.layers import (
     run_conv1d,
     run_embedding,
@@ -64,10 +65,10 @@ RULES: Mapping[str, LayerRule] = {
     "torch.nn.modules.sparse.EmbeddingBag": run_embedding_bag,
     "torch.nn.modules.activation.MultiheadAttention": run_attention,
     **dict.fromkeys(
-        (f"torch.nn.modules.rnn.{one}" for one in ("RNN", "LSTM", "GRU")), run_recurrent
+        (f"torch.nn.modules.rnn.{kind}" for kind in ("RNN", "LSTM", "GRU")), run_recurrent
     ),
     **dict.fromkeys(
-        (f"torch.nn.modules.rnn.{one}Cell" for one in ("RNN", "LSTM", "GRU")), run_cell
+        (f"torch.nn.modules.rnn.{kind}Cell" for kind in ("RNN", "LSTM", "GRU")), run_cell
     ),
     "opacus.layers.dp_rnn.DPRNNBase": run_opacus_recurrent,
     "torch.nn.modules.normalization.GroupNorm": run_group_norm,
@@ -75,7 +76,7 @@ RULES: Mapping[str, LayerRule] = {
     **{f"torch.nn.modules.conv.ConvTranspose{n}d": run_transposed_convolution for n in (1, 2, 3)},
     **{f"torch.nn.modules.instancenorm.InstanceNorm{n}d": run_instance_norm for n in (1, 2, 3)},
 }
-"""By the name of the class whose ``forward`` they replace."""
+"""The rules, by the name of the class whose ``forward`` they replace."""
 
 
 class Found(NamedTuple):
@@ -127,7 +128,7 @@ def find_rules(
 
     Args:
         model: The model.
-        wrapper: Of its modules the one that may distribute it.
+        wrapper: The one of its modules that may distribute it.
         second: The modules that may have the batch on their second axis (``batch_axis``).
         is_sharded: Whether ``fully_shard`` shards the model.
 
@@ -144,33 +145,29 @@ def find_rules(
             refuse_wrapper(layer)
         refuse_mixing(layer)
         refuse_quantized(layer, is_sharded=is_sharded)
-        found = find_rule(layer) if _is_run(layer) else None
-        if found is not None:
-            rules[layer] = found
+        # Attention uses the weight of its projection without calling it.
+        used = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
+        rule = find_rule(layer) if trained_in(layer) or trained_in(used) else None
+        if rule is not None:
+            rules[layer] = rule
             if layer in second:
-                rules[layer] = _let_batch_be_second(found, layer, second[layer])
+                rules[layer] = _let_batch_be_second(rule, layer, second[layer])
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             refuse_hooks(name, parameter)
     return rules
 
 
-def _is_run(layer: nn.Module) -> bool:
-    """Tell whether a layer is trained, or uses the weights of another that is."""
-    used = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
-    return bool(trained_in(layer) or trained_in(used))
-
-
-def _let_batch_be_second(found: Found, layer: nn.Module, settings: Settings) -> Found:
-    """Let a layer's rule run it where its batch is; some know it themselves, or have it first."""
-    rule = found.rule
+def _let_batch_be_second(chosen: Found, layer: nn.Module, settings: Settings) -> Found:
+    """Let a rule run a layer whose batch may be second; some rules see to that themselves."""
+    rule = chosen.rule
     if rule is run_any_layer:
-        return found._replace(rule=partial(run_any_layer_on, settings))
+        return chosen._replace(rule=partial(run_any_layer_on, settings))
     is_norm = isinstance(getattr(rule, "__self__", None), Recognised)
     if rule not in _TOKENWISE and not is_norm:
-        return found
+        return chosen
     widths = len(getattr(layer, "normalized_shape", ())) or _TOKENWISE.get(rule, 1)
-    return found._replace(rule=partial(run_tokenwise, rule, widths, settings))
+    return chosen._replace(rule=partial(run_tokenwise, rule, widths, settings))
 
 
 def refuse_mixing(layer: nn.Module) -> None:
@@ -199,30 +196,26 @@ def find_rewritten(model: nn.Module) -> dict[nn.Module, Callable[..., Tensor]]:
     """Find modules without trained parameters of their own that run otherwise while clipped.
 
     Returns:
-        What runs each: a frozen batch normalisation, a quantised layer, or a loss whose head is
-        trained.
+        The function that runs each: a frozen batch normalisation, a quantised layer, or a loss
+        whose head is trained.
 
     Raises:
         UnsupportedError: A loss is not one for each sample.
     """
-    found: dict[nn.Module, Callable[..., Tensor]] = {}
+    runs: dict[nn.Module, Callable[..., Tensor]] = {}
     for module in model.modules():
         if isinstance(module, BATCH_NORM):
-            found[module] = partial(run_frozen_norm, module)
+            runs[module] = partial(run_frozen_norm, module)
         elif is_quantized(module):
-            found[module] = partial(run_quantized, module)
+            runs[module] = partial(run_quantized, module)
         elif is_loss_with_head(module) and any(p.requires_grad for p in module.parameters()):
             refuse_other_loss(module)
-            found[module] = partial(run_linear_cross_entropy_loss, module)
-    return found
+            runs[module] = partial(run_linear_cross_entropy_loss, module)
+    return runs
 
 
 def run_frozen_norm(layer: nn.Module, *inputs: Tensor) -> Tensor:
-    """Run a batch normalisation that is not trained; in ``eval()`` it mixes nothing.
-
-    Raises:
-        UnsupportedError: It is in training mode.
-    """
+    """Run a batch normalisation that is not trained; ``UnsupportedError`` in training mode."""
     refuse_mixing(layer)
     assert isinstance(layer, PatchedLayer)
     y: Tensor = layer.original.forward(layer, *inputs)
@@ -230,32 +223,32 @@ def run_frozen_norm(layer: nn.Module, *inputs: Tensor) -> Tensor:
 
 
 def find_rule(layer: nn.Module) -> Found | None:
-    """Find the rule of a layer; a layer without one is run by ``torch.func``.
+    """Find the rule of a layer; ``torch.func`` runs a layer without one.
 
-    None for a module that contains layers, or holds parameters that others use: these must enter
-    for all samples (``broadcasts``).
+    A module that contains layers, or holds parameters that others use, has none (None): its
+    parameters must enter for all samples (``broadcasts``).
 
     A subclass has the rule of the class whose ``forward`` it inherits. A subclass of an embedding,
-    attention or a recurrent layer may also call it by ``super()``, as in OPT and Gemma;
-    ``torch.func`` would need a whole table for each sample, or cannot. A layer that computes an RMS
-    norm has the rule of RMS norms.
+    attention or a recurrent layer may also call it by ``super()``, as in OPT and Gemma: for these
+    ``torch.func`` fails, or needs a whole table for each sample. A layer that computes an RMS norm
+    has the rule of RMS norms.
 
     Raises:
         UnsupportedError: The layer's parameters are computed from others, it is patched by another
             ``Clipping``, or it is an embedding whose options change its table or mix samples.
     """
     _refuse_held_elsewhere(layer)
-    found = _find_by_class(layer)
-    is_complex = any(one.is_complex() for one in trained_in(layer).values())
-    if found is not None and is_complex and found.rule not in _COMPLEX:
-        if found.rule in _NOT_COMPLEX:
+    by_class = _find_by_class(layer)
+    is_complex = any(parameter.is_complex() for parameter in trained_in(layer).values())
+    if by_class is not None and is_complex and by_class.rule not in _COMPLEX:
+        if by_class.rule in _NOT_COMPLEX:
             raise UnsupportedError(
                 f"{type(layer).__name__} has complex parameters, which its rule does not know; "
                 "write it with real ones for both parts, or freeze them"
             )
-        return found._replace(rule=run_any_layer)
-    if found is not None:
-        return found
+        return by_class._replace(rule=run_any_layer)
+    if by_class is not None:
+        return by_class
     if isinstance(layer, nn.ParameterDict | nn.ParameterList) or any(
         True for child in layer.children() for _ in child.parameters()
     ):
@@ -288,9 +281,9 @@ def _find_by_class(layer: nn.Module) -> Found | None:
         if rule is None:
             continue
         inherits = _inherits_forward(layer, base)
-        known = re.compile(_KNOWN.get(rule, "weight|bias"))
+        pattern = re.compile(_KNOWN.get(rule, "weight|bias"))
         own_names = (name for name, _ in layer.named_parameters(recurse=False))
-        unknown = [name for name in own_names if not known.fullmatch(name)]
+        unknown = [name for name in own_names if not pattern.fullmatch(name)]
         if inherits and unknown:
             raise UnsupportedError(
                 f"{own.__name__} has a parameter {min(unknown)} that its rule does not know; a "

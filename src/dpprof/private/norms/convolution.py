@@ -12,13 +12,13 @@ at all:
   of s has s phases on each axis: offsets of one phase meet the same pixels.
 * product: the gradients themselves. To convolve B samples in G groups with kernels of their own is
   to convolve one sample in B G groups; on a CPU autograd's gradient of that weight takes about as
-  long as the ordinary one. On a GPU, which is slow at many groups, the windows of as many samples
-  as the workspace holds are multiplied, on tensor cores with a float32 result.
+  long as the ordinary one. A GPU is slow at many groups: there tensor cores multiply the windows of
+  as many samples as the workspace holds, with a float32 result.
 
-A transposed convolution is the same with input and output gradient in each other's place.
+A transposed convolution is the same with input and output gradient exchanged.
 
-Where a gradient has no more elements than the sample's input and output gradient, or than the one
-of them that no other layer keeps, book-keeping keeps it, as for a linear layer.
+Book-keeping keeps a gradient, as for a linear layer, where it has no more elements than the
+sample's input and output gradient, without those that another layer keeps anyway.
 
 Shape legend: B samples, C channels of the input, O of the output, L places, (...) axes of space.
 """
@@ -56,11 +56,11 @@ class Kernel(NamedTuple):
     """How a convolution reads its input."""
 
     shape: tuple[int, ...]
-    """Of the weight: (O, C / groups, ...)."""
+    """The weight's: (O, C / groups, ...)."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
-    """With zeros, on both sides of each axis of space."""
+    """How many zeros are on both sides of each axis of space."""
 
     dilation: tuple[int, ...]
     groups: int
@@ -77,7 +77,7 @@ class Kernel(NamedTuple):
             starts: dict[int, list[int]] = {}
             for offset in range(0, size * d, d):
                 starts.setdefault(offset % s, []).append(offset // s)
-            axes.append([Phase(first, s, found, L) for first, found in starts.items()])
+            axes.append([Phase(first, s, offsets, L) for first, offsets in starts.items()])
         return itertools.product(*axes)
 
 
@@ -87,7 +87,7 @@ class Phase(NamedTuple):
     first: int
     stride: int
     starts: list[int]
-    """At which of these pixels each offset starts."""
+    """The pixel at which each offset starts."""
 
     places: int
 
@@ -98,14 +98,14 @@ class Phase(NamedTuple):
 
     @property
     def span(self) -> slice:
-        """Where these pixels are."""
+        """The places of these pixels."""
         return slice(self.first, self.first + (self.pixels - 1) * self.stride + 1, self.stride)
 
 
 def _pad(x: Tensor, kernel: Kernel) -> Tensor:
     if not any(kernel.padding):
         return x
-    return functional.pad(x, [one for size in reversed(kernel.padding) for one in (size, size)])
+    return functional.pad(x, [pad for size in reversed(kernel.padding) for pad in (size, size)])
 
 
 def _take(x: Tensor, parts: Sequence[slice]) -> Tensor:
@@ -117,7 +117,7 @@ def _take(x: Tensor, parts: Sequence[slice]) -> Tensor:
 
 def differentiate_weight(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
     """Compute the gradient of the weight, summed over samples."""
-    found: Tensor = torch.ops.aten.convolution_backward(
+    gradient: Tensor = torch.ops.aten.convolution_backward(
         g,
         x,
         g.new_empty(1).expand(kernel.shape),
@@ -130,36 +130,33 @@ def differentiate_weight(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
         kernel.groups,
         [False, True, False],
     )[1]
-    return found
+    return gradient
 
 
 def differentiate_input(x: Tensor, g: Tensor, weight: Tensor, options: Sequence[Any]) -> Tensor:
     """Compute the gradient of the input.
 
-    On a CPU oneDNN copies what it reads and writes. So it gets as many samples at a time as one and
-    a half workspaces hold with their copies: fewer are slower, and more add to the peak.
+    On a CPU oneDNN copies what it reads and writes. So it gets as many samples at a time as fit
+    with their copies into one and a half workspaces: fewer are slower, and more add to the peak.
 
-    Args:
-        x: The input.
-        g: The output gradient.
-        weight: The weight, in the dtype of ``g``.
-        options: Those of ``torch.convolution``, in its order, from ``stride`` on.
+    The weight has the dtype of ``g``; the options are those of ``torch.convolution``, from
+    ``stride`` on.
     """
 
     def differentiate(some: slice) -> Tensor:
-        found: Tensor = torch.ops.aten.convolution_backward(
+        gradient: Tensor = torch.ops.aten.convolution_backward(
             g[some], x[some], weight, None, *options, [True, False, False]
         )[0]
-        return found
+        return gradient
 
     moved = 4 * (2 * x.numel() + g.numel()) // (3 * max(1, len(x)))
     at_once = samples_at_once(len(x), moved, 0, accumulator_of(x.dtype))
     if placement.is_cuda(x) or at_once >= len(x):
         return differentiate(slice(None))
-    found = torch.empty_like(x)
+    gradients = torch.empty_like(x)
     for some in spans(len(x), at_once):
-        found[some] = differentiate(some)
-    return found
+        gradients[some] = differentiate(some)
+    return gradients
 
 
 def sum_weighted(x: Tensor, g: Tensor, kernel: Kernel, weights_B: Tensor) -> Tensor:
@@ -201,7 +198,9 @@ def sample_gradients(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
 def _differentiate_in_groups(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
     """Compute per-sample gradients as those of one sample with more groups."""
     B, accumulator = len(x), accumulator_of(x.dtype)
-    joined_x, joined_g = (one.to(accumulator).reshape(1, -1, *one.shape[2:]) for one in (x, g))
+    joined_x, joined_g = (
+        tensor.to(accumulator).reshape(1, -1, *tensor.shape[2:]) for tensor in (x, g)
+    )
     of_all = kernel._replace(
         shape=(B * kernel.shape[0], *kernel.shape[1:]), groups=B * kernel.groups
     )
@@ -286,8 +285,8 @@ def _size(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
     of_windows = x.new_zeros((len(x), kernel.groups), dtype=accumulator)
     for phase in kernel.phases(places):
         part = _take(pixels, [axis.span for axis in phase])
-        for one, axis in enumerate(phase, start=2):
-            part = _add_up([part.narrow(one, start, axis.places) for start in axis.starts])
+        for number, axis in enumerate(phase, start=2):
+            part = _add_up([part.narrow(number, start, axis.places) for start in axis.starts])
         of_windows += part.flatten(2).sum(2)
     return size_of(of_windows, _sum_channels(g, kernel.groups).flatten(2).sum(2)).sum(1)
 
@@ -317,11 +316,11 @@ def _sum_grams(padded: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
         pixels = _take(padded, [axis.span for axis in phase]).flatten(2)
         sides = [axis.pixels for axis in phase]
         part = multiply_in_slices(pixels.transpose(1, 2), pixels).view(-1, *sides, *sides)
-        for one, axis in enumerate(phase, start=1):
-            other = one + len(phase)
+        for row, axis in enumerate(phase, start=1):
+            column = row + len(phase)
             part = _add_up(
                 [
-                    part.narrow(one, start, axis.places).narrow(other, start, axis.places)
+                    part.narrow(row, start, axis.places).narrow(column, start, axis.places)
                     for start in axis.starts
                 ]
             )
@@ -335,9 +334,11 @@ def _sum_grams(padded: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
 @allocates_for_its_caller
 def _add_up(parts: list[Tensor]) -> Tensor:
     """Add up views of one tensor."""
-    total = parts[0]
-    for at, part in enumerate(parts[1:]):
-        total = total.add_(part) if at else total + part
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total.add_(part)
     return total
 
 

@@ -25,14 +25,15 @@ not more, book-keeping materialises the gradients and keeps them instead (``kept
 needs less memory, and the weighted sum costs ``2 d p`` FLOPs in place of another ``2 T d p``.
 Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost", keep gradients
 where ``2 T^2 > d p``; comparing what is kept gives T (d + p). Tensor cores multiply many times
-faster than memory moves float32: there gradients are kept only where that costs less too. They are
-written and read twice, 12 d p bytes; otherwise operands are read for the norm, and the narrower one
-is scaled for the sum. The gradient of a batch's only sample becomes the sum in its place, as in
-plain training, so it is always kept, unless ranks share the sum.
+faster than memory moves float32: there gradients are kept only where that costs less too. A kept
+gradient is written once and read twice, 12 d p bytes; otherwise operands are read for the norm, and
+the narrower one is scaled for the sum. The gradient of a batch's only sample becomes the sum in its
+place, as in plain training, so it is always kept, unless ranks share the sum.
 
-Shape legend: B samples, T tokens, d width of the input, p width of the output. Both take
-``x_BTd`` and ``g_BTp``, and return ``Squares`` or what these follow from (``GramSums``), (B,) each,
-in float32 (float64 for float64).
+Both ways take ``x_BTd`` and ``g_BTp``, and return ``Squares`` or what these follow from
+(``GramSums``), (B,) each, in float32 (float64 for float64).
+
+Shape legend: B samples, T tokens, d width of the input, p width of the output.
 """
 
 from collections.abc import Callable, Iterator
@@ -76,12 +77,13 @@ FLOPS_PER_BYTE = 10
 """A round figure: data sheets of CPUs and GPUs give 5 to 20 in float32."""
 
 ON_TENSOR_CORES = 200
-"""The same in 16 bits or TF32 on a GPU: what an A100, H100 and H200 reach is 150 to 250."""
+"""``FLOPS_PER_BYTE`` in 16 bits or TF32 on a GPU: an A100, H100 and H200 reach 150 to 250."""
 
 OF_GRAMS = 1.1
-"""What an operation of a GPU's kernel of Gram matrices costs there beside one of a product. By the
-times that ``step_time`` predicts, gradients of a few shapes are best kept from 1.0 on for an H100,
-whose copy engine helps that kernel, and from 1.6 on for an A100."""
+"""How many times as long a FLOP takes in a GPU's kernel of Gram matrices as in that of products. It
+decides for a few shapes alone whether gradients are kept. By the times that ``step_time`` predicts,
+values from 1.0 on decide best on an H100, whose copy engine helps that kernel, and values from 1.6
+on decide best on an A100."""
 
 
 def gram_rows(T: int) -> int:
@@ -100,7 +102,7 @@ class GramSums(NamedTuple):
     d: int
     p: int
     terms: int
-    """The most terms that are added up before the rest is added in float64."""
+    """The most terms that are added up in a row; the sums of these are added in float64."""
 
     @property
     def found_B(self) -> Tensor:  # noqa: N802 (its shape)
@@ -133,12 +135,17 @@ def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> GramSums:
 
 
 def gram_of_given(x_BTd: Tensor, grams_BTT: Tensor, p: int) -> GramSums:
-    """Multiply inputs' Gram matrices by those of output gradients of p columns, panel by panel.
+    """Multiply inputs' Gram matrices by given ones of output gradients, panel by panel.
 
-    Of these the panels are read (``fill_grams``).
+    Args:
+        x_BTd: The inputs.
+        grams_BTT: The Gram matrices; only panels that ``fill_grams`` writes are read.
+        p: The width of the output gradients.
     """
     T, d = x_BTd.shape[1:]
-    sums_5B = _sum_gram_panels(x_BTd, grams_BTT, _take_panel)
+    sums_5B = _sum_gram_panels(
+        x_BTd, grams_BTT, lambda grams_BTT, rows, columns: grams_BTT[:, rows, columns]
+    )
     return GramSums(sums_5B, d, p, _panel_size(T))
 
 
@@ -172,10 +179,6 @@ def _multiply_panel(a_BTK: Tensor, rows: slice, columns: slice) -> Tensor:
     return multiply_in_slices(a_BTK[:, rows], a_BTK[:, columns].transpose(1, 2))
 
 
-def _take_panel(grams_BTT: Tensor, rows: slice, columns: slice) -> Tensor:
-    return grams_BTT[:, rows, columns]
-
-
 def _sum_gram_panels(x_BTd: Tensor, of_gradients: Tensor, panel_of: PanelOf) -> Tensor:
     """Add up ``sum_of_grams`` over all panels; (5, B)."""
     B, T, _ = x_BTd.shape
@@ -205,11 +208,11 @@ def sum_of_grams(a_BMN: Tensor, b_BMN: Tensor, *, twice: int = 0) -> Tensor:
     The first ``twice`` columns count twice; diagonals are those of the others.
     """
     both = (a_BMN, b_BMN)
-    traces = [one[:, :, twice:].diagonal(dim1=1, dim2=2).sum(1) for one in both]
-    squares = [_square(one[:, :, twice:]) for one in both]
+    traces = [gram[:, :, twice:].diagonal(dim1=1, dim2=2).sum(1) for gram in both]
+    squares = [_square(gram[:, :, twice:]) for gram in both]
     if twice:
-        for square_B, one in zip(squares, both, strict=True):
-            square_B.add_(_square(one[:, :, :twice]), alpha=2)
+        for square_B, gram in zip(squares, both, strict=True):
+            square_B.add_(_square(gram[:, :, :twice]), alpha=2)
         a_BMN[:, :, :twice] *= 2
     return torch.stack([multiply_and_sum(*both), *traces, *squares])
 
@@ -271,7 +274,7 @@ class WayChoice(NamedTuple):
     d: int
     p: int
     flops: int
-    """Of the matrix products for the norm of one sample."""
+    """The FLOPs of the matrix products for the norm of one sample."""
 
     prices: dict[Way, int]
     """``Price.weigh`` of each way; the cheapest is taken, unless gradients are kept."""

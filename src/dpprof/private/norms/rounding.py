@@ -1,4 +1,4 @@
-"""Which samples' gradients cancel so far that rounding counts, and what it adds to the bound C.
+"""Tells which samples' gradients cancel so far that rounding counts, and what it adds to C.
 
 A sample's squared norm is computed from a layer's inputs X and output gradients G, in the way that
 is cheapest for a batch; the clipped sum is computed from both again, in another order. Where
@@ -23,8 +23,8 @@ of the batch, on how many samples there are, and so on. Two figures say how far 
 A sample is *unsure* where size exceeds ``MOST``^2 M, or slack 2^-5 M (in float64 2^-34 M), or where
 numbers may have left the range of their format; M is the squared norm, or that below which nothing
 is clipped. Then neither norm nor product is used: its gradient is computed again by itself, in
-float64, from those of its tokens that have one (``clipping.alone``). The norm is that of the very
-gradient that is added, so the sample contributes C, and no other sample moves a bit of it.
+float64, from its tokens that have a gradient (``contributions.alone``). The norm is that of the
+very gradient that is added, so the sample contributes C, and no other sample moves a bit of it.
 
 For all others the computed norm is used as it is, in whichever way. So, in float32:
 
@@ -38,7 +38,7 @@ For all others the computed norm is used as it is, in whichever way. So, in floa
   1e-6 C, and for unsure samples nothing. This says nothing on what the model itself computes of the
   sample: operators of PyTorch round it otherwise in a batch of another shape. So do gradients that
   come as they are: of layers without a rule, recurrent layers, group norms, the bias of a head
-  whose losses are computed in chunks, convolutions whose rows ``clipping.rows`` adds up, and on
+  whose losses are computed in chunks, convolutions whose rows ``graph.rows`` adds up, and on
   CUDA all vectors. Their norm is that of what is added, so C holds for them too.
 
 Nothing is unsure in ordinary trainings: for random tokens size is T times the squared norm, so
@@ -55,7 +55,8 @@ import torch
 from torch import Tensor
 
 MOST = 128.0
-"""How many times a norm the norms of both factors may be, multiplied, of a sample that is sure."""
+"""The norms of both factors, multiplied, are at most this times the norm of a sample that is sure.
+"""
 
 _SLACK = 2.0**18
 """The most slack, in eps times the squared norm."""
@@ -67,7 +68,7 @@ _LOST = 1e-30
 """More than what underflows of a sum of squares."""
 
 LEAST_NORM = 1e-6
-"""What ``clipping.factor`` adds to a norm: errors of shorter ones hardly count."""
+"""What ``engine.factor`` adds to a norm: errors of shorter ones hardly count."""
 
 _SPLIT = 6
 """What three TF32 products in place of one (``norms.float32_products``) add, in eps."""
@@ -77,14 +78,14 @@ class Squares(NamedTuple):
     """Squared norms of one layer's per-sample gradients, each (B,)."""
 
     found_B: Tensor
-    """As computed."""
+    """The squared norms as computed."""
 
     slack_B: Tensor | None
-    """By how much the true ones may exceed them; None where ``size`` bounds that."""
+    """The most by which the true ones may exceed them; None where ``size`` bounds that."""
 
     size_B: Tensor | None
-    """The square of what rounding is relative to; None where nothing cancels, or for an inner
-    product."""
+    """The square of what rounding errors are relative to; None where nothing cancels, and for an
+    inner product."""
 
 
 def size_of(square_of_x_B: Tensor, square_of_g_B: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ def is_unsure(squares: Squares, least: float) -> Tensor:
     """Tell for which samples rounding may count; (B,).
 
     Args:
-        squares: Of all layers that are clipped together, added up.
+        squares: The sum over all layers that are clipped together.
         least: The norm below which nothing is clipped.
     """
     found_B, slack_B, size_B = squares

@@ -1,4 +1,4 @@
-"""Per-sample gradients of the scale and shift of a normalisation, a vector each for each sample.
+"""Computes the per-sample gradients of a normalisation's scale and shift, two vectors a sample.
 
 The normalised inputs, which are large, are computed for some tokens at a time, or never stored in
 Triton's kernel on CUDA.
@@ -41,9 +41,9 @@ def scale_gradients(
     parts = zip(x_BTd.chunk(parts_of_T, dim=1), rstd_BT1.chunk(parts_of_T, dim=1), strict=True)
     sums_Bd = x_BTd.new_zeros((B, d), dtype=accumulator)
     squares_B = None if on_gpu else x_BTd.new_zeros(B, dtype=accumulator)
-    for at, ((x, rstd), g) in enumerate(zip(parts, g_BTd.chunk(parts_of_T, dim=1), strict=True)):
+    for part, ((x, rstd), g) in enumerate(zip(parts, g_BTd.chunk(parts_of_T, dim=1), strict=True)):
         exact = x.to(accumulator)
-        normal = exact * rstd if means is None else (exact - means[at]).mul_(rstd)
+        normal = exact * rstd if means is None else (exact - means[part]).mul_(rstd)
         sums_Bd += normal.mul_(g).sum(1)
         if squares_B is not None:
             squares_B += square(normal)

@@ -31,11 +31,11 @@ TILE = 256
 """Positions, and tokens, in a tile of an inner product."""
 
 TILE_ON_GPU = 1024
-"""In place of ``TILE``: each tile is some thirty launches."""
+"""Replaces ``TILE`` on a GPU, where each tile is some thirty launches."""
 
 ON_GPU_BYTES = 64 * 2**20
-"""In place of ``WORKSPACE_BYTES``: PyTorch's sum by id sorts all positions for each part again,
-which takes a GPU ten times as long as the sum itself (perf/measured_steps.md)."""
+"""Replaces ``WORKSPACE_BYTES`` on a GPU: PyTorch's sum by id sorts all positions for each part
+again, which takes ten times as long as the sum itself (perf/measured_steps.md)."""
 
 
 def number_ids(ids_BT: Tensor) -> Tensor:
@@ -94,8 +94,9 @@ def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -
                 )
                 rows = g_BSV[some, tokens]
                 rows = rows.gather(2, ids.expand(-1, rows.shape[1], -1)).to(dtype)
-                both = (products, rows)
-                squares = [torch.linalg.vector_norm(one, dim=(1, 2)).square_() for one in both]
+                squares = [
+                    torch.linalg.vector_norm(x, dim=(1, 2)).square_() for x in (products, rows)
+                ]
                 sums_3B[:, some] += torch.stack([multiply_and_sum(products, rows), *squares])
     found_B, products_B, rows_B = sums_3B.to(dtype)
     depth = depth_of_sum(tile * tile)

@@ -237,7 +237,7 @@ def launch_weigh(x_BTd: Tensor, weights_B: Tensor) -> Tensor:
     """Multiply samples by their weights in float32, and round to their dtype; (B, T, d).
 
     Args:
-        x_BTd: In bfloat16, float16 or float32; the elements of a sample lie side by side.
+        x_BTd: Samples in bfloat16, float16 or float32, whose elements lie side by side.
         weights_B: (B,), in float32.
     """
     B, T, d = x_BTd.shape
@@ -294,12 +294,12 @@ def launch_noise(summed: Tensor, words: Tensor, which: int, std: float, factor: 
     """Multiply a sum by a factor, and add normal noise, in place.
 
     Args:
-        summed: In float32, without gaps.
+        summed: The sum, in float32, without gaps.
         words: On the same device, a cipher's key and a part of its counter; (2,), int64.
         which: Number of the sum, below 2^31: two sums of the same words and number get the same
             noise.
         std: Standard deviation of the noise.
-        factor: Of the sum.
+        factor: What the sum is multiplied by.
 
     Raises:
         ValueError: The sum has 2^34 elements or more, which the counter cannot tell apart.

@@ -1,7 +1,7 @@
 """Registers the Triton kernels as PyTorch operators.
 
-Dispatch modes, FLOP counters and fake tensors see an operator, but not a kernel launch. FLOPs are
-those of the Gram tiles on and below the diagonal, and of the product.
+Dispatch modes, FLOP counters and fake tensors see an operator, but not a kernel launch. Its FLOPs
+count the Gram tiles on and below the diagonal, or the product.
 
 Shape legend: B samples, T tokens, d width of the input, p width of the output.
 """

@@ -43,11 +43,12 @@ GRAM: list[Config] = [
     _config(4, 2, TILE_T=64, TILE_K=16),
 ]
 DESCRIBED: Config = _config(8, 5, TILE_T=128, TILE_K=64)
-"""Of the kernel of Gram matrices whose operands are described: on an H100 it takes 0.74 to 0.96 of
-the time of the fastest of the others."""
+"""The tile for Gram matrices whose operands are described: on an H100 it takes 0.74 to 0.96 of the
+time of the fastest of the others."""
 
 DESCRIBED_TOKENS = 512
-"""The fewest tokens for which it runs: over 256 and 128 it took 1.2 and 1.6 times as long."""
+"""The fewest tokens for which ``DESCRIBED`` runs: with 256 it took 1.2 times as long as the others,
+with 128 it took 1.6 times as long."""
 
 PRODUCT: list[Config] = [
     _config(8, 3, TILE_D=128, TILE_P=256, TILE_K=64),

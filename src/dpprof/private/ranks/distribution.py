@@ -1,7 +1,7 @@
 """Finds how a model is distributed: not at all, by DDP, or by FSDP2; and the ranks of DDP.
 
-Under DDP each rank has a replica of the model. ``DistributedDataParallel`` keeps its part of making
-replicas equal at the start. Its gradients are switched off, as ``no_sync`` does: each rank keeps
+Under DDP each rank has a replica of the model. ``DistributedDataParallel`` makes replicas equal at
+the start, as ever. Its reduction of gradients is switched off, as ``no_sync`` does: each rank keeps
 the sum over its own samples, batch after batch, until the step. There each rank adds noise to its
 own part of the elements, and one all-reduce for each bucket adds sums and noise. So the noise of
 the total has standard deviation sigma C exactly, no rank sees the total without it, and replicas
@@ -43,8 +43,8 @@ def find_ranks(model: nn.Module) -> Ranks:
 
 def states_of(model: nn.Module) -> list[Any]:
     """List the states of ``fully_shard`` in a model."""
-    found = (getattr(module, "_get_fsdp_state", None) for module in model.modules())
-    return list(dict.fromkeys(get_state() for get_state in found if get_state is not None))
+    getters = (getattr(module, "_get_fsdp_state", None) for module in model.modules())
+    return list(dict.fromkeys(get_state() for get_state in getters if get_state is not None))
 
 
 def groups_of(state: Any) -> list[Any]:
@@ -114,17 +114,17 @@ class Replicas(Ranks):
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield parameters with their averages; the sums of a bucket travel together."""
         parameters = list(sums)[::-1]
-        given = [sums[one] for one in parameters]
-        buckets = self._plan_buckets(given)
-        del given
+        all_sums = [sums[parameter] for parameter in parameters]
+        buckets = self._plan_buckets(all_sums)
+        del all_sums
         for bucket in buckets:
-            together = [parameters[at] for at in bucket]
-            own = [sums.pop(one) for one in together]
+            together = [parameters[number] for number in bucket]
+            own = [sums.pop(parameter) for parameter in together]
             released = self.release_among(self.groups[0], own, add_noise)
             yield from zip(together, released, strict=True)
 
     def _plan_buckets(self, sums: list[Tensor]) -> list[list[int]]:
-        """Return the places of sums by bucket, as DDP plans its own."""
+        """Return the numbers of sums by bucket, as DDP plans its own."""
         ddp: Any = distributed  # which has no public name for it
         buckets: list[list[int]]
         buckets, _ = ddp._compute_bucket_assignment_by_size(  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""How the sums of one model's ranks become one sum, with noise added once.
+"""Adds up the sums of a model's ranks, with noise added once.
 
 Each rank computes the whole gradient of its own samples, so no other rank needs their norms and
 clipping factors. No gradient of a parameter passes through autograd, so neither DDP's buckets nor
@@ -60,7 +60,7 @@ class Ranks:
     Args:
         groups: Their process groups: one; or that of a replica's shards, and then that of the same
             shard's replicas.
-        device: Of the parameters.
+        device: The device of the parameters.
     """
 
     wrapper: nn.Module | None = None
@@ -110,7 +110,7 @@ class Ranks:
 
     @property
     def grouping(self) -> str:
-        """Say which sums are reduced together in a step, beyond what shards say."""
+        """Say which sums a step reduces together, beyond what shards say."""
         return ""
 
     def agree(self, settings: Settings) -> None:
@@ -145,7 +145,7 @@ class Ranks:
         return gather(digest.to(self.device), self.groups[-1])
 
     def any(self, *holds: bool) -> list[bool]:
-        """Tell whether things hold on this rank; where it is sharded, on any, and all ask."""
+        """Tell whether things hold on this rank; under ``fully_shard`` on any, and all ask."""
         return list(holds)
 
     def group_of(self, parameter: nn.Parameter) -> int:
@@ -178,17 +178,17 @@ class Ranks:
 
         Args:
             group: The ranks.
-            sums: Of one dtype; emptied.
+            sums: Sums of one dtype; the list is emptied.
             add_noise: Adds the noise.
         """
-        shapes = [one.shape for one in sums]
+        shapes = [summed.shape for summed in sums]
         dtype = torch.promote_types(sums[0].dtype, torch.float32)
         several = len(sums) > 1
-        flat = torch.cat([one.flatten() for one in sums]) if several else sums[0].reshape(-1)
+        flat = torch.cat([summed.flatten() for summed in sums]) if several else sums[0].reshape(-1)
         flat = flat.to(dtype)
         sums.clear()
         rank, size = distributed.get_rank(group), distributed.get_world_size(group)
-        start, end = (len(flat) * at // size for at in (rank, rank + 1))
+        start, end = len(flat) * rank // size, len(flat) * (rank + 1) // size
         add_noise(flat[start:end], flat[:start], flat[end:])
         distributed.all_reduce(flat, group=group)
         parts = torch.split(flat, [shape.numel() for shape in shapes])

@@ -1,4 +1,4 @@
-"""Keeps one rank's sums until all of a group of ``fully_shard`` are there, and has them reduced.
+"""Keeps a rank's sums until all of a group of ``fully_shard`` are there, and has them reduced.
 
 The order is that of the first backward pass, which ranks compare; ``shards`` reduces.
 """
@@ -34,15 +34,15 @@ class ShardSums:
         """How often each parameter was used, in the order of last uses."""
 
         self._groups: list[list[nn.Parameter]] = []
-        """Those that are not reduced yet, in their order."""
+        """The groups that are not reduced yet, in their order."""
 
         self._totals: dict[nn.Parameter, Tensor] = {}
         self._waiting: dict[nn.Parameter, Tensor | None] = {}
-        """Of the earlier parts of a batch, by parameter; None for zeros."""
+        """The sums of the earlier parts of a batch, by parameter; None for zeros."""
 
         self._agreed: Settings | None = None
         self._begun: Reduction | None = None
-        """That of the first group, once nothing but its last sum is missing."""
+        """The reduction of the first group, once nothing but its last sum is missing."""
 
         self.is_counting = False
         """Whether a first pass counts uses."""
@@ -79,16 +79,12 @@ class ShardSums:
         """List parameters by group, the groups in the order of their last ones."""
         groups: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
-            at = self._ranks.group_of(parameter)
-            groups[at] = [*groups.pop(at, ()), parameter]
+            number = self._ranks.group_of(parameter)
+            groups[number] = [*groups.pop(number, ()), parameter]
         return list(groups.values())
 
     def refuse_other(self, of_step: Settings) -> None:
-        """Refuse a step with other settings than ranks compared in backward.
-
-        Raises:
-            RuntimeError: One is another.
-        """
+        """Refuse a step with other settings than ranks compared in backward (``RuntimeError``)."""
         for name, value in of_step.items():
             if value != (self._agreed or {}).get(name):
                 raise RuntimeError(
@@ -99,8 +95,8 @@ class ShardSums:
     def begin_use(self, parameter: nn.Parameter) -> None:
         """Prepare for the sum of a use in the second pass: before a group's last, make room."""
         first = self._groups[0] if self._groups else ()
-        left = sum(self._uses.get(one, 0) for one in first)
-        if left == 1 == self._uses.get(parameter) and any(one is parameter for one in first):
+        left = sum(self._uses.get(p, 0) for p in first)
+        if left == 1 == self._uses.get(parameter) and any(p is parameter for p in first):
             self._begin()
 
     def add(self, parameter: nn.Parameter, summed: Tensor) -> None:
@@ -114,7 +110,7 @@ class ShardSums:
     def end_use(self, parameter: nn.Parameter) -> None:
         """Count a use in the second pass; the last of a group closes its sums."""
         self._uses[parameter] = self._uses.get(parameter, 0) - 1
-        while self._groups and not any(self._uses.get(one) for one in self._groups[0]):
+        while self._groups and not any(self._uses.get(p) for p in self._groups[0]):
             self._close()
 
     def close_all(self, compute: Callable[[nn.Parameter], None]) -> None:
@@ -158,11 +154,7 @@ class ShardSums:
             self._waiting[parameter] = before if total is None else total
 
     def finish(self) -> None:
-        """Verify that all sums of a batch are closed.
-
-        Raises:
-            RuntimeError: The two passes differ.
-        """
+        """Verify that all sums of a batch are closed (``RuntimeError``)."""
         if self._groups or self._totals or any(self._uses.values()):
             raise RuntimeError("the second backward pass used other parameters than the first")
         self._uses.clear()
@@ -177,8 +169,8 @@ class ShardSums:
 
     def forget(self) -> None:
         """Free the sums of a batch that is not applied."""
-        for one in (self._uses, self._groups, self._totals, self._waiting):
-            one.clear()
+        for sums in (self._uses, self._groups, self._totals, self._waiting):
+            sums.clear()
         self._begun = None
         self.is_counting = False
 

@@ -39,7 +39,7 @@ from dpprof.private.ranks.ranks import AddNoise, Ranks
 _reduce_scatter = (
     getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
 )
-"""The name is new in PyTorch 2.13, which warns of the old one; later releases may lack that."""
+"""PyTorch 2.13 has the new name, and warns of the old one, which later releases may lack."""
 
 
 _AXES = {FSDPMeshInfo: 1, HSDPMeshInfo: 2}
@@ -47,12 +47,12 @@ _AXES = {FSDPMeshInfo: 1, HSDPMeshInfo: 2}
 
 
 class _Part(NamedTuple):
-    """Where the shards of one parameter lie in the buffer of its group."""
+    """The place of one parameter's shards in the buffer of its group."""
 
     parameter: nn.Parameter
     axis: int
     shape: list[int]
-    """Of a shard, with what FSDP fills the last ones up with."""
+    """The shape of a shard, with what FSDP fills the last ones up with."""
 
     start: int
     end: int
@@ -72,11 +72,12 @@ class ReduceScatter:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: Any) -> None:
-        for one in parameters:
-            if dtype_of_sum(one) != one.dtype:
+        for parameter in parameters:
+            if dtype_of_sum(parameter) != parameter.dtype:
                 raise RuntimeError(
-                    f"a parameter under fully_shard became {one.dtype} after this clipping was "
-                    "made, and its sum would be rounded before noise; convert the model before that"
+                    f"a parameter under fully_shard became {parameter.dtype} after this clipping "
+                    "was made, and its sum would be rounded before noise; convert the model before "
+                    "that"
                 )
         self._ranks = ranks
         N = distributed.get_world_size(ranks)
@@ -93,7 +94,7 @@ class ReduceScatter:
 
     @torch.no_grad()
     def finish(self, add: Callable[[nn.Parameter, Tensor], None]) -> None:
-        """Reduce over the samples of all ranks with shards, and hand out the shards."""
+        """Add up the sums of all ranks with shards, and hand out this rank's shards."""
         for part in self._missing.values():
             self._buffer_NS[:, part.start : part.end] = 0
         N, S = self._buffer_NS.shape
@@ -131,7 +132,7 @@ class Shards(Ranks):
                     f"{name} is trained and not sharded by fully_shard; shard the whole model "
                     "without ignored_params, or freeze it"
                 )
-        meshes = {_groups_of(one) for one in self._groups()}
+        meshes = {_groups_of(group) for group in self._groups()}
         if len(meshes) > 1:
             raise UnsupportedError("fully_shard over several meshes of ranks does not work yet")
         super().__init__(next(iter(meshes)), next(self._groups()).device)
@@ -156,33 +157,29 @@ class Shards(Ranks):
                 "an earlier backward pass failed halfway, and fully_shard kept parameters gathered "
                 "that no step changes; begin again from a checkpoint"
             )
-        for at, group in enumerate(self._groups()):
+        for number, group in enumerate(self._groups()):
             _refuse_policies(group)
-            for one in group.fsdp_params:
-                if one.is_dtensor:
+            for state in group.fsdp_params:
+                if state.is_dtensor:
                     raise UnsupportedError(
                         "tensor-parallel parameters do not work with clipping yet"
                     )
-                if type(own_part(one.sharded_param)) not in (Tensor, nn.Parameter, FakeTensor):
+                parameter = state.sharded_param
+                if type(own_part(parameter)) not in (Tensor, nn.Parameter, FakeTensor):
                     raise UnsupportedError(
                         "fully_shard of a tensor subclass does not work with clipping yet"
                     )
-                self._group_of[one.sharded_param] = at
-                gathered = getattr(one, "_unsharded_param", None)
-                leaves = [one.sharded_param, *([] if gathered is None else [gathered])]
-                self._leaves[one.sharded_param] = leaves
-                self._owners |= dict.fromkeys(leaves, one.sharded_param)
+                self._group_of[parameter] = number
+                gathered = getattr(state, "_unsharded_param", None)
+                self._leaves[parameter] = [parameter, *([] if gathered is None else [gathered])]
+                self._owners |= dict.fromkeys(self._leaves[parameter], parameter)
 
     def refuse_unclipped(self) -> None:
-        """Refuse gradients that autograd left in gathered parameters.
-
-        Raises:
-            RuntimeError: There is one.
-        """
+        """Refuse gradients that autograd left in gathered parameters (``RuntimeError``)."""
         for group in self._groups():
-            for one in group.fsdp_params:
-                gathered = getattr(one, "_unsharded_param", None)
-                left = (one.unsharded_accumulated_grad, getattr(gathered, "grad", None))
+            for state in group.fsdp_params:
+                gathered = getattr(state, "_unsharded_param", None)
+                left = (state.unsharded_accumulated_grad, getattr(gathered, "grad", None))
                 if any(gradient is not None for gradient in left):
                     raise RuntimeError(
                         "FSDP holds a gradient that is not clipped; call zero_grad(), and "
@@ -195,7 +192,7 @@ class Shards(Ranks):
         self._failed_halfway |= TrainingState.PRE_BACKWARD in states
 
     def any(self, *holds: bool) -> list[bool]:
-        """Tell whether something holds on any rank, of several things each."""
+        """Tell of each of several things whether it holds on any rank."""
         answers = torch.tensor(holds, dtype=torch.float32, device=self.device)
         for group in self.groups:
             distributed.all_reduce(answers, distributed.ReduceOp.MAX, group=group)
@@ -214,9 +211,9 @@ class Shards(Ranks):
         if len(self.groups) == 1:
             yield from super().release_sums(sums, add_noise)
             return
-        for at in dict.fromkeys(map(self.group_of, sums)):
-            together = [one for one in sums if self.group_of(one) == at]
-            own = [own_part(sums.pop(one)) for one in together]
+        for number in dict.fromkeys(map(self.group_of, sums)):
+            together = [p for p in sums if self.group_of(p) == number]
+            own = [own_part(sums.pop(p)) for p in together]
             released = self.release_among(self.groups[1], own, add_noise)
             for parameter, part in zip(together, released, strict=True):
                 yield parameter, _as_shard(parameter, part)
@@ -242,7 +239,7 @@ def _lay_out(parameters: Sequence[nn.Parameter], N: int) -> list[_Part]:
     parts: list[_Part] = []
     for parameter in parameters:
         assert isinstance(parameter, DTensor)
-        axis = next(one.dim for one in parameter.placements if isinstance(one, Shard))
+        axis = next(shard.dim for shard in parameter.placements if isinstance(shard, Shard))
         shape = list(parameter.shape)
         shape[axis] = -(-shape[axis] // N)
         start = parts[-1].end if parts else 0

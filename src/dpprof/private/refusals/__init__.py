@@ -1,1 +1,1 @@
-"""What cannot be bounded, and is refused by name."""
+"""Refuses by name what cannot be bounded."""

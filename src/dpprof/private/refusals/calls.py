@@ -25,7 +25,7 @@ class LayerCall:
 
     Args:
         layer: It is about to run.
-        forward: Of the model, which the call belongs to; None for layers inside.
+        forward: The forward of the model to which the call belongs; None for layers inside.
     """
 
     __slots__ = ("_inside", "_layer", "_settings", "_versions", "forward")
@@ -65,7 +65,7 @@ class LayerCall:
         for parameter, version, storage in self._versions:
             if parameter._version != version or _storage_of(parameter) != storage:  # noqa: SLF001
                 own = self._layer._parameters.items()  # noqa: SLF001
-                name = next((name for name, one in own if one is parameter), "a parameter")
+                name = next((name for name, other in own if other is parameter), "a parameter")
                 self._refuse(name_of, f"{name} was changed in place")
         for call in self._inside:
             call.verify(name_of)

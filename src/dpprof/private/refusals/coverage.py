@@ -29,16 +29,17 @@ def trained_in(layer: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in own if p is not None and p.requires_grad}
 
 
-def refuse_wrapper(module: nn.Module) -> None:
-    """Refuse modules that distribute or copy a model.
+def class_names(module: nn.Module) -> list[str]:
+    """List the full names of a module's class and of its bases."""
+    return [f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__]
 
-    Raises:
-        UnsupportedError: No clipping works with it yet.
-    """
-    for base in type(module).__mro__:
-        why = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
-        if why is not None:
-            raise UnsupportedError(f"{base.__name__} does not work with clipping yet: {why}")
+
+def refuse_wrapper(module: nn.Module) -> None:
+    """Refuse modules that distribute or copy a model (``UnsupportedError``)."""
+    for name in class_names(module):
+        if name in _WRAPPERS:
+            kind = name.rpartition(".")[2]
+            raise UnsupportedError(f"{kind} does not work with clipping yet: {_WRAPPERS[name]}")
 
 
 class Coverage:
@@ -55,7 +56,7 @@ class Coverage:
         self._layers, self._ranks = layers, ranks
         self._parameters = {p for own in layers.values() for p in own.values()}
         self.names: dict[nn.Parameter, str] = {}
-        """Of every trained parameter that the model has had."""
+        """The name of every trained parameter that the model has had."""
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._parameters
@@ -80,14 +81,14 @@ class Coverage:
             if not trained:
                 continue
             refuse_wrapper(layer)
-            known = self._layers.get(layer)
+            before = self._layers.get(layer)
             for name, present in trained.items():
                 parameter = self._ranks.own(present)
                 full = f"{path}.{name}" if path else name
                 if present.dtype not in NUMBERS:  # .data may have become another tensor's
                     refuse_parameter(full, present)
                 self.names.setdefault(parameter, full)
-                if known is None or (known.get(name) is not parameter):
+                if before is None or before.get(name) is not parameter:
                     what = "moved or tied" if parameter in self else "thawed, added or replaced"
                     raise RuntimeError(
                         f"{full} is trained and not clipped: it was {what} after this clipping was "

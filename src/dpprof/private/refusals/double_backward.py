@@ -2,8 +2,7 @@
 
 ``torch.autograd.grad(..., create_graph=True)`` runs the backward of layers inside of the loss. What
 they contribute then belongs to nobody: the loss uses gradients of inputs. ``backward`` of a
-clipping differentiates that computation again, and the rules that it consists of contribute as
-those of any forward.
+clipping differentiates that computation again, and its rules contribute as in any forward.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,7 +32,7 @@ def computes_gradients(
     """Tell whether the backward under way computes gradients of parameters that contribute.
 
     Args:
-        contributions: Of the node that runs.
+        contributions: The contributions of the node that runs.
         name_of: Names a parameter.
 
     Raises:
@@ -59,16 +58,7 @@ def computes_gradients(
 
 
 def refuse_gradient(name: str, kind: str, problem: str) -> None:
-    """Refuse a loss that contains a gradient which went through a layer.
-
-    Args:
-        name: The layer's.
-        kind: Its class.
-        problem: Why this is refused.
-
-    Raises:
-        UnsupportedError: Always.
-    """
+    """Refuse a loss with a gradient that went through a layer, of a name, a class and a problem."""
     raise UnsupportedError(
         "the loss contains a gradient of the model (create_graph=True), which goes through "
         f"{name}, a {kind}: {problem}; {_INSTEAD}, or freeze the layer before it is clipped"
@@ -76,11 +66,7 @@ def refuse_gradient(name: str, kind: str, problem: str) -> None:
 
 
 def refuse_transforms(layer: nn.Module) -> None:
-    """Refuse a clipped layer that runs inside of a transform of ``torch.func``.
-
-    Raises:
-        UnsupportedError: It does.
-    """
+    """Refuse a clipped layer inside of a transform of ``torch.func`` (``UnsupportedError``)."""
     interpreter = torch._C._functorch.peek_interpreter_stack()  # noqa: SLF001 (no public name)
     if interpreter is not None:
         transform = f"torch.func.{interpreter.key().name.lower()}"

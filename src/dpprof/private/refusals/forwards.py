@@ -6,18 +6,18 @@ its backward they stay as they are. A parameter that forward writes, as ActNorm 
 batch's mean, is released without noise.
 
 A forward begins where the model is called, or, where a program calls its layers alone, at the first
-layer that runs with gradients. What is proved, for each forward that a
-``backward`` differentiates, and for each call of the model, also without gradients:
+layer that runs with gradients. It proves, for each forward that a ``backward`` differentiates, and
+for each call of the model, also without gradients:
 
-* Nothing replaced them or wrote them in place: their versions and addresses say so.
-* A write through ``.data``, which leaves versions as they are, is seen in each of the ``FIRST``
-  first steps, and in each later one with the probability ``SHARE``, if it changes an element that
-  is read: all of a parameter with up to ``MOST`` elements; of a larger one every k-th, k odd, from
-  a random one on, ``MOST / 3`` at least. So a write of k elements in a row is seen. Of calls that
-  no ``backward`` differentiates only those before the ``FIRST`` first steps end are read. Not read
-  are parameters of shards, and of classes of their own.
+* Nothing replaced parameters or wrote them in place: their versions and addresses say so.
+* Nothing wrote an element that is read through ``.data``, which leaves versions as they are. Each
+  of the ``FIRST`` first steps reads, and each later one with the probability ``SHARE``: all of a
+  parameter with up to ``MOST`` elements; of a larger one every k-th, k odd, from a random one on,
+  ``MOST / 3`` at least. So a write of k elements in a row is seen. Calls that no ``backward``
+  differentiates read only until the ``FIRST`` first steps end. Parameters of shards, and of classes
+  of their own, are not read.
 
-Frozen parameters are watched likewise; ``released_state`` says what else is asked of them.
+Frozen parameters are watched in the same way; ``released_state`` says what else is asked of them.
 """
 
 import random
@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dpprof.private.refusals.tensor_kinds import find_unusual
 
 FIRST = 3
-"""How many steps read parameters at first, always."""
+"""How many steps at the beginning always read parameters."""
 
 SHARE = 1 / 16
-"""How many of the later steps do, on average."""
+"""The share of later steps that read them, on average."""
 
 MOST = 1024
 """The most elements of a parameter that are read."""
@@ -44,11 +44,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Forward:
-    """Parameters as a forward found them.
+    """Parameters as they were when a forward began.
 
     Args:
-        marks: The versions of parameters, and then addresses.
-        sums: Of the bits that were read, by the name of what has them; empty if none were.
+        marks: The versions of all parameters, and then the addresses of those that can be read.
+        sums: The sums of the bits that were read, by the name of what has them.
         is_early: Whether each parameter was read by itself.
     """
 
@@ -68,16 +68,22 @@ class Forwards:
 
     def __init__(self, names: Mapping[nn.Parameter, str], may_read: Callable[[], bool]) -> None:
         self._names, self._may_read = names, may_read
-        self._at = {one: at for at, one in enumerate(names)}
+        self._numbers = {parameter: number for number, parameter in enumerate(names)}
         self._draws = random.SystemRandom()
-        self._read = {one: self._draws.randrange(2**31) for one in names if _is_plain(one)}
+        self._read = {
+            parameter: self._draws.randrange(2**31)
+            for parameter in names
+            if type(parameter) is nn.Parameter and find_unusual(parameter) is None
+        }
+        """The place from which each parameter that can be read is read."""
+
         self._steps = 0
         self._last: Forward | None = None
         self._differentiated: set[Forward] = set()
         self._problem: str | None = None
 
     def begin(self) -> Forward:
-        """Note how parameters are as a forward begins."""
+        """Note the state of parameters as a forward begins."""
         is_early = self._steps < FIRST
         is_read = self._can_read() and (is_early or self._draws.random() < SHARE)
         sums = self._read_bits(each=is_early) if is_read else {}
@@ -85,7 +91,7 @@ class Forwards:
         return self._last
 
     def watcher(self) -> Callable[..., Any]:
-        """Return what calls the model, and refuses what it returns if it wrote a parameter.
+        """Return a function that calls the model, and then refuses writes of parameters.
 
         ``torch.compile`` leaves it alone, and compiles the model that it calls.
         """
@@ -107,17 +113,16 @@ class Forwards:
         """Return the forward that a layer's call belongs to."""
         last = self._last
         if last is not None:
-            own = (one for one in layer._parameters.values() if one is not None)  # noqa: SLF001
-            known = ((one, self._at[one]) for one in own if one in self._at)
-            if all(last.marks[at] == one._version for one, at in known):  # noqa: SLF001
+            own = [p for p in layer._parameters.values() if p in self._numbers]  # noqa: SLF001
+            if all(last.marks[self._numbers[p]] == p._version for p in own):  # noqa: SLF001
                 return last
         return self.begin()
 
     def differentiate(self, forward: Forward | None = None) -> None:
         """Note that a backward came to a forward, or to the last one."""
-        one = forward or self._last
-        if one is not None:
-            self._differentiated.add(one)
+        forward = forward or self._last
+        if forward is not None:
+            self._differentiated.add(forward)
 
     def verify(self) -> None:
         """Refuse a step whose forwards wrote a parameter; this may wait for the device.
@@ -137,15 +142,16 @@ class Forwards:
         self._differentiated.clear()
 
     def refuse_change(self, forward: Forward, *, reads: bool = True) -> None:
-        """Refuse that parameters changed since a forward began.
+        """Refuse a change of parameters since a forward began.
 
         Raises:
-            RuntimeError: One did. From then on each ``verify`` raises this too.
+            RuntimeError: One changed. From then on each ``verify`` raises this too.
         """
         marks = self._read_marks()
         if marks != forward.marks:
-            at = next(at for at, mark in enumerate(marks) if mark != forward.marks[at])
-            self._refuse(self._names[[*self._names, *self._read][at]])
+            pairs = zip([*self._names, *self._read], marks, forward.marks, strict=True)
+            changed = next(parameter for parameter, mark, before in pairs if mark != before)
+            self._refuse(self._names[changed])
         if reads and forward.sums and self._can_read():
             for name, present in self._read_bits(each=forward.is_early).items():
                 if forward.sums.get(name) != present:
@@ -169,8 +175,8 @@ class Forwards:
         return self._may_read() and not is_captured
 
     def _read_marks(self) -> list[int]:
-        versions = [one._version for one in self._names]  # noqa: SLF001
-        return versions + [one.data_ptr() for one in self._read]
+        versions = [parameter._version for parameter in self._names]  # noqa: SLF001
+        return versions + [parameter.data_ptr() for parameter in self._read]
 
     def _read_bits(self, *, each: bool) -> dict[str, list[int]]:
         # Instruments count what a step computes, which is the same in each one.
@@ -186,9 +192,9 @@ class Forwards:
             each: Whether each parameter has sums of its own, and not all of a dtype together.
         """
         groups: dict[str, list[Tensor]] = defaultdict(list)
-        for one, start in self._read.items():
-            together = f"a parameter of {one.dtype} on {one.device}"
-            groups[self._names[one] if each else together].append(_sample(one, start))
+        for parameter, start in self._read.items():
+            together = f"a parameter of {parameter.dtype} on {parameter.device}"
+            groups[self._names[parameter] if each else together].append(_sample(parameter, start))
         sums: dict[str, list[int]] = {}
         for name, parts in groups.items():
             flat = torch.cat(parts).resolve_conj().resolve_neg()
@@ -196,10 +202,6 @@ class Forwards:
             places = torch.arange(1, len(bits) + 1, device=bits.device)
             sums[name] = torch.stack([bits.sum(), (bits * places).sum()]).tolist()
         return sums
-
-
-def _is_plain(parameter: nn.Parameter) -> bool:
-    return type(parameter) is nn.Parameter and find_unusual(parameter) is None
 
 
 def _sample(parameter: Tensor, start: int) -> Tensor:

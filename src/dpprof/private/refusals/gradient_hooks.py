@@ -1,11 +1,11 @@
-"""Refuses what else would handle the gradients of trained parameters in backward.
+"""Refuses hooks and optimizers that would handle the gradients of trained parameters in backward.
 
-Autograd computes no gradient of most clipped parameters, so a hook on one does not run; and where
-it computes one, of a parameter that a module without a rule holds, that is the sum over samples
-without clipping and noise. An optimizer that steps in backward would apply it. Hooks on modules and
-on activations stay.
+Autograd computes no gradient of most clipped parameters, so a hook on one does not run. Where it
+computes one, of a parameter that a module without a rule holds, that is the sum over samples
+without clipping and noise, and an optimizer that steps in backward would apply it. Hooks on modules
+and on activations stay.
 
-Not seen are hooks on the nodes of autograd that accumulate gradients: PyTorch does not list them.
+Hooks on the nodes of autograd that accumulate gradients are not seen: PyTorch does not list them.
 """
 
 from collections.abc import Iterable
@@ -34,25 +34,19 @@ class Looking(partial[None]):
 def refuse_hooks(name: str, parameter: nn.Parameter, own: Iterable[Any] = ()) -> None:
     """Refuse hooks and optimizers that get a trained parameter's gradient in backward.
 
-    Args:
-        name: The parameter's.
-        parameter: Trained.
-        own: Handles of the clipping's own hooks.
-
-    Raises:
-        UnsupportedError: There is one.
+    The clipping's ``own`` hooks may stay; ``UnsupportedError`` names the first other one.
     """
-    known = {handle.id for handle in own}
-    found = [
+    own_ids = {handle.id for handle in own}
+    others = [
         what
         for kind, what in _KINDS.items()
         for key, hook in (getattr(parameter, kind) or {}).items()
-        if key not in known and not isinstance(hook, Looking)
+        if key not in own_ids and not isinstance(hook, Looking)
     ]
     if getattr(parameter, _STEPS, None):
-        found = ["an optimizer that steps in backward (_apply_optimizer_in_backward)"]
-    if found:
+        others = ["an optimizer that steps in backward (_apply_optimizer_in_backward)"]
+    if others:
         raise UnsupportedError(
-            f"{name} is trained and has {found[0]}, which clipping does not run; remove it and "
+            f"{name} is trained and has {others[0]}, which clipping does not run; remove it and "
             "step with a NoisyOptimizer, or freeze the parameter"
         )

@@ -7,10 +7,10 @@ holds stays as it was when the clipping was made: parameters that are not traine
 persistent or not, attributes, also of classes, and what lists, tuples, dictionaries, sets and
 deques among these hold, also of modules that are held so. ``forwards`` verifies trained parameters.
 
-What is proved: such a tensor is the same object in the same version, and a buffer or an attribute
-has the same bytes, for ``.data`` leaves versions as they are. Not seen are numbers, arrays of NumPy
-and objects of other classes, what is outside of modules, and, of frozen parameters, writes through
-``.data`` between steps, as adapters are merged.
+It proves that such a tensor is the same object in the same version, and that a buffer or an
+attribute has the same bytes, for ``.data`` leaves versions as they are. It does not see numbers,
+arrays of NumPy and objects of other classes, what is outside of modules, and writes of frozen
+parameters through ``.data`` between steps, as when adapters are merged.
 """
 
 import operator
@@ -60,7 +60,7 @@ class ReleasedState:
 
     Raises:
         ValueError: ``public`` names something that the model does not have.
-        UnsupportedError: A module puts something else than tensors into ``state_dict()``, or holds
+        UnsupportedError: A module puts other things than tensors into ``state_dict()``, or holds
             tensors whose numbers cannot be compared, or that are trained and are no parameters.
     """
 
@@ -96,13 +96,13 @@ class ReleasedState:
                 )
         self._held = self._look()
         self._versions = self._read_versions()
-        for place, one in self._held:
-            self._refuse_kind(place, one)
+        for place, tensor in self._held:
+            self._refuse_kind(place, tensor)
         compared = [each for each in self._held if not isinstance(each[1], nn.Parameter)]
         self._values = [(group, _copy(group)) for group in _group(compared)]
 
     def verify(self) -> None:
-        """Refuse a step after a change; this may wait for the device.
+        """Refuse a step if what must stay has changed; this may wait for the device.
 
         Raises:
             RuntimeError: Something that is not public changed, came or went.
@@ -112,16 +112,15 @@ class ReleasedState:
         if len(present) != len(self._contents):
             self._compare(self._look())
         elif not all(map(operator.is_, present, self._contents)):
-            if all(one is other or {type(one), type(other)} <= _PLAIN for one, other in pairs):
+            if all(now is old or {type(now), type(old)} <= _PLAIN for now, old in pairs):
                 self._contents = present  # such as counts of calls
             else:
                 self._compare(self._look())
         versions = self._read_versions()
         if versions != self._versions:
             marks = zip(self._held, self._versions, versions, strict=True)
-            self._refuse(
-                next(p for (p, _), one, other in marks if one != other), "was changed in place"
-            )
+            changed = next(place for (place, _), old, now in marks if now != old)
+            self._refuse(changed, "was changed in place")
         # Instruments count what a step computes, and not how it is verified.
         with _disable_current_modes():
             self._compare_values()
@@ -130,11 +129,11 @@ class ReleasedState:
         for group, value in self._values:
             if isinstance(value, FakeTensor) or is_same(_join(group), value):
                 continue
-            parts = torch.split(value, [one.numel() for _, one in group])
+            parts = torch.split(value, [tensor.numel() for _, tensor in group])
             place = next(
                 place
-                for (place, one), part in zip(group, parts, strict=True)
-                if not is_same(one.reshape(-1), part)
+                for (place, tensor), part in zip(group, parts, strict=True)
+                if not is_same(tensor.reshape(-1), part)
             )
             self._refuse(place, "was changed through .data")
 
@@ -147,15 +146,15 @@ class ReleasedState:
             if len(tensors) != len(now[place]) or any(map(operator.is_not, tensors, now[place])):
                 self._refuse(place, "was replaced")
 
-    def _refuse_kind(self, place: _Place, one: Tensor) -> None:
+    def _refuse_kind(self, place: _Place, tensor: Tensor) -> None:
         """Refuse a buffer or an attribute that cannot be compared, or that somebody trains."""
-        what = None if isinstance(one, nn.Parameter) else find_no_bytes(one)
+        what = None if isinstance(tensor, nn.Parameter) else find_no_bytes(tensor)
         if what is not None:
             raise UnsupportedError(
                 f"{self._name(place)} must not change, and is {what}, or name it in public_buffers "
                 "if it holds nothing of the samples"
             )
-        if one.requires_grad and one.is_leaf:
+        if tensor.requires_grad and tensor.is_leaf:
             raise UnsupportedError(
                 f"{self._name(place)} requires a gradient and is no parameter of the model, so it "
                 "would be trained without noise; register it, or call requires_grad_(False)"
@@ -179,11 +178,11 @@ class ReleasedState:
 
     def _name(self, place: _Place) -> str:
         module, name = place
-        paths = {one: path for path, one in self._walk()}
+        paths = {inner: path for path, inner in self._walk()}
         return _write(paths.get(module, type(module).__name__), name)
 
     def _read_versions(self) -> list[int]:
-        return [-1 if one.is_inference() else one._version for _, one in self._held]  # noqa: SLF001
+        return [-1 if tensor.is_inference() else tensor._version for _, tensor in self._held]  # noqa: SLF001
 
     def _walk(self) -> Iterator[tuple[str, nn.Module]]:
         """List all modules with their paths, and those that attributes hold beside them."""
@@ -191,37 +190,37 @@ class ReleasedState:
         waiting = [("", self._model)]
         while waiting:
             path, module = waiting.pop()
-            for inside, one in module.named_modules(seen, path):
-                yield inside, one
-                for name, value in vars(one).items():
+            for inside, inner in module.named_modules(seen, path):
+                yield inside, inner
+                for name, value in vars(inner).items():
                     if name not in _OF_MODULES:
                         others = (other for other in _open(value) if isinstance(other, nn.Module))
                         waiting += [(_write(inside, name), other) for other in others]
 
     def _look(self) -> list[_Held]:
         """List the tensors that must stay; note all that is held, to see changes cheaply."""
-        found: list[_Held] = []
+        held: list[_Held] = []
         self._sources = []
         classes: dict[type, nn.Module] = {}
         parameters = set(map(id, self._model.parameters()))
         for _, module in self._walk():
-            for one in type(module).__mro__:
-                classes.setdefault(one, module)
+            for kind in type(module).__mro__:
+                classes.setdefault(kind, module)
             for name, present in module._parameters.items():  # noqa: SLF001
                 if present is None or (present.requires_grad and id(present) in parameters):
                     continue
                 parameter = self._own(present)
                 if not self._is_clipped(parameter):
-                    found.append(((module, name), parameter))
+                    held.append(((module, name), parameter))
             for of_module in (module._parameters, module._modules):  # noqa: SLF001
                 self._sources.append(of_module.values())
-            for held in (module._buffers, vars(module)):  # noqa: SLF001
-                found += self._look_into(module, held, parameters)
+            for values in (module._buffers, vars(module)):  # noqa: SLF001
+                held += self._look_into(module, values, parameters)
         for kind, module in classes.items():
             if kind not in _BASES:
-                found += self._look_into(module, vars(kind), parameters)
+                held += self._look_into(module, vars(kind), parameters)
         self._contents = [*chain.from_iterable(self._sources)]
-        return [(place, one) for place, one in found if place not in self._public]
+        return [(place, tensor) for place, tensor in held if place not in self._public]
 
     def _look_into(
         self, module: nn.Module, held: Mapping[str, Any], parameters: Collection[int]
@@ -230,11 +229,11 @@ class ReleasedState:
         without = _OF_MODULES | (_OF_RECURRENT if isinstance(module, nn.RNNBase) else set())
         self._sources.append(held.values())
         for name, value in held.items():
-            for one in _open(value) if name not in without else ():
-                if isinstance(one, Tensor) and id(one) not in parameters:
-                    yield (module, name), one
-                elif isinstance(one, _CONTAINERS):
-                    self._sources.append(one.values() if isinstance(one, dict) else one)
+            for item in _open(value) if name not in without else ():
+                if isinstance(item, Tensor) and id(item) not in parameters:
+                    yield (module, name), item
+                elif isinstance(item, _CONTAINERS):
+                    self._sources.append(item.values() if isinstance(item, dict) else item)
 
 
 def _open(value: Any) -> Iterator[Any]:
@@ -242,28 +241,28 @@ def _open(value: Any) -> Iterator[Any]:
     seen: set[int] = set()
     waiting = [value]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, _CONTAINERS):
-            if id(one) in seen:
+        item = waiting.pop()
+        if isinstance(item, _CONTAINERS):
+            if id(item) in seen:
                 continue
-            seen.add(id(one))
-            waiting += one.values() if isinstance(one, dict) else one
-        yield one
+            seen.add(id(item))
+            waiting += item.values() if isinstance(item, dict) else item
+        yield item
 
 
 def _by_place(held: Iterable[_Held]) -> dict[_Place, list[Tensor]]:
-    found: dict[_Place, list[Tensor]] = defaultdict(list)
-    for place, one in held:
-        found[place].append(one)
-    return found
+    tensors: dict[_Place, list[Tensor]] = defaultdict(list)
+    for place, tensor in held:
+        tensors[place].append(tensor)
+    return tensors
 
 
 def _group(held: Iterable[_Held]) -> list[list[_Held]]:
     """Group tensors that are compared at once: large ones by themselves."""
     groups: dict[Any, list[_Held]] = defaultdict(list)
-    for place, one in held:
-        key = (one.device, one.dtype) if one.numel() < _SMALL else id(one)
-        groups[key].append((place, one))
+    for place, tensor in held:
+        key = (tensor.device, tensor.dtype) if tensor.numel() < _SMALL else id(tensor)
+        groups[key].append((place, tensor))
     return list(groups.values())
 
 
@@ -271,7 +270,7 @@ def _group(held: Iterable[_Held]) -> list[list[_Held]]:
 @torch.no_grad()
 def _join(group: Sequence[_Held]) -> Tensor:
     """Return the numbers of a group as a vector; those of one tensor as they lie."""
-    flat = [one.reshape(-1) for _, one in group]
+    flat = [tensor.reshape(-1) for _, tensor in group]
     return torch.cat(flat) if len(flat) > 1 else flat[0]
 
 
@@ -289,6 +288,5 @@ def is_same(tensor: Tensor, other: Tensor) -> bool:
     """Tell whether tensors have the same bytes, if they have any. This waits for the device."""
     if isinstance(tensor, FakeTensor) or find_no_bytes(tensor) is not None:
         return True
-    plain = (each.detach().resolve_conj().resolve_neg().contiguous() for each in (tensor, other))
-    one, two = (each.view(-1).view(torch.uint8) for each in plain)
-    return torch.equal(one, two)
+    plain = (x.detach().resolve_conj().resolve_neg().contiguous() for x in (tensor, other))
+    return torch.equal(*(x.view(-1).view(torch.uint8) for x in plain))

@@ -1,8 +1,8 @@
 """Refuses tensors that the code of clipping and noise is not exact for.
 
-It takes tensors to be dense numbers in memory of their own, real or complex, and operators to do
-with them what PyTorch's do. Others are refused by name: trained parameters when a clipping is made
-and in each backward, inputs where a layer runs, and losses.
+That code takes tensors to be dense numbers in memory of their own, real or complex, and operators
+to do with them what PyTorch's do. It refuses others by name: trained parameters when a clipping is
+made and in each backward, inputs where a layer runs, and losses.
 """
 
 from collections.abc import Iterable
@@ -44,14 +44,10 @@ def refuse_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def refuse_inputs(layer: nn.Module, inputs: Iterable[Any], *, may_be_sparse: bool = False) -> None:
-    """Refuse to run a layer on tensors that its rule does not know.
-
-    Raises:
-        UnsupportedError: One is unusual.
-    """
-    for one in inputs:
-        what = find_unusual(one) if isinstance(one, Tensor) else None
-        if what is not None and not (may_be_sparse and is_sparse(one)):
+    """Refuse to run a layer on tensors that its rule does not know (``UnsupportedError``)."""
+    for x in inputs:
+        what = find_unusual(x) if isinstance(x, Tensor) else None
+        if what is not None and not (may_be_sparse and is_sparse(x)):
             name = type(layer).__name__
             raise UnsupportedError(f"{name} got an input that is {what}, or freeze its parameters")
 

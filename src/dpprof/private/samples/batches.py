@@ -21,21 +21,25 @@ Split = Callable[[Any], Any]
 
 _MOVED = (Tensor, PackedSequence)
 
+_LEAVES = (str, bytes, int, float, complex, type, Tensor, nn.Module)
+"""Classes of values that are no structures."""
 
-def take(batch: Any, samples: int, at: Sequence[int], whole: Any = None) -> Any:
+
+def take(batch: Any, samples: int, places: Sequence[int], whole: Any = None) -> Any:
     """Return the batch of some of its samples, in this order; a sample may come again.
 
     Args:
-        batch: Of any structure.
+        batch: A batch of any structure.
         samples: How many it has.
-        at: Which to take.
+        places: Which to take.
         whole: A leaf that stays as it is.
 
     Raises:
         ValueError: A list could be one of samples or one of tensors; the message names its path.
     """
-    keep = lambda leaf: leaf if leaf is whole else _take_of_leaf(leaf, at)  # noqa: E731
-    return apply(batch, samples, keep)
+    return apply(
+        batch, samples, lambda leaf: leaf if leaf is whole else _take_of_leaf(leaf, places)
+    )
 
 
 def apply(batch: Any, samples: int, function: Split, path: str = "batch") -> Any:
@@ -44,14 +48,14 @@ def apply(batch: Any, samples: int, function: Split, path: str = "batch") -> Any
     Such a leaf is a tensor, an array, a ``PackedSequence``, or a list or tuple of samples.
 
     Raises:
-        ValueError: As of ``take``.
+        ValueError: A list could be one of samples or one of tensors; the message names its path.
     """
-    return _change(batch, lambda one, at: _is_split(one, samples, at), function, path)
+    return _change(batch, lambda part, path: _is_split(part, samples, path), function, path)
 
 
 def move(batch: Any, device: torch.device) -> Any:
     """Return the batch with all its tensors on a device."""
-    return _change(batch, lambda one, _: isinstance(one, _MOVED), lambda one: one.to(device))
+    return _change(batch, lambda leaf, _: isinstance(leaf, _MOVED), lambda leaf: leaf.to(device))
 
 
 def _change(
@@ -61,10 +65,10 @@ def _change(
         return function(batch)
     parts = _parts_of(batch)
     others = {
-        key: _change(one, is_leaf, function, f"{path}{_write(batch, key)}")
-        for key, one in parts.items()
+        key: _change(part, is_leaf, function, f"{path}{_write(batch, key)}")
+        for key, part in parts.items()
     }
-    if all(others[key] is one for key, one in parts.items()):
+    if all(others[key] is part for key, part in parts.items()):
         return batch
     return _rebuild(batch, others)
 
@@ -74,28 +78,28 @@ def find_split(batch: Any, samples: int, path: str = "batch") -> Iterator[tuple[
     if _is_split(batch, samples, path):
         yield path, batch
         return
-    for key, one in _parts_of(batch).items():
-        yield from find_split(one, samples, f"{path}{_write(batch, key)}")
+    for key, part in _parts_of(batch).items():
+        yield from find_split(part, samples, f"{path}{_write(batch, key)}")
 
 
 def find_whole(batch: Any, samples: int, path: str = "batch") -> Iterator[str]:
-    """Name the tensors that belong to all samples; not those of a single number."""
+    """Name the tensors that belong to all samples, but for single numbers."""
     if _is_split(batch, samples, path):
         return
     if isinstance(batch, Tensor) and batch.dim():
         yield path
-    for key, one in _parts_of(batch).items():
-        yield from find_whole(one, samples, f"{path}{_write(batch, key)}")
+    for key, part in _parts_of(batch).items():
+        yield from find_whole(part, samples, f"{path}{_write(batch, key)}")
 
 
 def find_sizes(batch: Any) -> Iterator[int]:
-    """List how many entries each leaf has that may have one for each sample."""
+    """List the number of entries of each leaf that may have one for each sample."""
     if isinstance(batch, PackedSequence):
         yield int(batch.batch_sizes[0])
     elif _is_array(batch):
         yield len(batch)
     else:
-        sizes = [size for one in _parts_of(batch).values() for size in find_sizes(one)]
+        sizes = [size for part in _parts_of(batch).values() for size in find_sizes(part)]
         if _is_list(batch) and (len(set(sizes)) != 1 or _has_records(batch)):
             yield len(batch)
         yield from sizes
@@ -106,8 +110,8 @@ def give(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a batch as the arguments with which a loop would call a function.
 
-    Mappings are given by name, lists and tuples by position, where the function takes them so; all
-    else as one argument.
+    A mapping becomes arguments by name, a list or tuple arguments by position, where the function
+    takes them so; anything else is one argument.
 
     Args:
         function: Computes the losses.
@@ -115,22 +119,23 @@ def give(
         before: Arguments that come first.
     """
     if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
-        given: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(batch))
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(batch))
     elif isinstance(batch, list | tuple) and not isinstance(batch, PackedSequence):
-        given = (tuple(batch), {})
+        arguments = (tuple(batch), {})
     else:
         return (batch,), {}
-    return given if may_call(function, *before, *given[0], **given[1]) else ((batch,), {})
+    inputs, named = arguments
+    return arguments if may_call(function, *before, *inputs, **named) else ((batch,), {})
 
 
-def may_call(function: Callable[..., Any], *given: Any, **named: Any) -> bool:
+def may_call(function: Callable[..., Any], *inputs: Any, **named: Any) -> bool:
     """Tell whether a function takes these arguments, as far as its signature says."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # as of functions in C
+    except (TypeError, ValueError):  # functions in C have none
         return True
     try:
-        signature.bind(*given, **named)
+        signature.bind(*inputs, **named)
     except TypeError:
         return False
     return True
@@ -143,32 +148,24 @@ def _is_array(leaf: Any) -> bool:
     return hasattr(type(leaf), "__array__") and bool(getattr(leaf, "shape", ()))
 
 
-def _is_plain(one: Any) -> bool:
-    return one is None or isinstance(one, str | bytes | int | float | complex)
-
-
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and not hasattr(value, "_fields")
 
 
 def _has_records(value: Any) -> bool:
-    """Tell whether a list has mappings or objects, which are taken for samples."""
-    return any(_parts_of(one) and not isinstance(one, list | tuple) for one in value)
+    """Tell whether a list has mappings or objects, which count as samples."""
+    return any(_parts_of(entry) and not isinstance(entry, list | tuple) for entry in value)
 
 
 def _is_split(value: Any, samples: int, path: str) -> bool:
-    """Tell whether a leaf has an entry for each sample.
-
-    Raises:
-        ValueError: It may be read in two ways.
-    """
+    """Tell whether a leaf has an entry for each sample; ``ValueError`` if that is ambiguous."""
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0]) == samples
     if _is_array(value):
         return len(value) == samples
     if not _is_list(value) or len(value) != samples or path == "batch":
         return False
-    fits = [size == samples for one in value for size in find_sizes(one)]
+    fits = [size == samples for entry in value for size in find_sizes(entry)]
     if not any(fits) or (_has_records(value) and not all(fits)):
         return True
     raise ValueError(
@@ -183,7 +180,7 @@ def _parts_of(value: Any) -> dict[Any, Any]:
         return dict(value)
     if isinstance(value, list | tuple):
         return dict(enumerate(value))
-    if _is_plain(value) or isinstance(value, type | Tensor | nn.Module) or callable(value):
+    if value is None or isinstance(value, _LEAVES) or callable(value):
         return {}
     if type(value).__module__ in ("builtins", "numpy"):
         return {}
@@ -205,8 +202,8 @@ def _rebuild(value: Any, parts: dict[Any, Any]) -> Any:
         filled.update(parts)
         return filled
     other = copy.copy(value)
-    for name, one in parts.items():
-        object.__setattr__(other, name, one)  # also of what is frozen
+    for name, part in parts.items():
+        object.__setattr__(other, name, part)  # also of what is frozen
     return other
 
 
@@ -215,18 +212,18 @@ def _write(value: Any, key: Any) -> str:
     return f".{key}" if is_object else f"[{key!r}]"
 
 
-def _take_of_leaf(leaf: Any, at: Sequence[int]) -> Any:
+def _take_of_leaf(leaf: Any, places: Sequence[int]) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf[torch.tensor(at, dtype=torch.long, device=leaf.device)]
+        return leaf[torch.tensor(places, dtype=torch.long, device=leaf.device)]
     if isinstance(leaf, PackedSequence):
         padded, lengths = pad_packed_sequence(leaf, batch_first=True)
-        places = torch.tensor(at, dtype=torch.long)
+        rows = torch.tensor(places, dtype=torch.long)
         return pack_padded_sequence(
-            padded[places.to(padded.device)],
-            lengths[places],
+            padded[rows.to(padded.device)],
+            lengths[rows],
             batch_first=True,
             enforce_sorted=False,
         )
     if isinstance(leaf, list | tuple):
-        return type(leaf)([leaf[place] for place in at])
-    return leaf[list(at)]
+        return type(leaf)([leaf[place] for place in places])
+    return leaf[list(places)]

@@ -14,9 +14,11 @@ _MOST_GAIN = 1e4
 def _changed(model: nn.Module, change: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
     """Change the outputs of layers with parameters inside the context.
 
-    By a hook of all modules: a head that is computed with its loss refuses hooks of its own.
+    This takes a hook of all modules: a head that is computed with its loss refuses its own hooks.
     """
-    own = {one for one in model.modules() if any(True for _ in one.parameters(recurse=False))}
+    own = {
+        module for module in model.modules() if any(True for _ in module.parameters(recurse=False))
+    }
 
     def change_output(layer: nn.Module, _: Any, output: Any) -> Any:
         is_number = isinstance(output, Tensor) and output.is_floating_point()
@@ -44,7 +46,7 @@ def rounding_otherwise(model: nn.Module, seed: int) -> AbstractContextManager[No
 
 
 def amplified(model: nn.Module) -> AbstractContextManager[None]:
-    """Multiply the outputs of layers by what gives each a mean square of one in its first call.
+    """Multiply the outputs of each layer so that its first ones have a mean square of one.
 
     In a model that begins its training, attention is nearly even and positions hardly matter.
     """

@@ -2,25 +2,24 @@
 
 Some samples are collated together, each alone, in another order and in parts, and their losses must
 agree. Then no loss depends on the longest sample beside it, on padding, on how many others there
-are, or on what ``collate_fn`` mixes. It is a comparison of values: it finds also what reaches a
-loss without a gradient.
+are, or on what ``collate_fn`` mixes. It compares values, so it also finds what reaches a loss
+without a gradient.
 
-Where ``collate_fn`` or the loss draws numbers, a sample's numbers alone are others. Then as many
+Where ``collate_fn`` or the loss draws numbers, a sample alone gets other numbers. Then as many
 samples are collated from the same state of the generators, with others in the places of the last
-ones: the first ones' numbers stay, and so must their losses. Rows are cut from one collated batch
-for the rest, and each to its own length by the mask of the batch; a model that draws in training is
-evaluated for that.
+ones: the first ones' numbers stay, and so must their losses. For the other comparisons rows are cut
+from one collated batch, and each to its own length by the mask of the batch; a model that draws in
+training is put into evaluation for them.
 
-All is compared twice: as the model is, and with the outputs of its layers amplified to a size of
-one, so that a model that begins its training shows what positions and attention do.
+All is compared twice: with the model as it is, and with the outputs of its layers amplified to a
+size of one, so that a model that begins its training shows what positions and attention do.
 
 Losses agree if they differ by less than rounding explains. That is measured: the outputs of layers
-get random errors of two units in their last place, and the losses of ``_ROUNDING`` times the
-largest change that this makes are alike.
+get random errors of two units in their last place, and losses may differ by ``_ROUNDING`` times the
+largest change that this makes.
 
-What it proves: for these samples and these batches alone the losses keep to their samples. It does
-not see other samples, larger batches, what happens seldom, or effects below rounding, of which
-there is more in 16 bits.
+It proves that with these samples and these batches losses keep to their samples. It does not see
+other samples, larger batches, rare events, or effects below rounding, which is larger in 16 bits.
 
 Shape legend: B samples, T tokens.
 """
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from dpprof.private.engine.engine import Clipping
 
 COMPANY = "each sample's loss is the same beside others"
-"""What is checked."""
+"""The name of this check."""
 
 COMPARED = 4
 """Samples that are compared, the shortest and the longest of ``LOOKED_AT`` among them."""
@@ -57,7 +56,7 @@ _ROUNDS = 6
 
 _ROUNDING = 2.0
 _FLOOR = 16
-"""Units in the last place of a loss that always are rounding."""
+"""Units in the last place of a loss that always count as rounding."""
 
 _HIDDEN = 0.1
 """The share of a loss from which on rounding hides too much."""
@@ -98,10 +97,10 @@ def find_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
     """List the modules that drop, their attribute with the rate, and the rate."""
     kind = nn.modules.dropout._DropoutNd  # noqa: SLF001 (the common base)
     return [
-        (one, name, rate)
-        for one in model.modules()
+        (module, name, rate)
+        for module in model.modules()
         for kinds, name in ((kind, "p"), ((nn.MultiheadAttention, nn.RNNBase), "dropout"))
-        if isinstance(one, kinds) and (rate := getattr(one, name))
+        if isinstance(module, kinds) and (rate := getattr(module, name))
     ]
 
 
@@ -120,7 +119,7 @@ def choose(dataset: Any, most: int = COMPARED, *, at_random: bool = False) -> li
     """Load ``COMPARED`` samples of different lengths, the longest first.
 
     Args:
-        dataset: With a length, and samples by index.
+        dataset: It has a length, and samples by index.
         most: Load no more, but two.
         at_random: Choose them by the operating system's randomness; otherwise they are among the
             first ``LOOKED_AT``.
@@ -129,9 +128,9 @@ def choose(dataset: Any, most: int = COMPARED, *, at_random: bool = False) -> li
     places: Sequence[int] = range(min(LOOKED_AT, count))
     if at_random:
         places = random.SystemRandom().sample(range(count), min(4 * COMPARED, count))
-    items = sorted((dataset[at] for at in places), key=_size_of, reverse=True)
+    items = sorted((dataset[place] for place in places), key=_size_of, reverse=True)
     few = min(COMPARED, max(2, most), len(items))
-    return [items[at * (len(items) - 1) // max(1, few - 1)] for at in range(few)]
+    return [items[place * (len(items) - 1) // max(1, few - 1)] for place in range(few)]
 
 
 def _size_of(item: Any) -> int:
@@ -149,10 +148,10 @@ def _size_of(item: Any) -> int:
 
 @dataclass
 class Company:
-    """Some samples, and what computes their losses in any company.
+    """Some samples, and the functions that compute their losses in any company.
 
     Args:
-        model: Its buffers, attributes and modes are afterwards as before; its modules do not drop.
+        model: Afterwards its buffers, attributes and modes are as before; nothing drops meanwhile.
         losses_of: Computes from a batch one loss for each sample, (B,), without clipping.
         gather: Makes a batch of some of the samples, by their places; the first is the longest.
         count: How many there are.
@@ -168,10 +167,13 @@ class Company:
     """What could not be compared, and why."""
 
     def compare(self, states: States) -> list[str]:
-        """Compare all samples with each alone and in other batches; return what cannot be.
+        """Compare all samples together with each alone, and in other batches.
 
         Args:
-            states: Of all generators; ``random_state_kept`` restores those that it knows.
+            states: The states of all generators; ``random_state_kept`` restores those it knows.
+
+        Returns:
+            What could not be compared, and why.
 
         Raises:
             WrongTrainingError: A loss depends on other samples. No message has a sample's numbers.
@@ -195,7 +197,7 @@ class Company:
         if of_batch.drew or of_losses.drew:
             self._replace_others()
             if of_batch.drew:
-                gather = lambda at: batches.take(batch, self.count, at)  # noqa: E731
+                gather = partial(batches.take, batch, self.count)
             for module in self.model.modules() if of_losses.drew else ():
                 module.training = False
             with self._states.noting() as of_losses:
@@ -229,7 +231,7 @@ class Company:
         if is_cut and not self._has_one_length(batch):
             self._compare_lengths(gather, alone_B, allowed_B)
         orders = [range(self.count)[::-1], range(0, self.count, 2), range(1, self.count, 2)]
-        for order in (list(one) for one in orders if len(one) > 1):
+        for order in (list(places) for places in orders if len(places) > 1):
             found_B = self._compute(gather(order), len(order))
             if _differ(found_B, alone_B[order], allowed_B[order]):
                 raise WrongTrainingError(_MIXED)
@@ -262,10 +264,10 @@ class Company:
     def _find_no_rows(self, batch: Any) -> str | None:
         """Say why a batch cannot be cut by samples, where it cannot."""
         try:
-            found = next(batches.find_whole(batch, self.count), None)
+            path = next(batches.find_whole(batch, self.count), None)
         except ValueError as error:
             return str(error)
-        return found and f"{found} has no entry for each sample, and belongs to the whole batch"
+        return path and f"{path} has no entry for each sample, and belongs to the whole batch"
 
     def _find_rounding(self, run: Callable[[], Tensor], losses_B: Tensor) -> Tensor:
         """Return by how much losses may differ that ``run`` computes; (B,) float64."""
@@ -286,10 +288,10 @@ class Company:
         is_cut: bool,
     ) -> Tensor:
         """Compare each sample alone with all together; return the losses, (B,) float64."""
-        found = []
-        for at in range(self.count):
+        losses = []
+        for place in range(self.count):
             try:
-                found.append(self._compute(gather([at]), 1))
+                losses.append(self._compute(gather([place]), 1))
             except (torch.OutOfMemoryError, WrongTrainingError):
                 raise
             except Exception as error:
@@ -298,23 +300,23 @@ class Company:
                     "do not: collate_fn, the model or the loss needs other samples, as contrastive "
                     "losses, pairs of samples and batch statistics do"
                 ) from error
-        alone_B = torch.cat(found)
+        alone_B = torch.cat(losses)
         if _differ(losses_B, alone_B, allowed_B):
             same_B = _agree(losses_B, alone_B, allowed_B)
-            at = int((~same_B).long().argmax())
-            problem = _MIXED if is_cut else self._explain(at, batch, losses_B, allowed_B)
+            place = int((~same_B).long().argmax())
+            problem = _MIXED if is_cut else self._explain(place, batch, losses_B, allowed_B)
             raise WrongTrainingError(problem)
         return alone_B
 
-    def _explain(self, at: int, batch: Any, losses_B: Tensor, allowed_B: Tensor) -> str:
-        """Say what another loss alone comes from: the row that is collated, or the others."""
-        alone = self.gather([at])
+    def _explain(self, place: int, batch: Any, losses_B: Tensor, allowed_B: Tensor) -> str:
+        """Say why a sample's loss alone is another: by how it is collated, or by other samples."""
+        alone = self.gather([place])
         try:
-            cut = batches.take(batch, self.count, [at])
-            found = self._compute(cut, 1)
+            cut = batches.take(batch, self.count, [place])
+            losses = self._compute(cut, 1)
         except Exception:  # noqa: BLE001 (a batch may be of any structure)
             return f"{_MIXED}; or {_COLLATED}"
-        if not _agree(found, losses_B[[at]], allowed_B[[at]]).all():
+        if not _agree(losses, losses_B[[place]], allowed_B[[place]]).all():
             return _MIXED
         return _COLLATED if _shapes_of(cut, 1) == _shapes_of(alone, 1) else _LENGTH
 
@@ -329,16 +331,16 @@ class Company:
         self, gather: Callable[[Sequence[int]], Any], alone_B: Tensor, allowed_B: Tensor
     ) -> None:
         """Cut each row to its own length, where a mask tells it."""
-        for at in range(self.count):
-            trimmed = _trim(gather([at]))
+        for place in range(self.count):
+            trimmed = _trim(gather([place]))
             if trimmed is None:
                 continue
             try:
-                found = self._compute(trimmed, 1)
+                losses = self._compute(trimmed, 1)
             except Exception:  # noqa: BLE001 (a part may have its tokens on another axis)
                 self.unchecked.append("a sample that is cut to its own length does not run")
                 return
-            if _differ(found, alone_B[[at]], allowed_B[[at]]):
+            if _differ(losses, alone_B[[place]], allowed_B[[place]]):
                 raise WrongTrainingError(
                     f"{_LENGTH} (each sample was cut to its own length by the batch's mask; if "
                     "every batch is padded to one length, check with samples and collate)"
@@ -352,7 +354,7 @@ class Company:
             start = self._states.read()
             batch, first = self._run_from(start, every, kept)
             end = self._states.read()
-            other, found = self._run_from(start, order, kept)
+            other, beside_copies = self._run_from(start, order, kept)
             again = partial(self._run_from, start, every, kept)
             if self._cannot_repeat(first, again()[1]):
                 return
@@ -362,9 +364,16 @@ class Company:
             if not turn:
                 allowed = self._find_rounding(lambda again=again: again()[1], first)  # type: ignore[misc]
             self._states.write(end)  # the next turn draws other numbers
-            if not _agree(found, first, allowed).all():
-                is_alike = _rows_are_same(batch, other, self.count, kept)
-                raise WrongTrainingError(_MIXED if is_alike else _COLLATED)
+            if not _agree(beside_copies, first, allowed).all():
+                pairs = zip(
+                    _leaves_of(batch, self.count), _leaves_of(other, self.count), strict=True
+                )
+                is_same_data = all(
+                    is_same(leaf[:kept], other_leaf[:kept])
+                    for leaf, other_leaf in pairs
+                    if isinstance(leaf, Tensor)
+                )
+                raise WrongTrainingError(_MIXED if is_same_data else _COLLATED)
 
     def _run_from(self, start: Any, places: Sequence[int], kept: int) -> tuple[Any, Tensor]:
         """Collate and compute from a state of the generators; return the first losses."""
@@ -382,7 +391,7 @@ def compare_samples(
     """Compare samples that are collated together, each alone and in parts.
 
     Args:
-        clipping: Of the model.
+        clipping: The clipping of the model.
         losses_of: Computes losses, one for each sample, of what ``collate`` returns.
         load: Returns samples of the dataset, the longest first.
         collate: Makes a batch of some.
@@ -397,11 +406,11 @@ def compare_samples(
         states = States(others)
 
         def compute(batch: Any) -> Any:
-            given, named = batches.give(losses_of, batch)
-            return losses_of(*given, **named)
+            inputs, named = batches.give(losses_of, batch)
+            return losses_of(*inputs, **named)
 
-        def gather(at: Sequence[int]) -> Any:
-            return collate([samples[place] for place in at])
+        def gather(places: Sequence[int]) -> Any:
+            return collate([samples[number] for number in places])
 
         with states.restored():
             with states.noting():
@@ -412,8 +421,8 @@ def compare_samples(
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore attributes and buffers of modules at the end of the context."""
-    modules = [(one, dict(vars(one)), dict(one._buffers)) for one in model.modules()]  # noqa: SLF001
-    values = [(one, one.detach().clone()) for one in model.buffers()]
+    modules = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]  # noqa: SLF001
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
@@ -434,7 +443,7 @@ def _agree(found_B: Tensor, expected_B: Tensor, allowed_B: Tensor) -> Tensor:
 
 
 def _differ(found_B: Tensor, expected_B: Tensor, allowed_B: Tensor) -> bool:
-    """Tell whether losses are others, also where ``collate_fn`` sorts samples."""
+    """Tell whether losses differ, and not only in their order, which ``collate_fn`` may change."""
     if _agree(found_B, expected_B, allowed_B).all():
         return False
     in_order = found_B.sort().values, expected_B.sort().values
@@ -442,30 +451,23 @@ def _differ(found_B: Tensor, expected_B: Tensor, allowed_B: Tensor) -> bool:
 
 
 def _leaves_of(batch: Any, count: int) -> list[Any]:
-    return [one for _, one in batches.find_split(batch, count)]
+    return [leaf for _, leaf in batches.find_split(batch, count)]
 
 
 def _shapes_of(batch: Any, count: int) -> list[Any]:
     """List the shapes of a batch's parts, without the axis of samples."""
-    return [tuple(getattr(one, "shape", ()))[1:] for one in _leaves_of(batch, count)]
-
-
-def _rows_are_same(first: Any, second: Any, count: int, kept: int) -> bool:
-    """Tell whether the first rows of two collated batches hold the same."""
-    pairs = zip(_leaves_of(first, count), _leaves_of(second, count), strict=True)
-    tensors = ((one, other) for one, other in pairs if isinstance(one, Tensor))
-    return all(is_same(one[:kept], other[:kept]) for one, other in tensors)
+    return [tuple(getattr(leaf, "shape", ()))[1:] for leaf in _leaves_of(batch, count)]
 
 
 def _trim(batch: Any) -> Any | None:
-    """Cut a batch of one sample to the length that its mask tells; None where it tells no other."""
-    leaves = [one for one in _leaves_of(batch, 1) if isinstance(one, Tensor)]
-    mask = next((one for one in leaves if is_mask(one)), None)
+    """Cut a batch of one sample to the length in its mask; None where that is the batch's."""
+    leaves = [leaf for leaf in _leaves_of(batch, 1) if isinstance(leaf, Tensor)]
+    mask = next(filter(is_mask, leaves), None)
     if mask is None:
         return None
     tokens, places = mask.shape[1:], mask[0].nonzero().flatten().tolist()
-    inputs = (one for one in leaves if one.shape[1:2] == tokens and not is_mask(one))
-    has_inputs = any(one.dim() > 2 or not one.is_floating_point() for one in inputs)  # noqa: PLR2004
+    inputs = (leaf for leaf in leaves if leaf.shape[1:2] == tokens and not is_mask(leaf))
+    has_inputs = any(x.dim() > 2 or not x.is_floating_point() for x in inputs)  # noqa: PLR2004
     if len(places) in (0, *tokens) or not has_inputs:
         return None
 

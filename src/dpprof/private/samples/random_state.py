@@ -21,33 +21,33 @@ class OtherGenerators:
     def __init__(self) -> None:
         kinds = (np.random.BitGenerator, random.Random)
         self._all = [
-            one
-            for one in gc.get_objects()
-            if issubclass(type(one), kinds) and not issubclass(type(one), random.SystemRandom)
+            value
+            for value in gc.get_objects()
+            if issubclass(type(value), kinds) and not issubclass(type(value), random.SystemRandom)
         ]
 
     def read(self) -> list[bytes]:
         """Return their states."""
         return [
-            pickle.dumps(one.getstate() if isinstance(one, random.Random) else one.state)
-            for one in self._all
+            pickle.dumps(own.getstate() if isinstance(own, random.Random) else own.state)
+            for own in self._all
         ]
 
     def write(self, states: list[bytes]) -> None:
         """Set their states to those that ``read`` returned."""
-        for one, state in zip(self._all, states, strict=True):
+        for generator, state in zip(self._all, states, strict=True):
             value = pickle.loads(state)  # noqa: S301 (it was written here)
-            if isinstance(one, random.Random):
-                one.setstate(value)
+            if isinstance(generator, random.Random):
+                generator.setstate(value)
             else:
-                one.state = value
+                generator.state = value
 
 
 @contextmanager
 def random_state_kept() -> Iterator[OtherGenerators]:
     """Restore the states of PyTorch's own generators, and all of NumPy's and Python's, at the end.
 
-    Yields the latter.
+    It yields the generators of NumPy and Python.
     """
     others = OtherGenerators()
     states = others.read()
@@ -63,39 +63,39 @@ class _Noted:
 
 
 class States:
-    """The states of all generators, also of those that only the loss and ``collate_fn`` have."""
+    """The states of all generators, and of those that only the loss and ``collate_fn`` have."""
 
     def __init__(self, others: OtherGenerators) -> None:
         self._others = others
         self._seen: dict[torch.Generator, Tensor] = {}
 
     def read(self) -> _Read:
-        """Return them."""
+        """Return the states."""
         own = [torch.get_rng_state()]
         has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         own += torch.cuda.get_rng_state_all() if has_cuda else []
-        seen = {one: one.get_state() for one in self._seen}
-        return [one.numpy().tobytes() for one in own], seen, self._others.read()
+        seen = {generator: generator.get_state() for generator in self._seen}
+        return [state.numpy().tobytes() for state in own], seen, self._others.read()
 
     def write(self, states: _Read) -> None:
-        """Set them back; one that was not seen before, to its state before it drew."""
+        """Set the states back; a generator seen only later returns to its state before it drew."""
         own, seen, others = states
-        cpu, *of_cuda = (torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in own)
+        cpu, *of_cuda = (torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in own)
         torch.set_rng_state(cpu)
         if of_cuda:
             torch.cuda.set_rng_state_all(of_cuda)
-        for one, first in self._seen.items():
-            one.set_state(seen.get(one, first))
+        for generator, first in self._seen.items():
+            generator.set_state(seen.get(generator, first))
         self._others.write(others)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Set the generators that were seen back to their states before, at the end."""
+        """Set the generators that were seen back to their first states, at the end."""
         try:
             yield
         finally:
-            for one, first in self._seen.items():
-                one.set_state(first)
+            for generator, first in self._seen.items():
+                generator.set_state(first)
 
     @contextmanager
     def noting(self) -> Iterator[_Noted]:

@@ -1,8 +1,8 @@
 """Compares samples of a data set alone and in company: before training, and at random steps of it.
 
 A loss that mixes samples only later, only at times or only in some batches passes a check before
-training. Nothing in the training can know at which steps it is looked at again: these, and the
-samples, come from the operating system's randomness.
+training. So some steps check again; these, and the samples, come from the operating system's
+randomness, so that nothing in the training can know them.
 """
 
 import logging
@@ -25,12 +25,12 @@ class RepeatedChecks:
     """Chooses steps and samples, and compares these (``company``).
 
     Args:
-        clipping: Of the model.
+        clipping: The clipping of the model.
         losses_of: Computes losses, one for each sample, of what ``collate`` returns.
-        dataset: With a length, and samples by index.
+        dataset: It has a length, and samples by index.
         collate: Makes a batch of some samples.
         most: How many samples fit into memory.
-        every: A step is chosen with probability 1 over this; None for no step.
+        every: Each step is chosen with probability ``1 / every``; None for no step.
 
     Raises:
         ValueError: ``every`` is no whole number above zero, or ranks run each step together.
@@ -82,6 +82,6 @@ class RepeatedChecks:
         return compare_samples(self._clipping, self._losses_of, load, self._collate)
 
     def compare_first(self) -> None:
-        """Compare some of the first samples; a line of the logger says what could not be."""
+        """Compare some of the first samples, and log what could not be compared."""
         for problem in self.compare(at_random=False):
             _log.warning("check: samples are not compared alone and in company: %s", problem)
