@@ -157,10 +157,10 @@ class Traces:
             return True
         if self._why_whole or self._blocks.count <= 1 + _NEEDED:
             return False
-        one, two = (
+        of_one, of_two = (
             Footprint.of(self._trace(further, count).recording).peak_bytes for count in (1, 2)
         )
-        of_samples = one + (self._blocks.count - 1) * (two - one) - self.state_bytes
+        of_samples = of_one + (self._blocks.count - 1) * (of_two - of_one) - self.state_bytes
         return self.state_bytes + of_samples * batch_size // further > budget
 
     def frame(self, batch_size: int, budget: int) -> int:
@@ -280,13 +280,13 @@ class _Family:
         """Return whether the sizes of a batch are known, and not guessed."""
         return batch_size in self.sizes and batch_size not in self.guessed
 
-    def guess(self, batch_size: int, more: Recording, known: int) -> None:
+    def guess(self, batch_size: int, more: Recording, traced: int) -> None:
         """Guess the sizes of a batch from one record, and from those of another batch.
 
         Raises:
             NotAlikeError: It has other atoms.
         """
-        self.sizes[batch_size] = self.pattern.guess(more, batch_size / known)
+        self.sizes[batch_size] = self.pattern.guess(more, batch_size / traced)
         self.guessed.add(batch_size)
 
     def assemble(self, batch_size: int) -> Recording:
@@ -305,8 +305,8 @@ class _Family:
 
     def is_line(self) -> bool:
         """Return whether no batch is beside the line through its neighbours."""
-        known = sorted(self.sizes)
-        return all(map(self._is_line, known, known[1:], known[2:]))
+        batches = sorted(self.sizes)
+        return all(map(self._is_line, batches, batches[1:], batches[2:]))
 
     def guess_batch(self, batch_size: int, budget: int) -> int:
         """Guess which batch needs so many bytes, from one that was traced.
@@ -314,19 +314,21 @@ class _Family:
         Sizes that are multiples of the batch are taken to grow with it.
         """
         sizes = self.sizes[batch_size]
-        scaled = Sizes(*(np.where(one % batch_size, one, 2 * one) for one in sizes))
-        low, high = (self.pattern.footprint(self._count, one).peak_bytes for one in (sizes, scaled))
+        doubled = Sizes(*(np.where(size % batch_size, size, 2 * size) for size in sizes))
+        low, high = (
+            self.pattern.footprint(self._count, each).peak_bytes for each in (sizes, doubled)
+        )
         return batch_size + (batch_size * (budget - low) // (high - low) if high > low else 0)
 
     def _is_line(self, low: int, middle: int, high: int) -> bool:
-        found = interpolate(low, high, middle, self.sizes[low], self.sizes[high])
+        between = interpolate(low, high, middle, self.sizes[low], self.sizes[high])
         size = self.pattern.footprint_sizes
         traced = size(self._count, self.sizes[middle])
-        return np.array_equal(size(self._count, found), traced)
+        return np.array_equal(size(self._count, between), traced)
 
     def _interpolate(self, batch_size: int) -> Sizes:
-        low = max(one for one in self.sizes if one < batch_size)
-        high = min(one for one in self.sizes if one > batch_size)
+        low = max(batch for batch in self.sizes if batch < batch_size)
+        high = min(batch for batch in self.sizes if batch > batch_size)
         return interpolate(low, high, batch_size, self.sizes[low], self.sizes[high])
 
 
@@ -337,17 +339,17 @@ def extend_facts(few: Sequence[Facts], blocks: Blocks, count: int) -> Facts:
         NotAlikeError: They do not grow with the blocks.
     """
     first = few[0]
-    if any(one.samplers != first.samplers for one in few):
+    if any(facts.samplers != first.samplers for facts in few):
         raise NotAlikeError("layers take other paths with one more block")
 
     def extend(of_few: Sequence[int | None]) -> int | None:
-        known = [one for one in of_few if one is not None]
-        if len(known) < len(few):
+        numbers = [number for number in of_few if number is not None]
+        if len(numbers) < len(few):
             return None
-        growth = {after - before for before, after in pairwise(known)}
+        growth = {after - before for before, after in pairwise(numbers)}
         if len(growth) != 1:
             raise NotAlikeError("the model's size is not affine in the number of blocks")
-        return known[0] + (count - blocks.count) * growth.pop()
+        return numbers[0] + (count - blocks.count) * growth.pop()
 
     model = {
         name: extend([getattr(facts.model, name) for facts in few])
@@ -377,7 +379,7 @@ def _extend_plan(
         if numbers and numbers[0] > numbers[-1]:
             order = order[::-1]
         names = list(first)
-        numbered = [at for at, name in enumerate(names) if split[name][1] is not None]
+        numbered = [index for index, name in enumerate(names) if split[name][1] is not None]
         start, end = (numbered[0], numbered[-1] + 1) if numbered else (0, 0)
         plan = {name: first[name] for name in names[:start]}
         for block in order:

@@ -276,12 +276,12 @@ def find_target(experiment: Experiment) -> Target | None:
     if experiment.device == CPU_TARGET:
         return None
     name = next((gpu.name for gpu in visible_gpus()), None)
-    found = find_by_device_name(name)
-    if found is None:
+    datasheet = find_by_device_name(name)
+    if datasheet is None:
         raise UnsupportedError(
             f"the GPU {name} is not known; give a target, by name or as a mapping"
         )
-    return found
+    return datasheet
 
 
 @contextmanager

@@ -61,10 +61,10 @@ def _is_large(value: Any) -> bool:
     """Return whether a number in a JSON value is too large to calculate with."""
     waiting = [value]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict | list):
-            waiting += one.values() if isinstance(one, dict) else one
-        elif isinstance(one, int | float) and abs(one) > _LARGEST[type(one)]:
+        item = waiting.pop()
+        if isinstance(item, dict | list):
+            waiting += item.values() if isinstance(item, dict) else item
+        elif isinstance(item, int | float) and abs(item) > _LARGEST[type(item)]:
             return True
     return False
 
@@ -150,12 +150,12 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
-        for one in (*reversed(folder.parents), folder):
-            if one.is_symlink() and not one.exists():
+        for path in (*reversed(folder.parents), folder):
+            if path.is_symlink() and not path.exists():
                 problem = "is a link to nothing, not a folder"
-                raise NotADirectoryError(errno.ENOTDIR, problem, str(one)) from None
-            if one.exists() and not one.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, "is not a folder", str(one)) from None
+                raise NotADirectoryError(errno.ENOTDIR, problem, str(path)) from None
+            if path.exists() and not path.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "is not a folder", str(path)) from None
         raise
 
 

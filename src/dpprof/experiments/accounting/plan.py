@@ -75,12 +75,15 @@ def choose_batch(noises: Sequence[NoiseOfBatch], largest: int) -> int:
     et al. 2022, https://arxiv.org/abs/2110.05679): there are fewer steps, and each sample is drawn
     as often.
     """
-    allowed = [one for one in noises if one.batch_size <= largest and one.training_noise]
+    allowed = {
+        noise.batch_size: noise.training_noise
+        for noise in noises
+        if noise.batch_size <= largest and noise.training_noise
+    }
     if not allowed:
         return largest
-    least = min(one.training_noise or math.inf for one in allowed)
-    near = (one.batch_size for one in allowed if (one.training_noise or math.inf) <= ENOUGH * least)
-    return min(near)
+    enough = ENOUGH * min(allowed.values())
+    return min(batch_size for batch_size, noise in allowed.items() if noise <= enough)
 
 
 class AtEpsilon(BaseModel, frozen=True, extra="forbid"):
@@ -110,4 +113,4 @@ class NoisePlan(BaseModel, frozen=True, extra="forbid"):
     @property
     def planned(self) -> NoiseOfBatch:
         """The noise with the batch that is used."""
-        return next(one for one in self.batches if one.batch_size == self.batch_size)
+        return next(noise for noise in self.batches if noise.batch_size == self.batch_size)

@@ -275,7 +275,7 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
 
     quantization: Annotated[
         Quantization | None,
-        BeforeValidator(lambda one: None if one == NONE else one, Quantization | _None | None),
+        BeforeValidator(lambda name: None if name == NONE else name, Quantization | _None | None),
     ] = Field(
         None,
         description="format of a Hugging Face model's frozen linear layers, by bitsandbytes: nf4, "

@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import itertools
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
@@ -90,7 +91,7 @@ def lent(build: Callable[[Experiment], Any]) -> Iterator[str]:
     """Give a function of this process that builds a model its name, within this context."""
     if build not in _numbers:
         _numbers[build] = next(_count)
-    told = "".join(one if one.isalnum() else "_" for one in getattr(build, "__name__", "model"))
+    told = re.sub(r"\W", "_", getattr(build, "__name__", "model"))
     name = f"here:{told.strip('_')[:60]}_{_numbers[build]}"
     _lent[name] = build
     try:
@@ -201,14 +202,14 @@ def source_file(group: Group, name: str) -> Path | None:
     if not is_code(name):
         check(group, name, group)
     top, *rest = _entry(group, name).module.split(".")
-    found = importlib.util.find_spec(top)
-    if found is None and is_code(name):
-        found = PathFinder.find_spec(top, [str(Path.cwd())])
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(top)
+    if spec is None and is_code(name):
+        spec = PathFinder.find_spec(top, [str(Path.cwd())])
+    if spec is None or spec.origin is None:
         return None
     if not rest:
-        return Path(found.origin)
-    path = Path(found.origin).parent.joinpath(*rest)
+        return Path(spec.origin)
+    path = Path(spec.origin).parent.joinpath(*rest)
     candidates = (path.with_suffix(".py"), path / "__init__.py")
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 

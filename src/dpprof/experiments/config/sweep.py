@@ -137,7 +137,7 @@ def parse_config(raw: Any, names: Mapping[str, Sequence[str]] | None = None) -> 
         raise explain(error, Config, names=names) from None
 
 
-def given(grid: BaseModel) -> dict[str, Any]:
+def stated_keys(grid: BaseModel) -> dict[str, Any]:
     """Return the keys that are set in a grid, each with a list of values."""
     return {name: getattr(grid, name) for name in grid.model_fields_set}
 
@@ -158,10 +158,11 @@ def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[
     def resolved(keys: dict[str, Any]) -> dict[str, Any]:
         return keys | {"device": [auto() if v == "auto" else v for v in keys["device"]]}
 
-    sweeps = {name: given(config.defaults) | given(sweep) for name, sweep in config.sweeps.items()}
+    defaults = stated_keys(config.defaults)
+    sweeps = {name: defaults | stated_keys(sweep) for name, sweep in config.sweeps.items()}
     _refuse_missing(sweeps)
     _refuse_too_many(sweeps)
-    excluded = [given(entry) for entry in config.exclude]
+    excluded = [stated_keys(entry) for entry in config.exclude]
     excluded = [resolved(keys) if "device" in keys else keys for keys in excluded]
     dropped = [{key: set(values) for key, values in keys.items()} for keys in excluded if keys]
     runs: dict[str, list[Run]] = {}

@@ -62,8 +62,8 @@ class Target(BaseModel, frozen=True, extra="forbid"):
 
     def peak(self, dtype: Dtype) -> float | None:
         """Return the dense FLOP/s of matrix products of a dtype; None if unknown."""
-        found = self.flops_per_s.get(dtype)
-        return self.flops_per_s.get("bfloat16") if found is None and dtype == "float16" else found
+        peak = self.flops_per_s.get(dtype)
+        return self.flops_per_s.get("bfloat16") if peak is None and dtype == "float16" else peak
 
     def price_of(self, dtype: Dtype) -> str | None:
         """Say what a dtype costs on a GPU that has no units for it; None for one that has."""

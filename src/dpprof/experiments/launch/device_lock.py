@@ -105,7 +105,7 @@ def wait_for(
     minutes, and then every hour, so that a log of a night says what is waited for.
     """
     start_s, due_s = time.monotonic(), every_s
-    while (found := look()) is None:
+    while (result := look()) is None:
         waited_s = time.monotonic() - start_s
         if waited_s >= longest_s:
             return None
@@ -113,7 +113,7 @@ def wait_for(
             tell(waited_s)
             due_s = max(_FIRST_S, min(2 * due_s, due_s + _RAREST_S))
         time.sleep(min(every_s, longest_s - waited_s))
-    return found
+    return result
 
 
 @contextlib.contextmanager

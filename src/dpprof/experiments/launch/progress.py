@@ -107,10 +107,10 @@ class Progress:
 
         Another machine's process counts as alive unless the sweep is known to have ended.
         """
-        open_ = [one for name, one in self._began.items() if name not in self.ended]
+        open_ = [run for name, run in self._began.items() if name not in self.ended]
         is_over = self.goes_on() is False
-        alive = ((one, one.goes_on()) for one in open_)
-        return [one for one, is_alive in alive if is_alive or (is_alive is None and not is_over)]
+        alive = ((run, run.goes_on()) for run in open_)
+        return [run for run, is_alive in alive if is_alive or (is_alive is None and not is_over)]
 
     @classmethod
     def start(cls, path: Path, runs: Iterable[tuple[str, Experiment]]) -> None:
@@ -119,7 +119,7 @@ class Progress:
         If the file cannot be written, for example because a folder has its name, the environment
         names none. ``runs`` has a unique name and the experiment of every planned run.
         """
-        kinds = {name: f"{one.model_name} {one.method}" for name, one in runs}
+        kinds = {name: f"{experiment.model_name} {experiment.method}" for name, experiment in runs}
         os.environ.pop(_VARIABLE, None)
         with contextlib.suppress(OSError):
             write_atomically(path, f"{json.dumps(kinds)}\n{Began.now(None).model_dump_json()}\n")
@@ -214,8 +214,8 @@ def format_duration(seconds: float) -> str:
 class _Jobs(NamedTuple):
     """Jobs of one kind, a part of a sweep."""
 
-    one: str
-    many: str
+    singular: str
+    plural: str
     seconds: float
     """Of one job, with a small model on a common processor."""
 
@@ -258,5 +258,5 @@ def tell_to_do(jobs: Mapping[str, int], cores: int) -> Iterator[str]:
         return
     yield f"to do, about {format_duration(sum(seconds.values()))} with small models on a processor:"
     for name, taken in seconds.items():
-        what = _PARTS[name].one if jobs[name] == 1 else _PARTS[name].many
+        what = _PARTS[name].singular if jobs[name] == 1 else _PARTS[name].plural
         yield f"  {jobs[name]} {what}, about {format_duration(taken)}"

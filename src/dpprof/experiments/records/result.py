@@ -388,7 +388,7 @@ def read_run(root: Path, instrument: str, experiment_id: str, replicate: int) ->
     """
     path = result_path(root, instrument, experiment_id, replicate)
     result = read_result(path)
-    found = (result.instrument, result.experiment_id, result.replicate)
-    if found != (instrument, experiment_id, replicate):
-        raise ResultError(path, f"holds another run, {found[1]} {found[0]} r{found[2]}")
+    run = (result.instrument, result.experiment_id, result.replicate)
+    if run != (instrument, experiment_id, replicate):
+        raise ResultError(path, f"holds another run, {run[1]} {run[0]} r{run[2]}")
     return result

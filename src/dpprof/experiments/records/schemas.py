@@ -68,8 +68,8 @@ def _table(model: type[BaseModel], names: Iterable[str], defaults: Mapping[str, 
         default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
         # Of a sweep, a key may also have a list of what it may have here.
         schema = properties[name]
-        one = schema.get("anyOf", [schema])[0] if model is Sweep else schema
-        allowed = "`auto`, `cpu`, `cuda`" if name == "device" else _allowed(one)
+        scalar = schema.get("anyOf", [schema])[0] if model is Sweep else schema
+        allowed = "`auto`, `cpu`, `cuda`" if name == "device" else _allowed(scalar)
         default = defaults.get(name, default)
         rows.append(f"| `{name}` | {allowed} | {default} | {field.description} |")
     return "\n".join(rows)

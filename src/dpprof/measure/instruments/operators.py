@@ -90,7 +90,7 @@ def time_beside_operators() -> BesideOperators:
     step_s, operators_s, ops = _compare(_REAL, 1)
     return BesideOperators(
         host_s=host_s,
-        host_spread=statistics.pstdev(math.log(one / host_s) for one in host),
+        host_spread=statistics.pstdev(math.log(seconds / host_s) for seconds in host),
         step_factor=(step_s - host_s * ops) / operators_s,
     )
 

@@ -172,9 +172,9 @@ def ignore_labels(batch: Batch) -> Batch:
     if labels.dim() == 1:
         raise UnsupportedError("each sample has one label, which cannot be ignored")
     for row, labels_T in enumerate(labels):
-        at = (labels_T != UNLABELLED).nonzero().flatten()
-        least = len(at) if row == len(labels) - 1 else row + 2
-        labels_T[at[: min(least, len(at)) - 1]] = UNLABELLED
+        labelled = (labels_T != UNLABELLED).nonzero().flatten()
+        least = len(labelled) if row == len(labels) - 1 else row + 2
+        labels_T[labelled[: min(least, len(labelled)) - 1]] = UNLABELLED
     return replace(batch, labels=labels)
 
 

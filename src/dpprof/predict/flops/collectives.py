@@ -66,8 +66,8 @@ def sum_exchanges(calls: Iterable[tuple[Collective, Phase]]) -> list[Exchange]:
             collective=collective,
             phase=phase,
             calls=len(alike),
-            payload_bytes=sum(one.payload for one in alike),
-            bytes_each_way=sum(bytes_each_way(*one) for one in alike),
+            payload_bytes=sum(call.payload for call in alike),
+            bytes_each_way=sum(bytes_each_way(*call) for call in alike),
         )
         for (collective, phase), alike in groups.items()
     ]

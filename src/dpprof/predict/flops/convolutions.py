@@ -45,7 +45,7 @@ def _backward(
     of_weight = (groups, outputs, inputs, pixels)
     if transposed:
         of_input = (groups, pixels, outputs, inputs)
-    return [one for one, needed in ((of_input, mask[0]), (of_weight, mask[1])) if needed]
+    return [product for product, needed in ((of_input, mask[0]), (of_weight, mask[1])) if needed]
 
 
 CONVOLUTIONS: dict[Any, Callable[..., Sequence[ProductShape]]] = {

@@ -245,14 +245,14 @@ class OperatorRule(NamedTuple):
     def _find_attention(self, args: Any, kwargs: Any) -> AttentionShape | None:
         if self.family != "attention" or not {"query", "key", "is_causal"} <= {*self.arguments}:
             return None
-        given = dict(zip(self.arguments, args, strict=False)) | kwargs
-        query, key = given["query"], given["key"]
+        by_name = dict(zip(self.arguments, args, strict=False)) | kwargs
+        query, key = by_name["query"], by_name["key"]
         return AttentionShape(
             heads=math.prod(query.shape[:-2]),
             queries=query.shape[-2],
             keys=key.shape[-2],
             width=query.shape[-1],
-            is_causal=bool(given.get("is_causal")),
+            is_causal=bool(by_name.get("is_causal")),
             is_backward="backward" in self.name,
         )
 
@@ -318,8 +318,8 @@ def _find_functional(func: Any, packet: Any) -> Any:
     name = packet.__name__
     if not (func._schema.is_mutable and name.endswith("_")):  # noqa: SLF001
         return packet
-    found = getattr(getattr(torch.ops, func.namespace), name[:-1], None)
-    return found if isinstance(found, torch._ops.OpOverloadPacket) else packet  # noqa: SLF001
+    functional = getattr(getattr(torch.ops, func.namespace), name[:-1], None)
+    return functional if isinstance(functional, torch._ops.OpOverloadPacket) else packet  # noqa: SLF001
 
 
 def _fills_out(func: Any) -> bool:
@@ -340,7 +340,7 @@ def family_of(name: str) -> OpFamily | None:
     overloads = _list_overloads(packet)
     if packet in _FREE or any(map(_is_view, overloads)) or all(map(_only_answers, overloads)):
         return None
-    working = [one for one in overloads if _does_work(one)]
+    working = [overload for overload in overloads if _does_work(overload)]
     return _find_family(packet, _find_functional(working[0], packet)) if working else None
 
 
@@ -356,13 +356,13 @@ def _only_answers(func: Any) -> bool:
     """
     returns = func._schema.returns  # noqa: SLF001
     depends = torch.Tag.data_dependent_output in func.tags
-    return bool(returns) and not depends and all(one.type.kind() in _NUMBERS for one in returns)
+    return bool(returns) and not depends and {x.type.kind() for x in returns} <= _NUMBERS
 
 
 def _list_overloads(packet: Any) -> list[Any]:
     """List overloads that can be dispatched; some exist for TorchScript alone."""
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    return [one for one in overloads if torch._C._dispatch_has_kernel(one.name())]  # noqa: SLF001
+    return [function for function in overloads if torch._C._dispatch_has_kernel(function.name())]  # noqa: SLF001
 
 
 def _does_work(func: Any) -> bool:
@@ -376,10 +376,10 @@ def _does_work(func: Any) -> bool:
 def _find_family(packet: Any, functional: Any) -> OpFamily:
     if functional in _FAMILIES:
         return _FAMILIES[functional]
-    found = _find_product(functional)
-    if found is None and str(packet).partition(".")[0] in _COMMUNICATION:
+    family = _find_product(functional)
+    if family is None and str(packet).partition(".")[0] in _COMMUNICATION:
         return "communication"
-    return found or _find_by_tags(packet, functional)
+    return family or _find_by_tags(packet, functional)
 
 
 def _find_product(functional: Any) -> OpFamily | None:
@@ -391,15 +391,14 @@ def _find_product(functional: Any) -> OpFamily | None:
     if functional in flop_registry:
         return family
     is_called = family == "attention" or any(_PRODUCT.fullmatch(word) for word in words)
-    works = is_called and any(_does_work(one) for one in _list_overloads(functional))
+    works = is_called and any(_does_work(overload) for overload in _list_overloads(functional))
     return family if works else None
 
 
 def _find_by_tags(packet: Any, functional: Any) -> OpFamily:
     """Return the family by the tags of all overloads: single overloads lack tags."""
-    tags = {
-        tag for one in (packet, functional) for each in _list_overloads(one) for tag in each.tags
-    }
+    overloads = _list_overloads(packet) + _list_overloads(functional)
+    tags = {tag for overload in overloads for tag in overload.tags}
     if torch.Tag.nondeterministic_seeded in tags:
         return "random"
     # The foreach operators have no tags; all but the norm above are elementwise.

@@ -118,16 +118,16 @@ class _Alike:
     def locate(self, number: int) -> Place:
         group = self._group[number]
         made, used = self._made[group], self._used[group]
-        at, last_used, last = made.index(number), used.index(number), len(made) - 1
-        return Place((at, last - at, last_used, last - last_used))
+        index, index_by_use, last = made.index(number), used.index(number), len(made) - 1
+        return Place((index, last - index, index_by_use, last - index_by_use))
 
     def find(self, kind: int, block: int | None, way: int, position: int) -> int:
         by_use, from_newest = divmod(way, 2)
         members = (self._used if by_use else self._made).get((kind, block), [])
-        at = len(members) - 1 - position if from_newest else position
-        if not 0 <= at < len(members):
+        index = len(members) - 1 - position if from_newest else position
+        if not 0 <= index < len(members):
             raise NotAlikeError("a storage that is used does not exist")
-        return members[at]
+        return members[index]
 
     def follow(self, number: int, event: type) -> None:
         """Follow that a storage is freed, kept, released, or else used."""
@@ -150,24 +150,24 @@ def sort_frees(events: Iterable[Event], borders: Container[int]) -> list[Event]:
 
     No event crosses one of the borders, which are places among the events.
     """
-    found: list[Event] = []
+    ordered: list[Event] = []
     together: list[Freed] = []
-    for at, event in enumerate(events):
-        if at in borders or not isinstance(event, Freed):
-            found += sorted(together)
+    for index, event in enumerate(events):
+        if index in borders or not isinstance(event, Freed):
+            ordered += sorted(together)
             together.clear()
         if isinstance(event, Freed):
             together.append(event)
         else:
-            found.append(event)
-    return found + sorted(together)
+            ordered.append(event)
+    return ordered + sorted(together)
 
 
 def around_launches(launches: Iterable[tuple[int, Launched]]) -> Iterator[int]:
     """Yield where what kernels allocate and free begins and ends among the events."""
-    for at, launched in launches:
-        yield at
-        yield at + 2 * launched.storages
+    for index, launched in launches:
+        yield index
+        yield index + 2 * launched.storages
 
 
 _TOUCHING = (Freed, Saved, Unsaved)
@@ -190,9 +190,9 @@ class _Reader:
     def read(self, recording: Recording) -> Sequence[Atom]:
         launches = deque(recording.launches)
         skipped = 0
-        for at, event in enumerate(recording.events):
-            self._mark(at, recording.marks)
-            while launches and launches[0][0] == at:
+        for index, event in enumerate(recording.events):
+            self._mark(index, recording.marks)
+            while launches and launches[0][0] == index:
                 _, launched = launches.popleft()
                 self._launch(launched)
                 skipped = 2 * launched.storages
@@ -211,8 +211,8 @@ class _Reader:
         self._mark(len(recording.events), recording.marks)
         return self._atoms
 
-    def _mark(self, at: int, marks: Sequence[int]) -> None:
-        for _ in range(marks.count(at)):
+    def _mark(self, index: int, marks: Sequence[int]) -> None:
+        for _ in range(marks.count(index)):
             self._add(("mark",), None)
 
     def _add(
@@ -224,7 +224,7 @@ class _Reader:
         sizes: tuple[int, ...] = (),
     ) -> int:
         number = self._vocabulary.number(key, example)
-        places = tuple(self._go_to(one) for one in blocks if one is not None)
+        places = tuple(self._go_to(block) for block in blocks if block is not None)
         self._atoms.append(Atom(number, places, storage, sizes))
         return number
 
@@ -310,10 +310,10 @@ def _fold(call: str) -> tuple[str, tuple[int, ...]]:
         return call, ()
     name, arguments, named = json.loads(call)
     counts = []
-    for at, value in enumerate(arguments):
+    for index, value in enumerate(arguments):
         is_list = isinstance(value, list) and value and isinstance(value[0], dict)
-        if is_list and all(one == value[0] for one in value):
-            arguments[at] = {"each": value[0]}
+        if is_list and all(item == value[0] for item in value):
+            arguments[index] = {"each": value[0]}
             counts.append(len(value))
     return json.dumps([name, arguments, named]), tuple(counts)
 
@@ -321,9 +321,9 @@ def _fold(call: str) -> tuple[str, tuple[int, ...]]:
 def _unfold(call: str, counts: Sequence[int]) -> str:
     name, arguments, named = json.loads(call)
     waiting = iter(counts)
-    for at, value in enumerate(arguments):
+    for index, value in enumerate(arguments):
         if isinstance(value, dict) and "each" in value:
-            arguments[at] = [value["each"]] * next(waiting)
+            arguments[index] = [value["each"]] * next(waiting)
     return json.dumps([name, arguments, named])
 
 
@@ -342,8 +342,9 @@ def find_workspaces(
         return [make(item) for item in value] if isinstance(value, tuple) else value
 
     args, kwargs = launched.arguments
-    given = [make(one) for one in args], {name: make(one) for name, one in kwargs}
-    return [*filter(None, workspaces[launched.packet](*given[0], **given[1]))]
+    positional = [make(value) for value in args]  # before the others, as their sizes come first
+    named = {name: make(value) for name, value in kwargs}
+    return [*filter(None, workspaces[launched.packet](*positional, **named))]
 
 
 Outlined = tuple[Any, int] | None
@@ -373,7 +374,7 @@ class Outline:
     def __init__(self, examples: Sequence[Any], blocks: Blocks) -> None:
         self.outline: list[Outlined] = []
         self.storage_count = 0
-        self._writers = [(self._writer_of(one), one) for one in examples]
+        self._writers = [(self._writer_of(example), example) for example in examples]
         self._starts = [0, 0, blocks.count]
         self._alike = _Alike()
 

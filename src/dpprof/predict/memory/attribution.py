@@ -172,8 +172,8 @@ class StepObserver:
         inputs: tuple[Any, ...],
     ) -> Any:
         recorder = self._recorder
-        for number, given in enumerate(inputs, start=1):
-            for tensor in tensors_in(given):
+        for number, argument in enumerate(inputs, start=1):
+            for tensor in tensors_in(argument):
                 recorder.give_role(tensor, BACKPROPS if number == len(inputs) else DP_ACTIVATIONS)
         recorder.sampler = (path, self._names.get(layer, type(layer).__name__))
         try:
@@ -193,10 +193,10 @@ def _name_layer(parameter: str) -> str:
 
 def _unwrap(module: nn.Module) -> list[nn.Module]:
     """List a model's wrappers, the outermost first, and the model."""
-    found = [module]
-    while len(children := list(found[-1].named_children())) == 1 and children[0][0] in _WRAPPED:
-        found.append(children[0][1])
-    return found
+    modules = [module]
+    while len(children := list(modules[-1].named_children())) == 1 and children[0][0] in _WRAPPED:
+        modules.append(children[0][1])
+    return modules
 
 
 def _role_by_shape(tensor: Tensor, parameter: Tensor) -> str:

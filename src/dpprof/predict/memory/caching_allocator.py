@@ -129,18 +129,18 @@ class _Pool:
 
     def take(self, size: int) -> _Block | None:
         """Remove and return the best fit among the free blocks."""
-        at = bisect_left(self.free, (size,))
-        if at == len(self.free):
+        index = bisect_left(self.free, (size,))
+        if index == len(self.free):
             return None
-        best = self.free[at][2]
+        best = self.free[index][2]
         if best.next is not None and best.room > best.size:
-            for _, _, other in self.free[at + 1 :]:
+            for _, _, other in self.free[index + 1 :]:
                 # A block that can grow counts as large as it can become.
                 if other.room >= best.room:
                     break
                 best = other
-                at += 1
-        del self.free[at]
+                index += 1
+        del self.free[index]
         return best
 
 
@@ -312,10 +312,10 @@ class CachingAllocator:
         for _, block in pool.unmapped:
             before = block.previous
             first = before if before is not None and before.free else block
-            room, one = 0, first
-            while one is not None and one.free and room < size:
-                room += one.size
-                one = one.next  # type: ignore[assignment]
+            room, member = 0, first
+            while member is not None and member.free and room < size:
+                room += member.size
+                member = member.next  # type: ignore[assignment]
             if room >= size:
                 return first
         addresses = _ADDRESSES if self._limit is None else self._limit + self._limit // 8

@@ -292,8 +292,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_roles(self, roles: Roles, args: Any, kwargs: Any) -> None:
         for key, role in roles.items():
-            given = kwargs.get(key) if isinstance(key, str) else args[key]
-            for tensor in tensors_in(given):
+            argument = kwargs.get(key) if isinstance(key, str) else args[key]
+            for tensor in tensors_in(argument):
                 self.give_role(tensor, role)
 
     def _note_cost(self, rule: OperatorRule, args: Any, kwargs: Any, out: Any, call: str) -> None:
@@ -357,9 +357,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             new.node = None if new.recomputed else node.name()
             new.node_number = node._sequence_nr()  # noqa: SLF001 (no public name)
 
-    def _allocate(self, op: str, nbytes: int, module: str | None, **known: Any) -> Storage:
+    def _allocate(self, op: str, nbytes: int, module: str | None, **details: Any) -> Storage:
         rounded = -(-nbytes // self.block_bytes) * self.block_bytes
-        storage = Storage(rounded, op, self.phase, module, nbytes, **known)
+        storage = Storage(rounded, op, self.phase, module, nbytes, **details)
         self.storages.append(storage)
         self.events.append(Allocated(len(self.storages) - 1))
         return storage

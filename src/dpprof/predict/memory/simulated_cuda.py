@@ -39,10 +39,11 @@ def library_workspaces(compute_capability: str, *threads: str) -> dict[str, int]
     """
     hopper = 9
     is_old = int(compute_capability.partition(".")[0]) < hopper
-    found = {f"cuBLAS workspace, {one}": 8320 * 2**10 if is_old else 32 * 2**20 for one in threads}
+    nbytes = 8320 * 2**10 if is_old else 32 * 2**20
+    workspaces = {f"cuBLAS workspace, {thread}": nbytes for thread in threads}
     if not hasattr(torch.backends.cuda, "blas_workspace_size"):
-        found |= {f"cuBLASLt workspace, {one}": 2**20 for one in threads}
-    return found
+        workspaces |= {f"cuBLASLt workspace, {thread}": 2**20 for thread in threads}
+    return workspaces
 
 
 def _drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:

@@ -130,11 +130,11 @@ def _list_assumptions(step: MemoryTimeline, device: str) -> dict[str, str]:
     """Return the assumptions: choices for a device, and what operators may allocate beyond."""
     ran = {(op.cost.op, op.cost.dtype) for op in step.ops}
     if device == "cuda":
-        known = LOWER_BOUNDS | UNKNOWN_WORKSPACES
-        found = ((op, known.get(op)) for op, _ in sorted(ran))
+        explained = LOWER_BOUNDS | UNKNOWN_WORKSPACES
+        reasons = ((op, explained.get(op)) for op, _ in sorted(ran))
     else:
-        found = ((op, explain_unknown(op, dtype)) for op, dtype in sorted(ran))
-    return {**step.notes, **{f"{WORKSPACE_OF}{op}": why for op, why in found if why}}
+        reasons = ((op, explain_unknown(op, dtype)) for op, dtype in sorted(ran))
+    return {**step.notes, **{f"{WORKSPACE_OF}{op}": why for op, why in reasons if why}}
 
 
 def _at_peak(step: MemoryTimeline) -> AtPeak:
@@ -376,6 +376,6 @@ def state_communication(step: MemoryTimeline, parallel: Parallel | None) -> list
     """Summarise a rank's exchanges in a step; None where there is one rank."""
     if parallel is None:
         return None
-    placed = (one.collective for one in place_on_streams(step.ops, parallel))
+    placed = (spot.collective for spot in place_on_streams(step.ops, parallel))
     called = zip(placed, step.ops, strict=True)
     return sum_exchanges((call, op.phase) for call, op in called if call is not None)

@@ -93,8 +93,8 @@ class CollectiveModel:
         self._spread: float = document["spread"]
         self._parallel = parallel
         own: float = document["network_bytes_per_s"][name]
-        given = parallel.network_gb_per_s
-        self._network = own if given is None else given * 1e9
+        stated = parallel.network_gb_per_s
+        self._network = own if stated is None else stated * 1e9
 
     def predict(self, collective: Collective) -> OpTime:
         """Predict a collective: all-gather, reduce-scatter, all-reduce, all-to-all or broadcast.
@@ -150,17 +150,17 @@ class CollectiveModel:
         busbw = min(inside, network)
         rounds = 2 if collective == "all-reduce" else 1
         sent = bytes_each_way(collective, payload, ranks)
-        found = []
+        times_s = []
         for way in _RINGS:
             steps_s = (ranks - nodes) * way.inside_s + (nodes - 1) * way.between_s
             slow = rounds == 2 and way is _RINGS[0] and payload >= ranks * _RING_BUFFER  # noqa: PLR2004
             latency_s = way.start_s + rounds * steps_s * (_PLATEAU if slow else 1)
-            found.append(latency_s + sent / (way.share * busbw))
+            times_s.append(latency_s + sent / (way.share * busbw))
         if collective == "all-reduce":
             for way in _TREES:
                 hops_s = (in_node - 1) * way.inside_s + math.log2(nodes) * way.between_s
-                found.append(way.start_s + 2 * hops_s + 2 * payload / (way.share * busbw))
-        return min(found)
+                times_s.append(way.start_s + 2 * hops_s + 2 * payload / (way.share * busbw))
+        return min(times_s)
 
 
 @cache

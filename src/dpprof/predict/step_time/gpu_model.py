@@ -220,14 +220,14 @@ class GpuModel:
         """
         streamed_s = moved_bytes / self._bandwidth
         if cost.product is not None:
-            found = self._predict_product(cost.product, cost.dtype)
+            time = self._predict_product(cost.product, cost.dtype)
             if not cost.is_aligned and self._on_tensor_cores(cost.dtype):
-                spread = math.hypot(found.spread, MISALIGNED.spread)
-                found = OpTime(found.seconds / MISALIGNED.value, spread, "data sheet")
+                spread = math.hypot(time.spread, MISALIGNED.spread)
+                time = OpTime(time.seconds / MISALIGNED.value, spread, "data sheet")
         elif cost.convolution:
-            found = self._predict_convolution(cost)
+            time = self._predict_convolution(cost)
         elif cost.attention is not None:
-            found = self._predict_attention(cost, cost.attention, streamed_s)
+            time = self._predict_attention(cost, cost.attention, streamed_s)
         elif cost.family in COUNTED:
             is_split = (
                 cost.op.startswith("dpprof.") and ceiling_of(cost.dtype, self._dtype) == "tf32"
@@ -238,12 +238,12 @@ class GpuModel:
                 share = GRAMS_IN_TF32 if is_split else in_16_bits
             flops = cost.flops * (TF32_PRODUCTS if is_split else 1)
             bound = max(flops / self._peak(cost.dtype), streamed_s)
-            found = OpTime(bound / share.value, share.spread, "data sheet")
+            time = OpTime(bound / share.value, share.spread, "data sheet")
         else:
             share = _share_of_bandwidth(cost)
             reached = share.value * (_READ_AGAIN if cost.reads_again else 1.0)
-            found = OpTime(streamed_s / reached, share.spread, "data sheet")
-        return found._replace(seconds=found.seconds + KERNEL_S)
+            time = OpTime(streamed_s / reached, share.spread, "data sheet")
+        return time._replace(seconds=time.seconds + KERNEL_S)
 
     def _predict_product(self, shape: ProductShape, dtype: str) -> OpTime:
         bytes_per_s = self._bandwidth
@@ -255,25 +255,25 @@ class GpuModel:
             share = UNKNOWN_PRODUCTS.value if on_tensor_cores else self._share_in_float32
             return OpTime(bound / share, UNKNOWN_PRODUCTS.spread, "data sheet")
         peaks = PeakRates(in_16_bits, bytes_per_s)
-        found = self._products.predict(shape, _ITEMSIZES["bfloat16"], peaks)
+        time = self._products.predict(shape, _ITEMSIZES["bfloat16"], peaks)
         if not self._is_own:
-            found = found._replace(spread=2 * found.spread, basis="extrapolated")
+            time = time._replace(spread=2 * time.spread, basis="extrapolated")
         if _ITEMSIZES.get(dtype) == _ITEMSIZES["bfloat16"]:
-            return found
+            return time
         # What a product takes beyond its bound is latency, which no arithmetic unit shortens.
-        beyond = found.seconds - float(bound_s(shape, _ITEMSIZES["bfloat16"], peaks))
+        beyond = time.seconds - float(bound_s(shape, _ITEMSIZES["bfloat16"], peaks))
         share = _TF32 if self._on_tensor_cores(dtype) else self._share_in_float32
         seconds = bound / share + max(beyond, 0.0)
-        return OpTime(seconds, max(found.spread, _OTHER_SPREAD), "data sheet")
+        return OpTime(seconds, max(time.spread, _OTHER_SPREAD), "data sheet")
 
     @property
     def _share_in_float32(self) -> float:
         return _FLOAT32.get(self._target.compute_capability, UNKNOWN_PRODUCTS.value)
 
     def _predict_convolution(self, cost: Cost) -> OpTime:
-        found = [self._predict_product(shape, cost.dtype) for shape in cost.convolution]
-        seconds = sum(one.seconds for one in found) / CONVOLUTIONS.value
-        spread = max(one.spread for one in found)
+        times = [self._predict_product(shape, cost.dtype) for shape in cost.convolution]
+        seconds = sum(time.seconds for time in times) / CONVOLUTIONS.value
+        spread = max(time.spread for time in times)
         return OpTime(seconds, math.hypot(spread, CONVOLUTIONS.spread), "data sheet")
 
     def _on_tensor_cores(self, op_dtype: str) -> bool:
@@ -300,7 +300,7 @@ class GpuModel:
 
     def _peak(self, op_dtype: str) -> float:
         ceiling = ceiling_of(op_dtype, self._dtype)
-        found = self._target.peak(ceiling)
-        if found is None:
+        peak = self._target.peak(ceiling)
+        if peak is None:
             raise UnknownTimeError(f"the target's flops_per_s has no {ceiling}")
-        return found
+        return peak

@@ -65,8 +65,8 @@ class Batch:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Return the batch with a function applied to each tensor."""
-        known = (self.mask_BT, self.decoder_BT)
-        mask_BT, decoder_BT = (None if one is None else function(one) for one in known)
+        optional = (self.mask_BT, self.decoder_BT)
+        mask_BT, decoder_BT = (None if tensor is None else function(tensor) for tensor in optional)
         others = tuple(map(function, self.others))
         return Batch(function(self.x), function(self.labels), mask_BT, decoder_BT, others)
 

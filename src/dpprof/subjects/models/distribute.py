@@ -96,7 +96,7 @@ def _assign_to_buckets(parameters: Sequence[Tensor], *_: Any) -> tuple[list[list
     """
     indices, limits = _assign([*reversed(parameters)], _BUCKETS, [])
     last = len(parameters) - 1
-    return [[last - at for at in one] for one in reversed(indices)], [*reversed(limits)]
+    return [[last - index for index in bucket] for bucket in reversed(indices)], [*reversed(limits)]
 
 
 def _reduce_in_place(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
