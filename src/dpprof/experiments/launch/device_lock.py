@@ -142,7 +142,6 @@ def hold_one(
         DeviceBusyError: Nothing was free in that time.
     """
     how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    files: dict[str, int] = {}
     in_the_way: list[str] = []
     users: list[str] = []
 
@@ -163,9 +162,7 @@ def hold_one(
         holders = [name_holders(map(lock_path, dict.fromkeys(in_the_way)))] if in_the_way else []
         return " and ".join([*holders, *users])
 
-    try:
-        for name in dict.fromkeys(name for locks in devices for name in locks):
-            files[name] = _open(lock_path(name))
+    with _open_all(name for locks in devices for name in locks) as files:
         position = wait_for(
             look,
             lambda waited_s: waiting(tell_whom(), waited_s),
@@ -179,6 +176,16 @@ def hold_one(
                 f"{MAX_WAIT} says how many seconds to wait"
             )
         yield position, [files[name] for name in devices[position]]
+
+
+@contextlib.contextmanager
+def _open_all(names: Iterable[str]) -> Iterator[dict[str, int]]:
+    """Open the files of locks, each once, and close them at the end, which releases the locks."""
+    files: dict[str, int] = {}
+    try:
+        for name in dict.fromkeys(names):
+            files[name] = _open(lock_path(name))
+        yield files
     finally:
         for descriptor in files.values():
             os.close(descriptor)
