@@ -15,9 +15,9 @@ import torch
 
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.datasheets import find_by_device_name
-from dpprof.experiments.config.experiment import CPU_TARGET, Experiment
+from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.registry import EntryPointError
-from dpprof.experiments.config.target import Target
+from dpprof.experiments.config.target import CPU_TARGET, Target
 from dpprof.experiments.records.reconciliation import JOINED
 from dpprof.experiments.records.result import Measurement, ModelFacts, NormChoice
 from dpprof.experiments.records.step_costs import Memory

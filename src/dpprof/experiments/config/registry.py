@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from dpprof.experiments.config.experiment import Experiment, is_code
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.naming import is_code
 from dpprof.experiments.config.validation import one_of, refuse
 from dpprof.private.errors import UnsupportedError
 from dpprof.system.hardware import available_cores, interchangeable_gpus, why_no_cuda

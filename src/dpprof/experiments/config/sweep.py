@@ -15,9 +15,11 @@ from pydantic import (
     field_validator,
 )
 
-from dpprof.experiments.config.experiment import Experiment, Name, settle_device
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.naming import Name
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.quantities import Replicates, one_or_many
+from dpprof.experiments.config.target import settle_device
 from dpprof.experiments.config.validation import InputError, explain, refuse
 
 MAX_RUNS = 100_000

@@ -16,7 +16,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from dpprof.experiments.config import registry
-from dpprof.experiments.config.experiment import Experiment, refuse_code
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.naming import refuse_code
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.registry import PREDICTIONS, refuse_target
 from dpprof.experiments.config.sweep import Config, Run, expand, parse_config, stated_keys

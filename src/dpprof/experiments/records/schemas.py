@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from dpprof.experiments.config.experiment import NAME_PATTERN, Dimensions, Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.naming import NAME_PATTERN, Dimensions
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.sweep import Config, Sweep
 from dpprof.experiments.records.budget import Budget

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dpprof.experiments.config.architecture import Architecture
-from dpprof.experiments.config.experiment import Dimensions, Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.naming import Dimensions
 from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES
 from dpprof.experiments.planning.shrinking import shrink
 from dpprof.experiments.planning.stand_ins import StandIn

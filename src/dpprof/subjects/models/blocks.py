@@ -10,7 +10,8 @@ from torch import nn
 
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
-from dpprof.experiments.config.experiment import Dimensions, Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.naming import Dimensions
 from dpprof.subjects.models.build import build_model
 
 _PLAIN = (bool, int, float, str, type(None))

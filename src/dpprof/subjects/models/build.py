@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
-from dpprof.experiments.config.experiment import Dimensions, Experiment
+from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.fine_tuning import PARTS
+from dpprof.experiments.config.naming import Dimensions
 from dpprof.experiments.config.registry import EntryPointError
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.model_heads import find_head

@@ -22,7 +22,7 @@ from dpprof.experiments.records.comparison import (
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.terms import OUTCOMES
 from dpprof.experiments.records.thresholds import Thresholds
-from dpprof.experiments.config.experiment import device_of
+from dpprof.experiments.config.target import device_of
 
 Number = int | float
 Unit = Literal["bytes", "FLOPs", "launches", "samples", "seconds"]

@@ -35,7 +35,8 @@ from dpprof.experiments.records.step_costs import (
 )
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.datasheets import find_by_device_name
-from dpprof.experiments.config.experiment import CPU_TARGET, Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.target import CPU_TARGET
 from dpprof.experiments.config.target import Dtype, Target
 from dpprof.system.files import canonical_json
 
