@@ -30,7 +30,7 @@ from dpprof.measure.traces.trace_files import (
     write_events,
     write_trace,
 )
-from dpprof.predict.flops.op_costs import family_of
+from dpprof.predict.flops.op_families import family_of
 from dpprof.private.norms.code_paths import CodePath, finds_norms
 from dpprof.subjects.methods.training_step import Enter
 from dpprof.subjects.setup import Training, set_up
