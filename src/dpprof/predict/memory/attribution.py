@@ -150,11 +150,11 @@ class StepObserver:
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
         # A module outside of the model, such as a loss, counts as its caller.
-        modules = self._recorder.modules
+        modules = self._recorder.callers.modules
         modules.append(self._names.get(module) or (modules[-1] if modules else None))
 
     def _after_forward(self, module: nn.Module, _inputs: Any, output: Any) -> None:
-        self._recorder.modules.pop()
+        self._recorder.callers.modules.pop()
         if module in self._roots:
             for tensor in tensors_in(output):
                 self._recorder.give_role(tensor, LOGITS)
@@ -175,11 +175,11 @@ class StepObserver:
         for number, argument in enumerate(inputs, start=1):
             for tensor in tensors_in(argument):
                 recorder.give_role(tensor, BACKPROPS if number == len(inputs) else DP_ACTIVATIONS)
-        recorder.sampler = (path, self._names.get(layer, type(layer).__name__))
+        recorder.callers.sampler = (path, self._names.get(layer, type(layer).__name__))
         try:
             returned = self._watch(layer, path, sampler, inputs)
         finally:
-            recorder.sampler = None
+            recorder.callers.sampler = None
         for tensor in tensors_in(returned):
             one_a_sample = tensor.dim() == 1
             recorder.give_role(tensor, "norm_samples" if one_a_sample else "per_sample_gradients")
