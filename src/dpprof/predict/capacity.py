@@ -35,8 +35,9 @@ GROWTH = 16
 may be equal."""
 
 FURTHER = 10
-"""The first batch that is tried has so many samples more than the smallest: few may take other
-ways. For most methods it has eleven, of which few sizes are multiples by chance."""
+"""How many samples more than the smallest batch the first one that is tried has: very few
+samples may take other code paths. Most methods then begin with eleven, which divides few sizes
+by chance."""
 
 SAFE_SHARE = 0.9
 """The share of the memory for a safe batch, where the allocator is not simulated."""
@@ -122,7 +123,7 @@ def back_off(
     batch = guess() if guess else (low + high) // 2
     while high - low > 1:
         batch = min(max(batch, low + 1), high - 1)
-        # From the guess in growing steps to where it changes, then halving what is left.
+        # Steps away from the guess grow until the answer changes; then what is left is halved.
         if holds(batch):
             low, batch = batch, batch + step
         else:
@@ -235,9 +236,10 @@ class _Batches:
         return placed is not None and not placed.retries
 
     def back_off_from(self, batch_size: int, fits: Callable[[int], bool]) -> int | None:
-        """Find a batch that fits and whose successor does not, at most as large as one.
+        """Find a batch that fits, and the next larger one does not; at most ``batch_size``.
 
-        The first guess is what fits if the allocator reserves as much for each sample.
+        The search begins at the batch that fits if the allocator reserves equally much for each
+        sample.
         """
 
         def guess() -> int:
@@ -326,8 +328,8 @@ def _search_by_placement(batches: _Batches) -> Capacity | None:
 def _extrapolate(batches: _Batches) -> Capacity | None:
     """Search along a line through the smallest batches of a method that takes one at a time.
 
-    On CUDA that is what the allocator would reserve, which grows in steps: by more samples it
-    grows at least as the peak does.
+    On CUDA the line is that of the bytes that the allocator would reserve. They grow in steps, so
+    beyond the traced batches they are taken to grow at least as much as the peak.
     """
     peak, reserved = batches.measure_need(batches.least)
     if (reserved or peak) > batches.budget:

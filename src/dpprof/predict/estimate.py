@@ -20,16 +20,16 @@ from dpprof.subjects.methods.training_step import Enter
 from dpprof.subjects.models.blocks import Blocks, NotAlikeError, find_blocks, join, with_blocks
 
 _NEEDED = 3
-"""So many records are needed, each of one block more."""
+"""How many records are traced, each with one block more than the last."""
 
 _MOST_LEAST = 3
-"""The smallest record has at most so many blocks."""
+"""The most blocks that the smallest record may have."""
 
 _LINE = 3
-"""So many batches confirm that sizes are affine in the batch."""
+"""How many batches must lie on a line before sizes count as affine in the batch."""
 
 _SPARE = 20
-"""A guess at a batch is exceeded by this part of it."""
+"""A batch that should be too large exceeds a guess by one part in so many of the way there."""
 
 
 def estimate(experiment: Experiment, enter: Enter) -> Measurement:
@@ -117,18 +117,18 @@ class Traces:
     def footprint(self, batch_size: int) -> Footprint:
         """Return what the training allocates with a batch.
 
-        It may follow from those of a smaller and of a larger batch, and then ``confirms`` must be
-        asked about a batch between these.
+        It may be interpolated between a smaller and a larger batch; then ``confirms`` must be asked
+        about a batch between them.
         """
         if batch_size not in self._footprints:
             self._footprints[batch_size] = self._find_footprint(batch_size)
         return self._footprints[batch_size]
 
     def confirms(self, batch_size: int) -> bool:
-        """Trace a batch; return whether all that followed from other batches is on one line.
+        """Trace a batch; return whether it and the other batches confirm what was interpolated.
 
-        A line takes three batches, of which one may rest on one record: where there are two, one
-        between them is traced.
+        The sizes of three batches must lie on a line. The sizes of one of them may be guessed.
+        Where there are only two, a batch between them is traced.
         """
         told = self.footprint(batch_size)
         followed = [family for family in self._families if family.is_followed]
@@ -144,12 +144,12 @@ class Traces:
         )
 
     def stop_interpolating(self) -> None:
-        """Let no footprint follow from those of other batches, and forget those that did."""
+        """Interpolate no footprint any more, and forget those that were."""
         self._interpolating = False
         self._footprints.clear()
 
     def rule_out(self, batch_size: int, further: int, budget: int) -> bool:
-        """Tell, from one and two blocks with a larger batch, whether a batch needs far too much.
+        """Return whether a batch needs far too much, by few blocks with a larger batch.
 
         Nothing is traced where not even parameters and moments fit.
         """
@@ -157,17 +157,18 @@ class Traces:
             return True
         if self._why_whole or self._blocks.count <= 1 + _NEEDED:
             return False
-        of_one, of_two = (
+        first, second = (
             Footprint.of(self._trace(further, count).recording).peak_bytes for count in (1, 2)
         )
-        of_samples = of_one + (self._blocks.count - 1) * (of_two - of_one) - self.state_bytes
+        whole = first + (self._blocks.count - 1) * (second - first)
+        of_samples = whole - self.state_bytes
         return self.state_bytes + of_samples * batch_size // further > budget
 
     def frame(self, batch_size: int, budget: int) -> int:
-        """Trace a batch, and one that is a little too large for so many bytes, that once only.
+        """Trace a batch, and guess the sizes of one that is a little too large for a budget.
 
         Returns:
-            A batch that may need about so many bytes.
+            A batch that may need about the budget.
         """
         try:
             family = self._measure(batch_size)
@@ -269,7 +270,7 @@ class _Family:
         """Batches of which two records were enough."""
 
         self.guessed: set[int] = set()
-        """Batches of which there is one record, so that sizes may be wrong."""
+        """Batches whose sizes were guessed from one record."""
 
         self.is_followed = False
         """Whether something rests on sizes that were not measured."""
@@ -294,17 +295,17 @@ class _Family:
         return self.pattern.assemble(self._count, self.sizes[batch_size])
 
     def footprint(self, batch_size: int) -> Footprint:
-        """Return the footprint of a batch that was traced, or that lies between such."""
+        """Return the footprint of a batch that was traced, or that lies between traced ones."""
         sizes = self.sizes.get(batch_size) or self._interpolate(batch_size)
         return self.pattern.footprint(self._count, sizes)
 
     def reaches(self, batch_size: int) -> bool:
-        """Return whether a batch lies between others, none of which is beside their line."""
+        """Return whether a batch was traced, or lies between batches that are on a line."""
         is_between = min(self.sizes) < batch_size < max(self.sizes)
         return batch_size in self.sizes or (is_between and self.is_line())
 
     def is_line(self) -> bool:
-        """Return whether no batch is beside the line through its neighbours."""
+        """Return whether every batch is on the line between its neighbours."""
         batches = sorted(self.sizes)
         return all(map(self._is_line, batches, batches[1:], batches[2:]))
 

@@ -159,7 +159,7 @@ class Traced(NamedTuple):
     births: Mapping[CodeType, Component]
     target: Target | None
     from_blocks: str
-    """Of which blocks there are traces, and why not of fewer."""
+    """Which blocks were traced, and why not fewer."""
 
     @property
     def first(self) -> MemoryTimeline:

@@ -29,10 +29,10 @@ class Collective(NamedTuple):
 
     name: str
     payload: int
-    """S."""
+    """Bytes of the whole tensor, S."""
 
     ranks: int
-    """N, those of its group."""
+    """Ranks of its group, N."""
 
 
 def read_collective(op: str, sizes: Sequence[int], world_size: int) -> Collective | None:

@@ -53,4 +53,4 @@ CONVOLUTIONS: dict[Any, Callable[..., Sequence[ProductShape]]] = {
     aten._convolution: _forward,  # noqa: SLF001 (the same arguments, and more)
     aten.convolution_backward: _backward,
 }
-"""From the arguments of a convolution and its result ``out`` to the products."""
+"""Functions that return the products of a convolution from its arguments and its result ``out``."""

@@ -87,7 +87,7 @@ class OperatorRule(NamedTuple):
 
     family: OpFamily
     shape_of: Callable[..., ProductShape] | None
-    """From the arguments of a matrix product to its sizes."""
+    """Returns the sizes of a matrix product from its arguments."""
 
     arguments: tuple[str, ...]
     """Names of the arguments, by position."""

@@ -45,4 +45,4 @@ PRODUCTS: dict[Any, Callable[..., ProductShape]] = {
 PRODUCTS_OF_BITSANDBYTES: dict[str, Callable[..., ProductShape]] = {
     "bitsandbytes.int8_linear_matmul": lambda a, b: (1, a.shape[:-1].numel(), *b.shape),
 }
-"""By name, because they exist only once bitsandbytes is imported."""
+"""Products of bitsandbytes, by name because they exist only once it is imported."""

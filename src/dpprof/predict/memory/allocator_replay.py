@@ -22,7 +22,7 @@ from dpprof.predict.memory.caching_allocator import (
 from dpprof.predict.memory.events import Allocated, Event, Freed
 
 MOST_STEPS = 10
-"""By default the last step is played at most this often."""
+"""How often the last step is played at most, by default."""
 
 
 class Placement(NamedTuple):
@@ -35,7 +35,7 @@ class Placement(NamedTuple):
     """How often the last step, and so every later one, released the cache to make room."""
 
     retries: int
-    """How often any step did; without a limit, and where this is 0, all is placed alike."""
+    """How often any step did. Where it is 0, a limit changes nothing."""
 
     steps: int
     """How many times the last step was played."""

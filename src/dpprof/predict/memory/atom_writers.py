@@ -20,8 +20,8 @@ from dpprof.predict.memory.launches import find_workspaces
 from dpprof.subjects.models.blocks import Blocks, join
 
 Outlined = tuple[Any, int] | None
-"""That a storage is allocated or freed, or that a kernel is launched, and where its sizes are; None
-where a step begins or ends."""
+"""An allocation, a release or the launch of a kernel, and where its sizes are; None where a step
+begins or ends."""
 
 
 class SettledAtom(NamedTuple):
@@ -29,11 +29,11 @@ class SettledAtom(NamedTuple):
 
     key: int
     blocks: Sequence[tuple[int, int]]
-    """For each, the way and the name."""
+    """The way and the name of each."""
 
     storage: tuple[int, int] | None
     start: int
-    """Where its sizes begin among all."""
+    """Where its sizes begin among those of all atoms."""
 
 
 _Write = Callable[[Any, SettledAtom, Any, Sequence[int]], None]
@@ -41,7 +41,7 @@ _Write = Callable[[Any, SettledAtom, Any, Sequence[int]], None]
 
 
 class Outline:
-    """What atoms allocate and free as events of a model with these blocks, whatever the sizes."""
+    """Writes what atoms allocate and free in a model with these blocks, without sizes."""
 
     def __init__(self, examples: Sequence[Any], blocks: Blocks) -> None:
         self.outline: list[Outlined] = []

@@ -50,7 +50,7 @@ class Recording(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The same place, named in several ways; one of them must stay the same."""
+    """A place, named in several ways; one of the names must be the same in all records."""
 
     by: tuple[int, ...]
 
@@ -69,11 +69,12 @@ class Atom(NamedTuple):
     """Equal for atoms that differ in nothing but blocks, storages and sizes."""
 
     blocks: tuple[Place, ...]
-    """By distance from the last block that was named, from the first block, and from the end."""
+    """Each by its distance from the last block that was named, from the first block, and from the
+    end."""
 
     storage: Place | None
-    """By position among storages that are alike, in the order in which they were allocated, or
-    were last used; from the oldest, or from the newest."""
+    """Its position among storages that are alike, in the order in which they were allocated, or
+    were last used; counted from the oldest, or from the newest."""
 
     sizes: tuple[int, ...]
 
@@ -94,7 +95,7 @@ class Vocabulary:
 
 
 class AlikeStorages:
-    """The storages that are alive, or are kept by autograd, by what they are and by block."""
+    """Groups storages that are alive, or that autograd keeps, by kind and block."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, int | None], list[int]] = {}
@@ -130,7 +131,7 @@ class AlikeStorages:
         return members[index]
 
     def follow(self, number: int, event: type) -> None:
-        """Follow that a storage is freed, kept, released, or else used."""
+        """Note that a storage is freed, kept, released, or else used."""
         if event is Saved:
             self._saved[number] += 1
         elif event is Unsaved:
@@ -146,9 +147,9 @@ class AlikeStorages:
 
 
 def sort_frees(events: Iterable[Event], borders: Container[int]) -> list[Event]:
-    """Return events, with frees that follow one another by number: Python frees in any order.
+    """Return events with each run of frees sorted by number, because Python frees in any order.
 
-    No event crosses one of the borders, which are places among the events.
+    No free crosses a border. Borders are places among the events.
     """
     ordered: list[Event] = []
     together: list[Freed] = []
@@ -164,7 +165,7 @@ def sort_frees(events: Iterable[Event], borders: Container[int]) -> list[Event]:
 
 
 def around_launches(launches: Iterable[tuple[int, Launched]]) -> Iterator[int]:
-    """Yield where what kernels allocate and free begins and ends among the events."""
+    """Yield the places among the events where the allocations of each kernel begin and end."""
     for index, launched in launches:
         yield index
         yield index + 2 * launched.storages

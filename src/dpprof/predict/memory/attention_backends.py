@@ -32,7 +32,7 @@ class AttentionGpu(NamedTuple):
 
     compute_capability: str
     cudnn: int | None = None
-    """As ``torch.backends.cudnn.version()`` returns it. None without CUDA: then the version of
+    """The result of ``torch.backends.cudnn.version()``. None without CUDA: then the version of
     PyTorch's own wheels is assumed, which since 2.11 is newer than 9.15."""
 
 

@@ -98,4 +98,4 @@ CONVOLUTION_WORKSPACES: Mapping[Any, Workspace] = {
     aten.convolution: _forward,
     aten.convolution_backward: _backward,
 }
-"""By overload packet, from an operator's arguments to bytes."""
+"""Functions from an operator's arguments to bytes, by overload packet."""

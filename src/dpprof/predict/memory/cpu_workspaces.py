@@ -115,7 +115,7 @@ _WORKSPACES: Mapping[Any, Workspace] = {
 }
 
 CPU_WORKSPACES: Mapping[Any, Workspace] = with_numbers(_WORKSPACES)
-"""By overload packet, from an operator's arguments to bytes."""
+"""Functions from an operator's arguments to bytes, by overload packet."""
 
 _RECURRENT = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
 _LAPACK = ("linalg_", "_linalg_", "cholesky_", "geqrf", "ormqr", "triangular_solve", "lu_")

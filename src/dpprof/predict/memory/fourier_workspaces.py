@@ -87,4 +87,4 @@ FOURIER_WORKSPACES: Mapping[Any, Workspace] = {
     aten._fft_c2c: _one_pass,  # noqa: SLF001
     aten._fft_c2r: _to_real,  # noqa: SLF001
 }
-"""By overload packet, from an operator's arguments to bytes."""
+"""Functions from an operator's arguments to bytes, by overload packet."""

@@ -21,10 +21,10 @@ class Life(weakref.ref[torch.UntypedStorage]):
     key: int
     number: int
     last: int
-    """Its number before it was emptied, or else that."""
+    """The last number, which it keeps while it is empty."""
 
     layer: str | None
-    """Whose parameter it is gathered into, each time that it is filled."""
+    """The layer whose parameter is gathered into it."""
 
 
 class Journal:
@@ -40,7 +40,7 @@ class Journal:
         self.phase: Phase = "setup"
         self.block_bytes = block_bytes
         self.alive: dict[int, Life] = {}
-        """By address."""
+        """Storages that are not freed yet, by address."""
 
     def enter(self, phase: Phase) -> None:
         """Record that a phase begins."""

@@ -113,4 +113,4 @@ OPERAND_COPIES: Mapping[Any, Workspace] = {
     aten.addmm: _multiply_and_add,
     aten.bmm: _multiply_batch,
 }
-"""By overload packet, from an operator's arguments to bytes. Most calls copy nothing."""
+"""Functions from an operator's arguments to bytes, by overload packet. Most calls copy nothing."""

@@ -32,10 +32,10 @@ class Sizes(NamedTuple):
     """All sizes of a pattern for one batch."""
 
     least: Integers
-    """With the smallest number of blocks that was traced."""
+    """The sizes with the smallest number of blocks that was traced."""
 
     growth: Integers
-    """With each further block."""
+    """What each further block adds to them."""
 
     def of(self, further: int) -> Integers:
         """Return the sizes with so many further blocks."""
@@ -230,11 +230,11 @@ class _Layout(NamedTuple):
     """The allocations of a model with so many blocks, without their sizes."""
 
     steps: list[list[list[Event] | tuple[Launched, int]]]
-    """For each step, and what precedes it, events and launches of kernels in their order; with
-    a launch where its sizes are."""
+    """For the set-up and each step, events and launches of kernels in their order. A launch has the
+    place of its sizes."""
 
     places: Integers
-    """Where the size of each storage is, but for those of kernels."""
+    """The place of the size of each storage, without those that kernels allocate."""
 
     @classmethod
     def of(cls, outline: Outline) -> Self:
@@ -368,7 +368,7 @@ def _find_start(
         return None
 
     def is_repeated(number: int) -> bool:
-        """Return whether an atom of the second record is twice in the third."""
+        """Return whether the third record has an atom of the second one twice."""
         atom, copy = more[j + number], k + number
         return _may_follow(atom, most[copy]) and _may_follow(atom, most[copy + length])
 

@@ -30,7 +30,7 @@ JOINS = "fsdp.chunk_cat"
 """Names of FSDP's copies: a cast before a gather, into and out of its buffer, and gradients'."""
 
 IN_FLIGHT = {"forward": 2}
-"""Copies out, counted from the last, of which a gather waits for the first; 1 in other phases."""
+"""A gather waits for this copy out, counted back from the last, by phase; 1 in others."""
 
 
 class Placed(NamedTuple):
@@ -41,7 +41,7 @@ class Placed(NamedTuple):
     """Operators on other streams that must have ended, by their positions."""
 
     collective: Collective | None
-    """Of a collective."""
+    """What it exchanges; None for an operator that is no collective."""
 
 
 def place(ops: Sequence[Op], parallel: Parallel | None) -> list[Placed]:

@@ -46,7 +46,8 @@ CHANNELS = {"8.0": 24}
 A100 (NVIDIA/nccl-tests issue 100). No other kernel runs on them meanwhile (NVIDIA/nccl 1656)."""
 
 _CHANNELS = 16
-"""The same of others: 16 rings on nodes of eight H100 (NVIDIA/nccl issue 1453)."""
+"""Multiprocessors that a collective takes on other devices: 16 rings on nodes of eight H100
+(NVIDIA/nccl issue 1453)."""
 
 AMONG_GPUS = 0.015
 """Spread of the speeds of equal GPUs, of which all wait for the slowest: about 8 % from one end to
@@ -58,7 +59,7 @@ class Issued(NamedTuple):
 
     kind: str
     time: OpTime
-    """The device's."""
+    """The time on the device."""
 
     placed: Placed = Placed(COMPUTE, (), None)
 
@@ -76,7 +77,8 @@ class StepTime(NamedTuple):
     """The share of the step in which the device waits for the host."""
 
     communication_share: float
-    """The share in which it does nothing but wait for ranks, or run collectives in line."""
+    """The share of the step in which the device only waits for ranks, or runs collectives in
+    line."""
 
 
 class _Run(NamedTuple):
@@ -85,7 +87,7 @@ class _Run(NamedTuple):
     starts: list[float]
     ends: list[float]
     exposed_s: float
-    """In which the stream that computes waits for another one."""
+    """How long the stream that computes waits for another one."""
 
     @property
     def step_s(self) -> float:

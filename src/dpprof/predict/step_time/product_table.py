@@ -78,8 +78,8 @@ class ProductTable:
         self._log_shares = np.log(self.shares)
         self._spreads: dict[Basis, float] = document["spreads"]
         self._more_rows: float = document["more_rows_spread"]
-        """Of products with more rows than the table has, and no other size beyond it. A device
-        divides them into more of the same tiles."""
+        """The spread of products that are beyond the table in rows alone. A device divides them
+        into more of the same tiles."""
 
         self._known = {tuple(row): index for index, row in enumerate(self.shapes.tolist())}
         self._low, self._high = self.shapes.min(axis=0), self.shapes.max(axis=0)
