@@ -51,7 +51,7 @@ def read_json(path: Path) -> Any:
 
 _TOO_LARGE = "it holds a number that is too large"
 _MAYBE_LARGE = re.compile(r"[0-9]{19}|[0-9][eE]\+?[0-9]{2}")
-"""What a large number has; few files need a closer look."""
+"""Text that every large number contains; few files need a closer look."""
 
 _LARGEST: dict[type, float] = {bool: 1, int: 2**63 - 1, float: 1e30}
 """What a column of a table holds, and what can still be multiplied and squared."""

@@ -31,7 +31,7 @@ from dpprof.private.accounting.search import BeyondReachError
 def find_batch_size(
     planned: NoiseOfBatch, samples: int, epsilon: float, delta: float, accountant: Accountant
 ) -> int:
-    """Find the least batch that spends a budget in as many steps with as little noise in each.
+    """Find the least batch that spends a budget with the planned steps and noise in a step.
 
     The noise of a step's averaged gradient is that of the plan, so its noise multiplier grows as
     the batch does. Less is spent, because both the noise and the sampled share have grown.

@@ -23,7 +23,7 @@ _CONTEXT = 600 * 2**20
 context (pytorch#109888, unsloth-zoo#1053), and the libraries' kernels add to that."""
 
 _CONTEXT_OF_T4 = 141 * 2**20
-"""The same, measured in training (fitcheck-llm 0.3.1)."""
+"""Memory of a CUDA context that was measured in training (fitcheck-llm 0.3.1)."""
 
 
 def _gpu(  # noqa: PLR0917 (a row of a table)

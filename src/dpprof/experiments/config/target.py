@@ -23,8 +23,8 @@ _CEILINGS: Mapping[str, Dtype] = {
 }
 
 _TENSOR_CORES_IN_BFLOAT16 = 8
-"""From this major compute capability on, GPUs multiply bfloat16, and PyTorch has flash attention
-(NVIDIA A100 architecture white paper; sdp_utils.cpp)."""
+"""The first major compute capability whose GPUs multiply bfloat16; from it on, and PyTorch has
+flash attention (NVIDIA A100 architecture white paper; sdp_utils.cpp)."""
 
 
 def ceiling_of(op_dtype: str, dtype: Dtype) -> Dtype:

@@ -20,7 +20,7 @@ from dpprof.system.lock_holders import name_holders
 
 _POLL_S = 0.1
 _LOOK_S = 1.0
-"""Between looks at devices, which cost more than a look at locks."""
+"""Seconds between looks at devices, which cost more than a look at locks."""
 
 _VARIABLE = "DPPROF_LOCK_DIR"
 
@@ -192,7 +192,7 @@ def _open_all(names: Iterable[str]) -> Iterator[dict[str, int]]:
 
 
 def _take(files: Mapping[str, int], locks: Sequence[str], how: int) -> str | None:
-    """Take all locks of a device and return None; if one is not free, none, and return its name."""
+    """Take all locks of a device and return None; or take none, and return one that is held."""
     for name in locks:
         try:
             fcntl.flock(files[name], how | fcntl.LOCK_NB)

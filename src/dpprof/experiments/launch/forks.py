@@ -19,7 +19,7 @@ from typing import IO, Any
 from dpprof.experiments.launch.child import Assignment, carry_out
 
 _MADE = 100_000
-"""So many objects are made before garbage is looked for: most of what traces make is none."""
+"""How many objects are made before garbage is collected: little of what traces make is garbage."""
 
 
 class Forks:
@@ -92,7 +92,7 @@ class Forked:
 
     @property
     def returncode(self) -> int:
-        """As in ``subprocess``: negative for a signal."""
+        """The exit status, negative for a signal, as in ``subprocess``."""
         return int(self._process.exitcode)
 
     def wait(self, timeout: float | None = None) -> None:

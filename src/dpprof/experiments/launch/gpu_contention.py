@@ -48,7 +48,7 @@ def look_at(uuid: str | None) -> Others:
 
 
 def look_afterwards(uuid: str | None) -> Others:
-    """Return the same after a run, once the driver's load excludes the run."""
+    """Return the figures after a run, once the driver's load no longer includes it."""
     if uuid is not None:
         time.sleep(SAMPLE_S)
     return look_at(uuid)
@@ -60,9 +60,9 @@ def judge_use(
     """Return a function that says who else uses a GPU whose lock this process holds, if anybody.
 
     It gets the GPU's position and how many before it were in use; ``hold_one`` calls it. Unknown
-    use is none. A GPU is taken all the same once others had ``seconds`` to leave it since they were
-    first seen; with ``refuse``, only if they use every GPU: one that dpprof itself uses will be
-    free. None where others' use does not matter.
+    use counts as none. Once others have had ``seconds`` to leave a GPU since they were first seen,
+    it is taken in spite of them; with ``refuse``, only if others use every GPU, because one that
+    dpprof itself uses will become free. None where others' use does not matter.
     """
     if otherwise == "run" and not seconds:
         return None
@@ -86,7 +86,7 @@ def judge_use(
 
 
 def refuse_busy(others: Others, seconds: float) -> Failure:
-    """Return why a run is refused on a GPU that others use, after so long a wait."""
+    """Return why a run is refused on a GPU that others still use after the wait."""
     after = f" after a wait of {seconds:g} s" if seconds else ""
     message = (
         f"others {_tell_use(others)} of the GPU{after}, and busy_gpu is refuse; once they have "

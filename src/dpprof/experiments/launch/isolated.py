@@ -52,7 +52,7 @@ class Ended(NamedTuple, Generic[Answer]):
     """The function's result; None if the child ended before the result was complete."""
 
     returncode: int
-    """As in ``subprocess``: negative for a signal."""
+    """The exit status, negative for a signal, as in ``subprocess``."""
 
     timed_out: bool
     output: str

@@ -28,18 +28,18 @@ from dpprof.system.files import write_atomically
 _VARIABLE = "DPPROF_PROGRESS"
 
 _Seconds = Annotated[float, Field(ge=0, le=1e10)]
-"""No infinity and nothing else that cannot be added up and told."""
+"""A number of seconds; infinity, which cannot be added up, is refused."""
 
 _PLANNED = TypeAdapter(dict[str, str])
 _ENDED = TypeAdapter(dict[str, _Seconds])
-"""The first line of a progress file, kinds by run, and a later line, the seconds of a run."""
+"""Lines of a progress file: the first has kinds by run, and a later one the seconds of a run."""
 
 _CLOCKS_DIFFER_S = 5.0
 """The most by which the start of a process, as told by the kernel, may be late."""
 
 
 class Began(BaseModel, frozen=True, extra="forbid"):
-    """That a process began a run, or the sweep: another line of a progress file."""
+    """The beginning of a run, or of the sweep, by a process: another line of a progress file."""
 
     began: str | None
     """The run's name; None for the sweep."""
@@ -217,7 +217,7 @@ class _Jobs(NamedTuple):
     singular: str
     plural: str
     seconds: float
-    """Of one job, with a small model on a common processor."""
+    """Seconds of one job, with a small model on a common processor."""
 
     alone: bool
     """Whether nothing runs beside such a job."""
@@ -232,7 +232,7 @@ _PARTS = {
     "figure": _Jobs("figure", "figures", 3, alone=False),
     "report": _Jobs("report", "reports", 12, alone=True),
 }
-"""In the order in which most of them run."""
+"""The parts of a sweep, in the order in which most of them run."""
 
 
 def tell_to_do(jobs: Mapping[str, int], cores: int) -> Iterator[str]:

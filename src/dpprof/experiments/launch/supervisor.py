@@ -64,8 +64,8 @@ _SIGNALS_SPREAD_S = 2.0
 def _slots(experiment: Experiment, instrument: str, threads: int | None) -> list[DeviceSlot]:
     """Return the interchangeable devices that this experiment can run on.
 
-    Predictions run on the CPU, whatever device they are for, with the threads of a measurement
-    that has the machine to itself, of one rank of several.
+    Predictions run on the CPU, whatever device they are for, with the threads of a measurement that
+    has the machine to itself; of several ranks, those of one.
     """
     cores = available_cores()
     if instrument in PREDICTIONS:

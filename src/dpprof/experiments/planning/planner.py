@@ -239,7 +239,7 @@ def write_plan(plan: Plan, *, elsewhere: bool = False) -> None:
 
 
 _LONG_AGO_S = 315_532_800
-"""1980: the age of files whose name is a digest of their content, which never changes."""
+"""The age of files whose name is a digest of their content, which never changes: 1980."""
 
 
 def _write_once(path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 WINDOW = 4
-"""The width of a sliding window, if there is one: shorter than the sequences."""
+"""The width of a sliding window, if there is one, is shorter than the sequences."""
 
 _LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),

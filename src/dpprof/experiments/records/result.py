@@ -17,7 +17,7 @@ OLDER: Mapping[object, str] = {
     1: "since then the instrument ledger is called memory, and category is called op_kind; "
     "snakemake measures it again"
 }
-"""By older schema version, what has changed since."""
+"""What has changed since an older schema version."""
 
 _OF_A_SCREEN_BYTES = 2**30
 _OF_A_SCREEN = 0.05

@@ -28,10 +28,10 @@ class Extent(NamedTuple):
     """The sizes to measure, and for how long."""
 
     sizes: tuple[int, ...]
-    """Of square matrices, the smallest first."""
+    """Rows of square matrices, the smallest first."""
 
     array_bytes: tuple[int, ...]
-    """Of arrays to copy, far larger than caches."""
+    """Bytes of arrays to copy, far larger than caches."""
 
     budget_s: float
     """About how long all repeats of one size may take."""

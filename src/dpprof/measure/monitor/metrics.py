@@ -50,7 +50,7 @@ class Metrics:
     """Model FLOPs, those of the non-private step, over elapsed time and the device's peak."""
 
     hfu: float | None
-    """Executed FLOPs over the same; includes work that a private method adds."""
+    """Executed FLOPs over elapsed time and peak; includes work that a private method adds."""
 
     dp_flop_multiplier: float | None
     """Executed over model FLOPs."""

@@ -53,7 +53,7 @@ def _loss(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def _one_by_one(model: nn.Module, inputs: Sequence[Tensor], labels_BT: Tensor) -> list[Tensor]:
-    """Return the same by autograd, from one sample after the other."""
+    """Return every sample's gradient by autograd, one sample after the other."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     samples = []
     for labels_T, *sample in zip(labels_BT, *inputs, strict=True):

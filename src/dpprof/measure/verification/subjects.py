@@ -34,7 +34,8 @@ REDUCED = Dimensions(vocab_size=11, d_model=12, layers=2, heads=3)
 SEQ_LEN = 9
 
 IMAGE_SIZE = 32
-"""Of the images of dpprof's own models. A vision transformer divides it into four patches."""
+"""Height and width of the images of dpprof's own models. A vision transformer makes four
+patches."""
 
 
 class Subject(NamedTuple):

@@ -45,13 +45,13 @@ class Batch:
     """Ids or classes, int64: of tokens (B, T), or of samples (B,)."""
 
     mask_BT: Tensor | None = None
-    """For models that take it: 1 for tokens and 0 for padding, (B, T) int64."""
+    """The mask, for models that take it: 1 for tokens and 0 for padding, (B, T) int64."""
 
     decoder_BT: Tensor | None = None
-    """For models with an encoder and a decoder: the ids that the decoder gets, (B, T) int64."""
+    """The ids that the decoder gets where there is an encoder too, (B, T) int64."""
 
     others: tuple[Tensor, ...] = ()
-    """Of a model that computes its losses: what it gets beside ``x``. It takes no labels."""
+    """What a model that computes its losses gets beside ``x``. It takes no labels."""
 
     def __iter__(self) -> Iterator[Tensor]:
         each = (self.x, self.labels, self.mask_BT, self.decoder_BT, *self.others)

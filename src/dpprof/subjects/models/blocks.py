@@ -16,7 +16,7 @@ from dpprof.subjects.models.build import build_model
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_POSITION = ("layer_idx", "layer_id", "layer_number")
-"""Attributes that only say which block it is."""
+"""Attributes that only say which block a module is."""
 
 
 class NotAlikeError(Exception):
@@ -32,10 +32,10 @@ class Blocks:
 
     count: int
     trained_bytes: int = 0
-    """Of all parameters of the model that are trained."""
+    """Bytes of all parameters of the model that are trained."""
 
     frozen_bytes: int = 0
-    """Of all others, in the format in which they are stored."""
+    """Bytes of all other parameters, in the format in which they are stored."""
 
     def split(self, name: str | None) -> tuple[str | None, int | None]:
         """Return a module's name with a gap in place of its block's number, and the number.

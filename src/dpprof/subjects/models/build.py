@@ -81,7 +81,7 @@ def _find_trained(model: nn.Module, part: str) -> set[nn.Parameter]:
 
 
 def _store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert frozen parameters, but no vector with a trained one: norms take only one dtype."""
+    """Convert frozen parameters, except vectors beside a trained one: norms take only one dtype."""
     for layer in model.modules():
         own = list(layer.parameters(recurse=False))
         trains_a_vector = any(tensor.requires_grad and tensor.dim() == 1 for tensor in own)

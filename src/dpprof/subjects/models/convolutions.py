@@ -105,7 +105,7 @@ class ResidualNetwork:
     """Channels of each stage."""
 
     groups: int
-    """Of each GroupNorm."""
+    """The groups of each GroupNorm."""
 
     classes: int
     first_width: int = 16

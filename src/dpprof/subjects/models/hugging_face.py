@@ -52,7 +52,7 @@ _CLASSES: Mapping[Task, tuple[str, str]] = {
     "token-classification": ("AutoModelForTokenClassification", "TOKEN_CLASSIFICATION"),
     "image-classification": ("AutoModelForImageClassification", "IMAGE_CLASSIFICATION"),
 }
-"""By task, what transformers builds its models with, and how it names the architectures of it."""
+"""What transformers builds a task's models with, and how it names the task's architectures."""
 
 _PEFT_TASKS: Mapping[Task, str] = {
     "causal-lm": "CAUSAL_LM",
@@ -128,7 +128,7 @@ class HuggingFaceModel(nn.Module):
 
 
 def _position_offset(model: nn.Module) -> int:
-    """Return where the positions of a model begin that makes them of its ids, as RoBERTa does."""
+    """Return the first position of a model that makes positions of its ids, as RoBERTa does."""
     for name, layer in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(layer, nn.Embedding):
             return 0 if layer.padding_idx is None else layer.padding_idx + 1
