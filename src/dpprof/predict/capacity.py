@@ -158,7 +158,8 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     traces = Traces(experiment, enter, describing=False)
     capacity = _find(method, batches := _Batches(experiment, traces, budget, least))
     if capacity is None:
-        raise MemoryError(_explain(experiment, batches, _count_parameters(traces, least)))
+        parameters_bytes = traces.facts(least).model.parameters_bytes // experiment.shards
+        raise MemoryError(_explain(experiment, batches, parameters_bytes))
     if not traces.confirms(capacity.stated_batch_size):
         traces.stop_interpolating()
         capacity = _find(method, _Batches(experiment, traces, budget, least))
@@ -377,12 +378,6 @@ def _find_budget(experiment: Experiment, target: Target | None) -> int:
     if target is None:  # ranks share it
         return psutil.virtual_memory().total // experiment.world_size
     return int(target.memory_bytes)
-
-
-def _count_parameters(traces: Traces, batch_size: int) -> int:
-    """Return the bytes of the parameters, of each rank of several."""
-    model, experiment = traces.facts(batch_size).model, traces.experiment
-    return model.parameters_bytes // experiment.shards
 
 
 def _explain(experiment: Experiment, batches: _Batches, parameters_bytes: int) -> str:

@@ -197,13 +197,16 @@ class CachingAllocator:
                 f"tried to allocate {nbytes:,} bytes; {self.allocated_bytes:,} are allocated and "
                 f"{self.reserved_bytes:,} reserved of {self._limit:,}"
             )
-        if self._is_split(block, size):
+        splits_all = block.pool.is_small or self._settings.expandable_segments
+        if block.size - size >= (MIN_BLOCK if splits_all else MAX_SMALL + 1):
             pool.insert(block.cut(size))
         block.free = False
         self._live[key] = block, nbytes
         self.allocated_bytes += block.size
         self.requested_bytes += nbytes
-        self._note_peaks()
+        self._most_requested = max(self._most_requested, self.requested_bytes)
+        self._most_allocated = max(self._most_allocated, self.allocated_bytes)
+        self._most_reserved = max(self._most_reserved, self.reserved_bytes)
 
     def free(self, key: Hashable) -> None:
         """Free the block of a key, if it has one.
@@ -246,17 +249,6 @@ class CachingAllocator:
         self._most_requested = self.requested_bytes
         self._most_allocated = self.allocated_bytes
         self._most_reserved = self.reserved_bytes
-
-    def _note_peaks(self) -> None:
-        self._most_requested = max(self._most_requested, self.requested_bytes)
-        self._most_allocated = max(self._most_allocated, self.allocated_bytes)
-        self._most_reserved = max(self._most_reserved, self.reserved_bytes)
-
-    def _is_split(self, block: _Block, size: int) -> bool:
-        rest = block.size - size
-        if block.pool.is_small or self._settings.expandable_segments:
-            return rest >= MIN_BLOCK
-        return rest > MAX_SMALL
 
     def _fits(self, nbytes: int) -> bool:
         return self._limit is None or self.reserved_bytes + nbytes <= self._limit

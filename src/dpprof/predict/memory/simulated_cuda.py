@@ -106,7 +106,9 @@ class _CudaFunctions(TorchFunctionMode):
         if func in _FUSED and _is_widened(args[0], kwargs.get("dtype")):
             dim = args[1] if len(args) > 1 else kwargs["dim"]
             return _FUSED[func](args[0], dim, half_to_float=True)
-        if func in _CONVERTING and torch.is_autocast_enabled("cpu") and _is_reduced(args[:1]):
+        x = args[0] if args else None
+        is_reduced = isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
+        if func in _CONVERTING and torch.is_autocast_enabled("cpu") and is_reduced:
             if func in _IN_FLOAT32:
                 args = (args[0].float(), *args[1:])
             elif kwargs.get("dtype") is None:
@@ -154,10 +156,6 @@ def _is_widened(x: Tensor, dtype: torch.dtype | None) -> bool:
     """Tell whether a function of float16 has a result in float32, which autocast asks for too."""
     asks = dtype is torch.float32 or (dtype is None and torch.is_autocast_enabled("cpu"))
     return x.dtype is torch.float16 and asks
-
-
-def _is_reduced(args: Any) -> bool:
-    return any(isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16) for x in args)
 
 
 @contextmanager
