@@ -233,11 +233,8 @@ def start_progress():
         raise WorkflowError(problem)
     for line in progress.tell_to_do(parts, workflow.cores):
         say(line)
-    runs = [job.wildcards for job in due if job.rule.name in RUNS]
-    progress.Progress.start(
-        artifacts.PLAN / "progress.jsonl",
-        (
-            (progress.run_name(w.id, w.instrument, int(w.replicate)), experiment_of(w.id))
-            for w in runs
-        ),
-    )
+    runs = [
+        (progress.run_name(w.id, w.instrument, int(w.replicate)), experiment_of(w.id))
+        for w in (job.wildcards for job in due if job.rule.name in RUNS)
+    ]
+    progress.Progress.start(artifacts.PLAN / "progress.jsonl", runs)
