@@ -35,10 +35,6 @@ _SPARE = 20
 def estimate(experiment: Experiment, enter: Enter) -> Measurement:
     """Instrument ``estimate``: predict an experiment without the memory and time that it needs.
 
-    Args:
-        experiment: What to predict.
-        enter: Called as each phase begins.
-
     Raises:
         UnsupportedError: The device is a GPU without a known target.
     """
@@ -47,10 +43,6 @@ def estimate(experiment: Experiment, enter: Enter) -> Measurement:
 
 def trace_steps(experiment: Experiment, enter: Enter) -> Traced:
     """Trace a training, from few blocks where the whole follows from them.
-
-    Args:
-        experiment: What to trace.
-        enter: Called as each phase begins.
 
     Raises:
         UnsupportedError: The device is a GPU without a known target.

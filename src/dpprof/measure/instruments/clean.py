@@ -27,12 +27,7 @@ from dpprof.subjects.setup import Training, set_up
 
 
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
-    """Measure one experiment in this process.
-
-    Args:
-        experiment: What to run.
-        enter: Called as each phase begins.
-    """
+    """Measure one experiment in this process."""
     method, device = open_experiment(experiment)
     process = psutil.Process()
     snapshots = Snapshots(lambda _: device.counters(), rss=lambda: process.memory_info().rss)

@@ -54,12 +54,7 @@ def _annotate(
 
 
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
-    """Trace one experiment in this process.
-
-    Args:
-        experiment: What to run.
-        enter: Called as each phase begins.
-    """
+    """Trace one experiment in this process."""
     method, device = open_experiment(experiment)
     training = set_up(experiment, method, device.torch_device, lambda *_: None)
     for _ in range(experiment.warmup_steps):
