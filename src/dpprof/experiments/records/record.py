@@ -92,6 +92,10 @@ def _canonical(document: dict[str, Any]) -> str:
     return canonical_json({key: value for key, value in document.items() if key != _DIGEST})
 
 
+def _content_digest(document: dict[str, Any]) -> str:
+    return sha256_hex(_canonical(document))
+
+
 def write_record(path: Path, kind: type[Record], fields: Mapping[str, Any]) -> Record:
     """Write a record with its content digest, as a whole.
 
@@ -105,7 +109,7 @@ def write_record(path: Path, kind: type[Record], fields: Mapping[str, Any]) -> R
     # Identity first, measurements after: the order in which a person reads.
     document = {key: value for key, value in dumped.items() if key in kind.__annotations__}
     document |= dumped
-    document[_DIGEST] = sha256_hex(_canonical(document))
+    document[_DIGEST] = _content_digest(document)
     write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     return kind.model_validate(document)
 
