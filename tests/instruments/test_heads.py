@@ -10,8 +10,7 @@ from steps import flat_gradient, prepare
 from dpprof.measure.instruments.memory import measure
 from dpprof.predict.estimate import estimate
 from dpprof.private.errors import UnsupportedError
-from dpprof.private.layers.model_heads import find_known_head
-from dpprof.subjects.methods.losses import losses_of
+from dpprof.subjects.methods.losses import find_known_head, losses_of
 from dpprof.subjects.setup import import_method, set_up
 
 WIDE = {"vocab_size": 5_000, "d_model": 16, "layers": 2, "heads": 2}

@@ -19,7 +19,8 @@ import torch
 
 from dpprof.experiments.config.experiment import Experiment, read_spec
 from dpprof.experiments.records.operators import OperatorTable
-from dpprof.measure.devices.selection import open_device, open_experiment
+from dpprof.measure.devices.selection import open_device
+from dpprof.measure.instruments.opening import open_experiment
 from dpprof.measure.instruments.operator_timer import ROUNDS, OperatorTimer, ignore, list_ops
 from dpprof.predict.memory.events import Op
 from dpprof.private.errors import UnsupportedError
