@@ -87,7 +87,7 @@ def choose_batch(noises: Sequence[NoiseOfBatch], largest: int) -> int:
 
 
 class AtEpsilon(BaseModel, frozen=True, extra="forbid"):
-    """A training with the planned steps and noise at another epsilon."""
+    """A training with the planned steps and noise at some epsilon."""
 
     epsilon: float
     same_batch_noise_multiplier: float | None = Field(
