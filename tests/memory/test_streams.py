@@ -8,6 +8,7 @@ from factory import make_experiment
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.parallel import Parallel
 from dpprof.measure.instruments import memory
+from dpprof.predict import tracing
 from dpprof.predict.estimate import trace_steps
 from dpprof.predict.flops.collectives import Collective
 from dpprof.predict.flops.cost import Cost
@@ -42,7 +43,7 @@ def record(spec: str) -> list[tuple[str, str, Collective | None]]:
     def keep(step, parallel):
         found.extend(list_exchanges(step, parallel))
 
-    with substitute(memory, "state_communication", keep):
+    with substitute(tracing, "state_communication", keep):
         memory.measure(Experiment.model_validate_json(spec), lambda _: None)
     return found
 
