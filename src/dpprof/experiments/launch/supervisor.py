@@ -147,7 +147,7 @@ def _attempt(isolation: Isolation, run: _Run, sink: Sink, forks: Forks | None) -
         others_before=before,
         others_after=after,
     )
-    return _Tried(attempt, ended.answer and ended.answer.measurement)
+    return _Tried(attempt, ended.answer.measurement if ended.answer else None)
 
 
 def _judge(

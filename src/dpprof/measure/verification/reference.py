@@ -69,7 +69,8 @@ def group_norms(samples: Sequence[Tensor], groups: Sequence[PlacedGroup]) -> Ten
 
 
 def _norms_over(samples: Sequence[Tensor], group: PlacedGroup) -> Tensor:
-    return torch.cat([samples[position] for position in group.positions], 1).norm(dim=1)
+    norms_B: Tensor = torch.cat([samples[position] for position in group.positions], 1).norm(dim=1)
+    return norms_B
 
 
 def clip_and_average(samples: Sequence[Tensor], groups: Sequence[PlacedGroup]) -> Tensor:
