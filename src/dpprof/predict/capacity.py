@@ -137,9 +137,7 @@ def back_off(
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
     """Find the largest batch of one experiment's model, method and sequence length.
 
-    Args:
-        experiment: The experiment; its batch size is ignored.
-        enter: Called as each phase begins.
+    The experiment's batch size is ignored.
 
     Raises:
         MemoryError: Not even the method's smallest batch fits.

@@ -75,10 +75,7 @@ _NOT_RUN = {
 class TimelineRecorder:
     """Runs a training's steps and records their memory.
 
-    Args:
-        recorder: Must be active from before the training is set up.
-        step: The step to run.
-        enter: Called as each phase begins.
+    The recorder must be active from before the training is set up.
     """
 
     def __init__(self, recorder: Recorder, step: TrainingStep, enter: Enter) -> None:
@@ -90,9 +87,7 @@ class TimelineRecorder:
     def run(self, batch: Batch, *, counting: bool = False) -> MemoryTimeline:
         """Run one step on a batch.
 
-        Args:
-            batch: The batch.
-            counting: Whether operators are recorded with their costs.
+        With ``counting`` operators are recorded with their costs.
         """
         start = len(self._recorder.events)
         self.run_unread(batch, counting=counting)
@@ -324,15 +319,7 @@ def state(
     memory: Memory,
     ceilings: Target | None,
 ) -> Measurement:
-    """Build the measurement from the timeline of a step in the steady state.
-
-    Args:
-        experiment: The experiment of the step.
-        facts: What is known of the training.
-        steady: The timeline.
-        memory: The summary of memory.
-        ceilings: The device's limits, if known.
-    """
+    """Build the measurement from the timeline of a step in the steady state."""
     compute = state_compute(experiment, facts.model_flops, steady, ceilings)
     assert memory.timeline is not None
     not_run = {} if memory.timeline.elapsed_s else _NOT_RUN

@@ -34,11 +34,7 @@ def make_batch(
 
     A ``WithLosses`` brings its own.
 
-    Args:
-        model: The model.
-        device: Where the batch will be.
-        experiment: Its task, batch size, sizes and padding.
-        batch_size: The batch size instead of the experiment's.
+    ``batch_size`` takes the place of the experiment's.
 
     Raises:
         UnsupportedError: The model has no such layer, or brings fewer samples.

@@ -21,9 +21,6 @@ _USUAL_THRESHOLD = 6.0
 def read_quantization(stated: Any) -> Quantization | None:
     """Return the format that a config's ``quantization_config`` states.
 
-    Args:
-        stated: The mapping, as in a ``config.json``; None where there is none.
-
     Raises:
         ValueError: It is another method, or an option by which samples would be mixed.
     """

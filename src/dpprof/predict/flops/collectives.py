@@ -40,10 +40,7 @@ def read_collective(op: str, sizes: Sequence[int], world_size: int) -> Collectiv
 
     A rank's own part of what is gathered or scattered is the smallest of its tensors.
 
-    Args:
-        op: The operator's name.
-        sizes: Bytes of the tensors that it was given.
-        world_size: All ranks, for a collective whose tensors do not tell how many take part.
+    ``world_size`` is for a collective whose tensors do not tell how many ranks take part.
     """
     name = COLLECTIVES.get(op.removeprefix("c10d."))
     if name is None:

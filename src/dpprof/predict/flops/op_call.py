@@ -65,10 +65,7 @@ def read_call(
 ) -> tuple[Any, list[Any], dict[str, Any]]:
     """Return the operator of a description, and arguments to call it with.
 
-    Args:
-        call: The description.
-        make: Makes a tensor of a layout.
-        device: For operators that make a tensor from none.
+    ``make`` makes a tensor of a layout; ``device`` is for operators that make a tensor from none.
 
     Raises:
         AttributeError: This PyTorch has no such operator.

@@ -157,9 +157,6 @@ remembered. It holds for all modes of this process."""
 class FakeOperators:
     """Runs operators on the fake tensors of a mode.
 
-    Args:
-        mode: Must be active.
-
     Example:
         >>> with FakeTensorMode() as mode:
         ...     x = torch.empty(3, 5)

@@ -162,9 +162,6 @@ def _is_widened(x: Tensor, dtype: torch.dtype | None) -> bool:
 def like_cuda(compute_capability: str) -> Iterator[dict[str, str]]:
     """Have PyTorch decide within as it does for CUDA tensors.
 
-    Args:
-        compute_capability: The device's.
-
     Yields:
         Each choice with its reason; it grows as choices are made.
     """

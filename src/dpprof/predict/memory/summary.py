@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -110,9 +111,8 @@ def simulate_allocator(
     steady: MemoryTimeline, limit_bytes: int | None, *, as_graph: bool = False
 ) -> Allocator:
     """Play the training up to a step in the steady state, and that step, into the allocator."""
-    return summarise_allocator(
-        *(steady.before, steady.events, steady.requested_bytes, limit_bytes), as_graph=as_graph
-    )
+    training = (steady.before, steady.events, steady.requested_bytes)
+    return summarise_allocator(partial(place, *training, as_graph=as_graph), limit_bytes)
 
 
 def _of_ranks(experiment: Experiment) -> dict[str, str]:
@@ -238,14 +238,7 @@ def state_compute(
     step: MemoryTimeline,
     ceilings: Target | None,
 ) -> Compute:
-    """Summarise the FLOPs that a step executed and those that the model needs.
-
-    Args:
-        experiment: The experiment of the step.
-        model_flops: What ``count_model_flops`` returns.
-        step: A step in the steady state.
-        ceilings: The device's limits, if known.
-    """
+    """Summarise the FLOPs that a step executed and those that the model needs."""
     by_phase: Counter[Phase] = Counter()
     by_module: Counter[str] = Counter()
     by_component: Counter[Component] = Counter()

@@ -53,11 +53,7 @@ class _Group(NamedTuple):
 
 
 class OwnTable:
-    """The times of operators on this machine.
-
-    Args:
-        table: The timed operators.
-    """
+    """The times of operators on this machine."""
 
     def __init__(self, table: OperatorTable) -> None:
         self.host_s, self.host_spread = table.host_s, table.host_spread

@@ -335,11 +335,8 @@ def _slow_down(ranks: int) -> float:
 def predict_step_here(ops: Sequence[Op], table: OwnTable) -> PredictedTime:
     """Predict how long a step takes on this machine's processor.
 
-    The speed of the machine may have changed since, by as much as between rounds of timing.
-
-    Args:
-        ops: The operators of a step in the steady state, in order.
-        table: Operators that were timed here.
+    The machine may be faster or slower than when the operators were timed, by as much as between
+    rounds of timing.
     """
     distinct = {op.call: op for op in ops}
     predicted = {call: table.predict(shape_of(op)) for call, op in distinct.items()}

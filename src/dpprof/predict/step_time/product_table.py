@@ -58,11 +58,7 @@ def _combine(axes: Sequence[Sequence[float]]) -> NDArray[Any]:
 
 
 class ProductTable:
-    """Measured speeds of products of one dtype on one device.
-
-    Args:
-        document: The content of the table's file.
-    """
+    """Measured speeds of products of one dtype on one device."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         sizes = [document[name] for name in ("m", "n", "k")]

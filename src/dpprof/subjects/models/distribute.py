@@ -25,10 +25,7 @@ def distribute(model: nn.Module, experiment: Experiment, device: torch.device) -
     fsdp shards each block, then what is left. In 16 bits it gathers parameters in 16 bits and
     reduces in float32, in place of autocast; logits are float32.
 
-    Args:
-        model: On its device, in float32 or float64.
-        experiment: Its ``parallel`` and ``dtype``.
-        device: The model's.
+    The model is on its device already, in float32 or float64.
     """
     assert experiment.parallel is not None
     if experiment.parallel.kind == "ddp":

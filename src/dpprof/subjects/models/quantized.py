@@ -55,9 +55,7 @@ def import_bitsandbytes() -> Any:
 def quantize(model: Any, experiment: Experiment) -> None:
     """Quantise the linear layers of a Hugging Face model but its head, and freeze everything.
 
-    Args:
-        model: With float weights, real, fake or on the meta device.
-        experiment: Its ``base_format`` and ``dtype``.
+    The model has float weights, real, fake or on the meta device.
 
     Raises:
         UnsupportedError: bitsandbytes is missing, or the model has no such layer.
