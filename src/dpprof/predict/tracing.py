@@ -172,11 +172,8 @@ def trace_whole(
 ) -> Traced:
     """Set up a training under fake tensors, and record two steps.
 
-    Args:
-        experiment: What to trace.
-        enter: Called as each phase begins.
-        why: Why not fewer blocks are traced.
-        describing: Whether calls are described where that is needed.
+    ``why`` says why not fewer blocks are traced. With ``describing`` calls are described where that
+    is needed.
 
     Raises:
         UnsupportedError: The device is a GPU without a known target.

@@ -100,11 +100,7 @@ def _state(
 ) -> dict[str, Any] | None:
     """Return a ceiling's fields; None if no round measured it.
 
-    Args:
-        rounds: The seconds of each round.
-        rate: The name of the field for the speed.
-        size: The name of the field for the size.
-        work: Returns the work of one repeat from its size.
+    ``rate`` and ``size`` name its fields; ``work`` returns the work of one repeat from its size.
     """
     if not rounds:
         return None

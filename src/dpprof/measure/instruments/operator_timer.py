@@ -34,9 +34,7 @@ def list_ops(experiment: Experiment) -> list[Op]:
 class OperatorTimer:
     """Collects the times of operators, round by round.
 
-    Args:
-        device: Where they run.
-        small_steps: Whether the data of their steps stay in a cache.
+    With ``small_steps`` the data of their steps stay in a cache.
     """
 
     def __init__(self, device: Device, *, small_steps: bool = False) -> None:

@@ -56,11 +56,8 @@ def time_in_turn(
 ) -> tuple[list[float], OperatorTimer]:
     """Time a step on the CPU and its operators in turn.
 
-    Args:
-        experiment: Whose step it is.
-        ops: Its operators.
-        steps: How many steps are run after each round of the operators.
-        small: Whether the step's data stay in a cache.
+    ``steps`` steps run after each round of the operators; ``small`` says whether their data stay in
+    a cache.
 
     Returns:
         The seconds of each step; and the operators.

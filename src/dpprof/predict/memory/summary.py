@@ -67,13 +67,8 @@ def state_memory(
 ) -> Memory:
     """Summarise live memory at the peak of a step and over time.
 
-    Args:
-        experiment: The experiment of the steps.
-        first: The first step.
-        steady: A step in the steady state.
-        allocator_peak: The allocator's peak of that step in bytes, if known in this process.
-        real: Whether the step really ran, so that its times have a meaning.
-        allocator: The simulated caching allocator's figures; None for a CPU.
+    ``allocator_peak`` is that of the steady step in bytes, if it is known in this process; ``real``
+    says whether the step ran, so that its times have a meaning; ``allocator`` is None for a CPU.
     """
     peak, first_peak, recorded_peak = steady.peak_bytes, first.peak_bytes, steady.peak_bytes
     if allocator is not None:

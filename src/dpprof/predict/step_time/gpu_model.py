@@ -215,9 +215,7 @@ class GpuModel:
     def predict(self, cost: Cost, moved_bytes: int) -> OpTime:
         """Predict the device's time for one call of an operator.
 
-        Args:
-            cost: What it computes.
-            moved_bytes: What it reads and writes, each once.
+        ``moved_bytes`` are those that it reads and writes, each once.
 
         Raises:
             UnknownTimeError: It is a product or attention of a dtype whose peak is not known.

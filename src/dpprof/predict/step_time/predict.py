@@ -244,10 +244,8 @@ def predict_time(
 ) -> tuple[Time | None, dict[str, str]]:
     """Predict how long a step takes, as a result states it.
 
-    Args:
-        ops: The operators of a step in the steady state, in order.
-        experiment: Whose step it is.
-        target: A GPU; None for this machine's processor.
+    The operators are those of a step in the steady state, in order. Without a target they run on
+    this machine's processor.
 
     Returns:
         The time, or None if it is not predicted; and reasons for each figure that is missing.
