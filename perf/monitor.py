@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 import bare_loop
-from dpprof.experiments.config.experiment import Dimensions
+from dpprof.experiments.config.naming import Dimensions
 from dpprof.measure.monitor import Monitor, TensorBoard, model_flops_per_token
 from dpprof.subjects.models.presets import SMALL, TINY
 from dpprof.system.console import say

@@ -14,7 +14,8 @@ from operator_names import COLLECTIVES, OPERATORS
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.target import Target
 from dpprof.predict.estimate import trace_steps
-from dpprof.predict.flops.op_costs import family_of, learn_rule
+from dpprof.predict.flops.op_costs import learn_rule
+from dpprof.predict.flops.op_families import family_of
 from dpprof.predict.memory.events import Op
 from dpprof.predict.memory.recorder import Recorder
 from dpprof.predict.memory.summary import bound_step_s, state_io

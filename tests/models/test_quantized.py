@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from dpprof.private.errors import UnsupportedError
-from dpprof.private.layers.model_heads import find_known_head
+from dpprof.subjects.methods.losses import find_known_head
 from dpprof.subjects.models.blocks import find_blocks
 from dpprof.subjects.models.build import build_model
 from dpprof.subjects.models.quantized import (

@@ -5,7 +5,7 @@ import torch
 from factory import make_experiment
 from torch import Tensor
 
-from dpprof.experiments.config.experiment import Dimensions
+from dpprof.experiments.config.naming import Dimensions
 from dpprof.subjects.models import presets
 from dpprof.subjects.models.build import apply_dtype, build_model
 from dpprof.subjects.models.transformer import Transformer, find_attention

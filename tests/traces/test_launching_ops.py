@@ -6,7 +6,7 @@ from kernel_names import KERNELS
 from dpprof.measure.traces.kernel_summary import NoKernelsError, state_kernels
 from dpprof.measure.traces.launching_ops import attribute, family_by_kernel
 from dpprof.measure.traces.spans import NORMS, PHASE, STEP, cover_s, parse_trace, read_trace
-from dpprof.predict.flops.op_costs import family_of
+from dpprof.predict.flops.op_families import family_of
 
 MAIN, AUTOGRAD, STREAM = 1, 2, 7
 

@@ -178,7 +178,7 @@ def planned(kind):
 
 
 def required(kind):
-    """The same for what must be there: nothing with partial=true, so that nothing runs."""
+    """Make a function that lists the records that must be there: none with partial=true."""
     return lambda wildcards: [] if PLAN.config.partial else planned(kind)(wildcards)
 
 
@@ -191,7 +191,7 @@ def predicted_on(wildcards):
     """List the specs whose operators are timed: what is predicted for this processor."""
     if PLAN is None or kind_of_device(wildcards) != "cpu":
         return []
-    return [plan_file(artifacts.spec_path(one)) for one in PLAN.predicted_here]
+    return [plan_file(artifacts.spec_path(name)) for name in PLAN.predicted_here]
 
 
 def operators_of(wildcards):
@@ -233,14 +233,8 @@ def start_progress():
         raise WorkflowError(problem)
     for line in progress.tell_to_do(parts, workflow.cores):
         say(line)
-    runs = [job.wildcards for job in due if job.rule.name in RUNS]
-    progress.Progress.start(
-        artifacts.PLAN / "progress.jsonl",
-        [
-            (
-                progress.run_name(w.id, w.instrument, int(w.replicate)),
-                experiment_of(w.id),
-            )
-            for w in runs
-        ],
-    )
+    runs = [
+        (progress.run_name(w.id, w.instrument, int(w.replicate)), experiment_of(w.id))
+        for w in (job.wildcards for job in due if job.rule.name in RUNS)
+    ]
+    progress.Progress.start(artifacts.PLAN / "progress.jsonl", runs)

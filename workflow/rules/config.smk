@@ -13,8 +13,9 @@ if (HERE / "src" / "dpprof").is_dir():
     # The profile may have imported another dpprof, which is installed.
     imported = sys.modules.get("dpprof")
     if imported and Path(imported.__file__).parents[1] != HERE / "src":
-        for name in [one for one in sys.modules if one.partition(".")[0] == "dpprof"]:
-            del sys.modules[name]
+        for name in list(sys.modules):
+            if name.partition(".")[0] == "dpprof":
+                del sys.modules[name]
 
 try:
     from dpprof.experiments.config.config_files import read_config_file

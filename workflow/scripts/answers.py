@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 from dpprof.ask.capacities import find_capacities
@@ -43,11 +44,11 @@ def plan_default_sweep() -> tuple[Plan, list[Experiment]]:
 def answer_default_sweep(root: Path) -> None:
     """Find the capacities of the default sweep, model by model, and the noise of its budget."""
     plan, asked = plan_default_sweep()
-    for model, alike in itertools.groupby(asked, key=lambda one: one.model_name):
+    for model, alike in itertools.groupby(asked, key=attrgetter("model_name")):
         print(f"the default sweep asks about {model}", flush=True)
         find_capacities(list(alike), root, again=False)
     if plan.config.privacy is not None:
-        lengths = sorted({one.tokens_per_sample for one in asked})
+        lengths = sorted({experiment.tokens_per_sample for experiment in asked})
         account_once(root, plan.config.privacy, lengths)
 
 
@@ -60,11 +61,11 @@ def main() -> None:
             # Some ask what does not fit, which is an answer too.
             subprocess.run([sys.executable, "-m", "dpprof", *arguments], cwd=folder, check=False)
         answer_default_sweep(Path(folder))
-        found = sorted(Path(folder, "results", "capacity").glob("*.json"))
-        for path in found:
+        capacities = sorted(Path(folder, "results", "capacity").glob("*.json"))
+        for path in capacities:
             _forget_machine(path)
-        keep_answers([*found, *Path(folder, "results", "accounting").glob("*.json")])
-    print(f"{len(found)} capacities are kept")
+        keep_answers([*capacities, *Path(folder, "results", "accounting").glob("*.json")])
+    print(f"{len(capacities)} capacities are kept")
 
 
 def _forget_machine(path: Path) -> None:
@@ -72,7 +73,8 @@ def _forget_machine(path: Path) -> None:
     result = read_result(path)
     kept = {name: result.provenance.get(name) for name in ("python", "packages")}
     attempts = [
-        one.model_copy(update={"error": _without_log(one.error)}) for one in result.attempts
+        attempt.model_copy(update={"error": _without_log(attempt.error)})
+        for attempt in result.attempts
     ]
     others = {"provenance": kept, "error": _without_log(result.error), "attempts": attempts}
     write_record(path, Result, dict(result) | others)

@@ -33,7 +33,7 @@ def write(sections: Sequence[str]) -> str:
     """Return the page with these sections."""
     text = "\n\n".join(sections)
     page = PAGE.read_text(encoding="utf-8")
-    return _TABLES.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page)
+    return _TABLES.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", page)
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import PREFIX
 from dpprof.experiments.config.config_files import parse_config_text
-from dpprof.experiments.config.experiment import Experiment, settle_device
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.target import settle_device
 from dpprof.experiments.config.validation import InputError, explain, refuse, spell
 from dpprof.experiments.planning.code_digest import read_anew
 from dpprof.system.hardware import resolve_device

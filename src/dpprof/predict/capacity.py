@@ -35,8 +35,9 @@ GROWTH = 16
 may be equal."""
 
 FURTHER = 10
-"""The first batch that is tried has so many samples more than the smallest: few may take other
-ways. For most methods it has eleven, of which few sizes are multiples by chance."""
+"""How many samples more than the smallest batch the first one that is tried has: very few
+samples may take other code paths. Most methods then begin with eleven, which divides few sizes
+by chance."""
 
 SAFE_SHARE = 0.9
 """The share of the memory for a safe batch, where the allocator is not simulated."""
@@ -45,7 +46,7 @@ SAFE_SHARE = 0.9
 def search(
     peak: Callable[[int], int],
     budget: int,
-    known: dict[int, int],
+    peaks: dict[int, int],
     *,
     least: int = 1,
     most: int = MOST,
@@ -55,7 +56,7 @@ def search(
     Args:
         peak: Predicts the peak of a batch size; called as rarely as possible.
         budget: Bytes.
-        known: Peaks by batch that are known already; new ones are added.
+        peaks: By batch size, as far as known; new ones are added.
         least: The smallest batch to try.
         most: The largest.
 
@@ -64,38 +65,38 @@ def search(
     """
 
     def fits(batch: int) -> bool:
-        if batch not in known:
-            known[batch] = peak(batch)
-        return known[batch] <= budget
+        if batch not in peaks:
+            peaks[batch] = peak(batch)
+        return peaks[batch] <= budget
 
-    if not any(size <= budget for size in known.values()) and not fits(least):
+    if not any(size <= budget for size in peaks.values()) and not fits(least):
         return None
-    low = max(batch for batch, size in known.items() if size <= budget)
-    beyond = [batch for batch, size in known.items() if size > budget]
+    low = max(batch for batch, size in peaks.items() if size <= budget)
+    beyond = [batch for batch, size in peaks.items() if size > budget]
     high = min(beyond, default=most + 1)
     before = high - low
     use_line = True
     while high - low > 1:
         # If the line did not halve the range, halve it, unless one batch is left.
-        by_line = max(min(_interpolate(known, low, high, budget), GROWTH * low), low + 1)
+        by_line = max(min(_interpolate(peaks, low, high, budget), GROWTH * low), low + 1)
         batch = min(by_line, high - 1) if use_line or by_line == low + 1 else (low + high) // 2
         if fits(batch):
             low = batch
         else:
             high = batch
-        use_line = high not in known or not use_line or 2 * (high - low) <= before
+        use_line = high not in peaks or not use_line or 2 * (high - low) <= before
         before = high - low
     return low
 
 
-def _interpolate(known: dict[int, int], low: int, high: int, budget: int) -> int:
+def _interpolate(peaks: dict[int, int], low: int, high: int, budget: int) -> int:
     """Return the batch at which a line through two known batches reaches the budget."""
-    others = [batch for batch in known if batch != low]
+    others = [batch for batch in peaks if batch != low]
     if not others:
         return low + 1
-    other = high if high in known else max(others)
-    slope = (known[other] - known[low]) / (other - low)
-    return high - 1 if slope <= 0 else low + int((budget - known[low]) / slope)
+    other = high if high in peaks else max(others)
+    slope = (peaks[other] - peaks[low]) / (other - low)
+    return high - 1 if slope <= 0 else low + int((budget - peaks[low]) / slope)
 
 
 def back_off(
@@ -119,26 +120,24 @@ def back_off(
     if holds(most):
         return most
     low, high, step = least - 1, most, 1
-    at = guess() if guess else (low + high) // 2
+    batch = guess() if guess else (low + high) // 2
     while high - low > 1:
-        at = min(max(at, low + 1), high - 1)
-        # From the guess in growing steps to where it changes, then halving what is left.
-        if holds(at):
-            low, at = at, at + step
+        batch = min(max(batch, low + 1), high - 1)
+        # Steps away from the guess grow until the answer changes; then what is left is halved.
+        if holds(batch):
+            low, batch = batch, batch + step
         else:
-            high, at = at, at - step
+            high, batch = batch, batch - step
         step *= 2
         if low >= least and high < most:
-            at = (low + high) // 2
+            batch = (low + high) // 2
     return low if low >= least else None
 
 
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
     """Find the largest batch of one experiment's model, method and sequence length.
 
-    Args:
-        experiment: The experiment; its batch size is ignored.
-        enter: Called as each phase begins.
+    The experiment's batch size is ignored.
 
     Raises:
         MemoryError: Not even the method's smallest batch fits.
@@ -157,7 +156,8 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     traces = Traces(experiment, enter, describing=False)
     capacity = _find(method, batches := _Batches(experiment, traces, budget, least))
     if capacity is None:
-        raise MemoryError(_explain(experiment, batches, _count_parameters(traces, least)))
+        parameters_bytes = traces.facts(least).model.parameters_bytes // experiment.shards
+        raise MemoryError(_explain(experiment, batches, parameters_bytes))
     if not traces.confirms(capacity.stated_batch_size):
         traces.stop_interpolating()
         capacity = _find(method, _Batches(experiment, traces, budget, least))
@@ -235,9 +235,10 @@ class _Batches:
         return placed is not None and not placed.retries
 
     def back_off_from(self, batch_size: int, fits: Callable[[int], bool]) -> int | None:
-        """Find a batch that fits and whose successor does not, at most as large as one.
+        """Find a batch that fits, and the next larger one does not; at most ``batch_size``.
 
-        The first guess is what fits if the allocator reserves as much for each sample.
+        The search begins at the batch that fits if the allocator reserves equally much for each
+        sample.
         """
 
         def guess() -> int:
@@ -326,8 +327,8 @@ def _search_by_placement(batches: _Batches) -> Capacity | None:
 def _extrapolate(batches: _Batches) -> Capacity | None:
     """Search along a line through the smallest batches of a method that takes one at a time.
 
-    On CUDA that is what the allocator would reserve, which grows in steps: by more samples it
-    grows at least as the peak does.
+    On CUDA the line is that of the bytes that the allocator would reserve. They grow in steps, so
+    beyond the traced batches they are taken to grow at least as much as the peak.
     """
     peak, reserved = batches.measure_need(batches.least)
     if (reserved or peak) > batches.budget:
@@ -340,17 +341,17 @@ def _extrapolate(batches: _Batches) -> Capacity | None:
     def needs(size: int) -> int:
         return max(line(size), line(min(size, last)) + peaks(size) - peaks(min(size, last)))
 
-    known: dict[int, int] = {}
-    largest = search(needs, batches.budget, known, least=batches.least)
+    searched: dict[int, int] = {}
+    largest = search(needs, batches.budget, searched, least=batches.least)
     if largest is None:
         return None
-    safe = search(needs, int(SAFE_SHARE * batches.budget), known, least=batches.least)
+    safe = search(needs, int(SAFE_SHARE * batches.budget), searched, least=batches.least)
     return Capacity(
         budget_bytes=batches.budget,
         batch_size=largest,
         peak_bytes=peaks(largest),
         reserved_bytes=needs(largest) if batches.on_cuda else None,
-        next_peak_bytes=peaks(largest + 1) if largest + 1 in known else None,
+        next_peak_bytes=peaks(largest + 1) if largest + 1 in searched else None,
         limited_by="memory" if largest < MOST else "search",
         extrapolated=True,
         safe_share=SAFE_SHARE,
@@ -358,7 +359,7 @@ def _extrapolate(batches: _Batches) -> Capacity | None:
         safe_peak_bytes=None if safe is None else peaks(safe),
         stated_batch_size=min(batches.least + 1, largest),
         smallest_batch_size=batches.least,
-        estimates={size: peaks(size) for size in sorted(known)},
+        estimates={size: peaks(size) for size in sorted(searched)},
     )
 
 
@@ -375,12 +376,6 @@ def _find_budget(experiment: Experiment, target: Target | None) -> int:
     if target is None:  # ranks share it
         return psutil.virtual_memory().total // experiment.world_size
     return int(target.memory_bytes)
-
-
-def _count_parameters(traces: Traces, batch_size: int) -> int:
-    """Return the bytes of the parameters, of each rank of several."""
-    model, experiment = traces.facts(batch_size).model, traces.experiment
-    return model.parameters_bytes // experiment.shards
 
 
 def _explain(experiment: Experiment, batches: _Batches, parameters_bytes: int) -> str:

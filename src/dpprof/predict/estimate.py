@@ -20,24 +20,20 @@ from dpprof.subjects.methods.training_step import Enter
 from dpprof.subjects.models.blocks import Blocks, NotAlikeError, find_blocks, join, with_blocks
 
 _NEEDED = 3
-"""So many records are needed, each of one block more."""
+"""How many records are traced, each with one block more than the last."""
 
 _MOST_LEAST = 3
-"""The smallest record has at most so many blocks."""
+"""The most blocks that the smallest record may have."""
 
 _LINE = 3
-"""So many batches confirm that sizes are affine in the batch."""
+"""How many batches must lie on a line before sizes count as affine in the batch."""
 
 _SPARE = 20
-"""A guess at a batch is exceeded by this part of it."""
+"""A batch that should be too large exceeds a guess by one part in so many of the way there."""
 
 
 def estimate(experiment: Experiment, enter: Enter) -> Measurement:
     """Instrument ``estimate``: predict an experiment without the memory and time that it needs.
-
-    Args:
-        experiment: What to predict.
-        enter: Called as each phase begins.
 
     Raises:
         UnsupportedError: The device is a GPU without a known target.
@@ -47,10 +43,6 @@ def estimate(experiment: Experiment, enter: Enter) -> Measurement:
 
 def trace_steps(experiment: Experiment, enter: Enter) -> Traced:
     """Trace a training, from few blocks where the whole follows from them.
-
-    Args:
-        experiment: What to trace.
-        enter: Called as each phase begins.
 
     Raises:
         UnsupportedError: The device is a GPU without a known target.
@@ -117,18 +109,18 @@ class Traces:
     def footprint(self, batch_size: int) -> Footprint:
         """Return what the training allocates with a batch.
 
-        It may follow from those of a smaller and of a larger batch, and then ``confirms`` must be
-        asked about a batch between these.
+        It may be interpolated between a smaller and a larger batch; then ``confirms`` must be asked
+        about a batch between them.
         """
         if batch_size not in self._footprints:
             self._footprints[batch_size] = self._find_footprint(batch_size)
         return self._footprints[batch_size]
 
     def confirms(self, batch_size: int) -> bool:
-        """Trace a batch; return whether all that followed from other batches is on one line.
+        """Trace a batch; return whether it and the other batches confirm what was interpolated.
 
-        A line takes three batches, of which one may rest on one record: where there are two, one
-        between them is traced.
+        The sizes of three batches must lie on a line. The sizes of one of them may be guessed.
+        Where there are only two, a batch between them is traced.
         """
         told = self.footprint(batch_size)
         followed = [family for family in self._families if family.is_followed]
@@ -144,12 +136,12 @@ class Traces:
         )
 
     def stop_interpolating(self) -> None:
-        """Let no footprint follow from those of other batches, and forget those that did."""
+        """Interpolate no footprint any more, and forget those that were."""
         self._interpolating = False
         self._footprints.clear()
 
     def rule_out(self, batch_size: int, further: int, budget: int) -> bool:
-        """Tell, from one and two blocks with a larger batch, whether a batch needs far too much.
+        """Return whether a batch needs far too much, by few blocks with a larger batch.
 
         Nothing is traced where not even parameters and moments fit.
         """
@@ -157,17 +149,18 @@ class Traces:
             return True
         if self._why_whole or self._blocks.count <= 1 + _NEEDED:
             return False
-        one, two = (
+        first, second = (
             Footprint.of(self._trace(further, count).recording).peak_bytes for count in (1, 2)
         )
-        of_samples = one + (self._blocks.count - 1) * (two - one) - self.state_bytes
+        whole = first + (self._blocks.count - 1) * (second - first)
+        of_samples = whole - self.state_bytes
         return self.state_bytes + of_samples * batch_size // further > budget
 
     def frame(self, batch_size: int, budget: int) -> int:
-        """Trace a batch, and one that is a little too large for so many bytes, that once only.
+        """Trace a batch, and guess the sizes of one that is a little too large for a budget.
 
         Returns:
-            A batch that may need about so many bytes.
+            A batch that may need about the budget.
         """
         try:
             family = self._measure(batch_size)
@@ -269,7 +262,7 @@ class _Family:
         """Batches of which two records were enough."""
 
         self.guessed: set[int] = set()
-        """Batches of which there is one record, so that sizes may be wrong."""
+        """Batches whose sizes were guessed from one record."""
 
         self.is_followed = False
         """Whether something rests on sizes that were not measured."""
@@ -280,13 +273,13 @@ class _Family:
         """Return whether the sizes of a batch are known, and not guessed."""
         return batch_size in self.sizes and batch_size not in self.guessed
 
-    def guess(self, batch_size: int, more: Recording, known: int) -> None:
+    def guess(self, batch_size: int, more: Recording, traced: int) -> None:
         """Guess the sizes of a batch from one record, and from those of another batch.
 
         Raises:
             NotAlikeError: It has other atoms.
         """
-        self.sizes[batch_size] = self.pattern.guess(more, batch_size / known)
+        self.sizes[batch_size] = self.pattern.guess(more, batch_size / traced)
         self.guessed.add(batch_size)
 
     def assemble(self, batch_size: int) -> Recording:
@@ -294,19 +287,19 @@ class _Family:
         return self.pattern.assemble(self._count, self.sizes[batch_size])
 
     def footprint(self, batch_size: int) -> Footprint:
-        """Return the footprint of a batch that was traced, or that lies between such."""
+        """Return the footprint of a batch that was traced, or that lies between traced ones."""
         sizes = self.sizes.get(batch_size) or self._interpolate(batch_size)
         return self.pattern.footprint(self._count, sizes)
 
     def reaches(self, batch_size: int) -> bool:
-        """Return whether a batch lies between others, none of which is beside their line."""
+        """Return whether a batch was traced, or lies between batches that are on a line."""
         is_between = min(self.sizes) < batch_size < max(self.sizes)
         return batch_size in self.sizes or (is_between and self.is_line())
 
     def is_line(self) -> bool:
-        """Return whether no batch is beside the line through its neighbours."""
-        known = sorted(self.sizes)
-        return all(map(self._is_line, known, known[1:], known[2:]))
+        """Return whether every batch is on the line between its neighbours."""
+        batches = sorted(self.sizes)
+        return all(map(self._is_line, batches, batches[1:], batches[2:]))
 
     def guess_batch(self, batch_size: int, budget: int) -> int:
         """Guess which batch needs so many bytes, from one that was traced.
@@ -314,19 +307,21 @@ class _Family:
         Sizes that are multiples of the batch are taken to grow with it.
         """
         sizes = self.sizes[batch_size]
-        scaled = Sizes(*(np.where(one % batch_size, one, 2 * one) for one in sizes))
-        low, high = (self.pattern.footprint(self._count, one).peak_bytes for one in (sizes, scaled))
+        doubled = Sizes(*(np.where(size % batch_size, size, 2 * size) for size in sizes))
+        low, high = (
+            self.pattern.footprint(self._count, each).peak_bytes for each in (sizes, doubled)
+        )
         return batch_size + (batch_size * (budget - low) // (high - low) if high > low else 0)
 
     def _is_line(self, low: int, middle: int, high: int) -> bool:
-        found = interpolate(low, high, middle, self.sizes[low], self.sizes[high])
+        between = interpolate(low, high, middle, self.sizes[low], self.sizes[high])
         size = self.pattern.footprint_sizes
         traced = size(self._count, self.sizes[middle])
-        return np.array_equal(size(self._count, found), traced)
+        return np.array_equal(size(self._count, between), traced)
 
     def _interpolate(self, batch_size: int) -> Sizes:
-        low = max(one for one in self.sizes if one < batch_size)
-        high = min(one for one in self.sizes if one > batch_size)
+        low = max(batch for batch in self.sizes if batch < batch_size)
+        high = min(batch for batch in self.sizes if batch > batch_size)
         return interpolate(low, high, batch_size, self.sizes[low], self.sizes[high])
 
 
@@ -337,17 +332,17 @@ def extend_facts(few: Sequence[Facts], blocks: Blocks, count: int) -> Facts:
         NotAlikeError: They do not grow with the blocks.
     """
     first = few[0]
-    if any(one.samplers != first.samplers for one in few):
+    if any(facts.samplers != first.samplers for facts in few):
         raise NotAlikeError("layers take other paths with one more block")
 
     def extend(of_few: Sequence[int | None]) -> int | None:
-        known = [one for one in of_few if one is not None]
-        if len(known) < len(few):
+        numbers = [number for number in of_few if number is not None]
+        if len(numbers) < len(few):
             return None
-        growth = {after - before for before, after in pairwise(known)}
+        growth = {after - before for before, after in pairwise(numbers)}
         if len(growth) != 1:
             raise NotAlikeError("the model's size is not affine in the number of blocks")
-        return known[0] + (count - blocks.count) * growth.pop()
+        return numbers[0] + (count - blocks.count) * growth.pop()
 
     model = {
         name: extend([getattr(facts.model, name) for facts in few])
@@ -377,7 +372,7 @@ def _extend_plan(
         if numbers and numbers[0] > numbers[-1]:
             order = order[::-1]
         names = list(first)
-        numbered = [at for at, name in enumerate(names) if split[name][1] is not None]
+        numbered = [index for index, name in enumerate(names) if split[name][1] is not None]
         start, end = (numbered[0], numbered[-1] + 1) if numbered else (0, 0)
         plan = {name: first[name] for name in names[:start]}
         for block in order:

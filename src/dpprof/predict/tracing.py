@@ -15,9 +15,9 @@ import torch
 
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.datasheets import find_by_device_name
-from dpprof.experiments.config.experiment import CPU_TARGET, Experiment
+from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.registry import EntryPointError
-from dpprof.experiments.config.target import Target
+from dpprof.experiments.config.target import CPU_TARGET, Target
 from dpprof.experiments.records.reconciliation import JOINED
 from dpprof.experiments.records.result import Measurement, ModelFacts, NormChoice
 from dpprof.experiments.records.step_costs import Memory
@@ -75,10 +75,7 @@ _NOT_RUN = {
 class TimelineRecorder:
     """Runs a training's steps and records their memory.
 
-    Args:
-        recorder: Must be active from before the training is set up.
-        step: The step to run.
-        enter: Called as each phase begins.
+    The recorder must be active from before the training is set up.
     """
 
     def __init__(self, recorder: Recorder, step: TrainingStep, enter: Enter) -> None:
@@ -90,9 +87,7 @@ class TimelineRecorder:
     def run(self, batch: Batch, *, counting: bool = False) -> MemoryTimeline:
         """Run one step on a batch.
 
-        Args:
-            batch: The batch.
-            counting: Whether operators are recorded with their costs.
+        With ``counting`` operators are recorded with their costs.
         """
         start = len(self._recorder.events)
         self.run_unread(batch, counting=counting)
@@ -159,7 +154,7 @@ class Traced(NamedTuple):
     births: Mapping[CodeType, Component]
     target: Target | None
     from_blocks: str
-    """Of which blocks there are traces, and why not of fewer."""
+    """Which blocks were traced, and why not fewer."""
 
     @property
     def first(self) -> MemoryTimeline:
@@ -177,11 +172,8 @@ def trace_whole(
 ) -> Traced:
     """Set up a training under fake tensors, and record two steps.
 
-    Args:
-        experiment: What to trace.
-        enter: Called as each phase begins.
-        why: Why not fewer blocks are traced.
-        describing: Whether calls are described where that is needed.
+    ``why`` says why not fewer blocks are traced. With ``describing`` calls are described where that
+    is needed.
 
     Raises:
         UnsupportedError: The device is a GPU without a known target.
@@ -276,12 +268,12 @@ def find_target(experiment: Experiment) -> Target | None:
     if experiment.device == CPU_TARGET:
         return None
     name = next((gpu.name for gpu in visible_gpus()), None)
-    found = find_by_device_name(name)
-    if found is None:
+    datasheet = find_by_device_name(name)
+    if datasheet is None:
         raise UnsupportedError(
             f"the GPU {name} is not known; give a target, by name or as a mapping"
         )
-    return found
+    return datasheet
 
 
 @contextmanager
@@ -324,15 +316,7 @@ def state(
     memory: Memory,
     ceilings: Target | None,
 ) -> Measurement:
-    """Build the measurement from the timeline of a step in the steady state.
-
-    Args:
-        experiment: The experiment of the step.
-        facts: What is known of the training.
-        steady: The timeline.
-        memory: The summary of memory.
-        ceilings: The device's limits, if known.
-    """
+    """Build the measurement from the timeline of a step in the steady state."""
     compute = state_compute(experiment, facts.model_flops, steady, ceilings)
     assert memory.timeline is not None
     not_run = {} if memory.timeline.elapsed_s else _NOT_RUN

@@ -34,17 +34,13 @@ def make_batch(
 
     A ``WithLosses`` brings its own.
 
-    Args:
-        model: The model.
-        device: Where the batch will be.
-        experiment: Its task, batch size, sizes and padding.
-        batch_size: The batch size instead of the experiment's.
+    ``batch_size`` takes the place of the experiment's.
 
     Raises:
         UnsupportedError: The model has no such layer, or brings fewer samples.
     """
     count = experiment.batch_size if batch_size is None else batch_size
-    own = next((one for one in model.modules() if isinstance(one, WithLosses)), None)
+    own = next((module for module in model.modules() if isinstance(module, WithLosses)), None)
     if own is not None:
         first, *others = own.take(count, _dtype_of_numbers(experiment), device)
         return Batch(first, first.flatten(1)[:, 0] if first.dim() > 1 else first, others=(*others,))
@@ -78,10 +74,10 @@ def _draw_text(model: nn.Module, experiment: Experiment, count: int, device: tor
     task = experiment.task
     if task in ("causal-lm", "seq2seq-lm"):
         drawn = _draw(vocabulary, (count, experiment.seq_len + 1), device)
-        given, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+        inputs, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
         if task == "causal-lm":
-            return Batch(given, labels)
-        return Batch(_draw(vocabulary, shape, device), labels, decoder_BT=given)
+            return Batch(inputs, labels)
+        return Batch(_draw(vocabulary, shape, device), labels, decoder_BT=inputs)
     tokens_BT = _draw(vocabulary, shape, device)
     if task == "masked-lm":
         is_masked = torch.rand(shape).to(device) < MASKED
@@ -114,7 +110,7 @@ def _pad(batch: Batch, experiment: Experiment, padding_id: int) -> Batch:
 
 def _find_padding_id(model: nn.Module) -> int:
     """Return the id of padding: what the config says where a class is that of the last token."""
-    config = next((one.config for one in model.modules() if hasattr(one, "config")), None)
+    config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
     padding_id = getattr(config, "pad_token_id", None)
     return padding_id if isinstance(padding_id, int) and padding_id >= 0 else 0
 
@@ -124,7 +120,7 @@ def _count_classes(model: nn.Module) -> int:
 
 
 def _find_layers(model: nn.Module, kind: type[Layer], why: str) -> list[Layer]:
-    found = [layer for layer in model.modules() if isinstance(layer, kind)]
-    if not found:
+    layers = [layer for layer in model.modules() if isinstance(layer, kind)]
+    if not layers:
         raise UnsupportedError(f"the model has no torch.nn.{kind.__name__}, and the {why}")
-    return found
+    return layers

@@ -23,7 +23,7 @@ class SamplerPaths:
 
     @property
     def by_layer(self) -> dict[str, str] | None:
-        """From a layer's type to its path; joined by commas where layers of a type differ."""
+        """The path of each type of layer; several, with commas, where layers of a type differ."""
         return {kind: ", ".join(sorted(paths)) for kind, paths in self._seen.items()} or None
 
     @property

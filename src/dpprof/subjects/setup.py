@@ -112,12 +112,12 @@ def set_up(
     ``moment`` is called at ``model_loaded``, ``wrapped_with_dp`` and ``optimizer_created`` with the
     objects that hold tensors then.
     """
-    for name, known in (("execution", method.executions), ("head", method.heads)):
-        given = getattr(experiment, name)
-        if given not in known:
+    for name, supported in (("execution", method.executions), ("head", method.heads)):
+        setting = getattr(experiment, name)
+        if setting not in supported:
             raise UnsupportedError(
-                f"{experiment.method} does not run with {name} {given}; it runs with "
-                f"{', '.join(known)}"
+                f"{experiment.method} does not run with {name} {setting}; it runs with "
+                f"{', '.join(supported)}"
             )
     if not method.knows_formats and (
         experiment.loss_scale != 1 or experiment.trained_dtype != "float32"

@@ -51,7 +51,7 @@ def read_json(path: Path) -> Any:
 
 _TOO_LARGE = "it holds a number that is too large"
 _MAYBE_LARGE = re.compile(r"[0-9]{19}|[0-9][eE]\+?[0-9]{2}")
-"""What a large number has; few files need a closer look."""
+"""Text that every large number contains; few files need a closer look."""
 
 _LARGEST: dict[type, float] = {bool: 1, int: 2**63 - 1, float: 1e30}
 """What a column of a table holds, and what can still be multiplied and squared."""
@@ -61,10 +61,10 @@ def _is_large(value: Any) -> bool:
     """Return whether a number in a JSON value is too large to calculate with."""
     waiting = [value]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict | list):
-            waiting += one.values() if isinstance(one, dict) else one
-        elif isinstance(one, int | float) and abs(one) > _LARGEST[type(one)]:
+        item = waiting.pop()
+        if isinstance(item, dict | list):
+            waiting += item.values() if isinstance(item, dict) else item
+        elif isinstance(item, int | float) and abs(item) > _LARGEST[type(item)]:
             return True
     return False
 
@@ -150,12 +150,12 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
-        for one in (*reversed(folder.parents), folder):
-            if one.is_symlink() and not one.exists():
+        for path in (*reversed(folder.parents), folder):
+            if path.is_symlink() and not path.exists():
                 problem = "is a link to nothing, not a folder"
-                raise NotADirectoryError(errno.ENOTDIR, problem, str(one)) from None
-            if one.exists() and not one.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, "is not a folder", str(one)) from None
+                raise NotADirectoryError(errno.ENOTDIR, problem, str(path)) from None
+            if path.exists() and not path.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "is not a folder", str(path)) from None
         raise
 
 

@@ -38,8 +38,8 @@ def cpu_name() -> str:
     """Return the operating system's name of the processor."""
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text()
-        if found := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
-            return found.group(1).strip()
+        if match := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
+            return match.group(1).strip()
     return platform.processor() or platform.machine()
 
 
@@ -114,10 +114,10 @@ def torch_build() -> tuple[str | None, str | None]:
 
     Without CUDA in the build, the second is None; without torch, both are.
     """
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         return None, None
-    text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
     cuda = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", text, re.MULTILINE)
     return (version.group(1) if version else None), (cuda.group(1) if cuda else None)

@@ -39,5 +39,5 @@ def says_out_of_memory(text: str, *, limited: bool = False) -> bool:
 
 def requested_bytes(message: str) -> int | None:
     """Return the size of the failed allocation in an allocator's message."""
-    found = _REQUESTED.search(message)
-    return int(float(found.group(1)) * _UNITS[found.group(2).lower()]) if found else None
+    match = _REQUESTED.search(message)
+    return int(float(match.group(1)) * _UNITS[match.group(2).lower()]) if match else None

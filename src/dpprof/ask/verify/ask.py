@@ -7,7 +7,7 @@ from dpprof.ask.answer import Answer, tabulate
 from dpprof.ask.questions import make_experiment, naming
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import PREFIX
-from dpprof.experiments.config.experiment import is_code
+from dpprof.experiments.config.naming import is_code
 from dpprof.experiments.config.validation import InputError, one_of, refuse, spell
 from dpprof.experiments.launch.verification_run import verify_apart
 from dpprof.experiments.planning.code_digest import named_in_verdicts

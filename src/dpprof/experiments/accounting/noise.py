@@ -31,7 +31,7 @@ from dpprof.private.accounting.search import BeyondReachError
 def find_batch_size(
     planned: NoiseOfBatch, samples: int, epsilon: float, delta: float, accountant: Accountant
 ) -> int:
-    """Find the least batch that spends a budget in as many steps with as little noise in each.
+    """Find the least batch that spends a budget with the planned steps and noise in a step.
 
     The noise of a step's averaged gradient is that of the plan, so its noise multiplier grows as
     the batch does. Less is spent, because both the noise and the sampled share have grown.
@@ -68,7 +68,7 @@ def plan_noise(privacy: Privacy, tokens_per_sample: float) -> NoisePlan:
         for size in batches_around(largest, privacy.samples)
     ]
     chosen = privacy.batch_size or choose_batch(batches, largest)
-    planned = next(one for one in batches if one.batch_size == chosen)
+    planned = next(noise for noise in batches if noise.batch_size == chosen)
     first = AtEpsilon(
         epsilon=epsilon,
         same_batch_noise_multiplier=planned.noise_multiplier,
@@ -77,7 +77,7 @@ def plan_noise(privacy: Privacy, tokens_per_sample: float) -> NoisePlan:
         tokens=planned.steps * chosen * tokens_per_sample,
         reason=planned.reason,
     )
-    rest = [_plan_other(privacy, tokens_per_sample, planned, one) for one in others]
+    rest = [_plan_other(privacy, tokens_per_sample, planned, other) for other in others]
     return NoisePlan(
         tokens_per_sample=tokens_per_sample,
         batches=batches,
@@ -88,20 +88,20 @@ def plan_noise(privacy: Privacy, tokens_per_sample: float) -> NoisePlan:
 
 def _noise_of(privacy: Privacy, of: Schedule, epsilon: float) -> NoiseOfBatch:
     try:
-        found = find_noise_multiplier(of, epsilon, privacy.delta, privacy.accountant)
+        multiplier = find_noise_multiplier(of, epsilon, privacy.delta, privacy.accountant)
     except BeyondReachError as error:
         return describe_noise(of, None, str(error))
-    return describe_noise(of, found, None)
+    return describe_noise(of, multiplier, None)
 
 
 def _plan_other(
     privacy: Privacy, tokens_per_sample: float, planned: NoiseOfBatch, epsilon: float
 ) -> AtEpsilon:
     same = _noise_of(privacy, Schedule(privacy.samples, planned.batch_size, planned.steps), epsilon)
-    found, reason = None, planned.reason
+    batch_size, reason = None, planned.reason
     if planned.step_noise is not None:
         try:
-            found = find_batch_size(
+            batch_size = find_batch_size(
                 planned, privacy.samples, epsilon, privacy.delta, privacy.accountant
             )
         except BeyondReachError as error:
@@ -109,9 +109,9 @@ def _plan_other(
     return AtEpsilon(
         epsilon=epsilon,
         same_batch_noise_multiplier=same.noise_multiplier,
-        batch_size=found,
-        noise_multiplier=found and (planned.step_noise or 0.0) * found,
-        tokens=found and planned.steps * found * tokens_per_sample,
+        batch_size=batch_size,
+        noise_multiplier=batch_size and (planned.step_noise or 0.0) * batch_size,
+        tokens=batch_size and planned.steps * batch_size * tokens_per_sample,
         reason=reason or same.reason,
     )
 

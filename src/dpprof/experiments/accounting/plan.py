@@ -16,7 +16,7 @@ _AROUND = (-2, -1, 0, 1, 2)
 
 
 def schedule(privacy: Privacy, tokens_per_sample: float, batch_size: int) -> Schedule:
-    """Return the training on all tokens with batches of a size; the last step may be too much."""
+    """Return the training on all tokens with batches of a size; steps are rounded up."""
     steps = math.ceil(privacy.tokens / (batch_size * tokens_per_sample))
     return Schedule(privacy.samples, batch_size, steps)
 
@@ -57,7 +57,7 @@ def describe_noise(
 
 
 def largest_batch(privacy: Privacy, tokens_per_sample: float) -> int:
-    """Return the largest power of two that leaves the least number of steps, of all samples."""
+    """Return the largest power of two, of all samples at most, that leaves the least steps."""
     most = min(privacy.tokens / (privacy.least_steps * tokens_per_sample), privacy.samples)
     return 1 << math.floor(math.log2(most))
 
@@ -73,18 +73,21 @@ def choose_batch(noises: Sequence[NoiseOfBatch], largest: int) -> int:
 
     On a fixed number of tokens the noise of a training falls as batches grow, ever more slowly (Li
     et al. 2022, https://arxiv.org/abs/2110.05679): there are fewer steps, and each sample is drawn
-    as often.
+    equally often.
     """
-    allowed = [one for one in noises if one.batch_size <= largest and one.training_noise]
+    allowed = {
+        noise.batch_size: noise.training_noise
+        for noise in noises
+        if noise.batch_size <= largest and noise.training_noise
+    }
     if not allowed:
         return largest
-    least = min(one.training_noise or math.inf for one in allowed)
-    near = (one.batch_size for one in allowed if (one.training_noise or math.inf) <= ENOUGH * least)
-    return min(near)
+    enough = ENOUGH * min(allowed.values())
+    return min(batch_size for batch_size, noise in allowed.items() if noise <= enough)
 
 
 class AtEpsilon(BaseModel, frozen=True, extra="forbid"):
-    """A training with as many steps as planned, and as little noise in each, at some epsilon."""
+    """A training with the planned steps and noise at some epsilon."""
 
     epsilon: float
     same_batch_noise_multiplier: float | None = Field(
@@ -110,4 +113,4 @@ class NoisePlan(BaseModel, frozen=True, extra="forbid"):
     @property
     def planned(self) -> NoiseOfBatch:
         """The noise with the batch that is used."""
-        return next(one for one in self.batches if one.batch_size == self.batch_size)
+        return next(noise for noise in self.batches if noise.batch_size == self.batch_size)

@@ -97,7 +97,7 @@ class Architecture(HasLaterKeys, frozen=True, extra="allow"):
 def _bundled() -> dict[str, dict[str, Any]]:
     """Return the configs that dpprof has, by name; the file says where each is published."""
     text = (PACKAGE / "experiments" / "config" / "architectures.yaml").read_text(encoding="utf-8")
-    return {name: one["config"] for name, one in yaml.safe_load(text).items()}
+    return {name: entry["config"] for name, entry in yaml.safe_load(text).items()}
 
 
 def bundled_names() -> list[str]:
@@ -121,12 +121,12 @@ def resolve(value: Any) -> Any:
     name = value["hf"]
     if not isinstance(name, str):
         raise ValueError("hf must be a model's name")  # noqa: TRY004 (pydantic's way)
-    overrides = {key: one for key, one in value.items() if key not in ("hf", "task")}
+    overrides = {key: new for key, new in value.items() if key not in ("hf", "task")}
     task = {} if value.get("task") is None else {"task": value["task"]}
     if "model_type" in overrides:
         return _make(name, overrides) | task
     base = _find(name.removeprefix(PREFIX))
-    changed = {key for key, one in overrides.items() if key not in base or base[key] != one}
+    changed = {key for key, new in overrides.items() if key not in base or base[key] != new}
     # The option by which Opacus's users untie weights is spelled.
     untied = overrides.get("tie_word_embeddings") is False and "tie_word_embeddings" in changed
     variant = _last_part(name) + ("-untied" if untied else "")
@@ -155,8 +155,8 @@ def _make(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     # transformers keeps settings of its own under names with an underscore. One of them,
     # _attn_implementation, may name code on the hub.
     kept = {
-        key: one
-        for key, one in config.items()
+        key: value
+        for key, value in config.items()
         if key not in _ABOUT_FILES and not key.startswith("_")
     }
     return {"hf": name, **kept}
@@ -171,7 +171,7 @@ def _find(name: str) -> dict[str, Any]:
         return _read(path / "config.json" if _exists(path) and path.is_dir() else path)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return _read(_fetch(name))
-    architectures = sorted({str(one["model_type"]) for one in _bundled().values()})
+    architectures = sorted({str(config["model_type"]) for config in _bundled().values()})
     if name in architectures:
         return {"model_type": name}
     raise ValueError(

@@ -129,10 +129,10 @@ def _parse(text: str) -> Any:
 
 def _mapping_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a mapping from JSON's pairs; refuse a key that occurs twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         _refuse_twice(key for key, _ in pairs)
-    return found
+    return mapping
 
 
 def _refuse_twice(keys: Iterable[str], line: int | None = None) -> None:
@@ -149,13 +149,13 @@ def _measure_json(value: Any) -> None:
     """Refuse JSON that is too deep or too long; JSON has no aliases."""
     waiting, values = [(value, 1)], 0
     while waiting:
-        one, depth = waiting.pop()
+        item, depth = waiting.pop()
         values += 1
         if depth > MAX_DEPTH:
             raise InputError(_TOO_DEEP)
         if values > 2 * MAX_VALUES:
             raise InputError(_TOO_LONG)
-        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
         waiting += [(below, depth + 1) for below in inner]
 
 
@@ -171,14 +171,14 @@ def _measure_text(text: str) -> None:
             raise InputError(_TOO_LONG)
 
 
-def _measure(node: yaml.Node, known: dict[int, int], depth: int = 1) -> int:
+def _measure(node: yaml.Node, counted: dict[int, int], depth: int = 1) -> int:
     """Return the number of values below a node, counting aliases at each use.
 
     Refuses too many values, keys that occur twice, and numbers that YAML misreads.
     """
     if depth > MAX_DEPTH:  # an alias may even contain itself
         raise InputError(_TOO_DEEP)
-    if id(node) not in known:
+    if id(node) not in counted:
         below = 1
         if isinstance(node, yaml.ScalarNode):
             if node.tag in _NUMBERS and _ODD_NUMBER.fullmatch(node.value):
@@ -188,13 +188,13 @@ def _measure(node: yaml.Node, known: dict[int, int], depth: int = 1) -> int:
                 )
         elif isinstance(node, yaml.MappingNode):
             _refuse_twice((_key_of(key) for key, _ in node.value), node.start_mark.line + 1)
-            below += sum(_measure(value, known, depth + 1) for _, value in node.value)
+            below += sum(_measure(value, counted, depth + 1) for _, value in node.value)
         else:
-            below += sum(_measure(value, known, depth + 1) for value in node.value)
-        known[id(node)] = below
+            below += sum(_measure(value, counted, depth + 1) for value in node.value)
+        counted[id(node)] = below
         if below > 2 * MAX_VALUES:
             raise InputError(_TOO_LONG)
-    return known[id(node)]
+    return counted[id(node)]
 
 
 def _key_of(node: yaml.Node) -> str:

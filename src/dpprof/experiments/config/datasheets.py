@@ -23,13 +23,13 @@ _CONTEXT = 600 * 2**20
 context (pytorch#109888, unsloth-zoo#1053), and the libraries' kernels add to that."""
 
 _CONTEXT_OF_T4 = 141 * 2**20
-"""The same, measured in training (fitcheck-llm 0.3.1)."""
+"""Memory of a CUDA context that was measured in training (fitcheck-llm 0.3.1)."""
 
 
 def _gpu(  # noqa: PLR0917 (a row of a table)
     total_bytes: float,
     gb_per_s: float,
-    at: str,
+    sheet: str,
     tflops: tuple[float, ...],
     cc: str,
     multiprocessors: int,
@@ -42,7 +42,7 @@ def _gpu(  # noqa: PLR0917 (a row of a table)
         bandwidth_bytes_per_s=gb_per_s * 1e9,
         compute_capability=cc,
         multiprocessors=multiprocessors,
-        source=f"NVIDIA {at}, without sparsity",
+        source=f"NVIDIA {sheet}, without sparsity",
     )
 
 

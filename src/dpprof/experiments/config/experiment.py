@@ -1,7 +1,6 @@
 """One point of a sweep: frozen, validated, and named by a digest of its content."""
 
 import re
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -9,17 +8,24 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    Discriminator,
     Field,
-    Tag,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from dpprof.experiments.config.architecture import PREFIX, Architecture, resolve
+from dpprof.experiments.config.architecture import Architecture, resolve
 from dpprof.experiments.config.fine_tuning import AsLora, AsPadding, Trainable
+from dpprof.experiments.config.naming import (
+    Dimensions,
+    For,
+    Model,
+    ModelInput,
+    Name,
+    is_code,
+    refuse_code,
+)
 from dpprof.experiments.config.parallel import AsParallel
 from dpprof.experiments.config.quantities import (
     Count,
@@ -27,98 +33,21 @@ from dpprof.experiments.config.quantities import (
     Positive,
     Seed,
     Size,
-    refuse_bool,
 )
 from dpprof.experiments.config.quantization import NONE, Quantization
-from dpprof.experiments.config.target import Dtype, Target
+from dpprof.experiments.config.refusals import refuse_combinations
+from dpprof.experiments.config.target import Dtype
 from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES, Task
 from dpprof.experiments.config.validation import (
-    ARCHITECTURE_TAG,
-    DIMENSIONS_TAG,
-    NAME_TAG,
-    TARGET_TAG,
     InputError,
     read_model,
-    refuse,
 )
-from dpprof.private.number_formats import SHORT, refuse_loss_scale
+from dpprof.private.number_formats import SHORT
 from dpprof.system.files import canonical_json, sha256_hex
-
-NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
-"""Allowed names of models, methods and instruments: safe in a path, a shell and a report."""
-
-CODE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.]{0,99}:[A-Za-z_][A-Za-z0-9_]{0,99}$"
-"""A function that builds a model, as ``package.module:function``; no file names one."""
 
 ID_PATTERN = r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}"
 
 
-class Dimensions(BaseModel, frozen=True, extra="forbid"):
-    """The size of a decoder-only transformer; its MLP is four times ``d_model`` wide."""
-
-    vocab_size: Annotated[int, Field(ge=2, le=10**9), BeforeValidator(refuse_bool)] = Field(
-        description="tokens in the vocabulary"
-    )
-    d_model: Count = Field(description="width of the residual stream")
-    layers: Count = Field(description="transformer blocks")
-    heads: Count = Field(description="attention heads; must divide d_model")
-
-    @model_validator(mode="after")
-    def _refuse_uneven_heads(self) -> Self:
-        if self.d_model % self.heads:
-            raise ValueError(
-                f"heads must divide d_model, and {self.heads} does not divide {self.d_model}"
-            )
-        return self
-
-
-def _tell_apart(mapping: type[BaseModel], tag: str) -> Callable[[Any], str | None]:
-    """Return a function that tags a value as a name or a mapping; tags are not part of a key."""
-
-    def kind(value: Any) -> str | None:
-        if isinstance(value, str):
-            return NAME_TAG
-        return tag if isinstance(value, dict | mapping) else None
-
-    return kind
-
-
-def _kind_of_model(value: Any) -> str | None:
-    if isinstance(value, Architecture) or (isinstance(value, dict) and "hf" in value):
-        return ARCHITECTURE_TAG
-    return _tell_apart(Dimensions, DIMENSIONS_TAG)(value)
-
-
-class _Overrides(BaseModel, extra="allow"):
-    """A Hugging Face model by name, and the keys of its config that differ."""
-
-    hf: str
-
-
-Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-_ModelInput = Name | Annotated[str, Field(pattern=f"^{PREFIX}.")] | Dimensions | _Overrides
-"""How a model may be written."""
-
-_NameOrCode = Annotated[str, Field(pattern=f"{NAME_PATTERN}|{CODE_PATTERN}")]
-Model = Annotated[
-    Annotated[_NameOrCode, Tag(NAME_TAG)]
-    | Annotated[Dimensions, Tag(DIMENSIONS_TAG)]
-    | Annotated[Architecture, Tag(ARCHITECTURE_TAG)],
-    Discriminator(
-        _kind_of_model,
-        custom_error_type="model_kind",
-        custom_error_message=f"it must be a model's name, {PREFIX}NAME, or a mapping of dimensions",
-    ),
-]
-For = Annotated[
-    Annotated[Name, Tag(NAME_TAG)] | Annotated[Target, Tag(TARGET_TAG)],
-    Discriminator(
-        _tell_apart(Target, TARGET_TAG),
-        custom_error_type="target_kind",
-        custom_error_message="it must be a target's name, or a mapping of memory_bytes, "
-        "flops_per_s and bandwidth_bytes_per_s",
-    ),
-]
 _None = Literal["none"]
 _LATER = (
     *("wait_for_idle_gpu_s", "busy_gpu", "lora", "trainable", "padding", "parameters_dtype"),
@@ -126,14 +55,6 @@ _LATER = (
     *("trained_dtype", "autocast", "loss_scale", "keep_logits"),
 )
 """Keys that came after the first results."""
-
-CPU_TARGET = "cpu"
-"""The target for this machine: an estimate for it models no CUDA libraries."""
-
-
-def device_of(target: "str | Target") -> Literal["cpu", "cuda"]:
-    """Return the kind of device that a target's experiments run on."""
-    return "cpu" if target == CPU_TARGET else "cuda"
 
 
 class Experiment(BaseModel, frozen=True, extra="forbid"):
@@ -143,7 +64,7 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     readable stem with the digest's first eight hex digits.
     """
 
-    model: Annotated[Model, BeforeValidator(resolve, json_schema_input_type=_ModelInput)] = Field(
+    model: Annotated[Model, BeforeValidator(resolve, json_schema_input_type=ModelInput)] = Field(
         description="a preset's name; a mapping of vocab_size, d_model, layers and heads; "
         "hf:NAME or hf:PATH, a Hugging Face model by name or config.json; or a mapping of hf, "
         "task and the keys of its config that differ"
@@ -275,7 +196,7 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
 
     quantization: Annotated[
         Quantization | None,
-        BeforeValidator(lambda one: None if one == NONE else one, Quantization | _None | None),
+        BeforeValidator(lambda name: None if name == NONE else name, Quantization | _None | None),
     ] = Field(
         None,
         description="format of a Hugging Face model's frozen linear layers, by bitsandbytes: nf4, "
@@ -314,15 +235,6 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
             raise ValueError("the model reads images, so leave seq_len out; image_size is its size")
         return 1
 
-    @model_validator(mode="after")
-    def _refuse_other_device(self) -> Self:
-        if self.target is not None and self.device != device_of(self.target):
-            raise ValueError(
-                f"target {_spell(self.target)} requires device {device_of(self.target)}, "
-                f"but device is {self.device}"
-            )
-        return self
-
     head: Literal["logits", "chunked", "kept"] = Field(
         "logits",
         description="how the loss is computed: from the logits of all tokens, or chunked: from "
@@ -331,112 +243,9 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     )
 
     @model_validator(mode="after")
-    def _refuse_execution(self) -> Self:
-        if self.execution == "graph" and self.device != "cuda":
-            raise ValueError(f"execution graph requires device cuda, but device is {self.device}")
-        for name, usual in (("execution", "eager"), ("head", "logits")):
-            if getattr(self, name) != usual and self.parallel is not None:
-                given = getattr(self, name)
-                raise ValueError(f"{name} {given} requires one process, without parallel")
-        if self.head == "chunked" and self.task != "causal-lm":
-            raise ValueError(f"head chunked requires task causal-lm, but the task is {self.task}")
+    def _refuse_combinations(self) -> Self:
+        refuse_combinations(self)
         return self
-
-    @model_validator(mode="after")
-    def _refuse_fine_tuning(self) -> Self:
-        if not isinstance(self.model, Architecture):
-            for name in ("lora", "padding"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name} requires a Hugging Face model, as {PREFIX}NAME")
-        if self.padding is not None and self.image_size is not None:
-            raise ValueError("padding requires a model that reads text, and this one reads images")
-        if self.trainable == "lora" and self.lora is None:
-            raise ValueError("trainable lora requires lora, such as lora: {rank: 16}")
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_quantization(self) -> Self:
-        stated = self.model.quantization if isinstance(self.model, Architecture) else None
-        if None not in (stated, self.quantization) and stated != self.quantization:
-            raise ValueError(
-                f"the model's quantization_config says {stated} already; leave quantization out"
-            )
-        if self.base_format is None:
-            return self
-        if not isinstance(self.model, Architecture):
-            raise ValueError(  # noqa: TRY004 (pydantic's way)
-                f"quantization requires a Hugging Face model, as {PREFIX}NAME"
-            )
-        if self.lora is None:
-            raise ValueError(
-                f"quantization {self.base_format} requires lora, such as lora: {{rank: 16}}: a "
-                "quantised weight cannot be trained"
-            )
-        if self.dtype == "float64":
-            raise ValueError(
-                "quantization requires a dtype of at most 32 bits, and dtype is float64"
-            )
-        if self.parallel is not None and self.parallel.is_sharded:
-            raise ValueError(
-                "quantization works with parallel ddp, and not with fsdp: shards of a quantised "
-                "weight lose its scales"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_optimizer(self) -> Self:
-        if self.optimizer not in ("adamw-8bit", "adafactor"):
-            return self
-        if self.execution == "graph":
-            raise ValueError(
-                f"optimizer {self.optimizer} counts its steps on the host, which a CUDA graph "
-                "would not repeat; use adamw or sgd with execution graph"
-            )
-        if self.parallel is not None and self.parallel.is_sharded:
-            raise ValueError(
-                f"optimizer {self.optimizer} keeps states of whole parameters, and fsdp shards "
-                "them; use adamw or sgd with fsdp"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_number_formats(self) -> Self:
-        for name in ("parameters_dtype", "trained_dtype"):
-            stored = getattr(self, name)
-            if stored not in ("float32", self.dtype):
-                raise ValueError(
-                    f"{name} {stored} requires dtype {stored}, but dtype is {self.dtype}"
-                )
-        if self.trained_dtype not in ("float32", self.parameters_dtype):
-            raise ValueError(
-                f"trained_dtype {self.trained_dtype} requires parameters_dtype {self.trained_dtype}"
-            )
-        if self.trained_dtype == "float16" and self.optimizer != "sgd":
-            raise ValueError(
-                "trained_dtype float16 requires optimizer sgd: the second moments of AdamW and its "
-                "epsilon vanish in float16, and parameters become NaN"
-            )
-        if not self.autocast:
-            self._refuse_without_autocast()
-        if self.loss_scale != 1 and self.dtype != "float16":
-            raise ValueError(f"loss_scale requires dtype float16, but dtype is {self.dtype}")
-        refuse_loss_scale(self.loss_scale)
-        if self.keep_logits and (self.head != "logits" or self.parallel is not None):
-            raise ValueError("keep_logits requires head logits, and one process")
-        return self
-
-    def _refuse_without_autocast(self) -> None:
-        if self.parallel is not None and self.parallel.is_sharded:
-            raise ValueError("autocast false does not work with fsdp, which casts by its policy")
-        if self.dtype not in SHORT:
-            raise ValueError(f"autocast false requires dtype {' or '.join(SHORT)}")
-        if self.parameters_dtype != self.dtype:
-            raise ValueError(f"autocast false requires parameters_dtype {self.dtype}")
-        if self.trained_dtype != self.dtype and self.trained != "lora":
-            raise ValueError(
-                f"autocast false requires trained_dtype {self.dtype}, or adapters that alone are "
-                "trained: an operator takes operands of one dtype"
-            )
 
     @cached_property
     def canonical(self) -> str:
@@ -522,48 +331,6 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     def trained(self) -> str:
         """``trainable``, settled."""
         return self.trainable or ("all" if self.lora is None else "lora")
-
-
-def settle_device(fields: dict[str, Any], auto: Callable[[], str], key: str) -> dict[str, Any]:
-    """Return fields with a missing or ``auto`` device set to the target's kind or this machine's.
-
-    ``auto`` returns this machine's device; ``key`` is the user's name for the device.
-
-    Raises:
-        InputError: The given device is not the target's kind.
-    """
-    target, device = fields.get("target"), fields.get("device", "auto")
-    if device == "auto":
-        device = auto() if target is None else device_of(target)
-    elif target is not None and device != device_of(target):
-        raise refuse(
-            key, device, f"target {_spell(target)} requires {device_of(target)}; leave it out"
-        )
-    return fields | {"device": device}
-
-
-def _spell(target: str | Target) -> str:
-    return target if isinstance(target, str) else "as a mapping"
-
-
-def is_code(model: Any) -> bool:
-    """Return whether a model is a function of the user's own, as ``package.module:function``."""
-    return isinstance(model, str) and ":" in model
-
-
-def refuse_code(model: Any, key: str) -> None:
-    """Refuse the user's own code as a model where a file names it.
-
-    Raises:
-        InputError: It is such code; the message names the key.
-    """
-    if is_code(model):
-        raise refuse(
-            key,
-            model,
-            "a file runs no code; give it on the command line or from Python, or declare an entry "
-            "point (docs/how-to/profile-my-model.md)",
-        )
 
 
 def read_spec(path: Path) -> Experiment:

@@ -70,7 +70,7 @@ class Padding(BaseModel, frozen=True, extra="forbid"):
         """
         least = max(0.0, 2 * self.fraction - 1)
         spread = 2 * min(self.fraction, 1 - self.fraction)
-        shares = [least + spread * (at + 0.5) / batch_size for at in range(batch_size)]
+        shares = [least + spread * (index + 0.5) / batch_size for index in range(batch_size)]
         random.Random(seed).shuffle(shares)  # noqa: S311 (no secret)
         return [max(1, seq_len - round(share * seq_len)) for share in shares]
 

@@ -70,8 +70,8 @@ class Parallel(HasLaterKeys, frozen=True, extra="forbid"):
     @property
     def text(self) -> str:
         """The ranks in a cell of a table: ``fsdp x8``, ``fsdp (resharding) x8``."""
-        known = {None: [], True: ["resharding"], False: ["gathered until backward"]}
-        notes: list[str] = [*known[self.reshard_after_forward]]
+        resharding = {None: [], True: ["resharding"], False: ["gathered until backward"]}
+        notes: list[str] = [*resharding[self.reshard_after_forward]]
         if self.gpus_per_node != GPUS_PER_NODE:
             notes.append(f"{self.gpus_per_node} a node")
         if self.network_gb_per_s is not None:

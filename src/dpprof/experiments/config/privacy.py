@@ -64,9 +64,7 @@ class Privacy(BaseModel, frozen=True, extra="forbid"):
     def refuse_few_tokens(self, tokens_per_sample: float, key: str) -> None:
         """Refuse tokens that do not fill one batch, or the least number of steps.
 
-        Args:
-            tokens_per_sample: Without padding.
-            key: What the user calls ``tokens``.
+        ``tokens_per_sample`` is without padding; ``key`` is what the user calls ``tokens``.
 
         Raises:
             InputError: They do not.

@@ -34,10 +34,10 @@ def read_pairs(example: str) -> Callable[[Any], Any]:
             return value
         pairs: dict[str, Any] = {}
         for part in value.split(","):
-            key, equals, given = part.partition("=")
+            key, equals, text = part.partition("=")
             if not equals:
                 raise ValueError(f"it must be a mapping, or pairs such as {example}")
-            pairs[key.strip()] = given.strip()
+            pairs[key.strip()] = text.strip()
         return pairs
 
     return read

@@ -21,9 +21,6 @@ _USUAL_THRESHOLD = 6.0
 def read_quantization(stated: Any) -> Quantization | None:
     """Return the format that a config's ``quantization_config`` states.
 
-    Args:
-        stated: The mapping, as in a ``config.json``; None where there is none.
-
     Raises:
         ValueError: It is another method, or an option by which samples would be mixed.
     """
@@ -39,7 +36,7 @@ def read_quantization(stated: Any) -> Quantization | None:
             "and int8 of bitsandbytes alone (load_in_4bit or load_in_8bit in quantization_config)"
         )
     skipped = stated.get("llm_int8_skip_modules") or []
-    if not (isinstance(skipped, list | tuple) and all(isinstance(one, str) for one in skipped)):
+    if not (isinstance(skipped, list | tuple) and all(isinstance(name, str) for name in skipped)):
         raise ValueError("its llm_int8_skip_modules must be a list of modules' names")
     return _read_8bit(stated) if is_8bit else _read_4bit(stated)
 
@@ -63,8 +60,8 @@ def _read_8bit(stated: Mapping[str, Any]) -> Quantization:
 def _read_4bit(stated: Mapping[str, Any]) -> Quantization:
     kind = stated.get("bnb_4bit_quant_type", "fp4")
     double = "-double" if stated.get("bnb_4bit_use_double_quant") else ""
-    found = next((one for one in QUANTIZATIONS if one == f"{kind}{double}"), None)
-    if found is None:
+    quantization = next((name for name in QUANTIZATIONS if name == f"{kind}{double}"), None)
+    if quantization is None:
         raise ValueError(f"its bnb_4bit_quant_type is {kind!r}, and nf4 and fp4 are known")
     storage = stated.get("bnb_4bit_quant_storage", "uint8")
     if storage not in ("uint8", None):
@@ -72,4 +69,4 @@ def _read_4bit(stated: Mapping[str, Any]) -> Quantization:
             f"its bnb_4bit_quant_storage is {storage}, which FullyShardedDataParallel needs alone; "
             "write uint8"
         )
-    return found
+    return quantization

@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import itertools
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from dpprof.experiments.config.experiment import Experiment, is_code
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.naming import is_code
 from dpprof.experiments.config.validation import one_of, refuse
 from dpprof.private.errors import UnsupportedError
 from dpprof.system.hardware import available_cores, interchangeable_gpus, why_no_cuda
@@ -90,7 +92,7 @@ def lent(build: Callable[[Experiment], Any]) -> Iterator[str]:
     """Give a function of this process that builds a model its name, within this context."""
     if build not in _numbers:
         _numbers[build] = next(_count)
-    told = "".join(one if one.isalnum() else "_" for one in getattr(build, "__name__", "model"))
+    told = re.sub(r"\W", "_", getattr(build, "__name__", "model"))
     name = f"here:{told.strip('_')[:60]}_{_numbers[build]}"
     _lent[name] = build
     try:
@@ -201,14 +203,14 @@ def source_file(group: Group, name: str) -> Path | None:
     if not is_code(name):
         check(group, name, group)
     top, *rest = _entry(group, name).module.split(".")
-    found = importlib.util.find_spec(top)
-    if found is None and is_code(name):
-        found = PathFinder.find_spec(top, [str(Path.cwd())])
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(top)
+    if spec is None and is_code(name):
+        spec = PathFinder.find_spec(top, [str(Path.cwd())])
+    if spec is None or spec.origin is None:
         return None
     if not rest:
-        return Path(found.origin)
-    path = Path(found.origin).parent.joinpath(*rest)
+        return Path(spec.origin)
+    path = Path(spec.origin).parent.joinpath(*rest)
     candidates = (path.with_suffix(".py"), path / "__init__.py")
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 

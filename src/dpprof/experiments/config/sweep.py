@@ -15,9 +15,11 @@ from pydantic import (
     field_validator,
 )
 
-from dpprof.experiments.config.experiment import Experiment, Name, settle_device
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.naming import Name
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.quantities import Replicates, one_or_many
+from dpprof.experiments.config.target import settle_device
 from dpprof.experiments.config.validation import InputError, explain, refuse
 
 MAX_RUNS = 100_000
@@ -137,7 +139,7 @@ def parse_config(raw: Any, names: Mapping[str, Sequence[str]] | None = None) -> 
         raise explain(error, Config, names=names) from None
 
 
-def given(grid: BaseModel) -> dict[str, Any]:
+def stated_keys(grid: BaseModel) -> dict[str, Any]:
     """Return the keys that are set in a grid, each with a list of values."""
     return {name: getattr(grid, name) for name in grid.model_fields_set}
 
@@ -158,10 +160,11 @@ def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[
     def resolved(keys: dict[str, Any]) -> dict[str, Any]:
         return keys | {"device": [auto() if v == "auto" else v for v in keys["device"]]}
 
-    sweeps = {name: given(config.defaults) | given(sweep) for name, sweep in config.sweeps.items()}
+    defaults = stated_keys(config.defaults)
+    sweeps = {name: defaults | stated_keys(sweep) for name, sweep in config.sweeps.items()}
     _refuse_missing(sweeps)
     _refuse_too_many(sweeps)
-    excluded = [given(entry) for entry in config.exclude]
+    excluded = [stated_keys(entry) for entry in config.exclude]
     excluded = [resolved(keys) if "device" in keys else keys for keys in excluded]
     dropped = [{key: set(values) for key, values in keys.items()} for keys in excluded if keys]
     runs: dict[str, list[Run]] = {}

@@ -1,11 +1,12 @@
 """A target: the limits of a device that bound a training step (memory, compute, bandwidth)."""
 
-from collections.abc import Mapping
-from typing import Annotated, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field
 
 from dpprof.experiments.config.quantities import Positive, Size
+from dpprof.experiments.config.validation import refuse
 from dpprof.system.files import canonical_json
 
 Dtype = Literal["float32", "tf32", "bfloat16", "float64", "float16"]
@@ -22,8 +23,8 @@ _CEILINGS: Mapping[str, Dtype] = {
 }
 
 _TENSOR_CORES_IN_BFLOAT16 = 8
-"""From this major compute capability on, GPUs multiply bfloat16, and PyTorch has flash attention
-(NVIDIA A100 architecture white paper; sdp_utils.cpp)."""
+"""The first major compute capability whose GPUs multiply bfloat16; from it on, and PyTorch has
+flash attention (NVIDIA A100 architecture white paper; sdp_utils.cpp)."""
 
 
 def ceiling_of(op_dtype: str, dtype: Dtype) -> Dtype:
@@ -62,8 +63,8 @@ class Target(BaseModel, frozen=True, extra="forbid"):
 
     def peak(self, dtype: Dtype) -> float | None:
         """Return the dense FLOP/s of matrix products of a dtype; None if unknown."""
-        found = self.flops_per_s.get(dtype)
-        return self.flops_per_s.get("bfloat16") if found is None and dtype == "float16" else found
+        peak = self.flops_per_s.get(dtype)
+        return self.flops_per_s.get("bfloat16") if peak is None and dtype == "float16" else peak
 
     def price_of(self, dtype: Dtype) -> str | None:
         """Say what a dtype costs on a GPU that has no units for it; None for one that has."""
@@ -83,3 +84,35 @@ class Target(BaseModel, frozen=True, extra="forbid"):
     def __hash__(self) -> int:
         """Return a hash of the content, because the mapping of ceilings has no hash."""
         return hash(canonical_json(self.model_dump(mode="json")))
+
+
+CPU_TARGET = "cpu"
+"""The target for this machine: an estimate for it models no CUDA libraries."""
+
+
+def device_of(target: str | Target) -> Literal["cpu", "cuda"]:
+    """Return the kind of device that a target's experiments run on."""
+    return "cpu" if target == CPU_TARGET else "cuda"
+
+
+def settle_device(fields: dict[str, Any], auto: Callable[[], str], key: str) -> dict[str, Any]:
+    """Return fields with a missing or ``auto`` device set to the target's kind or this machine's.
+
+    ``auto`` returns this machine's device; ``key`` is the user's name for the device.
+
+    Raises:
+        InputError: The given device is not the target's kind.
+    """
+    target, device = fields.get("target"), fields.get("device", "auto")
+    if device == "auto":
+        device = auto() if target is None else device_of(target)
+    elif target is not None and device != device_of(target):
+        raise refuse(
+            key, device, f"target {spell_target(target)} requires {device_of(target)}; leave it out"
+        )
+    return fields | {"device": device}
+
+
+def spell_target(target: str | Target) -> str:
+    """Return a target as a message names it."""
+    return target if isinstance(target, str) else "as a mapping"

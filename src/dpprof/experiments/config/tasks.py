@@ -29,7 +29,7 @@ OWN_IMAGE_SIZES: Mapping[str, int | None] = {
 read text."""
 
 IMAGE_SIZE = 224
-"""The same of transformers' image models whose config does not say it."""
+"""The usual height and width of transformers' image models whose config does not state it."""
 
 _OBVIOUS: Mapping[str, Task] = {
     **dict.fromkeys(
@@ -42,7 +42,7 @@ _OBVIOUS: Mapping[str, Task] = {
     ),
     **dict.fromkeys(("mvp", "pegasus", "t5", "umt5"), "seq2seq-lm"),
 }
-"""By architecture, the task that it is trained for where nothing else is said."""
+"""The task that an architecture is trained for where nothing else is stated."""
 
 
 def name_size(seq_len: int, image_size: int | None) -> str:

@@ -36,11 +36,8 @@ def account_once(
 ) -> list[NoisePlan]:
     """Do what ``account_apart`` does, or read what it said of the same budget at any price.
 
-    Args:
-        root: The folder that holds ``results``.
-        privacy: The budget.
-        tokens_per_sample: Without padding.
-        again: Whether to ignore what is kept.
+    ``root`` holds ``results``. Tokens of a sample are without padding. With ``again`` what is kept
+    is ignored.
 
     Raises:
         InputError: As ``account_apart``.
@@ -66,9 +63,7 @@ def account_apart(privacy: Privacy, tokens_per_sample: Sequence[float]) -> list[
 
     It may run at the same time as predictions, but waits for measurements to end.
 
-    Args:
-        privacy: The budget.
-        tokens_per_sample: Without padding.
+    Tokens of a sample are without padding.
 
     Raises:
         InputError: The accountant takes too long, or its process ended.

@@ -13,7 +13,8 @@ from dpprof.experiments.records.record import write_record
 from dpprof.system.hardware import available_cores, why_no_cuda
 
 OPERATORS_S = 120
-"""About how long the operators of all experiments may take; at most what one takes longer."""
+"""About how many seconds the operators of all experiments may take; only the last one may exceed
+it."""
 
 CEILINGS_TIMEOUT_S = 120
 """Ceilings take about ten seconds; a device that takes longer than this counts as hung."""

@@ -20,7 +20,7 @@ from dpprof.system.lock_holders import name_holders
 
 _POLL_S = 0.1
 _LOOK_S = 1.0
-"""Between looks at devices, which cost more than a look at locks."""
+"""Seconds between looks at devices, which cost more than a look at locks."""
 
 _VARIABLE = "DPPROF_LOCK_DIR"
 
@@ -105,7 +105,7 @@ def wait_for(
     minutes, and then every hour, so that a log of a night says what is waited for.
     """
     start_s, due_s = time.monotonic(), every_s
-    while (found := look()) is None:
+    while (result := look()) is None:
         waited_s = time.monotonic() - start_s
         if waited_s >= longest_s:
             return None
@@ -113,7 +113,7 @@ def wait_for(
             tell(waited_s)
             due_s = max(_FIRST_S, min(2 * due_s, due_s + _RAREST_S))
         time.sleep(min(every_s, longest_s - waited_s))
-    return found
+    return result
 
 
 @contextlib.contextmanager
@@ -142,7 +142,6 @@ def hold_one(
         DeviceBusyError: Nothing was free in that time.
     """
     how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    files: dict[str, int] = {}
     in_the_way: list[str] = []
     users: list[str] = []
 
@@ -163,9 +162,7 @@ def hold_one(
         holders = [name_holders(map(lock_path, dict.fromkeys(in_the_way)))] if in_the_way else []
         return " and ".join([*holders, *users])
 
-    try:
-        for name in dict.fromkeys(name for locks in devices for name in locks):
-            files[name] = _open(lock_path(name))
+    with _open_all(name for locks in devices for name in locks) as files:
         position = wait_for(
             look,
             lambda waited_s: waiting(tell_whom(), waited_s),
@@ -179,13 +176,23 @@ def hold_one(
                 f"{MAX_WAIT} says how many seconds to wait"
             )
         yield position, [files[name] for name in devices[position]]
+
+
+@contextlib.contextmanager
+def _open_all(names: Iterable[str]) -> Iterator[dict[str, int]]:
+    """Open the files of locks, each once, and close them at the end, which releases the locks."""
+    files: dict[str, int] = {}
+    try:
+        for name in dict.fromkeys(names):
+            files[name] = _open(lock_path(name))
+        yield files
     finally:
         for descriptor in files.values():
             os.close(descriptor)
 
 
 def _take(files: Mapping[str, int], locks: Sequence[str], how: int) -> str | None:
-    """Take all locks of a device and return None; if one is not free, none, and return its name."""
+    """Take all locks of a device and return None; or take none, and return one that is held."""
     for name in locks:
         try:
             fcntl.flock(files[name], how | fcntl.LOCK_NB)

@@ -39,8 +39,8 @@ def gpu_slots(threads: int, number: int = 1) -> list[DeviceSlot]:
     ``number`` neighbours together are one slot.
     """
     gpus, slots = interchangeable_gpus(), []
-    for at in range(len(gpus) - number + 1):
-        own = gpus[at : at + number]
+    for first in range(len(gpus) - number + 1):
+        own = gpus[first : first + number]
         uuids = ",".join(gpu.uuid for gpu in own)
         environment = _limit_threads(threads)
         environment |= {"CUDA_VISIBLE_DEVICES": uuids, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -19,7 +19,7 @@ from typing import IO, Any
 from dpprof.experiments.launch.child import Assignment, carry_out
 
 _MADE = 100_000
-"""So many objects are made before garbage is looked for: most of what traces make is none."""
+"""How many objects are made before garbage is collected: little of what traces make is garbage."""
 
 
 class Forks:
@@ -92,7 +92,7 @@ class Forked:
 
     @property
     def returncode(self) -> int:
-        """As in ``subprocess``: negative for a signal."""
+        """The exit status, negative for a signal, as in ``subprocess``."""
         return int(self._process.exitcode)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -118,14 +118,15 @@ class _Descriptors:
         self._received: list[Any] = []
 
     def __getstate__(self) -> Any:
-        return self.numbers, [DupFd(one) for one in self.numbers]
+        return self.numbers, [DupFd(number) for number in self.numbers]
 
     def __setstate__(self, state: Any) -> None:
         self.numbers, self._received = state
 
     def receive(self) -> dict[int, int]:
         """Return the numbers here by the numbers there."""
-        return {n: one.detach() for n, one in zip(self.numbers, self._received, strict=True)}
+        here = (descriptor.detach() for descriptor in self._received)
+        return dict(zip(self.numbers, here, strict=True))
 
 
 def _carry_out(
@@ -145,12 +146,12 @@ def _carry_out(
     carry_out(
         assignment.model_copy(
             update={
-                "lock_fds": [here[one] for one in assignment.lock_fds],
+                "lock_fds": [here[number] for number in assignment.lock_fds],
                 "lifeline_fd": None if lifeline is None else here[lifeline],
                 "answer_fd": here[assignment.answer_fd],
                 "arguments": [
-                    arguments.get(one, one) if isinstance(one, int) else one
-                    for one in assignment.arguments
+                    arguments.get(argument, argument) if isinstance(argument, int) else argument
+                    for argument in assignment.arguments
                 ],
             }
         )

@@ -27,8 +27,8 @@ def look_at(uuid: str | None) -> Others:
     if uuid is None:
         return Others(reason="not on a GPU; see others_busy_cores for the processor")
     if "," in uuid:
-        each = [look_at(one) for one in uuid.split(",")]
-        return max(each, key=lambda one: (one.matter, one.memory_bytes or 0, one.load or 0.0))
+        each = map(look_at, uuid.split(","))
+        return max(each, key=lambda gpu: (gpu.matter, gpu.memory_bytes or 0, gpu.load or 0.0))
     with nvml() as available:
         if not available:
             return Others(reason="NVML is not available")
@@ -48,7 +48,7 @@ def look_at(uuid: str | None) -> Others:
 
 
 def look_afterwards(uuid: str | None) -> Others:
-    """Return the same after a run, once the driver's load excludes the run."""
+    """Return the figures after a run, once the driver's load no longer includes it."""
     if uuid is not None:
         time.sleep(SAMPLE_S)
     return look_at(uuid)
@@ -60,9 +60,9 @@ def judge_use(
     """Return a function that says who else uses a GPU whose lock this process holds, if anybody.
 
     It gets the GPU's position and how many before it were in use; ``hold_one`` calls it. Unknown
-    use is none. A GPU is taken all the same once others had ``seconds`` to leave it since they were
-    first seen; with ``refuse``, only if they use every GPU: one that dpprof itself uses will be
-    free. None where others' use does not matter.
+    use counts as none. Once others have had ``seconds`` to leave a GPU since they were first seen,
+    it is taken in spite of them; with ``refuse``, only if others use every GPU, because one that
+    dpprof itself uses will become free. None where others' use does not matter.
     """
     if otherwise == "run" and not seconds:
         return None
@@ -78,7 +78,7 @@ def judge_use(
         seen_s.setdefault(position, now_s)
         counted = [position] if otherwise == "run" else range(len(uuids))
         all_in_use = otherwise == "run" or in_use == len(uuids) - 1
-        if all_in_use and all(now_s - seen_s[one] >= patience_s for one in counted):
+        if all_in_use and all(now_s - seen_s[index] >= patience_s for index in counted):
             return None
         return f"others, who {_tell_use(others)} of {uuids[position]}"
 
@@ -86,7 +86,7 @@ def judge_use(
 
 
 def refuse_busy(others: Others, seconds: float) -> Failure:
-    """Return why a run is refused on a GPU that others use, after so long a wait."""
+    """Return why a run is refused on a GPU that others still use after the wait."""
     after = f" after a wait of {seconds:g} s" if seconds else ""
     message = (
         f"others {_tell_use(others)} of the GPU{after}, and busy_gpu is refuse; once they have "
@@ -103,8 +103,8 @@ def _tell_use(others: Others) -> str:
 
 def tell_others(failure: Failure, before: Others, after: Others) -> Failure:
     """Return an out-of-memory failure with the device memory that other processes held."""
-    known = {"before": before.memory_bytes, "after": after.memory_bytes}
-    held = {when: size for when, size in known.items() if size is not None}
+    sizes = {"before": before.memory_bytes, "after": after.memory_bytes}
+    held = {when: size for when, size in sizes.items() if size is not None}
     if not held:
         return failure
     told = " and ".join(f"{size / _GIB:.2f} GiB {when} it" for when, size in held.items())

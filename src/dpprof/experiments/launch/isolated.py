@@ -52,7 +52,7 @@ class Ended(NamedTuple, Generic[Answer]):
     """The function's result; None if the child ended before the result was complete."""
 
     returncode: int
-    """As in ``subprocess``: negative for a signal."""
+    """The exit status, negative for a signal, as in ``subprocess``."""
 
     timed_out: bool
     output: str
@@ -147,10 +147,10 @@ class Isolation:
             answer.seek(0)
             content = answer.read()
         try:
-            found = TypeAdapter(answer_type).validate_json(content)
+            result = TypeAdapter(answer_type).validate_json(content)
         except ValidationError:  # the child ended before it was complete
-            found = None
-        return Ended(found, process.returncode, timed_out, tail, wall_s, others)
+            result = None
+        return Ended(result, process.returncode, timed_out, tail, wall_s, others)
 
 
 @contextmanager
@@ -204,8 +204,8 @@ def ended_by_signals() -> Iterator[None]:
     """Turn the first SIGTERM or SIGHUP into ``Terminated``."""
 
     def leave(number: int, _frame: FrameType | None) -> NoReturn:
-        for one in before:
-            signal.signal(one, signal.SIG_IGN)
+        for handled in before:
+            signal.signal(handled, signal.SIG_IGN)
         raise Terminated(number)
 
     if threading.current_thread() is not threading.main_thread():

@@ -28,18 +28,18 @@ from dpprof.system.files import write_atomically
 _VARIABLE = "DPPROF_PROGRESS"
 
 _Seconds = Annotated[float, Field(ge=0, le=1e10)]
-"""No infinity and nothing else that cannot be added up and told."""
+"""A number of seconds; infinity, which cannot be added up, is refused."""
 
 _PLANNED = TypeAdapter(dict[str, str])
 _ENDED = TypeAdapter(dict[str, _Seconds])
-"""The first line of a progress file, kinds by run, and a later line, the seconds of a run."""
+"""Lines of a progress file: the first has kinds by run, and a later one the seconds of a run."""
 
 _CLOCKS_DIFFER_S = 5.0
 """The most by which the start of a process, as told by the kernel, may be late."""
 
 
 class Began(BaseModel, frozen=True, extra="forbid"):
-    """That a process began a run, or the sweep: another line of a progress file."""
+    """The beginning of a run, or of the sweep, by a process: another line of a progress file."""
 
     began: str | None
     """The run's name; None for the sweep."""
@@ -107,10 +107,10 @@ class Progress:
 
         Another machine's process counts as alive unless the sweep is known to have ended.
         """
-        open_ = [one for name, one in self._began.items() if name not in self.ended]
+        open_ = [run for name, run in self._began.items() if name not in self.ended]
         is_over = self.goes_on() is False
-        alive = ((one, one.goes_on()) for one in open_)
-        return [one for one, is_alive in alive if is_alive or (is_alive is None and not is_over)]
+        alive = ((run, run.goes_on()) for run in open_)
+        return [run for run, is_alive in alive if is_alive or (is_alive is None and not is_over)]
 
     @classmethod
     def start(cls, path: Path, runs: Iterable[tuple[str, Experiment]]) -> None:
@@ -119,7 +119,7 @@ class Progress:
         If the file cannot be written, for example because a folder has its name, the environment
         names none. ``runs`` has a unique name and the experiment of every planned run.
         """
-        kinds = {name: f"{one.model_name} {one.method}" for name, one in runs}
+        kinds = {name: f"{experiment.model_name} {experiment.method}" for name, experiment in runs}
         os.environ.pop(_VARIABLE, None)
         with contextlib.suppress(OSError):
             write_atomically(path, f"{json.dumps(kinds)}\n{Began.now(None).model_dump_json()}\n")
@@ -214,10 +214,10 @@ def format_duration(seconds: float) -> str:
 class _Jobs(NamedTuple):
     """Jobs of one kind, a part of a sweep."""
 
-    one: str
-    many: str
+    singular: str
+    plural: str
     seconds: float
-    """Of one job, with a small model on a common processor."""
+    """Seconds of one job, with a small model on a common processor."""
 
     alone: bool
     """Whether nothing runs beside such a job."""
@@ -232,7 +232,7 @@ _PARTS = {
     "figure": _Jobs("figure", "figures", 3, alone=False),
     "report": _Jobs("report", "reports", 12, alone=True),
 }
-"""In the order in which most of them run."""
+"""The parts of a sweep, in the order in which most of them run."""
 
 
 def tell_to_do(jobs: Mapping[str, int], cores: int) -> Iterator[str]:
@@ -258,5 +258,5 @@ def tell_to_do(jobs: Mapping[str, int], cores: int) -> Iterator[str]:
         return
     yield f"to do, about {format_duration(sum(seconds.values()))} with small models on a processor:"
     for name, taken in seconds.items():
-        what = _PARTS[name].one if jobs[name] == 1 else _PARTS[name].many
+        what = _PARTS[name].singular if jobs[name] == 1 else _PARTS[name].plural
         yield f"  {jobs[name]} {what}, about {format_duration(taken)}"

@@ -70,8 +70,8 @@ def run_ranks(experiment: Experiment, instrument: str, phase_fd: int) -> WorkerA
         try:
             for number in range(experiment.world_size):
                 own_fd = make_file().fileno() if number else phase_fd
-                given = (experiment, instrument, number)
-                ranks.append(_start(*given, store_fd=store_fd, phase_fd=own_fd, answer=make_file()))
+                run = (experiment, instrument, number)
+                ranks.append(_start(*run, store_fd=store_fd, phase_fd=own_fd, answer=make_file()))
             failed = _wait(ranks)
         finally:
             for rank in ranks:
@@ -100,16 +100,16 @@ def _start(
         answer_fd=answer.fileno(),
     )
     environment = os.environ | _share_cores(experiment)
-    given = (phase_fd, store_fd)
-    process, printed = child.start(assignment, given, environment, new_session=False)
+    inherited = (phase_fd, store_fd)
+    process, printed = child.start(assignment, inherited, environment, new_session=False)
     return _Rank(number, process, Output(printed, Sink(None)), phase_fd, answer)
 
 
 def _share_cores(experiment: Experiment) -> dict[str, str]:
     """Divide the threads that this process may use among the ranks."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    given = {name: os.environ[name] for name in names if name in os.environ}
-    return {name: str(max(1, int(n) // experiment.world_size)) for name, n in given.items()}
+    limits = {name: os.environ[name] for name in names if name in os.environ}
+    return {name: str(max(1, int(n) // experiment.world_size)) for name, n in limits.items()}
 
 
 def _wait(ranks: list[_Rank]) -> _Rank | None:
@@ -146,8 +146,8 @@ def _tell_failure(rank: _Rank, tail: str, experiment: Experiment) -> WorkerAnswe
 def _merge(measured: list[Measurement]) -> WorkerAnswer:
     names = [name for name in RankPart.model_fields if name != "rank"]
     parts = [
-        RankPart(rank=rank, **{name: getattr(one, name) for name in names})
-        for rank, one in enumerate(measured)
+        RankPart(rank=rank, **{name: getattr(measurement, name) for name in names})
+        for rank, measurement in enumerate(measured)
     ]
     first = measured[0]
     reasons = dict(first.reasons)

@@ -72,8 +72,8 @@ def read_earlier(
             result = read_result(path)
         except (FileNotFoundError, ResultError):
             continue
-        found = (result.spec_digest, result.instrument, result.replicate)
-        if found != asked or result.code_digest != digest():
+        run = (result.spec_digest, result.instrument, result.replicate)
+        if run != asked or result.code_digest != digest():
             continue
         is_final = not is_interrupted(result)
         if path == output and is_final:

@@ -10,7 +10,7 @@ import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.registry import PREDICTIONS, is_lent
@@ -46,6 +46,7 @@ from dpprof.experiments.records.result import (
     Result,
     interrupted_path,
 )
+from dpprof.experiments.records.terms import Outcome, Phase
 from dpprof.system.child_output import Sink
 from dpprof.system.console import say
 from dpprof.system.files import write_atomically
@@ -63,8 +64,8 @@ _SIGNALS_SPREAD_S = 2.0
 def _slots(experiment: Experiment, instrument: str, threads: int | None) -> list[DeviceSlot]:
     """Return the interchangeable devices that this experiment can run on.
 
-    Predictions run on the CPU, whatever device they are for, with the threads of a measurement
-    that has the machine to itself, of one rank of several.
+    Predictions run on the CPU, whatever device they are for, with the threads of a measurement that
+    has the machine to itself; of several ranks, those of one.
     """
     cores = available_cores()
     if instrument in PREDICTIONS:
@@ -73,6 +74,15 @@ def _slots(experiment: Experiment, instrument: str, threads: int | None) -> list
     number = experiment.cpu_threads or min(threads or cores, cores)
     gpus = gpu_slots(number, experiment.world_size) if experiment.device == "cuda" else []
     return gpus or [cpu_slot(number)]  # too few GPUs: the worker says it
+
+
+class _Run(NamedTuple):
+    experiment: Experiment
+    instrument: str
+    replicate: int
+    output: Path
+    log_path: Path | None
+    keep: bool
 
 
 class _Tried(NamedTuple):
@@ -84,13 +94,7 @@ class _Tried(NamedTuple):
     """How a scheduler has ended this process meanwhile, if it has."""
 
 
-def _attempt(
-    isolation: Isolation,
-    experiment: Experiment,
-    instrument: str,
-    sink: Sink,
-    forks: Forks | None,
-) -> _Tried:
+def _attempt(isolation: Isolation, run: _Run, sink: Sink, forks: Forks | None) -> _Tried:
     """Run the experiment in a worker and judge how the worker ended.
 
     Other processes' use of the GPU is recorded before and after. With ``busy_gpu: refuse``
@@ -99,7 +103,7 @@ def _attempt(
     Raises:
         Terminated: This process is to end, and no scheduler has said so.
     """
-    uuid = isolation.slot.uuid
+    experiment, uuid = run.experiment, isolation.slot.uuid
     before, start = look_at(uuid), time.monotonic()
     if experiment.busy_gpu == "refuse" and before.matter:
         refusal = refuse_busy(before, experiment.wait_for_idle_gpu_s)
@@ -107,24 +111,20 @@ def _attempt(
             Attempt(outcome="unsupported", error=refusal, wall_s=0.0, others_before=before)
         )
     with tempfile.TemporaryFile() as phase_file:
-        descriptor = phase_file.fileno()
-        mark = PhaseMark(descriptor)
+        mark = PhaseMark(phase_file.fileno())
         try:
-            ended = (
-                _run_here(experiment, instrument, mark)
-                if is_lent(experiment.model)
-                else isolation.run(
+            if is_lent(experiment.model):
+                ended = _run_here(experiment, run.instrument, mark)
+            else:
+                ended = isolation.run(
                     WorkerAnswer,
                     _WORK,
-                    experiment.model_dump_json(),
-                    instrument,
-                    descriptor,
+                    *(experiment.model_dump_json(), run.instrument, phase_file.fileno()),
                     timeout_s=experiment.timeout_s,
                     sink=sink,
-                    pass_fds=(descriptor,),
+                    pass_fds=(phase_file.fileno(),),
                     forks=forks,
                 )
-            )
             if ended.returncode == -signal.SIGTERM and scheduler_job():
                 time.sleep(_SIGNALS_SPREAD_S)
         except Terminated as terminated:
@@ -136,14 +136,7 @@ def _attempt(
             return _Tried(attempt, terminated=terminated)
         phase = mark.read()
     after = look_afterwards(uuid)
-    report = ended.answer or WorkerAnswer(outcome="timeout")
-    outcome, failure = report.outcome, report.error
-    if ended.answer is None and ended.timed_out:
-        message = f"ended after timeout_s = {experiment.timeout_s:g} s"
-        failure = Failure(kind="Timeout", message=message, phase=phase)
-    elif ended.answer is None:
-        limited = experiment.memory_limit_bytes is not None
-        outcome, failure = judge_death(ended.returncode, phase, ended.output, limited=limited)
+    outcome, failure = _judge(ended, experiment, phase)
     if failure is not None and outcome == "oom":
         failure = tell_others(failure, before, after)
     attempt = Attempt(
@@ -154,7 +147,20 @@ def _attempt(
         others_before=before,
         others_after=after,
     )
-    return _Tried(attempt, report.measurement)
+    return _Tried(attempt, ended.answer.measurement if ended.answer else None)
+
+
+def _judge(
+    ended: Ended[WorkerAnswer], experiment: Experiment, phase: Phase
+) -> tuple[Outcome, Failure | None]:
+    """Return the outcome of a worker and its error: as it reports them, or by how it ended."""
+    if ended.answer is not None:
+        return ended.answer.outcome, ended.answer.error
+    if ended.timed_out:
+        message = f"ended after timeout_s = {experiment.timeout_s:g} s"
+        return "timeout", Failure(kind="Timeout", message=message, phase=phase)
+    limited = experiment.memory_limit_bytes is not None
+    return judge_death(ended.returncode, phase, ended.output, limited=limited)
 
 
 def _run_here(experiment: Experiment, instrument: str, mark: PhaseMark) -> Ended[WorkerAnswer]:
@@ -200,70 +206,85 @@ def supervise(
             same, with the outcome killed.
     """
     slots = _slots(experiment, instrument, threads)
-    idle_s, busy_gpu = experiment.wait_for_idle_gpu_s, experiment.busy_gpu
+    uuids = [slot.uuid for slot in slots]
+    why_not = judge_use(uuids, experiment.wait_for_idle_gpu_s, experiment.busy_gpu)
     digest = partial(code_digest, instrument, experiment)
     with (
         isolate(
-            output,
-            slots,
-            digest,
-            __file__,
-            longest_s=longest_wait_s,
-            why_not=judge_use([slot.uuid for slot in slots], idle_s, busy_gpu),
+            output, slots, digest, __file__, longest_s=longest_wait_s, why_not=why_not
         ) as isolation,
         closing(Sink(log_path)) as sink,
     ):
         asked = (experiment.digest, instrument, replicate)
         earlier = read_earlier(output, asked, digest, since_s) if keep else None
-        attempts = list(earlier.attempts) if earlier else []
-        for number, attempt in enumerate(attempts, start=1):
-            told = f": {attempt.error.message}" if attempt.error else ""
-            sink.write(f"dpprof: earlier attempt {number}: {attempt.outcome}{told}\n")
+        attempts = _tell_earlier(earlier, sink)
         if earlier and not is_interrupted(earlier):
             say("this code has already measured this run; its result is kept")
             interrupted_path(output).unlink(missing_ok=True)
             return earlier
         isolation.begin(**{TRACES: "" if traces is None else str(traces)})
-        while True:
-            sink.write(f"dpprof: {experiment.id} {instrument} r{replicate}\n")
-            attempt, measurement, terminated = _attempt(
-                isolation, experiment, instrument, sink, forks
-            )
-            if attempt.error is not None and log_path is not None:
-                error = attempt.error.model_copy(update={"log": str(log_path)})
-                attempt = attempt.model_copy(update={"error": error})
-            attempts.append(attempt)
-            sink.write(f"dpprof: attempt {len(attempts)}: {attempt.outcome}\n")
-            if terminated or attempt.outcome not in RETRIED or len(attempts) >= MAX_ATTEMPTS:
-                break
-        facts = isolation.finish()
-        facts["provenance"] |= {"seed": experiment.seed, "spec_digest": experiment.digest}
-        facts["provenance"]["packages"] |= package_versions(model_libraries(experiment))
-        measured = (measurement or Measurement()).model_dump()
-        measured["reasons"] |= {"verification": JOINED}
-        result = write_record(
-            output,
-            Result,
-            {
-                **measured,
-                **facts,
-                "schema_version": SCHEMA_VERSION,
-                "experiment_id": experiment.id,
-                "experiment": experiment,
-                "spec_digest": experiment.digest,
-                "instrument": instrument,
-                "replicate": replicate,
-                "outcome": attempts[-1].outcome,
-                "error": attempts[-1].error,
-                "attempts": attempts,
-            },
-        )
-        # For a scheduler a job has failed, too, whose worker was killed for its memory.
-        if keep and scheduler_job() and result.outcome == "killed":
-            write_atomically(interrupted_path(output), output.read_bytes())
-        else:
-            interrupted_path(output).unlink(missing_ok=True)
-        if terminated:
+        run = _Run(experiment, instrument, replicate, output, log_path, keep)
+        tried = _try(isolation, run, attempts, sink, forks)
+        result = _write(run, tried.measurement, isolation.finish(), attempts)
+        if tried.terminated:
             say("the scheduler has ended this job; the attempt is recorded")
-            raise terminated
+            raise tried.terminated
+    return result
+
+
+def _tell_earlier(earlier: Result | None, sink: Sink) -> list[Attempt]:
+    """Write into the log how earlier attempts ended; return them."""
+    attempts = list(earlier.attempts) if earlier else []
+    for number, attempt in enumerate(attempts, start=1):
+        told = f": {attempt.error.message}" if attempt.error else ""
+        sink.write(f"dpprof: earlier attempt {number}: {attempt.outcome}{told}\n")
+    return attempts
+
+
+def _try(
+    isolation: Isolation, run: _Run, attempts: list[Attempt], sink: Sink, forks: Forks | None
+) -> _Tried:
+    """Attempt a run, once more after some outcomes; append the attempts and return the last one."""
+    while True:
+        sink.write(f"dpprof: {run.experiment.id} {run.instrument} r{run.replicate}\n")
+        tried = _attempt(isolation, run, sink, forks)
+        attempt = tried.attempt
+        if attempt.error is not None and run.log_path is not None:
+            error = attempt.error.model_copy(update={"log": str(run.log_path)})
+            attempt = attempt.model_copy(update={"error": error})
+        attempts.append(attempt)
+        sink.write(f"dpprof: attempt {len(attempts)}: {attempt.outcome}\n")
+        if tried.terminated or attempt.outcome not in RETRIED or len(attempts) >= MAX_ATTEMPTS:
+            return tried
+
+
+def _write(
+    run: _Run, measurement: Measurement | None, facts: dict[str, Any], attempts: list[Attempt]
+) -> Result:
+    """Write a run's result, and a copy for the next job where a scheduler has interrupted it."""
+    experiment = run.experiment
+    facts["provenance"] |= {"seed": experiment.seed, "spec_digest": experiment.digest}
+    facts["provenance"]["packages"] |= package_versions(model_libraries(experiment))
+    measured = (measurement or Measurement()).model_dump()
+    measured["reasons"] |= {"verification": JOINED}
+    fields = {
+        **measured,
+        **facts,
+        "schema_version": SCHEMA_VERSION,
+        "experiment_id": experiment.id,
+        "experiment": experiment,
+        "spec_digest": experiment.digest,
+        "instrument": run.instrument,
+        "replicate": run.replicate,
+        "outcome": attempts[-1].outcome,
+        "error": attempts[-1].error,
+        "attempts": attempts,
+    }
+    result = write_record(run.output, Result, fields)
+    copy = interrupted_path(run.output)
+    # For a scheduler a job has failed, too, whose worker was killed for its memory.
+    if run.keep and scheduler_job() and result.outcome == "killed":
+        write_atomically(copy, run.output.read_bytes())
+    else:
+        copy.unlink(missing_ok=True)
     return result

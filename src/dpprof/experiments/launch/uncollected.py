@@ -1,4 +1,4 @@
-"""From the import of this module on, this process collects no garbage; a server begins with it."""
+"""Stops garbage collection in this process as it is imported; a server begins with it."""
 
 import gc
 

@@ -58,11 +58,11 @@ def verify_apart(model: str | StandIn, method: str, output: Path) -> Verdict:
             "schema_version": SCHEMA_VERSION,
             "tolerance": TOLERANCE,
             "holes": name_holes(cases),
-            "max_relative_error": _largest([one.max_relative_error for one in deciding]),
+            "max_relative_error": _largest([case.max_relative_error for case in deciding]),
             "max_relative_error_of_norms": _largest(
-                [one.max_relative_error_of_norms for one in deciding]
+                [case.max_relative_error_of_norms for case in deciding]
             ),
-            "references": sorted({name for one in cases for name in one.references}),
+            "references": sorted({name for case in cases for name in case.references}),
             "cases": cases,
             "code_digest": facts["code_digest"],
             "wall_s": facts["wall_s"],

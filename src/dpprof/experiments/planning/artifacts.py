@@ -75,8 +75,8 @@ class Code(NamedTuple):
     def planned(self, root: Path) -> str | None:
         """Return the digest as planned last; None where it was not."""
         path = root / self.path
-        found = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
-        return found and found.strip()
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+        return text and text.strip()
 
 
 def code_of_run(instrument: str, experiment: Experiment) -> Code:

@@ -57,7 +57,7 @@ def without_comments(source: bytes) -> bytes:
         b"x = '#'\ny = 2\n"
     """
     lines = b"\n" + source.replace(b"\r\n", b"\n").rstrip() + b"\n"
-    text = _LEXEMES.sub(lambda found: found["kept"] or b"", lines)
+    text = _LEXEMES.sub(lambda match: match["kept"] or b"", lines)
     return text.strip(b"\n") + b"\n"
 
 
@@ -90,15 +90,15 @@ def _imports(source: bytes) -> frozenset[Path]:
     Statements under ``if TYPE_CHECKING`` do not count: they never run. A syntax tree would name no
     more, and takes most of the time in which a kept answer is given.
     """
-    found: set[Path] = set()
+    files: set[Path] = set()
     text = _TYPES_ONLY.sub(b"", without_comments(source).replace(b"\\\n", b""))
     for module, names, modules in _IMPORT.findall(text):
         parent = f"{module.decode()}." if module else ""
         if parent:
-            found.update(_module_files(parent.rstrip(".")))
+            files.update(_module_files(parent.rstrip(".")))
         for name in _IMPORTED.findall((names or modules).decode()):
-            found.update(_module_files(parent + name))
-    return frozenset(found)
+            files.update(_module_files(parent + name))
+    return frozenset(files)
 
 
 def closure(entries: Iterable[Path]) -> list[Path]:

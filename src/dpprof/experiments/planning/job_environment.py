@@ -41,8 +41,8 @@ def versions_in_jobs(names: Iterable[str]) -> dict[str, str | None]:
     Which build of a version it is, such as ``+cpu``, is left out: a pin does not say.
     """
     wanted = tuple(names)
-    found = _pinned or package_versions(wanted)
-    return {name: (found.get(name) or "").partition("+")[0] or None for name in wanted}
+    versions = _pinned or package_versions(wanted)
+    return {name: (versions.get(name) or "").partition("+")[0] or None for name in wanted}
 
 
 def offer_interpreter() -> None:
@@ -66,8 +66,8 @@ def offer_interpreter() -> None:
 
 
 def _put_first(variable: str, folder: Path) -> None:
-    known = os.environ.get(variable, "").split(os.pathsep)
-    others = [one for one in known if one and one != str(folder)]
+    paths = os.environ.get(variable, "").split(os.pathsep)
+    others = [path for path in paths if path and path != str(folder)]
     os.environ[variable] = os.pathsep.join([str(folder), *others])
 
 

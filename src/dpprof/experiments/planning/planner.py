@@ -16,10 +16,11 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from dpprof.experiments.config import registry
-from dpprof.experiments.config.experiment import Experiment, refuse_code
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.naming import refuse_code
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.registry import PREDICTIONS, refuse_target
-from dpprof.experiments.config.sweep import Config, Run, expand, given, parse_config
+from dpprof.experiments.config.sweep import Config, Run, expand, parse_config, stated_keys
 from dpprof.experiments.config.validation import InputError, read_model
 from dpprof.experiments.planning.artifacts import (
     PLAN,
@@ -114,7 +115,7 @@ class Plan:
         """The ids of experiments whose step time is predicted for this machine's processor."""
         runs = (run for run in self.manifest.runs if run.instrument in PREDICTIONS)
         ids = dict.fromkeys(run.id for run in runs)
-        return [one for one in ids if self.experiments[one].device == "cpu"]
+        return [name for name in ids if self.experiments[name].device == "cpu"]
 
     @cached_property
     def artifacts(self) -> list[Artifact]:
@@ -133,12 +134,12 @@ class Plan:
     @cached_property
     def stand_ins(self) -> dict[Path, StandIn]:
         """The small models that stand for Hugging Face models in verdicts, by their files."""
-        found = filter(None, map(StandIn.of, self.experiments.values()))
-        return {stand_in_path(one.label): one for one in found}
+        stand_ins = filter(None, map(StandIn.of, self.experiments.values()))
+        return {stand_in_path(stand_in.label): stand_in for stand_in in stand_ins}
 
     def paths(self, kind: RecordKind) -> list[Path]:
         """Return the paths of the records of one kind."""
-        return [one.path for one in self.artifacts if one.kind is kind]
+        return [artifact.path for artifact in self.artifacts if artifact.kind is kind]
 
 
 def name_here(kind: str) -> str:
@@ -158,7 +159,7 @@ def _check_names(config: Config) -> None:
     grids |= {f"exclude.{position}": entry for position, entry in enumerate(config.exclude)}
     for where, grid in grids.items():
         for key, group in registry.NAMING.items():
-            for name in given(grid).get(key, []):
+            for name in stated_keys(grid).get(key, []):
                 if isinstance(name, str):
                     refuse_code(name, f"{where}.{key}")
                     registry.check(group, name, f"{where}.{key}")
@@ -229,8 +230,8 @@ def write_plan(plan: Plan, *, elsewhere: bool = False) -> None:
     for name, digest in derived_digests().items():
         write_if_changed(code_path(name), digest + "\n")
     resting_on: dict[str, list[Artifact]] = {}
-    for one in plan.artifacts:
-        resting_on.setdefault(one.code.name, []).append(one)
+    for artifact in plan.artifacts:
+        resting_on.setdefault(artifact.code.name, []).append(artifact)
     for artifacts in resting_on.values():
         _write_code(artifacts, elsewhere=elsewhere)
     write_if_changed(plan.manifest.path, plan.manifest.text)
@@ -238,7 +239,7 @@ def write_plan(plan: Plan, *, elsewhere: bool = False) -> None:
 
 
 _LONG_AGO_S = 315_532_800
-"""1980: the age of files whose name is a digest of their content, which never changes."""
+"""The age of files whose name is a digest of their content, which never changes: 1980."""
 
 
 def _write_once(path: Path, text: str) -> None:
@@ -266,11 +267,11 @@ def _write_code(artifacts: Sequence[Artifact], *, elsewhere: bool) -> None:
     digest = code.digest()
     write_if_changed(code.path, digest + "\n")
     planned_ns = code.path.stat().st_mtime_ns
-    for one in artifacts:
+    for artifact in artifacts:
         if not elsewhere:
-            take_kept(one.path, holding=f'"code_digest": "{digest}"')
-        if _is_older(one.path, planned_ns) and _carried_digest(one.path) == digest:
-            os.utime(one.path)
+            take_kept(artifact.path, holding=f'"code_digest": "{digest}"')
+        if _is_older(artifact.path, planned_ns) and _carried_digest(artifact.path) == digest:
+            os.utime(artifact.path)
 
 
 def _is_older(path: Path, time_ns: int) -> bool:
@@ -287,8 +288,8 @@ def _carried_digest(path: Path) -> str | None:
         content = read_json(path)
     except (OSError, ValueError):
         return None
-    found = content.get("code_digest") if isinstance(content, dict) else None
-    return found if isinstance(found, str) else None
+    digest = content.get("code_digest") if isinstance(content, dict) else None
+    return digest if isinstance(digest, str) else None
 
 
 def _mark_tables_due(plan: Plan, *, elsewhere: bool) -> None:
@@ -301,7 +302,7 @@ def _mark_tables_due(plan: Plan, *, elsewhere: bool) -> None:
     to Snakemake.
     """
     manifest = plan.manifest
-    missing = 0 if elsewhere else sum(not one.path.is_file() for one in plan.artifacts)
+    missing = 0 if elsewhere else sum(not artifact.path.is_file() for artifact in plan.artifacts)
     tables_are_of = TABLES / "manifest.txt"
     name = manifest.path.name.encode()
     others = tables_are_of.is_file() and tables_are_of.read_bytes().strip() != name
@@ -330,13 +331,16 @@ def files_beyond(root: Path, plans: Sequence[Plan]) -> list[Path]:
     keep |= {spec_path(name) for plan in plans for name in plan.experiments}
     for plan in plans:
         keep |= {plan.manifest.path, plan.manifest.due_path, *plan.stand_ins}
-        for one in plan.artifacts:
-            keep |= {one.path, one.log, one.code.path}
+        for artifact in plan.artifacts:
+            keep |= {artifact.path, artifact.log, artifact.code.path}
     traced = {traces_path(run.id, run.replicate) for plan in plans for run in plan.manifest.runs}
     patterns = [f"{kind.pattern}.json" for kind in RECORD_KINDS]
     patterns += [f"logs/{kind.pattern}.log" for kind in RECORD_KINDS]
     patterns += [f"{PLAN.name}/{pattern}" for pattern in PLAN_FILES]
-    found = {path.relative_to(root) for one in patterns for path in (root / RESULTS).glob(one)}
-    traces = {path.relative_to(root) for path in (root / RESULTS).glob("traces/*/*/*")}
-    beyond = (found - keep) | {path for path in traces if path.parent not in traced}
+
+    def find(pattern: str) -> set[Path]:
+        return {path.relative_to(root) for path in (root / RESULTS).glob(pattern)}
+
+    beyond = set[Path]().union(*map(find, patterns)) - keep
+    beyond |= {path for path in find("traces/*/*/*") if path.parent not in traced}
     return sorted(root / path for path in beyond)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 WINDOW = 4
-"""The width of a sliding window, if there is one: shorter than the sequences."""
+"""The width of a sliding window, if there is one, is shorter than the sequences."""
 
 _LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
@@ -99,9 +99,7 @@ def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
             small[name] = vocabulary - 1
         if name.startswith("rope_") and isinstance(value, dict):
             cut = ("short_factor", "long_factor")
-            small[name] = {
-                key: one[: _HEAD // 2] if key in cut else one for key, one in value.items()
-            }
+            small[name] = {key: x[: _HEAD // 2] if key in cut else x for key, x in value.items()}
     return small
 
 
@@ -118,11 +116,12 @@ def _shrink_layers(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in config.items()
         if isinstance(value, list | tuple) and len(value) == count
     }
-    kinds = [tuple(repr(value[at]) for value in each.values()) for at in range(count)]
-    picks = sorted({kind: at for at, kind in reversed(list(enumerate(kinds)))}.values())
-    picks += [at for at in range(count) if at not in picks][: max(0, _LEAST_LAYERS - len(picks))]
+    kinds = [tuple(repr(value[layer]) for value in each.values()) for layer in range(count)]
+    picks = sorted({kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values())
+    others = [layer for layer in range(count) if layer not in picks]
+    picks += others[: max(0, _LEAST_LAYERS - len(picks))]
     small: dict[str, Any] = {
-        name: [value[at] for at in sorted(picks)] for name, value in each.items()
+        name: [value[layer] for layer in sorted(picks)] for name, value in each.items()
     }
     if isinstance(config.get("attention_types"), list):  # pairs of kinds and how often they repeat
         kinds_once = [[kinds, 1] for kinds, _ in config["attention_types"]]

@@ -53,10 +53,10 @@ class OnGpus(Part):
     private: bool
     gpus: int
     safe_batch_size: int
-    """Of each GPU."""
+    """Samples in the batch of each GPU."""
 
     tokens_per_s: float
-    """Of all GPUs together, predicted."""
+    """The predicted throughput of all GPUs together."""
 
     tokens_per_s_low: float | None
     """Lower end of the 90 % interval."""
@@ -105,7 +105,8 @@ class Advice(Part):
 
     dtype: str
     checkpointing: str | None = None
-    """As asked; ``best`` where several ways were tried, of which each option has the fastest."""
+    """The way that was asked for; ``best`` where several were tried, and each option has its
+    fastest."""
 
     execution: str = "eager"
     """How kernels are started: ``eager``, or ``graph`` for a CUDA graph."""
@@ -117,12 +118,13 @@ class Advice(Part):
     budget_bytes: int | None
     options: tuple[Option, ...]
     one_more_sample: OneMoreSample | None = None
-    """With the advised method; None where no method is, or its peaks are not known."""
+    """What a further sample costs with the advised method; None where no method is advised, or its
+    peaks are not known."""
 
     sure_of_memory: str
     sure_of_time: str
     whole: "Advice | None" = None
-    """The same for the model without adapters, where that was asked too."""
+    """The advice for the model without adapters, where that was asked too."""
 
     @property
     def sides(self) -> "list[Advice]":

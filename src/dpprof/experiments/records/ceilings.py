@@ -147,7 +147,7 @@ def read_ceilings(path: Path) -> Ceilings:
     return read_record(path, Ceilings, SCHEMA_VERSION)
 
 
-def find_ceilings(known: Iterable[Ceilings], description: Mapping[str, Any]) -> Ceilings | None:
+def find_ceilings(measured: Iterable[Ceilings], description: Mapping[str, Any]) -> Ceilings | None:
     """Return a device's ceilings; None where there are none.
 
     The ceilings' own description of the device decides, not the file's name: a machine that plans
@@ -155,5 +155,5 @@ def find_ceilings(known: Iterable[Ceilings], description: Mapping[str, Any]) -> 
     the same kind of device, the last measured ones count.
     """
     name = device_name(description)
-    of_it = [one for one in known if device_name(one.device) == name]
-    return max(of_it, key=lambda one: one.started_at, default=None)
+    of_it = [ceilings for ceilings in measured if device_name(ceilings.device) == name]
+    return max(of_it, key=lambda ceilings: ceilings.started_at, default=None)

@@ -131,11 +131,11 @@ def read_record(
         raise ResultError(path, f"is not complete JSON: it was cut or damaged ({error})") from None
     if not isinstance(document, dict) or "schema_version" not in document:
         raise ResultError(path, "is not a result file: it has no schema_version")
-    found = document["schema_version"]
-    if found != version:
-        changed = (older or {}).get(found if isinstance(found, int) else None)
+    stated = document["schema_version"]
+    if stated != version:
+        changed = (older or {}).get(stated if isinstance(stated, int) else None)
         since = f"; {changed}" if changed else ""
-        why = f"has schema version {found!r}, and this dpprof reads {version}{since}"
+        why = f"has schema version {stated!r}, and this dpprof reads {version}{since}"
         raise ResultError(path, why)
     try:
         canonical = _canonical(document)

@@ -17,7 +17,7 @@ OLDER: Mapping[object, str] = {
     1: "since then the instrument ledger is called memory, and category is called op_kind; "
     "snakemake measures it again"
 }
-"""By older schema version, what has changed since."""
+"""What has changed since an older schema version."""
 
 _OF_A_SCREEN_BYTES = 2**30
 _OF_A_SCREEN = 0.05
@@ -388,7 +388,7 @@ def read_run(root: Path, instrument: str, experiment_id: str, replicate: int) ->
     """
     path = result_path(root, instrument, experiment_id, replicate)
     result = read_result(path)
-    found = (result.instrument, result.experiment_id, result.replicate)
-    if found != (instrument, experiment_id, replicate):
-        raise ResultError(path, f"holds another run, {found[1]} {found[0]} r{found[2]}")
+    run = (result.instrument, result.experiment_id, result.replicate)
+    if run != (instrument, experiment_id, replicate):
+        raise ResultError(path, f"holds another run, {run[1]} {run[0]} r{run[2]}")
     return result

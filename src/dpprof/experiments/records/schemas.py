@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from dpprof.experiments.config.experiment import NAME_PATTERN, Dimensions, Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.naming import NAME_PATTERN, Dimensions
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.sweep import Config, Sweep
 from dpprof.experiments.records.budget import Budget
@@ -68,8 +69,8 @@ def _table(model: type[BaseModel], names: Iterable[str], defaults: Mapping[str, 
         default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
         # Of a sweep, a key may also have a list of what it may have here.
         schema = properties[name]
-        one = schema.get("anyOf", [schema])[0] if model is Sweep else schema
-        allowed = "`auto`, `cpu`, `cuda`" if name == "device" else _allowed(one)
+        scalar = schema.get("anyOf", [schema])[0] if model is Sweep else schema
+        allowed = "`auto`, `cpu`, `cuda`" if name == "device" else _allowed(scalar)
         default = defaults.get(name, default)
         rows.append(f"| `{name}` | {allowed} | {default} | {field.description} |")
     return "\n".join(rows)

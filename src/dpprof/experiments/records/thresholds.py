@@ -15,8 +15,8 @@ _PERCENTAGE = r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*%\s*"
 
 def _read_share(value: Any) -> float:
     """Return a percentage as a share; a bare number other than 0 could mean either."""
-    if isinstance(value, str) and (found := re.fullmatch(_PERCENTAGE, value)):
-        return float(Decimal(found[1]) / 100)
+    if isinstance(value, str) and (match := re.fullmatch(_PERCENTAGE, value)):
+        return float(Decimal(match[1]) / 100)
     if isinstance(value, bool) or value != 0:
         raise ValueError("it must be 0 or a percentage, such as 2%")
     return 0.0

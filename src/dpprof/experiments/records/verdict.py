@@ -127,9 +127,9 @@ class Verdict(Part):
         """
         passed, reason = self.passed, self.reason
         if passed:
-            passed, reason = judge([one for one in self.cases if one.attention == attention])
-        whole = [one for one in self.cases if one.scenario == "plain"]
-        compared = [one for one in whole if one.groups is not None]
+            passed, reason = judge([case for case in self.cases if case.attention == attention])
+        whole = [case for case in self.cases if case.scenario == "plain"]
+        compared = [case for case in whole if case.groups is not None]
         return Standing(
             verified=passed,
             reason=None if passed else reason,
@@ -172,7 +172,7 @@ def judge(cases: Sequence[Case]) -> tuple[bool | None, str | None]:
     least one case must pass. With a case without a reference the result is unknown.
     """
     cases = judged(cases)
-    first = {one.outcome: one for one in reversed(cases)}
+    first = {case.outcome: case for case in reversed(cases)}
     if "failed" in first:
         return False, _format_case(first["failed"])
     if "unknown" in first:
@@ -186,13 +186,13 @@ _HOLE_ENDS = "; "
 
 def judged(cases: Sequence[Case]) -> list[Case]:
     """Return the cases that decide whether a method passed."""
-    return [one for one in cases if one.scenario in GRADIENT_SCENARIOS]
+    return [case for case in cases if case.scenario in GRADIENT_SCENARIOS]
 
 
 def name_holes(cases: Sequence[Case]) -> list[str]:
     """Return short sentences on where the guarantee was lost."""
-    failed = [one for one in cases if one.outcome == "failed"]
-    return [f"{HOLES[one.scenario]}: {one.reason}" for one in failed if one.scenario in HOLES]
+    failed = [case for case in cases if case.outcome == "failed"]
+    return [f"{HOLES[case.scenario]}: {case.reason}" for case in failed if case.scenario in HOLES]
 
 
 def split_holes(holes: str) -> list[str]:

@@ -28,10 +28,10 @@ class Extent(NamedTuple):
     """The sizes to measure, and for how long."""
 
     sizes: tuple[int, ...]
-    """Of square matrices, the smallest first."""
+    """Rows of square matrices, the smallest first."""
 
     array_bytes: tuple[int, ...]
-    """Of arrays to copy, far larger than caches."""
+    """Bytes of arrays to copy, far larger than caches."""
 
     budget_s: float
     """About how long all repeats of one size may take."""
@@ -81,7 +81,7 @@ def measure_limits(device: Device, extent: Extent, rounds: int = 1) -> Limits:
                 timed[key].append(figure())
             except Exception as error:  # noqa: BLE001 (other figures may still be measured)
                 reasons[key] = _describe_error(error)
-    launches = [min(one.seconds[_CALLS]) / _CALLS for one in timed["launch_latency_s"]]
+    launches = [min(measured.seconds[_CALLS]) / _CALLS for measured in timed["launch_latency_s"]]
     return Limits.model_validate(
         {
             "matmul": {
@@ -100,18 +100,14 @@ def _state(
 ) -> dict[str, Any] | None:
     """Return a ceiling's fields; None if no round measured it.
 
-    Args:
-        rounds: The seconds of each round.
-        rate: The name of the field for the speed.
-        size: The name of the field for the size.
-        work: Returns the work of one repeat from its size.
+    ``rate`` and ``size`` name its fields; ``work`` returns the work of one repeat from its size.
     """
     if not rounds:
         return None
-    widest = max(rounds, key=lambda one: len(one.seconds))
+    widest = max(rounds, key=lambda timed: len(timed.seconds))
     samples: list[dict[str, Any]] = []
     for each in widest.seconds:
-        seconds = [one.seconds[each] for one in rounds if each in one.seconds]
+        seconds = [timed.seconds[each] for timed in rounds if each in timed.seconds]
         samples.append(
             {
                 size: each,
@@ -120,8 +116,8 @@ def _state(
                 "repeats": sum(map(len, seconds)),
             }
         )
-    fastest, at = max((work(one[size]) / one["seconds"], one[size]) for one in samples)
-    return {rate: fastest, size: at, "samples": samples, "stopped": widest.stopped}
+    fastest, best = max((work(timed[size]) / timed["seconds"], timed[size]) for timed in samples)
+    return {rate: fastest, size: best, "samples": samples, "stopped": widest.stopped}
 
 
 def _time_products(device: Device, extent: Extent, dtype: Dtype) -> _Timed:

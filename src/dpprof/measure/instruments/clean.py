@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import psutil
 
@@ -22,49 +23,33 @@ from dpprof.measure.instruments.process_counters import count_io, peak_rss_bytes
 from dpprof.measure.instruments.snapshots import Snapshots
 from dpprof.subjects.methods.training_step import Enter
 from dpprof.subjects.samplers import SamplerPaths
-from dpprof.subjects.setup import set_up
+from dpprof.subjects.setup import Training, set_up
 
 
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
-    """Measure one experiment in this process.
-
-    Args:
-        experiment: What to run.
-        enter: Called as each phase begins.
-    """
+    """Measure one experiment in this process."""
     method, device = open_experiment(experiment)
     process = psutil.Process()
     snapshots = Snapshots(lambda _: device.counters(), rss=lambda: process.memory_info().rss)
     training = set_up(experiment, method, device.torch_device, snapshots.take)
 
-    run: Callable[[], object] = partial(training.step.run, training.batch, enter)
-    device.reset_peaks()
     paths = SamplerPaths()
-    is_graph = experiment.execution == "graph"
-    with training.step.watch_samplers(paths) if is_graph else nullcontext():
-        warmup_step_s = device.time(run, 1)
-    first_step = device.peaks()
-    captured_bytes = None
-    if is_graph:
-        device.reset_peaks()
-        run = training.step.capture(training.batch)
-        captured_bytes = device.peaks().allocated_bytes  # a replay allocates nothing
-    warmup_step_s += device.time(run, experiment.warmup_steps - 1)
+    warm = _warm_up(experiment, training, device, enter, paths)
     snapshots.take("after_warmup", training.holders)
 
     device.reset_peaks()
     before = read_counts(process)
-    step_s = device.time(run, experiment.timed_steps)
+    step_s = device.time(warm.run, experiment.timed_steps)
     host_io = count_io(process, before, experiment.timed_steps)
     steady = device.peaks()
-    peak_bytes = steady.allocated_bytes if captured_bytes is None else captured_bytes
+    peak_bytes = steady.allocated_bytes if warm.captured_bytes is None else warm.captured_bytes
     resident_bytes = peak_rss_bytes()
 
-    if not is_graph:
+    if experiment.execution != "graph":
         with training.step.watch_samplers(paths):
             snapshots.watch_step(training, enter)
     median_s = statistics.median(step_s)
-    energy, why_no_energy = _energy(experiment, device, run, median_s)
+    energy, why_no_energy = _energy(experiment, device, warm.run, median_s)
     why_no_io = {"host_io": "the operating system does not count it for a process"}
     return Measurement(
         model=training.model,
@@ -73,19 +58,15 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         nonfinite_samples=training.step.nonfinite_samples,
         memory=Memory(
             peak_allocated_bytes=peak_bytes,
-            first_step_peak_allocated_bytes=first_step.allocated_bytes,
+            first_step_peak_allocated_bytes=warm.first_step_bytes,
             peak_reserved_bytes=steady.reserved_bytes,
             peak_rss_bytes=resident_bytes,
             peak_device_used_bytes=steady.device_used_bytes,
             alloc_retries=steady.alloc_retries,
             snapshots=list(snapshots.taken.values()),
         ),
-        time=Time(step_s=step_s, warmup_step_s=warmup_step_s, median_s=median_s),
-        throughput=Throughput(
-            tokens_per_s=experiment.tokens_in_step / median_s,
-            samples_per_s=experiment.world_size * experiment.batch_size / median_s,
-            steps_per_s=1 / median_s,
-        ),
+        time=Time(step_s=step_s, warmup_step_s=warm.step_s, median_s=median_s),
+        throughput=_throughput(experiment, median_s),
         host_io=host_io,
         energy=energy,
         observed=Observed(
@@ -99,6 +80,42 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         | training.step.reasons
         | why_no_energy
         | ({} if host_io else why_no_io),
+    )
+
+
+class _WarmUp(NamedTuple):
+    run: Callable[[], object]
+    """Takes one of the steps that are timed."""
+
+    step_s: list[float]
+    first_step_bytes: int | None
+    captured_bytes: int | None
+    """The peak of the capture; None without a graph."""
+
+
+def _warm_up(
+    experiment: Experiment, training: Training, device: Device, enter: Enter, paths: SamplerPaths
+) -> _WarmUp:
+    """Take the steps before the timed ones; of a graph, the first one, the capture and replays."""
+    run: Callable[[], object] = partial(training.step.run, training.batch, enter)
+    device.reset_peaks()
+    is_graph = experiment.execution == "graph"
+    with training.step.watch_samplers(paths) if is_graph else nullcontext():
+        step_s = device.time(run, 1)
+    first_step_bytes, captured_bytes = device.peaks().allocated_bytes, None
+    if is_graph:
+        device.reset_peaks()
+        run = training.step.capture(training.batch)
+        captured_bytes = device.peaks().allocated_bytes  # a replay allocates nothing
+    step_s += device.time(run, experiment.warmup_steps - 1)
+    return _WarmUp(run, step_s, first_step_bytes, captured_bytes)
+
+
+def _throughput(experiment: Experiment, step_s: float) -> Throughput:
+    return Throughput(
+        tokens_per_s=experiment.tokens_in_step / step_s,
+        samples_per_s=experiment.world_size * experiment.batch_size / step_s,
+        steps_per_s=1 / step_s,
     )
 
 

@@ -30,7 +30,7 @@ from dpprof.measure.traces.trace_files import (
     write_events,
     write_trace,
 )
-from dpprof.predict.flops.op_costs import family_of
+from dpprof.predict.flops.op_families import family_of
 from dpprof.private.norms.code_paths import CodePath, finds_norms
 from dpprof.subjects.methods.training_step import Enter
 from dpprof.subjects.setup import Training, set_up
@@ -54,12 +54,7 @@ def _annotate(
 
 
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
-    """Trace one experiment in this process.
-
-    Args:
-        experiment: What to run.
-        enter: Called as each phase begins.
-    """
+    """Trace one experiment in this process."""
     method, device = open_experiment(experiment)
     training = set_up(experiment, method, device.torch_device, lambda *_: None)
     for _ in range(experiment.warmup_steps):

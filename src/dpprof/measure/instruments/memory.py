@@ -27,12 +27,7 @@ from dpprof.subjects.setup import set_up
 
 
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
-    """Record the memory of one experiment in this process.
-
-    Args:
-        experiment: What to run.
-        enter: Called as each phase begins.
-    """
+    """Record the memory of one experiment in this process."""
     method, device = open_experiment(experiment)
     on_cuda = device.torch_device.type == "cuda"
     recorder = _record_cuda() if on_cuda else record_cpu()

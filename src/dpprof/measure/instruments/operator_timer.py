@@ -34,9 +34,7 @@ def list_ops(experiment: Experiment) -> list[Op]:
 class OperatorTimer:
     """Collects the times of operators, round by round.
 
-    Args:
-        device: Where they run.
-        small_steps: Whether the data of their steps stay in a cache.
+    With ``small_steps`` the data of their steps stay in a cache.
     """
 
     def __init__(self, device: Device, *, small_steps: bool = False) -> None:
@@ -67,8 +65,8 @@ class OperatorTimer:
 
     def sum_up(self, ops: list[Op]) -> float:
         """Return the seconds of all operators that were timed."""
-        known = (self._seconds.get(op.call) for op in ops)
-        return math.fsum(statistics.median(some) for some in known if some is not None)
+        timed = (self._seconds.get(op.call) for op in ops)
+        return math.fsum(statistics.median(some) for some in timed if some is not None)
 
     def tabulate(self) -> tuple[list[OperatorTime], float | None]:
         """Return the operators, and the drift between rounds; None after one round.
@@ -77,7 +75,7 @@ class OperatorTimer:
         """
         medians = {call: statistics.median(some) for call, some in self._seconds.items()}
         slower = {
-            call: [math.log(one / medians[call]) for one in some]
+            call: [math.log(seconds / medians[call]) for seconds in some]
             for call, some in self._seconds.items()
         }
         rounds = [statistics.median(some) for some in zip(*slower.values(), strict=True)]

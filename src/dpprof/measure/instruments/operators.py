@@ -56,11 +56,8 @@ def time_in_turn(
 ) -> tuple[list[float], OperatorTimer]:
     """Time a step on the CPU and its operators in turn.
 
-    Args:
-        experiment: Whose step it is.
-        ops: Its operators.
-        steps: How many steps are run after each round of the operators.
-        small: Whether the step's data stay in a cache.
+    ``steps`` steps run after each round of the operators; ``small`` says whether their data stay in
+    a cache.
 
     Returns:
         The seconds of each step; and the operators.
@@ -91,7 +88,7 @@ def time_beside_operators() -> BesideOperators:
     step_s, operators_s, ops = _compare(_REAL, 1)
     return BesideOperators(
         host_s=host_s,
-        host_spread=statistics.pstdev(math.log(one / host_s) for one in host),
+        host_spread=statistics.pstdev(math.log(seconds / host_s) for seconds in host),
         step_factor=(step_s - host_s * ops) / operators_s,
     )
 

@@ -34,12 +34,7 @@ _REASONS = {
 
 
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
-    """Measure one experiment in this process.
-
-    Args:
-        experiment: What to run.
-        enter: Called as each phase begins.
-    """
+    """Measure one experiment in this process."""
     method, device = open_experiment(experiment)
     recorder = device.recorder()
     snapshots = Snapshots(recorder.read, components=take_census)

@@ -27,9 +27,7 @@ operator's arguments are rarely the last data that were used."""
 class Replayer:
     """Makes calls on a device.
 
-    Args:
-        device: The device.
-        small_steps: Whether the calls are of a step whose data stay in a cache.
+    With ``small_steps`` the calls are of a step whose data stay in a cache.
     """
 
     def __init__(self, device: Device, *, small_steps: bool = False) -> None:

@@ -9,7 +9,7 @@ from dpprof.predict.flops.counter import FlopCounter
 from dpprof.private.number_formats import KEPT_LOGITS
 
 _NOTABLE = 2**20
-"""Bytes from which it is said."""
+"""Logits of fewer bytes are not worth a warning."""
 
 
 class LogitsWatch(FlopCounter):  # type: ignore[no-untyped-call]

@@ -50,7 +50,7 @@ class Metrics:
     """Model FLOPs, those of the non-private step, over elapsed time and the device's peak."""
 
     hfu: float | None
-    """Executed FLOPs over the same; includes work that a private method adds."""
+    """Executed FLOPs over elapsed time and peak; includes work that a private method adds."""
 
     dp_flop_multiplier: float | None
     """Executed over model FLOPs."""
@@ -71,8 +71,8 @@ class Metrics:
     @cached_property
     def scalars(self) -> Mapping[str, float]:
         """The known figures by name."""
-        known = {name: getattr(self, attribute) for name, attribute in METRIC_NAMES.items()}
-        return {name: float(value) for name, value in known.items() if value is not None}
+        figures = {name: getattr(self, attribute) for name, attribute in METRIC_NAMES.items()}
+        return {name: float(value) for name, value in figures.items() if value is not None}
 
 
 def derive_metrics(
@@ -121,8 +121,8 @@ def derive_metrics(
     )
 
 
-def _divide(one: Quantity, other: Quantity, *, times: float = 1.0) -> Quantity:
+def _divide(dividend: Quantity, divisor: Quantity, *, times: float = 1.0) -> Quantity:
     """Divide two figures; an unknown one gives its reason."""
-    if one.value is None or other.value is None:
-        return Quantity(None, "; ".join(filter(None, (one.reason, other.reason))))
-    return Quantity(one.value * times / other.value)
+    if dividend.value is None or divisor.value is None:
+        return Quantity(None, "; ".join(filter(None, (dividend.reason, divisor.reason))))
+    return Quantity(dividend.value * times / divisor.value)

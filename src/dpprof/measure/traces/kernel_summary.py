@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from dpprof.experiments.records.result import Copied, Kernel, Launched
@@ -27,8 +28,8 @@ def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[s
         ValueError: The trace has no step, or nothing ran in its steps.
     """
     steps = find_steps(trace)
-    found = attribute(trace, family_of, on_cuda=on_cuda)
-    ran = [one for one in found if any(start <= one.launched_s <= end for start, end in steps)]
+    recorded = attribute(trace, family_of, on_cuda=on_cuda)
+    ran = [ran for ran in recorded if any(start <= ran.launched_s <= end for start, end in steps)]
     if steps and on_cuda and not ran:
         raise NoKernelsError(
             "the trace has no GPU kernel; PyTorch's profiler sees only the host where CUPTI cannot "
@@ -38,8 +39,8 @@ def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[s
         raise ValueError("the trace shows no step in which anything ran")
     count = len(steps)
     total_s = _seconds(ran) / count
-    by_op_kind = _sum_by(ran, count, lambda one: one.op_kind)
-    by_phase = _sum_by(ran, count, lambda one: one.phase)
+    by_op_kind = _sum_by(ran, count, attrgetter("op_kind"))
+    by_phase = _sum_by(ran, count, attrgetter("phase"))
     idle_s = [end - start - _busy_s(ran, start, end) for start, end in steps]
     return {
         "steps": count,
@@ -49,7 +50,7 @@ def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[s
         "by_phase": {name: by_phase[name] for name in PHASES if name in by_phase},
         "by_phase_and_op_kind": [
             Launched(phase=phase, op_kind=op_kind, **_per_step(some, count))
-            for (phase, op_kind), some in _group(ran, lambda one: (one.phase, one.op_kind)).items()
+            for (phase, op_kind), some in _group(ran, attrgetter("phase", "op_kind")).items()
         ],
         "other_share": by_op_kind.get("other", 0.0) / total_s,
         "idle_s": sum(idle_s) / count,
@@ -60,7 +61,7 @@ def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[s
 
 
 def _busy_s(ran: Sequence[Ran], start_s: float, end_s: float) -> float:
-    clipped = ((max(one.start_s, start_s), min(one.end_s, end_s)) for one in ran)
+    clipped = ((max(kernel.start_s, start_s), min(kernel.end_s, end_s)) for kernel in ran)
     return cover_s([(start, end) for start, end in clipped if start < end])
 
 
@@ -69,10 +70,10 @@ def _waiting_s(ran: Sequence[Ran], steps: Sequence[tuple[float, float]]) -> floa
     waited = 0.0
     for start, end in steps:
         until = start
-        for one in (one for one in ran if start <= one.launched_s <= end):
-            if one.start_s > until and one.launched_s > until:
-                waited += one.start_s - until
-            until = max(until, one.end_s)
+        for kernel in (kernel for kernel in ran if start <= kernel.launched_s <= end):
+            if kernel.start_s > until and kernel.launched_s > until:
+                waited += kernel.start_s - until
+            until = max(until, kernel.end_s)
     return waited
 
 
@@ -82,13 +83,13 @@ def _sum_by(ran: Sequence[Ran], steps: int, key: Callable[[Ran], Any]) -> dict[A
 
 def _group(ran: Sequence[Ran], key: Callable[[Ran], Any]) -> dict[Any, list[Ran]]:
     alike: dict[Any, list[Ran]] = defaultdict(list)
-    for one in ran:
-        alike[key(one)].append(one)
+    for kernel in ran:
+        alike[key(kernel)].append(kernel)
     return alike
 
 
 def _seconds(ran: Sequence[Ran]) -> float:
-    return sum(one.end_s - one.start_s for one in ran)
+    return sum(kernel.end_s - kernel.start_s for kernel in ran)
 
 
 def _per_step(ran: Sequence[Ran], steps: int) -> dict[str, float]:
@@ -96,22 +97,22 @@ def _per_step(ran: Sequence[Ran], steps: int) -> dict[str, float]:
 
 
 def _largest(ran: Sequence[Ran], steps: int) -> list[Kernel]:
-    alike = _group(ran, lambda one: (one.name, one.op, one.phase, one.op_kind))
+    alike = _group(ran, attrgetter("name", "op", "phase", "op_kind"))
     kernels = [
         Kernel(name=name, op=op, phase=phase, op_kind=op_kind, **_per_step(some, steps))
         for (name, op, phase, op_kind), some in alike.items()
     ]
-    return sorted(kernels, key=lambda one: one.seconds, reverse=True)[:LARGEST_KERNELS]
+    return sorted(kernels, key=attrgetter("seconds"), reverse=True)[:LARGEST_KERNELS]
 
 
 def _copies(ran: Sequence[Ran], steps: int) -> dict[str, Copied]:
     """Return copies by direction, such as ``HtoD`` of ``Memcpy HtoD (Pageable -> Device)``."""
-    copies = [one for one in ran if one.name.startswith("Memcpy ")]
+    copies = [copy for copy in ran if copy.name.startswith("Memcpy ")]
     return {
         direction: Copied(
-            bytes=sum(one.bytes for one in some) / steps,
+            bytes=sum(copy.bytes for copy in some) / steps,
             seconds=_seconds(some) / steps,
             copies=len(some) / steps,
         )
-        for direction, some in _group(copies, lambda one: one.name.split()[1]).items()
+        for direction, some in _group(copies, lambda copy: copy.name.split()[1]).items()
     }

@@ -90,9 +90,9 @@ class Phases:
     """The phases of a trace by time."""
 
     def __init__(self, host: Iterable[Span]) -> None:
-        spans = sorted((one for one in host if one.name.startswith(PHASE)), key=_start)
-        self._spans = [one for one in spans if one.name.removeprefix(PHASE) in PHASES]
-        self._starts = [one.start_s for one in self._spans]
+        spans = sorted((span for span in host if span.name.startswith(PHASE)), key=_start)
+        self._spans = [span for span in spans if span.name.removeprefix(PHASE) in PHASES]
+        self._starts = [span.start_s for span in self._spans]
 
     def at(self, instant_s: float) -> Phase | None:
         """Return the phase of an instant; None between phases."""
@@ -110,7 +110,7 @@ def _start(span: Span) -> tuple[float, float]:
 
 def find_steps(trace: Trace) -> list[tuple[float, float]]:
     """Return the start and end of each step, in order."""
-    return sorted((one.start_s, one.end_s) for one in trace.host if one.name == STEP)
+    return sorted((span.start_s, span.end_s) for span in trace.host if span.name == STEP)
 
 
 def attribute(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> list[Ran]:
@@ -137,7 +137,7 @@ def attribute(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> list[Ran]:
     for span in trace.device:
         caller, launched_s = launches.get(span.correlation, (_Caller(), span.start_s))
         kernels.append(_settle(span, caller, launched_s, phases))
-    return sorted(kernels if on_cuda else operators, key=lambda one: one.start_s)
+    return sorted(kernels if on_cuda else operators, key=lambda ran: ran.start_s)
 
 
 def _walk(spans: Iterable[Span], family_of: FamilyOf) -> Iterator[tuple[Span, _Caller, bool]]:

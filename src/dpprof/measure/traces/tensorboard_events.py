@@ -17,8 +17,7 @@ class TensorBoard:
     It writes within the step. TensorBoard's own writer passes events to a thread. That took more
     than twice the CPU time, because the thread competes with training for the interpreter.
 
-    Args:
-        directory: The folder for the file; created if missing.
+    The folder is created if it is missing.
 
     Raises:
         OSError: The directory cannot be written to.

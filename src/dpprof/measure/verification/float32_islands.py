@@ -61,10 +61,10 @@ class _Lift(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.float and _is_from_a_library():
             return Tensor.double(*args, **kwargs)
-        named = any(one is torch.float32 for one in (*args, *kwargs.values()))
+        named = any(argument is torch.float32 for argument in (*args, *kwargs.values()))
         if named and _is_from_a_library():
             args = tuple(map(_lift, args))
-            kwargs = {name: _lift(one) for name, one in kwargs.items()}
+            kwargs = {name: _lift(argument) for name, argument in kwargs.items()}
         return func(*args, **kwargs)
 
 

@@ -32,14 +32,14 @@ from dpprof.subjects.methods.training_step import Batch, TrainingStep
 def freeze_later(method: type[TrainingStep], subject: Subject) -> None:
     """Freeze parameters after set-up: they must not change, and the others' gradient is right."""
     step = begin_steps(method, subject.experiment, subject.model, lr=1.0)
-    parameters = [one for one in step.module.parameters() if one.requires_grad]
+    parameters = [p for p in step.module.parameters() if p.requires_grad]
     frozen = choose_frozen(step.module)
     for parameter in frozen:
         parameter.requires_grad_(False)
     before = [parameter.clone() for parameter in frozen]
     compute(step, subject.batch)
     samples = zip(parameters, subject.samples, strict=True)
-    _compare(method, look(step), [one for parameter, one in samples if parameter.requires_grad])
+    _compare(method, look(step), [g for parameter, g in samples if parameter.requires_grad])
     finish(step)
     if not all(map(torch.equal, before, frozen)):
         raise WrongError("the frozen parameters changed")
@@ -62,11 +62,11 @@ def poison(method: type[TrainingStep], subject: Subject) -> None:
     """
     model = copy.deepcopy(subject.model)
     batch = _poison_first(model, subject.batch)
-    others = _sample_gradients(model, batch.map(lambda one: one[1:]))
-    poisoned_sample = _sample_gradients(model, batch.map(lambda one: one[:1]))
+    others = _sample_gradients(model, batch.map(lambda tensor: tensor[1:]))
+    poisoned_sample = _sample_gradients(model, batch.map(lambda tensor: tensor[:1]))
     if _is_finite(poisoned_sample) or not _is_finite(others):
         raise UnsupportedError("no single sample of this model can be made non-finite")
-    expected = [torch.cat([one.new_zeros(1, one.shape[1]), one]) for one in others]
+    expected = [torch.cat([g.new_zeros(1, g.shape[1]), g]) for g in others]
     for taken in take_steps(method, subject._replace(model=model, batch=batch)):
         _compare(method, taken, expected)
 
@@ -134,9 +134,9 @@ def _compare(method: type[TrainingStep], taken: StepResult, samples: Sequence[Te
         raise WrongError(reason)
 
 
-def _is_close(found: Tensor, expected: Tensor) -> bool:
-    return bool((found - expected).norm() <= TOLERANCE * expected.norm())
+def _is_close(computed: Tensor, expected: Tensor) -> bool:
+    return bool((computed - expected).norm() <= TOLERANCE * expected.norm())
 
 
 def _is_finite(samples: Sequence[Tensor]) -> bool:
-    return all(bool(one.isfinite().all()) for one in samples)
+    return all(bool(gradients.isfinite().all()) for gradients in samples)

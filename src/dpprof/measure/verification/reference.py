@@ -35,7 +35,7 @@ def sample_gradients(model: nn.Module, inputs: Sequence[Tensor], labels_BT: Tens
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
     def loss(parameters: dict[str, Tensor], labels_T: Tensor, *sample: Tensor) -> Tensor:
-        logits_1TV = functional_call(model, parameters, tuple(one[None] for one in sample))
+        logits_1TV = functional_call(model, parameters, tuple(tensor[None] for tensor in sample))
         return _loss(logits_1TV[0], labels_T)
 
     gradient = grad(loss)
@@ -53,11 +53,11 @@ def _loss(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def _one_by_one(model: nn.Module, inputs: Sequence[Tensor], labels_BT: Tensor) -> list[Tensor]:
-    """Return the same by autograd, from one sample after the other."""
+    """Return every sample's gradient by autograd, one sample after the other."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     samples = []
     for labels_T, *sample in zip(labels_BT, *inputs, strict=True):
-        loss = _loss(model(*(one[None] for one in sample))[0], labels_T)
+        loss = _loss(model(*(tensor[None] for tensor in sample))[0], labels_T)
         # A model may not use all of its parameters.
         samples.append(torch.autograd.grad(loss, parameters, materialize_grads=True))
     return [torch.stack(each).flatten(1) for each in zip(*samples, strict=True)]
@@ -65,8 +65,12 @@ def _one_by_one(model: nn.Module, inputs: Sequence[Tensor], labels_BT: Tensor) -
 
 def group_norms(samples: Sequence[Tensor], groups: Sequence[PlacedGroup]) -> Tensor:
     """Return the norms of the samples' gradients over each group; (B, G)."""
-    norms = [torch.cat([samples[at] for at in group.positions], 1).norm(dim=1) for group in groups]
-    return torch.stack(norms, dim=1)
+    return torch.stack([_norms_over(samples, group) for group in groups], dim=1)
+
+
+def _norms_over(samples: Sequence[Tensor], group: PlacedGroup) -> Tensor:
+    norms_B: Tensor = torch.cat([samples[position] for position in group.positions], 1).norm(dim=1)
+    return norms_B
 
 
 def clip_and_average(samples: Sequence[Tensor], groups: Sequence[PlacedGroup]) -> Tensor:
@@ -79,8 +83,7 @@ def clip_and_average(samples: Sequence[Tensor], groups: Sequence[PlacedGroup]) -
     """
     scaled = list(samples)
     for group in groups:
-        norms_B = torch.cat([samples[at] for at in group.positions], 1).norm(dim=1)
-        factors_B = (group.bound / (norms_B + group.epsilon)).clamp(max=1.0)
-        for at in group.positions:
-            scaled[at] = factors_B[:, None] * samples[at]
+        factors_B = (group.bound / (_norms_over(samples, group) + group.epsilon)).clamp(max=1.0)
+        for position in group.positions:
+            scaled[position] = factors_B[:, None] * samples[position]
     return torch.cat([sample_BP.mean(dim=0) for sample_BP in scaled])

@@ -92,15 +92,15 @@ def take_steps(method: type[TrainingStep], subject: Subject) -> Iterator[StepRes
 
 
 def _place_groups(step: TrainingStep, trainable: Sequence[nn.Parameter]) -> list[PlacedGroup]:
-    position = {id(parameter): at for at, parameter in enumerate(trainable)}
-    given = step.clip_groups()
-    if any(id(parameter) not in position for group in given for parameter in group.parameters):
+    position = {id(parameter): index for index, parameter in enumerate(trainable)}
+    clipped = step.clip_groups()
+    if any(id(parameter) not in position for group in clipped for parameter in group.parameters):
         raise WrongError("its groups clip parameters that are not trained")
     groups = [
         PlacedGroup([position[id(p)] for p in group.parameters], float(group.bound), group.epsilon)
-        for group in given
+        for group in clipped
     ]
-    placed = sorted(at for group in groups for at in group.positions)
+    placed = sorted(index for group in groups for index in group.positions)
     if groups and placed != list(range(len(trainable))):
         raise WrongError("its groups do not clip every trainable parameter once")
     if any(group.epsilon < 0 for group in groups):
@@ -118,8 +118,8 @@ def complain_of_mechanism(
 ) -> str | None:
     """Return how a step's groups contradict the method's declarations; None if they do not."""
     name, declared = method.mechanism, method.sensitivity
-    found = find_sensitivity(groups, noise_bound)
-    if found is None:
+    sensitivity = find_sensitivity(groups, noise_bound)
+    if sensitivity is None:
         return None if name == NO_CLIPPING else f"it declares {name}, and clips nothing"
     if name == NO_CLIPPING:
         return "it clips, and declares no mechanism"
@@ -131,6 +131,6 @@ def complain_of_mechanism(
             f"it declares a sensitivity of {declared:g}, which takes a mechanism of another name "
             "and a docstring that states the sensitivity"
         )
-    if not found <= declared * (1 + TOLERANCE):
-        return f"one sample can move the sum by {found:.2f} C, and it declares {declared:g} C"
+    if not sensitivity <= declared * (1 + TOLERANCE):
+        return f"one sample can move the sum by {sensitivity:.2f} C, and it declares {declared:g} C"
     return None

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dpprof.experiments.config.architecture import Architecture
-from dpprof.experiments.config.experiment import Dimensions, Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.naming import Dimensions
 from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES
 from dpprof.experiments.planning.shrinking import shrink
 from dpprof.experiments.planning.stand_ins import StandIn
@@ -33,7 +34,8 @@ REDUCED = Dimensions(vocab_size=11, d_model=12, layers=2, heads=3)
 SEQ_LEN = 9
 
 IMAGE_SIZE = 32
-"""Of the images of dpprof's own models. A vision transformer divides it into four patches."""
+"""Height and width of the images of dpprof's own models. A vision transformer makes four
+patches."""
 
 
 class Subject(NamedTuple):
@@ -172,9 +174,9 @@ def ignore_labels(batch: Batch) -> Batch:
     if labels.dim() == 1:
         raise UnsupportedError("each sample has one label, which cannot be ignored")
     for row, labels_T in enumerate(labels):
-        at = (labels_T != UNLABELLED).nonzero().flatten()
-        least = len(at) if row == len(labels) - 1 else row + 2
-        labels_T[at[: min(least, len(at)) - 1]] = UNLABELLED
+        labelled = (labels_T != UNLABELLED).nonzero().flatten()
+        least = len(labelled) if row == len(labels) - 1 else row + 2
+        labels_T[labelled[: min(least, len(labelled)) - 1]] = UNLABELLED
     return replace(batch, labels=labels)
 
 

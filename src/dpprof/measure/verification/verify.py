@@ -62,13 +62,13 @@ def verify(model: str, method: str) -> Findings:
 def _verify(
     model: str | StandIn, method: str, attentions: Sequence[str], *, is_padded: bool
 ) -> Findings:
-    scenarios = [one for one in GRADIENT_SCENARIOS[1:] if is_padded or one != "other padding"]
+    scenarios = [name for name in GRADIENT_SCENARIOS[1:] if is_padded or name != "other padding"]
     cases = [
         verify_case(model, method, attention, batch_size)
         for attention in attentions
         for batch_size in BATCH_SIZES
     ]
-    plain = next(one for one in cases if (one.attention, one.batch_size) == SPECIAL)
+    plain = next(case for case in cases if (case.attention, case.batch_size) == SPECIAL)
     cases += [verify_case(model, method, *SPECIAL, scenario) for scenario in scenarios]
     mechanism = None
     with suppress(Exception):  # each case has the reason
@@ -96,24 +96,24 @@ def verify_case(
     model: str | StandIn, method: str, attention: str, batch_size: int, scenario: Scenario = "plain"
 ) -> Case:
     """Compare in one case, or try a guarantee; a failure is part of the case."""
-    known: dict[str, Any] = {"scenario": scenario, "attention": attention}
-    known["batch_size"] = batch_size
+    facts: dict[str, Any] = {"scenario": scenario, "attention": attention}
+    facts["batch_size"] = batch_size
     try:
         batch = "plain" if scenario in GUARANTEES else scenario
         subject, by_loop = _prepare_once(model, attention, batch_size, batch)
     except UnsupportedError as error:
-        return Case(**known, outcome="unsupported", reason=shorten(str(error)))
+        return Case(**facts, outcome="unsupported", reason=shorten(str(error)))
     except Exception as error:  # noqa: BLE001 (a model of another package may do anything)
         traceback.print_exc()
-        return Case(**known, outcome="unknown", reason=f"no reference: {_spell(error)}")
+        return Case(**facts, outcome="unknown", reason=f"no reference: {_spell(error)}")
     experiment = subject.experiment.model_copy(update={"method": method})
     subject = subject._replace(experiment=experiment)
-    known["max_grad_norm"] = experiment.max_grad_norm
+    facts["max_grad_norm"] = experiment.max_grad_norm
     torch.manual_seed(experiment.seed)
     outcome, reason = "passed", None
     try:
         if scenario not in GUARANTEES:
-            return _compare(subject, by_loop, known)
+            return _compare(subject, by_loop, facts)
         GUARANTEES[scenario](registry.load("methods", method), subject)
     except UnsupportedError as error:
         outcome, reason = "unsupported", shorten(str(error))
@@ -124,7 +124,7 @@ def verify_case(
         if scenario not in GUARANTEES:
             traceback.print_exc()
             outcome = "failed"
-    return Case(**known, outcome=outcome, reason=reason)
+    return Case(**facts, outcome=outcome, reason=reason)
 
 
 @functools.cache
@@ -136,18 +136,18 @@ def _prepare_once(
     return subject, next(take_steps(Microbatch, subject)).gradient
 
 
-def _compare(subject: Subject, by_loop: Tensor, known: dict[str, Any]) -> Case:
+def _compare(subject: Subject, by_loop: Tensor, facts: dict[str, Any]) -> Case:
     experiment, samples = subject.experiment, subject.samples
     method = registry.load("methods", experiment.method)
     errors, norm_errors, names = [], [], [reference.REFERENCE_NAME]
     for taken in take_steps(method, subject):
         expected = [reference.clip_and_average(samples, taken.groups)]
         # The groups of microbatch: one, with its bound and its epsilon.
-        flat = [PlacedGroup(one.positions, experiment.max_grad_norm) for one in taken.groups[:1]]
+        flat = [PlacedGroup(g.positions, experiment.max_grad_norm) for g in taken.groups[:1]]
         if method is not Microbatch and flat and taken.groups == flat:
             names = ["microbatch", reference.REFERENCE_NAME]
             expected.append(by_loop)
-        errors += [float((taken.gradient - one).norm() / one.norm()) for one in expected]
+        errors += [float((taken.gradient - g).norm() / g.norm()) for g in expected]
         norms = reference.group_norms(samples, taken.groups) if taken.groups else None
         if taken.norms is not None:
             norm_errors.append(_error_of_norms(taken.norms, norms))
@@ -155,7 +155,7 @@ def _compare(subject: Subject, by_loop: Tensor, known: dict[str, Any]) -> Case:
     reason = _complain(worst) or complain_of_mechanism(method, taken.groups, taken.noise_bound)
     bounds = [group.bound for group in taken.groups]
     return Case(
-        **known,
+        **facts,
         outcome="failed" if reason else "passed",
         reason=reason,
         groups=len(bounds),
@@ -167,16 +167,16 @@ def _compare(subject: Subject, by_loop: Tensor, known: dict[str, Any]) -> Case:
     )
 
 
-def _error_of_norms(found: Tensor, expected_BG: Tensor | None) -> float:
+def _error_of_norms(norms: Tensor, expected_BG: Tensor | None) -> float:
     """Return the largest error of a sample's norms, relative to its norm over all groups."""
     if expected_BG is None:
         raise WrongError("it has norms, and clips nothing")
     whole_B = expected_BG.norm(dim=1)
-    if found.shape == whole_B.shape:
-        return float(((found - whole_B) / whole_B).abs().max())
-    if found.shape == expected_BG.shape:
-        return float(((found - expected_BG) / whole_B[:, None]).abs().max())
-    raise WrongError(f"its norms have the shape {tuple(found.shape)}")
+    if norms.shape == whole_B.shape:
+        return float(((norms - whole_B) / whole_B).abs().max())
+    if norms.shape == expected_BG.shape:
+        return float(((norms - expected_BG) / whole_B[:, None]).abs().max())
+    raise WrongError(f"its norms have the shape {tuple(norms.shape)}")
 
 
 def _largest(errors: Sequence[float]) -> float | None:

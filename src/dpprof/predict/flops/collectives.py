@@ -29,10 +29,10 @@ class Collective(NamedTuple):
 
     name: str
     payload: int
-    """S."""
+    """Bytes of the whole tensor, S."""
 
     ranks: int
-    """N, those of its group."""
+    """Ranks of its group, N."""
 
 
 def read_collective(op: str, sizes: Sequence[int], world_size: int) -> Collective | None:
@@ -40,10 +40,7 @@ def read_collective(op: str, sizes: Sequence[int], world_size: int) -> Collectiv
 
     A rank's own part of what is gathered or scattered is the smallest of its tensors.
 
-    Args:
-        op: The operator's name.
-        sizes: Bytes of the tensors that it was given.
-        world_size: All ranks, for a collective whose tensors do not tell how many take part.
+    ``world_size`` is for a collective whose tensors do not tell how many ranks take part.
     """
     name = COLLECTIVES.get(op.removeprefix("c10d."))
     if name is None:
@@ -66,8 +63,8 @@ def sum_exchanges(calls: Iterable[tuple[Collective, Phase]]) -> list[Exchange]:
             collective=collective,
             phase=phase,
             calls=len(alike),
-            payload_bytes=sum(one.payload for one in alike),
-            bytes_each_way=sum(bytes_each_way(*one) for one in alike),
+            payload_bytes=sum(call.payload for call in alike),
+            bytes_each_way=sum(bytes_each_way(*call) for call in alike),
         )
         for (collective, phase), alike in groups.items()
     ]

@@ -45,7 +45,7 @@ def _backward(
     of_weight = (groups, outputs, inputs, pixels)
     if transposed:
         of_input = (groups, pixels, outputs, inputs)
-    return [one for one, needed in ((of_input, mask[0]), (of_weight, mask[1])) if needed]
+    return [product for product, needed in ((of_input, mask[0]), (of_weight, mask[1])) if needed]
 
 
 CONVOLUTIONS: dict[Any, Callable[..., Sequence[ProductShape]]] = {
@@ -53,4 +53,4 @@ CONVOLUTIONS: dict[Any, Callable[..., Sequence[ProductShape]]] = {
     aten._convolution: _forward,  # noqa: SLF001 (the same arguments, and more)
     aten.convolution_backward: _backward,
 }
-"""From the arguments of a convolution and its result ``out`` to the products."""
+"""Functions that return the products of a convolution from its arguments and its result ``out``."""

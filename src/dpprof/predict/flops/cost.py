@@ -54,10 +54,7 @@ def kind_of_op(family: OpFamily, phase: Phase | None, scope: Scope | None) -> Op
     ``optimizer``. Operators of a contraction are ``einsum``. In the phase clip, elementwise
     operators, reductions, copies and others are ``clip``. All others have the kind of their family.
 
-    Args:
-        family: What the operator does.
-        phase: In which phase; None if that is not known.
-        scope: The caller.
+    The phase is None if it is not known; the scope is the caller.
     """
     if family == "communication":
         return "communication"

@@ -31,5 +31,5 @@ def model_flops_per_token(module: nn.Module, *, seq_len: int, layers: int, d_mod
         for parameter in layer.parameters(recurse=False)
         if parameter.dim() > 1
     }
-    products = sum((6 if one.requires_grad else 4) * count_elements(one) for one in weights)
+    products = sum((6 if p.requires_grad else 4) * count_elements(p) for p in weights)
     return products + 12 * layers * d_model * seq_len

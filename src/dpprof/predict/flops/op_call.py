@@ -65,10 +65,7 @@ def read_call(
 ) -> tuple[Any, list[Any], dict[str, Any]]:
     """Return the operator of a description, and arguments to call it with.
 
-    Args:
-        call: The description.
-        make: Makes a tensor of a layout.
-        device: For operators that make a tensor from none.
+    ``make`` makes a tensor of a layout; ``device`` is for operators that make a tensor from none.
 
     Raises:
         AttributeError: This PyTorch has no such operator.
@@ -76,9 +73,9 @@ def read_call(
     name, args, kwargs = json.loads(call)
     if name.startswith("bitsandbytes."):
         import_bitsandbytes()  # which defines it
-    found: Any = torch.ops
+    operator: Any = torch.ops
     for part in name.split("."):
-        found = getattr(found, part)
+        operator = getattr(operator, part)
     find_bound = _BOUNDS.get(name.split(".")[1])
     bound = find_bound(args) if find_bound else 1
 
@@ -93,6 +90,6 @@ def read_call(
         return make(Layout(shape, strides, getattr(torch, dtype), bound))
 
     named = {key: build(value) for key, value in kwargs.items()}
-    if any(argument.name == "device" for argument in found._schema.arguments):  # noqa: SLF001
+    if any(argument.name == "device" for argument in operator._schema.arguments):  # noqa: SLF001
         named["device"] = device
-    return found, build(args), named
+    return operator, build(args), named

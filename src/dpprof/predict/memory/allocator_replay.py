@@ -7,7 +7,6 @@ its own: its replays allocate nothing.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from dpprof.experiments.records.step_costs import Allocator
@@ -22,7 +21,7 @@ from dpprof.predict.memory.caching_allocator import (
 from dpprof.predict.memory.events import Allocated, Event, Freed
 
 MOST_STEPS = 10
-"""By default the last step is played at most this often."""
+"""How often the last step is played at most, by default."""
 
 
 class Placement(NamedTuple):
@@ -35,7 +34,7 @@ class Placement(NamedTuple):
     """How often the last step, and so every later one, released the cache to make room."""
 
     retries: int
-    """How often any step did; without a limit, and where this is 0, all is placed alike."""
+    """How often any step did. Where it is 0, a limit changes nothing."""
 
     steps: int
     """How many times the last step was played."""
@@ -88,24 +87,12 @@ def place(
     return Placement(allocator.peaks, in_last_step, allocator.retries, steps, settled or as_graph)
 
 
-def summarise_allocator(
-    before: Sequence[Event],
-    step: Sequence[Event],
-    size_of: Callable[[int], int],
-    limit_bytes: int | None,
-    *,
-    as_graph: bool = False,
-) -> Allocator:
+def summarise_allocator(place_step: Callable[..., Placement], limit_bytes: int | None) -> Allocator:
     """Simulate the allocator with and without expandable segments, and within the device's memory.
 
-    Args:
-        before: What was recorded from the first allocation up to the step.
-        step: What was recorded of the step.
-        size_of: The bytes that a storage requested, by its number.
-        limit_bytes: What the device can give; None where that is not known.
-        as_graph: Whether the step is captured as a CUDA graph.
+    ``place_step`` is ``place`` of a training, without a limit and settings. The limit is what the
+    device can give; None where that is not known.
     """
-    place_step = partial(place, before, step, size_of, as_graph=as_graph)
     free = place_step()
     expandable = place_step(settings=EXPANDABLE)
     fits: bool | None = None if limit_bytes is None else True

@@ -32,7 +32,7 @@ class AttentionGpu(NamedTuple):
 
     compute_capability: str
     cudnn: int | None = None
-    """As ``torch.backends.cudnn.version()`` returns it. None without CUDA: then the version of
+    """The result of ``torch.backends.cudnn.version()``. None without CUDA: then the version of
     PyTorch's own wheels is assumed, which since 2.11 is newer than 9.15."""
 
 
@@ -78,8 +78,8 @@ def _find_obstacle(backend: Backend, call: AttentionCall, gpu: AttentionGpu) -> 
     switch = "mem_efficient" if backend == "efficient" else backend
     if not getattr(torch.backends.cuda, f"{switch}_sdp_enabled")():
         return "is switched off"
-    found = _list_obstacles(call, gpu).get(backend, [])
-    return next((obstacle for applies, obstacle in found if applies), None)
+    obstacles = _list_obstacles(call, gpu).get(backend, [])
+    return next((obstacle for applies, obstacle in obstacles if applies), None)
 
 
 def _list_obstacles(
@@ -133,10 +133,10 @@ def run_backend(backend: Backend, call: AttentionCall, scale: float | None) -> A
         return aten._scaled_dot_product_attention_math(  # noqa: SLF001
             q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
         )[0]
-    needs_gradient = any(one.requires_grad for one in (q, k, v))
-    given = (dropout,) if backend == "flash" else (mask, needs_gradient, dropout)
+    needs_gradient = any(tensor.requires_grad for tensor in (q, k, v))
+    options = (dropout,) if backend == "flash" else (mask, needs_gradient, dropout)
     attend = getattr(aten, f"_scaled_dot_product_{backend}_attention")
-    return attend(q, k, v, *given, causal, scale=scale)[0]
+    return attend(q, k, v, *options, causal, scale=scale)[0]
 
 
 def _flash_backward(_gradient: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> Sequence[int]:

@@ -150,11 +150,11 @@ class StepObserver:
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
         # A module outside of the model, such as a loss, counts as its caller.
-        modules = self._recorder.modules
+        modules = self._recorder.callers.modules
         modules.append(self._names.get(module) or (modules[-1] if modules else None))
 
     def _after_forward(self, module: nn.Module, _inputs: Any, output: Any) -> None:
-        self._recorder.modules.pop()
+        self._recorder.callers.modules.pop()
         if module in self._roots:
             for tensor in tensors_in(output):
                 self._recorder.give_role(tensor, LOGITS)
@@ -172,14 +172,14 @@ class StepObserver:
         inputs: tuple[Any, ...],
     ) -> Any:
         recorder = self._recorder
-        for number, given in enumerate(inputs, start=1):
-            for tensor in tensors_in(given):
+        for number, argument in enumerate(inputs, start=1):
+            for tensor in tensors_in(argument):
                 recorder.give_role(tensor, BACKPROPS if number == len(inputs) else DP_ACTIVATIONS)
-        recorder.sampler = (path, self._names.get(layer, type(layer).__name__))
+        recorder.callers.sampler = (path, self._names.get(layer, type(layer).__name__))
         try:
             returned = self._watch(layer, path, sampler, inputs)
         finally:
-            recorder.sampler = None
+            recorder.callers.sampler = None
         for tensor in tensors_in(returned):
             one_a_sample = tensor.dim() == 1
             recorder.give_role(tensor, "norm_samples" if one_a_sample else "per_sample_gradients")
@@ -193,10 +193,10 @@ def _name_layer(parameter: str) -> str:
 
 def _unwrap(module: nn.Module) -> list[nn.Module]:
     """List a model's wrappers, the outermost first, and the model."""
-    found = [module]
-    while len(children := list(found[-1].named_children())) == 1 and children[0][0] in _WRAPPED:
-        found.append(children[0][1])
-    return found
+    modules = [module]
+    while len(children := list(modules[-1].named_children())) == 1 and children[0][0] in _WRAPPED:
+        modules.append(children[0][1])
+    return modules
 
 
 def _role_by_shape(tensor: Tensor, parameter: Tensor) -> str:

@@ -129,18 +129,18 @@ class _Pool:
 
     def take(self, size: int) -> _Block | None:
         """Remove and return the best fit among the free blocks."""
-        at = bisect_left(self.free, (size,))
-        if at == len(self.free):
+        index = bisect_left(self.free, (size,))
+        if index == len(self.free):
             return None
-        best = self.free[at][2]
+        best = self.free[index][2]
         if best.next is not None and best.room > best.size:
-            for _, _, other in self.free[at + 1 :]:
+            for _, _, other in self.free[index + 1 :]:
                 # A block that can grow counts as large as it can become.
                 if other.room >= best.room:
                     break
                 best = other
-                at += 1
-        del self.free[at]
+                index += 1
+        del self.free[index]
         return best
 
 
@@ -197,13 +197,16 @@ class CachingAllocator:
                 f"tried to allocate {nbytes:,} bytes; {self.allocated_bytes:,} are allocated and "
                 f"{self.reserved_bytes:,} reserved of {self._limit:,}"
             )
-        if self._is_split(block, size):
+        splits_all = block.pool.is_small or self._settings.expandable_segments
+        if block.size - size >= (MIN_BLOCK if splits_all else MAX_SMALL + 1):
             pool.insert(block.cut(size))
         block.free = False
         self._live[key] = block, nbytes
         self.allocated_bytes += block.size
         self.requested_bytes += nbytes
-        self._note_peaks()
+        self._most_requested = max(self._most_requested, self.requested_bytes)
+        self._most_allocated = max(self._most_allocated, self.allocated_bytes)
+        self._most_reserved = max(self._most_reserved, self.reserved_bytes)
 
     def free(self, key: Hashable) -> None:
         """Free the block of a key, if it has one.
@@ -246,17 +249,6 @@ class CachingAllocator:
         self._most_requested = self.requested_bytes
         self._most_allocated = self.allocated_bytes
         self._most_reserved = self.reserved_bytes
-
-    def _note_peaks(self) -> None:
-        self._most_requested = max(self._most_requested, self.requested_bytes)
-        self._most_allocated = max(self._most_allocated, self.allocated_bytes)
-        self._most_reserved = max(self._most_reserved, self.reserved_bytes)
-
-    def _is_split(self, block: _Block, size: int) -> bool:
-        rest = block.size - size
-        if block.pool.is_small or self._settings.expandable_segments:
-            return rest >= MIN_BLOCK
-        return rest > MAX_SMALL
 
     def _fits(self, nbytes: int) -> bool:
         return self._limit is None or self.reserved_bytes + nbytes <= self._limit
@@ -312,10 +304,10 @@ class CachingAllocator:
         for _, block in pool.unmapped:
             before = block.previous
             first = before if before is not None and before.free else block
-            room, one = 0, first
-            while one is not None and one.free and room < size:
-                room += one.size
-                one = one.next  # type: ignore[assignment]
+            room, member = 0, first
+            while member is not None and member.free and room < size:
+                room += member.size
+                member = member.next  # type: ignore[assignment]
             if room >= size:
                 return first
         addresses = _ADDRESSES if self._limit is None else self._limit + self._limit // 8

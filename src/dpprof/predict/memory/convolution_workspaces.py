@@ -83,19 +83,19 @@ def _backward(  # noqa: PLR0917 (as the operator itself)
         return ()
     size = x.element_size()
     x_bytes, weight_bytes = (
-        one.numel() * size * needed for one, needed in zip((x, weight), mask[:2], strict=True)
+        tensor.numel() * size * needed for tensor, needed in zip((x, weight), mask[:2], strict=True)
     )
     of_x, of_weight, of_out = _copies(x, weight, gradient.numel(), groups)
-    found = [0]
+    sizes = [0]
     if mask[0]:
-        found += [of_out + of_weight + of_x - x_bytes - weight_bytes, of_x - weight_bytes]
+        sizes += [of_out + of_weight + of_x - x_bytes - weight_bytes, of_x - weight_bytes]
     if mask[1]:
-        found += [of_x + of_out + of_weight - weight_bytes, of_weight]
-    return (max(found),)
+        sizes += [of_x + of_out + of_weight - weight_bytes, of_weight]
+    return (max(sizes),)
 
 
 CONVOLUTION_WORKSPACES: Mapping[Any, Workspace] = {
     aten.convolution: _forward,
     aten.convolution_backward: _backward,
 }
-"""By overload packet, from an operator's arguments to bytes."""
+"""Functions from an operator's arguments to bytes, by overload packet."""

@@ -62,7 +62,7 @@ def _layer_norm_backward(
     gradient: Tensor, x: Tensor, shape: Any, *rest: Any, **options: Any
 ) -> Sequence[int]:
     """Return contiguous copies, and gradients of weight and bias for each thread, if needed."""
-    copied = sum(one.nbytes for one in (gradient, x) if not one.is_contiguous())
+    copied = sum(tensor.nbytes for tensor in (gradient, x) if not tensor.is_contiguous())
     if not any((rest[-1] if rest else options["output_mask"])[1:]):
         return (copied,)
     width: int = math.prod(shape)
@@ -75,7 +75,8 @@ def _batch_norm_backward(gradient: Tensor, x: Tensor, *rest: Any, **options: Any
     formats = [torch.contiguous_format]
     formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(x.dim(), [])
     is_alike = any(
-        all(one.is_contiguous(memory_format=known) for one in (gradient, x)) for known in formats
+        gradient.is_contiguous(memory_format=layout) and x.is_contiguous(memory_format=layout)
+        for layout in formats
     )
     return (x.nbytes,) if needs_input and is_alike else ()
 
@@ -89,9 +90,9 @@ def _safe_softmax(x: Tensor, dim: int, **_: Any) -> Sequence[int]:
     return (max(marks, 0 if x.is_contiguous() else x.nbytes),)
 
 
-def _all_gather(_out: Any, given: Any, *_: Any, **__: Any) -> Sequence[int]:
+def _all_gather(_out: Any, inputs: Any, *_: Any, **__: Any) -> Sequence[int]:
     """Return the flat buffer into which gloo gathers, before it copies the parts out."""
-    own = given if isinstance(given, Tensor) else given[0]
+    own = inputs if isinstance(inputs, Tensor) else inputs[0]
     return (distributed.get_world_size() * own.nbytes,)
 
 
@@ -110,11 +111,11 @@ _WORKSPACES: Mapping[Any, Workspace] = {
     torch.ops.c10d._allgather_base_: _all_gather,
     torch.ops.c10d.allgather_: _all_gather,
     # The copy of the input that gloo reduces on all ranks, before it takes a part of it.
-    torch.ops.c10d._reduce_scatter_base_: lambda _, given, *__, **___: (given.nbytes,),
+    torch.ops.c10d._reduce_scatter_base_: lambda _, x, *__, **___: (x.nbytes,),
 }
 
 CPU_WORKSPACES: Mapping[Any, Workspace] = with_numbers(_WORKSPACES)
-"""By overload packet, from an operator's arguments to bytes."""
+"""Functions from an operator's arguments to bytes, by overload packet."""
 
 _RECURRENT = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
 _LAPACK = ("linalg_", "_linalg_", "cholesky_", "geqrf", "ormqr", "triangular_solve", "lu_")

@@ -110,14 +110,14 @@ def _split_to_32_bits(axes: list[_Axis], item: int) -> list[list[_Axis]]:
     extent = sum((axis.size - 1) * abs(axis.stride) * item for axis in axes)
     if prod(axis.size for axis in axes) <= _INT32 and extent <= _INT32:
         return [axes]
-    at = max(range(len(axes)), key=lambda i: (axes[i].size - 1) * axes[i].stride)
-    half = axes[at].size // 2
-    halves = (half, axes[at].size - half)
+    widest = max(range(len(axes)), key=lambda i: (axes[i].size - 1) * axes[i].stride)
+    half = axes[widest].size // 2
+    halves = (half, axes[widest].size - half)
     return [
         part
         for size in dict.fromkeys(halves)
         for part in _split_to_32_bits(
-            [axis._replace(size=size) if i == at else axis for i, axis in enumerate(axes)], item
+            [axis._replace(size=size) if i == widest else axis for i, axis in enumerate(axes)], item
         )
     ]
 
@@ -156,12 +156,12 @@ def _vector_of_outputs(axes: list[_Axis], kept: _Axis) -> int:
     if kept.stride != 1:
         return 1
     multiples = kept.size, *(axis.stride for axis in axes if axis is not kept)
-    return next(size for size in (4, 2, 1) if not any(one % size for one in multiples))
+    return next(size for size in (4, 2, 1) if not any(multiple % size for multiple in multiples))
 
 
 def _block(wide: int, high: int, most: int) -> tuple[int, int]:
     """Return width and height of a thread block (``set_block_dimension``)."""
-    wide, high = (1 << (min(max(one, 1), most).bit_length() - 1) for one in (wide, high))
+    wide, high = (1 << (min(max(size, 1), most).bit_length() - 1) for size in (wide, high))
     height = min(high, most // min(wide, _WARP))
     return min(wide, most // height), height
 
@@ -227,10 +227,10 @@ def cuda_workspaces(processors: Processors | None) -> Mapping[Any, Workspace]:
     }
 
 
-def _copies(layout: torch.memory_format, *given: Tensor) -> Sequence[int]:
+def _copies(layout: torch.memory_format, *tensors: Tensor) -> Sequence[int]:
     """Return the bytes of copies of the tensors that are laid out otherwise."""
     return [
-        x.numel() * x.element_size() for x in given if not x.is_contiguous(memory_format=layout)
+        x.numel() * x.element_size() for x in tensors if not x.is_contiguous(memory_format=layout)
     ]
 
 
@@ -255,18 +255,19 @@ def _layout_of_convolution(x: Tensor, weight: Tensor) -> torch.memory_format:
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if last is None or torch.float64 in {x.dtype, weight.dtype}:
         return torch.contiguous_format
-    given = (
-        one.is_contiguous(memory_format=last) and not one.is_contiguous() for one in (x, weight)
+    is_last = (
+        tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
+        for tensor in (x, weight)
     )
-    return last if any(given) else torch.contiguous_format
+    return last if any(is_last) else torch.contiguous_format
 
 
 def _reduction(
     packet: Any, processors: Processors, x: Tensor, *args: Any, dim: Any = None, **_: Any
 ) -> Sequence[int]:
     """Return the buffers of a reduction, whose axes follow its input, or the order of a norm."""
-    at = 1 if packet is aten.linalg_vector_norm else 0
-    dim = args[at] if len(args) > at else dim
+    position = 1 if packet is aten.linalg_vector_norm else 0
+    dim = args[position] if len(args) > position else dim
     if isinstance(dim, Tensor):
         return ()  # max(x, other) is elementwise
     size = _PARTIAL_RESULTS[packet]

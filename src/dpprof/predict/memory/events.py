@@ -10,7 +10,7 @@ from dpprof.predict.flops.cost import Cost
 from dpprof.private.norms.code_paths import CodePath
 
 Workspace = Callable[..., Sequence[int]]
-"""From an operator's arguments to the bytes of each allocation that its kernel makes and frees."""
+"""A function from an operator's arguments to the bytes of each allocation within its kernel."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +24,7 @@ class Storage:
     phase: Phase
     module: str | None
     requested: int = 0
-    """As the allocator was asked."""
+    """The bytes that the allocator was asked for."""
 
     shape: tuple[int, ...] = ()
     code: CodeType | None = None
@@ -54,10 +54,10 @@ class Op(NamedTuple):
     writes: Sequence[tuple[int, int]]
     at_s: float
     call: str = ""
-    """As ``flops.op_call`` describes it; empty where calls are not described."""
+    """The call, described by ``flops.op_call``; empty where calls are not described."""
 
     name: str = ""
-    """As storages name the operator that allocated them."""
+    """The operator's name, as in ``Storage.op``."""
 
 
 class Allocated(NamedTuple):
@@ -107,7 +107,7 @@ class Launched(NamedTuple):
     phase: Phase
     module: str | None
     storages: int
-    """How many it allocated; the events that follow say so."""
+    """How many storages it allocated, in the events that follow."""
 
 
 class TensorKind(NamedTuple):

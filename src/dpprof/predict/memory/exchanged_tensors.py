@@ -45,9 +45,9 @@ def find_gathered(model: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
     """Yield what FSDP has gathered parameters into, with the module of each parameter."""
     for state in states_of(model):
         for group in groups_of(state):
-            for one in group.fsdp_params:
-                for tensor in one.all_gather_outputs:
-                    yield one._module_info.module, tensor  # noqa: SLF001 (no public name)
+            for parameter in group.fsdp_params:
+                for tensor in parameter.all_gather_outputs:
+                    yield parameter._module_info.module, tensor  # noqa: SLF001 (no public name)
 
 
 def takes_dtensors(types: Iterable[type]) -> bool:

@@ -122,7 +122,7 @@ class _Plain(NamedTuple):
     value: Any
 
 
-class _Given(NamedTuple):
+class _Argument(NamedTuple):
     """A result that is one of the arguments."""
 
     number: int
@@ -144,21 +144,18 @@ class _Several(NamedTuple):
     """A tuple or list of results."""
 
     kind: type[tuple[Any, ...] | list[Any]]
-    each: "list[_Known]"
+    each: "list[_Recipe]"
 
 
-_Known = _Plain | _Given | _New | _Several
+_Recipe = _Plain | _Argument | _New | _Several
 
-_known: dict[tuple[Any, ...], _Known | None] = {}
+_recipes: dict[tuple[Any, ...], _Recipe | None] = {}
 """What a call returns, by the operator and all that its result depends on; None where that is not
 remembered. It holds for all modes of this process."""
 
 
 class FakeOperators:
     """Runs operators on the fake tensors of a mode.
-
-    Args:
-        mode: Must be active.
 
     Example:
         >>> with FakeTensorMode() as mode:
@@ -175,22 +172,22 @@ class FakeOperators:
         if func in _INSTEAD:
             return _INSTEAD[func](*args, **kwargs)
         described = [func, torch.get_default_dtype(), _default_device(), *kwargs]
-        given: list[FakeTensor] = []
-        if not self._describe((*args, *kwargs.values()), described, given):
+        tensors: list[FakeTensor] = []
+        if not self._describe((*args, *kwargs.values()), described, tensors):
             return func(*args, **kwargs)
         key = tuple(described)
-        known = _known.get(key)
-        if known is not None:
-            return self._make(known, given)
+        recipe = _recipes.get(key)
+        if recipe is not None:
+            return self._make(recipe, tensors)
         out = func(*args, **kwargs)
-        if key not in _known:
+        if key not in _recipes:
             again: list[Any] = described[: 3 + len(kwargs)]
             is_same = self._describe((*args, *kwargs.values()), again, []) and again == described
-            _known[key] = _learn(func, out, given) if is_same else None
+            _recipes[key] = _learn(func, out, tensors) if is_same else None
         return out
 
     def _describe(
-        self, values: Iterable[Any], described: list[Any], given: list[FakeTensor]
+        self, values: Iterable[Any], described: list[Any], tensors: list[FakeTensor]
     ) -> bool:
         """Describe arguments, and list the tensors; return False for those that cannot be."""
         for value in values:
@@ -201,12 +198,12 @@ class FakeOperators:
                     *(value.dtype, value.fake_device, value.shape),
                     *(value.stride(), value.storage_offset()),
                 )
-                given.append(value)
+                tensors.append(value)
             elif isinstance(value, _PLAIN):
                 described += (value.__class__, value)  # True is not 1
             elif isinstance(value, list | tuple):
                 described.append(len(value))
-                if not self._describe(value, described, given):
+                if not self._describe(value, described, tensors):
                     return False
             elif isinstance(value, torch.Generator):
                 described.append(torch.Generator)
@@ -214,21 +211,21 @@ class FakeOperators:
                 return False
         return True
 
-    def _make(self, known: _Known, given: list[FakeTensor]) -> Any:
-        if isinstance(known, _New):
-            shape, stride, dtype, device, offset, of = known
+    def _make(self, recipe: _Recipe, tensors: list[FakeTensor]) -> Any:
+        if isinstance(recipe, _New):
+            shape, stride, dtype, device, offset, of = recipe
             with _WithoutModes():
                 if of is None:
                     made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
                 else:
                     made = torch.empty(0, dtype=dtype, device="meta")
-                    made.set_(given[of].untyped_storage(), offset, shape, stride)
+                    made.set_(tensors[of].untyped_storage(), offset, shape, stride)
             return FakeTensor(self._mode, made, device)
-        if isinstance(known, _Given):
-            return given[known.number]
-        if isinstance(known, _Several):
-            return known.kind(self._make(one, given) for one in known.each)
-        return known.value
+        if isinstance(recipe, _Argument):
+            return tensors[recipe.number]
+        if isinstance(recipe, _Several):
+            return recipe.kind(self._make(part, tensors) for part in recipe.each)
+        return recipe.value
 
 
 def _is_ordinary(tensor: FakeTensor) -> bool:
@@ -240,7 +237,7 @@ def _is_ordinary(tensor: FakeTensor) -> bool:
     )
 
 
-def _learn(func: Any, out: Any, given: list[FakeTensor]) -> _Known | None:
+def _learn(func: Any, out: Any, tensors: list[FakeTensor]) -> _Recipe | None:
     """Return how to make a result again; None if it cannot be told from the arguments."""
     is_known = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"  # noqa: SLF001
     if not is_known or _DEPENDS_ON_MORE.intersection(func.tags):
@@ -248,25 +245,25 @@ def _learn(func: Any, out: Any, given: list[FakeTensor]) -> _Known | None:
     if isinstance(out, _PLAIN):
         return _Plain(out)
     if isinstance(out, list | tuple):
-        each = [_learn(func, one, given) for one in out]
-        found = [one for one in each if one is not None]
-        return _Several(type(out), found) if len(found) == len(each) else None
+        each = [_learn(func, item, tensors) for item in out]
+        recipes = [part for part in each if part is not None]
+        return _Several(type(out), recipes) if len(recipes) == len(each) else None
     is_tensor = isinstance(out, FakeTensor) and _is_ordinary(out) and not out.requires_grad
-    return _learn_tensor(out, given) if is_tensor else None
+    return _learn_tensor(out, tensors) if is_tensor else None
 
 
-def _learn_tensor(out: FakeTensor, given: list[FakeTensor]) -> _Known | None:
+def _learn_tensor(out: FakeTensor, tensors: list[FakeTensor]) -> _Recipe | None:
     storage = out.untyped_storage()
-    numbers = [number for number, one in enumerate(given) if one is out]
+    numbers = [number for number, tensor in enumerate(tensors) if tensor is out]
     sharing = [
         number
-        for number, one in enumerate(given)
-        if one.untyped_storage()._cdata == storage._cdata  # noqa: SLF001 (no public name)
+        for number, tensor in enumerate(tensors)
+        if tensor.untyped_storage()._cdata == storage._cdata  # noqa: SLF001 (no public name)
     ]
     if len(numbers or sharing) > 1:  # later they may be different tensors
         return None
     if numbers:
-        return _Given(*numbers)
+        return _Argument(*numbers)
     if not sharing and storage.nbytes() != _needed_bytes(out):
         return None
     shape, stride = tuple(out.shape), out.stride()

@@ -41,17 +41,17 @@ def _apply_to_fake(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
     if not any(isinstance(tensor, FakeTensor) for tensor in module.parameters()):
         return _apply(module, fn, recurse)  # type: ignore[no-untyped-call]
     applied: dict[Tensor, nn.Parameter] = {}
-    for one in module.modules() if recurse else (module,):
-        for name, parameter in one.named_parameters(recurse=False, remove_duplicate=False):
+    for layer in module.modules() if recurse else (module,):
+        for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
             if not parameter.is_floating_point():  # quantised: it has attributes, and stays
                 applied[parameter] = parameter
             elif parameter not in applied:
                 with torch.no_grad():
                     new = nn.Parameter(fn(parameter), requires_grad=parameter.requires_grad)
                 applied[parameter] = new
-            one.register_parameter(name, applied[parameter])
-        for name, buffer in one.named_buffers(recurse=False):
-            setattr(one, name, fn(buffer))
+            layer.register_parameter(name, applied[parameter])
+        for name, buffer in layer.named_buffers(recurse=False):
+            setattr(layer, name, fn(buffer))
     return module
 
 

@@ -35,7 +35,7 @@ class Footprint(NamedTuple):
         return cls(
             keep(recording.events[:steady]),
             keep(recording.events[steady:end]),
-            {number: one.requested for number, one in enumerate(recording.storages)},
+            {number: storage.requested for number, storage in enumerate(recording.storages)},
             recording.block_bytes,
             recording.is_graph,
         )

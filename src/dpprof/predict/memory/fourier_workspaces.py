@@ -32,9 +32,9 @@ class _Layout(NamedTuple):
 
     def order(self, axes: Sequence[int]) -> list[int]:
         """Return the axes in the order in which MKL gets them."""
-        given = [axis % len(self.shape) for axis in axes]
-        others = [axis for axis in range(len(self.shape)) if axis not in given]
-        return [*sorted(others, key=lambda axis: -self.stride[axis]), *given]
+        last = [axis % len(self.shape) for axis in axes]
+        others = [axis for axis in range(len(self.shape)) if axis not in last]
+        return [*sorted(others, key=lambda axis: -self.stride[axis]), *last]
 
     def copy_bytes(self, axes: Sequence[int]) -> int:
         """Return the bytes of the copy for a transform of axes; 0 where there is a view."""
@@ -72,13 +72,13 @@ def _to_real(
 ) -> Sequence[int]:
     if not _has_mkl():
         return ()
-    given = _layout_of(x)
+    layout = _layout_of(x)
     *first, last = axes
     if not first:
-        return (given.copy_bytes(axes),)
-    between = given.transformed(first)
+        return (layout.copy_bytes(axes),)
+    between = layout.transformed(first)
     out_bytes = between.nbytes // between.shape[last] * length // 2
-    in_first = given.copy_bytes(first) - out_bytes  # before there is a result
+    in_first = layout.copy_bytes(first) - out_bytes  # before there is a result
     return (between.nbytes + max(in_first, between.copy_bytes([last])),)
 
 
@@ -87,4 +87,4 @@ FOURIER_WORKSPACES: Mapping[Any, Workspace] = {
     aten._fft_c2c: _one_pass,  # noqa: SLF001
     aten._fft_c2r: _to_real,  # noqa: SLF001
 }
-"""By overload packet, from an operator's arguments to bytes."""
+"""Functions from an operator's arguments to bytes, by overload packet."""

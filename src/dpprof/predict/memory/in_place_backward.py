@@ -41,10 +41,7 @@ _FUNCTORCH = str(Path(torch._functorch.__file__).parent)  # noqa: SLF001 (torch.
 def find_in_place(func: Any, args: Any, *, fresh: bool) -> Any:
     """Return the in-place operator that would run without a dispatch mode; None for none.
 
-    Args:
-        func: The operator that runs.
-        args: What it is given.
-        fresh: Whether the backward node that is running allocated the first argument.
+    ``fresh`` says whether the backward node that is running allocated the first argument.
     """
     if func is aten.add.Tensor:
         runs_in_place = not fresh and _engine_would_accumulate(args)

@@ -91,7 +91,7 @@ def _multiply_and_add(_: Tensor, x: Tensor, y: Tensor, **__: Any) -> Sequence[in
 
 def _multiply_batch(x: Tensor, y: Tensor, *_: Any, **__: Any) -> Sequence[int]:
     batch, rows, inner = x.shape
-    conjugated = sum(one.nbytes for one in (x, y) if one.is_conj())
+    conjugated = sum(tensor.nbytes for tensor in (x, y) if tensor.is_conj())
     if rows * inner * y.shape[2] < _LEAST_FOR_BLAS:
         return (conjugated,)
     return (conjugated + min(batch, torch.get_num_threads()) * (_copied(x) + _copied(y)),)
@@ -113,4 +113,4 @@ OPERAND_COPIES: Mapping[Any, Workspace] = {
     aten.addmm: _multiply_and_add,
     aten.bmm: _multiply_batch,
 }
-"""By overload packet, from an operator's arguments to bytes. Most calls copy nothing."""
+"""Functions from an operator's arguments to bytes, by overload packet. Most calls copy nothing."""

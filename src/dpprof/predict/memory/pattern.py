@@ -1,9 +1,10 @@
 """How the record of a training grows with the blocks of its model, and with the batch.
 
-Records of n, n + 1 and n + 2 blocks must nest: the second has the atoms of the first and, at some
-places, further ones; the third has these further atoms twice, each time those of the next block. By
-induction a record of any number of blocks has them once for each block. Sizes must be affine in the
-number of blocks. What does not follow this is refused, and the whole model has to be traced.
+A model is traced with n, n + 1 and n + 2 blocks. Where the second record has atoms that the first
+lacks, these are the atoms of the block that was added. The third record must have them twice at the
+same places, once for each added block. Then a record with any number of further blocks is taken to
+have them once for each. Sizes must be affine in the number of blocks. A model whose records differ
+in another way is refused, and has to be traced as a whole.
 
 Between two batches whose records have the same atoms, sizes are affine in the batch too, if a third
 batch confirms it.
@@ -17,19 +18,11 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from dpprof.predict.memory.atoms import (
-    Atom,
-    Outline,
-    Place,
-    Recording,
-    SettledAtom,
-    Vocabulary,
-    Writer,
-    find_workspaces,
-    read_atoms,
-)
+from dpprof.predict.memory.atom_writers import Outline, SettledAtom, Writer
+from dpprof.predict.memory.atoms import Atom, Place, Recording, Vocabulary, read_atoms
 from dpprof.predict.memory.events import Allocated, Event, Freed, Launched
 from dpprof.predict.memory.footprint import Footprint
+from dpprof.predict.memory.launches import find_workspaces
 from dpprof.subjects.models.blocks import Blocks, NotAlikeError
 
 Integers = npt.NDArray[np.int64]
@@ -39,10 +32,10 @@ class Sizes(NamedTuple):
     """All sizes of a pattern for one batch."""
 
     least: Integers
-    """With the smallest number of blocks that was traced."""
+    """The sizes with the smallest number of blocks that was traced."""
 
     growth: Integers
-    """With each further block."""
+    """What each further block adds to them."""
 
     def of(self, further: int) -> Integers:
         """Return the sizes with so many further blocks."""
@@ -65,23 +58,27 @@ class Pattern:
         self._like = recordings[0]
         self._vocabulary = Vocabulary()
         self._layouts: dict[int, _Layout] = {}
-        few, more, most = (self._read(one, further) for further, one in enumerate(recordings))
+        few, more, most = (self._read(record, number) for number, record in enumerate(recordings))
         self._few, self._more = few, more
+        # The last part has the atoms after the last added block, and adds none.
         self._insertions = [*_find_insertions(few, more, most), (len(few), 0)]
         self._parts: list[tuple[list[SettledAtom], list[SettledAtom]]] = []
-        at = k = 0
-        for plain, repeated in self._split(few, more):
+        start = k = 0  # the first size of the next atom, and its place in the third record
+        for shared, added in self._split(few, more):
             parts: tuple[list[SettledAtom], list[SettledAtom]] = [], []
-            for a, b in plain:
-                parts[0].append(_settle(at, a, b, most[k]))
+            for a, b in shared:
+                parts[0].append(_settle(start, a, b, most[k]))
+                # What the second block adds to a size, the third must add again.
                 if [2 * y - x for x, y in zip(a.sizes, b.sizes, strict=True)] != [*most[k].sizes]:
                     raise NotAlikeError("a size is not affine in the number of blocks")
-                at += len(a.sizes)
+                start += len(a.sizes)
                 k += 1
-            for number, b in enumerate(repeated):
-                parts[1].append(_settle(at, b, most[k + number], most[k + len(repeated) + number]))
-                at += len(b.sizes)
-            k += 2 * len(repeated)
+            for number, b in enumerate(added):
+                # The third record has an added atom of its first added block, and of its second.
+                first, second = most[k + number], most[k + len(added) + number]
+                parts[1].append(_settle(start, b, first, second))
+                start += len(b.sizes)
+            k += 2 * len(added)
             self._parts.append(parts)
         self.sizes = self._measure(few, more)
 
@@ -92,21 +89,21 @@ class Pattern:
     def _split(
         self, few: Sequence[Atom], more: Sequence[Atom]
     ) -> Iterator[tuple[Sequence[tuple[Atom, Atom]], Sequence[Atom]]]:
-        """Yield pairs of atoms that both have, and the further ones that follow them."""
+        """Yield pairs of atoms that both records have, and the added ones that follow them."""
         i = j = 0
-        for at, length in self._insertions:
-            until = j + at - i
-            yield list(zip(few[i:at], more[j:until], strict=True)), more[until : until + length]
-            i, j = at, until + length
+        for place, length in self._insertions:
+            until = j + place - i
+            yield list(zip(few[i:place], more[j:until], strict=True)), more[until : until + length]
+            i, j = place, until + length
 
     def _measure(self, few: Sequence[Atom], more: Sequence[Atom]) -> Sizes:
         least: list[int] = []
         growth: list[int] = []
-        for plain, repeated in self._split(few, more):
-            for a, b in plain:
+        for shared, added in self._split(few, more):
+            for a, b in shared:
                 least += a.sizes
                 growth += [y - x for x, y in zip(a.sizes, b.sizes, strict=True)]
-            for b in repeated:
+            for b in added:  # every block adds the same
                 least += b.sizes
                 growth += [0] * len(b.sizes)
         return Sizes(np.array(least, dtype=np.int64), np.array(growth, dtype=np.int64))
@@ -126,33 +123,33 @@ class Pattern:
         )
 
     def _read_like(
-        self, recording: Recording, further: int, known: Sequence[Atom]
+        self, recording: Recording, further: int, expected: Sequence[Atom]
     ) -> Sequence[Atom]:
-        found = self._read(recording, further)
-        if len(found) != len(known) or any(
-            a[:3] != b[:3] for a, b in zip(found, known, strict=True)
-        ):
+        """Read the record of another batch, whose atoms may differ in sizes alone."""
+        atoms = self._read(recording, further)
+        if [atom[:3] for atom in atoms] != [atom[:3] for atom in expected]:
             raise NotAlikeError("another batch has other atoms")
-        return found
+        return atoms
 
     def guess(self, more: Recording, times: float) -> Sizes:
-        """Guess the sizes with another batch from one record: what holds for one must be confirmed.
+        """Guess the sizes with another batch from one record; a trace must confirm them.
 
         Args:
             more: Its record with one more than the smallest number of blocks.
-            times: How many times as large the batch is. What each further block adds is taken to
-                grow with it, or not at all where the record says so.
+            times: How many times as large the batch is. What each further block adds to a size is
+                taken to grow with the batch, or not to grow where the size itself did not change.
 
         Raises:
             NotAlikeError: It has other atoms.
         """
-        found = self._read_like(more, 1, self._more)
-        alike = self._measure(self._few, found)  # wrong but for what blocks add themselves
-        shared = self.sizes.growth != 0
-        same = alike.least + alike.growth == self.sizes.least + self.sizes.growth
-        growth = np.where(shared & ~same, np.rint(self.sizes.growth * times), self.sizes.growth)
+        atoms = self._read_like(more, 1, self._more)
+        # Only the sum of the two is right: the smaller record is that of the first batch.
+        mixed = self._measure(self._few, atoms)
+        size = mixed.least + mixed.growth
+        has_changed = size != self.sizes.least + self.sizes.growth
+        growth = np.where(has_changed, np.rint(self.sizes.growth * times), self.sizes.growth)
         growth = growth.astype(np.int64)
-        return Sizes(alike.least + alike.growth - growth, growth)
+        return Sizes(size - growth, growth)
 
     def assemble(self, count: int, sizes: Sizes) -> Recording:
         """Assemble the record of a model with so many blocks."""
@@ -165,16 +162,18 @@ class Pattern:
         )
         self._write(writer, further)
         first, first_end, steady, end = writer.marks
-        marks = first, first_end, steady, end
         return self._like._replace(
-            storages=writer.storages, events=writer.events, marks=marks, launches=()
+            storages=writer.storages,
+            events=writer.events,
+            marks=(first, first_end, steady, end),
+            launches=(),
         )
 
     def _write(self, outline: Outline, further: int) -> None:
-        for plain, repeated in self._parts:
-            outline.write(plain)
+        for shared, added in self._parts:
+            outline.write(shared)
             for _ in range(further):
-                outline.write(repeated)
+                outline.write(added)
 
     def _lay_out(self, count: int) -> "_Layout":
         """Lay out what a model with so many blocks allocates and frees."""
@@ -187,24 +186,26 @@ class Pattern:
     def footprint(self, count: int, sizes: Sizes) -> Footprint:
         """Return what the training of a model with so many blocks allocates."""
         layout = self._lay_out(count)
-        known = sizes.of(count - self._blocks.count)
-        requested = dict(enumerate(known[layout.places].tolist()))
+        values = sizes.of(count - self._blocks.count)
+        requested = dict(enumerate(values[layout.places].tolist()))
         number = len(requested)
         steps: list[list[Event]] = []
-        found: dict[tuple[int, ...], list[int]] = {}
+        # Most launches repeat those of another block, so what they allocate is found once.
+        workspaces: dict[tuple[int, ...], list[int]] = {}
         for parts in layout.steps:
             events: list[Event] = []
             for part in parts:
                 if isinstance(part, list):
                     events += part
                     continue
-                launched, at = part
-                shapes = tuple(known[at : at + len(launched.sizes)].tolist())
+                launched, start = part
+                shapes = tuple(values[start : start + len(launched.sizes)].tolist())
                 key = id(launched), *shapes
-                if key not in found:
-                    found[key] = find_workspaces(launched, shapes, self._like.workspaces)
-                until = number + len(found[key])
-                requested |= zip(range(number, until), found[key], strict=True)
+                if key not in workspaces:
+                    workspaces[key] = find_workspaces(launched, shapes, self._like.workspaces)
+                # Storages of kernels have the numbers after those of all others.
+                until = number + len(workspaces[key])
+                requested |= zip(range(number, until), workspaces[key], strict=True)
                 events += map(Allocated, range(number, until))
                 events += map(Freed, range(number, until))
                 number = until
@@ -216,24 +217,24 @@ class Pattern:
     def footprint_sizes(self, count: int, sizes: Sizes) -> Integers:
         """Return the sizes on which a footprint rests."""
         layout = self._lay_out(count)
-        known = sizes.of(count - self._blocks.count)
+        values = sizes.of(count - self._blocks.count)
         launches = [
-            known[part[1] : part[1] + len(part[0].sizes)]
+            values[part[1] : part[1] + len(part[0].sizes)]
             for part in chain.from_iterable(layout.steps)
             if isinstance(part, tuple)
         ]
-        return np.concatenate([known[layout.places], *launches])
+        return np.concatenate([values[layout.places], *launches])
 
 
 class _Layout(NamedTuple):
     """The allocations of a model with so many blocks, without their sizes."""
 
     steps: list[list[list[Event] | tuple[Launched, int]]]
-    """For each step, and what precedes it, events and launches of kernels in their order; with
-    a launch where its sizes are."""
+    """For the set-up and each step, events and launches of kernels in their order. A launch has the
+    place of its sizes."""
 
     places: Integers
-    """Where the size of each storage is, but for those of kernels."""
+    """The place of the size of each storage, without those that kernels allocate."""
 
     @classmethod
     def of(cls, outline: Outline) -> Self:
@@ -244,27 +245,27 @@ class _Layout(NamedTuple):
             if item is None:
                 steps.append([[]])
                 continue
-            event, at = item
+            event, place = item
             if isinstance(event, Launched):
-                steps[-1] += (event, at), []
+                steps[-1] += (event, place), []
                 continue
             if isinstance(event, Allocated):
-                places.append(at)
+                places.append(place)
             events = steps[-1][-1]
             assert isinstance(events, list)
             events.append(event)
         return cls(steps, np.array(places, dtype=np.int64))
 
 
-def _settle(at: int, first: Atom, *others: Atom) -> SettledAtom:
-    """Find the ways by which the same atom of several records names blocks and a storage."""
+def _settle(start: int, first: Atom, *others: Atom) -> SettledAtom:
+    """Find how an atom names blocks and a storage in every record, so that it does in others."""
     assert all(other.key == first.key for other in others)
     blocks = tuple(
         _name(place, *(other.blocks[number] for other in others))
         for number, place in enumerate(first.blocks)
     )
     storage = first.storage and _name(first.storage, *map(_storage_of, others))
-    return SettledAtom(first.key, blocks, storage, at)
+    return SettledAtom(first.key, blocks, storage, start)
 
 
 def _name(place: Place, *others: Place) -> tuple[int, int]:
@@ -279,47 +280,50 @@ def _storage_of(atom: Atom) -> Place:
     return atom.storage
 
 
-def _may_be_same(one: Atom, other: Atom) -> bool:
+def _may_be_same(a: Atom, b: Atom) -> bool:
     """Return whether two atoms of records with different numbers of blocks may be the same."""
-    if one.key != other.key:
+    if a.key != b.key:
         return False
-    if one[1:3] == other[1:3]:
+    if a[1:3] == b[1:3]:  # the usual case, at less cost
         return True
-    pairs = zip(one.blocks, other.blocks, strict=True)
-    return all(a.shared_way(b) is not None for a, b in pairs) and (
-        one.storage is None or one.storage.shared_way(_storage_of(other)) is not None
-    )
+    pairs = zip(a.blocks, b.blocks, strict=True)
+    return all(x.shared_way(y) is not None for x, y in pairs) and _may_share_storage(a, b)
 
 
-def _may_follow(one: Atom, other: Atom) -> bool:
-    """Return whether an atom of a block may be that of the next block."""
-    return (
-        one.key == other.key
-        and one.sizes == other.sizes
-        and all(a.by[0] == b.by[0] for a, b in zip(one.blocks, other.blocks, strict=True))
-        and (one.storage is None or one.storage.shared_way(_storage_of(other)) is not None)
-    )
+def _may_follow(a: Atom, b: Atom) -> bool:
+    """Return whether an atom of a block may be that of the next block.
+
+    Both must name blocks by the same distances from the block of the atom before.
+    """
+    pairs = zip(a.blocks, b.blocks, strict=True)
+    is_alike = a.key == b.key and a.sizes == b.sizes
+    return is_alike and all(x.by[0] == y.by[0] for x, y in pairs) and _may_share_storage(a, b)
+
+
+def _may_share_storage(a: Atom, b: Atom) -> bool:
+    return a.storage is None or a.storage.shared_way(_storage_of(b)) is not None
 
 
 def _find_insertions(
     few: Sequence[Atom], more: Sequence[Atom], most: Sequence[Atom]
 ) -> list[tuple[int, int]]:
-    """Find what a record of one more block has more, once, and one of two more blocks, twice.
+    """Find the atoms of added blocks: once in the second record, and twice in the third.
 
     Returns:
-        Where in the shortest record there are further atoms, and how many.
+        For each place in the shortest record where such atoms are, the place and how many.
 
     Raises:
-        NotAlikeError: The records do not nest.
+        NotAlikeError: The records differ in another way.
     """
-    found: list[tuple[int, int]] = []
-    i = j = k = last = 0
+    insertions: list[tuple[int, int]] = []
+    i = j = k = last = 0  # places in the three records, and the last insertion in the first
     while True:
         alike = _count_same(few[i:], more[j:], most[k:])
         i, j, k = i + alike, j + alike, k + alike
-        spare = (len(more) - j) - (len(few) - i)
+        spare = (len(more) - j) - (len(few) - i)  # added atoms that are still to be placed
         if i == len(few) and not spare and k == len(most):
-            return found
+            return insertions
+        # The shortest part comes first: a longer one could swallow atoms that the records share.
         for length in range(1, spare + 1):
             goes_on = (
                 length == spare
@@ -328,13 +332,13 @@ def _find_insertions(
                 and _may_be_same(few[i], more[j + length])
                 and _may_be_same(few[i], most[k + 2 * length])
             )
-            back = goes_on and _find_start((few, more, most), (i, j, k), length, i - last)
-            if back is not False and back is not None:
+            back = _find_start((few, more, most), (i, j, k), length, i - last) if goes_on else None
+            if back is not None:
                 break
         else:
             raise NotAlikeError(f"event {i:,} of {len(few):,} is another with one more block")
         last = i - back
-        found.append((last, length))
+        insertions.append((last, length))
         j, k = j + length, k + 2 * length
 
 
@@ -349,29 +353,32 @@ def _count_same(few: Sequence[Atom], more: Sequence[Atom], most: Sequence[Atom])
 
 def _find_start(
     records: tuple[Sequence[Atom], Sequence[Atom], Sequence[Atom]],
-    at: tuple[int, int, int],
+    places: tuple[int, int, int],
     length: int,
     furthest: int,
 ) -> int | None:
-    """Return by how many atoms earlier the further ones begin; None if there are none so long.
+    """Return by how many atoms before the places the added ones begin; None if they nowhere do.
 
-    The atoms that follow a block may begin like the block itself, up to sizes.
+    The atoms that follow a block may begin like those of the block, up to sizes. Then the records
+    seem alike for longer than they are, and the added atoms have begun before.
     """
     few, more, most = records
-    i, j, k = at
+    i, j, k = places
     if j + length > len(more) or k + 2 * length > len(most):
         return None
 
     def is_repeated(number: int) -> bool:
-        """Return whether an atom of the second record is twice in the third."""
+        """Return whether the third record has an atom of the second one twice."""
         atom, copy = more[j + number], k + number
         return _may_follow(atom, most[copy]) and _may_follow(atom, most[copy + length])
 
+    # A window of that length moves back by one atom at a time until all in it are repeated.
     unlike = sum(not is_repeated(number) for number in range(length))
     for back in range(furthest + 1):
         if not unlike:
             return back
         before = -back - 1
+        # What leaves the window at its end must be an atom that all three records share.
         if (
             back == furthest
             or not _may_be_same(few[i + before], more[j + before + length])
@@ -387,7 +394,7 @@ def interpolate(low: int, high: int, batch: int, at_low: Sizes, at_high: Sizes) 
 
     def along(a: Integers, b: Integers) -> Integers:
         growth, rest = np.divmod(b - a, high - low)
-        found: Integers = a + growth * (batch - low) + rest * (batch - low) // (high - low)
-        return found
+        between: Integers = a + growth * (batch - low) + rest * (batch - low) // (high - low)
+        return between
 
     return Sizes(along(at_low.least, at_high.least), along(at_low.growth, at_high.growth))

@@ -101,4 +101,4 @@ PARTS: Mapping[str, Callable[..., Any]] = {
     "gemm_4bit": multiply_4bit,
     "int8_scaled_mm": multiply_8bit,
 }
-"""By the operator's name."""
+"""The parts of an operator, by its name."""

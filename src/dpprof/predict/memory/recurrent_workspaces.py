@@ -28,7 +28,7 @@ _LINE = 64
 _GATES = 4
 _FLOAT32 = 4
 _MOST_MERGED = 128
-"""From so many samples on, forward multiplies the input step by step."""
+"""The least samples with which forward multiplies the input step by step."""
 
 _REST = 4664
 """Addresses and alignment in the scratch memory."""
@@ -135,4 +135,4 @@ RECURRENT_WORKSPACES: Mapping[Any, Workspace] = {
     aten.mkldnn_rnn_layer: _forward,
     aten.mkldnn_rnn_layer_backward: _backward,
 }
-"""By overload packet, from an operator's arguments to bytes."""
+"""Functions from an operator's arguments to bytes, by overload packet."""

@@ -39,10 +39,11 @@ def library_workspaces(compute_capability: str, *threads: str) -> dict[str, int]
     """
     hopper = 9
     is_old = int(compute_capability.partition(".")[0]) < hopper
-    found = {f"cuBLAS workspace, {one}": 8320 * 2**10 if is_old else 32 * 2**20 for one in threads}
+    nbytes = 8320 * 2**10 if is_old else 32 * 2**20
+    workspaces = {f"cuBLAS workspace, {thread}": nbytes for thread in threads}
     if not hasattr(torch.backends.cuda, "blas_workspace_size"):
-        found |= {f"cuBLASLt workspace, {one}": 2**20 for one in threads}
-    return found
+        workspaces |= {f"cuBLASLt workspace, {thread}": 2**20 for thread in threads}
+    return workspaces
 
 
 def _drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -105,7 +106,9 @@ class _CudaFunctions(TorchFunctionMode):
         if func in _FUSED and _is_widened(args[0], kwargs.get("dtype")):
             dim = args[1] if len(args) > 1 else kwargs["dim"]
             return _FUSED[func](args[0], dim, half_to_float=True)
-        if func in _CONVERTING and torch.is_autocast_enabled("cpu") and _is_reduced(args[:1]):
+        x = args[0] if args else None
+        is_reduced = isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
+        if func in _CONVERTING and torch.is_autocast_enabled("cpu") and is_reduced:
             if func in _IN_FLOAT32:
                 args = (args[0].float(), *args[1:])
             elif kwargs.get("dtype") is None:
@@ -155,16 +158,9 @@ def _is_widened(x: Tensor, dtype: torch.dtype | None) -> bool:
     return x.dtype is torch.float16 and asks
 
 
-def _is_reduced(args: Any) -> bool:
-    return any(isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16) for x in args)
-
-
 @contextmanager
 def like_cuda(compute_capability: str) -> Iterator[dict[str, str]]:
     """Have PyTorch decide within as it does for CUDA tensors.
-
-    Args:
-        compute_capability: The device's.
 
     Yields:
         Each choice with its reason; it grows as choices are made.

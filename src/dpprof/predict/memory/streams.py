@@ -30,7 +30,7 @@ JOINS = "fsdp.chunk_cat"
 """Names of FSDP's copies: a cast before a gather, into and out of its buffer, and gradients'."""
 
 IN_FLIGHT = {"forward": 2}
-"""Copies out, counted from the last, of which a gather waits for the first; 1 in other phases."""
+"""A gather waits for this copy out, counted back from the last, by phase; 1 in others."""
 
 
 class Placed(NamedTuple):
@@ -41,7 +41,7 @@ class Placed(NamedTuple):
     """Operators on other streams that must have ended, by their positions."""
 
     collective: Collective | None
-    """Of a collective."""
+    """What it exchanges; None for an operator that is no collective."""
 
 
 def place(ops: Sequence[Op], parallel: Parallel | None) -> list[Placed]:
@@ -58,24 +58,24 @@ def place(ops: Sequence[Op], parallel: Parallel | None) -> list[Placed]:
     copies_out: list[int] = []
     scattered: set[int] = set()
     reduced: int | None = None
-    for at, op in enumerate(ops):
+    for index, op in enumerate(ops):
         collective = read_collective(op.name, [size for _, size in op.reads], parallel.world_size)
-        stream = _find_stream(ops, at, collective, writers, parallel)
+        stream = _find_stream(ops, index, collective, writers, parallel)
         if collective and scattered.intersection(number for number, _ in op.reads):
             collective, stream = collective._replace(ranks=parallel.replicas), REPLICATION
         before = {writers[number] for number, _ in op.reads if number in writers}
-        waits = {one for one in before if placed[one].stream != stream}
+        waits = {earlier for earlier in before if placed[earlier].stream != stream}
         last = IN_FLIGHT.get(op.phase, 1)
         if stream == COPY_IN and len(copies_out) >= last:
             waits.add(copies_out[-last])
         if op.name == JOINS and reduced is not None:
             waits.add(reduced)
         placed.append(Placed(stream, tuple(waits), collective))
-        writers.update((number, at) for number, _ in op.writes if number >= 0)
+        writers.update((number, index) for number, _ in op.writes if number >= 0)
         if op.name == COPIES_OUT:
-            copies_out.append(at)
+            copies_out.append(index)
         if stream == COMMUNICATION and collective and collective.name == "reduce-scatter":
-            reduced = at
+            reduced = index
             if parallel.kind == "hsdp":
                 scattered.update(number for number, _ in op.writes)
     return placed
@@ -83,13 +83,13 @@ def place(ops: Sequence[Op], parallel: Parallel | None) -> list[Placed]:
 
 def _find_stream(
     ops: Sequence[Op],
-    at: int,
+    index: int,
     collective: Collective | None,
     writers: dict[int, int],
     parallel: Parallel,
 ) -> int:
-    op = ops[at]
-    is_cast = op.name == CASTS and at + 1 < len(ops) and ops[at + 1].name == COPIES_IN
+    op = ops[index]
+    is_cast = op.name == CASTS and index + 1 < len(ops) and ops[index + 1].name == COPIES_IN
     if op.name == COPIES_IN or is_cast:
         return COPY_IN
     if collective is None:

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -66,13 +67,8 @@ def state_memory(
 ) -> Memory:
     """Summarise live memory at the peak of a step and over time.
 
-    Args:
-        experiment: The experiment of the steps.
-        first: The first step.
-        steady: A step in the steady state.
-        allocator_peak: The allocator's peak of that step in bytes, if known in this process.
-        real: Whether the step really ran, so that its times have a meaning.
-        allocator: The simulated caching allocator's figures; None for a CPU.
+    ``allocator_peak`` is that of the steady step in bytes, if it is known in this process; ``real``
+    says whether the step ran, so that its times have a meaning; ``allocator`` is None for a CPU.
     """
     peak, first_peak, recorded_peak = steady.peak_bytes, first.peak_bytes, steady.peak_bytes
     if allocator is not None:
@@ -110,9 +106,8 @@ def simulate_allocator(
     steady: MemoryTimeline, limit_bytes: int | None, *, as_graph: bool = False
 ) -> Allocator:
     """Play the training up to a step in the steady state, and that step, into the allocator."""
-    return summarise_allocator(
-        *(steady.before, steady.events, steady.requested_bytes, limit_bytes), as_graph=as_graph
-    )
+    training = (steady.before, steady.events, steady.requested_bytes)
+    return summarise_allocator(partial(place, *training, as_graph=as_graph), limit_bytes)
 
 
 def _of_ranks(experiment: Experiment) -> dict[str, str]:
@@ -130,11 +125,11 @@ def _list_assumptions(step: MemoryTimeline, device: str) -> dict[str, str]:
     """Return the assumptions: choices for a device, and what operators may allocate beyond."""
     ran = {(op.cost.op, op.cost.dtype) for op in step.ops}
     if device == "cuda":
-        known = LOWER_BOUNDS | UNKNOWN_WORKSPACES
-        found = ((op, known.get(op)) for op, _ in sorted(ran))
+        explained = LOWER_BOUNDS | UNKNOWN_WORKSPACES
+        reasons = ((op, explained.get(op)) for op, _ in sorted(ran))
     else:
-        found = ((op, explain_unknown(op, dtype)) for op, dtype in sorted(ran))
-    return {**step.notes, **{f"{WORKSPACE_OF}{op}": why for op, why in found if why}}
+        reasons = ((op, explain_unknown(op, dtype)) for op, dtype in sorted(ran))
+    return {**step.notes, **{f"{WORKSPACE_OF}{op}": why for op, why in reasons if why}}
 
 
 def _at_peak(step: MemoryTimeline) -> AtPeak:
@@ -238,14 +233,7 @@ def state_compute(
     step: MemoryTimeline,
     ceilings: Target | None,
 ) -> Compute:
-    """Summarise the FLOPs that a step executed and those that the model needs.
-
-    Args:
-        experiment: The experiment of the step.
-        model_flops: What ``count_model_flops`` returns.
-        step: A step in the steady state.
-        ceilings: The device's limits, if known.
-    """
+    """Summarise the FLOPs that a step executed and those that the model needs."""
     by_phase: Counter[Phase] = Counter()
     by_module: Counter[str] = Counter()
     by_component: Counter[Component] = Counter()
@@ -376,6 +364,6 @@ def state_communication(step: MemoryTimeline, parallel: Parallel | None) -> list
     """Summarise a rank's exchanges in a step; None where there is one rank."""
     if parallel is None:
         return None
-    placed = (one.collective for one in place_on_streams(step.ops, parallel))
+    placed = (spot.collective for spot in place_on_streams(step.ops, parallel))
     called = zip(placed, step.ops, strict=True)
     return sum_exchanges((call, op.phase) for call, op in called if call is not None)

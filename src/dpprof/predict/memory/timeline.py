@@ -124,11 +124,6 @@ class MemoryTimeline:
         """The most live bytes at once."""
         return int(self.totals.max())
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether as many bytes are live after the step as before it."""
-        return bool(self.totals[0] == self.totals[-1])
-
     @cached_property
     def phases(self) -> list[Phase]:
         """The phase of each row; ``setup`` before the first phase."""

@@ -31,12 +31,8 @@ def with_numbers(workspaces: Mapping[Any, Workspace]) -> Mapping[Any, Workspace]
     """Return workspaces by overload packet, and of ``WRAPPING`` the tensors of numbers too."""
     return {
         **workspaces,
-        **{packet: _with_number(workspaces.get(packet, _none)) for packet in WRAPPING},
+        **{p: _with_number(workspaces.get(p, lambda *_, **__: ())) for p in WRAPPING},
     }
-
-
-def _none(*_: Any, **__: Any) -> Sequence[int]:
-    return ()
 
 
 def _with_number(others: Workspace) -> Workspace:

@@ -28,21 +28,23 @@ from dpprof.predict.step_time.op_time import OpTime, UnknownTimeError
 FILE = "collectives.json"
 
 _TABLES = {**MEASURED, datasheets.A100_40GB: "a100"}
-"""The table of each device; that without one has the links of another."""
+"""The table of each device. The A100 with 40 GB has the links of the one with 80 GB."""
 
 NETWORK = 0.88
 """Share of a network's bandwidth that large collectives reach: 86 and 96 of 100 GB/s (A100, 2 and 3
 nodes), 360 of 400 (H100, 4 nodes), 382 of 400 (B200, 4 nodes): perf/collective_tables.md."""
 
 BETWEEN_NODES, SMALL_BETWEEN_NODES = 0.3, 1.0
-"""Spread of times between nodes, from 16 MiB on and below: of what others measured all is within
-1.6 times, and up to 6 (perf/collective_tables.md). How a network is wired is not known."""
+"""Spread of times between nodes, from 16 MiB on and below. Times that others measured differ from
+these by a factor of at most 1.6, and below 16 MiB of up to 6 (perf/collective_tables.md). How a
+network is wired is not known."""
 
 _SMALL = 2**24
 
 _RING_BUFFER = 65_536 / 16
 _PLATEAU = 1.9
-"""From so many bytes for each rank, a ring's all-reduce between nodes has so many latencies."""
+"""From this many bytes for each rank on, a ring's all-reduce between nodes takes this many times
+its latency."""
 
 
 class _Protocol(NamedTuple):
@@ -52,7 +54,7 @@ class _Protocol(NamedTuple):
     inside_s: float
     between_s: float
     share: float
-    """Of the bandwidth."""
+    """The share of the bandwidth that it reaches."""
 
 
 _RINGS = (_Protocol(8.4e-6, 3.4e-6, 9.6e-6, 1.0), _Protocol(3.6e-6, 0.85e-6, 2.7e-6, 0.25))
@@ -93,8 +95,8 @@ class CollectiveModel:
         self._spread: float = document["spread"]
         self._parallel = parallel
         own: float = document["network_bytes_per_s"][name]
-        given = parallel.network_gb_per_s
-        self._network = own if given is None else given * 1e9
+        stated = parallel.network_gb_per_s
+        self._network = own if stated is None else stated * 1e9
 
     def predict(self, collective: Collective) -> OpTime:
         """Predict a collective: all-gather, reduce-scatter, all-reduce, all-to-all or broadcast.
@@ -150,17 +152,17 @@ class CollectiveModel:
         busbw = min(inside, network)
         rounds = 2 if collective == "all-reduce" else 1
         sent = bytes_each_way(collective, payload, ranks)
-        found = []
+        times_s = []
         for way in _RINGS:
             steps_s = (ranks - nodes) * way.inside_s + (nodes - 1) * way.between_s
             slow = rounds == 2 and way is _RINGS[0] and payload >= ranks * _RING_BUFFER  # noqa: PLR2004
             latency_s = way.start_s + rounds * steps_s * (_PLATEAU if slow else 1)
-            found.append(latency_s + sent / (way.share * busbw))
+            times_s.append(latency_s + sent / (way.share * busbw))
         if collective == "all-reduce":
             for way in _TREES:
                 hops_s = (in_node - 1) * way.inside_s + math.log2(nodes) * way.between_s
-                found.append(way.start_s + 2 * hops_s + 2 * payload / (way.share * busbw))
-        return min(found)
+                times_s.append(way.start_s + 2 * hops_s + 2 * payload / (way.share * busbw))
+        return min(times_s)
 
 
 @cache

@@ -24,7 +24,7 @@ MEASURED: dict[Target, str] = {getattr(datasheets, name.upper()): name for name 
 """Devices with a table of their own."""
 
 _OF_ARCHITECTURE = {"8.0": "a100", "8.9": "l40s", "9.0": "h100", "10.0": "b200"}
-"""By compute capability, the table whose shares other devices take."""
+"""The table whose shares other devices take, by compute capability."""
 
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
@@ -42,13 +42,13 @@ MEMORY = Estimate(0.88, 0.1)
 2^24 elements on (perf/measured_steps.md, which has all figures that are measured here)."""
 
 WIDENING = Estimate(0.58, 0.1)
-"""The same of copies of 16 bits to float32: measured in bfloat16, 0.57 to 0.59."""
+"""Share of bandwidth of copies of 16 bits to float32: measured in bfloat16, 0.57 to 0.59."""
 
 OPTIMIZERS = Estimate(0.78, 0.1)
-"""The same of operators on all parameters at once: measured, 0.69 to 0.84."""
+"""Share of bandwidth of operators on all parameters at once: measured, 0.69 to 0.84."""
 
 NOISE = Estimate(0.84, 0.1)
-"""The same of the kernel that draws noise and adds it: measured."""
+"""Share of bandwidth of the kernel that draws noise and adds it: measured."""
 
 _BY_FAMILY: dict[str, Estimate] = {
     "random": Estimate(0.47, 0.15),
@@ -56,9 +56,9 @@ _BY_FAMILY: dict[str, Estimate] = {
     "optimizer": OPTIMIZERS,
     "indexing": Estimate(0.3, 0.5),
 }
-"""The same by family. Normal random numbers are bound by arithmetic and not by memory: measured,
-0.46 to 0.49. Softmax, normalisation, sums and their backward passes were measured to reach 0.39 to
-0.70, and scatters, which count as lookups and gathers, 0.23 to 0.36."""
+"""Share of bandwidth by family. Normal random numbers are bound by arithmetic and not by memory:
+measured, 0.46 to 0.49. Softmax, normalisation, sums and their backward passes were measured to
+reach 0.39 to 0.70, and scatters, which count as lookups and gathers, 0.23 to 0.36."""
 
 _READ_AGAIN = 0.6
 """The share of an operator that reads its operands again (``Cost.reads_again``), over that of
@@ -84,7 +84,8 @@ of 35.6, A6000 23.9 of 38.7, A40 23.7 of 37.4. A T4's 70 W do not carry its boos
 """
 
 _TF32 = 0.8
-"""The same in TF32: the same issues give 0.73 to 0.91 for A100 and H100."""
+"""Share of the peak of large products in TF32: the same issues give 0.73 to 0.91 for A100 and
+H100."""
 
 _OTHER_SPREAD = 0.2
 """The spread of products in float32, TF32 and float64."""
@@ -112,10 +113,12 @@ half of one. Measured on an H100: 0.36 for 8 samples of 1,024 tokens, 0.41 for 1
 for 4 of 2,048 and 4,096. Few tiles leave processors idle in the last round."""
 
 GRAMS_OF = {"9.0": Estimate(0.46, 0.15)}
-"""The same where the GPU's copy engine loads the blocks (``norms.triton_launch``)."""
+"""Share of the peak of a norm by Gram matrices where the GPU's copy engine loads the blocks
+(``norms.triton_launch``)."""
 
 GRAMS_IN_TF32 = Estimate(0.27, 0.25)
-"""The same in TF32, of three products in place of each (``norms.float32_products``): measured."""
+"""Share of the peak of a norm by Gram matrices in TF32, of three products in place of each
+(``norms.float32_products``): measured."""
 
 TF32_PRODUCTS = 3
 """Products in TF32 in place of each of a norm's (``norms.float32_products``)."""
@@ -134,9 +137,10 @@ fourth, with an H100, seven private and plain steps took 30 to 48, in the median
 """
 
 NO_HOST = Estimate(0.0, 0.0)
-"""The same in a CUDA graph, where kernels follow each other after ``KERNEL_S``. To start a graph
-takes the host about 2.5 microseconds and 1.5 ns for each node (NVIDIA, "Constant Time Launch for
-Straight-Line CUDA Graphs", 2024), less than one operator of a step."""
+"""Seconds of the host for an operator in a CUDA graph, where kernels follow each other after
+``KERNEL_S``. To start a graph takes the host about 2.5 microseconds and 1.5 ns for each node
+(NVIDIA, "Constant Time Launch for Straight-Line CUDA Graphs", 2024), less than one operator of a
+step."""
 
 _FLASH: dict[str, tuple[float, float]] = {"8": (0.62, 0.5), "9": (0.38, 0.34), "10": (0.2, 0.175)}
 """Shares of the peak by FlashAttention-2, whose kernels PyTorch runs, over long sequences, forward
@@ -160,7 +164,7 @@ _ATTENTION_SPREAD = 0.2
 """Twice that for architectures of which no figure was found; they take the A100's shares."""
 
 _HALF_TOKENS = (100, 256)
-"""With as many tokens, attention forward and backward reaches half of its speed over long
+"""The tokens with which attention forward and backward reaches half of its speed over long
 sequences: flash-attention's pull request 2688 (H100) and issue 1589 (B200), 512 to 8,192 tokens."""
 
 _FULL_WIDTH = 128
@@ -171,10 +175,10 @@ _CLOCKS = 0.05
 """Spread of all times of a device together: clocks, cooling and drivers differ."""
 
 _CLOCKS_OF = {"7.5": 0.25, "9.0": 0.1, "10.0": 0.1}
-"""The same by compute capability, where power carries the clocks for moments only. A T4's 70 W
-leave it between 585 and 1,590 MHz (data sheet; Jia et al. 2019 show how it falls). With sides of at
-least 4,096, products of an H200 reach 0.79 of its peak with 2,048 rows and 0.71 with 32,768, those
-of an A100 0.83 and 0.81 (the tables)."""
+"""Spread of all times of a device together by compute capability, where power carries the clocks
+for moments only. A T4's 70 W leave it between 585 and 1,590 MHz (data sheet; Jia et al. 2019 show
+how it falls). With sides of at least 4,096, products of an H200 reach 0.79 of its peak with 2,048
+rows and 0.71 with 32,768, those of an A100 0.83 and 0.81 (the tables)."""
 
 
 def _share_of_bandwidth(cost: Cost) -> Estimate:
@@ -211,23 +215,21 @@ class GpuModel:
     def predict(self, cost: Cost, moved_bytes: int) -> OpTime:
         """Predict the device's time for one call of an operator.
 
-        Args:
-            cost: What it computes.
-            moved_bytes: What it reads and writes, each once.
+        ``moved_bytes`` are those that it reads and writes, each once.
 
         Raises:
             UnknownTimeError: It is a product or attention of a dtype whose peak is not known.
         """
         streamed_s = moved_bytes / self._bandwidth
         if cost.product is not None:
-            found = self._predict_product(cost.product, cost.dtype)
+            time = self._predict_product(cost.product, cost.dtype)
             if not cost.is_aligned and self._on_tensor_cores(cost.dtype):
-                spread = math.hypot(found.spread, MISALIGNED.spread)
-                found = OpTime(found.seconds / MISALIGNED.value, spread, "data sheet")
+                spread = math.hypot(time.spread, MISALIGNED.spread)
+                time = OpTime(time.seconds / MISALIGNED.value, spread, "data sheet")
         elif cost.convolution:
-            found = self._predict_convolution(cost)
+            time = self._predict_convolution(cost)
         elif cost.attention is not None:
-            found = self._predict_attention(cost, cost.attention, streamed_s)
+            time = self._predict_attention(cost, cost.attention, streamed_s)
         elif cost.family in COUNTED:
             is_split = (
                 cost.op.startswith("dpprof.") and ceiling_of(cost.dtype, self._dtype) == "tf32"
@@ -238,12 +240,12 @@ class GpuModel:
                 share = GRAMS_IN_TF32 if is_split else in_16_bits
             flops = cost.flops * (TF32_PRODUCTS if is_split else 1)
             bound = max(flops / self._peak(cost.dtype), streamed_s)
-            found = OpTime(bound / share.value, share.spread, "data sheet")
+            time = OpTime(bound / share.value, share.spread, "data sheet")
         else:
             share = _share_of_bandwidth(cost)
             reached = share.value * (_READ_AGAIN if cost.reads_again else 1.0)
-            found = OpTime(streamed_s / reached, share.spread, "data sheet")
-        return found._replace(seconds=found.seconds + KERNEL_S)
+            time = OpTime(streamed_s / reached, share.spread, "data sheet")
+        return time._replace(seconds=time.seconds + KERNEL_S)
 
     def _predict_product(self, shape: ProductShape, dtype: str) -> OpTime:
         bytes_per_s = self._bandwidth
@@ -255,25 +257,25 @@ class GpuModel:
             share = UNKNOWN_PRODUCTS.value if on_tensor_cores else self._share_in_float32
             return OpTime(bound / share, UNKNOWN_PRODUCTS.spread, "data sheet")
         peaks = PeakRates(in_16_bits, bytes_per_s)
-        found = self._products.predict(shape, _ITEMSIZES["bfloat16"], peaks)
+        time = self._products.predict(shape, _ITEMSIZES["bfloat16"], peaks)
         if not self._is_own:
-            found = found._replace(spread=2 * found.spread, basis="extrapolated")
+            time = time._replace(spread=2 * time.spread, basis="extrapolated")
         if _ITEMSIZES.get(dtype) == _ITEMSIZES["bfloat16"]:
-            return found
+            return time
         # What a product takes beyond its bound is latency, which no arithmetic unit shortens.
-        beyond = found.seconds - float(bound_s(shape, _ITEMSIZES["bfloat16"], peaks))
+        beyond = time.seconds - float(bound_s(shape, _ITEMSIZES["bfloat16"], peaks))
         share = _TF32 if self._on_tensor_cores(dtype) else self._share_in_float32
         seconds = bound / share + max(beyond, 0.0)
-        return OpTime(seconds, max(found.spread, _OTHER_SPREAD), "data sheet")
+        return OpTime(seconds, max(time.spread, _OTHER_SPREAD), "data sheet")
 
     @property
     def _share_in_float32(self) -> float:
         return _FLOAT32.get(self._target.compute_capability, UNKNOWN_PRODUCTS.value)
 
     def _predict_convolution(self, cost: Cost) -> OpTime:
-        found = [self._predict_product(shape, cost.dtype) for shape in cost.convolution]
-        seconds = sum(one.seconds for one in found) / CONVOLUTIONS.value
-        spread = max(one.spread for one in found)
+        times = [self._predict_product(shape, cost.dtype) for shape in cost.convolution]
+        seconds = sum(time.seconds for time in times) / CONVOLUTIONS.value
+        spread = max(time.spread for time in times)
         return OpTime(seconds, math.hypot(spread, CONVOLUTIONS.spread), "data sheet")
 
     def _on_tensor_cores(self, op_dtype: str) -> bool:
@@ -300,7 +302,7 @@ class GpuModel:
 
     def _peak(self, op_dtype: str) -> float:
         ceiling = ceiling_of(op_dtype, self._dtype)
-        found = self._target.peak(ceiling)
-        if found is None:
+        peak = self._target.peak(ceiling)
+        if peak is None:
             raise UnknownTimeError(f"the target's flops_per_s has no {ceiling}")
-        return found
+        return peak

@@ -40,9 +40,7 @@ def outline(call: str, *, is_reduction: bool = False) -> tuple[str, int]:
 
     Two calls of one layout differ in sizes alone.
 
-    Args:
-        call: As ``flops.op_call`` describes it.
-        is_reduction: Whether its list of numbers names axes.
+    ``is_reduction`` says whether its list of numbers names axes.
     """
     name, args, _ = json.loads(call)
     tensors = list(_tensors(args))

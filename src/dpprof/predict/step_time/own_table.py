@@ -53,32 +53,32 @@ class _Group(NamedTuple):
 
 
 class OwnTable:
-    """The times of operators on this machine.
-
-    Args:
-        table: The timed operators.
-    """
+    """The times of operators on this machine."""
 
     def __init__(self, table: OperatorTable) -> None:
         self.host_s, self.host_spread = table.host_s, table.host_spread
         self.step_factor = table.step_factor
         self.drift = table.drift or 0.0
-        self._known = {one.call: one for one in table.operators}
-        self._flops_per_s = max((one.flops / one.seconds for one in table.operators), default=1.0)
-        large = [one for one in table.operators if _moved_bytes(one) >= _LARGE]
-        self._bytes_per_s = max((_moved_bytes(one) / one.seconds for one in large), default=1e10)
-        self._least_s = min((one.seconds for one in table.operators), default=1e-6)
+        self._known = {timed.call: timed for timed in table.operators}
+        self._flops_per_s = max(
+            (timed.flops / timed.seconds for timed in table.operators), default=1.0
+        )
+        large = [timed for timed in table.operators if _moved_bytes(timed) >= _LARGE]
+        self._bytes_per_s = max(
+            (_moved_bytes(timed) / timed.seconds for timed in large), default=1e10
+        )
+        self._least_s = min((timed.seconds for timed in table.operators), default=1e-6)
         groups: dict[tuple[str, str], list[OperatorTime]] = defaultdict(list)
-        for one in table.operators:
-            groups[one.op, one.dtype].append(one)
-            groups[f"family {one.family}", one.dtype].append(one)
+        for timed in table.operators:
+            groups[timed.op, timed.dtype].append(timed)
+            groups[f"family {timed.family}", timed.dtype].append(timed)
         self._groups = {key: self._describe(some) for key, some in groups.items()}
 
     def predict(self, shape: OperatorShape) -> OpTime:
         """Predict the time of one call of an operator."""
-        known = self._known.get(shape.call)
-        if known is not None:
-            return OpTime(known.seconds, max(known.spread, _LEAST_SPREAD), "measured at this shape")
+        timed = self._known.get(shape.call)
+        if timed is not None:
+            return OpTime(timed.seconds, max(timed.spread, _LEAST_SPREAD), "measured at this shape")
         bound_s = self._bound_s(shape)
         for name in (shape.op, f"family {shape.family}"):
             group = self._groups.get((name, shape.dtype))
@@ -95,7 +95,7 @@ class OwnTable:
     @cached_property
     def spread(self) -> float:
         """Standard deviation of the logarithm of an interpolated time, from held-out shapes."""
-        errors = [abs(math.log(found / true)) for found, true, _ in self.hold_out()]
+        errors = [abs(math.log(predicted / true)) for predicted, true, _ in self.hold_out()]
         return float(np.quantile(errors, 0.9)) / Z_90 if errors else _UNKNOWN_SPREAD
 
     def hold_out(self) -> list[tuple[float, float, OperatorTime]]:
@@ -104,28 +104,28 @@ class OwnTable:
         Returns:
             Predicted and timed seconds; operators that were timed at one size only are left out.
         """
-        found = []
-        for one in self._known.values():
-            group = self._groups[one.op, one.dtype]
-            sizes = np.array(_sizes(one, as_product=group.of_products))
+        pairs = []
+        for timed in self._known.values():
+            group = self._groups[timed.op, timed.dtype]
+            sizes = np.array(_sizes(timed, as_product=group.of_products))
             usable = (group.sizes != sizes).any(axis=1)
             if usable.any():
-                speed = group.fit(sizes, one.layout, usable)
-                found.append((self._bound_s(one) / math.exp(speed), one.seconds, one))
-        return found
+                speed = group.fit(sizes, timed.layout, usable)
+                pairs.append((self._bound_s(timed) / math.exp(speed), timed.seconds, timed))
+        return pairs
 
     def _describe(self, some: Sequence[OperatorTime]) -> _Group:
-        of_products = all(one.product is not None for one in some)
+        of_products = all(timed.product is not None for timed in some)
         return _Group(
             of_products,
-            np.array([_sizes(one, as_product=of_products) for one in some], dtype=float),
-            np.array([one.layout for one in some]),
-            np.array([math.log(self._bound_s(one) / one.seconds) for one in some]),
+            np.array([_sizes(timed, as_product=of_products) for timed in some], dtype=float),
+            np.array([timed.layout for timed in some]),
+            np.array([math.log(self._bound_s(timed) / timed.seconds) for timed in some]),
         )
 
-    def _bound_s(self, one: OperatorShape) -> float:
-        streamed_s = _moved_bytes(one) / self._bytes_per_s
-        return self._least_s + max(one.flops / self._flops_per_s, streamed_s)
+    def _bound_s(self, shape: OperatorShape) -> float:
+        streamed_s = _moved_bytes(shape) / self._bytes_per_s
+        return self._least_s + max(shape.flops / self._flops_per_s, streamed_s)
 
 
 def read_own_table(root: Path, threads: int | None) -> OwnTable:
@@ -155,16 +155,16 @@ def read_own_table(root: Path, threads: int | None) -> OwnTable:
     raise UnknownTimeError(f"{why}; dpprof ceilings --device cpu --operators-of times them")
 
 
-def _moved_bytes(one: OperatorShape) -> int:
-    return one.read_bytes + one.written_bytes
+def _moved_bytes(shape: OperatorShape) -> int:
+    return shape.read_bytes + shape.written_bytes
 
 
-def _sizes(one: OperatorShape, *, as_product: bool) -> tuple[float, ...]:
+def _sizes(shape: OperatorShape, *, as_product: bool) -> tuple[float, ...]:
     """Return the logarithms of the sizes that a speed depends on, the weaker ones halved."""
-    if as_product and one.product is not None:
-        return tuple(_log(size) for size in one.product)
-    weak = _log(one.row) / 2, _log(one.written_bytes) / 2
-    return _log(_moved_bytes(one)), _log(one.flops), *weak
+    if as_product and shape.product is not None:
+        return tuple(_log(size) for size in shape.product)
+    weak = _log(shape.row) / 2, _log(shape.written_bytes) / 2
+    return _log(_moved_bytes(shape)), _log(shape.flops), *weak
 
 
 def _log(size: int) -> float:

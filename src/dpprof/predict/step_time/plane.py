@@ -33,23 +33,25 @@ def log2(size: int) -> float:
     return round(parts) / _PARTS
 
 
-def fit_plane(points: Floats, values: Floats, at: Floats, apart: Floats, neighbours: int) -> float:
+def fit_plane(
+    points: Floats, values: Floats, place: Floats, apart: Floats, neighbours: int
+) -> float:
     """Fit a plane through the points nearest to a place, and return its value there.
 
     Args:
         points: Logarithms of sizes to base 2, by ``log2``, one row for each point.
         values: One for each point.
-        at: The place.
+        place: Where the value of the plane is asked for.
         apart: A further distance of each point for differences other than sizes; infinite for a
             point that does not count. At least one is finite.
         neighbours: So many points, and those as far away as the last of them, make the plane.
     """
-    offsets = points - at
+    offsets = points - place
     squares = (offsets**2).sum(axis=1) + apart**2
     few = min(neighbours, int(np.isfinite(apart).sum()))
     nearest = np.flatnonzero(squares <= np.partition(squares, few - 1)[few - 1])
     weights = 1 / (np.sqrt(squares[nearest]) + _BLUR)
     design = np.column_stack([np.ones(len(nearest)), offsets[nearest]]) * weights[:, None]
-    level = np.diag([0.0] + [_LEVEL] * len(at))
+    level = np.diag([0.0] + [_LEVEL] * len(place))
     right = np.concatenate([values[nearest] * weights, np.zeros(len(level))])
     return float(np.linalg.lstsq(np.concatenate([design, level]), right, rcond=None)[0][0])

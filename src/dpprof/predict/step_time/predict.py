@@ -46,7 +46,8 @@ CHANNELS = {"8.0": 24}
 A100 (NVIDIA/nccl-tests issue 100). No other kernel runs on them meanwhile (NVIDIA/nccl 1656)."""
 
 _CHANNELS = 16
-"""The same of others: 16 rings on nodes of eight H100 (NVIDIA/nccl issue 1453)."""
+"""Multiprocessors that a collective takes on other devices: 16 rings on nodes of eight H100
+(NVIDIA/nccl issue 1453)."""
 
 AMONG_GPUS = 0.015
 """Spread of the speeds of equal GPUs, of which all wait for the slowest: about 8 % from one end to
@@ -58,7 +59,7 @@ class Issued(NamedTuple):
 
     kind: str
     time: OpTime
-    """The device's."""
+    """The time on the device."""
 
     placed: Placed = Placed(COMPUTE, (), None)
 
@@ -76,7 +77,8 @@ class StepTime(NamedTuple):
     """The share of the step in which the device waits for the host."""
 
     communication_share: float
-    """The share in which it does nothing but wait for ranks, or run collectives in line."""
+    """The share of the step in which the device only waits for ranks, or runs collectives in
+    line."""
 
 
 class _Run(NamedTuple):
@@ -85,7 +87,7 @@ class _Run(NamedTuple):
     starts: list[float]
     ends: list[float]
     exposed_s: float
-    """In which the stream that computes waits for another one."""
+    """How long the stream that computes waits for another one."""
 
     @property
     def step_s(self) -> float:
@@ -103,10 +105,10 @@ def _run(
     for (stream, waits, _), each in zip(placed, seconds, strict=True):
         issued += issuing_s
         start = max(free[stream], issued)
-        for one in waits:
-            if ends[one] > start:
-                exposed_s += (ends[one] - start) * (stream == COMPUTE)
-                start = ends[one]
+        for earlier in waits:
+            if ends[earlier] > start:
+                exposed_s += (ends[earlier] - start) * (stream == COMPUTE)
+                start = ends[earlier]
         end = start + each
         if on_host:
             issued = end
@@ -136,19 +138,17 @@ def combine(
         lent: The part of the device that a collective takes from kernels beside it.
     """
     placed = [op.placed for op in ops]
-    of_ranks = [one.collective is not None for one in placed]
     seconds = _lend(placed, [op.time.seconds for op in ops], host_s, lent)
 
     def run(sigmas: float, of_collectives: float = 0.0) -> _Run:
         device, ranks = math.exp(sigmas * spread), math.exp(of_collectives * ranks_spread)
         each = [
-            (ranks if is_of_ranks else device) * one
-            for one, is_of_ranks in zip(seconds, of_ranks, strict=True)
+            (ranks if where.collective else device) * kernel_s
+            for kernel_s, where in zip(seconds, placed, strict=True)
         ]
         return _run(placed, each, host_s * math.exp(sigmas * host_spread), on_host=on_host)
 
-    own = [op for op, is_of_ranks in zip(ops, of_ranks, strict=True) if not is_of_ranks]
-    spread = _spread(own, common_spread)
+    spread = _spread([op for op in ops if not op.placed.collective], common_spread)
     ranks_spread = _spread([op for op in ops if op.placed.collective], 0.0)
     median = run(0)
     step_s = median.step_s
@@ -160,12 +160,14 @@ def combine(
         return step_s + off
 
     computing = [
-        (one, is_of_ranks)
-        for one, is_of_ranks, where in zip(seconds, of_ranks, placed, strict=True)
+        (kernel_s, where.collective)
+        for kernel_s, where in zip(seconds, placed, strict=True)
         if where.stream == COMPUTE
     ]
-    alone_s = math.fsum(one for one, is_of_ranks in computing if not is_of_ranks)
-    ranks_s = median.exposed_s + math.fsum(one for one, is_of_ranks in computing if is_of_ranks)
+    alone_s = math.fsum(kernel_s for kernel_s, collective in computing if collective is None)
+    ranks_s = median.exposed_s + math.fsum(
+        kernel_s for kernel_s, collective in computing if collective
+    )
     waits_s = step_s - alone_s - ranks_s
     return StepTime(
         median_s=step_s,
@@ -184,17 +186,18 @@ def _lend(
 
     Collectives of both at once take no more of the device than one.
     """
-    beside = [at for at, one in enumerate(placed) if one.stream in (COMMUNICATION, REPLICATION)]
+    exchanging = (COMMUNICATION, REPLICATION)
+    beside = [number for number, where in enumerate(placed) if where.stream in exchanging]
     if not lent or not beside:
         return seconds
     run = _run(placed, seconds, host_s, on_host=False)
-    edges = np.array(_unite((run.starts[at], run.ends[at]) for at in beside)).ravel()
+    edges = np.array(_unite((run.starts[number], run.ends[number]) for number in beside)).ravel()
     busy = np.cumsum(np.diff(edges, prepend=edges[0]) * (np.arange(len(edges)) % 2))
-    begins, ends = (np.interp(one, edges, busy) for one in (run.starts, run.ends))
+    begins, ends = (np.interp(times, edges, busy) for times in (run.starts, run.ends))
     longer = (ends - begins) * lent / (1 - lent)
     return [
-        one + float(more) * (where.stream == COMPUTE)
-        for one, more, where in zip(seconds, longer, placed, strict=True)
+        kernel_s + float(more) * (where.stream == COMPUTE)
+        for kernel_s, more, where in zip(seconds, longer, placed, strict=True)
     ]
 
 
@@ -241,10 +244,8 @@ def predict_time(
 ) -> tuple[Time | None, dict[str, str]]:
     """Predict how long a step takes, as a result states it.
 
-    Args:
-        ops: The operators of a step in the steady state, in order.
-        experiment: Whose step it is.
-        target: A GPU; None for this machine's processor.
+    The operators are those of a step in the steady state, in order. Without a target they run on
+    this machine's processor.
 
     Returns:
         The time, or None if it is not predicted; and reasons for each figure that is missing.
@@ -299,12 +300,12 @@ def predict_step(
             own = op.writes[0][1]  # it writes a part of the buffer that it returns
             seconds = 2 * own / (MEMORY.value * target.bandwidth_bytes_per_s)
             return OpTime(seconds, MEMORY.spread, "data sheet")
-        found = model.predict(op.cost, moved_bytes(op))
-        return found._replace(seconds=slowest * found.seconds)
+        predicted = model.predict(op.cost, moved_bytes(op))
+        return predicted._replace(seconds=slowest * predicted.seconds)
 
     def issue(some: Sequence[Op]) -> list[Issued]:
-        where = place(some, parallel)
-        return [Issued(o.op_kind, time(o, at), at) for o, at in zip(some, where, strict=True)]
+        placed = zip(some, place(some, parallel), strict=True)
+        return [Issued(op.op_kind, time(op, where), where) for op, where in placed]
 
     host = NO_HOST if is_graph else model.host
     channels = CHANNELS.get(target.compute_capability, _CHANNELS)
@@ -332,17 +333,14 @@ def _slow_down(ranks: int) -> float:
 def predict_step_here(ops: Sequence[Op], table: OwnTable) -> PredictedTime:
     """Predict how long a step takes on this machine's processor.
 
-    The speed of the machine may have changed since, by as much as between rounds of timing.
-
-    Args:
-        ops: The operators of a step in the steady state, in order.
-        table: Operators that were timed here.
+    The machine may be faster or slower than when the operators were timed, by as much as between
+    rounds of timing.
     """
     distinct = {op.call: op for op in ops}
-    found = {call: table.predict(shape_of(op)) for call, op in distinct.items()}
+    predicted = {call: table.predict(shape_of(op)) for call, op in distinct.items()}
 
     def issue(some: Sequence[Op]) -> list[Issued]:
-        times = [found[op.call] for op in some]
+        times = [predicted[op.call] for op in some]
         return [
             Issued(op.op_kind, time._replace(seconds=time.seconds * table.step_factor))
             for op, time in zip(some, times, strict=True)

@@ -58,39 +58,35 @@ def _combine(axes: Sequence[Sequence[float]]) -> NDArray[Any]:
 
 
 class ProductTable:
-    """Measured speeds of products of one dtype on one device.
-
-    Args:
-        document: The content of the table's file.
-    """
+    """Measured speeds of products of one dtype on one device."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         sizes = [document[name] for name in ("m", "n", "k")]
         parts = np.asarray(document["shares"], dtype=float)
-        known = parts > 0
-        self.shapes: NDArray[np.int64] = _combine(sizes)[known]
+        is_measured = parts > 0
+        self.shapes: NDArray[np.int64] = _combine(sizes)[is_measured]
         """Sizes ``(m, n, k)`` of the measured products, one row each."""
 
-        self.shares: Floats = parts[known] / UNIT
+        self.shares: Floats = parts[is_measured] / UNIT
         """The share of the roofline that each reached."""
 
-        self._logs: Floats = _combine([list(map(log2, axis)) for axis in sizes])[known]
+        self._logs: Floats = _combine([list(map(log2, axis)) for axis in sizes])[is_measured]
         self._log_shares = np.log(self.shares)
         self._spreads: dict[Basis, float] = document["spreads"]
         self._more_rows: float = document["more_rows_spread"]
-        """Of products with more rows than the table has, and no other size beyond it. A device
-        divides them into more of the same tiles."""
+        """The spread of products that are beyond the table in rows alone. A device divides them
+        into more of the same tiles."""
 
-        self._known = {tuple(row): at for at, row in enumerate(self.shapes.tolist())}
+        self._known = {tuple(row): index for index, row in enumerate(self.shapes.tolist())}
         self._low, self._high = self.shapes.min(axis=0), self.shapes.max(axis=0)
         self.find = lru_cache(maxsize=4096)(self._find)
 
     def _find(self, m: int, n: int, k: int) -> tuple[float, float, Basis]:
         """Return a share of the roofline, its spread, and what it rests on."""
-        at = self._known.get((m, n, k))
-        if at is not None:
+        index = self._known.get((m, n, k))
+        if index is not None:
             basis: Basis = "measured at this shape"
-            return float(self.shares[at]), self._spreads[basis], basis
+            return float(self.shares[index]), self._spreads[basis], basis
         inside = np.clip((m, n, k), self._low, self._high).tolist()
         share = self.fit(inside, np.ones(len(self._logs), dtype=bool))
         beyond_m, beyond_n, beyond_k = (
@@ -111,8 +107,8 @@ class ProductTable:
             shape: m, n and k.
             usable: One for each row of the table.
         """
-        apart, at = np.where(usable, 0.0, np.inf), np.array([log2(size) for size in shape])
-        return math.exp(fit_plane(self._logs, self._log_shares, at, apart, _NEIGHBOURS))
+        apart, place = np.where(usable, 0.0, np.inf), np.array([log2(size) for size in shape])
+        return math.exp(fit_plane(self._logs, self._log_shares, place, apart, _NEIGHBOURS))
 
     def predict(self, shape: tuple[int, int, int, int], itemsize: int, peaks: PeakRates) -> OpTime:
         """Predict ``batch`` products of ``(m, k)`` and ``(k, n)`` matrices.

@@ -24,9 +24,9 @@ def losses_of(step: TrainingStep, labels_BT: Tensor, *inputs: Tensor) -> Tensor:
     if experiment.head == "logits":
         return sample_losses(step.module(*inputs), labels_BT)
     head = find_known_head(step.module, experiment)
-    with hidden_states_of(head.layer) as given:
+    with hidden_states_of(head.layer) as captured:
         step.module(*inputs)
-    (hidden_BTd,) = given
+    (hidden_BTd,) = captured
     with autocasting(experiment, hidden_BTd.device.type):
         losses_BT = linear_cross_entropy(
             hidden_BTd,

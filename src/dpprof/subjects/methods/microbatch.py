@@ -45,7 +45,7 @@ class Microbatch(TrainingStep):
         sums = _start_sums(parameters)
         for labels_T, *inputs in zip(batch.labels, *batch.inputs, strict=True):
             enter("forward")
-            loss = mean_loss(self.module(*(one[None] for one in inputs)), labels_T[None])
+            loss = mean_loss(self.module(*(tensor[None] for tensor in inputs)), labels_T[None])
             enter("backward")
             gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
             enter("clip")

@@ -28,8 +28,8 @@ class Standard(TrainingStep):
         scale = self.experiment.loss_scale
         torch.autograd.backward(loss if scale == 1 else scale * loss)
         if scale != 1:
-            found = [p.grad for p in self.module.parameters() if p.grad is not None]
-            torch._foreach_div_(found, scale)
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            torch._foreach_div_(gradients, scale)
 
     def capture(self, batch: Batch) -> Callable[[], object]:
         """Return what runs the step as one CUDA graph."""

@@ -45,13 +45,13 @@ class Batch:
     """Ids or classes, int64: of tokens (B, T), or of samples (B,)."""
 
     mask_BT: Tensor | None = None
-    """For models that take it: 1 for tokens and 0 for padding, (B, T) int64."""
+    """The mask, for models that take it: 1 for tokens and 0 for padding, (B, T) int64."""
 
     decoder_BT: Tensor | None = None
-    """For models with an encoder and a decoder: the ids that the decoder gets, (B, T) int64."""
+    """The ids that the decoder gets where there is an encoder too, (B, T) int64."""
 
     others: tuple[Tensor, ...] = ()
-    """Of a model that computes its losses: what it gets beside ``x``. It takes no labels."""
+    """What a model that computes its losses gets beside ``x``. It takes no labels."""
 
     def __iter__(self) -> Iterator[Tensor]:
         each = (self.x, self.labels, self.mask_BT, self.decoder_BT, *self.others)
@@ -65,8 +65,8 @@ class Batch:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Return the batch with a function applied to each tensor."""
-        known = (self.mask_BT, self.decoder_BT)
-        mask_BT, decoder_BT = (None if one is None else function(one) for one in known)
+        optional = (self.mask_BT, self.decoder_BT)
+        mask_BT, decoder_BT = (None if tensor is None else function(tensor) for tensor in optional)
         others = tuple(map(function, self.others))
         return Batch(function(self.x), function(self.labels), mask_BT, decoder_BT, others)
 

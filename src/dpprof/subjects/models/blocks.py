@@ -10,12 +10,13 @@ from torch import nn
 
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
-from dpprof.experiments.config.experiment import Dimensions, Experiment
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.naming import Dimensions
 from dpprof.subjects.models.build import build_model
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_POSITION = ("layer_idx", "layer_id", "layer_number")
-"""Attributes that only say which block it is."""
+"""Attributes that only say which block a module is."""
 
 
 class NotAlikeError(Exception):
@@ -31,10 +32,10 @@ class Blocks:
 
     count: int
     trained_bytes: int = 0
-    """Of all parameters of the model that are trained."""
+    """Bytes of all parameters of the model that are trained."""
 
     frozen_bytes: int = 0
-    """Of all others, in the format in which they are stored."""
+    """Bytes of all other parameters, in the format in which they are stored."""
 
     def split(self, name: str | None) -> tuple[str | None, int | None]:
         """Return a module's name with a gap in place of its block's number, and the number.
@@ -110,20 +111,20 @@ def with_blocks(experiment: Experiment, count: int) -> Experiment:
         )
     assert isinstance(experiment.model, Architecture)
     config = _read_config(experiment.model)
-    given = dict(experiment.model.config)
-    for key, value in given.items():
+    settings = dict(experiment.model.config)
+    for key, value in settings.items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
-            given[key] = value[:count]
+            settings[key] = value[:count]
     named = type(config).attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    given[named if named in given else "num_hidden_layers"] = count
-    model = Architecture(hf=experiment.model.hf, task=experiment.model.task, **given)
+    settings[named if named in settings else "num_hidden_layers"] = count
+    model = Architecture(hf=experiment.model.hf, task=experiment.model.task, **settings)
     return experiment.model_copy(update={"model": model})
 
 
 def _dimensions(experiment: Experiment) -> Dimensions | None:
     model = experiment.model
-    found = registry.load("models", model) if isinstance(model, str) else model
-    return found if isinstance(found, Dimensions) else None
+    recipe = registry.load("models", model) if isinstance(model, str) else model
+    return recipe if isinstance(recipe, Dimensions) else None
 
 
 def _read_config(architecture: Architecture) -> Any:
@@ -138,7 +139,7 @@ def _refuse_lists(config: Any) -> None:
         if not isinstance(value, list | tuple) or not value:
             continue
         is_of_each = len(value) == config.num_hidden_layers
-        if is_of_each and any(one != value[0] for one in value):
+        if is_of_each and any(item != value[0] for item in value):
             raise NotAlikeError(f"{name} differs from block to block")
         if not is_of_each and "layer" in name:
             raise NotAlikeError(f"{name} names some of the blocks")

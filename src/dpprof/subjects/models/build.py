@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
-from dpprof.experiments.config.experiment import Dimensions, Experiment
+from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.fine_tuning import PARTS
+from dpprof.experiments.config.naming import Dimensions
 from dpprof.experiments.config.registry import EntryPointError
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.model_heads import find_head
@@ -80,10 +81,10 @@ def _find_trained(model: nn.Module, part: str) -> set[nn.Parameter]:
 
 
 def _store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert frozen parameters, but no vector with a trained one: norms take only one dtype."""
+    """Convert frozen parameters, except vectors beside a trained one: norms take only one dtype."""
     for layer in model.modules():
         own = list(layer.parameters(recurse=False))
-        trains_a_vector = any(one.requires_grad and one.dim() == 1 for one in own)
+        trains_a_vector = any(tensor.requires_grad and tensor.dim() == 1 for tensor in own)
         for parameter in own:
             is_left = parameter.requires_grad or not parameter.is_floating_point()
             if not (is_left or (parameter.dim() == 1 and trains_a_vector)):
@@ -164,7 +165,9 @@ def find_attention_size(experiment: Experiment, model: nn.Module) -> tuple[int, 
         return recipe.layers, recipe.d_model
     if not isinstance(recipe, Architecture):
         return None
-    config: Any = next((one.config for one in model.modules() if hasattr(one, "config")), None)
+    config: Any = next(
+        (module.config for module in model.modules() if hasattr(module, "config")), None
+    )
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
     heads, width = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
     is_other = any(getattr(config, name, None) for name in experts) or any(

@@ -105,7 +105,7 @@ class ResidualNetwork:
     """Channels of each stage."""
 
     groups: int
-    """Of each GroupNorm."""
+    """The groups of each GroupNorm."""
 
     classes: int
     first_width: int = 16
@@ -141,8 +141,8 @@ class _Residual(nn.Module):
         blocks: list[nn.Module] = []
         inputs = of.first_width
         for stage, (count, outputs) in enumerate(zip(of.counts, of.widths, strict=True)):
-            for at in range(count):
-                stride = 2 if stage and not at else 1
+            for index in range(count):
+                stride = 2 if stage and not index else 1
                 blocks.append(of.block(inputs, outputs, stride, of.groups))
                 inputs = outputs
         self.blocks = nn.Sequential(*blocks)

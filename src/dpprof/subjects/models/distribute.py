@@ -25,10 +25,7 @@ def distribute(model: nn.Module, experiment: Experiment, device: torch.device) -
     fsdp shards each block, then what is left. In 16 bits it gathers parameters in 16 bits and
     reduces in float32, in place of autocast; logits are float32.
 
-    Args:
-        model: On its device, in float32 or float64.
-        experiment: Its ``parallel`` and ``dtype``.
-        device: The model's.
+    The model is on its device already, in float32 or float64.
     """
     assert experiment.parallel is not None
     if experiment.parallel.kind == "ddp":
@@ -96,7 +93,7 @@ def _assign_to_buckets(parameters: Sequence[Tensor], *_: Any) -> tuple[list[list
     """
     indices, limits = _assign([*reversed(parameters)], _BUCKETS, [])
     last = len(parameters) - 1
-    return [[last - at for at in one] for one in reversed(indices)], [*reversed(limits)]
+    return [[last - index for index in bucket] for bucket in reversed(indices)], [*reversed(limits)]
 
 
 def _reduce_in_place(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:

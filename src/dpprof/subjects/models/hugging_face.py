@@ -52,7 +52,7 @@ _CLASSES: Mapping[Task, tuple[str, str]] = {
     "token-classification": ("AutoModelForTokenClassification", "TOKEN_CLASSIFICATION"),
     "image-classification": ("AutoModelForImageClassification", "IMAGE_CLASSIFICATION"),
 }
-"""By task, what transformers builds its models with, and how it names the architectures of it."""
+"""What transformers builds a task's models with, and how it names the task's architectures."""
 
 _PEFT_TASKS: Mapping[Task, str] = {
     "causal-lm": "CAUSAL_LM",
@@ -68,8 +68,8 @@ _CAUSAL = "causal_sdpa"
 
 def _architectures_of(task: Task) -> Container[str]:
     """Return the architectures for which transformers has a class of a task."""
-    found: Container[str] = getattr(modeling_auto, f"MODEL_FOR_{_CLASSES[task][1]}_MAPPING_NAMES")
-    return found
+    names: Container[str] = getattr(modeling_auto, f"MODEL_FOR_{_CLASSES[task][1]}_MAPPING_NAMES")
+    return names
 
 
 class HuggingFaceModel(nn.Module):
@@ -128,7 +128,7 @@ class HuggingFaceModel(nn.Module):
 
 
 def _position_offset(model: nn.Module) -> int:
-    """Return where the positions of a model begin that makes them of its ids, as RoBERTa does."""
+    """Return the first position of a model that makes positions of its ids, as RoBERTa does."""
     for name, layer in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(layer, nn.Embedding):
             return 0 if layer.padding_idx is None else layer.padding_idx + 1
@@ -233,8 +233,8 @@ def _attend_without_mask(model: Any, seq_len: int) -> None:
     Padding follows the tokens, so no token meets it. A model with a window keeps its masks.
     """
     config = model.config
-    windows = (getattr(config, one, None) for one in ("sliding_window", "attention_chunk_size"))
-    is_windowed = any(one is not None and one <= seq_len for one in windows)
+    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    is_windowed = any(window is not None and window <= seq_len for window in windows)
     takes_others = getattr(model, "_supports_attention_backend", False)
     if config._attn_implementation == "sdpa" and takes_others and not is_windowed:  # noqa: SLF001
         transformers.AttentionInterface.register(_CAUSAL, sdpa_attention_forward)
@@ -262,9 +262,10 @@ def read_config(architecture: Architecture) -> Any:
             config.
     """
     kind, task = architecture.model_type, architecture.trained_for
-    given = architecture.config
-    del given["model_type"]
-    given.pop("quantization_config", None)  # weights are quantised here, and not as they are read
+    settings = architecture.config
+    del settings["model_type"]
+    # Weights are quantised here, and not as they are read.
+    settings.pop("quantization_config", None)
     if kind not in transformers.CONFIG_MAPPING:
         raise UnsupportedError(
             f"transformers {transformers.__version__} knows no architecture {kind}"
@@ -272,7 +273,7 @@ def read_config(architecture: Architecture) -> Any:
     if kind not in _architectures_of(task):
         raise UnsupportedError(f"{kind} has no class for {task}; {_tell_tasks(kind, task)}")
     try:
-        config = transformers.AutoConfig.for_model(kind, **given)
+        config = transformers.AutoConfig.for_model(kind, **settings)
     except Exception as error:
         raise UnsupportedError(
             f"transformers refuses the config of {kind}: {_one_line(error)}"
@@ -295,10 +296,10 @@ def _is_encoder(config: Any) -> bool:
 def _tell_tasks(kind: str, refused: Task) -> str:
     """Say what else an architecture can be trained for."""
     others = (task for task in _CLASSES if task != refused)
-    known = [task for task in others if kind in _architectures_of(task)]
-    if not known:
+    possible = [task for task in others if kind in _architectures_of(task)]
+    if not possible:
         return f"known tasks: {', '.join(TASKS)}"
-    return f"give another task of it, as {{hf: NAME, task: TASK}}: {', '.join(known)}"
+    return f"give another task of it, as {{hf: NAME, task: TASK}}: {', '.join(possible)}"
 
 
 def _one_line(error: Exception) -> str:

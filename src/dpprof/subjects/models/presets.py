@@ -1,6 +1,6 @@
 """The named sizes of dpprof's transformer."""
 
-from dpprof.experiments.config.experiment import Dimensions
+from dpprof.experiments.config.naming import Dimensions
 
 TINY = Dimensions(vocab_size=1_000, d_model=64, layers=2, heads=4)
 SMALL = Dimensions(vocab_size=8_000, d_model=256, layers=4, heads=8)

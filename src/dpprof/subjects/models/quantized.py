@@ -33,14 +33,14 @@ def import_bitsandbytes() -> Any:
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of kernels it looks for
     try:
-        found = importlib.import_module("bitsandbytes")
+        bitsandbytes = importlib.import_module("bitsandbytes")
         products = importlib.import_module("bitsandbytes.autograd._functions")
     except ImportError as error:
         raise UnsupportedError(
             f"quantization, and optimizer adamw-8bit, need dpprof[quantization]: {error}"
         ) from error
     dequantizing = (
-        *(found.functional.dequantize_4bit, found.functional.dequantize_blockwise),
+        *(bitsandbytes.functional.dequantize_4bit, bitsandbytes.functional.dequantize_blockwise),
         *(products.matmul_4bit, products.MatMul4Bit.forward, products.MatMul4Bit.backward),
         products.MatMul8bitLt.backward,
         *(products.MatMul8bitFp.forward, products.MatMul8bitFp.backward),
@@ -49,15 +49,13 @@ def import_bitsandbytes() -> Any:
         allocates("dequantized_weights")(function)
     for signed in (True, False):  # before predictions replace what computes it
         _find_dynamic_map(signed=signed)
-    return found
+    return bitsandbytes
 
 
 def quantize(model: Any, experiment: Experiment) -> None:
     """Quantise the linear layers of a Hugging Face model but its head, and freeze everything.
 
-    Args:
-        model: With float weights, real, fake or on the meta device.
-        experiment: Its ``base_format`` and ``dtype``.
+    The model has float weights, real, fake or on the meta device.
 
     Raises:
         UnsupportedError: bitsandbytes is missing, or the model has no such layer.
@@ -72,7 +70,7 @@ def quantize(model: Any, experiment: Experiment) -> None:
     with _disable_current_modes():  # it makes parameters of a class that no fake tensor can have
         quantizer.preprocess_model(model=model, device_map=None)
     kinds = (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)
-    replaced = {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
+    replaced = {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
     if not replaced:
         raise UnsupportedError(
             f"quantization {experiment.base_format} finds no linear layer beside the head"
@@ -111,14 +109,14 @@ def _settings(experiment: Experiment) -> Any:
 
 def _computes_in(experiment: Experiment) -> torch.dtype:
     """Return the dtype of weights before they are quantised, and of their products."""
-    found: torch.dtype = getattr(torch, experiment.dtype, torch.float32)  # tf32 is float32
-    return found
+    dtype: torch.dtype = getattr(torch, experiment.dtype, torch.float32)  # tf32 is float32
+    return dtype
 
 
 def _fill(layer: Any, weight: Tensor, experiment: Experiment) -> None:
     """Give a layer of bitsandbytes a weight, quantised."""
     functional = import_bitsandbytes().functional
-    own = {name: one for name, one in vars(layer.weight).items() if name != "data"}
+    own = {name: value for name, value in vars(layer.weight).items() if name != "data"}
     if experiment.base_format == "int8":
         packed, scales, _ = functional.int8_vectorwise_quant(weight.half())
         own |= {"CB": packed, "SCB": scales}
@@ -182,6 +180,6 @@ def scales_of(layer: nn.Module) -> Iterator[Tensor]:
     state = getattr(weight, "quant_state", None)
     for holder in (state, getattr(state, "state2", None), getattr(layer, "state", None), weight):
         for name in ("absmax", "code", "offset", "SCB"):
-            found = vars(holder).get(name) if holder is not None else None
-            if isinstance(found, Tensor):
-                yield found
+            scale = vars(holder).get(name) if holder is not None else None
+            if isinstance(scale, Tensor):
+                yield scale

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.experiments.config.experiment import Dimensions
+from dpprof.experiments.config.naming import Dimensions
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Returns the attention output of queries, keys and values; all are (B, H, T, K)."""

@@ -54,9 +54,9 @@ class WithLosses(nn.Module):
             and callable(losses_of)
             and isinstance(batch, list | tuple)
             and batch
-            and all(isinstance(one, Tensor) and one.dim() for one in batch)
+            and all(isinstance(tensor, Tensor) and tensor.dim() for tensor in batch)
         ):
-            kinds = ", ".join(type(one).__name__ for one in parts)
+            kinds = ", ".join(type(part).__name__ for part in parts)
             raise EntryPointError(
                 "models",
                 name,
@@ -85,15 +85,15 @@ class WithLosses(nn.Module):
         Raises:
             UnsupportedError: The batch has fewer samples.
         """
-        least = min(len(one) for one in self._batch)
+        least = min(len(tensor) for tensor in self._batch)
         if least < count:
             raise UnsupportedError(
                 f"the function's batch has {least} samples, and {count} are asked for; make "
                 "experiment.batch_size of them"
             )
         return [
-            one[:count].to(device, dtype if one.is_floating_point() else one.dtype)
-            for one in self._batch
+            tensor[:count].to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+            for tensor in self._batch
         ]
 
 
@@ -101,8 +101,8 @@ class WithLosses(nn.Module):
 def standing_in(model: nn.Module, twin: nn.Module) -> Iterator[None]:
     """Let each module of a model be its twin within, in calls and attributes, and restore it."""
     with ExitStack() as restored:
-        for one, other in zip(list(model.modules()), list(twin.modules()), strict=True):
-            attributes = vars(one)
+        for module, other in zip(list(model.modules()), list(twin.modules()), strict=True):
+            attributes = vars(module)
             restored.callback(attributes.update, dict(attributes))
             restored.callback(attributes.clear)
             # Calls of the twin run its hooks.

@@ -10,6 +10,7 @@ from statistics import median, median_low
 from typing import Literal, NamedTuple
 
 from dpprof.experiments.config.experiment import device_of
+from dpprof.experiments.config.target import device_of
 from dpprof.experiments.records.comparison import (
     ComparedFigure,
     FigureName,

@@ -20,7 +20,7 @@ import pandas as pd
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.datasheets import find_by_device_name
 from dpprof.experiments.config.experiment import CPU_TARGET, Experiment
-from dpprof.experiments.config.target import Dtype, Target
+from dpprof.experiments.config.target import CPU_TARGET, Dtype, Target
 from dpprof.experiments.records.ceilings import Ceilings, find_ceilings
 from dpprof.experiments.records.reconciliation import JOINED, bound_bytes, reconcile
 from dpprof.experiments.records.result import Result

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
-from dpprof.experiments.config.experiment import Name
+from dpprof.experiments.config.naming import Name
 from dpprof.experiments.config.validation import InputError, explain
 from dpprof.system.files import read_json
 

@@ -47,8 +47,8 @@ class _AdaptiveLoss(DPTensorFastGradientAdaptiveClipping):
         # number will do where fake tensors have none.
         fake = isinstance(per_sample_norms, FakeTensor)
         with substitute(Tensor, "item", lambda _: 1.0) if fake else nullcontext():
-            found: tuple[float, float] = super()._update_clip_and_noise(per_sample_norms)
-        return found
+            updated: tuple[float, float] = super()._update_clip_and_noise(per_sample_norms)
+        return updated
 
 
 class _AdaptiveCriterion(DPLossFastGradientClipping):

@@ -32,7 +32,7 @@ class OpacusEw(OpacusPerSample):
         if experiment.checkpointing != "none":
             raise UnsupportedError("PyTorch's expanded weights do not work under checkpointing")
         tables = (layer for layer in model.modules() if isinstance(layer, nn.Embedding))
-        if any(one.padding_idx is not None and one.weight.requires_grad for one in tables):
+        if any(table.padding_idx is not None and table.weight.requires_grad for table in tables):
             raise UnsupportedError(
                 "PyTorch's expanded weights give the row of an embedding's padding_idx a gradient, "
                 "which it does not have"

@@ -41,6 +41,6 @@ class OpacusPerSample(OpacusStep):
     def sample_norms(self) -> Tensor:
         """Return the norms of the per-sample gradients; (B,)."""
         samples: list[Tensor] = self.optimizer.grad_samples
-        norms = [one.flatten(1).norm(dim=1) for one in samples]
+        norms = [gradients.flatten(1).norm(dim=1) for gradients in samples]
         norms_B: Tensor = torch.stack(norms).norm(dim=0)
         return norms_B

@@ -51,8 +51,8 @@ def _is_refusal(error: Exception, words: str) -> bool:
     module = _raising_module(error)
     if isinstance(error, NotImplementedError):
         return module.partition(".")[0] == "opacus"
-    known = "Expanded Weights" in words or "ExpandedWeights" in words
-    return module.startswith(_EXPANDED_WEIGHTS) and known
+    names_them = "Expanded Weights" in words or "ExpandedWeights" in words
+    return module.startswith(_EXPANDED_WEIGHTS) and names_them
 
 
 def _raising_module(error: Exception) -> str:
@@ -67,4 +67,4 @@ def _spell(error: Exception) -> str:
     """Return the words of an error; Opacus's validation puts a list of errors into one."""
     (content,) = error.args if len(error.args) == 1 else (error,)
     errors = content if isinstance(content, list) else [content]
-    return " ".join(str(one).strip() for one in errors)
+    return " ".join(str(reason).strip() for reason in errors)

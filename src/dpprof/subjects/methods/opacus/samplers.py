@@ -58,7 +58,7 @@ def watch_hooks(module: AbstractGradSampleModule, watch: Watch) -> Iterator[None
 
     def watched(path: OpacusPath, sampler: Callable[..., Any]) -> Callable[..., Any]:
         def sample(layer: nn.Module, *inputs: Any) -> Any:
-            return watch(layer, path, lambda *given: sampler(layer, *given), inputs)
+            return watch(layer, path, lambda *arguments: sampler(layer, *arguments), inputs)
 
         return sample
 
