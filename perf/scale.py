@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from dpprof.experiments.config import registry
 from dpprof.system.console import say
-from script import describe_place, make_parser, publish
+from script import describe_place, lay_out, make_parser, publish
 from synthetic_results import write_results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,7 +124,8 @@ def measure_planning(jobs: int, rounds: int, folder: Path) -> Iterator[Row]:
             sides[name].append(run([*dry, "--configfile", "config/scale.yaml"], ours))
         say(f"planning: round {number + 1} of {rounds}")
     for name, costs in sides.items():
-        ratios = [one.cpu_s / base.cpu_s for one, base in zip(costs, sides["bare"], strict=True)]
+        pairs = zip(costs, sides["bare"], strict=True)
+        ratios = [cost.cpu_s / base.cpu_s for cost, base in pairs]
         yield Row(name, median_of(costs), statistics.median(ratios))
 
 
@@ -167,12 +168,11 @@ def import_both(folder: Path) -> Cost:
 
 def tabulate(rows: Sequence[Row], of: str) -> str:
     """Lay rows out as a Markdown table; ratios are multiples ``of`` something."""
-    lines = [f"| | CPU (s) | {of} | peak RSS (MiB) |", "| --- | ---: | ---: | ---: |"]
-    lines += [
-        f"| {name} | {cost.cpu_s:.1f} | {ratio:.2f} | {cost.peak_mib:.0f} |"
+    cells = (
+        (name, f"{cost.cpu_s:.1f}", f"{ratio:.2f}", f"{cost.peak_mib:.0f}")
         for name, cost, ratio in rows
-    ]
-    return "\n".join(lines)
+    )
+    return "\n".join(lay_out(("", "CPU (s):", f"{of}:", "peak RSS (MiB):"), cells))
 
 
 def find_broken(planning: Sequence[Row], reporting: Sequence[Row]) -> list[str]:
