@@ -135,8 +135,8 @@ def tabulate(rows: Sequence[Row], numbers: Sequence[Number]) -> str:
         *("", "Medians of absolute errors, and of how many rows:", "", *_summarise(groups)),
         *("", *lay_out(("not re-created", "rows:", "why"), left_out)),
     ]
-    heads = ("model", "method", "pixels or T:", "B:", "number", "published:", "predicted:")
-    heads += ("error:", "ratio published:", "ratio predicted:", "error:")
+    heads = ["model", "method", "pixels or T:", "B:", "number", "published:", "predicted:"]
+    heads += ["error:", "ratio published:", "ratio predicted:", "error:"]
     for group in groups.values():
         lines += group[0].row.introduction + lay_out(heads, [number.cells for number in group])
     return "\n".join(lines)

@@ -363,11 +363,12 @@ def tabulate_measured(rows: Iterable[Row]) -> str:
             told.append(f"{error[0]:+.3%}" if error else "")
         cells.append([*_describe(row), *told])
         say(" | ".join(cells[-1]))
-    heads = ("GPU", "model", "method", "execution", "dtype", "B:", "T:", "measured (ms):")
-    heads += ("predicted (ms):", "90 % interval:", "error:", "peak measured (MiB):")
+    heads = ["GPU", "model", "method", "execution", "dtype", "B:", "T:", "measured (ms):"]
+    heads += ["predicted (ms):", "90 % interval:", "error:", "peak measured (MiB):"]
+    heads += ["peak predicted:", "reserved predicted:"]
     inside = f"{sum(step.is_inside for step in timed)} of {len(timed)} inside the interval"
     off = [abs(step.error) for step in timed]
-    lines = lay_out((*heads, "peak predicted:", "reserved predicted:"), cells)
+    lines = lay_out(heads, cells)
     lines += ["", f"* step time: {_sum_up(off, 1)}; {inside}"]
     lines += [f"* peak of allocated memory: {_sum_up(errors['peak memory'], 4)}"]
     lines += [f"* reserved memory: {_sum_up(errors['reserved memory'], 2)}"]
