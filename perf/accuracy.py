@@ -17,6 +17,7 @@ import subprocess
 import sys
 from typing import Any
 
+from dpprof.experiments.config import registry
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.records.reconciliation import bound_bytes
 from dpprof.experiments.records.step_costs import Memory
@@ -30,20 +31,6 @@ from dpprof.predict.tracing import TimelineRecorder, record_timelines
 from dpprof.subjects.setup import set_up
 from script import ignore, make_parser, publish
 
-METHODS = (
-    "standard",
-    "microbatch",
-    "opacus-hooks",
-    "opacus-functorch",
-    "opacus-ew",
-    "opacus-ghost",
-    "opacus-fast-gradient-clipping",
-    "opacus-per-layer",
-    "opacus-adaptive",
-    "flash",
-    "flash-bk",
-    "per-layer",
-)
 NO_AUTOCAST = ("opacus-ew", "opacus-per-layer")
 SHAPES = (
     *((model, *shape) for model in ("tiny", "small") for shape in ((4, 128), (4, 512), (8, 256))),
@@ -95,35 +82,35 @@ def _memory(memory: Memory | None) -> Memory:
 
 
 def run_case(fields: dict[str, Any]) -> dict[str, Any]:
-    """Look at one case, in two fresh processes."""
-    found: dict[str, Any] = {}
+    """Look at a case, in two fresh processes."""
+    sizes: dict[str, Any] = {}
     for way in ("three-ways", "attached"):
         command = [sys.executable, __file__, "--child", way, json.dumps(fields)]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode:
             sys.exit(f"{fields}: {ended.stderr}")
-        found |= json.loads(ended.stdout.splitlines()[-1])
-    return found
+        sizes |= json.loads(ended.stdout.splitlines()[-1])
+    return sizes
 
 
-def tell(fields: dict[str, Any], found: dict[str, Any]) -> tuple[str, bool]:
+def tell(fields: dict[str, Any], sizes: dict[str, Any]) -> tuple[str, bool]:
     """Make a row of the table, and say whether all held."""
-    gap = found["allocator"] - found["memory"]
-    changed = found["attached"] - found["allocator_all"]
-    phase_only = found["evidence"]["phase"] / found["memory"]
+    gap = sizes["allocator"] - sizes["memory"]
+    changed = sizes["attached"] - sizes["allocator_all"]
+    phase_only = sizes["evidence"]["phase"] / sizes["memory"]
     held = (
-        abs(gap) <= found["bound"]
+        abs(gap) <= sizes["bound"]
         and changed == 0
-        and found["sum"] == found["memory"]
-        and found["estimate_equal"]
+        and sizes["sum"] == sizes["memory"]
+        and sizes["estimate_equal"]
     )
     cells = (
         f"{fields['model']} B{fields['batch_size']} T{fields['seq_len']} {fields['dtype']}",
         fields["method"],
-        f"{found['allocator']:,}",
+        f"{sizes['allocator']:,}",
         f"{gap:,}",
         f"{changed:,}",
-        "equal" if found["estimate_equal"] else "differs",
+        "equal" if sizes["estimate_equal"] else "differs",
         f"{phase_only:.2%}",
     )
     return f"| {' | '.join(cells)} |", held
@@ -133,7 +120,7 @@ def main() -> None:
     """Run every case, or be the child that looks at one."""
     parser = make_parser(__doc__)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--methods", nargs="+", default=registry.names("methods"))
     parser.add_argument("--models", nargs="+", default=["tiny", "small", "medium"])
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

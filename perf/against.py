@@ -20,8 +20,8 @@ from statistics import geometric_mean
 
 from dpprof.system.console import say
 from dpprof.system.paths import PACKAGE
-from interleave import MIN_PAIRS, Comparison, measure, tabulate
-from script import describe_place, end, make_parser, publish
+from interleave import MIN_PAIRS, Comparison, measure, prepare, tabulate, timed
+from script import describe_place, end, ignore, make_parser, publish
 
 METHODS = ("flash", "flash-bk")
 SHAPES = (("small", 128, 4), ("small", 1_024, 1), ("medium", 256, 1))
@@ -58,36 +58,28 @@ class Version:
 
 def serve(experiment: str) -> None:
     """Take a step for each line of input, and tell how long each took."""
-    import torch  # noqa: PLC0415
-
-    from dpprof.experiments.config.experiment import Experiment  # noqa: PLC0415
-    from dpprof.subjects.setup import import_method, set_up  # noqa: PLC0415
-
-    described = Experiment.model_validate_json(experiment)
-    training = set_up(described, import_method(described), torch.device("cpu"), lambda *_: None)
+    training = prepare(json.loads(experiment))
+    run = timed(lambda: training.step.run(training.batch, ignore), clock=time.process_time)
     for _ in sys.stdin:
-        start = time.process_time()
-        training.step.run(training.batch, lambda _: None)
-        print(time.process_time() - start, flush=True)
+        print(run(), flush=True)
 
 
 def compare(base: Path, method: str, shape: tuple[str, int, int], pairs: int) -> Comparison:
     """Take steps of both versions in turn."""
     model, tokens, samples = shape
     fields = {"model": model, "method": method, "batch_size": samples, "seq_len": tokens}
-    experiment = {**fields, "device": "cpu"}
     name = f"{method}, {model}, T = {tokens}, B = {samples}"
     values: list[float] = []
     bases: list[float] = []
     for _ in range(STARTS):
-        this, other = (Version(package, experiment) for package in (PACKAGE, base))
+        this, other = (Version(package, fields) for package in (PACKAGE, base))
         try:
-            found = measure(name, this.take_step, other.take_step, pairs, say)
+            steps = measure(name, this.take_step, other.take_step, pairs, say)
         finally:
             this.end()
             other.end()
-        values += found.values
-        bases += found.base
+        values += steps.values
+        bases += steps.base
     return Comparison(name, tuple(values), tuple(bases))
 
 
@@ -106,16 +98,15 @@ def main() -> None:
         base = Path(folder) / "base"
         subprocess.run([*git, "add", "--detach", base, arguments.base], check=True)
         try:
-            found = {
-                method: [
-                    compare(base / "src" / "dpprof", method, one, arguments.pairs) for one in SHAPES
-                ]
+            package = base / "src" / "dpprof"
+            ratios = {
+                method: [compare(package, method, shape, arguments.pairs) for shape in SHAPES]
                 for method in METHODS
             }
         finally:
             subprocess.run([*git, "remove", "--force", base], check=True)
-    rows = [row for rows in found.values() for row in rows]
-    means = {m: geometric_mean(row.ratio for row in rows) for m, rows in found.items()}
+    rows = [row for rows in ratios.values() for row in rows]
+    means = {m: geometric_mean(row.ratio for row in rows) for m, rows in ratios.items()}
     claims = [f"* {m}, geometric mean: {r:.3f} (claim: <= {CLAIM})" for m, r in means.items()]
     place = f"{describe_place('torch')}; B is {arguments.base}."
     text = "\n".join([place, "", tabulate(rows, "ms", 1e3), "", *claims])

@@ -1,15 +1,11 @@
 """A training loop as a user of Opacus would write it; knows nothing of dpprof.
 
 It trains the same model on the same kind of batch as ``clean`` times, so that what dpprof
-adds to a step can be measured. Prints the seconds of each timed step as JSON.
+adds to a step can be measured.
 
 Shape legend: B batch, T tokens, D d_model, H heads, K head width (D / H), V vocabulary.
 """
 
-import argparse
-import json
-import time
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -69,6 +65,12 @@ class LanguageModel(nn.Module):
         return logits_BTV
 
 
+def make_batch(vocab_size: int, B: int, T: int) -> tuple[Tensor, Tensor]:
+    """Draw tokens and the next ones, each (B, T)."""
+    tokens_BT = torch.randint(vocab_size, (B, T + 1))
+    return tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
+
+
 def make_step(
     model: LanguageModel,
     method: str,
@@ -107,43 +109,3 @@ def make_step(
         optimizer.zero_grad()
 
     return step
-
-
-def timed(step: Callable[[], None]) -> Callable[[], float]:
-    """Return what runs a step and tells its seconds."""
-
-    def run() -> float:
-        start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
-
-    return run
-
-
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--method", required=True, choices=METHODS)
-    parser.add_argument("--vocab-size", type=int, default=1_000)
-    parser.add_argument("--d-model", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, required=True)
-    parser.add_argument("--seq-len", type=int, required=True)
-    parser.add_argument("--warmup-steps", type=int, default=3)
-    parser.add_argument("--timed-steps", type=int, default=30)
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-
-    torch.manual_seed(0)
-    size = (arguments.vocab_size, arguments.d_model, arguments.layers, arguments.heads)
-    model = LanguageModel(*size, arguments.seq_len)
-    tokens = torch.randint(arguments.vocab_size, (arguments.batch_size, arguments.seq_len + 1))
-    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    step = timed(make_step(model, arguments.method, *batch, noise_multiplier=1.0))
-    step_s = [step() for _ in range(arguments.warmup_steps + arguments.timed_steps)]
-    print(json.dumps({"step_s": step_s[arguments.warmup_steps :]}))
-
-
-if __name__ == "__main__":
-    main()

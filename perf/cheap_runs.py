@@ -57,12 +57,11 @@ def run_cpu_s(method: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         output, log = Path(folder, "run.json"), Path(folder, "run.log")
         options |= {"output": output, "log": log}
-        given = (text for name, value in options.items() for text in (f"--{name}", str(value)))
-        found = cpu_s(RUN, "profile", *given)
+        seconds = cpu_s(RUN, "profile", *(f"--{name}={value}" for name, value in options.items()))
         outcome = json.loads(output.read_bytes())["outcome"]
     if outcome != "ok":
         raise RuntimeError(f"the run of {method} ended as {outcome}")
-    return found
+    return seconds
 
 
 def compare(methods: list[str], rounds: int) -> list[Comparison]:

@@ -28,10 +28,9 @@ from dpprof.experiments.config.parallel import Parallel
 from dpprof.predict.flops.collectives import Collective, bytes_each_way
 from dpprof.predict.step_time.collective_time import FILE, CollectiveModel, interpolate_s
 from dpprof.predict.step_time.op_time import Z_90
-from script import make_parser, publish
+from script import lay_out, make_parser, publish
 
 SOURCE = "aiconfigurator-core"
-TABLES = Path(__file__).parents[1] / "src" / "dpprof" / "step_time" / "tables"
 DEVICES = {"a100": "a100_sxm", "b200": "b200_sxm", "h100": "h100_sxm", "h200": "h200_sxm"}
 DEVICES |= {"l40s": "l40s"}
 NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
@@ -43,18 +42,18 @@ LARGE = 2**20
 def read_measured(device: str) -> "pd.Series[float]":
     """Return the median seconds by collective, ranks and bytes of the whole tensor."""
     folder = files(SOURCE.replace("-", "_")) / "systems" / "data" / device / "comm" / "nccl"
-    releases = [pd.read_parquet(one / "nccl_perf.parquet") for one in Path(str(folder)).iterdir()]
-    found = pd.concat(releases)
-    wide = np.where(found["nccl_dtype"] == "half", 2, 1)
-    found = found.assign(bytes=found["message_size"] * wide, op_name=found["op_name"].map(NAMES))
-    return found.groupby(["op_name", "num_gpus", "bytes"])["latency"].median() / 1e3
+    paths = (release / "nccl_perf.parquet" for release in Path(str(folder)).iterdir())
+    calls = pd.concat(map(pd.read_parquet, paths))
+    wide = np.where(calls["nccl_dtype"] == "half", 2, 1)
+    calls = calls.assign(bytes=calls["message_size"] * wide, op_name=calls["op_name"].map(NAMES))
+    return calls.groupby(["op_name", "num_gpus", "bytes"])["latency"].median() / 1e3
 
 
 def derive() -> dict[str, Any]:
     """Return the content of the table's file, without its spread."""
     measured = {name: read_measured(device) for name, device in DEVICES.items()}
     sizes = sorted(
-        set.intersection(*(set(one.index.get_level_values("bytes")) for one in measured.values()))
+        set.intersection(*(set(s.index.get_level_values("bytes")) for s in measured.values()))
     )
     folder = Path(str(files(SOURCE.replace("-", "_")) / "systems"))
     nodes = {
@@ -96,33 +95,27 @@ def hold_out(document: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["device", "collective", "ranks", "bytes", "error"])
 
 
-def describe(found: pd.DataFrame) -> list[str]:
+def describe(errors: pd.DataFrame) -> list[str]:
     """Lay out the errors of held-out sizes, by device and by collective."""
-    lines = [
-        "| held out | above 1 MiB: median error | 90th percentile | all: median | 90th |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    groups = {"all": found}
-    groups |= {str(name): group for name, group in found.groupby("device")}
-    groups |= {str(name): group for name, group in found.groupby("collective")}
+    groups = {"all": errors}
+    groups |= {str(name): group for name, group in errors.groupby("device")}
+    groups |= {str(name): group for name, group in errors.groupby("collective")}
+    rows = []
     for name, group in groups.items():
-        cells = []
+        cells = [name]
         for some in (group[group["bytes"] > LARGE], group):
             off = np.abs(np.expm1(some["error"]))
             cells += [f"{off.median():.1%}", f"{off.quantile(0.9):.1%}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+        rows.append(cells)
+    heads = ("held out", "above 1 MiB: median error:", "90th percentile:", "all: median:", "90th:")
+    return lay_out(heads, rows)
 
 
 def compare_between_nodes() -> list[str]:
     """Predict what others measured between nodes."""
-    rows = yaml.safe_load(MEASURED.read_text("utf-8"))
-    lines = [
-        "| source | GPUs | collective | size | measured GB/s | predicted GB/s | error in time |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
-    ]
+    rows = []
     errors = []
-    for row in rows:
+    for row in yaml.safe_load(MEASURED.read_text("utf-8")):
         target = getattr(datasheets, row["target"].upper())
         ranks = Parallel(
             kind="ddp",
@@ -134,15 +127,18 @@ def compare_between_nodes() -> list[str]:
         seconds = CollectiveModel(target, ranks).predict(call).seconds
         predicted = bytes_each_way(*call) / seconds / 1e9
         errors.append(row["busbw_gb_s"] / predicted - 1)
-        lines.append(
-            f"| [{row['name']}]({row['source']}) | {row['gpus']} {row['target']} "
-            f"| {row['collective']} | {row['mib']:,} MiB | {row['busbw_gb_s']:,} "
-            f"| {predicted:.0f} | {errors[-1]:+.0%} |"
+        rows.append(
+            (
+                f"[{row['name']}]({row['source']})",
+                *(f"{row['gpus']} {row['target']}", row["collective"], f"{row['mib']:,} MiB"),
+                *(f"{row['busbw_gb_s']:,}", f"{predicted:.0f}", f"{errors[-1]:+.0%}"),
+            )
         )
-    off = [abs(one) for one in errors]
-    within = sum(abs(math.log1p(one)) <= math.log(1.6) for one in errors)
-    median = f"{statistics.median(off):.0%}"
-    return [*lines, "", f"Median absolute error {median}; {within} of {len(off)} within 1.6 times."]
+    heads = ("source", "GPUs", "collective", "size:", "measured GB/s:", "predicted GB/s:")
+    within = sum(abs(math.log1p(error)) <= math.log(1.6) for error in errors)
+    median = f"{statistics.median(map(abs, errors)):.0%}"
+    told = f"Median absolute error {median}; {within} of {len(errors)} within 1.6 times."
+    return [*lay_out((*heads, "error in time:"), rows), "", told]
 
 
 def main() -> None:
@@ -150,14 +146,16 @@ def main() -> None:
     parser = make_parser(__doc__)
     arguments = parser.parse_args()
     document = derive()
-    found = hold_out(document)
-    spread = float(np.quantile(np.abs(found["error"]), 0.9)) / Z_90
+    errors = hold_out(document)
+    spread = float(np.quantile(np.abs(errors["error"]), 0.9)) / Z_90
     document = {"spread": round(spread, 4), **document}
     text = (
         json.dumps(document, separators=(",", ":")).replace('},"', '},\n"').replace('],"', '],\n"')
     )
-    (TABLES / FILE).write_text(text + "\n", encoding="utf-8")
-    lines = [*describe(found), "", "## Between nodes", "", *compare_between_nodes()]
+    Path(str(files("dpprof.predict.step_time") / "tables" / FILE)).write_text(
+        text + "\n", encoding="utf-8"
+    )
+    lines = [*describe(errors), "", "## Between nodes", "", *compare_between_nodes()]
     publish(__doc__ or "", "\n".join(lines), arguments.output)
 
 

@@ -11,20 +11,16 @@ The claims: a head that is trained and keeps gradients takes at most 1.4 times p
 that is frozen no more than plain's; a whole step at most 1.1 times.
 """
 
-import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpprof.experiments.config.experiment import Experiment
 from dpprof.private import BookKeeping, linear_cross_entropy
-from dpprof.subjects.setup import import_method, set_up
 from dpprof.system.console import say
-from interleave import Comparison, measure
-from script import end, ignore, make_parser, publish
+from interleave import Comparison, Side, measure, prepare, timed
+from script import end, ignore, lay_out, make_parser, publish
 
 SHAPES = [(4, 512, 512, 32_000), (4, 1024, 512, 32_000), (2, 512, 1024, 128_256)]
 """Samples, tokens, width and vocabulary."""
@@ -50,7 +46,7 @@ class Head(nn.Module):
 Shape = tuple[int, int, int, int]
 
 
-def make_sides(shape: Shape, kind: str) -> tuple[Callable[[], float], Callable[[], float]]:
+def make_sides(shape: Shape, kind: str) -> tuple[Side, Side]:
     """Return what runs and times the private side, and the plain one."""
     B, T, d, V = shape
     is_frozen = kind == "frozen"
@@ -73,30 +69,21 @@ def make_sides(shape: Shape, kind: str) -> tuple[Callable[[], float], Callable[[
         clipping.backward(losses_BT.mean(1))
 
     run_private()  # the first batch is verified
-    return lambda: _time(run_private), lambda: _time(run_plain)
+    return timed(run_private), timed(run_plain)
 
 
-def make_steps(shape: Shape, head: str) -> tuple[Callable[[], float], Callable[[], float]]:
+def make_steps(shape: Shape, head: str) -> tuple[Side, Side]:
     """Return what runs and times a private step, and a plain one with logits."""
     B, T, d, V = shape
     model = {"vocab_size": V, "d_model": d, "layers": LAYERS, "heads": d // 64}
-    fields = {"model": model, "batch_size": B, "seq_len": T, "device": "cpu"}
+    fields = {"model": model, "batch_size": B, "seq_len": T}
     runs = []
     for method, way in (("flash-bk", head), ("standard", "logits")):
-        experiment = Experiment.model_validate({**fields, "method": method, "head": way})
-        training = set_up(
-            experiment, import_method(experiment), torch.device("cpu"), lambda *_: None
-        )
+        training = prepare({**fields, "method": method, "head": way})
         run = partial(training.step.run, training.batch, ignore)
         run()
-        runs.append(partial(_time, run))
+        runs.append(timed(run))
     return runs[0], runs[1]
-
-
-def _time(run: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -104,35 +91,35 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=10)
     arguments = parser.parse_args()
-    lines = [
-        "| B | T | d | V | head | private / plain | 95 % interval |",
-        "| ---: | ---: | ---: | ---: | --- | ---: | --- |",
-    ]
+    heads: list[list[str]] = []
+    steps: list[list[str]] = []
     failures: list[str] = []
     for shape in SHAPES:
         for kind, limit in KINDS.items():
-            found = measure(kind, *make_sides(shape, kind), arguments.pairs)
-            lines.append(_lay_out(shape, kind, found))
-            if kind != "trained" and found.ratio > limit:
-                failures.append(f"{shape}, {kind}: {found.ratio:.2f}, more than {limit}")
-    lines += ["", f"Whole steps, {LAYERS} blocks:", "", *lines[:2]]
+            pairs = measure(kind, *make_sides(shape, kind), arguments.pairs)
+            heads.append(_tell(shape, pairs))
+            if kind != "trained" and pairs.ratio > limit:
+                failures.append(f"{shape}, {kind}: {pairs.ratio:.2f}, more than {limit}")
     for shape in STEPS:
         for head in ("chunked", "kept"):
-            found = measure(head, *make_steps(shape, head), arguments.pairs)
-            lines.append(_lay_out(shape, head, found))
-            if head == "kept" and found.ratio > LIMIT:
-                failures.append(f"{shape}, a step: {found.ratio:.2f}, more than {LIMIT}")
-    lines += ["", *(f"* missed: {one}" for one in failures)] if failures else []
+            pairs = measure(head, *make_steps(shape, head), arguments.pairs)
+            steps.append(_tell(shape, pairs))
+            if head == "kept" and pairs.ratio > LIMIT:
+                failures.append(f"{shape}, a step: {pairs.ratio:.2f}, more than {LIMIT}")
+    columns = ("B:", "T:", "d:", "V:", "head", "private / plain:", "95 % interval")
+    lines = [*lay_out(columns, heads), "", f"Whole steps, {LAYERS} blocks:", ""]
+    lines += lay_out(columns, steps)
+    lines += ["", *(f"* missed: {failure}" for failure in failures)] if failures else []
     publish(__doc__, "\n".join(lines), arguments.output)
     end("slower than claimed", failures)
 
 
-def _lay_out(shape: Shape, kind: str, found: Comparison) -> str:
-    low, high = found.interval
-    sizes = " | ".join(f"{size:,}" for size in shape)
-    line = f"| {sizes} | {kind} | {found.ratio:.2f} | {low:.2f} to {high:.2f} |"
-    say(line)
-    return line
+def _tell(shape: Shape, pairs: Comparison) -> list[str]:
+    low, high = pairs.interval
+    cells = [*(f"{size:,}" for size in shape), pairs.name]
+    cells += [f"{pairs.ratio:.2f}", f"{low:.2f} to {high:.2f}"]
+    say(" ".join(cells))
+    return cells
 
 
 if __name__ == "__main__":

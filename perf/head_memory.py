@@ -16,7 +16,7 @@ from dpprof.experiments.config.experiment import Experiment
 from dpprof.predict.estimate import estimate
 from dpprof.results.figures.style import method_style
 from dpprof.system.console import say
-from script import end, ignore, make_parser, publish
+from script import end, ignore, lay_out, make_parser, publish
 
 BATCH, TOKENS = 8, 1024
 ADAPTED = ("gemma-2-2b", "llama-3.1-8b", "mistral-7b-v0.3", "qwen2.5-7b")
@@ -34,19 +34,21 @@ class Row(NamedTuple):
 
 def list_models() -> dict[str, dict[str, Any]]:
     """List what is trained, by its name in the table."""
-    found: dict[str, dict[str, Any]] = {name: {"model": name} for name in registry.names("models")}
+    trained: dict[str, dict[str, Any]] = {
+        name: {"model": name} for name in registry.names("models")
+    }
     for name in bundled_names():
         if not name.startswith("tiny-"):
             lora = {"lora": "rank=16"} if name in ADAPTED else {}
-            found[f"{name}{', LoRA' if lora else ''}"] = {"model": f"hf:{name}", **lora}
-    return found
+            trained[f"{name}{', LoRA' if lora else ''}"] = {"model": f"hf:{name}", **lora}
+    return trained
 
 
 def find_peak(fields: dict[str, Any], method: str, head: str) -> int:
     """Predict a peak."""
     common = {"batch_size": BATCH, "seq_len": TOKENS, "dtype": "bfloat16", "device": "cuda"}
-    given = {**common, **fields, "method": method, "head": head, "target": "h100"}
-    result = estimate(Experiment.model_validate(given), ignore)
+    fields = {**common, **fields, "method": method, "head": head, "target": "h100"}
+    result = estimate(Experiment.model_validate(fields), ignore)
     assert result.memory is not None
     assert result.memory.peak_allocated_bytes is not None
     return result.memory.peak_allocated_bytes
@@ -59,7 +61,7 @@ def draw(rows: list[Row], path: Path) -> None:
     sides = (("chunked", -0.2, 1.0), ("kept", 0.2, 0.5))
     for head, shift, alpha in sides:
         axes.barh(
-            [one + shift for one in at],
+            [place + shift for place in at],
             [getattr(row, head) / row.plain for row in rows],
             0.38,
             color=method_style("flash-bk")["color"],
@@ -84,13 +86,9 @@ def main() -> None:
         ways = (("standard", "logits"), ("flash-bk", "chunked"), ("flash-bk", "kept"))
         rows.append(Row(name, *(find_peak(fields, *way) for way in ways)))
         say(f"{name}: {rows[-1].chunked / rows[-1].plain:.2f}")
-    lines = [
-        "| model | standard, logits (GiB) | flash-bk, chunked | flash-bk, kept |",
-        "| --- | ---: | ---: | ---: |",
-    ]
-    for name, *peaks in rows:
-        lines.append(f"| {name} | {' | '.join(f'{peak / GIB:.2f}' for peak in peaks)} |")
-    publish(__doc__, "\n".join(lines), arguments.output)
+    heads = ("model", "standard, logits (GiB):", "flash-bk, chunked:", "flash-bk, kept:")
+    cells = [(name, *(f"{peak / GIB:.2f}" for peak in peaks)) for name, *peaks in rows]
+    publish(__doc__, "\n".join(lay_out(heads, cells)), arguments.output)
     if arguments.figure is not None:
         draw(rows, arguments.figure)
     end("holds more than plain training", [row.model for row in rows if row.chunked >= row.plain])

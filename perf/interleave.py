@@ -5,10 +5,17 @@ anything that returns one number: a whole process, or a step of a running one.
 """
 
 import statistics
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+from dpprof.experiments.config.experiment import Experiment
 from dpprof.results.analysis.statistics import Interval, median_intervals
+from dpprof.subjects.setup import Training, import_method, set_up
+from script import lay_out
 
 Side = Callable[[], float]
 
@@ -32,13 +39,33 @@ class Comparison:
     @property
     def interval(self) -> Interval:
         """95 % bootstrap interval of that median, over pairs."""
-        (found,) = median_intervals([self._ratios])
-        assert found is not None
-        return found
+        (interval,) = median_intervals([self._ratios])
+        assert interval is not None
+        return interval
 
     @property
     def _ratios(self) -> list[float]:
         return [value / base for value, base in zip(self.values, self.base, strict=True)]
+
+
+def prepare(fields: Mapping[str, Any]) -> Training:
+    """Set an experiment up on this processor, in whatever modes are active."""
+    experiment = Experiment.model_validate({**fields, "device": "cpu"})
+    return set_up(experiment, import_method(experiment), torch.device("cpu"), lambda *_: None)
+
+
+def timed(
+    run: Callable[[], object], steps: int = 1, clock: Callable[[], float] = time.perf_counter
+) -> Side:
+    """Make a side of something that takes a step: seconds of one, over so many."""
+
+    def side() -> float:
+        start = clock()
+        for _ in range(steps):
+            run()
+        return (clock() - start) / steps
+
+    return side
 
 
 def measure(
@@ -48,7 +75,7 @@ def measure(
 
     Args:
         name: What is compared, for the table.
-        side: Measures the one.
+        side: Measures a number.
         base: Measures what it is compared with.
         pairs: How often; at least ``MIN_PAIRS``.
         tell: Called with a line of progress after each pair.
@@ -75,15 +102,11 @@ def tabulate(comparisons: Iterable[Comparison], unit: str, scale: float = 1.0) -
         unit: The unit of what was measured, as it is to be written.
         scale: How many of that unit one of the measured numbers is.
     """
-    lines = [
-        f"| A / B | A, median ({unit}) | B, median ({unit}) | ratio | 95 % interval | pairs |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    rows = []
     for row in comparisons:
         low, high = row.interval
-        a, b = (statistics.median(side) * scale for side in (row.values, row.base))
-        lines.append(
-            f"| {row.name} | {a:.2f} | {b:.2f} | {row.ratio:.3f} | {low:.3f} to {high:.3f} "
-            f"| {len(row.values)} |"
-        )
-    return "\n".join(lines)
+        medians = (statistics.median(side) * scale for side in (row.values, row.base))
+        cells = [row.name, *(f"{median:.2f}" for median in medians), f"{row.ratio:.3f}"]
+        rows.append([*cells, f"{low:.3f} to {high:.3f}", len(row.values)])
+    heads = ("A / B", f"A, median ({unit}):", f"B, median ({unit}):", "ratio:")
+    return "\n".join(lay_out((*heads, "95 % interval:", "pairs:"), rows))

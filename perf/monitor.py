@@ -9,17 +9,18 @@ monitor alone, with no step in it.
 
 import tempfile
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 import bare_loop
+import interleave
 from dpprof.experiments.config.naming import Dimensions
 from dpprof.measure.monitor import Monitor, TensorBoard, model_flops_per_token
 from dpprof.subjects.models.presets import SMALL, TINY
 from dpprof.system.console import say
-from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
+from interleave import MIN_PAIRS, Comparison, measure, tabulate
 from script import at_least, describe_place, end, make_parser, publish
 
 
@@ -62,8 +63,7 @@ class Loop:
         _, of, B, T = size
         torch.manual_seed(0)
         model = bare_loop.LanguageModel(of.vocab_size, of.d_model, of.layers, of.heads, T)
-        tokens_BT = torch.randint(of.vocab_size, (B, T + 1))
-        batch = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
+        batch = bare_loop.make_batch(of.vocab_size, B, T)
         flops = model_flops_per_token(model, seq_len=T, layers=of.layers, d_model=of.d_model)
         self.step = bare_loop.make_step(model, method, *batch, noise_multiplier=1.0)
         self.monitor = Monitor(
@@ -106,16 +106,7 @@ class Loop:
         return watched_s / steps, bare_s / steps
 
 
-def timed(run: Callable[[], None], steps: int) -> Side:
-    """Make a side of something that takes one step: CPU seconds of one, over a block."""
-
-    def side() -> float:
-        start_s = time.process_time()
-        for _ in range(steps):
-            run()
-        return (time.process_time() - start_s) / steps
-
-    return side
+timed = partial(interleave.timed, clock=time.process_time)
 
 
 def compare_unprofiled(pairs: int, directory: str) -> list[Comparison]:

@@ -16,13 +16,11 @@ import tempfile
 import torch
 
 import bare_loop
-from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.launch.protocol import PhaseMark
 from dpprof.measure.devices.selection import open_device
 from dpprof.subjects.models.presets import TINY
-from dpprof.subjects.setup import import_method, set_up
 from dpprof.system.console import say
-from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
+from interleave import MIN_PAIRS, Comparison, Side, measure, prepare, tabulate, timed
 from script import at_least, describe_place, end, make_parser, publish
 
 ROWS = {
@@ -41,19 +39,16 @@ def bare_side(method: str) -> Side:
     """Build a bare loop; a call runs one step and returns its seconds."""
     torch.manual_seed(0)
     model = bare_loop.LanguageModel(TINY.vocab_size, TINY.d_model, TINY.layers, TINY.heads, SEQ_LEN)
-    tokens = torch.randint(TINY.vocab_size, (BATCH_SIZE, SEQ_LEN + 1))
-    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    return bare_loop.timed(bare_loop.make_step(model, method, *batch, noise_multiplier=1.0))
+    batch = bare_loop.make_batch(TINY.vocab_size, BATCH_SIZE, SEQ_LEN)
+    return timed(bare_loop.make_step(model, method, *batch, noise_multiplier=1.0))
 
 
 def clean_side(method: str) -> Side:
     """Build what ``clean`` times; a call runs one step its way and returns its seconds."""
-    experiment = Experiment.model_validate(
+    device = open_device("cpu")
+    training = prepare(
         {"model": "tiny", "method": method, "batch_size": BATCH_SIZE, "seq_len": SEQ_LEN}
-        | {"device": "cpu"}
     )
-    device = open_device(experiment.device)
-    training = set_up(experiment, import_method(experiment), device.torch_device, lambda *_: None)
     with tempfile.TemporaryFile() as file:
         mark = PhaseMark(file.fileno())
 

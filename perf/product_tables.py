@@ -32,7 +32,7 @@ from dpprof.predict.step_time.product_table import UNIT, PeakRates, ProductTable
 from dpprof.system.console import say
 
 SOURCE = "aiconfigurator-core"
-TABLES = Path(__file__).parents[1] / "src" / "dpprof" / "step_time" / "tables"
+TABLES = Path(str(files("dpprof.predict.step_time") / "tables"))
 DEVICES: dict[str, tuple[str, Target]] = {
     "a100": ("a100_sxm", A100),
     "b200": ("b200_sxm", B200),
@@ -52,12 +52,12 @@ def read_measured(device: str) -> pd.DataFrame:
     """Read the seconds of bfloat16 products: one row a shape, one column a framework."""
     folder = files("aiconfigurator_core") / "systems" / "data" / device / "gemm"
     columns = {}
-    for framework in sorted(folder.iterdir(), key=lambda one: one.name):
+    for framework in sorted(folder.iterdir(), key=lambda entry: entry.name):
         newest = max(_list_tables(framework), key=lambda path: path.parent.name, default=None)
         if newest is not None:
-            found = pd.read_parquet(newest)
-            found = found[found["gemm_dtype"] == "bfloat16"]
-            columns[framework.name] = found.groupby(["m", "n", "k"])["latency"].median() / 1e3
+            products = pd.read_parquet(newest)
+            products = products[products["gemm_dtype"] == "bfloat16"]
+            columns[framework.name] = products.groupby(["m", "n", "k"])["latency"].median() / 1e3
     return pd.DataFrame(columns)
 
 
@@ -108,13 +108,13 @@ def derive(name: str) -> tuple[dict[str, Any], Errors]:
     errors = {"held out": hold_out(table), "left out": leave_out(table, shares.dropna())}
     more_rows = {f"{by} times as many rows": extrapolate(document, by) for by in (2, 4)}
     repeats = np.abs(np.log(measured.div(measured.median(axis=1), axis=0).to_numpy()))
-    interpolated = max(_spread(found["error"]) for found in errors.values())
+    interpolated = max(_spread(kind["error"]) for kind in errors.values())
     document["spreads"] = {
         "measured at this shape": _spread(repeats[np.isfinite(repeats)]),
         "interpolated": interpolated,
         "extrapolated": 2 * interpolated,
     }
-    worst = max(_spread(found["error"]) for found in more_rows.values())
+    worst = max(_spread(kind["error"]) for kind in more_rows.values())
     document["more_rows_spread"] = max(worst, interpolated)
     return document, errors | more_rows
 
@@ -127,42 +127,39 @@ def _spread(errors: Any) -> float:
 def hold_out(table: ProductTable) -> pd.DataFrame:
     """Predict shapes of a table from all others."""
     chosen = np.random.default_rng(0).permutation(len(table.shapes))[:HELD_OUT]
-    found = pd.DataFrame(table.shapes[chosen], columns=["m", "n", "k"])
+    shapes = pd.DataFrame(table.shapes[chosen], columns=["m", "n", "k"])
     everything = np.arange(len(table.shapes))
     predicted = [table.fit(table.shapes[at].tolist(), everything != at) for at in chosen]
-    return found.assign(error=np.log(table.shares[chosen] / predicted))
+    return shapes.assign(error=np.log(table.shares[chosen] / predicted))
 
 
 def leave_out(table: ProductTable, shares: pd.Series) -> pd.DataFrame:
     """Predict measured shapes whose m is not in a table; half of these are one row off a tile."""
     others = shares[~shares.index.get_level_values("m").isin(ROWS)]
     others = others.sample(HELD_OUT, random_state=0)
-    found = others.index.to_frame(index=False)
-    predicted = [table.find(m, n, k)[0] for m, n, k in found.to_numpy().tolist()]
-    return found.assign(error=np.log(others.to_numpy() / predicted))
+    shapes = others.index.to_frame(index=False)
+    predicted = [table.find(m, n, k)[0] for m, n, k in shapes.to_numpy().tolist()]
+    return shapes.assign(error=np.log(others.to_numpy() / predicted))
 
 
 def extrapolate(document: dict[str, Any], by: int) -> pd.DataFrame:
     """Predict the shapes with most rows from a table that ends ``by`` times below them."""
     table = ProductTable(document)
-    known = [m <= ROWS[-1] // by for m in document["m"]]
-    shorter = document | {
-        name: [one for one, keep in zip(document[name], known, strict=True) if keep]
-        for name in ("m", "shares")
-    }
+    kept = sum(m <= ROWS[-1] // by for m in document["m"])
+    shorter = document | {name: document[name][:kept] for name in ("m", "shares")}
     most = np.flatnonzero(table.shapes[:, 0] == ROWS[-1])
-    found = pd.DataFrame(table.shapes[most], columns=["m", "n", "k"])
+    shapes = pd.DataFrame(table.shapes[most], columns=["m", "n", "k"])
     find = ProductTable(shorter).find
-    predicted = [find(m, n, k)[0] for m, n, k in found.to_numpy().tolist()]
-    return found.assign(error=np.log(table.shares[most] / predicted))
+    predicted = [find(m, n, k)[0] for m, n, k in shapes.to_numpy().tolist()]
+    return shapes.assign(error=np.log(table.shares[most] / predicted))
 
 
 def describe(document: dict[str, Any], errors: Errors) -> list[str]:
     """Say a table's errors, a line for each kind of shapes."""
     lines = [f"{document['device']}: {np.count_nonzero(document['shares']):,} shapes"]
-    for what, found in errors.items():
-        large = found[(found[["m", "n", "k"]] >= LARGE).all(axis=1)]
-        for kind, some in {f"all sizes at least {LARGE}": large, "all": found}.items():
+    for what, shapes in errors.items():
+        large = shapes[(shapes[["m", "n", "k"]] >= LARGE).all(axis=1)]
+        for kind, some in {f"all sizes at least {LARGE}": large, "all": shapes}.items():
             off = np.abs(np.expm1(some["error"]))
             lines.append(
                 f"  {what}, {kind}: {len(some):,} shapes, median error {off.median():.1%}, "

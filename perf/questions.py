@@ -22,7 +22,7 @@ import psutil
 from cheap_runs import BARE, RUN
 from dpprof.system.console import say
 from dpprof.system.paths import PACKAGE
-from script import at_least, describe_place, end, make_parser, publish
+from script import at_least, describe_place, end, lay_out, make_parser, publish
 
 _1B = "--model 1b --target h200 --seq-len 1024 --dtype bfloat16"
 _LORA = "--model hf:llama-3.1-8b --lora rank=16 --target h100 --seq-len 2048 --dtype bfloat16"
@@ -96,9 +96,11 @@ def use(code: str, *arguments: str, folder: str) -> Used:
 def _held(process: psutil.Process) -> int:
     """Return what a process and its children hold; 0 for what has just ended."""
     total = 0
-    for one in (process, *process.children(recursive=True)):
+    for member in (process, *process.children(recursive=True)):
         try:
-            lines = Path(f"/proc/{one.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+            lines = (
+                Path(f"/proc/{member.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+            )
         except OSError:
             continue
         total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
@@ -118,32 +120,27 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", **at_least(1, 3))
     arguments = parser.parse_args()
-    ratios: dict[str, list[float]] = {one.name: [] for one in QUESTIONS}
+    ratios: dict[str, list[float]] = {question.name: [] for question in QUESTIONS}
     held = dict.fromkeys(ratios, 0)
     for number in range(1, arguments.rounds + 1):
         bare = use(BARE, folder=tempfile.gettempdir()).elapsed_s
-        for one in QUESTIONS:
-            used = ask(one)
-            ratios[one.name].append(used.elapsed_s / bare)
-            held[one.name] = max(held[one.name], used.held_bytes)
-            say(f"[{number}/{arguments.rounds}] {one.name}: {ratios[one.name][-1]:.2f} imports")
-    lines = [
-        "| question | imports, median | from | to | at most | MiB held |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for one in QUESTIONS:
-        found = ratios[one.name]
-        lines.append(
-            f"| {one.name} | {statistics.median(found):.2f} | {min(found):.2f} | {max(found):.2f} "
-            f"| {one.most_imports:g} | {held[one.name] / 2**20:,.0f} |"
-        )
-    commands = "\n".join(f"* {one.name}: `dpprof {one.command}`" for one in QUESTIONS)
-    text = "\n".join(lines)
+        for question in QUESTIONS:
+            name, used = question.name, ask(question)
+            ratios[name].append(used.elapsed_s / bare)
+            held[name] = max(held[name], used.held_bytes)
+            say(f"[{number}/{arguments.rounds}] {name}: {ratios[name][-1]:.2f} imports")
+    medians = {name: statistics.median(imports) for name, imports in ratios.items()}
+    rows = []
+    for name, _, most_imports, _ in QUESTIONS:
+        imports = (medians[name], min(ratios[name]), max(ratios[name]))
+        cells = [name, *(f"{number:.2f}" for number in imports), f"{most_imports:g}"]
+        rows.append([*cells, f"{held[name] / 2**20:,.0f}"])
+    heads = ("question", "imports, median:", "from:", "to:", "at most:", "MiB held:")
+    commands = "\n".join(f"* {name}: `dpprof {command}`" for name, command, *_ in QUESTIONS)
+    text = "\n".join(lay_out(heads, rows))
     place = f"{describe_place('torch', 'opacus')}; {arguments.rounds} rounds."
     publish(__doc__, f"{place}\n\n{text}\n\n{commands}", arguments.output, printed=text)
-    beyond = [
-        one.name for one in QUESTIONS if statistics.median(ratios[one.name]) > one.most_imports
-    ]
+    beyond = [name for name, _, most_imports, _ in QUESTIONS if medians[name] > most_imports]
     beyond += [name for name, size in held.items() if size > MOST_BYTES]
     end(f"beyond its limit, or {MOST_BYTES:,} bytes", beyond)
 

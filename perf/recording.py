@@ -7,35 +7,25 @@ and counts no FLOPs. The claims: at most 1.5 times a bare step; MemTracker at le
 slower for the standard step and 9 times for per-sample gradients from hooks.
 """
 
-import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from bare_loop import timed
-from dpprof.experiments.config.experiment import Experiment
 from dpprof.predict.memory.fake_operators import FakeOperators
 from dpprof.predict.memory.fake_tensors import fake_tensors
 from dpprof.predict.memory.recorder import Recorder
 from dpprof.predict.tracing import TimelineRecorder
-from dpprof.subjects.setup import Training, import_method, set_up
 from dpprof.system.console import say
-from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
+from interleave import MIN_PAIRS, Comparison, Side, measure, prepare, tabulate, timed
 from script import at_least, end, ignore, make_parser, publish
 
-REAL = {"model": "small", "batch_size": 4, "seq_len": 256, "device": "cpu"}
-FAKE = {"model": "1b", "batch_size": 8, "seq_len": 1024, "device": "cpu"}
+REAL = {"model": "small", "batch_size": 4, "seq_len": 256}
+FAKE = {"model": "1b", "batch_size": 8, "seq_len": 1024}
 AT_MOST = 1.5
 AT_LEAST = {"standard": 7.0, "opacus-hooks": 9.0}
 
 
-def prepare(fields: dict[str, object], method: str) -> Training:
-    """Set a training up, in whatever modes are active."""
-    experiment = Experiment.model_validate(fields | {"method": method})
-    return set_up(experiment, import_method(experiment), torch.device("cpu"), lambda *_: None)
-
-
 def bare_side(fields: dict[str, object], method: str) -> Side:
     """Run steps that nobody watches."""
-    training = prepare(fields, method)
+    training = prepare(fields | {"method": method})
     return timed(lambda: training.step.run(training.batch, ignore))
 
 
@@ -45,7 +35,7 @@ def recorded_side(
     """Run steps whose memory is recorded, operators counted."""
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, call=call)
     with recorder:
-        training = prepare(fields, method)
+        training = prepare(fields | {"method": method})
         timeline_recorder = TimelineRecorder(recorder, training.step, ignore)
 
     def run() -> None:
@@ -57,7 +47,7 @@ def recorded_side(
 
 def tracked_side(fields: dict[str, object], method: str) -> Side:
     """Run steps under MemTracker, as its documentation shows."""
-    training = prepare(fields, method)
+    training = prepare(fields | {"method": method})
     tracker = MemTracker()
     tracker.track_external(training.step.module, training.step.optimizer)
 

@@ -8,6 +8,8 @@ the machine hardly change them. Claims: a second plan is at most 2.2 times the b
 figures and report take at most 20 times the import, and no process 1 GiB.
 """
 
+import importlib
+import itertools
 import os
 import shutil
 import statistics
@@ -16,15 +18,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dpprof.experiments.config import registry
+from dpprof.experiments.planning.planner import Manifest
 from dpprof.system.console import say
-from script import describe_place, make_parser, publish
-from synthetic_results import write_results
+from script import describe_place, lay_out, make_parser, publish
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
+REPLICATES = 2
 PLAN_CLAIM = 2.2
 REPORT_CLAIM = 20.0
 MEMORY_CLAIM_MIB = 1024.0
@@ -124,7 +127,8 @@ def measure_planning(jobs: int, rounds: int, folder: Path) -> Iterator[Row]:
             sides[name].append(run([*dry, "--configfile", "config/scale.yaml"], ours))
         say(f"planning: round {number + 1} of {rounds}")
     for name, costs in sides.items():
-        ratios = [one.cpu_s / base.cpu_s for one, base in zip(costs, sides["bare"], strict=True)]
+        pairs = zip(costs, sides["bare"], strict=True)
+        ratios = [cost.cpu_s / base.cpu_s for cost, base in pairs]
         yield Row(name, median_of(costs), statistics.median(ratios))
 
 
@@ -160,6 +164,49 @@ def measure_reporting(results: int, folder: Path) -> Iterator[Row]:
     yield Row("all of them", total, total.cpu_s / unit.cpu_s)
 
 
+def write_results(folder: Path, count: int) -> Path:
+    """Write results of clean and, for the first replicate of each experiment, of estimate.
+
+    Args:
+        folder: Which gets the folder ``results``.
+        count: How many of clean.
+
+    Returns:
+        The path of the manifest that lists them.
+    """
+    sys.path.append(str(ROOT / "tests"))
+    factory: Any = importlib.import_module("factory")
+    methods = registry.names("methods")
+    lengths = (64, 128, 256, 512)
+    batches = range(1, 2 + count // (len(lengths) * len(methods) * REPLICATES))
+    grid = itertools.product(batches, lengths, enumerate(methods), range(REPLICATES))
+    runs = []
+    for batch, length, (rank, method), replicate in itertools.islice(grid, count):
+        experiment = factory.make_experiment(method=method, batch_size=batch, seq_len=length)
+        step_s = 1e-4 * batch * length * (1 + rank) * (1 + replicate / 50)
+        failed = (batch + rank) % 17 == 0
+        factory.write_synthetic(
+            folder,
+            experiment,
+            replicate=replicate,
+            outcome="oom" if failed else "ok",
+            step_s=(step_s, step_s * 1.1, step_s),
+            peak_allocated_bytes=MIB * batch * (3 + rank),
+            phases_s={"forward": [step_s], "backward": [2 * step_s], "step": [step_s]},
+            samplers={"Linear": "grad sampler"},
+        )
+        runs += factory.make_manifest((experiment, replicate)).runs
+        if replicate == 0:
+            recorded = factory.make_memory({"parameters": 3 * MIB, "noise": MIB * batch})
+            factory.write_synthetic(folder, experiment, instrument="estimate", recorded=recorded)
+            runs += factory.make_manifest((experiment, 0), instrument="estimate").runs
+    manifest = Manifest(runs=tuple(runs))
+    path: Path = folder / manifest.path
+    path.parent.mkdir(parents=True)
+    path.write_text(manifest.text, encoding="utf-8")
+    return path
+
+
 def import_both(folder: Path) -> Cost:
     """Import torch and Opacus in a fresh process."""
     return run([sys.executable, "-c", "import torch, opacus"], folder)
@@ -167,12 +214,11 @@ def import_both(folder: Path) -> Cost:
 
 def tabulate(rows: Sequence[Row], of: str) -> str:
     """Lay rows out as a Markdown table; ratios are multiples ``of`` something."""
-    lines = [f"| | CPU (s) | {of} | peak RSS (MiB) |", "| --- | ---: | ---: | ---: |"]
-    lines += [
-        f"| {name} | {cost.cpu_s:.1f} | {ratio:.2f} | {cost.peak_mib:.0f} |"
+    cells = (
+        (name, f"{cost.cpu_s:.1f}", f"{ratio:.2f}", f"{cost.peak_mib:.0f}")
         for name, cost, ratio in rows
-    ]
-    return "\n".join(lines)
+    )
+    return "\n".join(lay_out(("", "CPU (s):", f"{of}:", "peak RSS (MiB):"), cells))
 
 
 def find_broken(planning: Sequence[Row], reporting: Sequence[Row]) -> list[str]:

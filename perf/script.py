@@ -3,7 +3,7 @@
 import argparse
 import datetime as dt
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ def at_least(least: int, default: int) -> dict[str, Any]:
 
 def describe_place(*packages: str, threads: int | None = None) -> str:
     """Say when, where and with what something was measured."""
-    versions = ", ".join(f"{name} {found}" for name, found in package_versions(packages).items())
+    installed = package_versions(packages).items()
+    versions = ", ".join(f"{name} {version}" for name, version in installed)
     computing = "" if threads is None else f", {threads} compute thread(s)"
     cpu = f"{cpu_name()}, {available_cores()} core(s){computing}"
     return f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu}; {versions}"
@@ -44,6 +45,13 @@ def publish(doc: str | None, text: str, output: Path | None, printed: str | None
     sys.stdout.write(f"{text if printed is None else printed}\n")
     if output is not None:
         output.write_text(f"{doc}\n{text}\n", encoding="utf-8")
+
+
+def lay_out(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Lay out a table in Markdown; a head with a colon at its end is of a column aligned right."""
+    rules = ["---:" if head.endswith(":") else "---" for head in heads]
+    names = [head.removesuffix(":") for head in heads]
+    return [f"| {' | '.join(map(str, cells))} |" for cells in (names, rules, *rows)]
 
 
 def end(claim: str, missed: Sequence[str]) -> None:

@@ -37,7 +37,7 @@ from dpprof.predict.memory.events import Op
 from dpprof.predict.step_time.own_table import OwnTable
 from dpprof.predict.step_time.predict import predict_step_here
 from dpprof.system.console import say
-from script import make_parser, publish
+from script import lay_out, make_parser, publish
 
 BATCHES = {128: 4, 512: 2, 2048: 1}
 STEPS = {128: 3, 512: 3, 2048: 1}
@@ -70,14 +70,16 @@ class Cell(NamedTuple):
         """Whether the measurement is inside the interval."""
         return self.low_s <= self.measured_s <= self.high_s
 
-    def tell(self) -> str:
-        """Lay out a row."""
+    @property
+    def told(self) -> list[str]:
+        """The row of the table."""
         spread = max(self.step_s) / min(self.step_s) - 1
-        return (
-            f"| {self.model} | {self.seq_len} | {BATCHES[self.seq_len]} | {self.method} "
-            f"| {self.measured_s * 1e3:,.0f} | {spread:.0%} | {self.median_s * 1e3:,.0f} "
-            f"| {self.low_s * 1e3:,.0f} to {self.high_s * 1e3:,.0f} | {self.error:+.1%} |"
-        )
+        times = (self.measured_s, self.median_s, self.low_s, self.high_s)
+        measured, median, low, high = (f"{time * 1e3:,.0f}" for time in times)
+        return [
+            *(self.model, str(self.seq_len), str(BATCHES[self.seq_len]), self.method),
+            *(measured, f"{spread:.0%}", median, f"{low} to {high}", f"{self.error:+.1%}"),
+        ]
 
 
 def run(ops: list[Op], beside: BesideOperators, experiment: Experiment) -> Cell:
@@ -122,8 +124,8 @@ def rank(cells: list[Cell]) -> tuple[float, int]:
     for cell in cells:
         groups[cell.model, cell.seq_len].append(cell)
     for group in groups.values():
-        for one, other in itertools.combinations(group, 2):
-            faster, slower = sorted((one, other), key=lambda cell: cell.measured_s)
+        for pair in itertools.combinations(group, 2):
+            faster, slower = sorted(pair, key=lambda cell: cell.measured_s)
             if max(faster.step_s) >= min(slower.step_s):
                 continue
             pairs += 1
@@ -135,15 +137,14 @@ def tabulate(cells: list[Cell], table: OwnTable) -> str:
     """Lay out the cells, and how far off they are."""
     errors = [abs(cell.error) for cell in cells]
     tau, pairs = rank(cells)
-    held_out = [abs(found / true - 1) for found, true, _ in table.hold_out()]
+    held_out = [abs(predicted / true - 1) for predicted, true, _ in table.hold_out()]
     weights = [true for _, true, _ in table.hold_out()]
     order = np.argsort(held_out)
     half = np.searchsorted(np.cumsum(np.array(weights)[order]), math.fsum(weights) / 2)
-    heads = ["model", "T", "B", "method", "measured (ms)", "spread", "predicted (ms)"]
+    heads = ("model", "T:", "B:", "method", "measured (ms):", "spread:", "predicted (ms):")
     inside = sum(cell.is_inside for cell in cells)
-    lines = [f"| {' | '.join([*heads, '90 % interval', 'error'])} |"]
-    lines += ["| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
-    lines += [*(cell.tell() for cell in cells), ""]
+    lines = lay_out((*heads, "90 % interval:", "error:"), (cell.told for cell in cells))
+    lines += [""]
     lines += [f"* steps: {_sum_up(errors)}; {inside} of {len(cells)} inside the 90 % interval"]
     lines += [f"* Kendall's tau of the ranking of methods: {tau:.2f}, of {pairs} pairs"]
     lines += [f"* operators predicted from other sizes: {_sum_up(held_out)}, of {len(held_out):,}"]
@@ -217,7 +218,7 @@ def main() -> None:
     table = tabulate_operators(timer, BesideOperators(0.0, 0.0, 1.0))
     kept = read_cells(arguments.cells)
     cells = []
-    for _, group in itertools.groupby(ops, lambda one: (str(one.model), one.seq_len)):
+    for _, group in itertools.groupby(ops, lambda cell: (str(cell.model), cell.seq_len)):
         beside: BesideOperators | None = None
         for experiment in group:
             cell = kept.get((str(experiment.model), experiment.method, experiment.seq_len))
@@ -228,7 +229,7 @@ def main() -> None:
                 cell = run(ops[experiment], beside, experiment)
                 keep_cell(arguments.cells, cell)
             cells.append(cell)
-            tell(cell.tell())
+            tell(" ".join(cell.told))
     publish(__doc__, tabulate(cells, table), arguments.output)
 
 

@@ -11,6 +11,7 @@ of a ratio. The claim: at most 1.03 times.
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 from dpprof.private import PrivacyArguments, PrivateTrainer, make_private
 from dpprof.private.loop.private_trainer import read_losses
-from interleave import MIN_PAIRS, Comparison, tabulate
+from interleave import MIN_PAIRS, Comparison, Side, tabulate, timed
 from script import at_least, describe_place, end, make_parser, publish
 
 SAMPLES, TOKENS, VOCABULARY = 64, 64, 512
@@ -49,7 +50,7 @@ def draw() -> list[dict[str, Tensor]]:
     """Draw sequences."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(VOCABULARY, (SAMPLES, TOKENS), generator=generator)
-    return [{"input_ids": one, "labels": one} for one in ids]
+    return [{"input_ids": sample, "labels": sample} for sample in ids]
 
 
 def generators() -> dict[str, Any]:
@@ -79,11 +80,9 @@ def steps_of_loop(*, adapters: bool) -> Iterator[None]:
                 yield
 
 
-def time_step(loop: Iterator[None]) -> float:
-    """Take a step of a loop; returns its CPU seconds."""
-    start = time.process_time()
-    next(loop)
-    return time.process_time() - start
+def time_loop(*, adapters: bool) -> Side:
+    """Return what takes a step of the loop, and returns its CPU seconds."""
+    return timed(partial(next, steps_of_loop(adapters=adapters)), clock=time.process_time)
 
 
 def join(name: str, seconds: Sequence[tuple[float, float]]) -> Comparison:
@@ -97,8 +96,8 @@ def join(name: str, seconds: Sequence[tuple[float, float]]) -> Comparison:
 class InTurn(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
     """Takes a step of the loop after each of the trainer's."""
 
-    def __init__(self, loop: Iterator[None]) -> None:
-        self.loop = loop
+    def __init__(self, take_step: Side) -> None:
+        self.take_step = take_step
         self.seconds: list[tuple[float, float]] = []
         self._start = 0.0
 
@@ -109,13 +108,13 @@ class InTurn(TrainerCallback):  # type: ignore[misc]  # transformers has no type
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Stop the clock of the trainer's step, which the last step's log belongs to."""
         of_trainer = time.process_time() - self._start
-        self.seconds.append((of_trainer, time_step(self.loop)))
+        self.seconds.append((of_trainer, self.take_step()))
         self._start = time.process_time()
 
 
 def compare(*, adapters: bool, pairs: int) -> Comparison:
     """Train with the trainer, and the loop in turn."""
-    in_turn = InTurn(steps_of_loop(adapters=adapters))
+    in_turn = InTurn(time_loop(adapters=adapters))
     with tempfile.TemporaryDirectory() as folder:
         trainer = PrivateTrainer(
             model=build(adapters=adapters),
@@ -143,9 +142,9 @@ def compare(*, adapters: bool, pairs: int) -> Comparison:
 
 def compare_loops(pairs: int) -> Comparison:
     """Compare the loop with another of itself."""
-    loops = [steps_of_loop(adapters=False) for _ in range(2)]
+    loop, other = time_loop(adapters=False), time_loop(adapters=False)
     steps = WARMUP_STEPS + STEPS_OF_PAIR * pairs
-    seconds = [(time_step(loops[0]), time_step(loops[1])) for _ in range(steps)]
+    seconds = [(loop(), other()) for _ in range(steps)]
     return join("loop / loop", seconds[WARMUP_STEPS:])
 
 
@@ -156,7 +155,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = [compare_loops(arguments.pairs)]
-    rows += [compare(adapters=one, pairs=arguments.pairs) for one in (False, True)]
+    rows += [compare(adapters=adapters, pairs=arguments.pairs) for adapters in (False, True)]
     table = tabulate(rows, "ms", 1e3)
     place = describe_place("torch", "transformers", threads=1)
     shape = f"{PART * PARTS} samples expected of {TOKENS} tokens, AdamW"

@@ -9,9 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from published.cases import DATA
 from published.programs.hugging_face import trainer, training
-from published.recording import record
+from published.recording import DATA, record
 
 from dpprof.experiments.config import registry
 from dpprof.predict.step_time.predict import predict_step
@@ -38,13 +37,13 @@ HEADER = """\
 @cache
 def _predict(run: str) -> dict[str, float]:
     """Predict the peaks of a run's phases, what it reserves, and the seconds of a step."""
-    one = next(one for one in RUNS if one.id == run)
-    attention = "eager" if one.attention == "eager" else "sdpa"
-    sizes = {"batch_size": one.batch_size, "seq_len": one.seq_len}
-    lora = f"rank={one.rank},target_modules={_TARGETS}"
-    fields = {"model": _CONTENT["models"][one.model], "lora": lora, "attention": attention}
+    named = next(named for named in RUNS if named.id == run)
+    attention = "eager" if named.attention == "eager" else "sdpa"
+    sizes = {"batch_size": named.batch_size, "seq_len": named.seq_len}
+    lora = f"rank={named.rank},target_modules={_TARGETS}"
+    fields = {"model": _CONTENT["models"][named.model], "lora": lora, "attention": attention}
     target = registry.load("targets", "t4")
-    recording = record(training, target, steps=_STEPS, **sizes, **_BASES[one.base], **fields)
+    recording = record(training, target, steps=_STEPS, **sizes, **_BASES[named.base], **fields)
     peaks = {phase: recording.peak("allocated", phase, end) for phase, end in _PHASES.items()}
     step = predict_step(recording.ops, "float16", target)
     peaks |= {"peak": max(peaks.values()), "reserved": recording.at("reserved")}

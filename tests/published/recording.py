@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from dpprof.predict.memory.events import Allocated, Freed, Op
 from dpprof.predict.memory.recorder import Recorder
 from dpprof.predict.tracing import tracing
 
+DATA = Path(__file__).parent / "data"
 MIB = 2**20
 
 
@@ -31,18 +33,18 @@ class Tape:
         if name in ("last step", "stepped"):
             self._recorder.counting = name == "last step"
 
-    def load(self, build: Callable[..., Any], *given: Any) -> Any:
+    def load(self, build: Callable[..., Any], *arguments: Any) -> Any:
         """Build a model on the host, and load it: what is frozen, and then what is trained."""
-        model = self.build(build, *given)
+        model = self.build(build, *arguments)
         parameters = [*model.parameters()]
-        self.hold(*model.buffers(), *(one for one in parameters if not one.requires_grad))
-        self.hold(*(one for one in parameters if one.requires_grad))
+        self.hold(*model.buffers(), *(p for p in parameters if not p.requires_grad))
+        self.hold(*(p for p in parameters if p.requires_grad))
         return model
 
-    def build(self, build: Callable[..., Any], *given: Any) -> Any:
+    def build(self, build: Callable[..., Any], *arguments: Any) -> Any:
         """Build a model on the host, and record nothing of it."""
         self._recorder.recording = False
-        model = build(*given)
+        model = build(*arguments)
         self._recorder.recording = True
         return model
 
@@ -89,7 +91,7 @@ class Recording:
         self.ops = ops
 
     @cached_property
-    def rounded(self) -> np.ndarray:
+    def requested(self) -> np.ndarray:
         """Sizes rounded up to 512 bytes that are alive."""
         return np.cumsum([0, *(size for _, size in self.changes)])
 

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from published.cases import DATA
+from published.recording import DATA
 
 from dpprof.predict.memory.caching_allocator import CachingAllocator, round_size
 

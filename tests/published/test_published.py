@@ -4,13 +4,13 @@ import re
 from statistics import median
 
 import pytest
-from published.cases import CASES, DATA, SOURCES, Case
+from published.cases import CASES, Case
 from published.finetuning import HEADER, QUICK, RUNS, TRAINER_HEADER, TRAINER_RUNS, Run
+from published.recording import DATA
 from published.replays import REPLAYS, Replay
 
 PAGE = (DATA.parents[2] / "docs" / "validation.md").read_text(encoding="utf-8")
 MIB = 2**20
-COUNTERS = {"rounded": "requested", "allocated": "allocated", "reserved": "reserved"}
 LIMITS = 0.01, 0.1, 0.5, 2.0
 WORST_PEAK, MEDIAN_PEAK, MEDIAN_RESERVED = 0.5, 0.1, 3.0
 MEDIAN_PEAK_OF_TRAINER, WORST_TIME = 3.0, 15.0
@@ -26,27 +26,27 @@ EXPLAINED_FROM = 0.5
 
 def limit(case: Case) -> float:
     """Percent by which a prediction may differ: more where the source's PyTorch was older."""
-    if case.source == "opacus":
+    if case.row.source.key == "opacus":
         return 0.5
     return 0.2 if case.counter == "reserved" else 0.1
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, id=c.id, marks=[pytest.mark.slow] if c.slow else []) for c in CASES],
+    [pytest.param(c, id=c.row.id, marks=[pytest.mark.slow] if c.slow else []) for c in CASES],
 )
 def test_a_prediction_is_what_was_measured_on_a_gpu(case: Case) -> None:
     """A known difference must stay what it is: whoever removes it removes it from the data."""
     if case.differs is not None:
         assert case.difference() == pytest.approx(case.differs, abs=0.01)
     else:
-        assert case.predict() == pytest.approx(case.published, rel=limit(case) / 100)
+        assert case.predict() == pytest.approx(case.row.value, rel=limit(case) / 100)
 
 
 @pytest.mark.slow
 def test_an_epoch_reserves_no_more_than_two_steps() -> None:
-    case = next(case for case in CASES if case.id == "gpt2-fused-attention")
-    longer = case._replace(settings=case.settings | {"steps": 3, "tokens": 50})
+    case = next(case for case in CASES if case.row.id == "gpt2-fused-attention")
+    longer = case._replace(program=case.program | {"steps": 3, "tokens": 50})
     assert longer.predict() == case.predict()
 
 
@@ -66,12 +66,12 @@ def percent(difference: float) -> str:
 
 
 def row(case: Case) -> str:
-    digits = 4 if case.unit == "GiB" else 3
-    values = f"{case.published:,.{digits}f} | {case.predict():,.{digits}f}"
-    source = SOURCES[case.source]
+    digits = 4 if case.row.unit == "GiB" else 3
+    values = f"{case.row.value:,.{digits}f} | {case.predict():,.{digits}f}"
+    source = case.row.source
     return (
-        f"| {case.label} | {COUNTERS[case.counter]} | {values} | {case.unit} "
-        f"| {percent(case.difference())} | [{source.name}][{case.source}] |"
+        f"| {case.label} | {case.counter} | {values} | {case.row.unit} "
+        f"| {percent(case.difference())} | [{source.name}][{source.key}] |"
     )
 
 
@@ -89,8 +89,8 @@ def check_page(cases: list[Case]) -> None:
     text = " ".join(PAGE.split())
     told = [case.why or case.note for case in cases]
     assert [line for line in map(row, cases) if line not in PAGE] == []
-    assert [one for one in told if one not in text] == []
-    assert [c.id for c in cases if abs(c.difference()) > EXPLAINED_FROM and not c.why] == []
+    assert [reason for reason in told if reason not in text] == []
+    assert [c.row.id for c in cases if abs(c.difference()) > EXPLAINED_FROM and not c.why] == []
 
 
 def test_the_page_shows_what_is_computed() -> None:
@@ -98,9 +98,11 @@ def test_the_page_shows_what_is_computed() -> None:
     check_page([case for case in CASES if not case.slow])
 
     assert [line for line in map(row_of_replay, REPLAYS) if line not in PAGE] == []
-    for name, source in SOURCES.items():
-        assert f"* [{source.name}][{name}]: GPU {source.gpu}; PyTorch {source.torch}" in text
-        assert f"[{name}]: {source.url}\n" in PAGE
+    for row in {case.row.source: case.row for case in CASES}.values():
+        source = row.source
+        gpu = source.gpu or row.gpu
+        assert f"* [{source.name}][{source.key}]: GPU {gpu}; PyTorch {source.torch}" in text
+        assert f"[{source.key}]: {row.read_from}\n" in PAGE
 
 
 @pytest.mark.slow
@@ -141,12 +143,12 @@ def test_each_fine_tuning_on_a_t4_has_the_predicted_peaks(run: Run) -> None:
 
 @pytest.mark.slow
 def test_half_of_the_fine_tunings_on_a_t4_are_predicted_almost_exactly() -> None:
-    found = [run.differences for run in RUNS]
+    differences = [run.differences for run in RUNS]
 
     assert HEADER in PAGE
     for name in ("forward", "backward", "optimizer", "peak"):
-        assert median(abs(one[name]) for one in found if name in one) < MEDIAN_PEAK
-    assert median(abs(one["reserved"]) for one in found) < MEDIAN_RESERVED
+        assert median(abs(run[name]) for run in differences if name in run) < MEDIAN_PEAK
+    assert median(abs(run["reserved"]) for run in differences) < MEDIAN_RESERVED
 
 
 @pytest.mark.slow

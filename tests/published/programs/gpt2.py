@@ -59,7 +59,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n, t, _ = x.shape
         k, q, v = self.k(x), self.q(x), self.v(x)
-        k, v, q = (one.view(n, t, H, -1).transpose(1, 2) for one in (k, v, q))
+        k, v, q = (part.view(n, t, H, -1).transpose(1, 2) for part in (k, v, q))
         scores = q @ k.transpose(2, 3)
         if self.kept_mask:
             mask = self.mask.bool()[:t, :t]

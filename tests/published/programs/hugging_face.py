@@ -65,15 +65,13 @@ def _load_quantized(tape: Tape, build: Callable[..., Any], experiment: Experimen
     quantised is converted to float32, and adapters are made.
     """
     model = tape.build(build, experiment)
-    layers = {name: one for name, one in model.named_modules() if [*scales_of(one)]}
+    layers = {name: layer for name, layer in model.named_modules() if [*scales_of(layer)]}
     frozen = {
-        name.replace(".base_layer", ""): (one, layers.get(name.removesuffix(".weight")))
-        for name, one in model.named_parameters()
-        if not one.requires_grad
+        name.replace(".base_layer", ""): (p, layers.get(name.removesuffix(".weight")))
+        for name, p in model.named_parameters()
+        if not p.requires_grad
     }
-    sizes = (
-        count_elements(one) // 2 if layer else 2 * one.numel() for one, layer in frozen.values()
-    )
+    sizes = (count_elements(p) // 2 if layer else 2 * p.numel() for p, layer in frozen.values())
     torch.empty(sum(sizes), dtype=torch.uint8)
     copies = {}
     for name in sorted(frozen, key=_in_natural_order):
@@ -86,7 +84,7 @@ def _load_quantized(tape: Tape, build: Callable[..., Any], experiment: Experimen
         if layer is None:
             tape.hold(weight)
             del copies[name]
-    tape.hold(*(one for one in model.parameters() if one.requires_grad), *model.buffers())
+    tape.hold(*(p for p in model.parameters() if p.requires_grad), *model.buffers())
     return model
 
 
@@ -162,10 +160,10 @@ def _build_with_short_head(experiment: Experiment) -> Any:
 
 
 def _old_loss(model: Any, ids: Tensor, how: str) -> Tensor:
-    logits = given = model(input_ids=ids, use_cache=False).logits
+    logits = returned = model(input_ids=ids, use_cache=False).logits
     if how != "in 16 bits":
         logits = logits.float()
     if how != "float32 beside 16 bits":
-        del given
+        del returned
     shifted = logits[..., :-1, :].contiguous()
     return functional.cross_entropy(shifted.flatten(0, 1), ids[..., 1:].contiguous().flatten())

@@ -57,7 +57,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         B, T, _ = x.shape
         q, k, v = self.q(x), self.k(x), self.v(x)
-        q, k, v = (one.view(B, T, self.H, -1).transpose(1, 2) for one in (q, k, v))
+        q, k, v = (part.view(B, T, self.H, -1).transpose(1, 2) for part in (q, k, v))
         q = _turn(q)
         k = _turn(k)
         mixed = _attend(q, k, v, torch.empty(T, T))
@@ -81,8 +81,7 @@ def _loss(x: Tensor, labels: Tensor) -> Tensor:
 class AdamW:
     def __init__(self, model: nn.Module) -> None:
         self.state = {
-            one: (torch.zeros_like(one.data), torch.zeros_like(one.data))
-            for one in model.parameters()
+            p: (torch.zeros_like(p.data), torch.zeros_like(p.data)) for p in model.parameters()
         }
 
     def step(self) -> None:

@@ -31,7 +31,7 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         B, T, D = x.shape
-        q, k, v = (one.view(B, T, self.H, -1).transpose(1, 2) for one in self.qkv(x).split(D, 2))
+        q, k, v = (part.view(B, T, self.H, -1).transpose(1, 2) for part in self.qkv(x).split(D, 2))
         weights = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.shape[-1]))
         weights = weights.masked_fill(self.mask[:, :, :T, :T] == 0, float("-inf"))
         weights = functional.softmax(weights, dim=-1)
@@ -48,9 +48,9 @@ def training(
     with torch.device("meta"):
         model = Model(V, D, T, (Block(D, H, T) for _ in range(layers)), nn.LayerNorm)
     model.to_empty(device="cpu")
-    matrices = [one.weight for one in model.modules() if isinstance(one, nn.Linear)]
-    known = {id(one) for one in matrices}
-    groups = matrices, [one for one in model.parameters() if id(one) not in known]
+    matrices = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
+    decayed = {id(matrix) for matrix in matrices}
+    groups = matrices, [p for p in model.parameters() if id(p) not in decayed]
     optimizer = torch.optim.AdamW([{"params": group} for group in groups])
 
     def step() -> Tensor:

@@ -23,8 +23,8 @@ _RUNS = 3
 
 def take_handles() -> None:
     """Compute products in both threads, as earlier benchmarks of the process have done."""
-    one = torch.empty(1, 1, requires_grad=True)
-    (one @ one).sum().backward()
+    scalar = torch.empty(1, 1, requires_grad=True)
+    (scalar @ scalar).sum().backward()
 
 
 def _measure(
@@ -217,7 +217,7 @@ def wide_layers(tape: Tape) -> None:
     out.sum().backward()
     tape.mark("checkpointed")
     copies: list[Tensor] = [out.detach().clone()]
-    copies += [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    copies += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     y = x.clone().detach()
     out = model(y)
     copies.append(out.detach().clone())

@@ -179,10 +179,10 @@ class _Fork:
         own = {p: p.requires_grad for p in layer.parameters(recurse=False)}
         for p in own:
             p.requires_grad_(True)
-        found = GradSampleModule.GRAD_SAMPLERS[type(layer)](layer, [x], gradient)
+        gradients = GradSampleModule.GRAD_SAMPLERS[type(layer)](layer, [x], gradient)
         for p, required in own.items():
             p.requires_grad_(required)
-        for p, of_samples in found.items():
+        for p, of_samples in gradients.items():
             if self._keeps:
                 self._samples[p] = of_samples
             else:
@@ -282,7 +282,7 @@ class _TwoPasses:
             return (torch.einsum(equation, x, gradient) ** 2).sum(dim=(1, 2)).sqrt()
         if x.dim() == 2:
             return x.norm(2, dim=1) * gradient.norm(2, dim=1)
-        products = [torch.bmm(one, one.transpose(-1, -2)) for one in (x, gradient)]
+        products = [torch.bmm(side, side.transpose(-1, -2)) for side in (x, gradient)]
         return (products[0] * products[1]).sum(dim=(1, 2)).sqrt()
 
     def run(self, tape: Tape) -> None:

@@ -9,7 +9,6 @@ from decimal import Decimal
 from statistics import median, median_low
 from typing import Literal, NamedTuple
 
-from dpprof.experiments.config.experiment import device_of
 from dpprof.experiments.config.target import device_of
 from dpprof.experiments.records.comparison import (
     ComparedFigure,

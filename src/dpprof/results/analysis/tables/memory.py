@@ -19,7 +19,7 @@ import pandas as pd
 
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.datasheets import find_by_device_name
-from dpprof.experiments.config.experiment import CPU_TARGET, Experiment
+from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.target import CPU_TARGET, Dtype, Target
 from dpprof.experiments.records.ceilings import Ceilings, find_ceilings
 from dpprof.experiments.records.reconciliation import JOINED, bound_bytes, reconcile

@@ -1,0 +1,160 @@
+"""Reads evidence.csv: what others published of training on GPUs, and what was measured for dpprof.
+
+A row is one number, with where it was read. Its settings are a YAML mapping without the braces, so
+that one schema holds for every page. What the rows of a source share, and the models of
+experiments, are in evidence.yaml.
+"""
+
+import csv
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.target import Dtype, Target
+
+DATA = Path(__file__).with_name("evidence.csv")
+OUT_OF_MEMORY = "out of memory"
+_SHARED = yaml.safe_load(DATA.with_suffix(".yaml").read_text(encoding="utf-8"))
+MODELS: dict[str, dict[str, Any]] = _SHARED["models"]
+NOT_RECREATED: dict[str, str] = _SHARED["not_recreated"]
+
+
+class Source(NamedTuple):
+    """What the rows of a source share."""
+
+    key: str
+    name: str
+    differs: str = ""
+    """What its training has that a prediction leaves out."""
+
+    shows: str = ""
+    """What the comparison shows, and the cause of a difference where it was found."""
+
+    gpu: str = ""
+    """Of the GPU, where more is to be said than each row does."""
+
+    torch: str = ""
+    """The version of PyTorch, as it is said."""
+
+    dtype: Dtype = "float32"
+    optimizer: str = "adam"
+    complete: bool = True
+    """Whether it states all that a prediction needs."""
+
+    doubles: bool = False
+    """Whether it tries batches that are powers of 2 only."""
+
+
+SOURCES = {key: Source(key, **fields) for key, fields in _SHARED["sources"].items()}
+
+
+_A100: Target = registry.load("targets", "a100")
+
+
+def _volta(total_bytes: int) -> Target:
+    return _A100.model_copy(
+        update={
+            "memory_bytes": total_bytes - 600 * 2**20,
+            "flops_per_s": {"float32": 15.7e12, "float64": 7.8e12, "bfloat16": 125e12},
+            "bandwidth_bytes_per_s": 900e9,
+            "compute_capability": "7.0",
+            "multiprocessors": 80,
+            "source": "NVIDIA V100 data sheet, SXM2",
+        }
+    )
+
+
+_OTHER_TARGETS = {
+    "v100-32gb": _volta(34_089_730_048),
+    "v100-16gb": _volta(16_945_512_448),
+    "gtx-1080-ti": _volta(11_721_506_816).model_copy(
+        update={"compute_capability": "6.1", "multiprocessors": 28}
+    ),
+    "p100": _A100.model_copy(update={"compute_capability": "6.0", "multiprocessors": 56}),
+}
+"""GPUs that dpprof has no data sheet of, or had none when they were compared. Of the last two only
+memory is predicted, and the P100 has only what that depends on (Pascal P100 white paper)."""
+
+
+def find_target(name: str) -> Target:
+    """Return a GPU."""
+    target = _OTHER_TARGETS.get(name) or registry.load("targets", name)
+    assert isinstance(target, Target)
+    return target
+
+
+class Row(NamedTuple):
+    """A number."""
+
+    id: str
+    page: str
+    """The page that shows it."""
+
+    source: Source
+    gpu: str
+    target: str
+    model: str
+    """One of ``MODELS``, or a program of ``published.programs``."""
+
+    method: str
+    settings: Mapping[str, Any]
+    quantity: str
+    value: float | None
+    """None where memory ran out, or nothing is stated."""
+
+    unit: str
+    read_from: str
+    not_predicted: str
+    """Why not."""
+
+    @property
+    def group(self) -> str:
+        """The part of the source that it is from."""
+        return self.id.rpartition("-")[0]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step with one batch."""
+        assert self.value is not None
+        if self.unit == "tokens/s":
+            return float(self.settings["batch_size"] * self.settings["seq_len"] / self.value)
+        return self.value
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether ``torch.compile`` fused operators. Predictions are for eager steps."""
+        return self.settings.get("compiled") is True
+
+    @property
+    def introduction(self) -> list[str]:
+        """The beginning of a section about its source."""
+        source = self.source
+        lines = ["", f"## {source.name}", ""]
+        lines += [f"[Source]({self.read_from}). {source.gpu or self.gpu}. {source.differs}.", ""]
+        return [*lines, f"{source.shows}.", ""] if source.shows else lines
+
+
+def read_rows(page: str, path: Path = DATA) -> list[Row]:
+    """Read the rows of a page."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [_read_row(cells) for cells in csv.DictReader(file) if cells["page"] == page]
+
+
+def _read_row(cells: dict[str, Any]) -> Row:
+    value = cells["value"]
+    fields = {
+        "source": SOURCES.get(cells["source"]) or Source(cells["source"], cells["source"]),
+        "settings": yaml.safe_load("{" + cells["settings"] + "}"),
+        "value": None if value in {"", OUT_OF_MEMORY} else float(value),
+    }
+    return Row(**cells | fields)
+
+
+def write_settings(settings: Mapping[str, Any]) -> str:
+    """Write settings as a row has them."""
+    text = yaml.safe_dump(dict(settings), default_flow_style=True, width=math.inf, sort_keys=False)
+    return text.strip()[1:-1]

@@ -1,0 +1,129 @@
+"""Measures whole steps on a GPU for evidence.csv, with ``dpprof profile --instrument clean``.
+
+    python perf/measure_steps.py --measure FOLDER
+    python perf/measure_steps.py --collect FOLDER
+
+The models are those that wait for their host and those that do not, each eager, as a CUDA graph and
+compiled; Opacus's method runs eagerly. ``--collect`` adds the results of a folder to the rows: a
+row of the same GPU and experiment goes.
+"""
+
+import argparse
+import csv
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.architecture import Architecture
+from dpprof.experiments.config.datasheets import find_by_device_name
+from dpprof.experiments.records.result import Result, read_result
+from evidence import DATA, write_settings
+
+SHAPES = {
+    "1b": (8, 1024),
+    "medium": (8, 512),
+    "small": (4, 128),
+    "hf:llama-3.2-1b": (4, 1024),
+    "hf:smollm2-135m": (8, 512),
+}
+"""Samples and tokens by model."""
+
+METHODS = ("standard", "flash-bk", "opacus-ghost")
+EXECUTIONS = ("eager", "graph", "compiled")
+
+
+def measure(folder: Path) -> None:
+    """Measure every model, method and execution on this GPU."""
+    for (model, (samples, tokens)), method, execution in itertools.product(
+        SHAPES.items(), METHODS, EXECUTIONS
+    ):
+        if method == "opacus-ghost" and execution != "eager":
+            continue
+        name = f"{model.removeprefix('hf:')}-{method}-{execution}.json"
+        options = {
+            "model": model,
+            "method": method,
+            "batch-size": samples,
+            "seq-len": tokens,
+            "dtype": "bfloat16",
+            "optimizer": "adamw-fused",
+            "device": "cuda",
+            "execution": execution,
+            "output": folder / name,
+        }
+        texts = [f"--{key}={value}" for key, value in options.items()]
+        subprocess.run([sys.executable, "-m", "dpprof", "profile", *texts], check=False)
+
+
+def collect(folder: Path) -> None:
+    """Add the results of a folder to the rows."""
+    with DATA.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for path in sorted(folder.rglob("*.json")):
+        result = read_result(path)
+        if result.outcome == "ok" and result.instrument == "clean":
+            rows = _replace(rows, result)
+    with DATA.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _replace(rows: list[dict[str, str]], result: Result) -> list[dict[str, str]]:
+    """Return the rows with those of a result in place of others of its experiment."""
+    assert result.memory is not None
+    assert result.time is not None
+    experiment = result.experiment
+    settings = experiment.model_dump(
+        mode="json", exclude_defaults=True, exclude={"model", "method", "device", "target"}
+    )
+    model, gpu = experiment.model, result.device["name"]
+    target = find_by_device_name(gpu)
+    fields = {
+        "page": "measured_steps",
+        "source": "measured",
+        "gpu": gpu,
+        "target": next(
+            n for n in registry.names("targets") if registry.load("targets", n) == target
+        ),
+        "model": f"hf:{model.hf}" if isinstance(model, Architecture) else str(model),
+        "method": experiment.method,
+        "settings": write_settings(settings),
+    }
+    others = [row for row in rows if any(row[name] != fields[name] for name in fields)]
+    numbers = [int(row["id"].rpartition("-")[2]) for row in rows if row["source"] == "measured"]
+    versions = f"driver {result.device['driver']}, torch {result.provenance['packages']['torch']}"
+    fields |= {
+        "id": f"measured-{max(numbers) + 1:03d}",
+        "read_from": f"dpprof profile, {result.started_at}, {versions}",
+        "not_predicted": "",
+    }
+    values = {
+        ("step time", "s"): result.time.median_s,
+        ("peak memory", "bytes"): result.memory.peak_allocated_bytes,
+        ("reserved memory", "bytes"): result.memory.peak_reserved_bytes,
+        ("energy", "J"): result.energy and result.energy.joules_per_step,
+    }
+    return others + [
+        {**fields, "quantity": quantity, "unit": unit, "value": str(value)}
+        for (quantity, unit), value in values.items()
+        if value is not None
+    ]
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--measure", type=Path, help="a folder for results of this GPU")
+    parser.add_argument("--collect", type=Path, help="a folder of results to add to the rows")
+    arguments = parser.parse_args()
+    if arguments.measure:
+        measure(arguments.measure)
+    if arguments.collect:
+        collect(arguments.collect)
+
+
+if __name__ == "__main__":
+    main()
