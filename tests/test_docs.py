@@ -120,6 +120,22 @@ def test_the_tree_of_the_architecture_lists_what_exists() -> None:
     assert [path for path, said in listed.items() if not said] == []
 
 
+def test_how_it_works_names_what_is_in_each_file_and_about_how_long_it_is() -> None:
+    text = (DOCS / "how-to" / "how-it-works.md").read_text()
+    steps = re.findall(
+        r"^\d+\. \*\*`(src/\S+)`\*\* \((\d+) lines\): (.*?)(?=^\d+\.|^\S)",
+        text,
+        flags=re.DOTALL | re.MULTILINE,
+    )
+
+    assert len(steps) == 10
+    for file, lines, said in steps:
+        code = (ROOT / file).read_text()
+        assert len(code.splitlines()) == pytest.approx(int(lines), rel=0.2), file
+        names = re.findall(r"`(\w+)`", said)
+        assert [one for one in names if not re.search(rf"\b{one}\b", code)] == []
+
+
 def test_the_groups_and_the_import_order_of_the_architecture_are_the_contract() -> None:
     contract = (ROOT / "pyproject.toml").read_text().partition("layers = [")[2].partition("]")[0]
     layers = [layer.split(" | ") for layer in re.findall(r'"(.+?)"', contract)]

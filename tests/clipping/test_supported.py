@@ -1,4 +1,4 @@
-"""What docs/how-to/private-training.md says is exact is, and what it says is refused is."""
+"""What docs/how-to/what-is-clipped.md says is exact is, and what it says is refused is."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from dpprof.private.engine.flash_clipping import FlashClipping
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.noise.optimizer import NoisyOptimizer
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "private-training.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "what-is-clipped.md"
 B, T, D = 3, 4, 6
 
 
