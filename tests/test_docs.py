@@ -160,9 +160,31 @@ def test_the_glossary_is_in_order() -> None:
 
 def test_documented_names_are_the_declared_ones() -> None:
     text = (DOCS / "methods.md").read_text()
-    for group in ("models", "methods", "instruments", "targets"):
+    for group in ("models", "methods", "instruments"):
         for name in registry.names(group):
             assert f"| `{name}` |" in text
+
+
+def test_the_table_of_targets_has_what_is_declared() -> None:
+    text = (DOCS / "methods.md").read_text().partition("## Targets")[2]
+    table = DOCS / "numbers" / "data" / "targets.csv"
+    with table.open(encoding="utf-8", newline="") as file:
+        rows = {row.pop("name"): row for row in csv.DictReader(file)}
+
+    assert {*rows, "cpu"} == set(registry.names("targets"))
+    assert [name for name in (*rows, "cpu") if f"`{name}`" not in text] == []
+    for name, row in rows.items():
+        target = registry.load("targets", name)
+        assert row == {
+            "memory_gib": f"{target.memory_bytes / 2**30:.1f}",
+            "tb_per_s": f"{target.bandwidth_bytes_per_s / 1e12:g}",
+            **{
+                f"{dtype}_tflop_per_s": f"{flops_per_s / 1e12:g}"
+                for dtype, flops_per_s in target.flops_per_s.items()
+                if dtype != "float16"
+            },
+            "compute_capability": target.compute_capability,
+        }
 
 
 def test_code_in_the_guides_to_plugins_is_the_examples() -> None:
