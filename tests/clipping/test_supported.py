@@ -484,9 +484,9 @@ def read_lists() -> dict[str, str]:
     text = DOCUMENT.read_text(encoding="utf-8")
     lists = [text.partition(f"## {title}\n\n")[2].split("\n\n")[0] for title in TITLES]
     return {
-        re.match(r"\* (.*?)(?:: |$)", line)[1]: title.lower()
-        for title, lines in zip(TITLES, lists, strict=True)
-        for line in lines.splitlines()
+        re.match(r"\* (.*?)(?:: |$)", " ".join(item.split()))[1]: title.lower()
+        for title, items in zip(TITLES, lists, strict=True)
+        for item in re.split(r"\n(?=\* )", items)
     }
 
 
