@@ -1,3 +1,4 @@
+import csv
 import re
 import runpy
 import tomllib
@@ -120,6 +121,22 @@ def test_the_tree_of_the_architecture_lists_what_exists() -> None:
     assert [path for path, said in listed.items() if not said] == []
 
 
+def test_how_it_works_names_what_is_in_each_file_and_about_how_long_it_is() -> None:
+    text = (DOCS / "how-to" / "how-it-works.md").read_text()
+    steps = re.findall(
+        r"^\d+\. \*\*`(src/\S+)`\*\* \((\d+) lines\): (.*?)(?=^\d+\.|^\S)",
+        text,
+        flags=re.DOTALL | re.MULTILINE,
+    )
+
+    assert len(steps) == 10
+    for file, lines, said in steps:
+        code = (ROOT / file).read_text()
+        assert len(code.splitlines()) == pytest.approx(int(lines), rel=0.2), file
+        names = re.findall(r"`(\w+)`", said)
+        assert [one for one in names if not re.search(rf"\b{one}\b", code)] == []
+
+
 def test_the_groups_and_the_import_order_of_the_architecture_are_the_contract() -> None:
     contract = (ROOT / "pyproject.toml").read_text().partition("layers = [")[2].partition("]")[0]
     layers = [layer.split(" | ") for layer in re.findall(r'"(.+?)"', contract)]
@@ -143,9 +160,31 @@ def test_the_glossary_is_in_order() -> None:
 
 def test_documented_names_are_the_declared_ones() -> None:
     text = (DOCS / "methods.md").read_text()
-    for group in ("models", "methods", "instruments", "targets"):
+    for group in ("models", "methods", "instruments"):
         for name in registry.names(group):
             assert f"| `{name}` |" in text
+
+
+def test_the_table_of_targets_has_what_is_declared() -> None:
+    text = (DOCS / "methods.md").read_text().partition("## Targets")[2]
+    table = DOCS / "numbers" / "data" / "targets.csv"
+    with table.open(encoding="utf-8", newline="") as file:
+        rows = {row.pop("name"): row for row in csv.DictReader(file)}
+
+    assert {*rows, "cpu"} == set(registry.names("targets"))
+    assert [name for name in (*rows, "cpu") if f"`{name}`" not in text] == []
+    for name, row in rows.items():
+        target = registry.load("targets", name)
+        assert row == {
+            "memory_gib": f"{target.memory_bytes / 2**30:.1f}",
+            "tb_per_s": f"{target.bandwidth_bytes_per_s / 1e12:g}",
+            **{
+                f"{dtype}_tflop_per_s": f"{flops_per_s / 1e12:g}"
+                for dtype, flops_per_s in target.flops_per_s.items()
+                if dtype != "float16"
+            },
+            "compute_capability": target.compute_capability,
+        }
 
 
 def test_code_in_the_guides_to_plugins_is_the_examples() -> None:
@@ -179,10 +218,20 @@ def test_every_fault_has_a_test_that_exists_or_says_why_not() -> None:
         for row in without
         if not row.endswith(("| test |", "| --- |")) and "(not tested: " not in row
     ] == []
-    missing = [
-        f"{file}::{name}"
-        for tests in named
-        for file, name in tests
-        if not (ROOT / file).is_file() or f"\ndef {name}(" not in (ROOT / file).read_text()
-    ]
-    assert missing == []
+    assert [test for tests in named for test in tests if not is_a_test(*test)] == []
+
+
+def is_a_test(file: str, name: str) -> bool:
+    return (ROOT / file).is_file() and f"\ndef {name}(" in (ROOT / file).read_text()
+
+
+def test_every_misuse_of_clipping_has_a_test_that_exists_or_promises_nothing() -> None:
+    table = DOCS / "numbers" / "data" / "misuse-of-clipping.csv"
+    with table.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    named = [re.findall(r"(tests/[\w/]+\.py)::(\w+)", row["tests"]) for row in rows]
+    without = [row["tests"] for row, tests in zip(rows, named, strict=True) if not tests]
+
+    assert len(rows) > 50
+    assert set(without) == {"(not tested: nothing is promised)"}
+    assert [test for tests in named for test in tests if not is_a_test(*test)] == []

@@ -25,7 +25,7 @@ def parts_of(x: Tensor) -> list[Tensor]:
 
 
 def seeded() -> StepKey:
-    return StepKey(b"", given=torch.Generator().manual_seed(11))
+    return StepKey(b"", generator=torch.Generator().manual_seed(11))
 
 
 class Numbers(nn.Module):

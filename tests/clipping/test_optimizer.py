@@ -170,7 +170,7 @@ def test_a_kernel_gets_a_key_for_each_step_and_a_number_for_each_sum(monkeypatch
 
 
 def seeded_key() -> StepKey:
-    return StepKey(b"", given=torch.Generator().manual_seed(3))
+    return StepKey(b"", generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize("summed", [torch.ones(3, 2).mT, torch.ones(6, dtype=torch.float64)])

@@ -120,7 +120,7 @@ def test_noise_is_added_before_anything_is_rounded_to_16_bits(dtype) -> None:
     optimizer.noise_multiplier = size * step / 8 / C
     summed = torch.full((10_000,), size * step / 2, dtype=dtype)  # half a step, once divided
 
-    key = StepKey(b"", given=torch.Generator().manual_seed(4))
+    key = StepKey(b"", generator=torch.Generator().manual_seed(4))
     NoiseOfStep(optimizer._std, optimizer._divisor, key).add_to(summed)
 
     up = (summed > 0).double().mean()

@@ -1,4 +1,4 @@
-"""What docs/how-to/private-training.md says is exact is, and what it says is refused is."""
+"""What docs/how-to/what-is-clipped.md says is exact is, and what it says is refused is."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +20,8 @@ from dpprof.private.engine.flash_clipping import FlashClipping
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.noise.optimizer import NoisyOptimizer
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "private-training.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "what-is-clipped.md"
+TITLES = "Exact", "Refused"
 B, T, D = 3, 4, 6
 
 
@@ -478,14 +479,19 @@ REFUSED: dict[str, Callable[[], object]] = {
 }
 
 
-def table() -> dict[str, str]:
+def read_lists() -> dict[str, str]:
+    """Return what the lists say: the outcome of each line."""
     text = DOCUMENT.read_text(encoding="utf-8")
-    rows = text[text.index("| what | outcome | remark |") :].split("\n\n")[0].splitlines()[2:]
-    return dict(re.match(r"\| (.*?) \| (\w+) \|", row).groups() for row in rows)
+    lists = [text.partition(f"## {title}\n\n")[2].split("\n\n")[0] for title in TITLES]
+    return {
+        re.match(r"\* (.*?)(?:: |$)", " ".join(item.split()))[1]: title.lower()
+        for title, items in zip(TITLES, lists, strict=True)
+        for item in re.split(r"\n(?=\* )", items)
+    }
 
 
-def test_the_table_lists_what_is_tried_here() -> None:
-    assert table() == dict.fromkeys(EXACT, "exact") | dict.fromkeys(REFUSED, "refused")
+def test_the_lists_have_what_is_tried_here() -> None:
+    assert read_lists() == dict.fromkeys(EXACT, "exact") | dict.fromkeys(REFUSED, "refused")
 
 
 @pytest.mark.parametrize("way", [FlashClipping, BookKeeping])

@@ -1,9 +1,11 @@
 """Fine-tuning as others measured it on a T4 and an A100, and what is predicted for each run.
 
-``python -m published.finetuning`` prints the tables of docs/validation.md.
+``python -m published.finetuning`` prints the tables in docs/numbers/data.
 """
 
+import csv
 import json
+import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,11 +29,24 @@ _BASES: dict[str, dict[str, Any]] = {
 }
 """What an experiment says of the frozen model, by its name in the data."""
 
-HEADER = """\
-| model | base | attention | B x T | peak, MiB | predicted | difference | forward | backward \
-| optimizer | reserved, MiB | predicted | difference | step, s | predicted | difference |
-| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: \
-| ---: | ---: |"""
+COLUMNS = [
+    "model",
+    "base",
+    "attention",
+    "batch",
+    "peak_mib",
+    "predicted_peak_mib",
+    "peak_difference_percent",
+    "forward_difference_percent",
+    "backward_difference_percent",
+    "optimizer_difference_percent",
+    "reserved_mib",
+    "predicted_reserved_mib",
+    "reserved_difference_percent",
+    "step_s",
+    "predicted_step_s",
+    "step_difference_percent",
+]
 
 
 @cache
@@ -76,20 +91,31 @@ class Run(NamedTuple):
         return {name: 100 * (now[name] / was - 1) for name, was in self.measured.items()}
 
     @property
-    def line(self) -> str:
+    def row(self) -> list[str]:
         """The run in the table."""
         was, now, differs = self.measured, self.predicted, self.differences
-        told = {name: f"{value:+.3f} %" for name, value in differs.items()}
-        phases = " | ".join(told.get(phase, "") for phase in _PHASES)
-        seconds = " |  | "
+        told = {name: f"{value:+.3f}" for name, value in differs.items()}
+        seconds = ["", "", ""]
         if "seconds" in was:
-            seconds = f"{was['seconds']:.2f} | {now['seconds']:.2f} | {differs['seconds']:+.0f} %"
-        return (
-            f"| {self.model} | {self.base} | {self.attention} | {self.batch_size} x "
-            f"{self.seq_len:,} | {was['peak']:,.1f} | {now['peak']:,.1f} | {told['peak']} | "
-            f"{phases} | {was['reserved']:,.0f} | {now['reserved']:,.0f} | {told['reserved']} "
-            f"| {seconds} |"
-        )
+            seconds = [
+                f"{was['seconds']:.2f}",
+                f"{now['seconds']:.2f}",
+                f"{differs['seconds']:+.0f}",
+            ]
+        return [
+            self.model,
+            self.base,
+            self.attention,
+            f"{self.batch_size} x {self.seq_len}",
+            f"{was['peak']:.1f}",
+            f"{now['peak']:.1f}",
+            told["peak"],
+            *(told.get(phase, "") for phase in _PHASES),
+            f"{was['reserved']:.0f}",
+            f"{now['reserved']:.0f}",
+            told["reserved"],
+            *seconds,
+        ]
 
 
 QUICK = "t4-sweep-2026-09-15/39"
@@ -97,9 +123,17 @@ QUICK = "t4-sweep-2026-09-15/39"
 
 RUNS = [Run(**fields) for fields in _CONTENT["runs"]]
 
-TRAINER_HEADER = """\
-| model | trained | B x T | peak, MiB | predicted | difference | step, s | predicted | difference |
-| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"""
+TRAINER_COLUMNS = [
+    "model",
+    "trained",
+    "batch",
+    "peak_mib",
+    "predicted_peak_mib",
+    "peak_difference_percent",
+    "step_s",
+    "predicted_step_s",
+    "step_difference_percent",
+]
 _ADAPTERS = f"rank=16,alpha=16,dropout=0.1,target_modules={_TARGETS}"
 _TRAINED: dict[str, dict[str, Any]] = {
     "all": {"parameters_dtype": "bfloat16", "autocast": False, "trained_dtype": "bfloat16"},
@@ -151,19 +185,26 @@ class TrainerRun(NamedTuple):
         return 100 * (peak / self.peak - 1), 100 * (seconds / self.seconds - 1)
 
     @property
-    def line(self) -> str:
+    def row(self) -> list[str]:
         """The run in the table."""
         peak, seconds = _record_trainer(self)
         of_peak, of_time = self.differences
-        return (
-            f"| {self.model} | {self.trained} | {self.batch_size} x {self.seq_len:,} "
-            f"| {self.peak:,.1f} | {peak:,.1f} | {of_peak:+.3f} % | {self.seconds:.3f} "
-            f"| {seconds:.3f} | {of_time:+.1f} % |"
-        )
+        return [
+            self.model,
+            self.trained,
+            f"{self.batch_size} x {self.seq_len}",
+            f"{self.peak:.1f}",
+            f"{peak:.1f}",
+            f"{of_peak:+.3f}",
+            f"{self.seconds:.3f}",
+            f"{seconds:.3f}",
+            f"{of_time:+.1f}",
+        ]
 
 
 TRAINER_RUNS = [TrainerRun(**fields) for fields in _CONTENT["trainer_runs"]]
 
 if __name__ == "__main__":
-    print(HEADER, *(run.line for run in RUNS), sep="\n")
-    print(TRAINER_HEADER, *(run.line for run in TRAINER_RUNS), sep="\n")
+    table = csv.writer(sys.stdout, lineterminator="\n")
+    table.writerows([COLUMNS, *(run.row for run in RUNS)])
+    table.writerows([TRAINER_COLUMNS, *(run.row for run in TRAINER_RUNS)])

@@ -1,15 +1,29 @@
-"""Predictions against what others measured on their GPUs, and the page that shows them."""
+"""Predictions against what others measured on their GPUs, and the page and tables of them."""
 
+import csv
 import re
+from pathlib import Path
 from statistics import median
 
 import pytest
 from published.cases import CASES, Case
-from published.finetuning import HEADER, QUICK, RUNS, TRAINER_HEADER, TRAINER_RUNS, Run
+from published.finetuning import COLUMNS, QUICK, RUNS, TRAINER_COLUMNS, TRAINER_RUNS, Run
 from published.recording import DATA
 from published.replays import REPLAYS, Replay
 
-PAGE = (DATA.parents[2] / "docs" / "validation.md").read_text(encoding="utf-8")
+DOCS = DATA.parents[2] / "docs"
+PAGE = (DOCS / "validation.md").read_text(encoding="utf-8")
+
+
+def read_table(name: str) -> list[list[str]]:
+    with Path(DOCS, "numbers", "data", name).open(encoding="utf-8", newline="") as file:
+        return list(csv.reader(file))
+
+
+HEADER, *ROWS = read_table("published-memory.csv")
+_, *SOURCE_ROWS = read_table("published-memory-sources.csv")
+T4_HEADER, *T4_ROWS = read_table("published-finetuning-t4.csv")
+A100_HEADER, *A100_ROWS = read_table("published-finetuning-a100.csv")
 MIB = 2**20
 LIMITS = 0.01, 0.1, 0.5, 2.0
 WORST_PEAK, MEDIAN_PEAK, MEDIAN_RESERVED = 0.5, 0.1, 3.0
@@ -65,14 +79,17 @@ def percent(difference: float) -> str:
     return "0" if abs(difference) < 5e-4 else f"{difference:+.3f} %"
 
 
-def row(case: Case) -> str:
+def row(case: Case) -> list[str]:
     digits = 4 if case.row.unit == "GiB" else 3
-    values = f"{case.row.value:,.{digits}f} | {case.predict():,.{digits}f}"
-    source = case.row.source
-    return (
-        f"| {case.label} | {case.counter} | {values} | {case.row.unit} "
-        f"| {percent(case.difference())} | [{source.name}][{source.key}] |"
-    )
+    return [
+        case.label,
+        case.counter,
+        f"{case.row.value:.{digits}f}",
+        f"{case.predict():.{digits}f}",
+        case.row.unit,
+        percent(case.difference()).removesuffix(" %"),
+        case.row.source.key,
+    ]
 
 
 def row_of_replay(replay: Replay) -> str:
@@ -85,24 +102,24 @@ def row_of_replay(replay: Replay) -> str:
 
 
 def check_page(cases: list[Case]) -> None:
-    """Find all cases on the page, and the reasons of those that differ."""
+    """Find all cases in the table, and on the page the reasons of those that differ."""
     text = " ".join(PAGE.split())
     told = [case.why or case.note for case in cases]
-    assert [line for line in map(row, cases) if line not in PAGE] == []
+    assert [line for line in map(row, cases) if line not in ROWS] == []
     assert [reason for reason in told if reason not in text] == []
     assert [c.row.id for c in cases if abs(c.difference()) > EXPLAINED_FROM and not c.why] == []
 
 
 def test_the_page_shows_what_is_computed() -> None:
-    text = " ".join(PAGE.split())
     check_page([case for case in CASES if not case.slow])
 
     assert [line for line in map(row_of_replay, REPLAYS) if line not in PAGE] == []
-    for row in {case.row.source: case.row for case in CASES}.values():
-        source = row.source
-        gpu = source.gpu or row.gpu
-        assert f"* [{source.name}][{source.key}]: GPU {gpu}; PyTorch {source.torch}" in text
-        assert f"[{source.key}]: {row.read_from}\n" in PAGE
+    rows = {case.row.source.key: case.row for case in CASES}
+    assert rows.keys() == {key for key, *_ in SOURCE_ROWS}
+    for key, *said in SOURCE_ROWS:
+        source, gpu = rows[key].source, rows[key].source.gpu or rows[key].gpu
+        assert said == [source.name, gpu, source.torch, rows[key].read_from]
+        assert f"\n| `{key}` | [{source.name}]({rows[key].read_from}): " in PAGE
 
 
 @pytest.mark.slow
@@ -113,10 +130,15 @@ def test_the_page_shows_every_case_and_counts_them() -> None:
         f"{sum(d <= most for d in differences)} within {most:g} %" for most in LIMITS
     )
 
-    assert len(re.findall(r"^\|.*\]\[[\w-]+\] \|$", PAGE, re.MULTILINE)) == len(CASES)
+    assert len(ROWS) == len(CASES)
     assert f"Of {len(CASES)} published numbers, predictions agree: {counts}." in " ".join(
         PAGE.split()
     )
+    for name in SOURCES:
+        of_source = [abs(case.difference()) for case in CASES if case.source == name]
+        largest = percent(max(of_source)).removeprefix("+")
+        ends = rf"^\| `{name}` \|.* \| {len(of_source)} \| {re.escape(largest)} \|$"
+        assert re.search(ends, PAGE, re.MULTILINE) is not None
 
 
 def check_run(run: Run) -> None:
@@ -125,7 +147,7 @@ def check_run(run: Run) -> None:
     assert abs(run.differences["peak"]) < LIMITS_OF_RUNS.get(run.id, WORST_PEAK)
     if "seconds" in run.measured:
         assert predicted["low"] < run.measured["seconds"] < predicted["high"]
-    assert run.line in PAGE
+    assert run.row in T4_ROWS
 
 
 def test_a_fine_tuning_on_a_t4_has_the_predicted_peaks() -> None:
@@ -145,7 +167,7 @@ def test_each_fine_tuning_on_a_t4_has_the_predicted_peaks(run: Run) -> None:
 def test_half_of_the_fine_tunings_on_a_t4_are_predicted_almost_exactly() -> None:
     differences = [run.differences for run in RUNS]
 
-    assert HEADER in PAGE
+    assert (T4_HEADER, len(T4_ROWS)) == (COLUMNS, len(RUNS))
     for name in ("forward", "backward", "optimizer", "peak"):
         assert median(abs(run[name]) for run in differences if name in run) < MEDIAN_PEAK
     assert median(abs(run["reserved"]) for run in differences) < MEDIAN_RESERVED
@@ -153,8 +175,8 @@ def test_half_of_the_fine_tunings_on_a_t4_are_predicted_almost_exactly() -> None
 
 @pytest.mark.slow
 def test_fine_tunings_by_the_trainer_have_the_predicted_peaks_and_times() -> None:
-    assert TRAINER_HEADER in PAGE
-    assert [run.id for run in TRAINER_RUNS if run.line not in PAGE] == []
+    assert A100_HEADER == TRAINER_COLUMNS
+    assert [run.row for run in TRAINER_RUNS] == A100_ROWS
     peaks, seconds = zip(*(run.differences for run in TRAINER_RUNS), strict=True)
     assert median(map(abs, peaks)) < MEDIAN_PEAK_OF_TRAINER
     assert max(map(abs, seconds)) < WORST_TIME

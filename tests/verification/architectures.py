@@ -1,9 +1,10 @@
-"""Tries every causal language model of transformers, small, and writes a page on what came out.
+"""Tries every causal language model of transformers, small, and writes what came out.
 
-``python tests/verification/architectures.py`` writes docs/numbers/architectures.md. With names of
-architectures it prints their rows and writes nothing.
+``python tests/verification/architectures.py`` writes docs/numbers/architectures.md and the table
+that it links. With names of architectures it prints their rows and writes nothing.
 """
 
+import csv
 import multiprocessing
 import os
 import re
@@ -19,7 +20,9 @@ from dpprof.measure.verification.float32_islands import lift_float32
 from dpprof.measure.verification.verify import verify_case
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "numbers" / "architectures.md"
+NUMBERS = ROOT / "docs" / "numbers"
+PAGE = NUMBERS / "architectures.md"
+TABLE = NUMBERS / "data" / "architectures.csv"
 LIMIT_S = 30
 FORK = multiprocessing.get_context("fork")
 METHOD = "flash-bk"
@@ -27,10 +30,15 @@ SENTENCE = 160
 
 HEAD = f"""# Architectures
 
-This page shows which causal language models of transformers {METHOD} trains correctly. Each is
-built small from its default config, whole and with adapters on all linear layers (LoRA). Its
-clipped gradient is compared with [the references](verified.md) in float64: batches of 4 with
-`sdpa`, if the architecture has it.
+Which causal language models of transformers does {METHOD} train correctly? [The
+table](data/architectures.csv) has a row for each architecture: whole, and with adapters on all
+linear layers (LoRA).
+
+"""
+
+TAIL = """
+Each is built small from its default config. Its clipped gradient is compared with [the
+references](verified.md) in float64, in batches of 4 with `sdpa`, if the architecture has it.
 
 * verified: the relative error is at most 1e-9, in two steps.
 * refused: an error, which in most cases names the part that cannot be clipped. Nothing was
@@ -40,9 +48,8 @@ clipped gradient is compared with [the references](verified.md) in float64: batc
 * not built: transformers builds no small model of this kind from its defaults, or the model is no
   causal decoder of text. That says nothing about the method.
 
-`python tests/verification/architectures.py` writes this page. The list of
+`python tests/verification/architectures.py` writes this page and the table. The list of
 architectures is transformers' own; nobody selected from it.
-
 """
 
 
@@ -66,12 +73,12 @@ def judge(stand_in) -> str:
         refused = case.max_grad_norm is not None
         return f"{'refused' if refused else 'not built'}: {shorten(reason)}"
     if re.match(r"relative error|the gradient|its |\d+ of ", reason):
-        return f"**failed**: {shorten(reason)}"
+        return f"failed: {shorten(reason)}"
     return f"refused: {shorten(reason)}"
 
 
 def shorten(text: str) -> str:
-    """Return the beginning of a sentence, as a table's cell can hold it."""
+    """Return the beginning of a sentence, for a table's cell."""
     text = text.replace("|", "/").replace("\n", " ").replace("<", "(").replace(">", ")")
     return text if len(text) <= SENTENCE else text[:SENTENCE].rsplit(" ", 1)[0] + " ..."
 
@@ -102,7 +109,7 @@ def list_kinds() -> list[str]:
 
 
 def write_page(rows: dict[str, tuple[str, str]]) -> None:
-    """Write the page: how many came out how, and a row for each."""
+    """Write the page, how many came out how, and the table, a row for each."""
     import peft  # noqa: PLC0415
     import torch  # noqa: PLC0415
     import transformers  # noqa: PLC0415
@@ -110,7 +117,7 @@ def write_page(rows: dict[str, tuple[str, str]]) -> None:
     def count(start: str, at: int) -> int:
         return sum(row[at].startswith(start) for row in rows.values())
 
-    kinds = ("verified", "refused", "**failed**", "no reference", "not built")
+    kinds = ("verified", "refused", "failed", "no reference", "not built")
     summary = (
         f"Of {len(rows)} architectures of transformers {transformers.__version__}, with torch "
         f"{torch.__version__.partition('+')[0]} and peft {peft.__version__}:"
@@ -120,13 +127,13 @@ def write_page(rows: dict[str, tuple[str, str]]) -> None:
         "",
         "| | whole | LoRA |",
         "| --- | ---: | ---: |",
-        *(f"| {kind.strip('*')} | {count(kind, 0)} | {count(kind, 1)} |" for kind in kinds),
-        "",
-        "| architecture | whole | LoRA |",
-        "| --- | --- | --- |",
-        *(f"| `{kind}` | {whole} | {lora} |" for kind, (whole, lora) in rows.items()),
+        *(f"| {kind} | {count(kind, 0)} | {count(kind, 1)} |" for kind in kinds),
     ]
-    PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+    PAGE.write_text(HEAD + "\n".join(lines) + "\n" + TAIL, encoding="utf-8")
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(("architecture", "whole", "lora"))
+        table.writerows((kind, *row) for kind, row in rows.items())
 
 
 def main() -> None:

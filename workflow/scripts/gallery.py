@@ -1,4 +1,4 @@
-"""Write the gallery of the documentation: every figure, what it is about, and how to draw it.
+"""Write the gallery of the documentation: every figure, and what it is about.
 
 The pictures are those in ``results/figures``, which ``make gallery`` draws of the thorough sweep.
 A figure for which that sweep has no results keeps the picture that it had.
@@ -18,10 +18,15 @@ PICTURES = ROOT / "docs" / "images" / "gallery"
 
 _BEGIN = """# Gallery
 
-Every figure of the report, with the title of its section and the command that draws it from the
-tables of a sweep. A report has the figures that its sweep has results for. The pictures show what a
-figure looks like; `make gallery` draws them anew, of the [thorough sweep](../config/thorough.yaml),
-and keeps the picture of a figure for which that sweep has no results.
+Which figures are there, and what do they answer? Each has the title of its section in the report.
+A report has the figures that its sweep has results for. To draw one from the tables of a sweep:
+
+```
+dpprof figure --figure NAME --tables results/tables --output NAME.png
+```
+
+`make gallery` draws these pictures anew, of the [thorough sweep](../config/thorough.yaml), and
+keeps the picture of a figure for which that sweep has no results.
 """
 
 
@@ -39,10 +44,6 @@ def show(name: str) -> str:
 {find_section(name)}
 
 {picture}{registry.caption("figures", name)}
-
-```
-dpprof figure --figure {name} --tables results/tables --output {name}.png
-```
 """
 
 
