@@ -134,8 +134,8 @@ def test_the_page_shows_every_case_and_counts_them() -> None:
     assert f"Of {len(CASES)} published numbers, predictions agree: {counts}." in " ".join(
         PAGE.split()
     )
-    for name in SOURCES:
-        of_source = [abs(case.difference()) for case in CASES if case.source == name]
+    for name, *_ in SOURCE_ROWS:
+        of_source = [abs(case.difference()) for case in CASES if case.row.source.key == name]
         largest = percent(max(of_source)).removeprefix("+")
         ends = rf"^\| `{name}` \|.* \| {len(of_source)} \| {re.escape(largest)} \|$"
         assert re.search(ends, PAGE, re.MULTILINE) is not None
