@@ -52,10 +52,6 @@ DAMAGED = {
         lambda text: text.replace(VERSION, '"schema_version": 99'),
         "has schema version 99, and this dpprof reads 2",
     ),
-    "old names": (
-        lambda text: text.replace(VERSION, '"schema_version": 1'),
-        "instrument ledger is called memory.*measures it again",
-    ),
     "no result": (lambda _: "[1, 2]", "is not a result file"),
 }
 

@@ -21,15 +21,6 @@ def test_everything_declared_can_be_loaded_and_has_a_source_file(group) -> None:
         assert registry.source_file(group, name).stem in {module.split(".")[-1], "presets"}
 
 
-def test_of_a_name_that_was_given_up_the_new_one_is_told() -> None:
-    with pytest.raises(InputError) as caught:
-        registry.check("instruments", "ledger", "sweeps.a.instruments")
-
-    assert str(caught.value) == (
-        "sweeps.a.instruments: 'ledger' is not allowed; it is called memory now"
-    )
-
-
 def test_an_unknown_name_is_one_sentence() -> None:
     with pytest.raises(InputError) as caught:
         registry.check("methods", "opacus-hook", "--method")

@@ -94,7 +94,7 @@ def test_an_edited_figure_and_deleted_products_run_no_experiment(finished: Check
     ("file", "rules"),
     [
         ("results/figures/tradeoff.py", {"figure", "report"}),
-        ("report/templates/report.md.j2", {"report"}),
+        ("results/report/templates/report.md.j2", {"report"}),
         pytest.param(
             "results/analysis/tables/build.py",
             {"figure", "report", "tables"},

@@ -280,9 +280,8 @@ def find_target(experiment: Experiment) -> Target | None:
 def tracing(target: Target | None, *, counts_on_device: bool = False) -> Iterator[Recorder]:
     """Record fake tensors within, as if they were on a target.
 
-    Args:
-        target: A GPU; None for this machine's CPU.
-        counts_on_device: Whether the optimizer counts its steps on the GPU.
+    Without a target they are on this machine's CPU. ``counts_on_device`` says whether the optimizer
+    counts its steps on the GPU.
     """
     with ExitStack() as within:
         call = FakeOperators(within.enter_context(fake_tensors()))

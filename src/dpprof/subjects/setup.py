@@ -53,9 +53,7 @@ class Training(NamedTuple):
     ) -> None:
         """Run one step, each phase inside a context of its own.
 
-        Args:
-            enter: Called as each phase begins, before its context.
-            around: Returns the context of a phase.
+        ``around`` returns the context of a phase; ``enter`` is called before it.
         """
         with ExitStack() as current:
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field
+from pydantic import BaseModel, Field
 
-from dpprof.experiments.config.later_keys import HasLaterKeys
 from dpprof.experiments.config.quantization import Quantization, read_quantization
 from dpprof.experiments.config.tasks import IMAGE_SIZE, Task, usual_task
 from dpprof.experiments.config.validation import one_of
@@ -43,13 +42,11 @@ _REFUSED = {
 _MAX_NAME = 40
 
 
-class Architecture(HasLaterKeys, frozen=True, extra="allow"):
+class Architecture(BaseModel, frozen=True, extra="allow"):
     """The config of a Hugging Face model, and what it is trained for.
 
     Every key but ``hf`` and ``task`` is the config's own, as in the model's ``config.json``.
     """
-
-    later = ("task",)
 
     hf: str = Field(description="the model's name in ids and reports")
     task: Task | None = Field(

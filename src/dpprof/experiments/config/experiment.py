@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     Field,
     ValidationInfo,
@@ -36,6 +35,7 @@ from dpprof.experiments.config.quantities import (
 )
 from dpprof.experiments.config.quantization import NONE, Quantization
 from dpprof.experiments.config.refusals import refuse_combinations
+from dpprof.experiments.config.spec import Spec
 from dpprof.experiments.config.target import Dtype
 from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES, Task
 from dpprof.experiments.config.validation import (
@@ -43,21 +43,14 @@ from dpprof.experiments.config.validation import (
     read_model,
 )
 from dpprof.private.number_formats import SHORT
-from dpprof.system.files import canonical_json, sha256_hex
 
 ID_PATTERN = r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}"
 
 
 _None = Literal["none"]
-_LATER = (
-    *("wait_for_idle_gpu_s", "busy_gpu", "lora", "trainable", "padding", "parameters_dtype"),
-    *("parallel", "execution", "head", "image_size", "quantization"),
-    *("trained_dtype", "autocast", "loss_scale", "keep_logits"),
-)
-"""Keys that came after the first results."""
 
 
-class Experiment(BaseModel, frozen=True, extra="forbid"):
+class Experiment(Spec):
     """A complete description of what is measured.
 
     The canonical JSON of these fields is the spec. Its sha256 is the spec digest. The id is a
@@ -246,21 +239,6 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     def _refuse_combinations(self) -> Self:
         refuse_combinations(self)
         return self
-
-    @cached_property
-    def canonical(self) -> str:
-        """The spec: these fields as canonical JSON.
-
-        It includes those of ``_LATER`` only if they are given, so that older ids stay the same.
-        """
-        fields = type(self).model_fields
-        left_out = {name for name in _LATER if getattr(self, name) == fields[name].default}
-        return canonical_json(self.model_dump(mode="json", exclude=left_out))
-
-    @cached_property
-    def digest(self) -> str:
-        """The spec digest: sha256 of the canonical JSON, 64 hex digits."""
-        return sha256_hex(self.canonical)
 
     @cached_property
     def id(self) -> str:

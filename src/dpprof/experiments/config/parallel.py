@@ -2,9 +2,8 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from dpprof.experiments.config.later_keys import HasLaterKeys
 from dpprof.experiments.config.quantities import read_pairs, refuse_bool
 
 MOST_RANKS = 65_536
@@ -12,10 +11,8 @@ MOST_RANKS = 65_536
 GPUS_PER_NODE = 8
 
 
-class Parallel(HasLaterKeys, frozen=True, extra="forbid"):
+class Parallel(BaseModel, frozen=True, extra="forbid"):
     """Ranks that compute the gradients of a part of each batch."""
-
-    later = ("gpus_per_node", "network_gb_per_s")
 
     kind: Literal["ddp", "fsdp", "hsdp"] = Field(
         description="ddp (DistributedDataParallel, each rank has the whole model); fsdp (FSDP2's "

@@ -41,9 +41,6 @@ NAMING: dict[str, Group] = {
 }
 """Keys whose values must be names in the registry, with the group of each."""
 
-RENAMED: dict[tuple[Group, str], str] = {("instruments", "ledger"): "memory"}
-"""Old names, with the new names that replace them."""
-
 
 class EntryPointError(ImportError):
     """An entry point's object does not exist, or is not what its group requires.
@@ -147,8 +144,6 @@ def check(group: Group, name: str, key: str) -> None:
         if not is_lent(name) and source_file(group, name) is None:
             raise refuse(key, name, "there is no such module, here or installed")
     elif name not in _entries(group):
-        if (group, name) in RENAMED:
-            raise refuse(key, name, f"it is called {RENAMED[group, name]} now")
         raise refuse(key, name, one_of(names(group), name))
 
 

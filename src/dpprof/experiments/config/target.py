@@ -30,9 +30,8 @@ flash attention (NVIDIA A100 architecture white paper; sdp_utils.cpp)."""
 def ceiling_of(op_dtype: str, dtype: Dtype) -> Dtype:
     """Return the dtype whose ceiling binds the products of an operator.
 
-    Args:
-        op_dtype: The operator's dtype, by its name in torch.
-        dtype: The experiment's, which says whether float32 products are TF32.
+    ``op_dtype`` is the operator's, by its name in torch; ``dtype`` the experiment's, which says
+    whether float32 products are TF32.
     """
     return _CEILINGS.get(op_dtype, "tf32" if dtype == "tf32" else "float32")
 

@@ -34,11 +34,8 @@ def measure_apart(
 
     ``cpu`` has all cores that dpprof may use; ``cuda`` is one visible GPU.
 
-    Args:
-        device: What to measure.
-        output: The file to write.
-        specs: Spec files of experiments whose operators are timed, on a processor alone.
-        operators_s: About how many seconds that may take.
+    On a processor the operators of the experiments in ``specs`` are timed too, in about
+    ``operators_s`` seconds.
 
     Raises:
         OSError: The file cannot be written; this is checked before the measurement.

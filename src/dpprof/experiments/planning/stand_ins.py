@@ -9,22 +9,20 @@ import re
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel
-
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.fine_tuning import Lora, Padding, Trainable
+from dpprof.experiments.config.spec import Spec
 from dpprof.experiments.config.validation import InputError, read_model
 from dpprof.experiments.planning.shrinking import can_shrink, shrink
 from dpprof.experiments.records.verdict import STAND_IN_PREFIX
-from dpprof.system.files import canonical_json, sha256_hex
 
 _RANK = 2
 _PADDING = Padding(fraction=0.4)
 _LONGEST_KIND = 40
 
 
-class StandIn(BaseModel, frozen=True, extra="forbid"):
+class StandIn(Spec):
     """What of a Hugging Face experiment a verdict is about, besides the method.
 
     Where the spec's config states every size, these are reduced here. Otherwise the config is
@@ -54,11 +52,6 @@ class StandIn(BaseModel, frozen=True, extra="forbid"):
         )
 
     @property
-    def canonical(self) -> str:
-        """The content of its file: these fields as canonical JSON."""
-        return canonical_json(self.model_dump(mode="json"))
-
-    @property
     def label(self) -> str:
         """The name in files: ``hf-llama-tied-lora-padded-3f9a1c02``.
 
@@ -71,7 +64,7 @@ class StandIn(BaseModel, frozen=True, extra="forbid"):
             "" if self.lora is None else "lora",
             "" if self.trainable is None else "part",
             "" if self.padding is None else "padded",
-            sha256_hex(self.canonical)[:8],
+            self.digest[:8],
         ]
         return STAND_IN_PREFIX + "-".join(filter(None, parts))
 

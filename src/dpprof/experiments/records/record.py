@@ -114,12 +114,8 @@ def write_record(path: Path, kind: type[Record], fields: Mapping[str, Any]) -> R
     return kind.model_validate(document)
 
 
-def read_record(
-    path: Path, kind: type[Record], version: int, older: Mapping[object, str] | None = None
-) -> Record:
+def read_record(path: Path, kind: type[Record], version: int) -> Record:
     """Read and check a record.
-
-    ``older`` says, by older version, what has changed since.
 
     Raises:
         ResultError: The file is cut, edited, or of another schema version.
@@ -133,10 +129,7 @@ def read_record(
         raise ResultError(path, "is not a result file: it has no schema_version")
     stated = document["schema_version"]
     if stated != version:
-        changed = (older or {}).get(stated if isinstance(stated, int) else None)
-        since = f"; {changed}" if changed else ""
-        why = f"has schema version {stated!r}, and this dpprof reads {version}{since}"
-        raise ResultError(path, why)
+        raise ResultError(path, f"has schema version {stated!r}, and this dpprof reads {version}")
     try:
         canonical = _canonical(document)
     except (ValueError, RecursionError):  # NaN, infinity, or depth, which dpprof never writes

@@ -1,6 +1,5 @@
 """The result of one run: a published, versioned, self-checking JSON file."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -13,12 +12,6 @@ from dpprof.experiments.records.step_costs import Compute, Exchange, Io, Memory
 from dpprof.experiments.records.terms import Basis, OpKind, Outcome, Phase
 
 SCHEMA_VERSION: Literal[2] = 2
-OLDER: Mapping[object, str] = {
-    1: "since then the instrument ledger is called memory, and category is called op_kind; "
-    "snakemake measures it again"
-}
-"""What has changed since an older schema version."""
-
 _OF_A_SCREEN_BYTES = 2**30
 _OF_A_SCREEN = 0.05
 """The most that a desktop uses of a GPU's memory and time."""
@@ -363,7 +356,7 @@ def read_result(path: Path) -> Result:
             its experiment's.
         FileNotFoundError: There is no such file.
     """
-    result = read_record(path, Result, SCHEMA_VERSION, OLDER)
+    result = read_record(path, Result, SCHEMA_VERSION)
     if result.spec_digest != result.experiment.digest:
         raise ResultError(path, "has a spec digest that is not its experiment's")
     return result

@@ -55,14 +55,9 @@ def place(
 ) -> Placement:
     """Play a training's events into a new allocator.
 
-    Args:
-        before: What was recorded from the first allocation up to the last step.
-        step: What was recorded of the last step.
-        size_of: The bytes that a storage requested, by its number.
-        limit_bytes: What the device can give; None for no limit.
-        settings: The allocator's settings.
-        most_steps: The step is played this often at most.
-        as_graph: Whether the step is captured as a CUDA graph.
+    ``before`` has the events up to the last step, ``step`` those of it; ``size_of`` returns the
+    bytes that a storage requested, by its number. Without ``limit_bytes`` there is no limit. The
+    step is played ``most_steps`` times at most, and once ``as_graph``: captured as a CUDA graph.
 
     Raises:
         OutOfMemoryError: The allocator finds no room for a request.

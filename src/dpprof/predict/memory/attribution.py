@@ -43,11 +43,8 @@ class _Saved:
 class StepObserver:
     """Records which tensors parameters, optimizer, hooks and autograd hold.
 
-    Args:
-        recorder: Gets the roles. It must be active already, so that it knows the storages.
-        step: The step to observe.
-        enter: Called as each phase begins.
-        watch: Called in place of each sampler, as ``TrainingStep.watch_samplers`` asks.
+    The recorder must be active already, so that it knows the storages. ``watch`` is called in place
+    of each sampler, as ``TrainingStep.watch_samplers`` asks.
     """
 
     def __init__(self, recorder: Recorder, step: TrainingStep, enter: Enter, watch: Watch) -> None:

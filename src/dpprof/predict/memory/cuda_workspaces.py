@@ -207,8 +207,7 @@ UNKNOWN_WORKSPACES = dict.fromkeys(
 def cuda_workspaces(processors: Processors | None) -> Mapping[Any, Workspace]:
     """Return workspaces by overload packet.
 
-    Args:
-        processors: The device's; None if unknown, and then reductions allocate nothing.
+    Without the processors of the device reductions allocate nothing.
     """
     always: dict[Any, Workspace] = {
         **attention_backends.WORKSPACES,

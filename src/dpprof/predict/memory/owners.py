@@ -60,11 +60,9 @@ def find_owner(
 ) -> Owner:
     """Return the owner of a storage.
 
-    Args:
-        storage: The storage, as recorded.
-        births: Components by the code of the function that allocates them.
-        saved: Whether autograd keeps it for backward at that moment.
-        temporary: Whether it was freed in the phase in which it was allocated.
+    ``births`` are components by the code of the function that allocates them. ``saved`` says
+    whether autograd keeps the storage at that moment; ``temporary`` whether it was freed in the
+    phase in which it was allocated.
     """
     declared = None if storage.code is None else births.get(storage.code)
     # The same code of bitsandbytes allocates what it multiplies the copy with, and the product.

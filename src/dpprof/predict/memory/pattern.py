@@ -111,9 +111,7 @@ class Pattern:
     def measure(self, few: Recording, more: Recording) -> Sizes:
         """Return the sizes of the same training with another batch.
 
-        Args:
-            few: Its record with the smallest number of blocks.
-            more: With one more.
+        ``few`` is its record with the smallest number of blocks, ``more`` that with one more.
 
         Raises:
             NotAlikeError: It has other atoms.

@@ -47,9 +47,8 @@ class Placed(NamedTuple):
 def place(ops: Sequence[Op], parallel: Parallel | None) -> list[Placed]:
     """Place the operators of a step.
 
-    Args:
-        ops: In the order in which the host issues them.
-        parallel: The ranks; None for one process.
+    The operators come in the order in which the host issues them. Without ``parallel`` there is one
+    process.
     """
     if parallel is None:
         return [Placed(COMPUTE, (), None)] * len(ops)

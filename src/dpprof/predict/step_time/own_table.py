@@ -131,9 +131,7 @@ class OwnTable:
 def read_own_table(root: Path, threads: int | None) -> OwnTable:
     """Read the operators that were timed on this machine's processor.
 
-    Args:
-        root: The folder in which ``results`` is.
-        threads: The experiment's threads; None for all cores.
+    ``root`` is the folder in which ``results`` is; ``threads`` is None for all cores.
 
     Raises:
         UnknownTimeError: Nothing was timed, or by another PyTorch, or on another number of threads.

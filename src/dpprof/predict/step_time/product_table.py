@@ -103,9 +103,7 @@ class ProductTable:
     def fit(self, shape: Iterable[int], usable: NDArray[np.bool_]) -> float:
         """Fit a plane through the usable shapes nearest to a shape, and return its share there.
 
-        Args:
-            shape: m, n and k.
-            usable: One for each row of the table.
+        ``usable`` has a value for each row of the table.
         """
         apart, place = np.where(usable, 0.0, np.inf), np.array([log2(size) for size in shape])
         return math.exp(fit_plane(self._logs, self._log_shares, place, apart, _NEIGHBOURS))

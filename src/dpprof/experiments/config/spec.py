@@ -1,0 +1,21 @@
+"""Descriptions with one spelling, so that a digest of their content can name them."""
+
+from functools import cached_property
+
+from pydantic import BaseModel
+
+from dpprof.system.files import canonical_json, sha256_hex
+
+
+class Spec(BaseModel, frozen=True, extra="forbid"):
+    """A description whose content never changes."""
+
+    @cached_property
+    def canonical(self) -> str:
+        """The content of its file: its fields as canonical JSON."""
+        return canonical_json(self.model_dump(mode="json"))
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256 of the canonical JSON, 64 hex digits."""
+        return sha256_hex(self.canonical)
