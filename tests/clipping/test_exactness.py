@@ -7,7 +7,7 @@ import pytest
 import torch
 from products import one_in
 from simulated_graphs import simulated_graphs
-from small_models import FLAT, KINDS, Small, draw, gradients, one_by_one, private
+from small_models import FLAT, KINDS, Small, assert_exact, draw, gradients, one_by_one, private
 
 from dpprof.private import CapturedStep
 from dpprof.private.engine.book_keeping import BookKeeping
@@ -55,18 +55,14 @@ def test_every_layer_at_every_shape(T, variant, kind) -> None:
     for B in (1, 4):
         ids, labels, weights = draw(B, T)
         exact = build(kind, bias, variant, torch.float64)
-        norms, expected, bound = one_by_one(exact.losses, exact, (ids, labels, weights.double()))
+        expected = one_by_one(exact.losses, exact, (ids, labels, weights.double()))
         for dtype, tolerance in TOLERANCE.items():
+            inputs = ids, labels, weights.to(dtype)
             for way, place in PLACES:
-                model = build(kind, bias, variant, dtype)
-                clipping = way(model, bound)
+                model, options = build(kind, bias, variant, dtype), {"tolerance": tolerance}
                 with place():
-                    clipping.backward(model.losses(ids, labels, weights.to(dtype)))
-
-                assert (gradients(model) - expected).norm() <= tolerance * expected.norm()
-                assert (clipping.sample_norms - norms).norm() <= tolerance * norms.norm()
-                if B > 1:
-                    assert clipping.sample_norms[-1] == 0
+                    clipping = assert_exact(way, model, inputs, expected=expected, **options)
+                assert B == 1 or clipping.sample_norms[-1] == 0
 
 
 @pytest.mark.parametrize(("T", "variant", "kind"), CASES)
