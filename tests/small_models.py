@@ -195,7 +195,9 @@ def gradients(model: nn.Module) -> Tensor:
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-    parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+    parts = [
+        torch.view_as_real(part.resolve_conj()) if part.is_complex() else part for part in parts
+    ]
     return torch.cat([part.to_dense().flatten().double() for part in parts])
 
 

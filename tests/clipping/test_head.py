@@ -514,5 +514,5 @@ class TestLossOfPyTorch:
         clipping = BookKeeping(model, 1.0)
         x, labels = torch.zeros(2, D), torch.zeros(2, dtype=torch.int64)
         losses = functional.linear_cross_entropy(x, model.weight, labels, reduction="none")
-        with pytest.raises(RuntimeError, match=r"use dpprof\.clipping\.linear_cross_entropy"):
+        with pytest.raises(RuntimeError, match=r"use dpprof\.private\.linear_cross_entropy"):
             clipping.backward(losses)

@@ -46,7 +46,9 @@ def test_a_name_stands_for_its_whole_config() -> None:
 
 
 def test_bundled_models_say_where_they_are_published() -> None:
-    entries = yaml.safe_load((PACKAGE / "experiments" / "config" / "architectures.yaml").read_text())
+    entries = yaml.safe_load(
+        (PACKAGE / "experiments" / "config" / "architectures.yaml").read_text()
+    )
     real = [name for name in bundled_names() if not name.startswith("tiny")]
 
     assert len(real) == 22
