@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from factory import make_experiment
-from small_models import EVERY, FLAT, assert_exact, assert_exact_by_layer, one_by_one
+from small_models import EVERY, FLAT, Conv1D, assert_exact, assert_exact_by_layer, one_by_one
 from torch import Tensor, nn
 
 from dpprof.experiments.config import registry
@@ -140,6 +140,7 @@ MODELS = {
     "linear": (lambda dtype: nn.Linear(D, 3, dtype=dtype), complex_of(B, D)),
     "linear over tokens": (lambda dtype: nn.Linear(D, 3, dtype=dtype), complex_of(B, 20, D)),
     "no bias": (lambda dtype: nn.Linear(D, 3, bias=False, dtype=dtype), complex_of(B, D)),
+    "GPT-2's linear layer": (lambda dtype: Conv1D(3, D).to(dtype), complex_of(B, 4, D)),
     "two layers": (
         lambda dtype: nn.Sequential(
             nn.Linear(D, 3, dtype=dtype), nn.Tanh(), nn.Linear(3, 2, dtype=dtype)
