@@ -1,6 +1,9 @@
 """Fixtures that many tests share."""
 
+import ctypes
+import gc
 import os
+import random
 import signal
 
 import pytest
@@ -33,6 +36,23 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if "PYTEST_XDIST_WORKER" in os.environ:  # one of several, which share the cores
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave alone what imports have made, which is no garbage.
+
+    They are a million objects, and a check of a training looks among all that the collector knows
+    for random generators, which takes a quarter of a second. Those it must find: they stay known.
+    """
+    from numpy.random import BitGenerator  # noqa: PLC0415 (not where nothing is collected)
+
+    kinds = random.Random, BitGenerator
+    generators = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    for one in generators:
+        ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(one))
+    gc.freeze()
+    for one in generators:
+        ctypes.pythonapi.PyObject_GC_Track(ctypes.py_object(one))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

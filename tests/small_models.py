@@ -189,10 +189,16 @@ def sums_of(clipping) -> torch.Tensor:
 
 
 def gradients(model: nn.Module) -> Tensor:
-    """Join the gradients of a model's trained parameters, zero where there is none, in float64."""
+    """Join the gradients of a model's trained parameters, zero where there is none, in float64.
+
+    A complex number counts as two.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-    return torch.cat([part.flatten().double() for part in parts])
+    parts = [
+        torch.view_as_real(part.resolve_conj()) if part.is_complex() else part for part in parts
+    ]
+    return torch.cat([part.to_dense().flatten().double() for part in parts])
 
 
 def is_clear(model: nn.Module) -> bool:
@@ -210,23 +216,55 @@ def one_by_one(losses_of, model: nn.Module, batch: tuple[Tensor, ...], bound: fl
         losses_of(*(part[None] for part in sample)).sum().backward()
         samples.append(gradients(model))
         model.zero_grad()
-    norms = torch.stack([one.norm() for one in samples])
+    norms = torch.stack([sample.norm() for sample in samples])
     bound = float(norms.median()) if bound is None else bound
     factors = (bound / (norms + 1e-6)).clamp(max=1)
     return norms, factors @ torch.stack(samples), bound
 
 
 def assert_exact(
-    way, model: nn.Module, batch, losses_of=None, *, bound=None, tolerance=1e-9, **options
+    way,
+    model: nn.Module,
+    batch,
+    losses_of=None,
+    *,
+    bound=None,
+    tolerance=1e-9,
+    expected=None,
+    **options,
 ):
-    """Clip a batch as samples one at a time are clipped; returns the clipping."""
+    """Clip a batch as samples one at a time are clipped; returns the clipping.
+
+    What is expected is what ``one_by_one`` returns, of the same model and losses where it is None.
+    """
     losses_of = losses_of or model.losses
-    norms, total, bound = one_by_one(losses_of, model, batch, bound)
+    norms, total, bound = expected or one_by_one(losses_of, model, batch, bound)
     clipping = way(model, bound, **options)
     clipping.backward(losses_of(*batch))
     assert (gradients(model) - total).norm() <= tolerance * total.norm()
     assert (clipping.sample_norms - norms).norm() <= tolerance * norms.norm()
     return clipping
+
+
+def assert_exact_in_every_way(model: nn.Module, batch, losses_of, *, bound=None) -> None:
+    """Clip a batch flatly and by layer; the losses stay what they were."""
+    before = losses_of(*batch)
+    for way in FLAT:
+        clipping = assert_exact(way, model, batch, losses_of, bound=bound, tolerance=1e-10)
+        assert torch.allclose(losses_of(*batch), before, rtol=1e-10)
+        clipping.remove()
+        model.zero_grad()
+    assert_exact_by_layer(model, batch, losses_of, bound=bound or 0.3)
+
+
+def assert_excluded(way, model: nn.Module, batch, losses_of, at: int) -> None:
+    """A sample that is not finite adds nothing, and costs the others nothing."""
+    others = [part[torch.arange(len(part)) != at] for part in batch]
+    expected = one_by_one(losses_of, model, others, 0.1)[1]
+    clipping = way(model, 0.1)
+    clipping.backward(losses_of(*batch))
+    assert clipping.nonfinite_samples == 1
+    assert (gradients(model) - expected).norm() <= 1e-9 * expected.norm()
 
 
 def assert_exact_by_layer(
@@ -235,9 +273,9 @@ def assert_exact_by_layer(
     """Clip each layer of a batch as those of samples one at a time are clipped."""
     clipping = PerLayerClipping(model, bound, **options)
     clipping.backward(losses_of(*batch))  # which also shows which modules run as one layer
-    found = {p: p.grad for p in model.parameters() if p.grad is not None}
+    clipped = {p: p.grad for p in model.parameters() if p.grad is not None}
     model.zero_grad()
-    expected = {p: torch.zeros_like(p) for p in found}
+    expected = {p: torch.zeros_like(p) for p in clipped}
     for sample in zip(*batch, strict=True):
         with clipping.disabled():
             losses_of(*(part[None] for part in sample)).sum().backward()
@@ -245,13 +283,13 @@ def assert_exact_by_layer(
             layer = [p for p in every if p.grad is not None]
             if not layer:  # it was not used
                 continue
-            norm = torch.cat([p.grad.flatten() for p in layer]).norm()
+            norm = torch.stack([p.grad.norm() for p in layer]).norm()
             for p in layer:
                 expected[p] = expected[p] + p.grad * min(1, own_bound / (norm + 1e-6))
         model.zero_grad()
     assert sum(own_bound**2 for _, own_bound in clipping.groups) <= bound**2 * (1 + 1e-9)
     for p, total in expected.items():
-        assert (found[p] - total).norm() <= tolerance * total.norm() + 1e-14
+        assert (clipped[p] - total).norm() <= tolerance * total.norm() + 1e-14
     return clipping
 
 

@@ -13,6 +13,7 @@ from example_package import install_example
 from factory import make_experiment
 from fresh_process import ROOT, run_fresh
 from memory_steps import record_and_estimate
+from snapshots import assert_sentences
 from torch import Tensor, nn
 
 from dpprof.experiments.config import registry
@@ -169,44 +170,11 @@ no-embedding = broken:build_without_embedding
 no-target = broken:size
 """,
 }
-SENTENCES = {
-    "method=no-module": (
-        "the entry point 'no-module' of broken 2.0 in dpprof.methods names nowhere.method:Method, "
-        "which cannot be imported: ModuleNotFoundError: No module named 'nowhere'"
-    ),
-    "method=no-attribute": (
-        "the entry point 'no-attribute' of broken 2.0 in dpprof.methods names broken:Missing, "
-        "which cannot be imported: AttributeError: module 'broken' has no attribute 'Missing'"
-    ),
-    "method=no-step": (
-        "the entry point 'no-step' of broken 2.0 in dpprof.methods names broken:NoStep, "
-        "which is no subclass of dpprof.subjects.methods.training_step.TrainingStep"
-    ),
-    "method=no-library": (
-        "the entry point 'no-library' of broken 2.0 in dpprof.methods names asks:Method, which "
-        "cannot be imported: ModuleNotFoundError: No module named 'a_library_that_is_not_here'"
-    ),
-    "method=picky": "no luck",
-    "model=no-module": (
-        "the entry point 'no-module' of broken 2.0 in dpprof.models names nowhere:build, "
-        "which cannot be imported: ModuleNotFoundError: No module named 'nowhere'"
-    ),
-    "model=no-model": (
-        "the entry point 'no-model' of broken 2.0 in dpprof.models names broken:build_nothing, "
-        "which returned dict and not a torch.nn.Module"
-    ),
-    "model=no-function": (
-        "the entry point 'no-function' of broken 2.0 in dpprof.models names broken:size, "
-        "which is no function from an experiment to a model"
-    ),
-    "model=no-embedding": (
-        "the model has no torch.nn.Embedding, and the first one gives the vocabulary's size"
-    ),
-    "target=no-target": (
-        "the entry point 'no-target' of broken 2.0 in dpprof.targets names broken:size, "
-        "which is no dpprof.experiments.config.target.Target"
-    ),
-}
+CASES = [
+    *(f"method={name}" for name in ("no-module", "no-attribute", "no-step", "no-library", "picky")),
+    *(f"model={name}" for name in ("no-module", "no-model", "no-function", "no-embedding")),
+    "target=no-target",
+]
 
 
 @pytest.fixture
@@ -240,10 +208,10 @@ for case, experiment in experiments.items():
     told[case] = report.outcome, report.error.kind, report.error.message
 print("TOLD", json.dumps(told))
 """
-    said = run_fresh(code, *SENTENCES, plugin=broken).splitlines()[-1]
+    said = run_fresh(code, *CASES, plugin=broken).splitlines()[-1]
     told = json.loads(said.removeprefix("TOLD "))
 
-    assert {case: message for case, (*_, message) in told.items()} == SENTENCES
+    assert_sentences("plugin/broken", lambda case: told[case][-1], CASES)
     refused = {case for case, (outcome, *_) in told.items() if outcome == "unsupported"}
     assert refused == {"method=picky", "model=no-embedding"}
     assert {(outcome, kind) for outcome, kind, _ in told.values()} == {

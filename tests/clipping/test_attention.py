@@ -6,10 +6,8 @@ from products import one_in
 from small_models import (
     FLAT,
     assert_exact,
-    assert_exact_by_layer,
-    gradients,
+    assert_exact_in_every_way,
     is_clear,
-    one_by_one,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -79,14 +77,7 @@ def test_attention_is_exact(form, inputs, mask, batch_first, weights) -> None:
         losses = (y if batch_first else y.transpose(0, 1)).pow(3).sum((1, 2))
         return losses if found is None else losses + found.flatten(1).pow(3).sum(1)
 
-    batch = draw(model, inputs)
-    plain = run(*batch)
-    for way in FLAT:
-        clipping = assert_exact(way, model, batch, run, tolerance=1e-10)
-        assert torch.allclose(run(*batch), plain, rtol=1e-10)
-        clipping.remove()
-        model.zero_grad()
-    assert_exact_by_layer(model, batch, run, bound=0.5)
+    assert_exact_in_every_way(model, draw(model, inputs), run)
 
 
 def encoder(**options):
@@ -194,13 +185,14 @@ def test_a_setting_that_changes_is_followed() -> None:
     model = nn.TransformerEncoderLayer(E, HEADS, 8, 0.0).double()
     run = lambda x: model(x.transpose(0, 1)).pow(3).sum((0, 2))  # noqa: E731
     batch = (torch.randn(B, T, E, dtype=torch.float64),)
-    norms, total, bound = one_by_one(run, model, batch)
-    model.self_attn.batch_first = True
-    clipping = BookKeeping(model, bound)
-    model.self_attn.batch_first = False
-    clipping.backward(run(*batch))
-    assert torch.allclose(clipping.sample_norms, norms, rtol=1e-10)
-    assert torch.allclose(gradients(model), total, atol=1e-10)
+
+    def make(model, bound):
+        model.self_attn.batch_first = True
+        clipping = BookKeeping(model, bound)
+        model.self_attn.batch_first = False
+        return clipping
+
+    assert_exact(make, model, batch, run, tolerance=1e-10)
 
 
 class OtherLinear(nn.Linear):

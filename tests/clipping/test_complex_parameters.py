@@ -4,17 +4,17 @@ The reference is a loop over samples by ordinary autograd.
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from factory import make_experiment
-from small_models import EVERY, FLAT
+from small_models import EVERY, FLAT, Conv1D, assert_exact, assert_exact_by_layer, one_by_one
 from torch import Tensor, nn
 
 from dpprof.experiments.config import registry
 from dpprof.private import check
 from dpprof.private.engine.book_keeping import BookKeeping
-from dpprof.private.engine.per_layer import PerLayerClipping
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.head import linear_cross_entropy
 from dpprof.private.noise.optimizer import NoisyOptimizer
@@ -140,6 +140,7 @@ MODELS = {
     "linear": (lambda dtype: nn.Linear(D, 3, dtype=dtype), complex_of(B, D)),
     "linear over tokens": (lambda dtype: nn.Linear(D, 3, dtype=dtype), complex_of(B, 20, D)),
     "no bias": (lambda dtype: nn.Linear(D, 3, bias=False, dtype=dtype), complex_of(B, D)),
+    "GPT-2's linear layer": (lambda dtype: Conv1D(3, D).to(dtype), complex_of(B, 4, D)),
     "two layers": (
         lambda dtype: nn.Sequential(
             nn.Linear(D, 3, dtype=dtype), nn.Tanh(), nn.Linear(3, 2, dtype=dtype)
@@ -171,28 +172,13 @@ def losses_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).abs().square().flatten(1).sum(1)
 
 
-def per_sample(model: nn.Module, x: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Sum the clipped gradients of a loop over samples; also return the norms."""
-    parameters = list(model.parameters())
-    sums, norms = [torch.zeros_like(one) for one in parameters], []
-    for at in range(len(x)):
-        found = torch.autograd.grad(losses_of(model, x[at : at + 1]).sum(), parameters)
-        squares = [one.abs().square().sum().double() for one in found]
-        norms.append(sum(squares).sqrt())
-        factor = min(1.0, C / (float(norms[-1]) + 1e-6))
-        sums = [total + one * factor for total, one in zip(sums, found, strict=True)]
-    return sums, torch.stack(norms)
-
-
 def compare(way, model: nn.Module, x: Tensor, tolerance: float) -> None:
-    expected, norms = per_sample(model, x)
-    clipping = way(model, C)
-    clipping.backward(losses_of(model, x))
-    assert (norms > C).any()
-    torch.testing.assert_close(clipping.sample_norms.double(), norms, rtol=2 * tolerance, atol=0)
-    for parameter, one in zip(model.parameters(), expected, strict=True):
+    clipping = assert_exact(
+        way, model, (x,), partial(losses_of, model), bound=C, tolerance=tolerance
+    )
+    assert (clipping.sample_norms > C).any()
+    for parameter in model.parameters():
         assert parameter.grad.dtype == parameter.dtype
-        assert (parameter.grad - one).abs().max() <= tolerance * one.abs().max()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -220,29 +206,17 @@ def test_a_complex_table_has_the_gradient_of_an_index(way) -> None:
     torch.manual_seed(3)
     model, ids = Lookup(torch.complex128), torch.randint(7, (B, 6))
     model.is_plain = True
-    expected, norms = per_sample(model, ids)
+    expected = one_by_one(partial(losses_of, model), model, (ids,), C)
     model.is_plain = False
-    clipping = way(model, C)
-    clipping.backward(losses_of(model, ids))
-    torch.testing.assert_close(clipping.sample_norms, norms, rtol=1e-9, atol=0)
-    torch.testing.assert_close(model.table.weight.grad, expected[0], rtol=1e-9, atol=1e-12)
+    assert_exact(way, model, (ids,), partial(losses_of, model), expected=expected)
 
 
 def test_each_layer_has_a_bound_of_its_own() -> None:
     torch.manual_seed(4)
     dtype = torch.complex128
     model = nn.Sequential(nn.Linear(D, 3, dtype=dtype), nn.Linear(3, 2, dtype=dtype))
-    x = torch.randn(B, D, dtype=dtype)
-    sums = [torch.zeros_like(one) for one in model.parameters()]
-    for at in range(B):
-        found = torch.autograd.grad(losses_of(model, x[at : at + 1]).sum(), [*model.parameters()])
-        for first in (0, 2):
-            norm = sum(one.abs().square().sum() for one in found[first : first + 2]).sqrt()
-            for place in (first, first + 1):
-                sums[place] += found[place] * min(1.0, C / 2**0.5 / (float(norm) + 1e-6))
-    PerLayerClipping(model, C).backward(losses_of(model, x))
-    for parameter, one in zip(model.parameters(), sums, strict=True):
-        torch.testing.assert_close(parameter.grad, one, rtol=1e-9, atol=1e-12)
+    batch = (torch.randn(B, D, dtype=dtype),)
+    assert len(assert_exact_by_layer(model, batch, partial(losses_of, model), bound=C).groups) == 2
 
 
 @pytest.mark.parametrize("way", EVERY)

@@ -4,7 +4,17 @@ import itertools
 
 import pytest
 import torch
-from small_models import EVERY, FLAT, Around, assert_exact, gradients, one_by_one, twice
+from small_models import (
+    EVERY,
+    FLAT,
+    Around,
+    assert_exact,
+    assert_exact_by_layer,
+    assert_excluded,
+    gradients,
+    one_by_one,
+    twice,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -340,18 +350,7 @@ def test_in_float32_and_of_one_sample(way) -> None:
 
 def test_per_layer_clipping_clips_each_convolution() -> None:
     model, x = make("2 axes")
-    clipping = PerLayerClipping(model, 0.5)
-    clipping.backward(losses_by(model)(x))
-    found = gradients(model)
-    clipping.remove()
-    model.zero_grad()
-    expected = []
-    for layer in model:
-        model.requires_grad_(False)
-        layer.requires_grad_()
-        expected.append(one_by_one(losses_by(model), model, (x,), clipping.bound)[1])
-
-    assert (found - torch.cat(expected)).norm() <= 1e-10 * found.norm()
+    assert len(assert_exact_by_layer(model, (x,), losses_by(model), bound=0.5).groups) == 2
 
 
 @pytest.mark.parametrize("way", FLAT)
@@ -360,13 +359,7 @@ def test_a_sample_that_is_not_finite_contributes_nothing(way) -> None:
     model.append(nn.GroupNorm(2, 6).double())
     model.append(nn.Conv2d(6, 40, 2).double())  # its norm is by Gram matrices
     x[1, 0, 2, 2] = torch.nan
-    kept = [0, 2, 3]
-    _, total, bound = one_by_one(losses_by(model), model, (x[kept],), 0.1)
-    clipping = way(model, bound)
-    clipping.backward(losses_by(model)(x))
-
-    assert clipping.nonfinite_samples == 1
-    assert (gradients(model) - total).norm() <= 1e-10 * total.norm()
+    assert_excluded(way, model, (x,), losses_by(model), at=1)
 
 
 @pytest.mark.parametrize(("channels", "groups"), [(3, 1), (16, 1), (64, 1), (16, 16)])

@@ -5,6 +5,8 @@ The reference computes each sample's loss alone, by ordinary autograd.
 Shape legend: B samples, D width.
 """
 
+import functools
+
 import pytest
 import torch
 from small_models import (
@@ -12,7 +14,7 @@ from small_models import (
     FLAT,
     Scale,
     assert_exact,
-    gradients,
+    assert_excluded,
     is_clear,
     one_by_one,
     squares,
@@ -167,10 +169,8 @@ def test_instance_norms_are_exact(loss, way) -> None:
     model = perceptron(around[0], nn.InstanceNorm1d(2, affine=True), around[1]).double()
     model.load_state_dict(twin.state_dict())
     x = draw()
-    _, expected, bound = one_by_one(lambda x: LOSSES[loss](twin, x), twin, (x,))
-    way(model, bound).backward(LOSSES[loss](model, x))
-
-    assert (gradients(model) - expected).norm() <= 1e-9 * expected.norm()
+    expected = one_by_one(lambda x: LOSSES[loss](twin, x), twin, (x,))
+    assert_exact(way, model, (x,), lambda x: LOSSES[loss](model, x), expected=expected)
 
 
 @pytest.mark.parametrize("way", FLAT)
@@ -178,13 +178,9 @@ def test_instance_norms_are_exact(loss, way) -> None:
 def test_a_scale_of_losses_changes_nothing_in_float32(loss, way) -> None:
     """One of both uses of a weight has scaled inputs, the other scaled output gradients."""
     model = make("norm")
-    x = draw()
-    _, expected, bound = one_by_one(lambda x: LOSSES[loss](model, x), model, (x,))
-    model.float()
-    clipping = way(model, bound, loss_scale=2.0**16)
-    clipping.backward(LOSSES[loss](model, x.float()))
-
-    assert (gradients(model) - expected).norm() <= 1e-3 * expected.norm()
+    x, losses_of = draw(), functools.partial(LOSSES[loss], model)
+    options = {"expected": one_by_one(losses_of, model, (x,)), "loss_scale": 2.0**16}
+    assert_exact(way, model.float(), (x.float(),), losses_of, tolerance=1e-3, **options)
 
 
 @pytest.mark.parametrize("way", FLAT)
@@ -400,13 +396,8 @@ def test_a_gradient_inside_of_a_checkpoint_counts_once(way) -> None:
 @pytest.mark.parametrize("way", FLAT)
 def test_samples_that_are_not_finite_are_excluded(way) -> None:
     model, x = make("perceptron"), draw()
-    _, expected, _ = one_by_one(lambda x: penalty(model, x), model, (x[1:],), 0.1)
     x[0] = torch.nan
-    clipping = way(model, 0.1)
-    clipping.backward(penalty(model, x))
-
-    assert clipping.nonfinite_samples == 1
-    assert (gradients(model) - expected).norm() <= 1e-9 * expected.norm()
+    assert_excluded(way, model, (x,), lambda x: penalty(model, x), at=0)
 
 
 def test_a_tied_table_may_be_differentiated_again() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from products import one_in
-from small_models import FLAT, assert_exact, assert_exact_by_layer, is_clear
+from small_models import assert_exact, assert_exact_in_every_way, is_clear
 from torch import nn
 
 from dpprof.private import BookKeeping
@@ -43,14 +43,7 @@ def test_bags_are_exact(mode, form, padding) -> None:
         weights = weights if mode == "weighted" else None
         return model(ids, offsets, per_sample_weights=weights).square().sum(1)
 
-    batch = IDS, LENGTHS, weights
-    plain = run(*batch)
-    for way in FLAT:
-        clipping = assert_exact(way, model, batch, run, bound=0.5, tolerance=1e-10)
-        assert torch.allclose(run(*batch), plain, rtol=1e-10)
-        clipping.remove()
-        model.zero_grad()
-    assert_exact_by_layer(model, batch, run, bound=0.5)
+    assert_exact_in_every_way(model, (IDS, LENGTHS, weights), run, bound=0.5)
 
 
 def test_weights_of_entries_are_differentiated() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from documents import PRIVATE_TRAINING, find_code
 from simulated_graphs import simulated_graphs
-from small_models import EVERY, FLAT, gradients, one_by_one, private
+from small_models import EVERY, FLAT, assert_exact, gradients, one_by_one, private
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -120,15 +120,12 @@ def test_norms_and_sums_are_those_of_one_sample_at_a_time(kind, options) -> None
     if "ignore_index" in OPTIONS[options]:
         labels = labels.clamp(0)
     exact = Model(kind, **OPTIONS[options]).double()
-    norms, expected, bound = one_by_one(exact.with_logits, exact, (ids, labels, weights))
+    expected = one_by_one(exact.with_logits, exact, (ids, labels, weights))
     limits = {torch.float64: 1e-10, torch.float32: 1e-5}
     for way, (dtype, limit) in itertools.product(FLAT, limits.items()):
         model = Model(kind, **OPTIONS[options]).to(dtype)
-        clipping = way(model, bound)
-        clipping.backward(model.in_chunks(ids, labels, weights.to(dtype)))
-
-        assert (clipping.sample_norms - norms).norm() <= limit * norms.norm()
-        assert (gradients(model) - expected).norm() <= limit * expected.norm()
+        inputs = ids, labels, weights.to(dtype)
+        assert_exact(way, model, inputs, model.in_chunks, expected=expected, tolerance=limit)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -208,21 +205,18 @@ def test_a_head_with_lora_is_that_of_its_logits(kind, way, options) -> None:
     ids, labels, weights = batch()
     labels = labels.clamp(0)
     model = adapt(Model(kind, **OPTIONS[options])).double()
-    norms, expected, bound = one_by_one(model.with_logits, model, (ids, labels, weights))
-    losses = model.in_chunks(ids, labels, weights)
-    torch.testing.assert_close(losses, model.with_logits(ids, labels, weights), rtol=1e-12, atol=0)
+    inputs = ids, labels, weights
+    expected = one_by_one(model.with_logits, model, inputs)
+    losses = model.in_chunks(*inputs)
+    torch.testing.assert_close(losses, model.with_logits(*inputs), rtol=1e-12, atol=0)
     if way is None:
         losses.sum().backward()
         found = gradients(model)
         model.zero_grad()
-        model.with_logits(ids, labels, weights).sum().backward()
+        model.with_logits(*inputs).sum().backward()
         torch.testing.assert_close(found, gradients(model), rtol=1e-10, atol=1e-13)
-        return
-    clipping = way(model, bound)
-    clipping.backward(model.in_chunks(ids, labels, weights))
-
-    assert (clipping.sample_norms - norms).norm() <= 1e-10 * norms.norm()
-    assert (gradients(model) - expected).norm() <= 1e-10 * expected.norm()
+    else:
+        assert_exact(way, model, inputs, model.in_chunks, expected=expected, tolerance=1e-10)
 
 
 def test_a_head_whose_adapter_computes_something_else_is_refused() -> None:
@@ -473,14 +467,9 @@ def test_the_lines_in_the_documents_run() -> None:
     def with_logits(ids, labels):
         return functional.cross_entropy(model(ids).logits.mT, labels, reduction="none").mean(1)
 
-    norms, expected, bound = one_by_one(with_logits, model, (ids, labels))
-    clipping = BookKeeping(model, bound)
-    clipping.backward(names["sample_losses"](ids, labels))
-
-    assert (
-        clipping.sample_norms - norms
-    ).norm() <= 1e-6 * norms.norm()  # Llama normalises in float32
-    assert (gradients(model) - expected).norm() <= 1e-6 * expected.norm()
+    options = {"expected": one_by_one(with_logits, model, (ids, labels)), "tolerance": 1e-6}
+    # Llama normalises in float32.
+    assert_exact(BookKeeping, model, (ids, labels), names["sample_losses"], **options)
 
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="from PyTorch 2.13 on")
@@ -499,13 +488,7 @@ class TestLossOfPyTorch:
         def losses_of(x: Tensor, labels: Tensor) -> Tensor:
             return loss(body(x), labels)
 
-        norms, expected, bound = one_by_one(losses_of, model, batch)
-        clipping = way(model, bound)
-        clipping.backward(losses_of(*batch))
-
-        assert (clipping.sample_norms - norms).norm() <= 1e-10 * norms.norm()
-        assert (gradients(model) - expected).norm() <= 1e-10 * expected.norm()
-        clipping.remove()
+        assert_exact(way, model, batch, losses_of, tolerance=1e-10).remove()
         assert type(loss) is nn.LinearCrossEntropyLoss
 
     @pytest.mark.parametrize(

@@ -1,24 +1,33 @@
 """What follows from the number of samples, what is public, and trainings in rounds."""
 
 import copy
+import functools
 import math
 
 import pytest
 import torch
 from documents import find_all_code
 from opacus import PrivacyEngine
-from opacus.accountants import PRVAccountant
+from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.data_loader import DPDataLoader
 from scipy.special import log_ndtr, ndtr
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpprof.private import UnsupportedError, make_private, numbers_of_opacus
+from dpprof.private.loop import private_training
 
 D = 50
 
 
 PUBLIC = {"max_grad_norm": 1.0, "delta": 1e-5, "check": False}
+
+
+@pytest.fixture
+def searched_once(monkeypatch) -> None:
+    """Search for the noise of a budget once, however many rounds have it."""
+    search = functools.cache(private_training.find_noise)
+    monkeypatch.setattr(private_training, "find_noise", search)
 
 
 def load(length: int):
@@ -106,9 +115,11 @@ def test_more_samples_in_a_batch_than_there_are_are_all_drawn() -> None:
 
 @pytest.mark.parametrize("rate", [0.3, 1 / 3, 4 / 7, 1 / 49, 0.999])
 def test_a_public_rate_is_drawn_planned_and_counted_as_it_is(rate) -> None:
-    private = prepare(20, sample_rate=rate, noise_multiplier=None, epsilon=2.0, steps=30)
+    """By the accountant that takes seconds for one of the rates."""
+    accountant, book = ("prv", PRVAccountant()) if rate == 1 / 3 else ("rdp", RDPAccountant())
+    budget = {"noise_multiplier": None, "epsilon": 2.0, "steps": 30, "accountant": accountant}
+    private = prepare(20, sample_rate=rate, **budget)
     release(private)
-    book = PRVAccountant()
     book.history = [(private.optimizer.noise_multiplier, rate, 30)]
 
     assert 1.98 <= book.get_epsilon(delta=1e-5) <= 2.0
@@ -285,8 +296,8 @@ def test_a_loop_over_a_removed_training_is_refused() -> None:
 
 
 def test_trainings_that_are_counted_together_count_their_own_rates() -> None:
-    first = prepare(8, sample_rate=0.5)
-    second = prepare(8, sample_rate=0.25, spent=first.spent)
+    first = prepare(8, sample_rate=0.5, accountant="rdp")
+    second = prepare(8, sample_rate=0.25, accountant="rdp", spent=first.spent)
     for one in (first, second, first):
         release(one)
 
@@ -317,8 +328,8 @@ def test_trainings_that_go_on_in_another_process_are_counted_once_each() -> None
         assert one.spent.steps == 2 + 2 + 1
 
 
-def test_rounds_are_counted_together_and_end_with_their_budget() -> None:
-    budget = {"noise_multiplier": None, "epsilon": 3.0, "steps": 3}
+def test_rounds_are_counted_together_and_end_with_their_budget(searched_once) -> None:
+    budget = {"noise_multiplier": None, "epsilon": 3.0, "steps": 3, "accountant": "rdp"}
     first = prepare(8, **budget)
     release(first)
     second = prepare(8, spent=first.spent, **budget)
@@ -351,7 +362,7 @@ def test_rounds_of_other_terms_are_refused(options, said) -> None:
         prepare(8, spent=first.spent, **options)
 
 
-def test_the_rounds_of_the_page_run_as_they_stand() -> None:
+def test_the_rounds_of_the_page_run_as_they_stand(searched_once) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     before = model.weight.detach().clone()

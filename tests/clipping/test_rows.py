@@ -8,7 +8,16 @@ Shape legend: B samples, N rows of each, T tokens, D width.
 
 import pytest
 import torch
-from small_models import EVERY, FLAT, Scale, assert_exact, gradients, is_clear, one_by_one
+from small_models import (
+    EVERY,
+    FLAT,
+    Scale,
+    assert_exact,
+    assert_exact_by_layer,
+    assert_excluded,
+    gradients,
+    is_clear,
+)
 from torch import nn
 from torch.nn import functional
 
@@ -200,21 +209,7 @@ def test_each_layer_is_clipped_exactly(form) -> None:
         losses = lambda x: by_anchor_and_blocks(model, x)  # noqa: E731
     else:
         losses = lambda x: EXACT[form](model, x)  # noqa: E731
-    clipping = EVERY[-1](model, 0.1)
-    groups, expected = clipping.groups, dict.fromkeys(model.parameters(), 0.0)
-    clipping.backward(losses(x))
-    found = {p: p.grad for p in model.parameters()}
-    clipping.remove()
-    for one in x:
-        model.zero_grad()
-        losses(one[None]).sum().backward()
-        for parameters, bound in groups:
-            norm = torch.cat([p.grad.flatten() for p in parameters]).norm()
-            for p in parameters:
-                expected[p] = expected[p] + p.grad * min(1.0, bound / (float(norm) + 1e-6))
-
-    for parameter, gradient in expected.items():
-        torch.testing.assert_close(found[parameter], gradient)
+    assert_exact_by_layer(model, (x,), losses, bound=0.1)
 
 
 class Transposed(nn.Sequential):
@@ -537,14 +532,8 @@ def test_a_layer_without_a_rule_that_mixes_rows_of_pairs_is_refused(way) -> None
 @pytest.mark.parametrize("way", FLAT)
 def test_a_sample_that_is_not_finite_is_excluded_with_all_its_rows(way) -> None:
     model, x = make_model(), torch.randn(B, N, T, D, dtype=torch.float64)
-    losses = EXACT["rows after samples"]
-    _, expected, _ = one_by_one(lambda x: losses(model, x), model, (x[[0, 2, 3]],), 0.1)
     x[1, 1] = torch.inf
-    clipping = way(model, 0.1)
-    clipping.backward(losses(model, x))
-
-    assert clipping.nonfinite_samples == 1
-    assert (gradients(model) - expected).norm() <= 1e-9 * expected.norm()
+    assert_excluded(way, model, (x,), lambda x: EXACT["rows after samples"](model, x), at=1)
 
 
 class Fourier(nn.Module):

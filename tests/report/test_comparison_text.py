@@ -1,6 +1,7 @@
 """The text and the Markdown of a comparison; names in it disturb neither."""
 
 import pytest
+from snapshots import assert_reviewed
 
 from dpprof.ask.compare.show import render_markdown, render_text
 from dpprof.experiments.records.comparison import ComparedFigure, FolderComparison, Run, Unlike
@@ -26,19 +27,9 @@ def make_comparison(*figures: ComparedFigure, **fields) -> FolderComparison:
 
 def test_the_worst_comes_first_and_counts_last() -> None:
     worse, better = make_figure(), make_figure(1, judgement="better", candidate=512, ratio=0.5)
-    lines = render_text(make_comparison(worse, better, counts={"better": 1})).splitlines()
+    comparison = make_comparison(worse, better, counts={"better": 1})
 
-    assert lines == [
-        "branch against main: 1 figure is worse, 1 is better.",
-        "",
-        "Worse",
-        "  peak  e0  memory  1,024 bytes -> 2,048 bytes  +1.0 KiB (+100.00 %)",
-        "",
-        "Better",
-        "  peak  e1  memory  1,024 bytes -> 512 bytes  -512 bytes (-50.00 %)",
-        "",
-        "1 experiment in common, in 2 runs. Figures judged: 3 of memory.",
-    ]
+    assert_reviewed("report/comparison", render_text(comparison) + "\n")
 
 
 @pytest.mark.parametrize("render", [render_text, render_markdown])
@@ -89,38 +80,20 @@ def test_a_hostile_command_does_not_leave_its_block() -> None:
     assert block[:2] == ["dpprof explain '\\n```\\n# x'", "```"]
 
 
-def test_parts_are_named_in_words() -> None:
+def test_parts_are_named_in_words_and_statistics_stand_below_a_time() -> None:
+    statistics = {"baseline_processes": 10, "candidate_processes": 9, "noise_floor": 0.031}
+    statistics |= {"ratio_low": 1.1, "ratio_high": 1.2, "p_value": 0.00018}
+    outcome = {"metric": "outcome", "figure": "outcome", "baseline": "ok", "candidate": "oom"}
+    time = {"figure": "step time", "unit": "seconds", "baseline": 0.1, "candidate": 0.115}
     figures = [
         make_figure(0, figure="component", part="per_sample_gradients"),
         make_figure(1, figure="bytes moved", part="gemm", phase="second_backward"),
         make_figure(2, figure="fits", unit=None, baseline=1, candidate=0, ratio=0.0),
-        make_figure(
-            3, metric="outcome", figure="outcome", unit=None, baseline="ok", candidate="oom"
-        ),
-        make_figure(
-            4, figure="step time", unit="seconds", baseline=0.1, candidate=0.115, ratio=1.15
-        ),
+        make_figure(3, unit=None, **outcome),
+        make_figure(4, ratio=1.15, statistics=statistics, **time),
     ]
-    lines = [" ".join(line.split()) for line in render_text(make_comparison(*figures)).splitlines()]
 
-    assert lines[3].startswith("per-sample gradients at the peak e0 memory")
-    assert lines[4].startswith("bytes moved by gemm in second backward e1 memory")
-    assert lines[5] == "fits e2 memory yes -> no"
-    assert lines[6] == "outcome e3 memory ok -> oom"
-    assert lines[7] == "step time e4 memory 100 ms -> 115 ms +15.00 %"
-
-
-def test_statistics_stand_below_a_time() -> None:
-    statistics = {"baseline_processes": 10, "candidate_processes": 9, "noise_floor": 0.031}
-    statistics |= {"ratio_low": 1.1, "ratio_high": 1.2, "p_value": 0.00018}
-    figure = make_figure(
-        figure="step time", unit="seconds", ratio=1.15, candidate=1.15, statistics=statistics
-    )
-
-    assert (
-        "      ratio 1.150, 95 % interval 1.100 to 1.200, noise floor 3.1 %, p 0.00018, "
-        "10 and 9 processes" in render_text(make_comparison(figure)).splitlines()
-    )
+    assert_reviewed("report/compared parts", render_text(make_comparison(*figures)) + "\n")
 
 
 def test_what_is_not_comparable_is_said_in_the_first_line() -> None:

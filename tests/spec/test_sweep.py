@@ -2,6 +2,7 @@ import copy
 from typing import Any
 
 import pytest
+from snapshots import assert_sentences
 
 from dpprof.experiments.config.sweep import MAX_RUNS, Run, expand, parse_config
 from dpprof.experiments.config.validation import InputError
@@ -92,39 +93,36 @@ def test_a_million_points_are_refused_before_they_are_made() -> None:
 
 
 BAD = [
-    (changed(batch_size=[4, 0]), "sweeps.methods.batch_size: 0 is not allowed; it must be great"),
-    (changed(batch_size=[]), "sweeps.methods.batch_size: [] is not allowed; it must have at lea"),
-    (changed(bath_size=3), "unknown key 'bath_size' in sweeps.methods; did you mean 'batch_size'?"),
-    (changed(dtype="fp16"), "sweeps.methods.dtype: 'fp16' is not allowed; it must be 'float32'"),
-    (changed(replicates=0), "sweeps.methods.replicates: 0 is not allowed; it must be greater"),
-    (changed(instruments="a b"), "sweeps.methods.instruments: 'a b' is not allowed; it must match"),
-    (changed(model="$(touch x)"), "sweeps.methods.model: '$(touch x)' is not allowed; it must mat"),
-    (changed(model="'\""), "sweeps.methods.model: '\\'\"' is not allowed; it must match"),
-    (
-        CONFIG | {"swep": {}},
-        "unknown key 'swep'; did you mean 'sweeps'? allowed: container, ",
-    ),
-    (CONFIG | {"sweeps": {}}, "sweeps: {} is not allowed; it must have at least 1 item"),
-    (CONFIG | {"sweeps": {"a": "none"}}, "sweeps: {} is not allowed; it must have at least 1 item"),
-    (CONFIG | {"sweeps": {"a": None}}, "sweeps.a: None is not allowed; it must be a mapping"),
-    (CONFIG | {"sweeps": {"../x": {}}}, "sweeps.../x: '../x' is not allowed; it must match"),
-    (CONFIG | {"sweeps": {"\\input{x}": {}}}, r"sweeps.\\input{x}: '\\input{x}' is not allowed"),
-    (CONFIG | {"sweeps": {"<script>": {}}}, "sweeps.<script>: '<script>' is not allowed; it must"),
-    (CONFIG | {"sweeps": {"a\x1b[2J": {}}}, "sweeps.a\\x1b[2J: 'a\\x1b[2J' is not allowed"),
-    (CONFIG | {"defaults": {}}, "sweeps.methods.model: missing; write it in the sweep or in defau"),
-    (CONFIG | {"exclude": [{"seq_len": 16}]}, "exclude: [{'seq_len': [16]}] is not allowed; it m"),
-    (CONFIG | {"exclude": {"a": 1}}, "exclude: {'a': 1} is not allowed; it must be a valid list"),
+    changed(batch_size=[4, 0]),
+    changed(batch_size=[]),
+    changed(bath_size=3),
+    changed(dtype="fp16"),
+    changed(replicates=0),
+    changed(instruments="a b"),
+    changed(model="$(touch x)"),
+    changed(model="'\""),
+    CONFIG | {"swep": {}},
+    CONFIG | {"sweeps": {}},
+    CONFIG | {"sweeps": {"a": "none"}},
+    CONFIG | {"sweeps": {"a": None}},
+    CONFIG | {"sweeps": {"../x": {}}},
+    CONFIG | {"sweeps": {"\\input{x}": {}}},
+    CONFIG | {"sweeps": {"<script>": {}}},
+    CONFIG | {"sweeps": {"a\x1b[2J": {}}},
+    CONFIG | {"defaults": {}},
+    CONFIG | {"exclude": [{"seq_len": 16}]},
+    CONFIG | {"exclude": {"a": 1}},
 ]
 
 
-@pytest.mark.parametrize(("config", "sentence"), BAD, ids=[sentence[:40] for _, sentence in BAD])
-def test_bad_configs_are_one_sentence(config: dict[str, Any], sentence: str) -> None:
+def refusal_of(config: dict[str, Any]) -> str:
     with pytest.raises(InputError) as caught:
         runs_of(config)
+    return str(caught.value)
 
-    message = str(caught.value)
-    assert message.startswith(sentence)
-    assert "\n" not in message
+
+def test_bad_configs_are_one_sentence() -> None:
+    assert_sentences("spec/sweep", refusal_of, BAD)
 
 
 def test_a_key_of_sweeps_at_the_top_is_told_where_it_belongs() -> None:
