@@ -1,0 +1,16 @@
+"""Source stays readable: no empty names, and few long functions, files and classes."""
+
+from house import survey
+
+
+def test_names_say_what_they_name() -> None:
+    assert sum(survey().empty_names.values()) <= 20
+
+
+def test_functions_files_and_classes_stay_small() -> None:
+    house = survey()
+
+    assert len(house.long_functions) <= 6, house.long_functions
+    assert len(house.long_files) <= 13, house.long_files
+    assert len(house.large_classes) <= 10, house.large_classes
+    assert len(house.one_use_helpers) <= 131, house.one_use_helpers
