@@ -207,7 +207,7 @@ def test_bad_folders_are_one_sentence_and_exit_with_2(folders, tmp_path, capsys)
     damage = {
         whole[:100]: f"error: {file}: is not complete JSON: it was cut or damaged",
         whole.replace('"schema_version": 2', '"schema_version": 1'): (
-            f"{file}: has schema version 1, and this dpprof reads 2; since then"
+            f"{file}: has schema version 1, and this dpprof reads 2"
         ),
     }
     for text, sentence in damage.items():

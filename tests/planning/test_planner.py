@@ -110,18 +110,12 @@ def test_planning_twice_touches_nothing(reported) -> None:
 
 
 def test_specs_are_canonical_and_named_by_content(folder) -> None:
-    """What nobody asked for of the later keys is left out."""
     plan = plan_of(CONFIG)
     write_plan(plan)
 
     for experiment in plan.experiments.values():
         spec = json.loads((folder / spec_path(experiment.id)).read_text())
-        later = {"wait_for_idle_gpu_s": 0.0, "lora": None, "trainable": None, "padding": None}
-        later |= {"parameters_dtype": "float32", "busy_gpu": "run", "parallel": None}
-        later |= {"execution": "eager", "head": "logits", "image_size": None, "quantization": None}
-        later |= {"trained_dtype": "float32", "autocast": True, "loss_scale": 1.0}
-        later |= {"keep_logits": False}
-        assert spec | later == experiment.model_dump(mode="json")
+        assert spec == experiment.model_dump(mode="json")
 
 
 def test_manifests_of_two_configs_live_side_by_side(folder) -> None:

@@ -31,6 +31,23 @@ COMPLETE = {
     "timeout_s": 900.0,
     "memory_limit_bytes": None,
 }
+ELSE_DEFAULT = {
+    "wait_for_idle_gpu_s": 0.0,
+    "busy_gpu": "run",
+    "lora": None,
+    "trainable": None,
+    "padding": None,
+    "parameters_dtype": "float32",
+    "trained_dtype": "float32",
+    "autocast": True,
+    "loss_scale": 1.0,
+    "keep_logits": False,
+    "parallel": None,
+    "execution": "eager",
+    "head": "logits",
+    "image_size": None,
+    "quantization": None,
+}
 FINE_TUNING = {"lora", "trainable", "padding", "parameters_dtype"}
 GPTQ = {"hf": "tiny-llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -38,7 +55,7 @@ IN_4_BITS = {"hf": "tiny-llama", "quantization_config": NF4}
 
 
 def test_id_is_a_readable_stem_and_the_digest_of_the_canonical_json() -> None:
-    text = json.dumps(COMPLETE, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(COMPLETE | ELSE_DEFAULT, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()
 
     experiment = Experiment.model_validate(COMPLETE)

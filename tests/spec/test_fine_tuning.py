@@ -59,7 +59,6 @@ def test_ranks_are_in_the_name_and_count_for_tokens() -> None:
     assert (alone.world_size, ranks.world_size) == (1, 4)
     assert ranks.id.startswith("custom-standard-b2-t4-ddp4-")
     assert (alone.tokens_in_step, ranks.tokens_in_step) == (8, 32)
-    assert "parallel" not in alone.canonical  # older experiments keep their names
 
 
 @pytest.mark.parametrize("reshards", [None, True, False])

@@ -11,11 +11,7 @@ if TYPE_CHECKING:
 
 
 def refuse_combinations(experiment: "Experiment") -> None:
-    """Refuse an experiment whose keys contradict each other.
-
-    Raises:
-        ValueError: They do.
-    """
+    """Raise ``ValueError`` for an experiment whose keys contradict each other."""
     _refuse_other_device(experiment)
     _refuse_execution(experiment)
     _refuse_fine_tuning(experiment)

@@ -60,13 +60,11 @@ class OwnTable:
         self.step_factor = table.step_factor
         self.drift = table.drift or 0.0
         self._known = {timed.call: timed for timed in table.operators}
-        self._flops_per_s = max(
-            (timed.flops / timed.seconds for timed in table.operators), default=1.0
-        )
+        speeds = (timed.flops / timed.seconds for timed in table.operators)
+        self._flops_per_s = max(speeds, default=1.0)
         large = [timed for timed in table.operators if _moved_bytes(timed) >= _LARGE]
-        self._bytes_per_s = max(
-            (_moved_bytes(timed) / timed.seconds for timed in large), default=1e10
-        )
+        rates = (_moved_bytes(timed) / timed.seconds for timed in large)
+        self._bytes_per_s = max(rates, default=1e10)
         self._least_s = min((timed.seconds for timed in table.operators), default=1e-6)
         groups: dict[tuple[str, str], list[OperatorTime]] = defaultdict(list)
         for timed in table.operators:

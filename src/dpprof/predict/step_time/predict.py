@@ -165,9 +165,8 @@ def combine(
         if where.stream == COMPUTE
     ]
     alone_s = math.fsum(kernel_s for kernel_s, collective in computing if collective is None)
-    ranks_s = median.exposed_s + math.fsum(
-        kernel_s for kernel_s, collective in computing if collective
-    )
+    in_line_s = math.fsum(kernel_s for kernel_s, collective in computing if collective)
+    ranks_s = median.exposed_s + in_line_s
     waits_s = step_s - alone_s - ranks_s
     return StepTime(
         median_s=step_s,

@@ -165,9 +165,8 @@ def find_attention_size(experiment: Experiment, model: nn.Module) -> tuple[int, 
         return recipe.layers, recipe.d_model
     if not isinstance(recipe, Architecture):
         return None
-    config: Any = next(
-        (module.config for module in model.modules() if hasattr(module, "config")), None
-    )
+    configs = (module.config for module in model.modules() if hasattr(module, "config"))
+    config: Any = next(configs, None)
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
     heads, width = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
     is_other = any(getattr(config, name, None) for name in experts) or any(
