@@ -12,8 +12,8 @@ from dpprof.experiments.records.terms import COMPONENTS
 from dpprof.predict.memory.recorder import Recorder
 from dpprof.private.allocation_marks import MARKED, allocates, codes_of, components_by_code
 from dpprof.private.contributions.contributions import SampleGradients
+from dpprof.private.engine.batch import sum_whole
 from dpprof.private.engine.book_keeping import BookKeeping
-from dpprof.private.engine.engine import sum_whole
 from dpprof.private.noise.digest import LANES, hash_rows
 from dpprof.private.noise.noise import NoiseOfStep, draw_secure_noise
 from dpprof.private.noise.noise_keys import NoiseKeys

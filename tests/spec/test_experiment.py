@@ -54,6 +54,14 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 IN_4_BITS = {"hf": "tiny-llama", "quantization_config": NF4}
 
 
+def test_a_copy_with_another_field_has_another_id() -> None:
+    experiment = make_experiment(batch_size=2)
+    before = experiment.id
+    copied = experiment.model_copy(update={"batch_size": 4})
+
+    assert (copied.id, experiment.id) == (make_experiment(batch_size=4).id, before)
+
+
 def test_id_is_a_readable_stem_and_the_digest_of_the_canonical_json() -> None:
     text = json.dumps(COMPLETE | ELSE_DEFAULT, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()

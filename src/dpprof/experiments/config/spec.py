@@ -1,6 +1,8 @@
 """Descriptions with one spelling, so that a digest of their content can name them."""
 
+from collections.abc import Mapping
 from functools import cached_property
+from typing import Any, Self
 
 from pydantic import BaseModel
 
@@ -19,3 +21,10 @@ class Spec(BaseModel, frozen=True, extra="forbid"):
     def digest(self) -> str:
         """The sha256 of the canonical JSON, 64 hex digits."""
         return sha256_hex(self.canonical)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with other fields, which does not keep what followed from these."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in vars(copied).keys() - type(copied).model_fields.keys():
+            del vars(copied)[name]
+        return copied
