@@ -73,7 +73,7 @@ def on_cluster(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Sl
     """A checkout in which nothing is trained, with three GPUs that are only names."""
     folder = tmp_path_factory.mktemp("head")
     target = quick_checkout(folder / "checkout").path
-    instruments = target / "src" / "dpprof" / "instruments"
+    instruments = target / "src" / "dpprof" / "measure" / "instruments"
     (instruments / "clean.py").rename(instruments / "quick_clean.py")
     shutil.copy(HERE / "paced_clean.py", instruments / "clean.py")
     one = SlurmCheckout(target)
