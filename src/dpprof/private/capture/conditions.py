@@ -58,7 +58,7 @@ def look_around(optimizer: NoisyOptimizer, batch: Sequence[Tensor]) -> Surroundi
     for module in optimizer.clipping.model.modules():
         own = vars(module)
         objects += [module, type(module), own.get("forward"), patch_of(module)]
-        values += read_settings(module).items()
+        values += read_settings(vars(module)).items()
         values += [tuple(own.get(hooks) or ()) for hooks in _HOOKS]
         attributes = (value for value in own.values() if isinstance(value, Tensor))
         for tensor in (*module._parameters.values(), *module._buffers.values(), *attributes):  # noqa: SLF001

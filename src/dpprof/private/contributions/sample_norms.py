@@ -7,6 +7,7 @@ Shape legend: B samples, T tokens, d width of an input, p width of an output.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from dpprof.private.contributions.contributions import (
 )
 from dpprof.private.contributions.uses import Merged, Several, find_size, merge_uses
 from dpprof.private.errors import UnsupportedError
-from dpprof.private.norms import convolution
+from dpprof.private.norms import convolution, placement
 from dpprof.private.norms.code_paths import Watch, Way
 from dpprof.private.norms.float32_products import exact_products
 from dpprof.private.norms.linear import (
@@ -117,6 +118,7 @@ class SampleNorms:
     ) -> None:
         self.plan: dict[str, WayChoice] = {}
         self._losses, self._reused = losses, reused
+        self._samples = losses.shape[0]
         self._keep, self._keeps = keep, keeps
         self._becomes_sum = len(losses) == 1 and not shares
         self._watch, self._squares = watch, squares
@@ -138,13 +140,16 @@ class SampleNorms:
         self._shared: dict[Any, Tensor] = {}
         """The squares of tensors that weight and bias of the present layer may share."""
 
+        self._may_share = True
+
         self._loss_scale, self._deferral, self._mending = loss_scale, deferral, Mending()
 
     def add(self, layer: nn.Module, contributions: Contributions) -> None:
         """Add the squared norms of a layer's contributions."""
-        if not len(self._losses):
+        if not self._samples:
             return
         self._shared.clear()
+        self._may_share = len(contributions) > 1
         for parameter, contribution in contributions:
             if parameter in self._reused:
                 self._waiting[parameter].append((layer, contribution))
@@ -330,9 +335,10 @@ class SampleNorms:
         self, layer: nn.Module, way: Way, function: Callable[..., Any], inputs: tuple[Any, ...]
     ) -> Any:
         """Find squared norms with float32 products, even where training itself uses TF32."""
-        with exact_products():
+        is_exact = not placement.is_cuda(inputs[0])
+        with nullcontext() if is_exact else exact_products():
             squares = self._watch(layer, way, function, inputs)
-        if function is tiled_gram:
+        if function is tiled_gram and self._may_share:
             self._shared[_identify(inputs[1])] = squares.sums_5B[2]
         return squares
 
@@ -384,10 +390,9 @@ class SampleNorms:
         return self._shared[key]
 
     def _check(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        if len(contribution[0]) != len(self._losses):
-            raise BatchAxisError.of(
-                self._name_of(parameter), len(contribution[0]), len(self._losses)
-            )
+        samples = contribution[0].shape[0]
+        if samples != self._samples:
+            raise BatchAxisError.of(self._name_of(parameter), samples, self._samples)
 
     def _add_uses(
         self, parameter: nn.Parameter, uses: Sequence[tuple[nn.Module, Contribution]]

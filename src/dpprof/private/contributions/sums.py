@@ -5,7 +5,7 @@ step adds noise to them, and only then puts them into ``.grad``. So hooks, callb
 optimizers and whoever saves the model find no gradient until there is one that may be published.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -25,6 +25,32 @@ def dtype_of_sum(parameter: Tensor) -> torch.dtype:
     Rounded to 16 bits before noise, it could move by more than one sample contributes.
     """
     return torch.promote_types(parameter.dtype, torch.float32)
+
+
+SMALL = 2**14
+"""The most elements of a sum that is processed together with others."""
+
+_TOGETHER = 2**16
+"""The most elements that are processed together, beyond a single sum."""
+
+
+def group_small(sums: Sequence[Tensor]) -> list[list[int]]:
+    """Group sums, by their places, so that each small one is not a launch of its own.
+
+    Large ones stay alone; those of a group have one dtype and device.
+    """
+    groups: list[list[int]] = []
+    open_groups: dict[Any, tuple[list[int], int]] = {}
+    for place, summed in enumerate(sums):
+        kind, size = (summed.dtype, summed.device), summed.numel()
+        group, before = open_groups.get(kind, ([], _TOGETHER))
+        if size > SMALL or before + size > _TOGETHER:
+            group, before = [], 0
+            groups.append(group)
+        group.append(place)
+        if size <= SMALL:
+            open_groups[kind] = group, before + size
+    return groups
 
 
 class ClippedSums:

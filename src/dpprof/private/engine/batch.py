@@ -162,7 +162,6 @@ class Batch(ABC):
         self.alone.factors[sample] = float(self._clip_factor(norm, bound))
         return True
 
-    @torch.no_grad()
     def add_up(
         self,
         parameter: nn.Parameter,
@@ -172,7 +171,7 @@ class Batch(ABC):
     ) -> None:
         """Sum contributions over samples, scaled by clipping factors, and add that.
 
-        ``taken`` is what is added alone.
+        ``taken`` is what is added alone. Autograd must be off, as it is in backward.
         """
         if not len(factors_B):  # it belongs to no sample
             return
@@ -194,7 +193,6 @@ class Batch(ABC):
             else:
                 self.clipping.sums.add(parameter, summed.to(dtype_of_sum(parameter)))
 
-    @torch.no_grad()
     def add_up_vectors(
         self, vectors: Sequence[tuple[nn.Parameter, Tensor]], factors_B: Tensor
     ) -> None:

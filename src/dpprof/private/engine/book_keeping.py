@@ -40,7 +40,7 @@ class _KeptBatch(Batch):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._kept: dict[nn.Parameter, list[Kept]] = defaultdict(list)
-        self._versions: dict[int, int] = {}
+        self._versions: dict[nn.Parameter, list[tuple[Tensor, int]]] = defaultdict(list)
 
     def clip(self, enter: Enter) -> None:
         """Run one backward, and sum what was kept."""
@@ -48,7 +48,11 @@ class _KeptBatch(Batch):
         with self.clipping.handling(self.norms.add):
             torch.autograd.backward(self.losses, self.make_weights())
         enter("clip")
-        factors_B = self.find_factors()
+        with torch.no_grad():
+            self._sum_all(self.find_factors())
+
+    def _sum_all(self, factors_B: Tensor) -> None:
+        """Sum what was kept."""
         if self.ranks.is_sharded:
             self.clipping.shard_sums.close_all(partial(self._sum, factors_B))
         vectors = [] if self.alone else self._take_vectors()
@@ -73,8 +77,9 @@ class _KeptBatch(Batch):
 
     def keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
         """Keep a contribution, and the versions of what other code has too."""
-        for tensor in _exposed(contribution):
-            self._versions[id(tensor)] = tensor._version  # noqa: SLF001 (it has no public name)
+        if not isinstance(contribution, SampleGradients):
+            versions = [(tensor, tensor._version) for tensor in _exposed(contribution)]  # noqa: SLF001
+            self._versions[parameter] += versions
         self._kept[parameter].append(contribution)
 
     def measure_alone(self, samples: Sequence[int]) -> Alone | None:
@@ -88,16 +93,19 @@ class _KeptBatch(Batch):
 
     def _sum(self, factors_B: Tensor, parameter: nn.Parameter) -> None:
         """Add what is kept to the sum, unless a hook wrote it since its norm was found."""
+        self._refuse_written(parameter)
         contributions = self._kept.pop(parameter, [])
-        for tensor in (tensor for kept in contributions for tensor in _exposed(kept)):
-            if tensor._version != self._versions[id(tensor)]:  # noqa: SLF001
+        taken = self.alone.take(contributions) if self.alone else {}
+        self.add_up(parameter, contributions, factors_B, taken)
+
+    def _refuse_written(self, parameter: nn.Parameter) -> None:
+        for tensor, version in self._versions.pop(parameter, ()):
+            if tensor._version != version:  # noqa: SLF001 (it has no public name)
                 raise RuntimeError(
                     "an activation or output gradient that was kept for "
                     f"{self.clipping.name_of(parameter)} was changed in place after its norm was "
                     "found, by a hook maybe; change a copy"
                 )
-        taken = self.alone.take(contributions) if self.alone else {}
-        self.add_up(parameter, contributions, factors_B, taken)
 
 
 def _exposed(contribution: Kept) -> list[Tensor]:

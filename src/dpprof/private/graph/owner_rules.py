@@ -442,12 +442,15 @@ def owners_below(operand: Operand) -> Owners | None:
 
 
 def joins_samples(operand: Operand, below: Owners) -> bool:
-    """Tell whether an operator cuts, joins or picks along an axis on which samples lie."""
+    """Tell whether an operator cuts, joins or picks along an axis on which several samples lie."""
     if kind_of(operand.node) not in _JOINING:
         return False
     axis = as_signed(getattr(operand.node, "_saved_dim", 0))
     return any(
-        each.ndim > axis >= -each.ndim and each.shape[axis] > 1 for each in (*operand.above, below)
+        each.ndim > axis >= -each.ndim
+        and each.shape[axis] > 1
+        and bool((spread(each, [axis]) == MANY).any())
+        for each in (*operand.above, below)
     )
 
 

@@ -77,7 +77,7 @@ def recognise(layer: nn.Module) -> Recognised | None:
     ]
     if not formulas:
         return None
-    key = (type(layer), len(weight), *read_settings(layer).items())
+    key = (type(layer), len(weight), *read_settings(vars(layer)).items())
     if key not in _recognised:
         with (  # real numbers in full precision, unseen by any mode
             _disable_current_modes(),

@@ -42,10 +42,13 @@ def hash_words(sums: Sequence[Tensor], table: Tensor) -> list[int]:
     if not table.is_cpu:
         parts = (part for words in sums for part in torch.split(words, _ROWS * 2 * LANES))
         return [value for part in parts for value in hash_rows(part, table).flatten().tolist()]
-    with _disable_current_modes(), ThreadPoolExecutor(torch.get_num_threads()) as threads:
+    with _disable_current_modes():
         arrays = [part.numpy() for words in sums for part in torch.split(words, _PART)]
-        digests = threads.map(partial(_hash_part, table.numpy()), arrays)
-        return [value for digest in digests for value in digest]
+        hash_part, count = partial(_hash_part, table.numpy()), torch.get_num_threads()
+        if count == 1 or sum(map(len, arrays)) <= _PART:  # a thread takes as long to begin
+            return [value for array in arrays for value in hash_part(array)]
+        with ThreadPoolExecutor(count) as threads:
+            return [value for digest in threads.map(hash_part, arrays) for value in digest]
 
 
 @allocates("noise")

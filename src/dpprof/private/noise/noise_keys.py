@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dpprof.private.allocation_marks import allocates
+from dpprof.private.contributions.sums import group_small
 from dpprof.private.noise.digest import LANES, hash_words
 from dpprof.private.norms import triton_ops
 from dpprof.private.norms.complex_numbers import as_real
@@ -261,9 +262,12 @@ def takes_kernel(summed: Tensor) -> bool:
     return triton_ops.is_fused(real) and real.dtype == torch.float32 and real.is_contiguous()
 
 
+@allocates("noise")
 def _as_words(sums: Sequence[Tensor]) -> list[Tensor]:
-    """Return sums as words of 32 bits, (n,) int32 each."""
-    return [as_real(total).reshape(-1).view(torch.int32) for total in sums]
+    """Return sums as words of 32 bits, (n,) int32 each; small ones are joined."""
+    words = [as_real(total).reshape(-1).view(torch.int32) for total in sums]
+    groups = ([words[place] for place in group] for group in group_small(words))
+    return [torch.cat(group) if len(group) > 1 else group[0] for group in groups]
 
 
 @allocates("noise")

@@ -316,7 +316,9 @@ class NoisyOptimizer(Optimizer):
             key = self.keys.bind(own, ranks.share if ranks.adds_up_in_step else None)
             add = NoiseOfStep(self._std, self._divisor, key).add_to
             del own
-        for parameter, averaged in ranks.release_sums(sums, add):
+        # Whoever gives a generator expects its numbers in the order of parameters.
+        joins = not self.secure_mode and self.generator is None
+        for parameter, averaged in ranks.release_sums(sums, add, joins=joins):
             parameter.grad = averaged.to(parameter.dtype)
             del averaged  # before the next one gets noise
         self._is_noised = True

@@ -36,7 +36,8 @@ Both ways take ``x_BTd`` and ``g_BTp``, and return ``Squares`` or what these fol
 Shape legend: B samples, T tokens, d width of the input, p width of the output.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -159,13 +160,15 @@ PanelOf = Callable[[Tensor, slice, slice], Tensor]
 """Returns a panel of a Gram matrix, (B, rows, columns)."""
 
 
-def _gram_panels(T: int) -> Iterator[tuple[slice, slice]]:
-    """Yield rows and columns of panels: up to and with the block on the diagonal."""
+@functools.cache
+def _gram_panels(T: int) -> list[tuple[slice, slice]]:
+    """List rows and columns of panels: up to and with the block on the diagonal."""
+    panels = []
     for rows in spans(T, gram_rows(T)):
         *others, last = spans(rows.start, GRAM_COLUMNS) if rows.start else [slice(0, 0)]
-        for columns in others:
-            yield rows, columns
-        yield rows, slice(last.start, rows.stop)
+        panels += [(rows, columns) for columns in others]
+        panels.append((rows, slice(last.start, rows.stop)))
+    return panels
 
 
 def _panel_size(T: int) -> int:
@@ -176,18 +179,23 @@ def _panel_size(T: int) -> int:
 
 @allocates_for_its_caller
 def _multiply_panel(a_BTK: Tensor, rows: slice, columns: slice) -> Tensor:
+    if rows == columns == slice(0, a_BTK.shape[1]):  # all of it, without a slice
+        return multiply_in_slices(a_BTK, a_BTK.transpose(1, 2))
     return multiply_in_slices(a_BTK[:, rows], a_BTK[:, columns].transpose(1, 2))
 
 
 def _sum_gram_panels(x_BTd: Tensor, of_gradients: Tensor, panel_of: PanelOf) -> Tensor:
     """Add up ``sum_of_grams`` over all panels; (5, B)."""
     B, T, _ = x_BTd.shape
-    sums_5B = x_BTd.new_zeros((5, B), dtype=torch.float64)
     size, height = _panel_size(T), gram_rows(T)
     at_once = samples_at_once(B, 2 * size, (height + size // height) * SUMMED_SLICE, x_BTd.dtype)
+    panels = _gram_panels(T)
+    if at_once == B and len(panels) == 1:
+        return _gram_panel(x_BTd, partial(panel_of, of_gradients), *panels[0])
+    sums_5B = x_BTd.new_zeros((5, B), dtype=torch.float64)
     for some in spans(B, at_once):
         x, g = x_BTd[some], of_gradients[some]
-        for rows, columns in _gram_panels(T):
+        for rows, columns in panels:
             sums_5B[:, some] += _gram_panel(x, partial(panel_of, g), rows, columns)
     return sums_5B.to(accumulator_of(x_BTd.dtype))
 
@@ -208,8 +216,9 @@ def sum_of_grams(a_BMN: Tensor, b_BMN: Tensor, *, twice: int = 0) -> Tensor:
     The first ``twice`` columns count twice; diagonals are those of the others.
     """
     both = (a_BMN, b_BMN)
-    traces = [gram[:, :, twice:].diagonal(dim1=1, dim2=2).sum(1) for gram in both]
-    squares = [_square(gram[:, :, twice:]) for gram in both]
+    once = [gram[:, :, twice:] for gram in both] if twice else both
+    traces = [gram.diagonal(dim1=1, dim2=2).sum(1) for gram in once]
+    squares = [_square(gram) for gram in once]
     if twice:
         for square_B, gram in zip(squares, both, strict=True):
             square_B.add_(_square(gram[:, :, :twice]), alpha=2)
@@ -277,7 +286,7 @@ class WayChoice(NamedTuple):
     """The FLOPs of the matrix products for the norm of one sample."""
 
     prices: dict[Way, int]
-    """``Price.weigh`` of each way; the cheapest is taken, unless gradients are kept."""
+    """Shared by layers of a shape. ``Price.weigh`` of each way; the cheapest is taken, unless gradients are kept."""
 
 
 def price_gram(T: int, d: int, p: int) -> Price:
@@ -297,6 +306,7 @@ def price_product(T: int, d: int, p: int) -> Price:
     return Price(2 * T * d * p, T * (d * stripes + p * bands) + 2 * d * p)
 
 
+@functools.cache
 def choose_way(
     T: int,
     d: int,

@@ -9,7 +9,7 @@ Shape legend: B samples, T tokens, d width.
 from torch import Tensor
 
 from dpprof.private.norms import placement, triton_ops
-from dpprof.private.norms.tiles import TOKEN_PARTS, accumulator_of, square
+from dpprof.private.norms.tiles import TOKEN_PARTS, UNDIVIDED, accumulator_of, square
 
 
 def scale_gradients(
@@ -35,7 +35,7 @@ def scale_gradients(
         made_BRd = triton_ops.scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT1.squeeze(2), shifted)
         return made_BRd[:, 0], made_BRd[:, 1] if shifted else None, None
     on_gpu = placement.is_cuda(x_BTd)
-    parts_of_T = 1 if on_gpu else TOKEN_PARTS
+    parts_of_T = 1 if on_gpu or x_BTd.numel() <= UNDIVIDED else TOKEN_PARTS
     accumulator = accumulator_of(x_BTd.dtype)
     means = None if mean_BT1 is None else mean_BT1.chunk(parts_of_T, dim=1)
     parts = zip(x_BTd.chunk(parts_of_T, dim=1), rstd_BT1.chunk(parts_of_T, dim=1), strict=True)

@@ -21,6 +21,9 @@ TOKEN_PARTS = 4
 """Parts into which the tokens of a normalisation are split; one needs one or two parts of its
 input as workspace."""
 
+UNDIVIDED = 2**16
+"""The most elements of a normalisation's input that is not split."""
+
 REDUCED_SLICE = 512
 """Terms of a sum of products that are cast to float32 at a time."""
 
@@ -79,6 +82,8 @@ def multiply_in_slices(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
 
     The error is at most that of ``norms.rounding.depth_of_products``.
     """
+    if a_BMK.shape[2] <= SUMMED_SLICE:
+        return multiply(a_BMK, b_BKN)
     first_a, *more_a = torch.split(a_BMK, SUMMED_SLICE, 2)
     first_b, *more_b = torch.split(b_BKN, SUMMED_SLICE, 1)
     product_BMN = multiply(first_a, first_b)

@@ -110,9 +110,10 @@ class Replicas(Ranks):
         return " ".join(map(str, self._bucket_limits))
 
     def release_sums(
-        self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise
+        self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise, *, joins: bool = True
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield parameters with their averages; the sums of a bucket travel together."""
+        del joins  # buckets do
         parameters = list(sums)[::-1]
         all_sums = [sums[parameter] for parameter in parameters]
         buckets = self._plan_buckets(all_sums)

@@ -34,7 +34,8 @@ from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dpprof.private.contributions.sums import own_part
+from dpprof.private.allocation_marks import allocates
+from dpprof.private.contributions.sums import group_small, own_part
 from dpprof.private.errors import UnsupportedError
 
 AddNoise = Callable[..., None]
@@ -157,18 +158,26 @@ class Ranks:
         raise NotImplementedError
 
     def release_sums(
-        self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise
+        self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise, *, joins: bool = True
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield parameters, with the noised average over all ranks of this rank's sums.
 
         Args:
             sums: Emptied, so that none outlives its average.
             add_noise: Adds the noise.
+            joins: Whether small sums may get their noise together.
         """
-        for parameter in list(sums):
-            summed = sums.pop(parameter)
-            add_noise(own_part(summed))
-            yield parameter, summed
+        parameters = list(sums)
+        own = [own_part(summed) for summed in sums.values()]
+        groups = group_small(own) if joins else [[place] for place in range(len(own))]
+        del own
+        for group in groups:
+            together = [sums.pop(parameters[place]) for place in group]
+            if len(together) == 1:
+                add_noise(own_part(together[0]))
+            else:
+                together = _add_noise_together(together, add_noise)
+            yield from zip([parameters[place] for place in group], together, strict=True)
 
     def release_among(self, group: Any, sums: list[Tensor], add_noise: AddNoise) -> list[Tensor]:
         """Return the noised averages over a group's ranks of this rank's sums, in one all-reduce.
@@ -193,6 +202,17 @@ class Ranks:
         distributed.all_reduce(flat, group=group)
         parts = torch.split(flat, [shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@allocates("gradients")
+def _add_noise_together(sums: list[Tensor], add_noise: AddNoise) -> list[Tensor]:
+    """Return the noised averages of small sums, which lie in one tensor."""
+    shapes = [summed.shape for summed in sums]
+    flat = torch.cat([summed.reshape(-1) for summed in sums])
+    sums.clear()
+    add_noise(flat)
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def gather(rows: Tensor, group: Any) -> Tensor:

@@ -205,11 +205,12 @@ class Shards(Ranks):
         return self._group_of[parameter]
 
     def release_sums(
-        self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise
+        self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise, *, joins: bool = False
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield parameters with this rank's shards of their averages; the same on all replicas."""
+        del joins  # shards stay apart
         if len(self.groups) == 1:
-            yield from super().release_sums(sums, add_noise)
+            yield from super().release_sums(sums, add_noise, joins=False)
             return
         for number in dict.fromkeys(map(self.group_of, sums)):
             together = [p for p in sums if self.group_of(p) == number]

@@ -5,12 +5,12 @@ changed since forward, the gradient would be that of a forward that never ran. A
 changed tensor that it saved; checkpointing hides even that.
 """
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from dpprof.private.contributions.contributions import storage_of
 from dpprof.private.refusals.forwards import Forward
 from dpprof.private.refusals.tensor_kinds import is_sparse
 
@@ -28,11 +28,11 @@ class LayerCall:
         forward: The forward of the model to which the call belongs; None for layers inside.
     """
 
-    __slots__ = ("_inside", "_layer", "_settings", "_versions", "forward")
+    __slots__ = ("_attributes", "_inside", "_layer", "_versions", "forward")
 
     def __init__(self, layer: nn.Module, forward: Forward | None = None) -> None:
         self._layer, self.forward = layer, forward
-        self._settings = read_settings(layer)
+        self._attributes: Mapping[str, object] = vars(layer).copy()
         # named_parameters lists no parameter twice
         own = [p for p in layer._parameters.values() if p is not None]  # noqa: SLF001
         # By storage too: layer.to(dtype) gives a parameter other data, in the same version.
@@ -41,9 +41,10 @@ class LayerCall:
 
     def end(self) -> None:
         """Forget the settings that the call changed."""
-        after = read_settings(self._layer)
-        if after != self._settings:
-            self._settings = {k: v for k, v in self._settings.items() if after.get(k) == v}
+        if not self._has_same_attributes():
+            after = read_settings(vars(self._layer))
+            before = read_settings(self._attributes)
+            self._attributes = {k: v for k, v in before.items() if after.get(k) == v}
         for call in self._inside:
             call.end()
 
@@ -57,18 +58,25 @@ class LayerCall:
             RuntimeError: A setting or a parameter changed since the call.
         """
         present = vars(self._layer)
-        for name, value in self._settings.items():
+        settings = {} if self._has_same_attributes() else read_settings(self._attributes)
+        for name, value in settings.items():
             if name not in present or present[name] != value:
                 is_set = type(value) is bool  # numbers and words may be those of samples
                 which = f"was {value}, and is {present.get(name)}" if is_set else "is another one"
                 self._refuse(name_of, f"{name} {which}")
         for parameter, version, storage in self._versions:
-            if parameter._version != version or _storage_of(parameter) != storage:  # noqa: SLF001
+            if parameter._version != version or not _is_same(_storage_of(parameter), storage):  # noqa: SLF001
                 own = self._layer._parameters.items()  # noqa: SLF001
                 name = next((name for name, other in own if other is parameter), "a parameter")
                 self._refuse(name_of, f"{name} was changed in place")
         for call in self._inside:
             call.verify(name_of)
+
+    def _has_same_attributes(self) -> bool:
+        """Tell whether all attributes are the same objects still; others may be equal."""
+        present, before = vars(self._layer), self._attributes
+        is_same = map(operator.is_, present.values(), before.values())
+        return list(present) == list(before) and all(is_same)
 
     def _refuse(self, name_of: Callable[[nn.Module], str], what: str) -> None:
         raise RuntimeError(
@@ -77,11 +85,17 @@ class LayerCall:
         )
 
 
-def read_settings(layer: nn.Module) -> dict[str, object]:
-    """Return the plain attributes of a layer."""
-    return {name: value for name, value in vars(layer).items() if type(value) in _PLAIN}
+def read_settings(attributes: Mapping[str, object]) -> dict[str, object]:
+    """Return those attributes that are plain."""
+    return {name: value for name, value in attributes.items() if type(value) in _PLAIN}
 
 
-def _storage_of(parameter: nn.Parameter) -> StorageWeakRef | None:
+def _storage_of(parameter: nn.Parameter) -> torch.UntypedStorage | None:
     # A sparse one has several; a frozen one may be sparse. data_ptr changes under FSDP.
-    return None if is_sparse(parameter) else storage_of(parameter)
+    return None if is_sparse(parameter) else parameter.untyped_storage()
+
+
+def _is_same(storage: torch.UntypedStorage | None, other: torch.UntypedStorage | None) -> bool:
+    if storage is None or other is None:
+        return storage is other
+    return bool(storage._cdata == other._cdata)  # noqa: SLF001 (each read makes another object)

@@ -5,8 +5,11 @@ re-parametrized. A parameter that the clipping does not know would be trained un
 refused.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
 
 from torch import nn
 
@@ -58,6 +61,13 @@ class Coverage:
         self.names: dict[nn.Parameter, str] = {}
         """The name of every trained parameter that the model has had."""
 
+        self._modules: list[nn.Module] = []
+        self._held: list[Any] = []
+        """The modules and parameters of these, when they were verified last."""
+
+        self._flags: list[Any] = []
+        self._shared: set[nn.Parameter] = set()
+
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._parameters
 
@@ -75,6 +85,23 @@ class Coverage:
                 belonged to another layer.
             UnsupportedError: One became a tensor that clipping is not exact for.
         """
+        held, flags = self._look()
+        is_same = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
+        if not (self._modules and is_same and flags == self._flags):
+            self._shared = self._verify_all(model)
+            self._modules = list(model.modules())
+            self._held, self._flags = self._look()
+        return self._shared
+
+    def _look(self) -> tuple[list[Any], list[Any]]:
+        """List what modules hold, and what parameters are set to."""
+        parameters = [
+            p for module in self._modules for p in module._parameters.values() if p is not None  # noqa: SLF001
+        ]
+        modules = chain.from_iterable(module._modules.values() for module in self._modules)  # noqa: SLF001
+        return [*parameters, *modules], [(p.requires_grad, p.dtype) for p in parameters]
+
+    def _verify_all(self, model: nn.Module) -> set[nn.Parameter]:
         owners: Counter[nn.Parameter] = Counter()
         for path, layer in model.named_modules(remove_duplicate=True):
             trained = trained_in(layer)
