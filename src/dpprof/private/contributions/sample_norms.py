@@ -381,7 +381,7 @@ class SampleNorms:
 
     def _square(self, tensor: Tensor) -> Tensor:
         """Sum each sample's squares, unless they are known."""
-        key = _identify(tensor)
+        key = _identify(tensor) if self._may_share or not tensor.is_contiguous() else None
         if key is None:
             return square(tensor)
         if key not in self._shared:
