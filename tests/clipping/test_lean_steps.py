@@ -1,0 +1,122 @@
+"""What a step asks of Python: small sums together, and proofs only where rows could be in orders."""
+
+import pytest
+import torch
+from torch import nn
+
+from dpprof.private import BookKeeping, NoisyOptimizer
+from dpprof.private.contributions.sums import SMALL, group_small
+from dpprof.private.graph.layout import Layout
+
+
+def test_small_sums_are_grouped_by_dtype_and_size() -> None:
+    sizes = [3, SMALL + 1, SMALL, 5, SMALL, SMALL, SMALL]
+    sums = [torch.empty(size) for size in sizes]
+    sums[3] = sums[3].double()
+
+    # 3 + 3 SMALL fit into 4 SMALL, and a fourth small one does not.
+    assert group_small(sums) == [[0, 2, 4, 5], [1], [3], [6]]
+    assert group_small([]) == []
+
+
+def take_step(sizes: list[int], generator: torch.Generator | None) -> list[torch.Tensor]:
+    """Step once with noise alone; return the gradients."""
+    layer = nn.Linear(sizes[0], sizes[1])
+    clipping = BookKeeping(layer, 1.0)
+    optimizer = NoisyOptimizer(
+        torch.optim.SGD(layer.parameters(), 0.0),
+        clipping,
+        noise_multiplier=2.0,
+        expected_batch_size=4,
+        generator=generator,
+    )
+    clipping.backward(torch.zeros(0))
+    optimizer.step()
+    return [parameter.grad for parameter in layer.parameters()]
+
+
+def test_noise_of_small_sums_has_the_deviation_and_is_independent() -> None:
+    weight, bias = take_step([4000, 4], None)
+
+    assert float(weight.std()) == pytest.approx(0.5, rel=0.03)
+    assert len({float(value) for value in (*weight.flatten(), *bias)}) > 15_900  # few by chance
+    assert weight.untyped_storage().data_ptr() == bias.untyped_storage().data_ptr()
+
+
+def test_a_given_generator_draws_for_each_parameter_in_turn() -> None:
+    weight, bias = take_step([3, 2], torch.Generator().manual_seed(1))
+
+    again = torch.Generator().manual_seed(1)
+    assert weight.equal(torch.normal(0.0, 0.5, (2, 3), generator=again))
+    assert bias.equal(torch.normal(0.0, 0.5, (2,), generator=again))
+
+
+class Halving(nn.Module):
+    """Cuts an axis and joins it again, as rotary positions do with features."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis, self.layer = axis, nn.Linear(4, 4)
+
+    def forward(self, x):
+        first, second = self.layer(x).chunk(2, self.axis)
+        return torch.cat([first, -second], self.axis)
+
+
+@pytest.mark.parametrize(("axis", "proves_again"), [(0, True), (1, False), (2, False)])
+def test_rows_are_proven_again_only_where_samples_change_their_order(
+    axis, proves_again, monkeypatch
+) -> None:
+    model = Halving(axis)
+    clipping = BookKeeping(model, 1.0, first_batch="trusted")
+    proofs = []
+    prove = Layout._prove
+    monkeypatch.setattr(Layout, "_prove", lambda *a: (proofs.append(1), prove(*a)))
+
+    counts = []
+    for _ in range(3):
+        clipping.backward(model(torch.randn(4, 2, 4)).square().sum((1, 2)))
+        counts.append(len(proofs))
+
+    assert counts == ([1, 2, 3] if proves_again else [1, 1, 1])
+
+
+def test_a_layer_that_is_thawed_or_exchanged_later_is_seen() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    clipping = BookKeeping(model, 1.0)
+    losses = lambda: model(torch.randn(3, 2)).sum(1)  # noqa: E731
+    for _ in range(2):
+        clipping.backward(losses())
+
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"0\.weight is trained and not clipped"):
+        clipping.backward(losses())
+    model[0].weight.requires_grad_(False)
+    clipping.backward(losses())
+    model[1] = nn.Linear(2, 1)
+    with pytest.raises(RuntimeError, match=r"1\.weight is trained and not clipped"):
+        clipping.backward(losses())
+
+
+def test_attributes_that_change_places_are_a_change() -> None:
+    layer = nn.Linear(2, 1)
+    layer.first, layer.second = True, False
+    clipping = BookKeeping(layer, 1.0)
+    losses = layer(torch.randn(3, 2)).sum(1)
+    del layer.first, layer.second
+    layer.second, layer.first = True, False
+
+    with pytest.raises(RuntimeError, match="changed between forward and backward"):
+        clipping.backward(losses)
+
+
+def test_a_call_may_change_attributes_to_equal_ones() -> None:
+    layer = nn.Linear(2, 1)
+    layer.scale = 1000.5
+    clipping = BookKeeping(layer, 1.0)
+    losses = layer(torch.randn(3, 2)).sum(1)
+    layer.scale = float("1000.5")
+
+    clipping.backward(losses)
+    assert layer.weight.grad is not None
