@@ -15,9 +15,8 @@ from functools import partial
 import torch
 
 from dpprof.system.console import say
-from interleave import MIN_PAIRS, Comparison, Side, prepare, timed
+from interleave import MIN_PAIRS, Comparison, Side, prepare, tabulate, timed
 from script import at_least, describe_place, end, ignore, make_parser, publish
-from interleave import tabulate
 
 LLAMA = {
     "hf": "llama-3.2-1b",

@@ -1,4 +1,4 @@
-"""What a step asks of Python: small sums together, and proofs only where rows could be in orders."""
+"""What a step asks of Python: small sums together, and proofs only where rows may be in orders."""
 
 import pytest
 import torch

@@ -286,7 +286,8 @@ class WayChoice(NamedTuple):
     """The FLOPs of the matrix products for the norm of one sample."""
 
     prices: dict[Way, int]
-    """Shared by layers of a shape. ``Price.weigh`` of each way; the cheapest is taken, unless gradients are kept."""
+    """``Price.weigh`` of each way; the cheapest is taken, unless gradients are kept. Layers of one
+    shape share it."""
 
 
 def price_gram(T: int, d: int, p: int) -> Price:

@@ -96,10 +96,7 @@ class Coverage:
     def _look(self) -> tuple[list[Any], list[Any]]:
         """List what modules hold, and what parameters are set to."""
         parameters = [
-            p
-            for module in self._modules
-            for p in module._parameters.values()
-            if p is not None  # noqa: SLF001
+            p for module in self._modules for p in module._parameters.values() if p is not None
         ]
         modules = chain.from_iterable(module._modules.values() for module in self._modules)  # noqa: SLF001
         return [*parameters, *modules], [(p.requires_grad, p.dtype) for p in parameters]
