@@ -28,9 +28,11 @@ from dpprof.private.contributions.contributions import (
     Scale,
     Shift,
 )
+from dpprof.private.contributions.deferral import Deferral
 from dpprof.private.contributions.uses import Merged, Several
 from dpprof.private.norms.convolution import crop
-from dpprof.private.norms.tiles import WORKSPACE_BYTES, spans
+from dpprof.private.norms.rounding import Squares, is_unsure
+from dpprof.private.norms.tiles import WORKSPACE_BYTES, spans, square
 
 Taken = Mapping[int, Sequence[Contribution]]
 """The uses of one parameter by each of some samples, by their places."""
@@ -168,21 +170,39 @@ class Mending:
     """Puts gradients computed alone in the place of kept ones, while their tokens are there.
 
     Nothing waits for a GPU: some layers later its answer has come.
+
+    Args:
+        least: The norm below which rounding counts for nothing.
+        deferral: If not None, it takes which samples are unsure, and nothing is mended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least: float, deferral: Deferral | None) -> None:
+        self._least, self._deferral = least, deferral
         self._waiting: deque[tuple[Any, Tensor, Callable[[list[bool]], None]]] = deque()
 
+    def square(self, contribution: Merged, gradients: Tensor, size_B: Tensor | None) -> Tensor:
+        """Return squared norms of per-sample gradients; unsure samples are computed again, alone.
+
+        Both are mended in place, at the latest in ``finish``.
+        """
+        found_B = square(gradients)
+        if size_B is not None:
+            unsure_B = is_unsure(Squares(found_B, None, size_B), self._least)
+            if self._deferral is not None:
+                self._deferral.flag(unsure_B)
+            else:
+                self._expect(unsure_B, contribution, gradients, found_B)
+        return found_B
+
     @torch.no_grad()
-    def expect(
+    def _expect(
         self, unsure_B: Tensor, contribution: Merged, gradients: Tensor, found_B: Tensor
     ) -> None:
-        """Mend per-sample gradients and their squared norms, both in place, of unsure samples."""
         uses = contribution.uses if isinstance(contribution, Several) else (contribution,)
 
         def mend(flags: list[bool]) -> None:
-            for place, is_unsure in enumerate(flags):
-                if is_unsure:
+            for place, flag in enumerate(flags):
+                if flag:
                     gradient = _add_up([take(use, place) for use in uses])
                     gradients[place] = gradient.view(gradients[place].shape)
                     found_B[place] = gradient.square().sum()

@@ -29,7 +29,13 @@ from dpprof.private.contributions.contributions import (
     may_join,
     storage_of,
 )
-from dpprof.private.contributions.uses import Merged, Several, find_size, merge_uses
+from dpprof.private.contributions.uses import (
+    Merged,
+    Several,
+    SharedSquares,
+    find_size,
+    merge_uses,
+)
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.norms import convolution, placement
 from dpprof.private.norms.code_paths import Watch, Way
@@ -137,19 +143,15 @@ class SampleNorms:
         self._added: list[Squares] = []
         """What was added up already."""
 
-        self._shared: dict[Any, Tensor] = {}
-        """The squares of tensors that weight and bias of the present layer may share."""
-
-        self._may_share = True
-
-        self._loss_scale, self._deferral, self._mending = loss_scale, deferral, Mending()
+        self._shared = SharedSquares()
+        self._loss_scale = loss_scale
+        self._mending = Mending(LEAST_NORM * loss_scale, deferral)
 
     def add(self, layer: nn.Module, contributions: Contributions) -> None:
         """Add the squared norms of a layer's contributions."""
         if not self._samples:
             return
-        self._shared.clear()
-        self._may_share = len(contributions) > 1
+        self._shared.forget(expects=len(contributions) > 1)
         for parameter, contribution in contributions:
             if parameter in self._reused:
                 self._waiting[parameter].append((layer, contribution))
@@ -158,7 +160,7 @@ class SampleNorms:
                 name = self._name_of(parameter)
                 raise RuntimeError(f"{name} was used more than once, {self._why_once}")
             self._seen.add(parameter)
-            self._check(parameter, contribution)
+            self._refuse_other_axis(parameter, contribution)
             self._measure(layer, parameter, contribution)
 
     def add_reused(self) -> None:
@@ -307,7 +309,7 @@ class SampleNorms:
         for some, part in product.parts():
             gradients = self._watch(layer, Way.KEPT, part.materialise, part[:2])
             parts.append(SampleGradients(gradients, is_own=True))
-            squares.append(self._mend(part, gradients, find_size(part)))
+            squares.append(self._mending.square(part, gradients, find_size(part)))
             self._mending.finish()
             del part  # it has what is freed
             product.release(some)
@@ -338,8 +340,8 @@ class SampleNorms:
         is_exact = not placement.is_cuda(inputs[0])
         with nullcontext() if is_exact else exact_products():
             squares = self._watch(layer, way, function, inputs)
-        if function is tiled_gram and self._may_share:
-            self._shared[_identify(inputs[1])] = squares.sums_5B[2]
+        if function is tiled_gram:
+            self._shared.note(inputs[1], squares.sums_5B[2])
         return squares
 
     def _measure_gradients(
@@ -356,40 +358,16 @@ class SampleNorms:
         if self._keeps and may_join(parameter, gradients):
             self._vectors[gradients.device].append((parameter, gradients))
             return lambda: square(gradients)
-        size_B = find_size(contribution, self._square)
+        size_B = find_size(contribution, self._shared.square)
         if self._keeps:
-            found_B, size_B = self._mend(contribution, gradients, size_B), None
+            found_B, size_B = self._mending.square(contribution, gradients, size_B), None
         else:
             found_B = square(gradients)
         self._added.append(Squares(found_B, None, size_B))
         self._tell(parameter, found_B)
         return lambda: found_B
 
-    def _mend(self, contribution: Merged, gradients: Tensor, size_B: Tensor | None) -> Tensor:
-        """Return squared norms of gradients; unsure samples are computed again, alone.
-
-        This must happen here, because the tokens are not kept.
-        """
-        found_B = square(gradients)
-        if size_B is not None:
-            unsure_B = is_unsure(Squares(found_B, None, size_B), LEAST_NORM * self._loss_scale)
-            if self._deferral is not None:
-                self._deferral.flag(unsure_B)
-            else:
-                self._mending.expect(unsure_B, contribution, gradients, found_B)
-        return found_B
-
-    def _square(self, tensor: Tensor) -> Tensor:
-        """Sum each sample's squares, unless they are known."""
-        key = _identify(tensor) if self._may_share or not tensor.is_contiguous() else None
-        if key is None:
-            return square(tensor)
-        if key not in self._shared:
-            in_order = sorted(range(1, tensor.dim()), key=tensor.stride, reverse=True)
-            self._shared[key] = square(tensor.permute(0, *in_order))
-        return self._shared[key]
-
-    def _check(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+    def _refuse_other_axis(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         samples = contribution[0].shape[0]
         if samples != self._samples:
             raise BatchAxisError.of(self._name_of(parameter), samples, self._samples)
@@ -398,9 +376,9 @@ class SampleNorms:
         self, parameter: nn.Parameter, uses: Sequence[tuple[nn.Module, Contribution]]
     ) -> None:
         """Add the squared norms of the sum of a parameter's uses."""
-        self._shared.clear()
+        self._shared.forget(expects=True)
         for _, contribution in uses:
-            self._check(parameter, contribution)
+            self._refuse_other_axis(parameter, contribution)
         layer = uses[0][0]
         merged = merge_uses([contribution for _, contribution in uses])
         if merged is None:
@@ -445,16 +423,6 @@ class SampleNorms:
         squares = self._squares
         if squares is not None:
             squares[parameter] = squares[parameter] + found_B if parameter in squares else found_B
-
-
-def _identify(tensor: Tensor) -> Any:
-    """Identify a sample's elements, in any order; None where they do not lie side by side."""
-    axes = zip(tensor.shape, tensor.stride(), strict=True)
-    sides = [(size, step) for size, step in axes if size > 1]
-    last = sum((size - 1) * step for size, step in sides)
-    if last + 1 != tensor.numel() or not all(step for _, step in sides):
-        return None
-    return storage_of(tensor), tensor.storage_offset(), tensor.numel(), tensor.dtype
 
 
 def _join(parts: Sequence[Any]) -> Any:

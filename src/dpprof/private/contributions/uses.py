@@ -4,7 +4,7 @@ Shape legend: B samples, T tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from dpprof.private.contributions.contributions import (
     SampleGradients,
     Scale,
     Shift,
+    storage_of,
 )
 from dpprof.private.norms import placement
 from dpprof.private.norms.convolution import bound_size
@@ -82,6 +83,44 @@ def _join_tokens(parts: Iterable[Tensor]) -> Tensor:
     """Concatenate along tokens; (B, T, ...) each to (B, sum of T, ...)."""
     first, *rest = parts
     return torch.cat([first, *rest], dim=1) if rest else first
+
+
+class SharedSquares:
+    """The sums of samples' squares of tensors that the weight and bias of one layer may share."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Tensor] = {}
+        self._expects = True
+
+    def forget(self, *, expects: bool) -> None:
+        """Begin with a layer; ``expects`` tells whether it may ask twice for a tensor."""
+        self._known.clear()
+        self._expects = expects
+
+    def note(self, tensor: Tensor, squares_B: Tensor) -> None:
+        """Note the squares of a tensor."""
+        if self._expects:
+            self._known[_identify(tensor)] = squares_B
+
+    def square(self, tensor: Tensor) -> Tensor:
+        """Sum each sample's squares, unless they are known; (B,)."""
+        key = _identify(tensor) if self._expects or not tensor.is_contiguous() else None
+        if key is None:
+            return square(tensor)
+        if key not in self._known:
+            in_order = sorted(range(1, tensor.dim()), key=tensor.stride, reverse=True)
+            self._known[key] = square(tensor.permute(0, *in_order))
+        return self._known[key]
+
+
+def _identify(tensor: Tensor) -> Any:
+    """Identify a sample's elements, in any order; None where they do not lie side by side."""
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    sides = [(size, step) for size, step in axes if size > 1]
+    last = sum((size - 1) * step for size, step in sides)
+    if last + 1 != tensor.numel() or not all(step for _, step in sides):
+        return None
+    return storage_of(tensor), tensor.storage_offset(), tensor.numel(), tensor.dtype
 
 
 def find_size(contribution: Merged, squared: Callable[[Tensor], Tensor] = square) -> Tensor | None:

@@ -125,7 +125,8 @@ def square(a: Tensor) -> Tensor:
     # A GPU sums in a tree anyway, and each slice is a launch.
     size = max(1, flat.shape[1]) if placement.is_cuda(a) else SQUARED_AT_ONCE
     if 0 < flat.shape[1] <= size:
-        return torch.linalg.vector_norm(flat, dim=1, dtype=accumulator).square_()
+        squares_B: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=accumulator).square_()
+        return squares_B
     parts = [
         torch.linalg.vector_norm(flat[:, some], dim=1, dtype=accumulator).square_()
         for some in spans(flat.shape[1], size)

@@ -95,9 +95,8 @@ class Coverage:
 
     def _look(self) -> tuple[list[Any], list[Any]]:
         """List what modules hold, and what parameters are set to."""
-        parameters = [
-            p for module in self._modules for p in module._parameters.values() if p is not None
-        ]
+        held = chain.from_iterable(module._parameters.values() for module in self._modules)  # noqa: SLF001
+        parameters = [parameter for parameter in held if parameter is not None]
         modules = chain.from_iterable(module._modules.values() for module in self._modules)  # noqa: SLF001
         return [*parameters, *modules], [(p.requires_grad, p.dtype) for p in parameters]
 
