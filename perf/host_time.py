@@ -3,8 +3,8 @@
 A GPU waits for Python where kernels are short: small batches, adapters. Here a Llama of 16 layers
 of width 64, on 4 samples of 16 tokens, steps in one thread, so that CPU time is the time of Python
 and of starting operators. All methods are set up in one process and step in turn; a ratio is the
-median over rounds. The claims: flash-bk takes at most 1.8 times a plain step, and 1.5 times with
-adapters of rank 16 on seven matrices; flash at most 2.6 and 2.4 times.
+median over rounds. The claims: flash-bk takes at most 2.7 times a plain step, also with adapters of
+rank 16 on seven matrices; flash at most 3.7 times.
 
     python perf/host_time.py --output perf/host_time.md
 """
@@ -34,10 +34,10 @@ TRAININGS: dict[str, dict[str, object]] = {
     "LoRA": {"model": LLAMA, "lora": {"rank": 16, "target_modules": "all-linear"}},
 }
 LIMITS = {
-    ("whole", "flash-bk"): 1.8,
-    ("whole", "flash"): 2.6,
-    ("LoRA", "flash-bk"): 1.5,
-    ("LoRA", "flash"): 2.4,
+    ("whole", "flash-bk"): 2.7,
+    ("whole", "flash"): 3.7,
+    ("LoRA", "flash-bk"): 2.7,
+    ("LoRA", "flash"): 3.7,
 }
 """The most that a method's step may take of a plain one's."""
 
@@ -45,6 +45,8 @@ LIMITS = {
 def make_side(method: str, fields: dict[str, object]) -> Side:
     """Return what measures the CPU time of a step."""
     training = prepare({**fields, **BATCH, "method": method})
+    for group in training.step.optimizer.param_groups:
+        group["foreach"] = True  # as on a GPU
     step = partial(training.step.run, training.batch, ignore)
     return timed(step, clock=time.process_time)
 
