@@ -13,9 +13,9 @@ from dpprof.private.lazy_imports import import_at_first_use
 
 if TYPE_CHECKING:
     from dpprof.private.capture.captured_step import CapturedStep as CapturedStep
-    from dpprof.private.checks.check import Checked as Checked
     from dpprof.private.checks.check import check as check
-    from dpprof.private.checks.loop import Mechanism as Mechanism
+    from dpprof.private.checks.comparison import Checked as Checked
+    from dpprof.private.checks.settings import Mechanism as Mechanism
     from dpprof.private.engine.book_keeping import BookKeeping as BookKeeping
     from dpprof.private.engine.engine import Clipping as Clipping
     from dpprof.private.engine.flash_clipping import FlashClipping as FlashClipping
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from dpprof.private.samples.company import WrongTrainingError as WrongTrainingError
 
 _MODULES = {
-    "Checked": "dpprof.private.checks.check",
-    "Mechanism": "dpprof.private.checks.loop",
+    "Checked": "dpprof.private.checks.comparison",
+    "Mechanism": "dpprof.private.checks.settings",
     "WrongTrainingError": "dpprof.private.samples.company",
     "check": "dpprof.private.checks.check",
     "BookKeeping": "dpprof.private.engine.book_keeping",

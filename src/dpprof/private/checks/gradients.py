@@ -4,7 +4,7 @@ Shape legend: B samples.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from dpprof.private.checks.batch import TrainingBatch
 from dpprof.private.checks.draws import Replay
 from dpprof.private.checks.loop import Gradients, Loop
-from dpprof.private.samples.company import WrongTrainingError
+from dpprof.private.samples.batches import give
+from dpprof.private.samples.company import Company, WrongTrainingError
+from dpprof.private.samples.random_state import States
 from dpprof.private.substitutes import substitute
 
 _EPSILON = 1e-6
@@ -268,3 +270,35 @@ def find_difference(
 def is_close(losses: Tensor, expected: Tensor, limit: float) -> Tensor:
     """Tell which losses are the expected ones, to a relative limit."""
     return (losses - expected).abs() <= limit * expected.abs() + 1e-12
+
+
+def compare_collated(
+    loop: Loop,
+    batch: TrainingBatch,
+    samples: Sequence[Any],
+    collate: Callable[[list[Any]], Any] | None,
+) -> list[str]:
+    """Compare samples alone and in company, collated anew or cut from the batch (``Company``)."""
+
+    def compute(value: Any) -> Any:
+        args, named = give(loop.loss, value, model)
+        return loop.loss(model, *args, **named)
+
+    def compute_cut(tree: Any) -> Any:
+        return batch.of_tree(tree).call(loop.loss, model)
+
+    def gather(places: Sequence[int]) -> Any:
+        assert collate is not None
+        return collate([samples[number] for number in places])
+
+    def cut(places: Sequence[int]) -> Any:
+        return batch.take(places).tree
+
+    assert loop.others is not None
+    states = States(loop.others)
+    with loop.plain() as model, states.restored():
+        if collate is None:
+            company = Company(model, compute_cut, cut, batch.samples, collates=False)
+        else:
+            company = Company(model, compute, gather, len(samples))
+        return company.compare(states)

@@ -3,23 +3,26 @@
 Shape legend: B samples.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule
-from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dpprof.private.checks.batch import TrainingBatch
 from dpprof.private.checks.draws import Draws, Replay, StepWatcher
+from dpprof.private.checks.settings import (
+    Mechanism,
+    PrivateOptimizer,
+    Settings,
+    refuse_unknown,
+    setting,
+)
 from dpprof.private.contributions.sums import dtype_of_sum
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.loop import private_optimizer
-from dpprof.private.noise.noise_keys import NoiseKeys
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.refusals.released_state import is_same
 from dpprof.private.samples.company import WrongTrainingError, find_dropout
@@ -27,22 +30,10 @@ from dpprof.private.samples.random_state import OtherGenerators, random_state_ke
 from dpprof.private.substitutes import substitute
 
 Gradients = dict[nn.Parameter, Tensor]
-PrivateOptimizer: TypeAlias = DPOptimizer | NoisyOptimizer
-"""Opacus's optimizer, or dpprof's with the same interface."""
 
 
 class WrongScaleError(WrongTrainingError):
     """The losses of a batch are a multiple of those of its samples alone."""
-
-
-class Mechanism(NamedTuple):
-    """The settings of a loop that is written by hand, without a private optimizer."""
-
-    optimizer: Optimizer
-    max_grad_norm: float
-    noise_multiplier: float
-    expected_batch_size: float
-    """The divisor of the noisy sum; 1 for none."""
 
 
 class StepEffects(NamedTuple):
@@ -74,7 +65,7 @@ class Loop:
         private: PrivateOptimizer | Mechanism,
         step: Callable[..., Any] | None,
     ) -> None:
-        _refuse_unknown(private, step)
+        refuse_unknown(private, step)
         self.wrapped = model
         self.loss = loss
         self.private = private
@@ -103,11 +94,8 @@ class Loop:
 
         self.training = {module: module.training for module in self.model.modules()}
 
-        self.clipping = private.clipping if isinstance(private, NoisyOptimizer) else None
-        optimizer: Any = private.optimizer if isinstance(private, Mechanism) else private
-        while isinstance(optimizer, PrivateOptimizer):
-            optimizer = optimizer.original_optimizer
-        self.optimizer = optimizer
+        self.settings = Settings(private, self.trained, self.hooks)
+        self.clipping, self.optimizer = self.settings.clipping, self.settings.optimizer
 
     def _step(self, *batch: Any, **named: Any) -> None:
         private = self.private
@@ -119,70 +107,10 @@ class Loop:
         elif isinstance(private, NoisyOptimizer):
             private.clipping.backward(value)
         elif isinstance(value, Tensor) and value.dim():
-            torch.autograd.backward(value.mean() if self.averages else value.sum())
+            torch.autograd.backward(value.mean() if self.settings.averages else value.sum())
         else:
             value.backward()
         private.step()
-
-    @property
-    def keys(self) -> NoiseKeys | None:
-        """The keys of the noise of dpprof's optimizer; None for another optimizer."""
-        return self.private.keys if isinstance(self.private, NoisyOptimizer) else None
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether the optimizer is from ``make_private``, and knows the parts of batches."""
-        return isinstance(self.private, private_optimizer.PrivateOptimizer)
-
-    @property
-    def optimized(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer has."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    @property
-    def averages(self) -> bool:
-        """Whether the loss of a batch is a mean, and the sum of gradients is divided."""
-        return getattr(self.private, "loss_reduction", "mean") == "mean"
-
-    @property
-    def divisor(self) -> float:
-        """The divisor of the sum of clipped gradients."""
-        size = self.private.expected_batch_size if self.averages else 1
-        assert size is not None
-        return float(size)
-
-    @property
-    def groups(self) -> list[tuple[list[nn.Parameter], float]]:
-        """Parameters that are clipped together, and the bound of each group."""
-        if self.clipping is not None:
-            return self.clipping.groups
-        bounds = getattr(self.private, "max_grad_norms", None)
-        if bounds is not None:
-            return [([p], float(limit)) for p, limit in zip(self.optimized, bounds, strict=True)]
-        return [(self.trained, float(self.private.max_grad_norm))]
-
-    @property
-    def stability(self) -> float | None:
-        """The stability of normalised clipping; None for flat clipping."""
-        return None if self.clipping is None else self.clipping.stability
-
-    @property
-    def noise(self) -> float:
-        """The standard deviation of the noise in the gradients that the optimizer is given."""
-        private = self.private
-        return float(private.noise_multiplier * private.max_grad_norm) / self.divisor
-
-    def bounds_times(self, factor: float) -> AbstractContextManager[None]:
-        """Multiply every bound inside the context."""
-        bounds: list[tuple[Any, str, Any]] = [
-            (holder, "max_grad_norm", holder.max_grad_norm * factor)
-            for holder in (self.private, *self.hooks)
-            if hasattr(holder, "max_grad_norm")
-        ]
-        several = getattr(self.private, "max_grad_norms", None)
-        if several is not None:
-            bounds.append((self.private, "max_grad_norms", [bound * factor for bound in several]))
-        return _setting(*bounds)
 
     def record(self, batch: TrainingBatch) -> Any:
         """Compute a plain loss, and keep what it draws, which every other call repeats."""
@@ -215,7 +143,7 @@ class Loop:
     def plain(self) -> Iterator[nn.Module]:
         """Run the model without hooks and clipping inside the context."""
         disabled = nullcontext() if self.clipping is None else self.clipping.disabled()
-        with _setting(*((hooks, "hooks_enabled", False) for hooks in self.hooks)), disabled:
+        with setting(*((hooks, "hooks_enabled", False) for hooks in self.hooks)), disabled:
             yield self.model
 
     def differentiate(self, losses: Tensor, *, retain_graph: bool = False) -> Gradients:
@@ -239,7 +167,7 @@ class Loop:
         adapter's second matrix, are moved: otherwise parameters behind them would have no gradient.
         """
         source = getattr(self.private, "generator", None)
-        off = _setting(*self.dropout_off)
+        off = setting(*self.dropout_off)
         with random_state_kept() as self.others, self._restored(), off, ExitStack() as stack:
             stack.callback(self._restore_generators)
             if self.clipping is not None:
@@ -268,13 +196,13 @@ class Loop:
 
     def evaluation(self) -> AbstractContextManager[None]:
         """Evaluate the model inside the context, as ``eval()`` does."""
-        return _setting(*((module, "training", False) for module in self.training))
+        return setting(*((module, "training", False) for module in self.training))
 
     @contextmanager
     def dropout_on(self) -> Iterator[None]:
         """Train as usual inside the context, with the same random numbers each time."""
         modes = ((module, "training", value) for module, value in self.training.items())
-        with torch.random.fork_rng(), _setting(*modes, *self.dropout):
+        with torch.random.fork_rng(), setting(*modes, *self.dropout):
             torch.manual_seed(0)
             yield
 
@@ -310,8 +238,8 @@ class Loop:
 
         mode, squares = StepWatcher(silent=silent, generators=self.generators), Gradients()
         with self._restored() as before:
-            if self.keys is not None:
-                self.keys.renew()  # or equal sums had equal noise in each try
+            if self.settings.keys is not None:
+                self.settings.keys.renew()  # or equal sums had equal noise in each try
             if self.clipping is not None:
                 self.clipping.squares = squares
             for parameter in self.names:
@@ -356,7 +284,7 @@ class Loop:
         gradients = [(p, p.grad) for p in self.names]
         owners = [*self.wrapped.modules(), *self.hooks, *tensors, self.optimizer, self.clipping]
         owners.append(self.private if isinstance(self.private, PrivateOptimizer) else None)
-        owners.append(self.keys)
+        owners.append(self.settings.keys)
         attributes = [(owner, dict(vars(owner))) for owner in owners if owner is not None]
         groups = [(group, dict(group)) for group in self.optimizer.param_groups]
         state = {
@@ -378,16 +306,6 @@ class Loop:
             self._write(values)
 
 
-@contextmanager
-def _setting(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Set attributes of objects, also properties, inside the context."""
-    with ExitStack() as stack:
-        for owner, name, value in changes:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-        yield
-
-
 def _find_hooks(model: nn.Module) -> list[Any]:
     """Find Opacus's hooks on a model, whether or not Opacus wraps it."""
     hooks_by_id: dict[int, Any] = {}
@@ -397,31 +315,6 @@ def _find_hooks(model: nn.Module) -> list[Any]:
             if isinstance(owner, AbstractGradSampleHooks) and hasattr(owner, "hooks_enabled"):
                 hooks_by_id[id(owner)] = owner
     return list(hooks_by_id.values())
-
-
-def refuse_settings(loop: Loop) -> None:
-    """Refuse an optimizer with other parameters than the model's, and bounds that differ."""
-    optimized = set(loop.optimized)
-    if not loop.trained:
-        raise WrongTrainingError("no parameter of the model requires a gradient")
-    for parameter in loop.trained:
-        if parameter not in optimized:
-            raise WrongTrainingError(
-                f"{loop.names[parameter]} is trained, and the optimizer does not have it"
-            )
-    for parameter in loop.optimized:
-        if parameter not in loop.names:
-            raise WrongTrainingError(
-                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
-                "model does not have"
-            )
-    for hooks in loop.hooks:
-        bound = getattr(hooks, "max_grad_norm", loop.private.max_grad_norm)
-        if not math.isclose(bound, loop.private.max_grad_norm, rel_tol=1e-6):
-            raise WrongTrainingError(
-                f"samples are clipped to a bound of {bound:g}, and the noise is for one of "
-                f"{loop.private.max_grad_norm:g}"
-            )
 
 
 @contextmanager
@@ -437,21 +330,3 @@ def completed(clipping: Clipping, model: nn.Module) -> Iterator[NoisyOptimizer]:
         for name in ("continues", "settings_of_step"):
             stack.enter_context(substitute(clipping, name, getattr(clipping, name)))
         yield NoisyOptimizer(sgd, clipping, noise_multiplier=0.0, expected_batch_size=1)
-
-
-def _refuse_unknown(private: Any, step: Any) -> None:
-    """Refuse an argument that does not say how a loop is private.
-
-    Raises:
-        TypeError: It is of an unknown type, or its bound adapts.
-        ValueError: A loop by hand has no step.
-    """
-    if not isinstance(private, PrivateOptimizer | Mechanism):
-        raise TypeError(
-            "private must be an optimizer of Opacus, dpprof's NoisyOptimizer, a Clipping or a "
-            f"Mechanism, and is a {type(private).__name__}"
-        )
-    if isinstance(private, AdaClipDPOptimizer):
-        raise TypeError("private must clip to a fixed bound, and adapts it")
-    if isinstance(private, Mechanism) and step is None:
-        raise ValueError("a Mechanism describes a loop by hand; give the loop's step as step")

@@ -4,17 +4,21 @@ Shape legend: B samples.
 """
 
 import math
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
+from opacus.optimizers import DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 
 from dpprof.private.checks.batch import TrainingBatch
 from dpprof.private.checks.gradients import Samples, clip, find_difference, is_close, norm_of
-from dpprof.private.checks.loop import Gradients, Loop, Mechanism, WrongScaleError
+from dpprof.private.checks.loop import Gradients, Loop, WrongScaleError
+from dpprof.private.checks.settings import Mechanism
 from dpprof.private.samples.company import WrongTrainingError
 
 
@@ -94,8 +98,8 @@ def diagnose(loop: Loop, samples: Samples, actual: Gradients, limit: float) -> s
 
 def _mistakes(loop: Loop, samples: Samples) -> Iterator[tuple[Gradients, str]]:
     """Yield the gradient that each known mistake gives, and its name."""
-    count, groups, divisor = len(samples.losses_B), loop.groups, loop.divisor
-    clip_as_set = partial(clip, stability=loop.stability)
+    count, groups, divisor = len(samples.losses_B), loop.settings.groups, loop.settings.divisor
+    clip_as_set = partial(clip, stability=loop.settings.stability)
     unclipped = [(parameters, math.inf) for parameters, _ in groups]
     bound = math.hypot(*(limit for _, limit in groups))
     for scale, share, why in (
@@ -150,3 +154,23 @@ def find_shared_layer(loop: Loop, batch: TrainingBatch) -> str | None:
         hooks.enter_context(loop.drawing())
         batch.call(loop.loss, model)
     return seen[0] if seen else None
+
+
+def refuse_other_loss(loop: Loop, value: Any) -> None:
+    """Refuse the loss of adaptive clipping, and one that ghost clipping does not see."""
+    if isinstance(value, DPTensorFastGradientClipping):
+        if type(value) is not DPTensorFastGradientClipping:
+            raise TypeError("adaptive clipping cannot be checked: its bound moves each step")
+        return
+    private = loop.private
+    if isinstance(private, DPOptimizerFastGradientClipping) and not loop.by_hand:
+        raise WrongTrainingError(
+            "the loss is not that of the criterion that Opacus wrapped for ghost clipping, so "
+            "no sample's gradient is clipped"
+        )
+
+
+def is_own(error: Exception) -> bool:
+    """Tell whether dpprof raised an error: others may quote samples, such as a label."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("dpprof.")
