@@ -139,8 +139,8 @@ def compare_frequencies(pairs: int, directory: str) -> list[Comparison]:
     rows = []
     for freq, steps in STEPS.items():
         loop = Loop(SHORT, "standard", freq, directory)
-        watched, bare = zip(*(loop.cycles(steps) for _ in range(pairs)), strict=True)
-        rows.append(Comparison(f"frequency {freq} / bare", watched, bare))
+        cycles = [loop.cycles(steps) for _ in range(pairs)]
+        rows.append(Comparison(f"frequency {freq} / bare", cycles))
         say(f"{rows[-1].name}: {rows[-1].ratio:.3f}")
     return rows
 

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import psutil
 
-from cheap_runs import BARE, RUN
+from cheap_runs import RUN
 from dpprof.system.console import say
 from dpprof.system.paths import PACKAGE
-from script import at_least, describe_place, end, lay_out, make_parser, publish
+from script import IMPORTS, at_least, describe_place, end, lay_out, make_parser, publish
 
 _1B = "--model 1b --target h200 --seq-len 1024 --dtype bfloat16"
 _LORA = "--model hf:llama-3.1-8b --lora rank=16 --target h100 --seq-len 2048 --dtype bfloat16"
@@ -123,7 +123,7 @@ def main() -> None:
     ratios: dict[str, list[float]] = {question.name: [] for question in QUESTIONS}
     held = dict.fromkeys(ratios, 0)
     for number in range(1, arguments.rounds + 1):
-        bare = use(BARE, folder=tempfile.gettempdir()).elapsed_s
+        bare = use(IMPORTS, folder=tempfile.gettempdir()).elapsed_s
         for question in QUESTIONS:
             name, used = question.name, ask(question)
             ratios[name].append(used.elapsed_s / bare)

@@ -10,10 +10,8 @@ figures and report take at most 20 times the import, and no process 1 GiB.
 
 import importlib
 import itertools
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +21,8 @@ from typing import Any, NamedTuple
 from dpprof.experiments.config import registry
 from dpprof.experiments.planning.planner import Manifest
 from dpprof.system.console import say
-from script import describe_place, lay_out, make_parser, publish
+from script import IMPORTS, ROOT, Cost, describe_place, lay_out, make_parser, publish, run
 
-ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
 REPLICATES = 2
 PLAN_CLAIM = 2.2
@@ -52,53 +49,12 @@ sweeps: {{many: {{seed: [{seeds}]}}}}
 """
 
 
-class Cost(NamedTuple):
-    """What a process and its children took."""
-
-    cpu_s: float
-    peak_mib: float
-    """The largest resident memory of one process."""
-
-
 class Row(NamedTuple):
     """A line of a table."""
 
     name: str
     cost: Cost
     ratio: float
-
-
-_LAUNCHER = """
-import os, sys
-process = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
-_, status, used = os.wait4(process, 0)
-print()
-print(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
-"""
-"""A process starts with the peak of the one that starts it (Linux), so that must be a small one."""
-
-
-def run(command: Sequence[str], folder: Path) -> Cost:
-    """Run a command in a folder, without its output.
-
-    Raises:
-        RuntimeError: It failed; the message has the end of what it said.
-    """
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    launched = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", _LAUNCHER, *command],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"PYTHONPATH": path},
-        text=True,
-        check=True,
-    )
-    said, _, told = launched.stdout.strip().rpartition("\n")
-    status, cpu_s, peak_mib = told.split()
-    if status != "0":
-        raise RuntimeError(f"{' '.join(command)} ended with {status}: {said.strip()[-2000:]}")
-    return Cost(float(cpu_s), float(peak_mib))
 
 
 def median_of(costs: Sequence[Cost]) -> Cost:
@@ -118,7 +74,7 @@ def measure_planning(jobs: int, rounds: int, folder: Path) -> Iterator[Row]:
         copy(ROOT / name, ours / name)
     config = ours / "config" / "scale.yaml"
     config.write_text(CONFIG.format(seeds=", ".join(map(str, range(jobs)))), encoding="utf-8")
-    dry = [sys.executable, "-m", "snakemake", "--dry-run", "--cores", "1"]
+    dry = ["-m", "snakemake", "--dry-run", "--cores", "1"]
     sides: dict[str, list[Cost]] = {"bare": [], "first plan": [], "second plan": []}
     for number in range(rounds):
         shutil.rmtree(ours / "results", ignore_errors=True)
@@ -149,12 +105,12 @@ def measure_reporting(results: int, folder: Path) -> Iterator[Row]:
         **figures,
         "report": ["report.py", f"--tables={tables}", f"--output-dir={output}"],
     }
-    imports = [import_both(folder) for _ in range(3)]
+    imports = [run(["-c", IMPORTS], folder) for _ in range(3)]
     costs = {}
     for name, (script, *options) in steps.items():
         path = str(ROOT / "workflow" / "scripts" / script)
-        costs[name] = run([sys.executable, path, *options], folder)
-        imports.append(import_both(folder))
+        costs[name] = run([path, *options], folder)
+        imports.append(run(["-c", IMPORTS], folder))
         say(f"reporting: {name}")
     unit = median_of(imports)
     yield Row("import torch, opacus", unit, 1.0)
@@ -205,11 +161,6 @@ def write_results(folder: Path, count: int) -> Path:
     path.parent.mkdir(parents=True)
     path.write_text(manifest.text, encoding="utf-8")
     return path
-
-
-def import_both(folder: Path) -> Cost:
-    """Import torch and Opacus in a fresh process."""
-    return run([sys.executable, "-c", "import torch, opacus"], folder)
 
 
 def tabulate(rows: Sequence[Row], of: str) -> str:

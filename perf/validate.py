@@ -109,12 +109,9 @@ def summarise(steps: Sequence[Step], name: Callable[[Row], str], several: str = 
         errors = [step.error for step in group]
         inside = sum(step.is_inside for step in group)
         if group:
-            rows.append(
-                (
-                    *(title, len(group), f"{statistics.median(errors):+.1%}"),
-                    *(f"{statistics.median(map(abs, errors)):.1%}", f"{inside} of {len(group)}"),
-                )
-            )
+            median, off = statistics.median(errors), statistics.median(map(abs, errors))
+            cells = (f"{median:+.1%}", f"{off:.1%}", f"{inside} of {len(group)}")
+            rows.append((title, len(group), *cells))
     heads = ("source", "steps:", "median error:", "median absolute error:")
     return lay_out((*heads, "inside the 90 % interval:"), rows)
 
@@ -273,22 +270,14 @@ def _compare_scaling(steps: Sequence[Step]) -> list[str]:
     rows = []
     errors = []
     for few, most in find_series(steps):
-        published, predicted = (
-            _tokens_per_s(most, of_most) / _tokens_per_s(few, of_few)
-            for of_most, of_few in (
-                (most.row.step_s, few.row.step_s),
-                (most.predicted.median, few.predicted.median),
-            )
-        )
+        published = _tokens_per_s(most, most.row.step_s) / _tokens_per_s(few, few.row.step_s)
+        of_most, of_few = (_tokens_per_s(step, step.predicted.median) for step in (most, few))
+        predicted = of_most / of_few
         errors.append(predicted - published)
         row = few.row
-        rows.append(
-            (
-                *(row.source.name, row.target, row.model, f"{row.settings['seq_len']:,}"),
-                f"{row.settings['gpus']} to {most.row.settings['gpus']}",
-                *(f"{published:.0%}", f"{predicted:.0%}", f"{100 * errors[-1]:+.0f}"),
-            )
-        )
+        cells = [row.source.name, row.target, row.model, f"{row.settings['seq_len']:,}"]
+        cells += [f"{row.settings['gpus']} to {most.row.settings['gpus']}", f"{published:.0%}"]
+        rows.append([*cells, f"{predicted:.0%}", f"{100 * errors[-1]:+.0f}"])
     heads = ("source", "GPU", "model", "T:", "GPUs:", "published:", "predicted:", "points:")
     within = sum(abs(error) <= _WITHIN for error in errors)
     return [

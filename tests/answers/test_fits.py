@@ -9,9 +9,9 @@ from factory import make_experiment
 from fresh_process import ROOT
 
 import dpprof
+from dpprof.ask import fits as module
 from dpprof.ask.commands.main import main
-from dpprof.ask.fits import ask as module
-from dpprof.ask.fits.show import tell_need
+from dpprof.ask.fits import tell_need
 from dpprof.experiments.config.validation import InputError
 from dpprof.predict.capacity import _explain
 
