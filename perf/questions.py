@@ -8,13 +8,13 @@ Before blocks followed from a few of them, and methods shared a process, ``advis
 66 imports, that of Llama-3.1-8B with LoRA 153, a capacity of flash-bk 19, and an estimate 3.
 """
 
+import contextlib
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -97,13 +97,8 @@ def _held(process: psutil.Process) -> int:
     """Return what a process and its children hold; 0 for what has just ended."""
     total = 0
     for member in (process, *process.children(recursive=True)):
-        try:
-            lines = (
-                Path(f"/proc/{member.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-            )
-        except OSError:
-            continue
-        total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        with contextlib.suppress(psutil.Error):
+            total += member.memory_full_info().pss
     return total
 
 

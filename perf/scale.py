@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpprof.experiments.config import registry
-from dpprof.experiments.planning.planner import Manifest
 from dpprof.system.console import say
 from script import IMPORTS, ROOT, Cost, describe_place, lay_out, make_parser, publish, run
 
@@ -136,27 +135,23 @@ def write_results(folder: Path, count: int) -> Path:
     lengths = (64, 128, 256, 512)
     batches = range(1, 2 + count // (len(lengths) * len(methods) * REPLICATES))
     grid = itertools.product(batches, lengths, enumerate(methods), range(REPLICATES))
-    runs = []
+    runs: list[tuple[Any, str, dict[str, Any]]] = []
     for batch, length, (rank, method), replicate in itertools.islice(grid, count):
         experiment = factory.make_experiment(method=method, batch_size=batch, seq_len=length)
         step_s = 1e-4 * batch * length * (1 + rank) * (1 + replicate / 50)
-        failed = (batch + rank) % 17 == 0
-        factory.write_synthetic(
-            folder,
-            experiment,
-            replicate=replicate,
-            outcome="oom" if failed else "ok",
-            step_s=(step_s, step_s * 1.1, step_s),
-            peak_allocated_bytes=MIB * batch * (3 + rank),
-            phases_s={"forward": [step_s], "backward": [2 * step_s], "step": [step_s]},
-            samplers={"Linear": "grad sampler"},
-        )
-        runs += factory.make_manifest((experiment, replicate)).runs
+        fields = {
+            "replicate": replicate,
+            "outcome": "oom" if (batch + rank) % 17 == 0 else "ok",
+            "step_s": (step_s, step_s * 1.1, step_s),
+            "peak_allocated_bytes": MIB * batch * (3 + rank),
+            "phases_s": {"forward": [step_s], "backward": [2 * step_s], "step": [step_s]},
+            "samplers": {"Linear": "grad sampler"},
+        }
+        runs.append((experiment, "clean", fields))
         if replicate == 0:
             recorded = factory.make_memory({"parameters": 3 * MIB, "noise": MIB * batch})
-            factory.write_synthetic(folder, experiment, instrument="estimate", recorded=recorded)
-            runs += factory.make_manifest((experiment, 0), instrument="estimate").runs
-    manifest = Manifest(runs=tuple(runs))
+            runs.append((experiment, "estimate", {"recorded": recorded}))
+    manifest = factory.write_runs(folder, *runs)
     path: Path = folder / manifest.path
     path.parent.mkdir(parents=True)
     path.write_text(manifest.text, encoding="utf-8")
