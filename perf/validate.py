@@ -26,12 +26,7 @@ from dpprof.experiments.records.result import PredictedTime
 from dpprof.results.figures.style import SERIES_COLOURS, new_figure
 from dpprof.system.console import say
 from evidence import Row, read_rows
-from predictions import (
-    describe_measured,
-    predict_measured,
-    predict_rank_step,
-    predict_shared_step,
-)
+from predictions import describe_measured, predict_measured, predict_rank_step, predict_shared_step
 from script import lay_out, make_parser, publish
 
 _MARKERS = "osD^vPX*<>"

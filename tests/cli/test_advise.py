@@ -76,17 +76,13 @@ ADVICES = {
     "images": make(FLASH_BK, seq_len=1, image_size=224),
 }
 SHARES = {
-    "a sample of one large part": (
-        1234 * 2**20,
-        {"saved_activations": 0.61, "inputs": 0.09},
-    ),
+    "a sample of one large part": (1234 * 2**20, {"saved_activations": 0.61, "inputs": 0.09}),
     "a sample of two large parts": (5, {"logits_and_loss": 0.7, "workspace": 0.3}),
     "a sample of no large part": (0, {"parameters": 0.09, "inputs": 0.08}),
 }
 ADVICES |= {
     name: make(
-        FLASH_BK,
-        one_more_sample={"phase": "clip", "sample_bytes": size, "peak_shares": shares},
+        FLASH_BK, one_more_sample={"phase": "clip", "sample_bytes": size, "peak_shares": shares}
     )
     for name, (size, shares) in SHARES.items()
 }
@@ -113,9 +109,7 @@ WINNERS = {
             one_more_sample=SAMPLE,
         ),
         make(
-            option("flash", "first", 4, mechanism="per-layer clipping", **FITS),
-            CLOSE,
-            seq_len=1024,
+            option("flash", "first", 4, mechanism="per-layer clipping", **FITS), CLOSE, seq_len=1024
         ),
         make(option("flash", "does not fit"), seq_len=4096),
         make(

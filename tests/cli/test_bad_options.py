@@ -10,7 +10,7 @@ from snapshots import assert_sentences
 
 RIGHT = {
     "profile": [
-        *("--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4", "--output=x.json"),
+        *("--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4", "--output=x.json")
     ],
     "verify": ["--method=standard"],
     "ceilings": ["--device=cpu", "--output=x.json"],
@@ -38,10 +38,7 @@ def test_bad_options_are_one_sentence_and_nothing_runs(tmp_path) -> None:
     assert_sentences("cli/options", refusal_of)
 
 
-IN_THE_WAY = {
-    "is a device, a pipe or a socket": (22, os.mkfifo),
-    "is a folder": (21, Path.mkdir),
-}
+IN_THE_WAY = {"is a device, a pipe or a socket": (22, os.mkfifo), "is a folder": (21, Path.mkdir)}
 
 
 @pytest.mark.parametrize("what", IN_THE_WAY)

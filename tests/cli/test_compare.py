@@ -90,11 +90,7 @@ ONE_FLOP_MORE = make_memory(SIZES)
 ONE_FLOP_MORE["io"]["by_phase_and_op_kind"][0]["flops"] += 1
 DIFFERENCES = {
     "compare - more of one component": ({"sizes": SIZES | {"noise": 102}}, [], 1),
-    "compare - more FLOPs of one kind": (
-        {"recorded": ONE_FLOP_MORE},
-        ["--metrics", "flops"],
-        1,
-    ),
+    "compare - more FLOPs of one kind": ({"recorded": ONE_FLOP_MORE}, ["--metrics", "flops"], 1),
     "compare - less memory": ({"sizes": SIZES | {"noise": 50}}, [], 0),
     "compare - disjoint folders": ({"experiment": OTHER}, [], 2),
 }

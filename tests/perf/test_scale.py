@@ -45,10 +45,7 @@ def test_fifty_experiments_are_planned_and_reported(tmp_path) -> None:
     output = tmp_path / "scale.md"
     options = ["--jobs=50", "--results=50", "--rounds=1", f"--output={output}"]
     done = subprocess.run(
-        [sys.executable, scale.__file__, *options],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, scale.__file__, *options], capture_output=True, text=True, check=False
     )
 
     # With so few, what every process takes outweighs what the experiments do.

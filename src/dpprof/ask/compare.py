@@ -132,9 +132,7 @@ def make_parser() -> Parser:
         "--format", choices=list(FORMATS), default="text", help="the output format (default: text)"
     )
     parser.add_argument(
-        "--output",
-        **FILE,
-        help="write it to a file, and print the text (default: print it)",
+        "--output", **FILE, help="write it to a file, and print the text (default: print it)"
     )
     return parser
 

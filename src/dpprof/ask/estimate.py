@@ -181,9 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--target h100",
     )
     parser.add_argument(
-        "--output",
-        **FILE,
-        help="the result file to write (default: results/estimate/ID.r0.json)",
+        "--output", **FILE, help="the result file to write (default: results/estimate/ID.r0.json)"
     )
     add_experiment_options(parser)
     arguments = parser.parse_args(argv)
