@@ -71,17 +71,10 @@ def timed(
 def measure(
     name: str, side: Side, base: Side, pairs: int, tell: Callable[[str], None] = lambda _: None
 ) -> Comparison:
-    """Measure two sides in turn.
-
-    Args:
-        name: What is compared, for the table.
-        side: Measures a number.
-        base: Measures what it is compared with.
-        pairs: How often; at least ``MIN_PAIRS``.
-        tell: Called with a line of progress after each pair.
+    """Measure a side and what it is compared with in turn; ``tell`` gets a line after each pair.
 
     Raises:
-        ValueError: Too few pairs.
+        ValueError: There would be fewer than ``MIN_PAIRS`` pairs.
     """
     if pairs < MIN_PAIRS:
         raise ValueError(f"pairs: {pairs} is not allowed; it must be at least {MIN_PAIRS}")
@@ -94,13 +87,7 @@ def measure(
 
 
 def tabulate(comparisons: Iterable[Comparison], unit: str, scale: float = 1.0) -> str:
-    """Lay comparisons out as one Markdown table.
-
-    Args:
-        comparisons: The rows.
-        unit: The unit of what was measured, as it is to be written.
-        scale: How many of that unit one of the measured numbers is.
-    """
+    """Lay comparisons out as one table; 1 as it was measured is ``scale`` of the unit."""
     rows = []
     for row in comparisons:
         low, high = row.interval

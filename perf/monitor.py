@@ -50,14 +50,7 @@ CLAIM = 1.01
 
 
 class Loop:
-    """The bare loop, and a monitor for its steps.
-
-    Args:
-        size: What a step is of.
-        method: One of the bare loop's.
-        freq: One step of so many is profiled.
-        directory: Where TensorBoard's file goes.
-    """
+    """The bare loop, and a monitor for its steps, of which it profiles one in ``freq``."""
 
     def __init__(self, size: Size, method: str, freq: int, directory: str) -> None:
         _, of, B, T = size

@@ -122,12 +122,7 @@ def measure_reporting(results: int, folder: Path) -> Iterator[Row]:
 def write_results(folder: Path, count: int) -> Path:
     """Write results of clean and, for the first replicate of each experiment, of estimate.
 
-    Args:
-        folder: Which gets the folder ``results``.
-        count: How many of clean.
-
-    Returns:
-        The path of the manifest that lists them.
+    Returns the path of the manifest that lists them.
     """
     sys.path.append(str(ROOT / "tests"))
     factory: Any = importlib.import_module("factory")

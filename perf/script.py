@@ -56,11 +56,7 @@ print(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, used.ru_
 
 
 def run(command: Sequence[str], folder: Path) -> Cost:
-    """Run Python in a folder, without its output.
-
-    Args:
-        command: Python's arguments.
-        folder: The working folder.
+    """Run Python with these arguments in a folder, without its output.
 
     Raises:
         RuntimeError: It failed; the message has the end of what it said.

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -253,51 +253,42 @@ def list_smallest_ranks(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-class _Remedy(NamedTuple):
-    """What may take less memory."""
-
-    options: Mapping[str, str]
-    fields: Mapping[str, Any]
-    """The fields of an experiment that has it."""
-
-    helps: Callable[[Experiment], bool]
-    """Returns whether an experiment lacks it, and may need less memory with it."""
-
-
 _IN_16_BITS = {"dtype": "bfloat16"}
-_REMEDIES = (
-    _Remedy(
+_REMEDIES: tuple[tuple[Mapping[str, str], Mapping[str, Any], Callable[[Experiment], bool]], ...] = (
+    (
         _IN_16_BITS,
         _IN_16_BITS,
         lambda asked: asked.dtype in ("float32", "tf32", "float64") and asked.lora is None,
     ),
-    _Remedy(
+    (
         _IN_16_BITS | {"parameters_dtype": "bfloat16"},
         _IN_16_BITS | {"parameters_dtype": "bfloat16"},
         lambda asked: asked.lora is not None and asked.parameters_dtype != "bfloat16",
     ),
-    _Remedy(
+    (
         {"checkpointing": BEST},
         {"checkpointing": "non-reentrant"},
         lambda asked: asked.checkpointing == "none" and asked.image_size is None,
     ),
-    _Remedy(
+    (
         {"head": BEST},
         {"head": "chunked"},
         lambda asked: asked.head == "logits" and not asked.method.startswith("opacus"),
     ),
-    _Remedy(
+    (
         {"lora": "rank=16"},
         {"lora": {"rank": 16}},
         lambda asked: asked.lora is None and asked.trained == "all" and asked.task == "causal-lm",
     ),
-    _Remedy({"quantization": "nf4"}, {"quantization": "nf4"}, lambda q: q.base_format is None),
-    _Remedy(
+    ({"quantization": "nf4"}, {"quantization": "nf4"}, lambda q: q.base_format is None),
+    (
         {"world_sizes": "2 4 8"},
         {"parallel": {"kind": "fsdp", "world_size": 2}},
         lambda asked: asked.parallel is None and asked.device == "cuda",
     ),
 )
+"""What may take less memory: how it is asked for, fields of an experiment that has it, and whether
+it may help one that lacks it."""
 
 
 def list_remedies(results: Sequence[Result]) -> list[str]:
@@ -309,9 +300,9 @@ def list_remedies(results: Sequence[Result]) -> list[str]:
         return []
     asked = [experiment for experiment in lacking if experiment.lora is not None] or lacking
     remedies = [
-        " ".join(f"{spell(name)} {value}" for name, value in remedy.options.items())
-        for remedy in _REMEDIES
-        if any(map(remedy.helps, asked)) and all(_accepts(e, remedy.fields) for e in asked)
+        " ".join(f"{spell(name)} {value}" for name, value in options.items())
+        for options, fields, helps in _REMEDIES
+        if any(map(helps, asked)) and all(_accepts(e, fields) for e in asked)
     ]
     return [f"What may take less memory: {', '.join(remedies)}."] if remedies else []
 
@@ -362,8 +353,7 @@ _OF_GPUS: Mapping[str, Callable[[OnGpus], str]] = {
 def format_gpus(options: Sequence[OnGpus]) -> list[str]:
     """Say which number of GPUs is the cheapest, which the fastest, and what each brings.
 
-    Args:
-        options: Methods on several numbers of GPUs; nothing is said where no speed is predicted.
+    Nothing is said where no speed is predicted.
     """
     fastest = find_fastest(options)
     if not fastest:

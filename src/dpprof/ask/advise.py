@@ -101,15 +101,8 @@ class Advised(BatchAnswer):
         advices, results = self.advices, self.results
         if len(self._alike) == 1:
             explain = explain_safety if advices[0].checkpointing == BEST else explain_batches
-            return "\n".join(
-                [
-                    *format_gpus(self.gpus),
-                    *map(format_advice, advices),
-                    *explain(results),
-                    *list_smallest_ranks(results),
-                    *list_remedies(results),
-                ]
-            )
+            lines = [*format_gpus(self.gpus), *map(format_advice, advices), *explain(results)]
+            return "\n".join([*lines, *list_smallest_ranks(results), *list_remedies(results)])
         lines = [format_winners(advices), *compare_heads(advices), *explain_safety(results)]
         for (dtype, size, *_), by_ranks in self._alike.items():
             on_any = list(itertools.chain.from_iterable(by_ranks.values()))

@@ -102,11 +102,7 @@ def estimate(
 
 
 def format_estimate(result: Result) -> str:
-    """Return a prediction as text.
-
-    Args:
-        result: A result of the instrument ``estimate``, with outcome ``ok``.
-    """
+    """Return a prediction, whose outcome is ``ok``, as text."""
     experiment, memory, compute = result.experiment, result.memory, result.compute
     assert memory is not None
     assert memory.at_peak is not None

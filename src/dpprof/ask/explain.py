@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.output is not None:
             save_figure(explained.plot(), arguments.output)
     if arguments.format == "json":
-        print(printable(explained.to_json()))
+        text = explained.to_json()
     else:
-        every_layer = arguments.every_layer
-        print(printable(explained.text(arguments.depth, arguments.top, every_layer=every_layer)))
+        text = explained.text(arguments.depth, arguments.top, every_layer=arguments.every_layer)
+    print(printable(text))

@@ -76,12 +76,7 @@ class Cell(NamedTuple):
 
 
 class Fits(BatchAnswer):
-    """What fits on each GPU.
-
-    Args:
-        cells: What fits, by target, model, way and length.
-        tokens: The tokens that hours and prices are for.
-    """
+    """What fits on each GPU; hours and prices are for so many ``tokens``."""
 
     _short: ClassVar = (
         *("target", "model", "way", "seq_len", "batch_size", "tokens_per_s", "hours", "price"),
