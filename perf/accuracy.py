@@ -12,6 +12,7 @@ table and fails where a bound is missed:
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -29,7 +30,8 @@ from dpprof.predict.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.predict.memory.recorder import Recorder
 from dpprof.predict.tracing import TimelineRecorder, record_timelines
 from dpprof.subjects.setup import set_up
-from script import ignore, make_parser, publish
+from dpprof.system.console import say
+from script import ignore, lay_out, make_parser, publish
 
 NO_AUTOCAST = ("opacus-ew", "opacus-per-layer")
 SHAPES = (
@@ -93,7 +95,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     return sizes
 
 
-def tell(fields: dict[str, Any], sizes: dict[str, Any]) -> tuple[str, bool]:
+def tell(fields: dict[str, Any], sizes: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
     """Make a row of the table, and say whether all held."""
     gap = sizes["allocator"] - sizes["memory"]
     changed = sizes["attached"] - sizes["allocator_all"]
@@ -113,7 +115,7 @@ def tell(fields: dict[str, Any], sizes: dict[str, Any]) -> tuple[str, bool]:
         "equal" if sizes["estimate_equal"] else "differs",
         f"{phase_only:.2%}",
     )
-    return f"| {' | '.join(cells)} |", held
+    return cells, held
 
 
 def main() -> None:
@@ -129,28 +131,24 @@ def main() -> None:
         look = look_three_ways if way == "three-ways" else look_at_the_looking
         print(json.dumps(look(Experiment.model_validate_json(fields))))
         return
-    rows = [
-        "| case | method | allocator | gap | changed by looking | estimate | by phase alone |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     missed = 0
-    print("\n".join(rows), flush=True)
-    for dtype in arguments.dtypes:
-        for model, batch_size, seq_len in SHAPES:
-            for method in arguments.methods:
-                if model not in arguments.models:
-                    continue
-                if dtype == "bfloat16" and method in NO_AUTOCAST:
-                    continue
-                fields = {"model": model, "method": method, "device": "cpu", "dtype": dtype}
-                fields |= {"batch_size": batch_size, "seq_len": seq_len}
-                # With more noise adaptive clipping would ask for more samples.
-                fields |= {"warmup_steps": 2, "timed_steps": 1, "noise_multiplier": 0.1}
-                row, held = tell(fields, run_case(fields))
-                missed += not held
-                rows.append(row)
-                print(row, flush=True)
-    publish(__doc__, "\n".join(rows), arguments.output, printed="")
+    for dtype, shape, method in itertools.product(arguments.dtypes, SHAPES, arguments.methods):
+        model, batch_size, seq_len = shape
+        has_no_autocast = dtype == "bfloat16" and method in NO_AUTOCAST
+        if model not in arguments.models or has_no_autocast:
+            continue
+        fields = {"model": model, "method": method, "device": "cpu", "dtype": dtype}
+        fields |= {"batch_size": batch_size, "seq_len": seq_len}
+        # With more noise adaptive clipping would ask for more samples.
+        fields |= {"warmup_steps": 2, "timed_steps": 1, "noise_multiplier": 0.1}
+        row, held = tell(fields, run_case(fields))
+        missed += not held
+        rows.append(row)
+        say(" | ".join(row))
+    heads = ("case", "method", "allocator", "gap", "changed by looking", "estimate")
+    table = "\n".join(lay_out((*heads, "by phase alone"), rows))
+    publish(__doc__, table, arguments.output)
     if missed:
         sys.exit(f"{missed} cases missed a bound")
 

@@ -72,11 +72,7 @@ def make_batch(vocab_size: int, B: int, T: int) -> tuple[Tensor, Tensor]:
 
 
 def make_step(
-    model: LanguageModel,
-    method: str,
-    tokens_BT: Tensor,
-    labels_BT: Tensor,
-    noise_multiplier: float,
+    model: LanguageModel, method: str, tokens_BT: Tensor, labels_BT: Tensor, noise_multiplier: float
 ) -> Callable[[], None]:
     """Return what does one training step, as Opacus's documentation writes it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

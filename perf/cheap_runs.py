@@ -8,41 +8,18 @@ keeps the machine busy counts little.
 """
 
 import json
-import os
-import resource
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from dpprof.experiments.config import registry
 from dpprof.system.console import say
-from dpprof.system.paths import PACKAGE
 from interleave import MIN_PAIRS, Comparison, tabulate
-from script import at_least, describe_place, end, make_parser, publish
+from script import IMPORTS, at_least, describe_place, end, make_parser, publish, run
 
-BARE = "import torch, opacus"
 RUN = "from dpprof.ask.commands.main import main; main()"
 STEPS = 2
 CLAIM = 1.3
 """The upper end of every interval of a run over a bare import must lie below this."""
-
-
-def cpu_s(code: str, *arguments: str) -> float:
-    """Run Python code in a process of its own; returns the CPU seconds of it and its children."""
-    before = _children_s()
-    subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)},
-        stderr=subprocess.DEVNULL,
-        check=True,
-    )
-    return _children_s() - before
-
-
-def _children_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def run_cpu_s(method: str) -> float:
@@ -54,11 +31,12 @@ def run_cpu_s(method: str) -> float:
     options = {"model": "tiny", "method": method, "batch-size": 2, "seq-len": 16, "device": "cpu"}
     options |= {"warmup-steps": 1, "timed-steps": STEPS - 1, "cpu-threads": 1}
     options["noise-multiplier"] = 0.1  # more is too much for a batch of 2 of opacus-adaptive
-    with tempfile.TemporaryDirectory() as folder:
-        output, log = Path(folder, "run.json"), Path(folder, "run.log")
-        options |= {"output": output, "log": log}
-        seconds = cpu_s(RUN, "profile", *(f"--{name}={value}" for name, value in options.items()))
-        outcome = json.loads(output.read_bytes())["outcome"]
+    options |= {"output": "run.json", "log": "run.log"}
+    words = (f"--{name}={value}" for name, value in options.items())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        seconds = run(["-c", RUN, "profile", *words], folder).cpu_s
+        outcome = json.loads((folder / "run.json").read_bytes())["outcome"]
     if outcome != "ok":
         raise RuntimeError(f"the run of {method} ended as {outcome}")
     return seconds
@@ -66,14 +44,18 @@ def run_cpu_s(method: str) -> float:
 
 def compare(methods: list[str], rounds: int) -> list[Comparison]:
     """Measure every method in each round; returns a row each, after the bare import's."""
-    bare: list[float] = []
-    runs: dict[str, list[float]] = {name: [] for name in ("bare", *methods)}
+
+    def import_cpu_s() -> float:
+        return run(["-c", IMPORTS], Path(tempfile.gettempdir())).cpu_s
+
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in ("bare", *methods)}
     for number in range(1, rounds + 1):
-        bare.append(cpu_s(BARE))
-        for name, values in runs.items():
-            values.append(cpu_s(BARE) if name == "bare" else run_cpu_s(name))
-            say(f"[{number}/{rounds}] {name}: {values[-1] / bare[-1]:.2f}")
-    return [Comparison(f"{name} / bare", tuple(v), tuple(bare)) for name, v in runs.items()]
+        bare = import_cpu_s()
+        for name, pairs in runs.items():
+            value = import_cpu_s() if name == "bare" else run_cpu_s(name)
+            pairs.append((value, bare))
+            say(f"[{number}/{rounds}] {name}: {value / bare:.2f}")
+    return [Comparison(f"{name} / bare", pairs) for name, pairs in runs.items()]
 
 
 def main() -> None:

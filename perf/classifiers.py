@@ -15,6 +15,7 @@ are Python for the most part: flash-bk is faster than every exact method of Opac
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
@@ -29,10 +30,10 @@ from dpprof.private.layers.sample_losses import sample_losses
 from dpprof.subjects.batches import make_batch
 from dpprof.subjects.models.build import build_model
 from dpprof.system.console import say
-from interleave import MIN_PAIRS, Comparison
-from script import at_least, describe_place, end, make_parser, publish
+from interleave import MIN_PAIRS, Comparison, timed
+from script import at_least, describe_place, end, lay_out, make_parser, publish
 
-MODELS: dict[str, dict[str, object]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "wrn-16-4": {"model": "wrn-16-4", "batch_size": 32},
     "resnet50-gn": {"model": "resnet50-gn", "batch_size": 8, "image_size": 128},
     "opacus-cnn": {"model": "opacus-cnn", "batch_size": 64},
@@ -51,9 +52,11 @@ LIMITS = {"wrn-16-4": 1.35, "resnet50-gn": 1.35, "bert-base": 1.15, "vit-b16": 1
 PEAK_LIMIT = 1.1
 
 Step = Callable[[], object]
+Losses = Callable[[nn.Module], Tensor]
+"""Returns the losses of a model, of a batch that stays the same."""
 
 
-def make_plain(model: nn.Module, losses_of: Callable[[nn.Module], Tensor]) -> Step:
+def make_plain(model: nn.Module, losses_of: Losses) -> Step:
     """Return a step without clipping."""
 
     def step() -> None:
@@ -63,7 +66,7 @@ def make_plain(model: nn.Module, losses_of: Callable[[nn.Module], Tensor]) -> St
     return step
 
 
-def make_dpprof(way: type, model: nn.Module, losses_of: Callable[[nn.Module], Tensor]) -> Step:
+def make_dpprof(way: type, model: nn.Module, losses_of: Losses) -> Step:
     """Return a step of a ``Clipping``."""
     clipping = way(model, 1.0)
 
@@ -74,16 +77,17 @@ def make_dpprof(way: type, model: nn.Module, losses_of: Callable[[nn.Module], Te
     return step
 
 
-def make_hooks(model: nn.Module, losses_of: Callable[[nn.Module], Tensor]) -> Step:
+def make_opacus(way: type, module: nn.Module) -> Any:
+    """Return an optimizer of Opacus's without noise."""
+    sgd = torch.optim.SGD(module.parameters(), 0.1)
+    sizes = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, "expected_batch_size": 1}
+    return way(sgd, **sizes, loss_reduction="sum")
+
+
+def make_hooks(model: nn.Module, losses_of: Losses) -> Step:
     """Return a step of Opacus's hooks."""
     module = GradSampleModule(model, loss_reduction="sum")
-    optimizer = DPOptimizer(
-        torch.optim.SGD(module.parameters(), 0.1),
-        noise_multiplier=0.0,
-        max_grad_norm=1.0,
-        expected_batch_size=1,
-        loss_reduction="sum",
-    )
+    optimizer = make_opacus(DPOptimizer, module)
 
     def step() -> None:
         losses_of(module).sum().backward()  # type: ignore[no-untyped-call]
@@ -93,16 +97,10 @@ def make_hooks(model: nn.Module, losses_of: Callable[[nn.Module], Tensor]) -> St
     return step
 
 
-def make_ghost(model: nn.Module, losses_of: Callable[[nn.Module], Tensor]) -> Step:
+def make_ghost(model: nn.Module, losses_of: Losses) -> Step:
     """Return a step of Opacus's ghost clipping."""
     module = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, loss_reduction="sum")
-    optimizer = DPOptimizerFastGradientClipping(
-        torch.optim.SGD(module.parameters(), 0.1),
-        noise_multiplier=0.0,
-        max_grad_norm=1.0,
-        expected_batch_size=1,
-        loss_reduction="sum",
-    )
+    optimizer = make_opacus(DPOptimizerFastGradientClipping, module)
 
     def step() -> None:
         losses = losses_of(module)
@@ -113,7 +111,7 @@ def make_ghost(model: nn.Module, losses_of: Callable[[nn.Module], Tensor]) -> St
     return step
 
 
-SIDES: dict[str, Callable[[nn.Module, Callable[[nn.Module], Tensor]], Step]] = {
+SIDES: dict[str, Callable[[nn.Module, Losses], Step]] = {
     "plain": make_plain,
     "flash-bk": partial(make_dpprof, BookKeeping),
     "flash": partial(make_dpprof, FlashClipping),
@@ -138,13 +136,6 @@ def make_sides(name: str) -> dict[str, Step]:
     }
 
 
-def time_step(step: Step) -> float:
-    """Return the seconds of CPU time that a step takes."""
-    start = time.process_time()
-    step()
-    return time.process_time() - start
-
-
 def find_peaks(sides: dict[str, Step]) -> dict[str, int]:
     """Return the peak of a step of each side, in bytes."""
     recorder = CpuRecorder()
@@ -155,29 +146,27 @@ def find_peaks(sides: dict[str, Step]) -> dict[str, int]:
     return {name: peaks[name].allocated_bytes or 0 for name in sides}
 
 
-def compare(name: str, rounds: int) -> tuple[list[str], list[str]]:
-    """Compare the sides on a model; return the table's lines, and what misses a claim."""
+def compare(name: str, rounds: int) -> tuple[list[list[str]], list[str]]:
+    """Compare the sides on a model; return the table's rows, and what misses a claim."""
     sides = make_sides(name)
     for step in sides.values():
         step()  # the first batch is verified
     peaks = find_peaks(sides)
-    times = [{side: time_step(step) for side, step in sides.items()} for _ in range(rounds)]
-    lines, ratios = [], {}
-    given = MODELS[name]
-    size = given.get("image_size") or given.get("seq_len") or "its own"
+    clocks = {side: timed(step, clock=time.process_time) for side, step in sides.items()}
+    times = [{side: take_step() for side, take_step in clocks.items()} for _ in range(rounds)]
+    rows, ratios = [], {}
+    asked = MODELS[name]
+    size = asked.get("image_size") or asked.get("seq_len") or "its own"
     for side in sides:
-        both = (tuple(round_s[of] for round_s in times) for of in (side, "plain"))
-        comparison = Comparison(side, *both)
-        low, high = comparison.interval
-        ratios[side] = comparison.ratio
-        lines.append(
-            f"| {name} | {given['batch_size']} | {size} | {side} | {comparison.ratio:.2f} "
-            f"| {low:.2f} to {high:.2f} | {peaks[side] / 2**20:.0f} "
-            f"| {peaks[side] / peaks['plain']:.2f} |"
-        )
-        say(lines[-1])
+        pairs = Comparison(side, [(seconds[side], seconds["plain"]) for seconds in times])
+        low, high = pairs.interval
+        ratios[side] = pairs.ratio
+        row = [name, str(asked["batch_size"]), str(size), side, f"{pairs.ratio:.2f}"]
+        row += [f"{low:.2f} to {high:.2f}", f"{peaks[side] / 2**20:.0f}"]
+        rows.append([*row, f"{peaks[side] / peaks['plain']:.2f}"])
+        say(" | ".join(rows[-1]))
     if name not in LIMITS:
-        return lines, []
+        return rows, []
     failures = []
     if ratios["flash-bk"] > LIMITS[name]:
         failures.append(f"{name}: {ratios['flash-bk']:.2f} times plain, not {LIMITS[name]}")
@@ -185,7 +174,7 @@ def compare(name: str, rounds: int) -> tuple[list[str], list[str]]:
         failures.append(f"{name}: no faster than Opacus")
     if (share := peaks["flash-bk"] / peaks["plain"]) > PEAK_LIMIT:
         failures.append(f"{name}: {share:.2f} times plain's memory, not {PEAK_LIMIT}")
-    return lines, failures
+    return rows, failures
 
 
 def main() -> None:
@@ -196,16 +185,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    lines = [
-        "| model | B | size | method | CPU time / plain | interval | peak (MiB) | peak / plain |",
-        "| --- | ---: | ---: | --- | ---: | --- | ---: | ---: |",
-    ]
-    failures = []
+    rows: list[list[str]] = []
+    failures: list[str] = []
     for model in arguments.model or MODELS:
-        rows, missed = compare(model, arguments.rounds)
-        lines += rows
+        compared, missed = compare(model, arguments.rounds)
+        rows += compared
         failures += missed
-    lines += ["", *(f"* missed: {one}" for one in failures)] if failures else []
+    heads = ("model", "B:", "size:", "method", "CPU time / plain:", "interval", "peak (MiB):")
+    lines = lay_out((*heads, "peak / plain:"), rows)
+    lines += ["", *(f"* missed: {failure}" for failure in failures)] if failures else []
     place = describe_place("torch", "opacus", threads=arguments.threads)
     publish(__doc__, "\n".join([place + ".", "", *lines]), arguments.output)
     end("misses its claims", failures)

@@ -15,7 +15,6 @@ import json
 import math
 import statistics
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,9 @@ from dpprof.experiments.config import datasheets
 from dpprof.experiments.config.parallel import Parallel
 from dpprof.predict.flops.collectives import Collective, bytes_each_way
 from dpprof.predict.step_time.collective_time import FILE, CollectiveModel, interpolate_s
-from dpprof.predict.step_time.op_time import Z_90
+from product_tables import DEVICES, SOURCE, TABLES, find_spread, find_systems
 from script import lay_out, make_parser, publish
 
-SOURCE = "aiconfigurator-core"
-DEVICES = {"a100": "a100_sxm", "b200": "b200_sxm", "h100": "h100_sxm", "h200": "h200_sxm"}
-DEVICES |= {"l40s": "l40s"}
 NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 NAMES |= {"all_reduce": "all-reduce", "alltoall": "all-to-all"}
 MEASURED = Path(__file__).with_name("collectives_between_nodes.yaml")
@@ -41,8 +37,8 @@ LARGE = 2**20
 
 def read_measured(device: str) -> "pd.Series[float]":
     """Return the median seconds by collective, ranks and bytes of the whole tensor."""
-    folder = files(SOURCE.replace("-", "_")) / "systems" / "data" / device / "comm" / "nccl"
-    paths = (release / "nccl_perf.parquet" for release in Path(str(folder)).iterdir())
+    folder = find_systems() / "data" / device / "comm" / "nccl"
+    paths = (release / "nccl_perf.parquet" for release in folder.iterdir())
     calls = pd.concat(map(pd.read_parquet, paths))
     wide = np.where(calls["nccl_dtype"] == "half", 2, 1)
     calls = calls.assign(bytes=calls["message_size"] * wide, op_name=calls["op_name"].map(NAMES))
@@ -51,14 +47,13 @@ def read_measured(device: str) -> "pd.Series[float]":
 
 def derive() -> dict[str, Any]:
     """Return the content of the table's file, without its spread."""
-    measured = {name: read_measured(device) for name, device in DEVICES.items()}
+    measured = {name: read_measured(device) for name, (device, _) in DEVICES.items()}
     sizes = sorted(
         set.intersection(*(set(s.index.get_level_values("bytes")) for s in measured.values()))
     )
-    folder = Path(str(files(SOURCE.replace("-", "_")) / "systems"))
     nodes = {
-        name: yaml.safe_load((folder / f"{device}.yaml").read_text("utf-8"))["node"]
-        for name, device in DEVICES.items()
+        name: yaml.safe_load((find_systems() / f"{device}.yaml").read_text("utf-8"))["node"]
+        for name, (device, _) in DEVICES.items()
     }
     return {
         "source": f"{SOURCE} {version(SOURCE)}: systems/data/*/comm/nccl, the median over releases "
@@ -147,14 +142,10 @@ def main() -> None:
     arguments = parser.parse_args()
     document = derive()
     errors = hold_out(document)
-    spread = float(np.quantile(np.abs(errors["error"]), 0.9)) / Z_90
-    document = {"spread": round(spread, 4), **document}
-    text = (
-        json.dumps(document, separators=(",", ":")).replace('},"', '},\n"').replace('],"', '],\n"')
-    )
-    Path(str(files("dpprof.predict.step_time") / "tables" / FILE)).write_text(
-        text + "\n", encoding="utf-8"
-    )
+    document = {"spread": find_spread(errors["error"]), **document}
+    text = json.dumps(document, separators=(",", ":"))
+    text = text.replace('},"', '},\n"').replace('],"', '],\n"')
+    (TABLES / FILE).write_text(text + "\n", encoding="utf-8")
     lines = [*describe(errors), "", "## Between nodes", "", *compare_between_nodes()]
     publish(__doc__ or "", "\n".join(lines), arguments.output)
 

@@ -1,8 +1,8 @@
 """Reads evidence.csv: what others published of training on GPUs, and what was measured for dpprof.
 
 A row is one number, with where it was read. Its settings are a YAML mapping without the braces, so
-that one schema holds for every page. What the rows of a source share, and the models of
-experiments, are in evidence.yaml.
+that one schema holds for every page. What the rows of a page or a source share, and the models and
+GPUs of experiments, are in evidence.yaml.
 """
 
 import csv
@@ -19,6 +19,9 @@ from dpprof.experiments.config.target import Dtype, Target
 DATA = Path(__file__).with_name("evidence.csv")
 OUT_OF_MEMORY = "out of memory"
 _SHARED = yaml.safe_load(DATA.with_suffix(".yaml").read_text(encoding="utf-8"))
+PAGES: dict[str, str] = _SHARED["pages"]
+"""The introduction of each page."""
+
 MODELS: dict[str, dict[str, Any]] = _SHARED["models"]
 NOT_RECREATED: dict[str, str] = _SHARED["not_recreated"]
 
@@ -53,31 +56,9 @@ SOURCES = {key: Source(key, **fields) for key, fields in _SHARED["sources"].item
 
 
 _A100: Target = registry.load("targets", "a100")
-
-
-def _volta(total_bytes: int) -> Target:
-    return _A100.model_copy(
-        update={
-            "memory_bytes": total_bytes - 600 * 2**20,
-            "flops_per_s": {"float32": 15.7e12, "float64": 7.8e12, "bfloat16": 125e12},
-            "bandwidth_bytes_per_s": 900e9,
-            "compute_capability": "7.0",
-            "multiprocessors": 80,
-            "source": "NVIDIA V100 data sheet, SXM2",
-        }
-    )
-
-
 _OTHER_TARGETS = {
-    "v100-32gb": _volta(34_089_730_048),
-    "v100-16gb": _volta(16_945_512_448),
-    "gtx-1080-ti": _volta(11_721_506_816).model_copy(
-        update={"compute_capability": "6.1", "multiprocessors": 28}
-    ),
-    "p100": _A100.model_copy(update={"compute_capability": "6.0", "multiprocessors": 56}),
+    name: _A100.model_copy(update=fields) for name, fields in _SHARED["targets"].items()
 }
-"""GPUs that dpprof has no data sheet of, or had none when they were compared. Of the last two only
-memory is predicted, and the P100 has only what that depends on (Pascal P100 white paper)."""
 
 
 def find_target(name: str) -> Target:

@@ -6,7 +6,7 @@ anything that returns one number: a whole process, or a step of a running one.
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,24 +28,24 @@ class Comparison:
     """Pairs of numbers, one of each side, measured one after the other."""
 
     name: str
-    values: tuple[float, ...]
-    base: tuple[float, ...]
+    pairs: Sequence[tuple[float, float]]
+
+    @property
+    def medians(self) -> list[float]:
+        """The median of each side."""
+        return [statistics.median(side) for side in zip(*self.pairs, strict=True)]
 
     @property
     def ratio(self) -> float:
         """Median of the pairs' ratios."""
-        return statistics.median(self._ratios)
+        return statistics.median(value / base for value, base in self.pairs)
 
     @property
     def interval(self) -> Interval:
         """95 % bootstrap interval of that median, over pairs."""
-        (interval,) = median_intervals([self._ratios])
+        (interval,) = median_intervals([[value / base for value, base in self.pairs]])
         assert interval is not None
         return interval
-
-    @property
-    def _ratios(self) -> list[float]:
-        return [value / base for value, base in zip(self.values, self.base, strict=True)]
 
 
 def prepare(fields: Mapping[str, Any]) -> Training:
@@ -71,42 +71,27 @@ def timed(
 def measure(
     name: str, side: Side, base: Side, pairs: int, tell: Callable[[str], None] = lambda _: None
 ) -> Comparison:
-    """Measure two sides in turn.
-
-    Args:
-        name: What is compared, for the table.
-        side: Measures a number.
-        base: Measures what it is compared with.
-        pairs: How often; at least ``MIN_PAIRS``.
-        tell: Called with a line of progress after each pair.
+    """Measure a side and what it is compared with in turn; ``tell`` gets a line after each pair.
 
     Raises:
-        ValueError: Too few pairs.
+        ValueError: There would be fewer than ``MIN_PAIRS`` pairs.
     """
     if pairs < MIN_PAIRS:
         raise ValueError(f"pairs: {pairs} is not allowed; it must be at least {MIN_PAIRS}")
-    values: list[float] = []
-    bases: list[float] = []
-    for pair in range(pairs):
-        values.append(side())
-        bases.append(base())
-        tell(f"{name}: pair {pair + 1} of {pairs}, ratio {values[-1] / bases[-1]:.3f}")
-    return Comparison(name, tuple(values), tuple(bases))
+    measured = []
+    for pair in range(1, pairs + 1):
+        value, beside = side(), base()
+        measured.append((value, beside))
+        tell(f"{name}: pair {pair} of {pairs}, ratio {value / beside:.3f}")
+    return Comparison(name, measured)
 
 
 def tabulate(comparisons: Iterable[Comparison], unit: str, scale: float = 1.0) -> str:
-    """Lay comparisons out as one Markdown table.
-
-    Args:
-        comparisons: The rows.
-        unit: The unit of what was measured, as it is to be written.
-        scale: How many of that unit one of the measured numbers is.
-    """
+    """Lay comparisons out as one table; 1 as it was measured is ``scale`` of the unit."""
     rows = []
     for row in comparisons:
         low, high = row.interval
-        medians = (statistics.median(side) * scale for side in (row.values, row.base))
-        cells = [row.name, *(f"{median:.2f}" for median in medians), f"{row.ratio:.3f}"]
-        rows.append([*cells, f"{low:.3f} to {high:.3f}", len(row.values)])
+        cells = [f"{median * scale:.2f}" for median in row.medians] + [f"{row.ratio:.3f}"]
+        rows.append([row.name, *cells, f"{low:.3f} to {high:.3f}", len(row.pairs)])
     heads = ("A / B", f"A, median ({unit}):", f"B, median ({unit}):", "ratio:")
     return "\n".join(lay_out((*heads, "95 % interval:", "pairs:"), rows))

@@ -41,18 +41,10 @@ def measure(folder: Path) -> None:
     ):
         if method == "opacus-ghost" and execution != "eager":
             continue
+        options = {"model": model, "method": method, "batch-size": samples, "seq-len": tokens}
+        options |= {"dtype": "bfloat16", "optimizer": "adamw-fused", "device": "cuda"}
         name = f"{model.removeprefix('hf:')}-{method}-{execution}.json"
-        options = {
-            "model": model,
-            "method": method,
-            "batch-size": samples,
-            "seq-len": tokens,
-            "dtype": "bfloat16",
-            "optimizer": "adamw-fused",
-            "device": "cuda",
-            "execution": execution,
-            "output": folder / name,
-        }
+        options |= {"execution": execution, "output": folder / name}
         texts = [f"--{key}={value}" for key, value in options.items()]
         subprocess.run([sys.executable, "-m", "dpprof", "profile", *texts], check=False)
 

@@ -16,9 +16,9 @@ by adapters of rank 16. The claims there: flash-bk takes at most 1.3 times a sta
 """
 
 import statistics
-import time
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
@@ -26,9 +26,9 @@ import torch
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.predict.estimate import estimate
 from dpprof.results.figures.style import method_style
-from dpprof.subjects.setup import import_method, set_up
 from dpprof.system.console import say
-from script import at_least, describe_place, end, ignore, make_parser, publish
+from interleave import prepare, timed
+from script import at_least, describe_place, end, ignore, lay_out, make_parser, publish
 
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "flash", "flash-bk")
 GRID = (
@@ -71,37 +71,33 @@ Row = dict[str, Cost]
 
 def measure(shape: Shape, rounds: int) -> Row:
     """Run all methods in turn, and estimate each."""
-    fields: dict[str, object] = {
+    fields: dict[str, Any] = {
         "batch_size": shape.tokens // shape.T,
         "seq_len": shape.T,
         "device": "cpu",
         **HUGGING_FACE.get(shape.model, {"model": shape.model}),
     }
-    experiments = {
-        method: Experiment.model_validate({**fields, "method": method})
-        for method in METHODS
-        if method not in REFUSED.get(shape.model, ())
-    }
-    counted = {method: estimate(e, ignore) for method, e in experiments.items()}
-    steps: dict[str, list[float]] = {method: [] for method in METHODS}
-    trainings = {
-        method: set_up(e, import_method(e), torch.device("cpu"), lambda *_: None)
-        for method, e in experiments.items()
-    }
+    methods = [name for name in METHODS if name not in REFUSED.get(shape.model, ())]
+    asked = {name: Experiment.model_validate({**fields, "method": name}) for name in methods}
+    counted = {name: estimate(experiment, ignore) for name, experiment in asked.items()}
+    steps: dict[str, list[float]] = {name: [] for name in methods}
+    sides = {}
+    for name in methods:
+        training = prepare({**fields, "method": name})
+        sides[name] = timed(partial(training.step.run, training.batch, ignore))
     for at in range(rounds + 1):
-        for method, training in trainings.items():
-            start = time.perf_counter()
-            training.step.run(training.batch, ignore)
+        for name, take_step in sides.items():
+            seconds = take_step()
             if at:  # the first warms up
-                steps[method].append(time.perf_counter() - start)
+                steps[name].append(seconds)
         say(f"{shape.model}, T = {shape.T}: {at} of {rounds} rounds")
     row = {}
-    for method, found in counted.items():
-        assert found.compute is not None
-        assert found.memory is not None
-        assert found.memory.peak_allocated_bytes is not None
-        peak = found.memory.peak_allocated_bytes
-        row[method] = Cost(steps[method], found.compute.executed_flops, peak)
+    for name, predicted in counted.items():
+        assert predicted.compute is not None
+        assert predicted.memory is not None
+        assert predicted.memory.peak_allocated_bytes is not None
+        peak = predicted.memory.peak_allocated_bytes
+        row[name] = Cost(steps[name], predicted.compute.executed_flops, peak)
     return row
 
 
@@ -113,30 +109,24 @@ def ratio(row: Row, method: str, base: str) -> float:
 
 def tabulate(rows: dict[Shape, Row]) -> str:
     """Lay out times, FLOPs and peaks, each over the standard step's."""
-    lines = [
-        "| model | T | B | standard (s) | "
-        + " | ".join(f"{method}: time, FLOPs, peak" for method in METHODS[1:])
-        + " | ghost / flash | ghost / flash-bk |",
-        "| --- | ---: | ---: | ---: |" + " ---: |" * (len(METHODS) + 1),
-    ]
+    table = []
     for shape, row in rows.items():
         base = row["standard"]
-        cells = [
-            f"{ratio(row, method, 'standard'):.2f}, {row[method].flops / base.flops:.2f}, "
-            f"{row[method].peak_bytes / base.peak_bytes:.2f}"
-            if method in row
-            else "refuses it"
-            for method in METHODS[1:]
-        ]
-        faster = [
-            f"{ratio(row, 'opacus-ghost', method):.2f}" if "opacus-ghost" in row else ""
-            for method in ("flash", "flash-bk")
-        ]
-        first = [shape.model, str(shape.T), str(shape.tokens // shape.T)]
-        lines.append(
-            f"| {' | '.join([*first, f'{statistics.median(base.step_s):.2f}', *cells, *faster])} |"
-        )
-    return "\n".join(lines)
+        cells = [shape.model, str(shape.T), str(shape.tokens // shape.T)]
+        cells.append(f"{statistics.median(base.step_s):.2f}")
+        for name in METHODS[1:]:
+            if name not in row:
+                cells.append("refuses it")
+                continue
+            flops, peak = row[name].flops / base.flops, row[name].peak_bytes / base.peak_bytes
+            cells.append(f"{ratio(row, name, 'standard'):.2f}, {flops:.2f}, {peak:.2f}")
+        for name in ("flash", "flash-bk"):
+            is_there = "opacus-ghost" in row
+            cells.append(f"{ratio(row, 'opacus-ghost', name):.2f}" if is_there else "")
+        table.append(cells)
+    heads = ["model", "T:", "B:", "standard (s):"]
+    heads += [f"{name}: time, FLOPs, peak:" for name in METHODS[1:]]
+    return "\n".join(lay_out([*heads, "ghost / flash:", "ghost / flash-bk:"], table))
 
 
 class Claim(NamedTuple):

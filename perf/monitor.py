@@ -50,14 +50,7 @@ CLAIM = 1.01
 
 
 class Loop:
-    """The bare loop, and a monitor for its steps.
-
-    Args:
-        size: What a step is of.
-        method: One of the bare loop's.
-        freq: One step of so many is profiled.
-        directory: Where TensorBoard's file goes.
-    """
+    """The bare loop, and a monitor for its steps, of which it profiles one in ``freq``."""
 
     def __init__(self, size: Size, method: str, freq: int, directory: str) -> None:
         _, of, B, T = size
@@ -139,8 +132,8 @@ def compare_frequencies(pairs: int, directory: str) -> list[Comparison]:
     rows = []
     for freq, steps in STEPS.items():
         loop = Loop(SHORT, "standard", freq, directory)
-        watched, bare = zip(*(loop.cycles(steps) for _ in range(pairs)), strict=True)
-        rows.append(Comparison(f"frequency {freq} / bare", watched, bare))
+        cycles = [loop.cycles(steps) for _ in range(pairs)]
+        rows.append(Comparison(f"frequency {freq} / bare", cycles))
         say(f"{rows[-1].name}: {rows[-1].ratio:.3f}")
     return rows
 

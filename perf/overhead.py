@@ -8,7 +8,6 @@ the machine's noise alone makes of a ratio.
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -93,8 +92,7 @@ def main() -> None:
     parser.add_argument("--row", choices=ROWS, help="measure this row here and print two medians")
     arguments = parser.parse_args()
     if arguments.row:
-        here = measure_here(arguments.row)
-        print(json.dumps([statistics.median(here.values), statistics.median(here.base)]))
+        print(json.dumps(measure_here(arguments.row).medians))
         return
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in ROWS}
     for process in range(arguments.processes):
@@ -102,10 +100,7 @@ def main() -> None:
             measured.append(measure_in_process(name, arguments.threads))
             value, base = measured[-1]
             say(f"[{process + 1}/{arguments.processes}] {name}: {value / base:.3f}")
-    rows = [
-        Comparison(name, tuple(v for v, _ in measured), tuple(b for _, b in measured))
-        for name, measured in pairs.items()
-    ]
+    rows = [Comparison(name, measured) for name, measured in pairs.items()]
     table = tabulate(rows, "ms", 1e3)
     place = describe_place("torch", "opacus", threads=arguments.threads)
     steps = f"{STEPS} steps a process, tiny, B = {BATCH_SIZE}, T = {SEQ_LEN}, AdamW"

@@ -71,12 +71,11 @@ def _trace(row: Row, fields: dict[str, Any]) -> Sequence[Op]:
     shape = {name: row.settings[name] for name in ("batch_size", "seq_len")}
     fields |= {"model": MODELS[row.model], "method": row.method, "device": "cuda"}
     fields["checkpointing"] = row.settings.get("checkpointing", "none")
-    return _trace_experiment(Experiment.model_validate(shape | fields).canonical)
+    return _trace_experiment(Experiment.model_validate(shape | fields))
 
 
 @lru_cache(maxsize=8)
-def _trace_experiment(canonical: str) -> Sequence[Op]:
-    experiment = Experiment.model_validate_json(canonical)
+def _trace_experiment(experiment: Experiment) -> Sequence[Op]:
     return trace_steps(experiment, ignore).steady.ops
 
 
@@ -274,6 +273,8 @@ def _extend_line(training: Training, least: int) -> float:
 
 
 def _fits(training: Training, batch_size: int) -> bool:
+    if training.is_experiment:
+        return batch_size <= _find_largest(training)
     allocator = CachingAllocator(find_target(training.target).memory_bytes)
     try:
         for key, size in _record(training, batch_size).changes:
@@ -300,15 +301,9 @@ def predict_private(row: Row) -> float:
     batch_size = settings["batch_size"]
     if row.quantity == "peak memory":
         return float(_record(training, batch_size).peak("allocated"))
-    if row.value is None and not _holds(training, batch_size):
+    if row.value is None and not _fits(training, batch_size):
         return math.inf
     return _find_milliseconds(training, batch_size)
-
-
-def _holds(training: Training, batch_size: int) -> bool:
-    if training.is_experiment:
-        return batch_size <= _find_largest(training)
-    return _fits(training, batch_size)
 
 
 def describe_measured(row: Row) -> Experiment:

@@ -15,7 +15,6 @@ tables that end below them.
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -48,24 +47,22 @@ HELD_OUT = 2_000
 ITEMSIZE = 2
 
 
+def find_systems() -> Path:
+    """Return the folder of the measurements."""
+    return Path(str(files(SOURCE.replace("-", "_")) / "systems"))
+
+
 def read_measured(device: str) -> pd.DataFrame:
     """Read the seconds of bfloat16 products: one row a shape, one column a framework."""
-    folder = files("aiconfigurator_core") / "systems" / "data" / device / "gemm"
     columns = {}
-    for framework in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        newest = max(_list_tables(framework), key=lambda path: path.parent.name, default=None)
+    for framework in sorted((find_systems() / "data" / device / "gemm").iterdir()):
+        tables = framework.glob("*/gemm_perf.parquet")
+        newest = max(tables, key=lambda path: path.parent.name, default=None)
         if newest is not None:
             products = pd.read_parquet(newest)
             products = products[products["gemm_dtype"] == "bfloat16"]
             columns[framework.name] = products.groupby(["m", "n", "k"])["latency"].median() / 1e3
     return pd.DataFrame(columns)
-
-
-def _list_tables(framework: Any) -> Iterator[Path]:
-    for release in framework.iterdir():
-        path = Path(str(release)) / "gemm_perf.parquet"
-        if path.is_file():
-            yield path
 
 
 def share_of_roofline(seconds: pd.Series, target: Target) -> pd.Series:
@@ -108,18 +105,18 @@ def derive(name: str) -> tuple[dict[str, Any], Errors]:
     errors = {"held out": hold_out(table), "left out": leave_out(table, shares.dropna())}
     more_rows = {f"{by} times as many rows": extrapolate(document, by) for by in (2, 4)}
     repeats = np.abs(np.log(measured.div(measured.median(axis=1), axis=0).to_numpy()))
-    interpolated = max(_spread(kind["error"]) for kind in errors.values())
+    interpolated = max(find_spread(kind["error"]) for kind in errors.values())
     document["spreads"] = {
-        "measured at this shape": _spread(repeats[np.isfinite(repeats)]),
+        "measured at this shape": find_spread(repeats[np.isfinite(repeats)]),
         "interpolated": interpolated,
         "extrapolated": 2 * interpolated,
     }
-    worst = max(_spread(kind["error"]) for kind in more_rows.values())
+    worst = max(find_spread(kind["error"]) for kind in more_rows.values())
     document["more_rows_spread"] = max(worst, interpolated)
     return document, errors | more_rows
 
 
-def _spread(errors: Any) -> float:
+def find_spread(errors: Any) -> float:
     """Return the standard deviation for which 90 % of the errors are within the 90 % interval."""
     return round(float(np.quantile(np.abs(errors), 0.9)) / Z_90, 4)
 

@@ -8,21 +8,21 @@ Before blocks followed from a few of them, and methods shared a process, ``advis
 66 imports, that of Llama-3.1-8B with LoRA 153, a capacity of flash-bk 19, and an estimate 3.
 """
 
+import contextlib
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from cheap_runs import BARE, RUN
+from cheap_runs import RUN
 from dpprof.system.console import say
 from dpprof.system.paths import PACKAGE
-from script import at_least, describe_place, end, lay_out, make_parser, publish
+from script import IMPORTS, at_least, describe_place, end, lay_out, make_parser, publish
 
 _1B = "--model 1b --target h200 --seq-len 1024 --dtype bfloat16"
 _LORA = "--model hf:llama-3.1-8b --lora rank=16 --target h100 --seq-len 2048 --dtype bfloat16"
@@ -97,13 +97,8 @@ def _held(process: psutil.Process) -> int:
     """Return what a process and its children hold; 0 for what has just ended."""
     total = 0
     for member in (process, *process.children(recursive=True)):
-        try:
-            lines = (
-                Path(f"/proc/{member.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-            )
-        except OSError:
-            continue
-        total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        with contextlib.suppress(psutil.Error):
+            total += member.memory_full_info().pss
     return total
 
 
@@ -123,7 +118,7 @@ def main() -> None:
     ratios: dict[str, list[float]] = {question.name: [] for question in QUESTIONS}
     held = dict.fromkeys(ratios, 0)
     for number in range(1, arguments.rounds + 1):
-        bare = use(BARE, folder=tempfile.gettempdir()).elapsed_s
+        bare = use(IMPORTS, folder=tempfile.gettempdir()).elapsed_s
         for question in QUESTIONS:
             name, used = question.name, ask(question)
             ratios[name].append(used.elapsed_s / bare)

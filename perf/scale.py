@@ -10,10 +10,8 @@ figures and report take at most 20 times the import, and no process 1 GiB.
 
 import importlib
 import itertools
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpprof.experiments.config import registry
-from dpprof.experiments.planning.planner import Manifest
 from dpprof.system.console import say
-from script import describe_place, lay_out, make_parser, publish
+from script import IMPORTS, ROOT, Cost, describe_place, lay_out, make_parser, publish, run
 
-ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
 REPLICATES = 2
 PLAN_CLAIM = 2.2
@@ -52,53 +48,12 @@ sweeps: {{many: {{seed: [{seeds}]}}}}
 """
 
 
-class Cost(NamedTuple):
-    """What a process and its children took."""
-
-    cpu_s: float
-    peak_mib: float
-    """The largest resident memory of one process."""
-
-
 class Row(NamedTuple):
     """A line of a table."""
 
     name: str
     cost: Cost
     ratio: float
-
-
-_LAUNCHER = """
-import os, sys
-process = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
-_, status, used = os.wait4(process, 0)
-print()
-print(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
-"""
-"""A process starts with the peak of the one that starts it (Linux), so that must be a small one."""
-
-
-def run(command: Sequence[str], folder: Path) -> Cost:
-    """Run a command in a folder, without its output.
-
-    Raises:
-        RuntimeError: It failed; the message has the end of what it said.
-    """
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    launched = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", _LAUNCHER, *command],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"PYTHONPATH": path},
-        text=True,
-        check=True,
-    )
-    said, _, told = launched.stdout.strip().rpartition("\n")
-    status, cpu_s, peak_mib = told.split()
-    if status != "0":
-        raise RuntimeError(f"{' '.join(command)} ended with {status}: {said.strip()[-2000:]}")
-    return Cost(float(cpu_s), float(peak_mib))
 
 
 def median_of(costs: Sequence[Cost]) -> Cost:
@@ -118,7 +73,7 @@ def measure_planning(jobs: int, rounds: int, folder: Path) -> Iterator[Row]:
         copy(ROOT / name, ours / name)
     config = ours / "config" / "scale.yaml"
     config.write_text(CONFIG.format(seeds=", ".join(map(str, range(jobs)))), encoding="utf-8")
-    dry = [sys.executable, "-m", "snakemake", "--dry-run", "--cores", "1"]
+    dry = ["-m", "snakemake", "--dry-run", "--cores", "1"]
     sides: dict[str, list[Cost]] = {"bare": [], "first plan": [], "second plan": []}
     for number in range(rounds):
         shutil.rmtree(ours / "results", ignore_errors=True)
@@ -149,12 +104,12 @@ def measure_reporting(results: int, folder: Path) -> Iterator[Row]:
         **figures,
         "report": ["report.py", f"--tables={tables}", f"--output-dir={output}"],
     }
-    imports = [import_both(folder) for _ in range(3)]
+    imports = [run(["-c", IMPORTS], folder) for _ in range(3)]
     costs = {}
     for name, (script, *options) in steps.items():
         path = str(ROOT / "workflow" / "scripts" / script)
-        costs[name] = run([sys.executable, path, *options], folder)
-        imports.append(import_both(folder))
+        costs[name] = run([path, *options], folder)
+        imports.append(run(["-c", IMPORTS], folder))
         say(f"reporting: {name}")
     unit = median_of(imports)
     yield Row("import torch, opacus", unit, 1.0)
@@ -167,12 +122,7 @@ def measure_reporting(results: int, folder: Path) -> Iterator[Row]:
 def write_results(folder: Path, count: int) -> Path:
     """Write results of clean and, for the first replicate of each experiment, of estimate.
 
-    Args:
-        folder: Which gets the folder ``results``.
-        count: How many of clean.
-
-    Returns:
-        The path of the manifest that lists them.
+    Returns the path of the manifest that lists them.
     """
     sys.path.append(str(ROOT / "tests"))
     factory: Any = importlib.import_module("factory")
@@ -180,36 +130,27 @@ def write_results(folder: Path, count: int) -> Path:
     lengths = (64, 128, 256, 512)
     batches = range(1, 2 + count // (len(lengths) * len(methods) * REPLICATES))
     grid = itertools.product(batches, lengths, enumerate(methods), range(REPLICATES))
-    runs = []
+    runs: list[tuple[Any, str, dict[str, Any]]] = []
     for batch, length, (rank, method), replicate in itertools.islice(grid, count):
         experiment = factory.make_experiment(method=method, batch_size=batch, seq_len=length)
         step_s = 1e-4 * batch * length * (1 + rank) * (1 + replicate / 50)
-        failed = (batch + rank) % 17 == 0
-        factory.write_synthetic(
-            folder,
-            experiment,
-            replicate=replicate,
-            outcome="oom" if failed else "ok",
-            step_s=(step_s, step_s * 1.1, step_s),
-            peak_allocated_bytes=MIB * batch * (3 + rank),
-            phases_s={"forward": [step_s], "backward": [2 * step_s], "step": [step_s]},
-            samplers={"Linear": "grad sampler"},
-        )
-        runs += factory.make_manifest((experiment, replicate)).runs
+        fields = {
+            "replicate": replicate,
+            "outcome": "oom" if (batch + rank) % 17 == 0 else "ok",
+            "step_s": (step_s, step_s * 1.1, step_s),
+            "peak_allocated_bytes": MIB * batch * (3 + rank),
+            "phases_s": {"forward": [step_s], "backward": [2 * step_s], "step": [step_s]},
+            "samplers": {"Linear": "grad sampler"},
+        }
+        runs.append((experiment, "clean", fields))
         if replicate == 0:
             recorded = factory.make_memory({"parameters": 3 * MIB, "noise": MIB * batch})
-            factory.write_synthetic(folder, experiment, instrument="estimate", recorded=recorded)
-            runs += factory.make_manifest((experiment, 0), instrument="estimate").runs
-    manifest = Manifest(runs=tuple(runs))
+            runs.append((experiment, "estimate", {"recorded": recorded}))
+    manifest = factory.write_runs(folder, *runs)
     path: Path = folder / manifest.path
     path.parent.mkdir(parents=True)
     path.write_text(manifest.text, encoding="utf-8")
     return path
-
-
-def import_both(folder: Path) -> Cost:
-    """Import torch and Opacus in a fresh process."""
-    return run([sys.executable, "-c", "import torch, opacus"], folder)
 
 
 def tabulate(rows: Sequence[Row], of: str) -> str:

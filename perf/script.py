@@ -1,15 +1,21 @@
-"""What scripts here share: options, the place of a measurement, and where a text goes."""
+"""What scripts here share: options, processes, the place of a measurement, where a text goes."""
 
 import argparse
 import datetime as dt
+import os
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpprof.experiments.records.provenance import package_versions
 from dpprof.experiments.records.terms import Phase
 from dpprof.system.hardware import available_cores, cpu_name
+
+ROOT = Path(__file__).resolve().parents[1]
+IMPORTS = "import torch, opacus"
+"""What every program of Opacus begins with, and costs of processes are compared with."""
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -29,6 +35,47 @@ def at_least(least: int, default: int) -> dict[str, Any]:
         return number
 
     return {"type": read, "default": default, "help": f"at least {least} (default: {default})"}
+
+
+class Cost(NamedTuple):
+    """What a process and its children took."""
+
+    cpu_s: float
+    peak_mib: float
+    """The largest resident memory of one process."""
+
+
+_LAUNCHER = """
+import os, sys
+process = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
+_, status, used = os.wait4(process, 0)
+print()
+print(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+"""
+"""A process starts with the peak of the one that starts it (Linux), so that must be a small one."""
+
+
+def run(command: Sequence[str], folder: Path) -> Cost:
+    """Run Python with these arguments in a folder, without its output.
+
+    Raises:
+        RuntimeError: It failed; the message has the end of what it said.
+    """
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    launched = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _LAUNCHER, sys.executable, *command],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONPATH": path},
+        text=True,
+        check=True,
+    )
+    said, _, told = launched.stdout.strip().rpartition("\n")
+    status, cpu_s, peak_mib = told.split()
+    if status != "0":
+        raise RuntimeError(f"{' '.join(command)} ended with {status}: {said.strip()[-2000:]}")
+    return Cost(float(cpu_s), float(peak_mib))
 
 
 def describe_place(*packages: str, threads: int | None = None) -> str:

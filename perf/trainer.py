@@ -88,9 +88,9 @@ def time_loop(*, adapters: bool) -> Side:
 def join(name: str, seconds: Sequence[tuple[float, float]]) -> Comparison:
     """Join the steps of each pair."""
     starts = range(0, len(seconds), STEPS_OF_PAIR)
-    pairs = [zip(*seconds[at : at + STEPS_OF_PAIR], strict=True) for at in starts]
-    value, base = zip(*(map(sum, pair) for pair in pairs), strict=True)
-    return Comparison(name, value, base)
+    pairs = [seconds[at : at + STEPS_OF_PAIR] for at in starts]
+    sums = [(sum(ours for ours, _ in pair), sum(loops for _, loops in pair)) for pair in pairs]
+    return Comparison(name, sums)
 
 
 class InTurn(TrainerCallback):  # type: ignore[misc]  # transformers has no types here

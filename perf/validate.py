@@ -9,7 +9,6 @@
 Private runs take about half an hour, and so do ranks.
 """
 
-import inspect
 import math
 import statistics
 from collections import defaultdict
@@ -25,13 +24,8 @@ import private_numbers
 from dpprof.experiments.records.result import PredictedTime
 from dpprof.results.figures.style import SERIES_COLOURS, new_figure
 from dpprof.system.console import say
-from evidence import Row, read_rows
-from predictions import (
-    describe_measured,
-    predict_measured,
-    predict_rank_step,
-    predict_shared_step,
-)
+from evidence import PAGES, Row, read_rows
+from predictions import describe_measured, predict_measured, predict_rank_step, predict_shared_step
 from script import lay_out, make_parser, publish
 
 _MARKERS = "osD^vPX*<>"
@@ -89,12 +83,9 @@ def predict_steps(rows: Iterable[Row], predict: Callable[[Row], PredictedTime]) 
 
 
 def summarise(steps: Sequence[Step], name: Callable[[Row], str], several: str = "") -> list[str]:
-    """Lay out errors and intervals by group, and those of compiled steps apart.
+    """Lay out errors and intervals by group, which ``name`` names, and those of compiled steps.
 
-    Args:
-        steps: All steps.
-        name: Names the group of a row.
-        several: The name of the group of rows with more than one GPU, if it is told.
+    ``several`` is the name of the group of steps on more than one GPU, if it is told.
     """
     eager = [step for step in steps if not step.row.is_compiled]
     groups: dict[str, list[Step]] = defaultdict(list)
@@ -109,12 +100,9 @@ def summarise(steps: Sequence[Step], name: Callable[[Row], str], several: str = 
         errors = [step.error for step in group]
         inside = sum(step.is_inside for step in group)
         if group:
-            rows.append(
-                (
-                    *(title, len(group), f"{statistics.median(errors):+.1%}"),
-                    *(f"{statistics.median(map(abs, errors)):.1%}", f"{inside} of {len(group)}"),
-                )
-            )
+            median, off = statistics.median(errors), statistics.median(map(abs, errors))
+            cells = (f"{median:+.1%}", f"{off:.1%}", f"{inside} of {len(group)}")
+            rows.append((title, len(group), *cells))
     heads = ("source", "steps:", "median error:", "median absolute error:")
     return lay_out((*heads, "inside the 90 % interval:"), rows)
 
@@ -154,19 +142,7 @@ def draw(steps: Sequence[Step]) -> Figure:
 
 
 def step_time(rows: Sequence[Row]) -> Page:
-    """Predicted times of whole training steps on GPUs beside what others published.
-
-        export PYTHONPATH=src:tests
-        python perf/validate.py step_time --output perf/step_time.md --figure perf/step_time.png
-
-    The steps are in evidence.csv, and their sources too. Their errors showed where to look for
-    causes; no figure of the model is fitted to them, and each has a source of its own. A step is
-    one batch forward and backward on one GPU, with its part of an update: GPUs that share the
-    optimizer's states update a part each, and one update serves all batches that were added up.
-    What GPUs send each other, clipping of the gradient and loading of data are left out, so
-    predictions are for the best that a GPU does. Operators are those of PyTorch's eager mode: steps
-    that were compiled are told apart, and count in no median but their own.
-    """
+    """Steps of one GPU."""
     steps = predict_steps(rows, predict_shared_step)
     return Page(tabulate_steps(steps), steps)
 
@@ -192,28 +168,8 @@ def tabulate_steps(steps: Sequence[Step]) -> str:
 
 
 def ranks(rows: Sequence[Row]) -> Page:
-    """Predicted times of training steps on many GPUs beside what others published.
-
-        export PYTHONPATH=src
-        python perf/validate.py ranks --output perf/ranks.md --figure perf/ranks.png
-
-    Every such row of evidence.csv is here. No predicted median was fitted to one; the spread of an
-    H100's clocks, which makes intervals wider, was chosen after they were seen. What is not
-    predicted says why. Operators are those of PyTorch's eager mode under FSDP2: steps that were
-    compiled are told apart, and count in no figure but their own. FSDP1 has no copies into and out
-    of flat buffers, which are predicted for its rows all the same. llm-foundry's rows gather a
-    block of backward when the one before it has ended, which is Composer's default (BACKWARD_POST),
-    and their attention is a Triton kernel of 2023, which the paper of FlashAttention-2 has
-    measured. A trace of 8 ranks stands for those of more, whose shards are smaller. Left out:
-    clipping of the gradient, loading of data. Where a network is not stated, that of usual nodes is
-    taken.
-    """
+    """Steps on many GPUs: medians, scaling, and every row."""
     steps = predict_steps(rows, predict_rank_step)
-    return Page(tabulate_ranks(rows, steps), steps)
-
-
-def tabulate_ranks(rows: Sequence[Row], steps: Sequence[Step]) -> str:
-    """Lay out medians, scaling, and every row."""
     several = "all of more than one GPU"
     lines = summarise(steps, lambda row: f"{row.source.name}, {row.target}", several)
     lines += ["", "## Scaling", "", *_compare_scaling(steps), "", "## Rows", ""]
@@ -226,9 +182,8 @@ def tabulate_ranks(rows: Sequence[Row], steps: Sequence[Step]) -> str:
     heads = ("source", "GPU", "GPUs:", "model", "T:", "batch:", *_TIMES)
     lines += lay_out((*heads, "exchanges:", "waits:", "error:"), map(_lay_out_rank, steps))
     left_out = [(row.id, _link(row), row.not_predicted) for row in rows if row.not_predicted]
-    return "\n".join(
-        [*lines, "", "## Not predicted", "", *lay_out(("row", "source", "why"), left_out)]
-    )
+    lines += ["", "## Not predicted", "", *lay_out(("row", "source", "why"), left_out)]
+    return Page("\n".join(lines), steps)
 
 
 def _link(row: Row) -> str:
@@ -273,22 +228,14 @@ def _compare_scaling(steps: Sequence[Step]) -> list[str]:
     rows = []
     errors = []
     for few, most in find_series(steps):
-        published, predicted = (
-            _tokens_per_s(most, of_most) / _tokens_per_s(few, of_few)
-            for of_most, of_few in (
-                (most.row.step_s, few.row.step_s),
-                (most.predicted.median, few.predicted.median),
-            )
-        )
+        published = _tokens_per_s(most, most.row.step_s) / _tokens_per_s(few, few.row.step_s)
+        of_most, of_few = (_tokens_per_s(step, step.predicted.median) for step in (most, few))
+        predicted = of_most / of_few
         errors.append(predicted - published)
         row = few.row
-        rows.append(
-            (
-                *(row.source.name, row.target, row.model, f"{row.settings['seq_len']:,}"),
-                f"{row.settings['gpus']} to {most.row.settings['gpus']}",
-                *(f"{published:.0%}", f"{predicted:.0%}", f"{100 * errors[-1]:+.0f}"),
-            )
-        )
+        cells = [row.source.name, row.target, row.model, f"{row.settings['seq_len']:,}"]
+        cells += [f"{row.settings['gpus']} to {most.row.settings['gpus']}", f"{published:.0%}"]
+        rows.append([*cells, f"{predicted:.0%}", f"{100 * errors[-1]:+.0f}"])
     heads = ("source", "GPU", "model", "T:", "GPUs:", "published:", "predicted:", "points:")
     within = sum(abs(error) <= _WITHIN for error in errors)
     return [
@@ -299,46 +246,12 @@ def _compare_scaling(steps: Sequence[Step]) -> list[str]:
 
 
 def private_runs(rows: Sequence[Row]) -> Page:
-    """Predicted memory and time of private training beside what others published of GPUs.
-
-        export PYTHONPATH=src:tests
-        python perf/validate.py private_runs --output perf/private_runs.md
-
-    Every published row is in evidence.csv, and what its source says in evidence.yaml. Nothing is
-    fitted to a row: a source has one program for all of its rows, written from what it states
-    (tests/published/programs/private.py), or is an experiment as dpprof's commands take it. Methods
-    of other libraries that dpprof does not have are small programs too. Peaks are of allocated
-    memory, by the simulated allocator. The largest batch is the largest for which the simulated
-    allocator finds room. Times rest on the data sheet of the GPU, and on measured operators where
-    there are any. A ratio divides by the row of the same model and size, and for peaks of the same
-    batch, whose method comes first.
-    """
+    """Numbers of private training."""
     return Page(private_numbers.tabulate(rows, private_numbers.compare(rows)))
 
 
 def measured_steps(rows: Sequence[Row]) -> Page:
-    """Predicted time and memory of whole steps beside what was measured on GPUs.
-
-    Each step is a run of ``dpprof profile --instrument clean`` on a GPU, and has several rows of
-    evidence.csv: the median of its timed steps, and the allocator's peaks. ``measure_steps.py``
-    adds such rows. The predictions are those of ``dpprof estimate``, which sees no GPU. Compiled
-    steps are not predicted.
-
-    Rows of ``flash`` and ``flash-bk`` in bfloat16 from before the evening of 26 November 2026 ran
-    code that launched more kernels, or a slower kernel of Gram matrices (``older code``): of these
-    only memory is compared. Of some steps not everything was kept.
-
-    Eager private steps of small kernels take longer than predicted, beyond the interval for some:
-    they wait for Python, and clipping runs more of it for an operator than a model does (one step
-    of llama-3.2-1b on an H200: Python took 65 ms plain and 202 to 277 ms with flash-bk and a head
-    in chunks; kernels took 94 and 134 ms).
-    As a CUDA graph they are as predicted.
-    """
-    return Page(tabulate_measured(rows))
-
-
-def tabulate_measured(rows: Iterable[Row]) -> str:
-    """Lay out the steps, and how far off predictions are."""
+    """Steps that were measured for dpprof, and how far off predictions are."""
     cells = []
     timed: list[Step] = []
     errors: dict[str, list[float]] = {"peak memory": [], "reserved memory": []}
@@ -372,7 +285,7 @@ def tabulate_measured(rows: Iterable[Row]) -> str:
     lines += ["", f"* step time: {_sum_up(off, 1)}; {inside}"]
     lines += [f"* peak of allocated memory: {_sum_up(errors['peak memory'], 4)}"]
     lines += [f"* reserved memory: {_sum_up(errors['reserved memory'], 2)}"]
-    return "\n".join(lines)
+    return Page("\n".join(lines))
 
 
 def _describe(row: Row) -> list[str]:
@@ -392,19 +305,18 @@ def _sum_up(errors: Sequence[float], digits: int) -> str:
     return f"median absolute error {median:.{digits}%}, at most {most:.{digits}%}"
 
 
-PAGES = {page.__name__: page for page in (step_time, ranks, private_runs, measured_steps)}
+WRITERS = {page.__name__: page for page in (step_time, ranks, private_runs, measured_steps)}
 
 
 def main() -> None:
     """Run from the command line."""
     parser = make_parser(__doc__)
-    parser.add_argument("page", choices=PAGES)
+    parser.add_argument("page", choices=WRITERS)
     parser.add_argument("--figure", type=Path, help="a file for the figure of steps")
     arguments = parser.parse_args()
-    write = PAGES[arguments.page]
-    page = write(read_rows(arguments.page))
+    page = WRITERS[arguments.page](read_rows(arguments.page))
     picture = f"\n![{draw.__doc__}]({arguments.figure.name})\n" if arguments.figure else ""
-    publish(f"{inspect.getdoc(write)}\n{picture}", page.text, arguments.output)
+    publish(f"{PAGES[arguments.page]}\n{picture}", page.text, arguments.output)
     if arguments.figure:
         draw(page.steps).savefig(arguments.figure)
 

@@ -4,8 +4,7 @@ import pytest
 from factory import make_capacity, write_synthetic
 from scripts import ASKED, HERE, call
 
-from dpprof.ask.advise.ask import list_questions
-from dpprof.ask.advise.command import read_options
+from dpprof.ask.advise import list_questions, read_options
 from dpprof.ask.commands.capacities import read_question
 from dpprof.experiments.planning.code_digest import code_digest
 

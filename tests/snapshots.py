@@ -4,6 +4,7 @@ Where a sentence changes on purpose, ``REVIEW=1 pytest ...`` writes the new text
 that git shows is then what is reviewed.
 """
 
+import ast
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,18 +13,33 @@ from typing import Any
 TESTS = Path(__file__).parent
 
 
-def assert_reviewed(name: str, text: str) -> None:
-    """Compare a text with the reviewed one, as ``report/a budget`` names it."""
+def find_file(name: str) -> Path:
+    """Return the file of a text, which ``report/a budget`` names."""
     folder, _, case = name.partition("/")
-    path = TESTS / folder / "snapshots" / f"{case}.txt"
+    return TESTS / folder / "snapshots" / f"{case}.txt"
+
+
+def assert_reviewed(name: str, text: str) -> None:
+    """Compare a text with the reviewed one."""
+    path = find_file(name)
     if "REVIEW" in os.environ:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8")
 
 
-def assert_sentences(name: str, refuse: Callable[[Any], object], cases: Iterable[Any]) -> None:
+def read_cases(name: str) -> list[Any]:
+    """Read the cases whose sentences are reviewed; the line of a new one is added by hand."""
+    lines = find_file(name).read_text(encoding="utf-8").splitlines()
+    return [ast.literal_eval(line) for line in lines if not line.startswith(" ")]
+
+
+def assert_sentences(
+    name: str, refuse: Callable[[Any], object], cases: Iterable[Any] | None = None
+) -> None:
     """Compare what is said of each case, which must be one line, with the reviewed sentences."""
-    said = [(ascii(case)[:100].rstrip(), str(refuse(case))) for case in cases]
+    asked = read_cases(name) if cases is None else cases
+    said = [(ascii(case)[:100].rstrip(), str(refuse(case))) for case in asked]
+    assert said
     assert [line for _, line in said if "\n" in line] == []
     assert_reviewed(name, "".join(f"{case}\n    {line}\n" for case, line in said))

@@ -10,7 +10,7 @@ from factory import (
     write_synthetic,
 )
 
-from dpprof.ask.budget.show import format_budget
+from dpprof.ask.budget import format_budget
 from dpprof.experiments.accounting.plan import AtEpsilon
 from dpprof.experiments.records.budget import Budget
 from dpprof.experiments.records.verdict import Standing

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from factory import make_capacity, make_experiment, make_held, make_memory, write_synthetic
 
-from dpprof.ask.explain.show import Detail, list_rows, render_text
+from dpprof.ask.difference_text import Detail, list_rows, render_text
 from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.records.result import read_result, result_path
 from dpprof.measure.instruments import memory

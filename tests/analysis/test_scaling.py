@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from dpprof.ask.advise.gpus import format_gpus
+from dpprof.ask.advice_text import format_gpus
 from dpprof.experiments.records.advice import Advice, Option
 from dpprof.results.analysis.advice.scaling import compare_gpus, find_fastest
 from dpprof.results.figures.ranks import draw

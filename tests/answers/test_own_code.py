@@ -63,8 +63,7 @@ def mine(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["standard", "flash-bk", *(pytest.param(m, marks=pytest.mark.slow) for m in SLOW)],
+    "method", ["standard", "flash-bk", *(pytest.param(m, marks=pytest.mark.slow) for m in SLOW)]
 )
 def test_a_model_with_its_own_losses_is_predicted_to_the_byte(mine, method) -> None:
     experiment = make_experiment(model="mine:build", method=method, batch_size=B, seq_len=1)

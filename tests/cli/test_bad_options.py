@@ -10,7 +10,7 @@ from snapshots import assert_sentences
 
 RIGHT = {
     "profile": [
-        *("--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4", "--output=x.json"),
+        *("--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4", "--output=x.json")
     ],
     "verify": ["--method=standard"],
     "ceilings": ["--device=cpu", "--output=x.json"],
@@ -19,41 +19,7 @@ RIGHT = {
     "report": ["--tables=no", "--output-dir=r"],
     "figure": ["--figure=tradeoff", "--tables=no", "--output=x.png"],
 }
-"""Options, of which a later one counts."""
-
-REFUSED = [
-    "profile --method=opacus_ghost",
-    "profile --model=../../etc",
-    "profile '--model={layers: 1}'",
-    "profile '--model={layers: ['",
-    "profile '--model={layers: 0, vocab_size: 9, d_model: 8, heads: 1}'",
-    "profile --batch-size=0",
-    "profile --dtype=half",
-    "profile --device=tpu",
-    "profile --instrument=clear",
-    "profile --spec=x",
-    "profile --target=h200",
-    "profile --max-wait-s=soon",
-    "profile --threads=0",
-    "profile --threads=two",
-    "verify --model=small --method=opacus-gost",
-    "verify --model=tiny --lora=rank=8",
-    "verify --model=hf:tiny-llama --lora=rank=0",
-    "verify --model=hf:tiny-lama",
-    "verify --model=hf:tiny-llama --padding=2",
-    "verify --model=tinny",
-    "verify --stand-in=no.json",
-    "ceilings --operators-s=0",
-    "ceilings --operators-of nowhere.json",
-    "prune nowhere.yaml",
-    "tables --manifest no.json --output-dir t",
-    "report",
-    "figure --figure=tradeof",
-    "figure '--output=f\x1b.xyz'",
-    "advise --figure=x.jpg",
-    "forget --outcome=crashed,ok",
-]
-"""Commands with options that come after the right ones."""
+"""Options; those of a case come after them, and a later one counts."""
 
 OUTPUTS = dict.fromkeys(("profile", "verify", "ceilings", "figure"), "--output")
 OUTPUTS |= {"advise": "--json", "budget": "--json"}
@@ -69,14 +35,10 @@ def test_bad_options_are_one_sentence_and_nothing_runs(tmp_path) -> None:
         assert done.returncode == (2 if usage else 1)
         return said
 
-    without = [f"{command} {option}=" for command, option in OUTPUTS.items()]
-    assert_sentences("cli/options", refusal_of, [*REFUSED, *without])
+    assert_sentences("cli/options", refusal_of)
 
 
-IN_THE_WAY = {
-    "is a device, a pipe or a socket": (22, os.mkfifo),
-    "is a folder": (21, Path.mkdir),
-}
+IN_THE_WAY = {"is a device, a pipe or a socket": (22, os.mkfifo), "is a folder": (21, Path.mkdir)}
 
 
 @pytest.mark.parametrize("what", IN_THE_WAY)

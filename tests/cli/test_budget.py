@@ -16,7 +16,7 @@ from factory import (
 from scripts import ASKED, HERE, call
 from snapshots import assert_sentences
 
-from dpprof.ask.budget.show import explain_choice, format_budget
+from dpprof.ask.budget import explain_choice, format_budget
 from dpprof.experiments.accounting.noise import plan_noise
 from dpprof.experiments.accounting.plan import Schedule, describe_noise
 from dpprof.experiments.launch import accounting_run
@@ -62,24 +62,13 @@ def test_a_budget_is_printed_and_written_for_programs(asked) -> None:
     assert len(found["warnings"]) == 1
 
 
-BAD = [
-    ["--target=h300"],
-    [],
-    ["--target={memory_bytes: 0, flops_per_s: 1e12, bandwidth_bytes_per_s: 1e11}"],
-    [*HERE, "--dtype=fp8"],
-    [*HERE, "--epsilon=0"],
-    [*HERE, "--batch-size=512", "--tokens=4095"],
-    [*HERE, "--epsilon=0.01", "--accountant=rdp", "--batch-size=2048"],
-]
-
-
 def test_bad_input_is_one_sentence_and_nothing_runs(tmp_path) -> None:
     def refusal_of(options: list[str]) -> str:
         done = call("budget", *ASKED, *SPENT, *options, cwd=tmp_path)
         assert (done.returncode, list(tmp_path.iterdir())) == (1, [])
         return done.stderr.removesuffix("\n")
 
-    assert_sentences("cli/budget", refusal_of, BAD)
+    assert_sentences("cli/budget", refusal_of)
 
 
 def test_what_is_missing_is_named(tmp_path) -> None:

@@ -11,8 +11,8 @@ from factory import make_capacity, make_experiment, make_held, make_memory, writ
 from scripts import ROOT
 from snapshots import assert_reviewed, assert_sentences
 
-from dpprof.ask.compare.command import main
-from dpprof.ask.explain.command import main as explain
+from dpprof.ask.compare import main
+from dpprof.ask.explain import main as explain
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.records.comparison import FolderComparison
 from dpprof.experiments.records.thresholds import Thresholds
@@ -90,11 +90,7 @@ ONE_FLOP_MORE = make_memory(SIZES)
 ONE_FLOP_MORE["io"]["by_phase_and_op_kind"][0]["flops"] += 1
 DIFFERENCES = {
     "compare - more of one component": ({"sizes": SIZES | {"noise": 102}}, [], 1),
-    "compare - more FLOPs of one kind": (
-        {"recorded": ONE_FLOP_MORE},
-        ["--metrics", "flops"],
-        1,
-    ),
+    "compare - more FLOPs of one kind": ({"recorded": ONE_FLOP_MORE}, ["--metrics", "flops"], 1),
     "compare - less memory": ({"sizes": SIZES | {"noise": 50}}, [], 0),
     "compare - disjoint folders": ({"experiment": OTHER}, [], 2),
 }
@@ -158,20 +154,6 @@ def test_thresholds_that_decimals_cannot_spell_exactly_are_exact(folders, tmp_pa
     assert gate(capsys, *folders, "--thresholds", file)[0] == 0
 
 
-BAD_THRESHOLDS = [
-    "{memroy: 0}",
-    "{components: {noize: 2%}}",
-    "{time: 5}",
-    "{time: -5%}",
-    "{flops: true}",
-    "{flops: false}",
-    "{flops: .nan}",
-    "{flops: [0]}",
-    "[5%]",
-    "{memory: 0",
-]
-
-
 def test_bad_thresholds_are_one_sentence(folders, tmp_path, capsys) -> None:
     file = tmp_path / "thresholds.yaml"
 
@@ -179,7 +161,7 @@ def test_bad_thresholds_are_one_sentence(folders, tmp_path, capsys) -> None:
         file.write_text(text)
         return refused(capsys, *folders, "--thresholds", file).replace(f"{tmp_path}/", "")
 
-    assert_sentences("cli/thresholds", refusal_of, BAD_THRESHOLDS)
+    assert_sentences("cli/thresholds", refusal_of)
 
 
 def test_an_empty_file_of_thresholds_has_the_defaults(folders, tmp_path, capsys) -> None:
@@ -218,19 +200,11 @@ def test_bad_folders_are_one_sentence_and_exit_with_2(folders, tmp_path, capsys)
     assert f"other.r0.json: holds another run, {FLASH.id}.r0 of estimate" in refused(capsys, a, b)
 
 
-BAD_OPTIONS = [
-    "--metrics=flop",
-    "--metrics=",
-    "--across=version",
-    "--thresholds=none.yaml",
-]
-
-
 def test_bad_options_are_one_sentence(folders, capsys) -> None:
     write_estimate(folders[1])
     refusal_of = functools.partial(refused, capsys, *folders)
 
-    assert_sentences("cli/options of compare", refusal_of, BAD_OPTIONS)
+    assert_sentences("cli/options of compare", refusal_of)
     assert "invalid choice: 'html'" in refusal_of("--format=html")  # in the words of Python
 
 

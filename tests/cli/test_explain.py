@@ -8,7 +8,7 @@ import sys
 import pytest
 from factory import make_experiment, make_held, write_synthetic
 
-from dpprof.ask.explain.command import main
+from dpprof.ask.explain import main
 from dpprof.experiments.records.result import result_path
 
 SIZES = {"standard": {"parameters": 800}, "flash": {"parameters": 800, "noise": 300}}

@@ -7,8 +7,8 @@ import pytest
 from factory import write_synthetic_verdict
 from scripts import call, run
 
+from dpprof.ask import verify
 from dpprof.ask.questions import make_experiment
-from dpprof.ask.verify import ask as verify
 from dpprof.experiments.config.fine_tuning import Padding
 from dpprof.experiments.planning.stand_ins import StandIn
 

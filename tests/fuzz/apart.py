@@ -18,10 +18,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from judging import Kind, judge
 
-from dpprof.ask import predictions
+from dpprof.ask import predictions, verify
 from dpprof.ask.commands import ceilings, profile
 from dpprof.ask.commands.main import COMMANDS, import_command, main
-from dpprof.ask.verify import ask as verify
 from dpprof.experiments.config.config_files import read_config_file
 from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.planning.planner import make_plan, write_plan

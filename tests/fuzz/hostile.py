@@ -97,11 +97,7 @@ def _give_budget(draw: random.Random) -> Edits:
     """Give a privacy budget a value that it cannot have."""
     key = draw.choice(list(PRIVACY))
     budget = RIGHT_BUDGET | {key: draw.choice(PRIVACY[key])}
-    return {
-        (*TWO, "instruments"): "capacity",
-        (*TWO, "target"): "h200",
-        ("privacy",): budget,
-    }
+    return {(*TWO, "instruments"): "capacity", (*TWO, "target"): "h200", ("privacy",): budget}
 
 
 def _add_key(draw: random.Random) -> Edits:

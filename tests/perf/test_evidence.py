@@ -7,9 +7,8 @@ import pytest
 from published.cases import Case
 
 from dpprof.experiments.config.experiment import Experiment
-from evidence import DATA, MODELS, NOT_RECREATED, SOURCES, find_target, read_rows
+from evidence import DATA, MODELS, NOT_RECREATED, PAGES, SOURCES, find_target, read_rows
 from predictions import KERNELS, describe_measured
-from validate import PAGES
 
 STEPS, RANKS, PRIVATE, MEASURED = (read_rows(page) for page in PAGES)
 CASES = read_rows("validation")

@@ -54,7 +54,7 @@ def test_sides_alternate() -> None:
 
 def test_drift_that_hits_both_sides_leaves_the_ratio_alone() -> None:
     drift = [1.0 + 0.5 * pair for pair in range(12)]
-    pairs = Comparison("a / b", tuple(1.1 * d for d in drift), tuple(drift))
+    pairs = Comparison("a / b", [(1.1 * d, d) for d in drift])
 
     assert pairs.ratio == pytest.approx(1.1)
     assert pairs.interval == pytest.approx((1.1, 1.1))

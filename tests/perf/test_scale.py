@@ -6,13 +6,14 @@ import sys
 import pytest
 
 import scale
-from scale import Cost, Row, find_broken, run
+from scale import Row, find_broken
+from script import Cost, run
 
 
 def test_a_process_is_charged_for_what_its_children_take(tmp_path) -> None:
     work = "x = bytearray(100 * 2**20); sum(range(2 * 10**6))"
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}], check=True)"
-    busy, idle = (run([sys.executable, "-c", code], tmp_path) for code in (child, "pass"))
+    busy, idle = (run(["-c", code], tmp_path) for code in (child, "pass"))
 
     assert busy.peak_mib - idle.peak_mib == pytest.approx(100, abs=20)
     assert busy.cpu_s > idle.cpu_s
@@ -20,7 +21,7 @@ def test_a_process_is_charged_for_what_its_children_take(tmp_path) -> None:
 
 def test_a_command_that_fails_says_why(tmp_path) -> None:
     with pytest.raises(RuntimeError, match=r"ended with 3: what went wrong"):
-        run([sys.executable, "-c", "print('what went wrong'); raise SystemExit(3)"], tmp_path)
+        run(["-c", "print('what went wrong'); raise SystemExit(3)"], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -44,10 +45,7 @@ def test_fifty_experiments_are_planned_and_reported(tmp_path) -> None:
     output = tmp_path / "scale.md"
     options = ["--jobs=50", "--results=50", "--rounds=1", f"--output={output}"]
     done = subprocess.run(
-        [sys.executable, scale.__file__, *options],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, scale.__file__, *options], capture_output=True, text=True, check=False
     )
 
     # With so few, what every process takes outweighs what the experiments do.

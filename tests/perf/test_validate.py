@@ -157,7 +157,7 @@ def test_every_step_is_a_point_of_the_figure() -> None:
 def test_the_command_writes_a_table_and_a_figure(tmp_path, monkeypatch, capsys) -> None:
     table, figure = tmp_path / "t.md", tmp_path / "f.png"
     steps = [make_step(0.1)]
-    monkeypatch.setitem(validate.PAGES, "ranks", lambda _: Page(tabulate_steps(steps), steps))
+    monkeypatch.setitem(validate.WRITERS, "ranks", lambda _: Page(tabulate_steps(steps), steps))
     options = ["--output", str(table), "--figure", str(figure)]
     monkeypatch.setattr(sys, "argv", ["validate.py", "ranks", *options])
     validate.main()

@@ -29,25 +29,6 @@ _BASES: dict[str, dict[str, Any]] = {
 }
 """What an experiment says of the frozen model, by its name in the data."""
 
-COLUMNS = [
-    "model",
-    "base",
-    "attention",
-    "batch",
-    "peak_mib",
-    "predicted_peak_mib",
-    "peak_difference_percent",
-    "forward_difference_percent",
-    "backward_difference_percent",
-    "optimizer_difference_percent",
-    "reserved_mib",
-    "predicted_reserved_mib",
-    "reserved_difference_percent",
-    "step_s",
-    "predicted_step_s",
-    "step_difference_percent",
-]
-
 
 @cache
 def _predict(run: str) -> dict[str, float]:
@@ -91,31 +72,27 @@ class Run(NamedTuple):
         return {name: 100 * (now[name] / was - 1) for name, was in self.measured.items()}
 
     @property
-    def row(self) -> list[str]:
+    def row(self) -> dict[str, str]:
         """The run in the table."""
-        was, now, differs = self.measured, self.predicted, self.differences
-        told = {name: f"{value:+.3f}" for name, value in differs.items()}
-        seconds = ["", "", ""]
-        if "seconds" in was:
-            seconds = [
-                f"{was['seconds']:.2f}",
-                f"{now['seconds']:.2f}",
-                f"{differs['seconds']:+.0f}",
-            ]
-        return [
-            self.model,
-            self.base,
-            self.attention,
-            f"{self.batch_size} x {self.seq_len}",
-            f"{was['peak']:.1f}",
-            f"{now['peak']:.1f}",
-            told["peak"],
-            *(told.get(phase, "") for phase in _PHASES),
-            f"{was['reserved']:.0f}",
-            f"{now['reserved']:.0f}",
-            told["reserved"],
-            *seconds,
-        ]
+        was, now = self.measured, self.predicted
+        differs = {name: f"{value:+.3f}" for name, value in self.differences.items()}
+        is_timed = "seconds" in was
+        return {
+            "model": self.model,
+            "base": self.base,
+            "attention": self.attention,
+            "batch": f"{self.batch_size} x {self.seq_len}",
+            "peak_mib": f"{was['peak']:.1f}",
+            "predicted_peak_mib": f"{now['peak']:.1f}",
+            "peak_difference_percent": differs["peak"],
+            **{f"{phase}_difference_percent": differs.get(phase, "") for phase in _PHASES},
+            "reserved_mib": f"{was['reserved']:.0f}",
+            "predicted_reserved_mib": f"{now['reserved']:.0f}",
+            "reserved_difference_percent": differs["reserved"],
+            "step_s": f"{was['seconds']:.2f}" if is_timed else "",
+            "predicted_step_s": f"{now['seconds']:.2f}" if is_timed else "",
+            "step_difference_percent": f"{self.differences['seconds']:+.0f}" if is_timed else "",
+        }
 
 
 QUICK = "t4-sweep-2026-09-15/39"
@@ -123,17 +100,6 @@ QUICK = "t4-sweep-2026-09-15/39"
 
 RUNS = [Run(**fields) for fields in _CONTENT["runs"]]
 
-TRAINER_COLUMNS = [
-    "model",
-    "trained",
-    "batch",
-    "peak_mib",
-    "predicted_peak_mib",
-    "peak_difference_percent",
-    "step_s",
-    "predicted_step_s",
-    "step_difference_percent",
-]
 _ADAPTERS = f"rank=16,alpha=16,dropout=0.1,target_modules={_TARGETS}"
 _TRAINED: dict[str, dict[str, Any]] = {
     "all": {"parameters_dtype": "bfloat16", "autocast": False, "trained_dtype": "bfloat16"},
@@ -185,26 +151,27 @@ class TrainerRun(NamedTuple):
         return 100 * (peak / self.peak - 1), 100 * (seconds / self.seconds - 1)
 
     @property
-    def row(self) -> list[str]:
+    def row(self) -> dict[str, str]:
         """The run in the table."""
         peak, seconds = _record_trainer(self)
         of_peak, of_time = self.differences
-        return [
-            self.model,
-            self.trained,
-            f"{self.batch_size} x {self.seq_len}",
-            f"{self.peak:.1f}",
-            f"{peak:.1f}",
-            f"{of_peak:+.3f}",
-            f"{self.seconds:.3f}",
-            f"{seconds:.3f}",
-            f"{of_time:+.1f}",
-        ]
+        return {
+            "model": self.model,
+            "trained": self.trained,
+            "batch": f"{self.batch_size} x {self.seq_len}",
+            "peak_mib": f"{self.peak:.1f}",
+            "predicted_peak_mib": f"{peak:.1f}",
+            "peak_difference_percent": f"{of_peak:+.3f}",
+            "step_s": f"{self.seconds:.3f}",
+            "predicted_step_s": f"{seconds:.3f}",
+            "step_difference_percent": f"{of_time:+.1f}",
+        }
 
 
 TRAINER_RUNS = [TrainerRun(**fields) for fields in _CONTENT["trainer_runs"]]
 
 if __name__ == "__main__":
-    table = csv.writer(sys.stdout, lineterminator="\n")
-    table.writerows([COLUMNS, *(run.row for run in RUNS)])
-    table.writerows([TRAINER_COLUMNS, *(run.row for run in TRAINER_RUNS)])
+    for rows in ([run.row for run in RUNS], [run.row for run in TRAINER_RUNS]):
+        table = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 from published.cases import CASES, Case
-from published.finetuning import COLUMNS, QUICK, RUNS, TRAINER_COLUMNS, TRAINER_RUNS, Run
+from published.finetuning import QUICK, RUNS, TRAINER_RUNS, Run
 from published.recording import DATA
 from published.replays import REPLAYS, Replay
 
@@ -15,15 +15,17 @@ DOCS = DATA.parents[2] / "docs"
 PAGE = (DOCS / "validation.md").read_text(encoding="utf-8")
 
 
-def read_table(name: str) -> list[list[str]]:
+def read_table(name: str) -> list[dict[str, str]]:
     with Path(DOCS, "numbers", "data", name).open(encoding="utf-8", newline="") as file:
-        return list(csv.reader(file))
+        return list(csv.DictReader(file))
 
 
-HEADER, *ROWS = read_table("published-memory.csv")
-_, *SOURCE_ROWS = read_table("published-memory-sources.csv")
-T4_HEADER, *T4_ROWS = read_table("published-finetuning-t4.csv")
-A100_HEADER, *A100_ROWS = read_table("published-finetuning-a100.csv")
+ROWS, SOURCE_ROWS = (
+    [list(cells.values()) for cells in read_table(f"published-{name}.csv")]
+    for name in ("memory", "memory-sources")
+)
+T4_ROWS = read_table("published-finetuning-t4.csv")
+A100_ROWS = read_table("published-finetuning-a100.csv")
 MIB = 2**20
 LIMITS = 0.01, 0.1, 0.5, 2.0
 WORST_PEAK, MEDIAN_PEAK, MEDIAN_RESERVED = 0.5, 0.1, 3.0
@@ -167,7 +169,7 @@ def test_each_fine_tuning_on_a_t4_has_the_predicted_peaks(run: Run) -> None:
 def test_half_of_the_fine_tunings_on_a_t4_are_predicted_almost_exactly() -> None:
     differences = [run.differences for run in RUNS]
 
-    assert (T4_HEADER, len(T4_ROWS)) == (COLUMNS, len(RUNS))
+    assert (list(T4_ROWS[0]), len(T4_ROWS)) == (list(RUNS[0].row), len(RUNS))
     for name in ("forward", "backward", "optimizer", "peak"):
         assert median(abs(run[name]) for run in differences if name in run) < MEDIAN_PEAK
     assert median(abs(run["reserved"]) for run in differences) < MEDIAN_RESERVED
@@ -175,7 +177,7 @@ def test_half_of_the_fine_tunings_on_a_t4_are_predicted_almost_exactly() -> None
 
 @pytest.mark.slow
 def test_fine_tunings_by_the_trainer_have_the_predicted_peaks_and_times() -> None:
-    assert A100_HEADER == TRAINER_COLUMNS
+    assert list(A100_ROWS[0]) == list(TRAINER_RUNS[0].row)
     assert [run.row for run in TRAINER_RUNS] == A100_ROWS
     peaks, seconds = zip(*(run.differences for run in TRAINER_RUNS), strict=True)
     assert median(map(abs, peaks)) < MEDIAN_PEAK_OF_TRAINER

@@ -12,8 +12,7 @@ import pytest
 from same_numbers import assert_same
 from scripts import ROOT
 
-from dpprof.ask.advise.ask import list_questions
-from dpprof.ask.advise.command import read_options
+from dpprof.ask.advise import list_questions, read_options
 from dpprof.ask.commands.capacities import make_parser, read_question
 from dpprof.experiments.planning import job_environment
 from dpprof.experiments.planning.code_digest import _code_digest, code_digest
@@ -23,7 +22,7 @@ from dpprof.predict.capacity import measure
 
 KEPT = [Result.model_validate_json(t) for t in kept_answers().values() if "experiment_id" in t]
 SCRIPT = runpy.run_path(str(ROOT / "workflow" / "scripts" / "answers.py"))
-FITS = vars(importlib.import_module("dpprof.ask.fits.ask"))
+FITS = vars(importlib.import_module("dpprof.ask.fits"))
 APART = ("methods", "world_sizes", "again")
 QUESTIONS = list(SCRIPT["find_questions"]())
 

@@ -3,7 +3,7 @@
 import pytest
 from snapshots import assert_reviewed
 
-from dpprof.ask.compare.show import render_markdown, render_text
+from dpprof.ask.compare import render_markdown, render_text
 from dpprof.experiments.records.comparison import ComparedFigure, FolderComparison, Run, Unlike
 from dpprof.experiments.records.thresholds import Thresholds
 from dpprof.results.report.comparison import summarise

@@ -4,7 +4,7 @@ import pytest
 from differences import make_difference
 from snapshots import assert_reviewed, assert_sentences
 
-from dpprof.ask.explain.show import Detail, list_rows, render_text, say
+from dpprof.ask.difference_text import Detail, list_rows, render_text, say
 
 MIB = 2**20
 WEIGHTS = ("parameters", "head", "empty", 100 * MIB)

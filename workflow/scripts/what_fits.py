@@ -6,8 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpprof.ask.fits.ask import Cell, fits
-from dpprof.ask.fits.show import tell_markdown
+from dpprof.ask.fits import Cell, fits, list_cells
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "numbers" / "what-fits.md"
 PRICES = {"rtx-4090": 0.4, "t4": 0.35}
@@ -22,7 +21,7 @@ _TABLES = re.compile(r"(<!-- tables -->\n).*(<!-- end -->)", re.DOTALL)
 
 def render(target: str, price: float, cells: Sequence[Cell]) -> str:
     """Return the section of one GPU."""
-    rows = tell_markdown(cell._asdict() for cell in cells)
+    rows = [f"| {' | '.join(list_cells(cell))} |" for cell in cells]
     commands = [f"* `{cell.command}`" for cell in cells]
     question = f"```bash\ndpprof fits --target {target} --price-per-hour {price:g}\n```\n"
     table = _HEADER + "\n".join(rows)

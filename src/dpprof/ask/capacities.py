@@ -116,7 +116,7 @@ def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: boo
         kept = None if again else _read_known(root, experiment)
         log = root / "results" / "logs" / INSTRUMENT / f"{experiment.id}.r0.log"
         output = result_path(root, INSTRUMENT, experiment.id, 0)
-        result = kept or predict(experiment, INSTRUMENT, output, log=log, forks=forks)
+        result = kept or predict(experiment, INSTRUMENT, output, log_path=log, forks=forks)
         tell(result)
         return result
 
@@ -167,11 +167,7 @@ def _begin_progress(experiments: Sequence[Experiment]) -> Callable[[Result], Non
 def _list_modules(experiments: Sequence[Experiment]) -> list[str]:
     """Return the modules that capacities of these experiments need."""
     methods = dict.fromkeys(experiment.method for experiment in experiments)
-    modules = [
-        "torch._dynamo",
-        "dpprof.predict.capacity",
-        *registry.modules("methods", methods),
-    ]
+    modules = ["torch._dynamo", "dpprof.predict.capacity", *registry.modules("methods", methods)]
     models = [experiment.model for experiment in experiments]
     kinds = {model.model_type for model in models if isinstance(model, Architecture)}
     for kind in sorted(kinds):

@@ -20,14 +20,7 @@ class PredictionError(RuntimeError):
         self.result = result
 
 
-def predict(
-    experiment: Experiment,
-    instrument: str,
-    output: Path,
-    *,
-    log: Path | None = None,
-    **how: Any,
-) -> Result:
+def predict(experiment: Experiment, instrument: str, output: Path, **how: Any) -> Result:
     """Predict an experiment, and keep its result in a file.
 
     A model that a function of this process builds is predicted here, and its result is not kept:
@@ -37,10 +30,9 @@ def predict(
         experiment: What to predict.
         instrument: ``estimate`` or ``capacity``.
         output: The result's file.
-        log: Where the output of the process goes.
-        **how: Other arguments of ``supervise``.
+        **how: Other arguments of ``supervise``, such as ``log_path``.
     """
     if not registry.is_lent(experiment.model):
-        return supervise(experiment, instrument, 0, output, log, **how)
+        return supervise(experiment, instrument, 0, output, **how)
     with tempfile.TemporaryDirectory() as folder:
         return supervise(experiment, instrument, 0, Path(folder, "result.json"))

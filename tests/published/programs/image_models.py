@@ -3,7 +3,7 @@
 Shape legend: B images, C channels, H height, W width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -104,31 +104,33 @@ def _layers(width: int, inner: int, stride: int, *, is_deep: bool) -> list[nn.Co
     return [_conv(width, inner, 1), _conv(inner, inner, 3, stride), _conv(inner, 4 * inner, 1)]
 
 
+def _stack(
+    stages: Iterable[Sequence[int]], after: Callable[[int], Iterable[nn.Module]]
+) -> list[nn.Module]:
+    """Return convolutions with what follows each, and a pooling at the end of each stage."""
+    layers: list[nn.Module] = []
+    inputs = 3
+    for stage in stages:
+        for outputs in stage:
+            layers += nn.Conv2d(inputs, outputs, 3, padding=1), *after(outputs)
+            inputs = outputs
+        layers.append(nn.MaxPool2d(2))
+    return layers
+
+
 def small_vgg(name: str, norm: Norm, head: nn.Module) -> nn.Module:
     """Return a VGG for images of 32 x 32 (kuangliu/pytorch-cifar), with its head.
 
     The head gets 512 numbers for each image. The source computes ReLU in place, which Opacus's
     hooks refuse today; what is kept for backward is the same.
     """
-    layers: list[nn.Module] = []
-    inputs = 3
-    for stage in _VGG[name]:
-        for outputs in stage:
-            layers += nn.Conv2d(inputs, outputs, 3, padding=1), norm(outputs), nn.ReLU()
-            inputs = outputs
-        layers.append(nn.MaxPool2d(2))
+    layers = _stack(_VGG[name], lambda channels: (norm(channels), nn.ReLU()))
     return nn.Sequential(*layers, nn.Flatten(), head)
 
 
 def large_vgg(name: str, classes: int) -> nn.Module:
     """Return torchvision's VGG without norms, for images of any size."""
-    layers: list[nn.Module] = []
-    inputs = 3
-    for stage in _VGG[name]:
-        for outputs in stage:
-            layers += nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU()
-            inputs = outputs
-        layers.append(nn.MaxPool2d(2))
+    layers = _stack(_VGG[name], lambda _: (nn.ReLU(),))
     hidden = 4096
     layers += nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Linear(49 * 512, hidden)
     layers += nn.ReLU(), nn.Dropout(), nn.Linear(hidden, hidden)
@@ -141,13 +143,7 @@ def tanh_cnn() -> nn.Module:
 
     Source: Tramer and Boneh 2021, "Differentially Private Learning Needs Better Features".
     """
-    layers: list[nn.Module] = []
-    inputs = 3
-    for outputs in (32, 64, 128):
-        for _ in range(2):
-            layers += nn.Conv2d(inputs, outputs, 3, padding=1), nn.Tanh()
-            inputs = outputs
-        layers.append(nn.MaxPool2d(2))
+    layers = _stack([(width,) * 2 for width in (32, 64, 128)], lambda _: (nn.Tanh(),))
     return nn.Sequential(
         *layers, nn.Flatten(), nn.Linear(16 * 128, 128), nn.Tanh(), nn.Linear(128, 10)
     )

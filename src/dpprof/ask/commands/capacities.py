@@ -3,28 +3,21 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Container, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from dpprof.ask.answer import BatchAnswer
-from dpprof.ask.commands.common import Parser, path, positive
+from dpprof.ask.commands.common import FILE, Parser, positive
 from dpprof.ask.commands.options import add_experiment_options, read_given
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable, write_atomically
 
 
-def make_parser(
-    command: str,
-    about: str | None,
-    example: str = "",
-    several: Container[str] = (),
-    notes: Mapping[str, str] = MappingProxyType({}),
-) -> Parser:
+def make_parser(command: str, about: str | None, example: str = "", **of_fields: Any) -> Parser:
     """Make the options of a subcommand that finds capacities.
 
-    ``example`` adds to its example; options for the fields in ``several`` take one or more values;
-    ``notes`` adds to the help of fields.
+    ``example`` adds to its example; ``of_fields`` are ``several`` and ``notes`` of
+    ``add_experiment_options``.
     """
     parser = Parser(
         command,
@@ -43,15 +36,13 @@ def make_parser(
     )
     add_output_options(parser)
     leave_out = ("method", "batch_size")
-    add_experiment_options(parser, leave_out=leave_out, several=several, notes=notes)
+    add_experiment_options(parser, leave_out=leave_out, **of_fields)
     return parser
 
 
 def add_output_options(parser: Parser) -> None:
     """Add the options on where an answer goes, and on those that are kept."""
-    parser.add_argument(
-        "--json", type=path, metavar="FILE", help="write the results as JSON to this file"
-    )
+    parser.add_argument("--json", **FILE, help="write the results as JSON to this file")
     parser.add_argument(
         "--again", action="store_true", help="ignore what is kept, in results and the package"
     )

@@ -91,6 +91,11 @@ def path_ending_in(endings: Sequence[str]) -> Callable[[str], Path]:
     return read
 
 
+FILE: dict[str, Any] = {"type": path, "metavar": "FILE"}
+DRAWING = FILE | {"type": path_ending_in(DRAWINGS)}
+"""What options have in common that name a file, or one that a figure is drawn to."""
+
+
 def save_figure(figure: Any, output: Path) -> None:
     """Write a drawn figure, in the format of the file's ending.
 

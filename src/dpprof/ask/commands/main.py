@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, str] = {
 """Subcommands, each a module that is imported only when it runs."""
 
 QUESTIONS = ("advise", "budget", "compare", "estimate", "explain", "fits", "verify")
-"""Subcommands whose modules lie in the folders of their questions; others lie beside this one."""
+"""Subcommands whose modules are those of their questions; others lie beside this one."""
 
 REMOVED: Mapping[str, str] = {
     "capacity": "dpprof advise takes the same options, and says how large a batch fits"
@@ -73,8 +73,8 @@ def _run(words: Sequence[str]) -> None:
 def import_command(name: str) -> Any:
     """Return a subcommand's module; end the process where an extra is missing."""
     try:
-        module = f"{name}.command" if name in QUESTIONS else f"commands.{name}"
-        return importlib.import_module(f"dpprof.ask.{module}")
+        folder = "" if name in QUESTIONS else "commands."
+        return importlib.import_module(f"dpprof.ask.{folder}{name}")
     except ModuleNotFoundError as error:
         if name not in EXTRAS:
             raise

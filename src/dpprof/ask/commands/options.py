@@ -5,7 +5,6 @@ argparse does it: pydantic-settings is no dependency, and its errors are not one
 
 import argparse
 from collections.abc import Container, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from dpprof.ask.questions import make_experiment
@@ -26,14 +25,14 @@ def add_experiment_options(
     parser: argparse.ArgumentParser,
     leave_out: Container[str] = (),
     several: Container[str] = (),
-    notes: Mapping[str, str] = MappingProxyType({}),
+    notes: Mapping[str, str] | None = None,
 ) -> None:
     """Add an option for every field of an experiment, described as in the schema.
 
     Those in ``several`` take one or more values, and collect those of every time they are given.
     ``notes`` adds to the description of a field.
     """
-    notes = {"model": _CODE} | dict(notes)
+    notes = {"model": _CODE, **(notes or {})}
     group = parser.add_argument_group("experiment")
     for name, field in Experiment.model_fields.items():
         if name in leave_out:

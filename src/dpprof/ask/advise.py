@@ -1,5 +1,12 @@
-"""Which method to use on a GPU, and which batch fits there."""
+"""Say how large a batch fits on a GPU that need not be here, and which private method to use.
 
+--model takes one value; --dtype, --seq-len and --image-size take one or more. For several values,
+the answer is a table of the fastest method for each combination. --checkpointing best tries every
+way of checkpointing; dpprof then judges each method by its fastest checkpointing that fits.
+--head best tries every way to the loss, and says what the fastest brings.
+"""
+
+import argparse
 import itertools
 import json
 from collections import defaultdict
@@ -7,18 +14,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
-from dpprof.ask.advise.gpus import format_gpus
-from dpprof.ask.advise.show import (
+from dpprof.ask.advice_text import (
     compare_heads,
     format_advice,
+    format_gpus,
     format_winners,
     list_remedies,
     list_smallest_ranks,
     recommend,
 )
 from dpprof.ask.answer import BatchAnswer, load_figure, tabulate
-from dpprof.ask.capacities import find_capacities, list_experiments, read_verdicts
-from dpprof.ask.capacity.show import explain_batches, explain_safety
+from dpprof.ask.capacities import LISTS, find_capacities, list_experiments, read_verdicts
+from dpprof.ask.capacity import explain_batches, explain_safety
+from dpprof.ask.commands.capacities import ask, make_parser, print_answer, read_question
+from dpprof.ask.commands.common import DRAWING, ending_in_a_sentence, save_figure
 from dpprof.ask.questions import naming
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
@@ -32,6 +41,7 @@ from dpprof.results.analysis.advice.advice import advise as rank
 from dpprof.results.analysis.advice.scaling import compare_gpus
 from dpprof.results.analysis.standings import find_signs
 from dpprof.results.analysis.tables.axes import target_text
+from dpprof.system.files import check_writable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,15 +101,8 @@ class Advised(BatchAnswer):
         advices, results = self.advices, self.results
         if len(self._alike) == 1:
             explain = explain_safety if advices[0].checkpointing == BEST else explain_batches
-            return "\n".join(
-                [
-                    *format_gpus(self.gpus),
-                    *map(format_advice, advices),
-                    *explain(results),
-                    *list_smallest_ranks(results),
-                    *list_remedies(results),
-                ]
-            )
+            lines = [*format_gpus(self.gpus), *map(format_advice, advices), *explain(results)]
+            return "\n".join([*lines, *list_smallest_ranks(results), *list_remedies(results)])
         lines = [format_winners(advices), *compare_heads(advices), *explain_safety(results)]
         for (dtype, size, *_), by_ranks in self._alike.items():
             on_any = list(itertools.chain.from_iterable(by_ranks.values()))
@@ -239,3 +242,49 @@ def _without_lora(experiment: Experiment) -> Experiment | None:
         return None  # the model's own config says that its weights are quantised
     others = {"lora": None, "trainable": None, "quantization": None}
     return Experiment.model_validate(experiment.model_dump() | others)
+
+
+def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse options, and refuse what only this command refuses.
+
+    Raises:
+        InputError: An option's value is not allowed.
+    """
+    notes = {
+        "checkpointing": f"{BEST}: try each way, and judge each method by its fastest that fits",
+        "head": f"{BEST}: try each, and say what it brings",
+    }
+    parser = make_parser("advise", __doc__, several=("model", *LISTS), notes=notes)
+    parser.add_argument(
+        "--figure",
+        **DRAWING,
+        help="also draw tokens per second over several sequence lengths, or numbers of ranks: a "
+        ".png, .pdf or .svg",
+    )
+    parser.add_argument("--batch-size", nargs="*", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.batch_size is not None:
+        why = "advise finds the largest batch that fits; leave it out"
+        raise refuse("--batch-size", " ".join(arguments.batch_size), why)
+    if arguments.model is not None:
+        models = arguments.model
+        if len(models) > 1:
+            raise refuse("--model", " ".join(models), "give one model, and call once for each")
+        [arguments.model] = models
+    if arguments.figure is not None:
+        if all(len(values or ()) < 2 for values in (arguments.seq_len, arguments.world_sizes)):  # noqa: PLR2004 (a line has two ends)
+            raise refuse_short_figure(spell("figure"), str(arguments.figure))
+        load_figure("advice", spell("figure"))
+        check_writable(arguments.figure)
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line; the exit status is 1 where no method safely fits."""
+    with ending_in_a_sentence():
+        arguments = read_options(argv)
+        advised = ask(advise, read_question(arguments))
+        if arguments.figure is not None:
+            assert isinstance(advised, Advised)
+            save_figure(advised.plot(), arguments.figure)
+        print_answer(advised, arguments)

@@ -1,13 +1,13 @@
 """How large a batch of one method fits."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpprof.ask.answer import tabulate
 from dpprof.ask.capacities import find_capacities, list_experiments
-from dpprof.ask.capacity.show import explain_batches
-from dpprof.ask.estimate.ask import Predicted
+from dpprof.ask.estimate import Predicted
 from dpprof.ask.predictions import PredictionError
 from dpprof.ask.questions import naming
 from dpprof.experiments.config.experiment import Experiment
@@ -17,6 +17,12 @@ from dpprof.results.analysis.advice.advice import describe
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_SAFE = {
+    False: "the allocator never has to release its cache to find room",
+    True: "a tenth of the memory is left",
+}
+"""What a safe batch is, by whether a share of the memory is left."""
 
 
 class Fitting(Predicted):
@@ -82,3 +88,33 @@ def capacity(
     if result.capacity is None:
         raise PredictionError(result)
     return Fitting(result)
+
+
+def explain_batches(results: Sequence[Result]) -> list[str]:
+    """Return the lines of ``explain_safety``, and where pieces of free memory bound a batch."""
+    lines = explain_safety(results)
+    for result in results:
+        experiment, capacity = result.experiment, result.capacity
+        if capacity is not None and capacity.limited_by == "fragmentation":
+            ranks = "" if experiment.parallel is None else f", {experiment.parallel.text}"
+            whole = "" if experiment.lora is None else " with LoRA"
+            lines.append(
+                f"{experiment.method}{whole}{ranks}: free memory is in pieces too small for "
+                f"{capacity.batch_size + 1:,} samples; by size "
+                f"{capacity.unfragmented_batch_size:,} fit, with "
+                "PYTORCH_ALLOC_CONF=expandable_segments:True "
+                f"{capacity.expandable_batch_size or 0:,}"
+            )
+    return lines
+
+
+def explain_safety(results: Sequence[Result]) -> list[str]:
+    """Say what a safe batch is, and for which methods it is something else."""
+    methods: dict[str, dict[str, None]] = defaultdict(dict)
+    for result in results:
+        if result.capacity is not None:
+            meaning = _SAFE[result.capacity.safe_share is not None]
+            methods[meaning][result.experiment.method] = None
+    meanings = sorted(methods, key=lambda meaning: len(methods[meaning]), reverse=True)
+    others = [f"; for {', '.join(methods[meaning])}: {meaning}" for meaning in meanings[1:]]
+    return [f"Safe: {meanings[0]}{''.join(others)}."] if meanings else []

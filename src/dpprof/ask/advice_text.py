@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -11,16 +11,17 @@ from dpprof.experiments.config import registry
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.tasks import name_size, name_units
 from dpprof.experiments.config.validation import spell
-from dpprof.experiments.records.advice import Advice, OneMoreSample, Option
+from dpprof.experiments.records.advice import Advice, OneMoreSample, OnGpus, Option
 from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.advice.advice import BEST
+from dpprof.results.analysis.advice.scaling import find_fastest
 from dpprof.results.analysis.difference.waterfall import format_size, name_component
 from dpprof.results.analysis.standings import find_signs, sign
 from dpprof.results.analysis.tables.axes import BASELINE
+from dpprof.results.report.wording import plural
 from dpprof.system.numbers import three_digits
 
 _SPEED = "tokens/s"
-_FIGURES = ("largest batch", "peak", "safe batch", _SPEED, "90 % interval", "FLOPs x")
 _MIB = 2**20
 
 _LARGE_SHARE = 0.1
@@ -43,19 +44,34 @@ _ROW: Mapping[str, Callable[[Advice], str]] = {
 }
 """What a row of winners is about. Dtype and size are always shown, others where they vary."""
 
-_WINNER: Mapping[str, Callable[[Option], str]] = {
+_CELLS: Mapping[str, Callable[[Option], str]] = {
+    "verdict": lambda option: option.verdict,
     "checkpointing": lambda option: str(option.checkpointing),
-    "safe batch": lambda option: format_number(option.safe_batch_size, ","),
+    "largest batch": lambda option: (
+        f"{option.largest_batch_size:,}{'+' if option.limited_by == 'search' else ''}"
+    ),
+    "peak": lambda option: f"{(option.largest_peak_bytes or 0) / _MIB:,.0f} MiB",
+    "safe batch": lambda option: format_number(option.safe_batch_size, ",", "none"),
     _SPEED: lambda option: format_number(option.tokens_per_s, ",.0f"),
     "90 % interval": _format_interval,
+    "FLOPs x": lambda option: format_number(option.dp_flop_multiplier, ".2f"),
     "GiB at peak": lambda option: three_digits(option.safe_peak_bytes, 2**30),
 }
+"""What is said of a method, by the head of its column."""
+
+_OF_METHODS = tuple(name for name in _CELLS if name != "GiB at peak")
+_OF_WINNERS = ("checkpointing", "safe batch", _SPEED, "90 % interval", "GiB at peak")
 _TIMES = (
     "{units} per second are predicted, with 90 % intervals; what they rest on differs by row, and "
     "--json says it"
 )
 _TEXTS = ("dtype", "ranks", "trained", "execution", "head", "method", "checkpointing", "verdict")
 """Columns that are set flush left."""
+
+
+def _choose_columns(names: Iterable[str], advice: Advice) -> list[str]:
+    """Leave out the way of checkpointing where it was not asked for."""
+    return [name for name in names if name != "checkpointing" or advice.checkpointing == BEST]
 
 
 def _name(advice: Advice) -> str:
@@ -102,31 +118,18 @@ def _tell_sample(sample: OneMoreSample) -> str:
     return f"One more sample costs {format_size(sample.sample_bytes)}; {peak}."
 
 
-def _cells(option: Option, ways: Sequence[str]) -> list[str]:
-    if option.largest_batch_size is None or option.largest_peak_bytes is None:
-        return [option.verdict, *("" for _ in (*ways, *_FIGURES))]
-    return [
-        option.verdict,
-        *(str(option.checkpointing) for _ in ways),
-        f"{option.largest_batch_size:,}" + ("+" if option.limited_by == "search" else ""),
-        f"{option.largest_peak_bytes / _MIB:,.0f} MiB",
-        format_number(option.safe_batch_size, ",", "none"),
-        format_number(option.tokens_per_s, ",.0f"),
-        _format_interval(option),
-        format_number(option.dp_flop_multiplier, ".2f"),
-    ]
-
-
 def _lay_out(advice: Advice, names: Mapping[str, str]) -> list[str]:
     """Lay out the methods, with adapters and without side by side."""
     sides = advice.sides
-    ways = ["checkpointing"] if advice.checkpointing == BEST else []
-    columns = ["verdict", *ways, *_FIGURES]
-    cells = [{option.method: _cells(option, ways) for option in side.options} for side in sides]
-    rows = [
-        [names[option.method], *(cell for side in cells for cell in side[option.method])]
-        for option in advice.options
-    ]
+    columns = _choose_columns(_OF_METHODS, advice)
+    cells: dict[str, list[str]] = defaultdict(list)
+    for side in sides:
+        for option in side.options:
+            fits = None not in (option.largest_batch_size, option.largest_peak_bytes)
+            shown = columns if fits else columns[:1]
+            texts = [_CELLS[name](option) for name in shown]
+            cells[option.method] += texts + [""] * (len(columns) - len(shown))
+    rows = [[names[option.method], *cells[option.method]] for option in advice.options]
     lines = _tabulate(["method", *columns * len(sides)], rows, advice)
     if len(sides) > 1:
         lora_at = lines[0].index(columns[0])
@@ -185,13 +188,11 @@ def format_winners(advices: Sequence[Advice]) -> str:
         if names := [option.method for option in side.options if option.verdict == "close"]:
             close[", ".join(names)].append(" ".join(row))
     signs = find_signs(option for option in winners if option is not None)
-    figures = dict(_WINNER)
-    if sides[0].checkpointing != BEST:
-        del figures["checkpointing"]
+    figures = _choose_columns(_OF_WINNERS, sides[0])
     table = [
         [*row, "none", *("" for _ in figures)]
         if best is None
-        else [*row, best.method + sign(best.method, signs), *(f(best) for f in figures.values())]
+        else [*row, best.method + sign(best.method, signs), *(_CELLS[f](best) for f in figures)]
         for row, best in zip(rows, winners, strict=True)
     ]
     what = f"{_name(sides[0])}, on {sides[0].target}"
@@ -252,50 +253,42 @@ def list_smallest_ranks(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-class _Remedy(NamedTuple):
-    """What may take less memory."""
-
-    options: Mapping[str, str]
-    fields: Mapping[str, Any]
-    """The fields of an experiment that has it."""
-
-    helps: Callable[[Experiment], bool]
-    """Returns whether an experiment lacks it, and may need less memory with it."""
-
-
-_REMEDIES = (
-    _Remedy(
-        {"dtype": "bfloat16"},
-        {"dtype": "bfloat16"},
+_IN_16_BITS = {"dtype": "bfloat16"}
+_REMEDIES: tuple[tuple[Mapping[str, str], Mapping[str, Any], Callable[[Experiment], bool]], ...] = (
+    (
+        _IN_16_BITS,
+        _IN_16_BITS,
         lambda asked: asked.dtype in ("float32", "tf32", "float64") and asked.lora is None,
     ),
-    _Remedy(
-        {"dtype": "bfloat16", "parameters_dtype": "bfloat16"},
-        {"dtype": "bfloat16", "parameters_dtype": "bfloat16"},
+    (
+        _IN_16_BITS | {"parameters_dtype": "bfloat16"},
+        _IN_16_BITS | {"parameters_dtype": "bfloat16"},
         lambda asked: asked.lora is not None and asked.parameters_dtype != "bfloat16",
     ),
-    _Remedy(
+    (
         {"checkpointing": BEST},
         {"checkpointing": "non-reentrant"},
         lambda asked: asked.checkpointing == "none" and asked.image_size is None,
     ),
-    _Remedy(
+    (
         {"head": BEST},
         {"head": "chunked"},
         lambda asked: asked.head == "logits" and not asked.method.startswith("opacus"),
     ),
-    _Remedy(
+    (
         {"lora": "rank=16"},
         {"lora": {"rank": 16}},
         lambda asked: asked.lora is None and asked.trained == "all" and asked.task == "causal-lm",
     ),
-    _Remedy({"quantization": "nf4"}, {"quantization": "nf4"}, lambda q: q.base_format is None),
-    _Remedy(
+    ({"quantization": "nf4"}, {"quantization": "nf4"}, lambda q: q.base_format is None),
+    (
         {"world_sizes": "2 4 8"},
         {"parallel": {"kind": "fsdp", "world_size": 2}},
         lambda asked: asked.parallel is None and asked.device == "cuda",
     ),
 )
+"""What may take less memory: how it is asked for, fields of an experiment that has it, and whether
+it may help one that lacks it."""
 
 
 def list_remedies(results: Sequence[Result]) -> list[str]:
@@ -307,9 +300,9 @@ def list_remedies(results: Sequence[Result]) -> list[str]:
         return []
     asked = [experiment for experiment in lacking if experiment.lora is not None] or lacking
     remedies = [
-        " ".join(f"{spell(name)} {value}" for name, value in remedy.options.items())
-        for remedy in _REMEDIES
-        if any(map(remedy.helps, asked)) and all(_accepts(e, remedy.fields) for e in asked)
+        " ".join(f"{spell(name)} {value}" for name, value in options.items())
+        for options, fields, helps in _REMEDIES
+        if any(map(helps, asked)) and all(_accepts(e, fields) for e in asked)
     ]
     return [f"What may take less memory: {', '.join(remedies)}."] if remedies else []
 
@@ -341,3 +334,40 @@ def compare_heads(advices: Sequence[Advice]) -> list[str]:
                 f"{usual.safe_batch_size:,} with logits, at {ratio:.2f} times the speed."
             )
     return lines
+
+
+_OF_GPUS: Mapping[str, Callable[[OnGpus], str]] = {
+    "GPUs": lambda option: f"{option.gpus:,}",
+    "method": lambda option: option.method,
+    "safe batch": lambda option: f"{option.safe_batch_size:,}",
+    _SPEED: lambda option: f"{option.tokens_per_s:,.0f}",
+    "90 % interval": lambda option: (
+        f"{option.tokens_per_s_low or 0.0:,.0f} to {option.tokens_per_s_high or 0.0:,.0f}"
+    ),
+    "per GPU": lambda option: f"{option.tokens_per_s_per_gpu:,.0f}",
+    "efficiency": lambda option: f"{option.efficiency:.0%}",
+    "GPU hours per 1e9 tokens": lambda option: three_digits(option.gpu_hours_per_billion),
+}
+
+
+def format_gpus(options: Sequence[OnGpus]) -> list[str]:
+    """Say which number of GPUs is the cheapest, which the fastest, and what each brings.
+
+    Nothing is said where no speed is predicted.
+    """
+    fastest = find_fastest(options)
+    if not fastest:
+        return []
+    cheap = min(fastest, key=lambda option: option.gpu_hours_per_billion)
+    fast = max(fastest, key=lambda option: option.tokens_per_s)
+    small = min(fastest, key=lambda option: option.gpus)
+    where = [f"{o.method} on {o.gpus:,} {plural(o.gpus, 'GPU')}" for o in (cheap, fast, small)]
+    hours = three_digits(cheap.gpu_hours_per_billion)
+    said = f"Cheapest: {where[0]}, {hours} GPU hours for a billion tokens. "
+    said += f"Fastest: {where[1]}, {fast.tokens_per_s:,.0f} tokens/s. Smallest: {where[2]}."
+    rows = [[cell(option) for cell in _OF_GPUS.values()] for option in fastest]
+    return [
+        said,
+        *lay_out([list(_OF_GPUS), *rows], texts=(1,)),
+        "Efficiency: tokens/s of a GPU over those with the fewest GPUs that train with the method.",
+    ]

@@ -1,4 +1,8 @@
-"""What fits on a GPU: models by how they are trained, with batch, speed, hours and price."""
+"""Say which models can be trained privately on a GPU: whole, with LoRA, and with QLoRA.
+
+Each row tells the largest batch that safely fits, tokens per second, and the hours and the price of
+some tokens, or how much memory one sample needs. Each has a command that answers it alone.
+"""
 
 import itertools
 import json
@@ -11,20 +15,25 @@ from pydantic import TypeAdapter, ValidationError
 
 from dpprof.ask.answer import BatchAnswer, tabulate
 from dpprof.ask.capacities import find_capacities
-from dpprof.ask.fits.show import METHOD, format_fits
+from dpprof.ask.commands.capacities import add_output_options, ask, print_answer
+from dpprof.ask.commands.common import Parser, ending_in_a_sentence, positive
+from dpprof.ask.layout import format_number, lay_out
 from dpprof.ask.questions import make_experiment, refuse_repeated
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
-from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.quantities import NotNegative, Positive
 from dpprof.experiments.config.target import Target
 from dpprof.experiments.config.validation import InputError, one_of, option_name, refuse, spell
 from dpprof.experiments.planning.code_digest import read_anew
 from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.advice.advice import describe
+from dpprof.system.files import check_writable
 
 if TYPE_CHECKING:
     import pandas as pd
+
+METHOD = "flash-bk"
+HEADER = ("model", "trained", "tokens", "batch", "peak, MiB", "tokens/s", "hours", "price")
 
 MODELS = (
     *("hf:qwen2.5-0.5b", "hf:llama-3.2-1b", "hf:qwen2.5-1.5b", "hf:llama-3.2-3b"),
@@ -67,12 +76,7 @@ class Cell(NamedTuple):
 
 
 class Fits(BatchAnswer):
-    """What fits on each GPU.
-
-    Args:
-        cells: What fits, by target, model, way and length.
-        tokens: The tokens that hours and prices are for.
-    """
+    """What fits on each GPU; hours and prices are for so many ``tokens``."""
 
     _short: ClassVar = (
         *("target", "model", "way", "seq_len", "batch_size", "tokens_per_s", "hours", "price"),
@@ -94,7 +98,14 @@ class Fits(BatchAnswer):
         return f"{fitting} of {len(self.cells)} fit with {METHOD}."
 
     def __str__(self) -> str:
-        return format_fits([cell._asdict() for cell in self.cells], self.tokens)
+        """Return a table for each GPU, and what would be needed where nothing fits."""
+        lines: list[str] = []
+        for target, group in itertools.groupby(self.cells, lambda cell: cell.target):
+            cells = list(group)
+            told = f"the largest safe batches of {METHOD}; hours for {self.tokens:,.0f} tokens"
+            lines += [f"{target}: {told}", *lay_out([HEADER, *map(list_cells, cells)], (0, 1))]
+            lines += ["", "Each row by itself:", *(cell.command for cell in cells), ""]
+        return "\n".join(lines).rstrip()
 
     def table(self) -> "pd.DataFrame":
         """Return a row for each cell, with the command that finds it alone."""
@@ -155,7 +166,12 @@ def fits(
     keys = list(itertools.product(targets, models, ways, seq_lens))
     questions = [_ask(*key) for key in keys]
     experiments = list(map(make_experiment, questions))
-    _refuse_other_models(experiments)
+    for experiment in experiments:
+        if not isinstance(experiment.model, Architecture) or experiment.task != "causal-lm":
+            raise InputError(
+                f"{spell('models')}: {experiment.model_name} is no causal language model of "
+                "Hugging Face; dpprof advise answers for others"
+            )
     results = find_capacities(experiments, Path(), again=again)
     cells = [
         _fill(key, fields, result, tokens, price_per_hour)
@@ -186,20 +202,6 @@ def _check(name: str, value: Any, kind: Any, allowed: str) -> None:
         raise refuse(spell(name), value, allowed) from None
 
 
-def _refuse_other_models(experiments: Sequence[Experiment]) -> None:
-    """Refuse models that are no Hugging Face models for causal language modelling.
-
-    Raises:
-        InputError: There is one.
-    """
-    for experiment in experiments:
-        if not isinstance(experiment.model, Architecture) or experiment.task != "causal-lm":
-            raise InputError(
-                f"{spell('models')}: {experiment.model_name} is no causal language model of "
-                "Hugging Face; dpprof advise answers for others"
-            )
-
-
 def _fill(
     key: tuple[str, str, str, int],
     fields: Mapping[str, Any],
@@ -207,12 +209,16 @@ def _fill(
     tokens: float,
     price_per_hour: float | None,
 ) -> Cell:
+    """Return what a capacity says, with the command that answers this question alone."""
     option = describe(result)
     speed = option.tokens_per_s if option.safe_batch_size else None
     hours = tokens / speed / 3600 if speed else None
     message = option.message
     if option.largest_batch_size:
         message = f"{option.largest_batch_size:,}, with nothing to spare"
+    options = {option_name(k): v for k, v in fields.items() if k not in ("method", "batch_size")}
+    options["--methods"] = fields["method"]
+    words = [word for name, value in options.items() for word in (name, str(value))]
     return Cell(
         *key,
         batch_size=option.safe_batch_size,
@@ -221,13 +227,59 @@ def _fill(
         hours=hours,
         price=None if hours is None or price_per_hour is None else hours * price_per_hour,
         message=None if option.safe_batch_size else message,
-        command=_spell_command(fields),
+        command=shlex.join(["dpprof", "advise", *words]),
     )
 
 
-def _spell_command(fields: Mapping[str, Any]) -> str:
-    """Return the command that answers one question alone."""
-    options = {option_name(k): v for k, v in fields.items() if k not in ("method", "batch_size")}
-    options["--methods"] = fields["method"]
-    words = [word for name, value in options.items() for word in (name, str(value))]
-    return shlex.join(["dpprof", "advise", *words])
+def list_cells(cell: Cell) -> list[str]:
+    """Return a row of ``HEADER``; where nothing fits, with what one sample needs."""
+    asked = [cell.model.removeprefix("hf:"), cell.way, f"{cell.seq_len:,}"]
+    if not cell.batch_size or cell.peak_bytes is None:
+        return [*asked, tell_need(cell.message or ""), "", "", "", ""]
+    return [
+        *asked,
+        f"{cell.batch_size:,}",
+        f"{cell.peak_bytes / 2**20:,.0f}",
+        format_number(cell.tokens_per_s, ",.0f"),
+        format_number(cell.hours, ",.1f"),
+        format_number(cell.price, ",.2f", ""),
+    ]
+
+
+def tell_need(message: str) -> str:
+    """Return what one sample needs, from the sentence that refuses it; else the sentence."""
+    need = message.partition(" needs ")[2].partition(" for ")[0]
+    return f"needs {need}" if need else message
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line; the exit status is 1 where nothing fits."""
+    parser = Parser("fits", __doc__, example="--target rtx-4090 --price-per-hour 0.4")
+    parser.add_argument("--target", nargs="+", required=True, metavar="GPU", help="targets' names")
+    lists: tuple[tuple[str, str, Sequence[Any], Any, str], ...] = (
+        ("--models", "MODEL", MODELS, str, "models' names"),
+        ("--ways", "WAY", tuple(WAYS), str, "how they are trained"),
+        ("--seq-lens", "N", SEQ_LENS, positive, "tokens in a sample"),
+    )
+    for name, metavar, usual, kind, about in lists:
+        told = f"{about} (default: {' '.join(map(str, usual))})"
+        parser.add_argument(
+            name, nargs="+", type=kind, default=list(usual), metavar=metavar, help=told
+        )
+    parser.add_argument(
+        "--tokens",
+        type=float,
+        default=10e6,
+        metavar="N",
+        help="how many tokens the hours and the price are for (default: 10 million)",
+    )
+    parser.add_argument(
+        "--price-per-hour", type=float, metavar="PRICE", help="price of a GPU for an hour"
+    )
+    add_output_options(parser)
+    arguments = parser.parse_args(argv)
+    with ending_in_a_sentence():
+        if arguments.json is not None:
+            check_writable(arguments.json)
+        options = {name: value for name, value in vars(arguments).items() if name != "json"}
+        print_answer(ask(fits, options), arguments)

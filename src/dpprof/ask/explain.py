@@ -1,20 +1,36 @@
-"""Why one run needs more memory than another: by component, layer and operator."""
+"""Explain why one run needs more memory than another: by component, layer and operator.
+
+A and B are any two result files of the instruments memory, estimate or capacity: other methods,
+batch sizes, models, targets; recorded or predicted. The bars lead from B's peak to A's, and sum
+to the difference of the two with 0 bytes left.
+"""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from dpprof.ask.answer import Answer, load_figure, tabulate
-from dpprof.ask.estimate.ask import Predicted
-from dpprof.ask.explain.show import Detail, render_text, say
+from dpprof.ask.commands.common import (
+    DRAWING,
+    Parser,
+    ending_in_a_sentence,
+    path,
+    positive,
+    save_figure,
+)
+from dpprof.ask.difference_text import Detail, render_text, say
+from dpprof.ask.estimate import Predicted
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.config.validation import InputError, spell
 from dpprof.experiments.records.record import ResultError
 from dpprof.experiments.records.result import Result, read_result
 from dpprof.private.number_formats import KEPT_LOGITS, SHORT
 from dpprof.results.analysis.difference.difference import explain_difference
-from dpprof.results.analysis.difference.waterfall import format_size, list_holdings
+from dpprof.results.analysis.difference.waterfall import LEVELS, format_size, list_holdings
+from dpprof.system.console import printable
+from dpprof.system.files import check_writable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -109,27 +125,23 @@ def explain(a: Peak, b: Peak) -> Explained:
     files = [Path(peak) for peak in (a, b) if isinstance(peak, str | Path)]
     if len(files) > 1 and all(peak.exists() for peak in files) and files[0].samefile(files[1]):
         raise InputError(f"{files[1]}: A and B are the same file; name two results")
-    return Explained(_find(a), _find(b))
+    return Explained(_read(a), _read(b))
 
 
-def _find(peak: Peak) -> Result:
-    if isinstance(peak, str | Path):
-        return read(Path(peak))
-    result = peak.result if isinstance(peak, Predicted) else peak
-    if not isinstance(result, Result):
-        raise InputError(
-            f"{result!r} is no result: give a file, or what estimate or capacity returned"
-        )
-    return result
-
-
-def read(file: Path) -> Result:
-    """Read a result, and check that it records what was live at the peak.
+def _read(peak: Peak) -> Result:
+    """Return a result; read it from its file, and check that it records what was live at the peak.
 
     Raises:
         InputError: It is no such result; the message names the file.
         OSError: The file cannot be read.
     """
+    if isinstance(peak, Predicted | Result):
+        return peak.result if isinstance(peak, Predicted) else peak
+    if not isinstance(peak, str | Path):
+        raise InputError(
+            f"{peak!r} is no result: give a file, or what estimate or capacity returned"
+        )
+    file = Path(peak)
     if not file.exists():
         raise InputError(f"{file}: there is no such file; name the JSON file of a result")
     try:
@@ -140,3 +152,57 @@ def read(file: Path) -> Result:
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
     return result
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = Parser(
+        "explain",
+        __doc__,
+        example="results/memory/A.r0.json results/memory/B.r0.json --depth operator --top 3",
+    )
+    parser.add_argument("a", type=path, metavar="A.json", help="the result to explain")
+    parser.add_argument("b", type=path, metavar="B.json", help="the result to compare it with")
+    parser.add_argument(
+        "--format",
+        choices=("text", "json"),
+        default="text",
+        help="what is printed; json has every level and the timelines (default: text)",
+    )
+    parser.add_argument(
+        "--depth",
+        choices=list(LEVELS),
+        default="layer",
+        help="the innermost level that is printed (default: layer)",
+    )
+    parser.add_argument(
+        "--top",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="print this many layers of a component, and operators of a layer, one by one, and "
+        "the others together (default: 5)",
+    )
+    parser.add_argument(
+        "--every-layer",
+        action="store_true",
+        help="print the same layer of every block one by one, not together",
+    )
+    parser.add_argument(
+        "--output",
+        **DRAWING,
+        help="also draw the waterfall and both timelines: a .png, .pdf or .svg",
+    )
+    arguments = parser.parse_args(argv)
+    with ending_in_a_sentence():
+        if arguments.output is not None:
+            load_figure("waterfall", spell("output"))
+            check_writable(arguments.output)
+        explained = explain(arguments.a, arguments.b)
+        if arguments.output is not None:
+            save_figure(explained.plot(), arguments.output)
+    if arguments.format == "json":
+        text = explained.to_json()
+    else:
+        text = explained.text(arguments.depth, arguments.top, every_layer=arguments.every_layer)
+    print(printable(text))

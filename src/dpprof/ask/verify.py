@@ -1,9 +1,14 @@
-"""Does a method compute the reference's clipped gradient on a model?"""
+"""Prove that a method computes the reference's clipped gradient, and leave one JSON file.
 
+The exit status is 0 whenever the JSON was written, whatever the verdict: it is in the file.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpprof.ask.answer import Answer, tabulate
+from dpprof.ask.commands.common import FILE, Parser, ending_in_a_sentence
 from dpprof.ask.questions import make_experiment, naming
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import PREFIX
@@ -13,6 +18,7 @@ from dpprof.experiments.launch.verification_run import verify_apart
 from dpprof.experiments.planning.code_digest import named_in_verdicts
 from dpprof.experiments.planning.stand_ins import StandIn, read_stand_in
 from dpprof.experiments.records.verdict import BUILT_IN, Verdict, verdict_path
+from dpprof.system.console import say
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,3 +117,34 @@ def _find_subject(
     elif model not in models:
         raise refuse(spell("model"), model, f"{one_of(models, model)}, or {PREFIX}NAME")
     return BUILT_IN if model == BUILT_IN else named_in_verdicts(model)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = Parser(
+        "verify",
+        __doc__,
+        example="--model hf:llama-3.2-1b --lora rank=16 --padding 0.3 --method flash-bk",
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--model",
+        help=f"a model's name; {BUILT_IN}, which stands for every size of dpprof's own "
+        f"transformer; or {PREFIX}NAME, for which a small model with the same layers is verified",
+    )
+    which.add_argument(
+        "--stand-in", **FILE, help="the file of such a small model, as planning writes it"
+    )
+    for name in OF_HUGGING_FACE:
+        parser.add_argument(f"--{name}", metavar="VALUE", help="as of an experiment")
+    parser.add_argument("--method", required=True, help="a method's name")
+    parser.add_argument(
+        "--output",
+        **FILE,
+        help="the verdict's file to write (default: results/verify/MODEL-METHOD.json)",
+    )
+    arguments = parser.parse_and_log(argv, "what else is printed")
+    names = ("model", "method", "stand_in", "output", *OF_HUGGING_FACE)
+    with ending_in_a_sentence("no verdict was written"):
+        verified = verify(**{name: getattr(arguments, name) for name in names})
+    say(str(verified))

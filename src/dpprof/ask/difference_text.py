@@ -149,18 +149,14 @@ def _walk(
     # One that is left over takes no more room than the line that would stand for it.
     shown = len(bars) if depth == 0 or len(bars) == detail.top + 1 else detail.top
     for bar in bars[:shown]:
-        yield Row(depth, _name(bar, level), bar.a_bytes, bar.b_bytes, start)
+        name = OUTSIDE if bar.name is None else bar.name
+        name = name_component(name) if level == "component" else name
+        yield Row(depth, name, bar.a_bytes, bar.b_bytes, start)
         yield from _walk(bar.bars, start, levels, detail, depth + 1)
         start += bar.difference_bytes
     if others := bars[shown:]:
         sums = sum(bar.a_bytes for bar in others), sum(bar.b_bytes for bar in others)
         yield Row(depth, f"{len(others):,} other {level}s", *sums, start)
-
-
-def _name(bar: Bar, level: str) -> str:
-    if level == "component":
-        return name_component(str(bar.name))
-    return OUTSIDE if bar.name is None else bar.name
 
 
 def render_text(difference: Difference, detail: Detail) -> str:

@@ -1,1 +1,0 @@
-"""Which method to use on a GPU, and which batch fits there."""

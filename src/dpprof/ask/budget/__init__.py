@@ -1,1 +1,0 @@
-"""What a privacy budget costs with each method."""

@@ -1,1 +1,0 @@
-"""What got worse from one folder of results to another."""

@@ -1,0 +1,190 @@
+"""Predict the memory, FLOPs and least time of one experiment, without running it."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dpprof.ask.answer import Answer, load_figure, tabulate
+from dpprof.ask.commands.common import FILE, Parser, ending_in_a_sentence
+from dpprof.ask.commands.options import add_experiment_options, read_given
+from dpprof.ask.predictions import PredictionError, predict
+from dpprof.ask.questions import make_experiment, naming
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.tasks import name_size
+from dpprof.experiments.launch.progress import tell_result
+from dpprof.experiments.records.result import Result, result_path
+from dpprof.experiments.records.step_costs import Allocator, find_unknown_workspaces
+from dpprof.system.console import printable
+from dpprof.system.files import check_writable
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+INSTRUMENT = "estimate"
+_GIB, _MOST = 2**30, 8
+
+
+class Predicted(Answer):
+    """One prediction; ``result`` has every figure (docs/numbers/README.md)."""
+
+    _short: ClassVar = ("component", "bytes", "share")
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+
+    @property
+    def sentence(self) -> str:
+        """The experiment, its peak, and its time where that is predicted."""
+        head, peak, *others = str(self).splitlines()
+        time = [line for line in others if line.startswith("time")]
+        return "; ".join([head, *(" ".join(line.split()) for line in (peak, *time))])
+
+    def __str__(self) -> str:
+        return format_estimate(self.result)
+
+    def table(self) -> "pd.DataFrame":
+        """Return what holds the memory at the peak: component, bytes and share."""
+        memory = self.result.memory
+        assert memory is not None
+        assert memory.at_peak is not None
+        held = memory.at_peak.components.items()
+        rows = sorted(((name, size) for name, size in held if size), key=lambda row: -row[1])
+        frame = tabulate(rows, ("component", "bytes"))
+        return frame.assign(share=frame["bytes"] / frame["bytes"].sum())
+
+    def plot(self) -> "Figure":
+        """Draw the memory of a step by what holds it."""
+        return load_figure("step_memory", "plot")(self.result)
+
+    def to_json(self) -> str:
+        """Return the result, as its file has it."""
+        return self.result.model_dump_json(indent=1)
+
+
+def estimate(
+    model: str | dict[str, Any] | Callable[[Experiment], Any],
+    method: str,
+    *,
+    output: str | Path | None = None,
+    **experiment: Any,
+) -> Predicted:
+    """Predict the memory, FLOPs and time of an experiment, without running it.
+
+    Args:
+        model: A name or a mapping as of ``dpprof estimate``; or ``package.module:function``, or a
+            function, that builds the model (docs/how-to/answers-from-python.md).
+        method: How the gradient is computed.
+        output: The result's file; ``results/estimate/ID.r0.json`` where it is not given. Of a
+            model that a function of this process builds there is none.
+        **experiment: Every other option of ``dpprof estimate``, with underscores.
+
+    Raises:
+        InputError: A value is not allowed, or a required one is missing.
+        PredictionError: Nothing could be predicted; the message says why.
+
+    Example:
+        >>> import dpprof
+        >>> told = dpprof.estimate("tiny", "flash-bk", batch_size=4, seq_len=64, target="h100")
+        >>> told.result.memory.at_peak.phase
+        'backward'
+    """
+    with naming({"model": model, "method": method, **experiment}) as fields:
+        asked = make_experiment(fields)
+        file = Path(output or result_path(Path(), INSTRUMENT, asked.id, 0))
+        check_writable(file)
+        result = predict(asked, INSTRUMENT, file, keep=True)
+    tell_result(result)
+    if result.outcome != "ok":
+        raise PredictionError(result)
+    return Predicted(result)
+
+
+def format_estimate(result: Result) -> str:
+    """Return a prediction, whose outcome is ``ok``, as text."""
+    experiment, memory, compute = result.experiment, result.memory, result.compute
+    assert memory is not None
+    assert memory.at_peak is not None
+    assert memory.peak_allocated_bytes is not None
+    peak = memory.at_peak
+    lines = [f"peak    {memory.peak_allocated_bytes / _GIB:.2f} GiB allocated, in {peak.phase}"]
+    owned = sorted(peak.components.items(), key=lambda part: part[1], reverse=True)
+    lines += [
+        f"        {size / _GIB:8.2f} GiB  {name.replace('_', ' ')}"
+        for name, size in owned[:_MOST]
+        if size >= memory.peak_allocated_bytes / 1000
+    ]
+    if memory.allocator is not None:
+        lines += _format_allocator(memory.allocator)
+    told = (memory.assumed.get(key) for key in (experiment.dtype, "logits"))
+    lines += [f"        {text}" for text in told if text]
+    by_reason: dict[str, list[str]] = {}
+    for op, why in find_unknown_workspaces(memory.assumed).items():
+        by_reason.setdefault(why, []).append(op)
+    lines += [f"        workspace of {', '.join(ops)}: {why}" for why, ops in by_reason.items()]
+    if compute is not None:
+        times = compute.dp_flop_multiplier
+        over = "" if times is None else f", {times:.2f} times what the model needs"
+        lines.append(f"FLOPs   {compute.executed_flops / 1e12:.2f} TFLOP a step{over}")
+        if result.io is not None and result.io.launches is not None:
+            lines.append(f"        in {result.io.launches:,} operators that start a kernel")
+        if compute.roofline_step_s is not None:
+            bound = f"at least {compute.roofline_step_s * 1e3:,.1f} ms by the roofline"
+            step = result.time and result.time.predicted_step_s
+            if step:
+                interval = f"{step.low * 1e3:,.1f} to {step.high * 1e3:,.1f}"
+                bound = f"{step.median * 1e3:,.1f} ms a step (90 % interval {interval}); {bound}"
+            lines.append(f"time    {bound}")
+    lines += _format_exchange(result)
+    size = name_size(experiment.seq_len, experiment.image_size)
+    where = f"{experiment.batch_size:,} x {size}, {experiment.dtype}"
+    if experiment.parallel is not None:
+        where += f", {experiment.parallel.text}; all of this is rank 0's"
+    return "\n".join([f"{experiment.method}, {where}", *lines])
+
+
+def _format_exchange(result: Result) -> list[str]:
+    """Return the bytes that one of several ranks sends, by collective."""
+    sent: dict[str, int] = {}
+    for exchange in result.communication or []:
+        sent[exchange.collective] = sent.get(exchange.collective, 0) + exchange.bytes_each_way
+    total = sum(sent.values()) / _GIB
+    lines = [f"sends   {total:.2f} GiB a step, and receives as much"] if sent else []
+    return lines + [f"        {size / _GIB:8.2f} GiB  {name}" for name, size in sent.items()]
+
+
+def _format_allocator(allocator: Allocator) -> list[str]:
+    reserved, expandable = allocator.reserved_bytes, allocator.expandable_reserved_bytes
+    otherwise = f"{expandable / _GIB:.2f} with expandable_segments:True"
+    lines = [f"        {reserved / _GIB:.2f} GiB reserved by the caching allocator; {otherwise}"]
+    if allocator.limit_bytes is not None and reserved > allocator.limit_bytes:
+        limit = f"of {allocator.limit_bytes / _GIB:.2f} GiB"
+        lines.append(
+            f"        it fits {limit}, and releases its cache {allocator.retries} times a step"
+            if allocator.fits
+            else f"        out of memory {limit}: the allocator finds no room for a request"
+        )
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line; the exit status is 1 where nothing could be predicted."""
+    parser = Parser(
+        "estimate",
+        __doc__,
+        example="--model 1b --method flash-bk --batch-size 4 --seq-len 2048 --dtype bfloat16 "
+        "--target h100",
+    )
+    parser.add_argument(
+        "--output", **FILE, help="the result file to write (default: results/estimate/ID.r0.json)"
+    )
+    add_experiment_options(parser)
+    arguments = parser.parse_args(argv)
+    options = {"model": None, "method": None} | read_given(arguments)
+    with ending_in_a_sentence("no result was written"):
+        try:
+            predicted = estimate(**options, output=arguments.output)
+        except PredictionError:  # it has been told
+            sys.exit(1)
+    print(printable(str(predicted)))

@@ -1,1 +1,0 @@
-"""What one experiment would take, predicted without running it."""

@@ -1,1 +1,0 @@
-"""Why one run needs more memory than another."""

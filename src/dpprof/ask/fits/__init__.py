@@ -1,1 +1,0 @@
-"""Which models can be trained privately on a GPU."""

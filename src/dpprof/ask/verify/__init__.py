@@ -1,1 +1,0 @@
-"""Does a method compute the reference's clipped gradient?"""
