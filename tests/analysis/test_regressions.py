@@ -8,8 +8,7 @@ from factory import CPU, make_experiment, make_memory, make_predicted_time, writ
 
 from dpprof.experiments.records.comparison import FolderComparison
 from dpprof.experiments.records.thresholds import Thresholds
-from dpprof.results.analysis.gate.folders import read_results_folder
-from dpprof.results.analysis.gate.regressions import Options, compare_folders
+from dpprof.results.analysis.gate.regressions import Options, compare_folders, read_results_folder
 from dpprof.results.analysis.statistics import Sides, can_differ, compare_all
 
 REAL_STEP_S = np.loadtxt(Path(__file__).parent / "aa_step_s.csv", skiprows=1)

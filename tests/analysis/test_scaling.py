@@ -5,7 +5,7 @@ import pytest
 
 from dpprof.ask.advise.gpus import format_gpus
 from dpprof.experiments.records.advice import Advice, Option
-from dpprof.results.analysis.advice.scaling import compare_gpus, find_fastest
+from dpprof.results.analysis.advice.advice import compare_gpus, find_fastest
 from dpprof.results.figures.ranks import draw
 
 SPEEDS = {

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from dpprof.ask.layout import format_number, lay_out
 from dpprof.experiments.records.advice import OnGpus
-from dpprof.results.analysis.advice.scaling import find_fastest
+from dpprof.results.analysis.advice.advice import find_fastest
 from dpprof.system.numbers import three_digits
 
 _HEADER = (

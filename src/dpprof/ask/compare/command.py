@@ -18,8 +18,7 @@ from dpprof.experiments.config.config_files import read_config_file
 from dpprof.experiments.config.validation import InputError, explain, refuse
 from dpprof.experiments.records.comparison import ACROSS, EXIT_STATUS, METRICS, FolderComparison
 from dpprof.experiments.records.thresholds import Thresholds
-from dpprof.results.analysis.gate.folders import read_results_folder
-from dpprof.results.analysis.gate.regressions import Options, compare_folders
+from dpprof.results.analysis.gate.regressions import Options, compare_folders, read_results_folder
 from dpprof.system.files import check_writable, write_atomically
 
 FORMATS: dict[str, Callable[[FolderComparison], str]] = {

@@ -10,13 +10,12 @@ from matplotlib.lines import Line2D
 
 from dpprof.results.analysis.tables.axes import BASELINE, WITHOUT_BATCH
 from dpprof.results.analysis.tables.frames import least_of
-from dpprof.results.figures.bars import bracket, height_of, name_bars
+from dpprof.results.figures.bars import draw_bars, height_of
 from dpprof.results.figures.labels import label_ends
 from dpprof.results.figures.panels import Panel, split
 from dpprof.results.figures.style import method_style, scale_log, sort_methods, tell
 
-_MOST_LABELS = 4
-"""More lines get a legend instead of names at their ends."""
+_MOST_LABELS = 4  # more lines get a legend instead of names at their ends
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
@@ -38,26 +37,17 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         (axis, rows, plain.merge(rows[WITHOUT_BATCH].drop_duplicates(), on=WITHOUT_BATCH))
         for axis, (_, rows) in zip(axes, panels.shown, strict=True)
     ]
+    if len(epsilons) == 1:
+        for axis, rows, plain in drawn:
+            ordered = pd.concat([rows, plain]).sort_values("gpu_hours").set_index("method")
+            draw_bars(axis, *(ordered[f"gpu_hours{end}"] for end in ("", "_low", "_high")))
+            axis.set_xlabel("GPU hours")
+        return figure
     for axis, rows, plain in drawn:
-        if len(epsilons) == 1:
-            _draw_bars(axis, pd.concat([rows, plain]))
-        else:
-            _draw_lines(axis, rows, plain, epsilons)
-    if len(epsilons) > 1:
-        _name_lines(figure, drawn, sort_methods(methods))
-        panel = panels.shown[0]
-        tell(figure, _say(panel, epsilons, is_one=len(panels.shown) == 1))
+        _draw_lines(axis, rows, plain, epsilons)
+    _name_lines(figure, drawn, sort_methods(methods))
+    tell(figure, _say(panels.shown[0], epsilons, is_one=len(panels.shown) == 1))
     return figure
-
-
-def _draw_bars(axis: Axes, rows: pd.DataFrame) -> None:
-    """Draw a bar for each method, at the only epsilon."""
-    ordered = rows.sort_values("gpu_hours").set_index("method")
-    colours = [method_style(str(name))["color"] for name in ordered.index]
-    axis.barh(range(len(ordered)), ordered["gpu_hours"], color=colours, height=0.7)
-    bracket(axis, ordered["gpu_hours_low"], ordered["gpu_hours_high"])
-    name_bars(axis, map(str, ordered.index))
-    axis.set_xlabel("GPU hours")
 
 
 def _draw_lines(axis: Axes, rows: pd.DataFrame, plain: pd.DataFrame, epsilons: list[float]) -> None:

@@ -14,8 +14,7 @@ from dpprof.results.analysis.tables.frames import naming_axes, varying_axes
 from dpprof.results.figures.style import NothingToDrawError, new_figure
 
 MAX_PANELS = 12
-_TITLE = 38
-"""The letters of a line of a title; longer lines leave the figure."""
+_TITLE = 38  # the letters of a line of a title; longer lines leave the figure
 
 
 class Panel(NamedTuple):

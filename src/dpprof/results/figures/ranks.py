@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 
 from dpprof.experiments.config.architecture import PREFIX
 from dpprof.experiments.config.parallel import read_world_size
-from dpprof.results.analysis.advice.scaling import hours_of_billion
+from dpprof.results.analysis.advice.advice import hours_of_billion
 from dpprof.results.analysis.selection import TRAINING, fits_privately, with_size
 from dpprof.results.analysis.tables.axes import name_kind, name_speed
-from dpprof.results.figures.labels import label_ends
+from dpprof.results.figures.labels import draw_line, ends_of, label_ends
 from dpprof.results.figures.panels import Panel, Panels, break_title, split
 from dpprof.results.figures.style import method_style, new_figure, scale_log, tell
 
@@ -20,12 +20,7 @@ _LABELS = {
     "tokens_per_s": "{units}/s of all GPUs",
     "gpu_hours": "GPU hours per 10⁹ {units}",
 }
-_INTERVALS = {
-    "tokens_per_s": ("tokens_per_s_low", "tokens_per_s_high"),
-    "gpu_hours": ("gpu_hours_low", "gpu_hours_high"),
-}
-_MOST = 3
-"""The panels that fit beside one another."""
+_MOST = 3  # the panels that fit beside one another
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
@@ -47,7 +42,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         compared = compared[is_timed.groupby(keys).transform("any")]
     panels = _split(compared, _MOST)
     panels = panels._replace(beyond=len(every.shown) - len(panels.shown))
-    figures = list(_INTERVALS) if is_timed.any() else ["safe_batch_size"]
+    figures = ["tokens_per_s", "gpu_hours"] if is_timed.any() else ["safe_batch_size"]
     figure, grid = new_figure(len(panels.shown), len(figures), row_inches=2.0)
     for row, name in zip(grid, figures, strict=True):
         for axis, panel in zip(row, panels.shown, strict=True):
@@ -57,10 +52,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     panels.note_hidden_panels(figure)
     figure.draw_without_rendering()
     for axis in grid.flat:
-        lines = [(line.get_xydata()[-1], str(line.get_label())) for line in axis.lines]
-        label_ends(
-            axis, [(float(x), float(y), name) for (x, y), name in lines], style_of=method_style
-        )
+        label_ends(axis, ends_of(axis), style_of=method_style)
     tell(figure, _say(every.shown))
     return figure
 
@@ -76,7 +68,7 @@ def _add_hours(advice: pd.DataFrame) -> pd.DataFrame:
     kinds = [name_kind(row) for _, row in advice.iterrows()]
     speeds = ("tokens_per_s", "tokens_per_s_high", "tokens_per_s_low")  # slow is dear
     hours = [hours_of_billion(advice[name].astype(float) / ranks) for name in speeds]
-    names = ("gpu_hours", *_INTERVALS["gpu_hours"])
+    names = ("gpu_hours", "gpu_hours_low", "gpu_hours_high")
     added = dict(zip(names, hours, strict=True))
     sized = advice.rename(columns={"model_size": "parameters_total"})
     return sized.assign(ranks=ranks, kind=kinds, parallel=None, batch_size=1, **added)
@@ -86,15 +78,10 @@ def _draw_methods(axis: Axes, rows: pd.DataFrame, name: str) -> None:
     kinds = sorted(set(rows["kind"]) - {""})
     ordered = rows.dropna(subset=[name]).sort_values("ranks")
     for method, every in ordered.groupby("method"):
-        style = method_style(str(method))
         for kind in kinds:  # one process begins the line of each
+            label = str(method) if len(kinds) == 1 else f"{method}, {kind}"
             options = every[every["kind"].isin(["", kind])]
-            values = options[name].astype(float)
-            label = method if len(kinds) == 1 else f"{method}, {kind}"
-            axis.plot(options["ranks"], values, label=label, linewidth=1, markersize=4, **style)
-            if name in _INTERVALS:
-                low, high = (options[end].astype(float) for end in _INTERVALS[name])
-                axis.vlines(options["ranks"], low, high, linewidth=0.6, color=style["color"])
+            draw_line(axis, options, "ranks", name, method=str(method), label=label)
     scale_log(axis, sorted(set(rows["ranks"])), "GPUs")
     units = name_speed(row for _, row in rows.iterrows()).removesuffix("/s")
     axis.set_ylabel(_LABELS[name].format(units=units))

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from dpprof.results.analysis.selection import choose_runs
 from dpprof.results.analysis.tables.axes import count_tokens
 from dpprof.results.analysis.tables.frames import least_of
-from dpprof.results.figures.labels import label_ends
+from dpprof.results.figures.labels import ends_of, label_ends
 from dpprof.results.figures.panels import Panel, Panels, break_title, split
 from dpprof.results.figures.style import (
     NothingToDrawError,
@@ -30,9 +30,7 @@ _COSTS = {
 }
 _ROWS = 2
 _MAX_TICKS = 6
-_MOST_MARKS = 16
-"""A line of more points shows marks at a few of them."""
-
+_MOST_MARKS = 16  # a line of more points shows marks at a few of them
 _MARKS = 8
 
 
@@ -138,17 +136,8 @@ def _name_lines(figure: Figure, rows: Iterable[Iterable[Axes]]) -> None:
     """Write the methods' names beside their lines: in each row in the last panel that has most."""
     figure.draw_without_rendering()
     for row in rows:
-        # Lines of error bars have no name, and lines without a point have no end.
-        ends = {
-            axis: [
-                (float(x), float(y), str(line.get_label()))
-                for line in axis.lines
-                for x, y in np.asarray(line.get_xydata())[-1:]
-                if not str(line.get_label()).startswith("_")
-            ]
-            for axis in row
-        }
-        label_ends(*max(reversed(ends.items()), key=lambda end: len(end[1])))
+        ends = [(axis, ends_of(axis)) for axis in row]
+        label_ends(*max(reversed(ends), key=lambda panel: len(panel[1])))
 
 
 def _draw_method(memory: Axes, time: Axes, method: str, points: pd.DataFrame, along: str) -> None:

@@ -30,17 +30,10 @@ from dpprof.system.console import printable
 _OTHER = "#F2F2F2"
 _SAME_METHOD = "#999999"
 _MOST_LAYERS = 2
-_LAYER = 28
-"""Letters of a layer's name."""
-
-_TITLE = 105
-"""Letters in a line of the title."""
-
-_NAME = 24
-"""Letters in a line of a run's name; two lines have room beside its bar."""
-
-_LETTER = 0.022
-"""Width of a letter of a phase's name, as a share of the panel's width."""
+_LAYER = 28  # letters of a layer's name
+_TITLE = 105  # letters in a line of the title
+_NAME = 24  # letters in a line of a run's name; two lines have room beside its bar
+_LETTER = 0.022  # width of a letter of a phase's name, as a share of the panel's width
 
 
 class _Step(NamedTuple):

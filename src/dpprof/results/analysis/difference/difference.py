@@ -20,23 +20,16 @@ _NOT_NAMED = {"method", "seed", "warmup_steps", "timed_steps"}
 class Side(NamedTuple):
     """One of the two: which run it is, and its peak."""
 
-    name: str
-    """Its method, and the axes that distinguish it from the other."""
-
+    name: str  # its method, and the axes that distinguish it from the other
     method: str
     experiment_id: str
     instrument: str
     replicate: int
-    predicted: bool
-    """Whether nothing ran."""
-
+    predicted: bool  # whether nothing ran
     peak_bytes: int
-    phase: str
-    """The phase of the step with the peak."""
-
+    phase: str  # the phase of the step with the peak
     module: str | None
-    op: str | None
-    """The operator that made the peak; None where the step began with it."""
+    op: str | None  # the operator that made the peak; None where the step began with it
 
     @property
     def how(self) -> str:
@@ -50,12 +43,8 @@ class Difference(NamedTuple):
 
     a: Side
     b: Side
-    shared: tuple[str, ...]
-    """What both runs have in common, in words."""
-
-    bars: tuple[Bar, ...]
-    """Components; their differences sum to ``difference_bytes``."""
-
+    shared: tuple[str, ...]  # what both runs have in common, in words
+    bars: tuple[Bar, ...]  # components; their differences sum to `difference_bytes`
     axis: SharedAxis
     """Both timelines. They count storages alone: rounding of the allocator is not in them."""
 

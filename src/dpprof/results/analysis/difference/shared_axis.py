@@ -28,9 +28,7 @@ class Stretch(NamedTuple):
 class Curve(NamedTuple):
     """Live bytes over the shared axis."""
 
-    at: list[float]
-    """Positions from 0 to 1, one for each instant of the timeline."""
-
+    at: list[float]  # positions from 0 to 1, one for each instant of the timeline
     total_bytes: list[int]
 
 
@@ -77,11 +75,8 @@ class _Part(NamedTuple):
     phase: Phase
     rows: range
     first_op: int
-    ops: int
-    """How many operators ran; 0 for an instant between two phases."""
-
-    share: float
-    """The share of the step's operators."""
+    ops: int  # how many operators ran; 0 for an instant between two phases
+    share: float  # the share of the step's operators
 
 
 def _split(timeline: Timeline) -> Iterator[_Part]:

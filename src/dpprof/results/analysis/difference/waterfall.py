@@ -33,9 +33,7 @@ class Holding(TypedDict):
     """Bytes that are live at the peak, and what allocated them; all values are plain JSON."""
 
     component: str
-    layer: str | None
-    """The module, by its path; None outside the model."""
-
+    layer: str | None  # the module, by its path; None outside the model
     op: str
     phase: str
     bytes: int
@@ -131,9 +129,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 class Bar(NamedTuple):
     """A bar of the waterfall: what a component, a layer or an operator holds in each of the two."""
 
-    name: str | None
-    """None for bytes outside the model."""
-
+    name: str | None  # none for bytes outside the model
     a_bytes: int
     b_bytes: int
     bars: "tuple[Bar, ...]" = ()

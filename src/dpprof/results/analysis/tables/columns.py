@@ -28,8 +28,6 @@ from dpprof.experiments.records.step_costs import (
 from dpprof.experiments.records.terms import COMPONENTS, EVIDENCE, OUTCOMES
 from dpprof.results.analysis.tables.axes import AXES, SETTING, WITHOUT_BATCH
 
-ColumnType = Literal["text", "integer", "number", "boolean"]
-
 _UNITS = {
     "flops_per_s": "FLOP/s",
     "bytes_per_s": "B/s",
@@ -47,7 +45,7 @@ _UNITS = {
 class Column:
     """A column; an empty cell is an unknown value."""
 
-    kind: ColumnType
+    kind: Literal["text", "integer", "number", "boolean"]
     name: str
     description: str
 
@@ -129,14 +127,7 @@ _STANDING = (
     boolean("verified", "whether its gradient is the reference's; empty: not known"),
     number("max_relative_error", "the largest relative error of its gradient"),
 )
-_OWNER = (
-    text("component", "what the memory is for"),
-    integer("bytes", "what it holds"),
-)
-_BY_EVIDENCE = (
-    integer(f"by_{kind}_bytes", f"bytes at the peak whose owner is known by {kind}")
-    for kind in EVIDENCE
-)
+_OWNER = (text("component", "what the memory is for"), integer("bytes", "what it holds"))
 
 TABLES: Mapping[str, Table] = {
     "runs": Table(
@@ -267,10 +258,7 @@ TABLES: Mapping[str, Table] = {
         *declare(Snapshot, "name elapsed_s allocated_bytes reserved_bytes rss_bytes"),
     ),
     "components": Table(
-        "a component of a snapshot",
-        *_RUN,
-        text("snapshot", "the snapshot"),
-        *_OWNER,
+        "a component of a snapshot", *_RUN, text("snapshot", "the snapshot"), *_OWNER
     ),
     "advice": Table(
         "a method of each setting with capacity results",
@@ -304,7 +292,10 @@ TABLES: Mapping[str, Table] = {
         text("phase", "the phase of the peak"),
         text("module", "the module that ran then"),
         text("op", "the last operator that allocated before the peak"),
-        *_BY_EVIDENCE,
+        *(
+            integer(f"by_{kind}_bytes", f"bytes at the peak whose owner is known by {kind}")
+            for kind in EVIDENCE
+        ),
         integer("unattributed_bytes", "bytes at the peak without a known owner"),
         integer("requested_bytes", "on CUDA, by simulation: peak of sizes as requested"),
         integer("rounding_bytes", "on CUDA: what whole blocks take beyond the recorded peak"),
@@ -334,16 +325,8 @@ TABLES: Mapping[str, Table] = {
         boolean("beyond_peak", "whether one of them is above 1"),
         text("utilisation_reason", "why MFU is unknown"),
     ),
-    "owners": Table(
-        "an owner of memory at the peak",
-        *_RUN,
-        *_OWNER,
-    ),
-    "holdings": Table(
-        "one of the largest holdings at the peak",
-        *_RUN,
-        *declare(LiveAllocation),
-    ),
+    "owners": Table("an owner of memory at the peak", *_RUN, *_OWNER),
+    "holdings": Table("one of the largest holdings at the peak", *_RUN, *declare(LiveAllocation)),
     "ranks": Table(
         "a rank of a run of several ranks",
         *_RUN,

@@ -18,7 +18,6 @@ from dpprof.results.analysis.conditions import (
     machine_of,
 )
 from dpprof.results.analysis.groups import RECORDERS
-from dpprof.results.analysis.tables.frames import make_frame
 from dpprof.subjects.methods.opacus.opacus_paths import OpacusPath
 
 
@@ -41,13 +40,9 @@ TOLERATED_OTHER = 0.05
 
 
 def find_caveats(
-    collected: Collected,
-    peaks: pd.DataFrame,
-    costs: pd.DataFrame,
-    kernels: pd.DataFrame,
-    privacy: Privacy | None = None,
-) -> pd.DataFrame:
-    """Return one row per finding; docs/how-to/read-the-report.md explains each kind."""
+    collected: Collected, tables: Mapping[str, pd.DataFrame], privacy: Privacy | None
+) -> list[Finding]:
+    """Return the findings; docs/how-to/read-the-report.md explains each kind."""
     groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for run, result in collected.runs:
         if result.outcome == "ok":
@@ -64,14 +59,14 @@ def find_caveats(
         for look in looks
         for kind, finding in look(results)
     ]
-    rows += _not_reconciled(peaks)
-    rows += _beyond_peak(costs)
+    rows += _not_reconciled(tables["peaks"])
+    rows += _beyond_peak(tables["costs"])
     rows += _shared_hosts(result for _, result in collected.runs)
     rows += _contended_ceilings(collected.ceilings)
-    rows += _exceeded_ceilings(kernels)
+    rows += _exceeded_ceilings(tables["kernels"])
     warnings = privacy.warnings if privacy else []
     rows += [Finding("weak-privacy-budget", "privacy", "", warning) for warning in warnings]
-    return make_frame("findings", (row._asdict() for row in rows))
+    return rows
 
 
 def _unequal_peaks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:

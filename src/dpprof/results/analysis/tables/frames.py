@@ -92,8 +92,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-_PART = 100_000
-"""Rows of a large table that are read together."""
+_PART = 100_000  # rows of a large table that are read together
 
 
 def make_frame(table: str, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:

@@ -9,8 +9,6 @@ is idle.
 from collections import Counter
 from typing import Any
 
-import pandas as pd
-
 from dpprof.experiments.config.target import Dtype
 from dpprof.experiments.records.ceilings import Ceilings, device_name, find_ceilings
 from dpprof.experiments.records.result import Launched, Result
@@ -18,15 +16,11 @@ from dpprof.experiments.records.step_costs import Work
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.groups import RECORDERS
 from dpprof.results.analysis.tables.axes import axes_of, key_of
-from dpprof.results.analysis.tables.frames import make_frame, pick
+from dpprof.results.analysis.tables.frames import pick
 
 
-def tabulate_kernels(collected: Collected) -> dict[str, pd.DataFrame]:
-    """Return the tables of the traced runs.
-
-    Returns:
-        ``kernels`` (one row per run, phase and op kind) and ``traces`` (one row per run), by name.
-    """
+def list_kernels(collected: Collected) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of ``kernels`` (run, phase and op kind) and ``traces`` (run), by table."""
     recorded = {
         run.id: {(part.phase, part.op_kind): part for part in result.io.by_phase_and_op_kind}
         for instrument in reversed(RECORDERS)  # the preferred one comes last and wins
@@ -60,7 +54,7 @@ def tabulate_kernels(collected: Collected) -> dict[str, pd.DataFrame]:
                 "launch_latency_s": ceilings and ceilings.launch_latency_s,
             }
         )
-    return {"kernels": make_frame("kernels", kernels), "traces": make_frame("traces", traces)}
+    return {"kernels": kernels, "traces": traces}
 
 
 def _find_roof(ceilings: Ceilings | None, dtype: Dtype) -> dict[str, Any]:
@@ -81,6 +75,10 @@ def _kernel_row(launched: Launched, work: Work | None, roof: dict[str, Any]) -> 
     if work is None:
         return row
     moved, seconds = work.read + work.written, launched.seconds
+    flops_per_s, bytes_per_s = roof.get("ceiling_flops_per_s"), roof.get("ceiling_bytes_per_s")
+    bound = None  # where a ceiling is unknown
+    if flops_per_s is not None and bytes_per_s is not None:
+        bound = "compute" if work.flops / flops_per_s >= moved / bytes_per_s else "memory"
     return row | {
         "flops": work.flops,
         "read_bytes": work.read,
@@ -88,17 +86,8 @@ def _kernel_row(launched: Launched, work: Work | None, roof: dict[str, Any]) -> 
         "arithmetic_intensity": work.flops / moved if moved else None,
         "flops_per_s": work.flops / seconds if seconds else None,
         "bytes_per_s": moved / seconds if seconds else None,
-        "bound": _find_bound(work, roof),
+        "bound": bound,
     }
-
-
-def _find_bound(work: Work, roof: dict[str, Any]) -> str | None:
-    """Return what binds the work: ``compute`` or ``memory``; None where a ceiling is unknown."""
-    flops_per_s, bytes_per_s = roof.get("ceiling_flops_per_s"), roof.get("ceiling_bytes_per_s")
-    if flops_per_s is None or bytes_per_s is None:
-        return None
-    moving_s = (work.read + work.written) / bytes_per_s
-    return "compute" if work.flops / flops_per_s >= moving_s else "memory"
 
 
 def _bytes_of(result: Result, direction: str) -> float | None:

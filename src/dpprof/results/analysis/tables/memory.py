@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-import pandas as pd
-
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.datasheets import find_by_device_name
 from dpprof.experiments.config.experiment import Experiment
@@ -36,7 +34,7 @@ from dpprof.experiments.records.step_costs import (
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.groups import ExperimentRuns
 from dpprof.results.analysis.tables.axes import axes_of, key_of
-from dpprof.results.analysis.tables.frames import make_frame, pick
+from dpprof.results.analysis.tables.frames import pick
 from dpprof.system.files import canonical_json
 
 NOT_TIMED = "no clean run measured the step time there"
@@ -47,8 +45,7 @@ class PeakFlops(NamedTuple):
 
     flops_per_s: float | None
     source: str | None
-    reason: str | None
-    """Why there is no peak."""
+    reason: str | None  # why there is no peak
 
 
 def find_peak(
@@ -83,17 +80,15 @@ def utilise(flops: float | None, step_s: float | None, peak: float | None) -> fl
     return flops / step_s / peak
 
 
-def tabulate_memory(
+def list_memory(
     collected: Collected, groups: Sequence[ExperimentRuns]
-) -> dict[str, pd.DataFrame]:
-    """Return the tables of the runs that recorded or estimated memory, by name."""
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of the tables of the runs that recorded or estimated memory, by name."""
     alike: dict[str, list[ExperimentRuns]] = defaultdict(list)
     for group in groups:
         if group.experiment.target is None:
             alike[_rest(group.experiment)].append(group)
-    rows: dict[str, list[dict[str, Any]]] = {
-        name: [] for name in ("peaks", "costs", "owners", "holdings", "traffic")
-    }
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run, result in collected.runs:
         memory, compute, io = result.memory, result.compute, result.io
         # The timeline of a capacity is for another batch size than the experiment's.
@@ -101,7 +96,8 @@ def tabulate_memory(
             continue
         at_peak, key = memory.at_peak, key_of(run)
         assert at_peak is not None
-        runs = _find_measured(alike[_rest(result.experiment)], result.experiment)
+        same = alike[_rest(result.experiment)]
+        runs = next((group for group in same if _measures(group, result.experiment)), None)
         common = key | axes_of(result.experiment)
         rows["peaks"].append(common | _peak_row(result, memory, memory.attribution, at_peak, runs))
         rows["costs"].append(common | _cost_row(result, compute, io, runs, collected.ceilings))
@@ -111,16 +107,7 @@ def tabulate_memory(
         ]
         rows["holdings"] += [key | held.model_dump() for held in at_peak.largest]
         rows["traffic"] += [key | row for row in _traffic_rows(compute, io)]
-    return {name: make_frame(name, of_it) for name, of_it in rows.items()}
-
-
-def _find_measured(
-    alike: Iterable[ExperimentRuns], experiment: Experiment
-) -> ExperimentRuns | None:
-    """Return the measurements of this experiment, or of an equal one on its target's device."""
-    if experiment.target is None:
-        return next(group for group in alike if group.experiment.id == experiment.id)
-    return next((group for group in alike if _ran_on_target(group, experiment)), None)
+    return rows
 
 
 def _rest(experiment: Experiment) -> str:
@@ -128,7 +115,10 @@ def _rest(experiment: Experiment) -> str:
     return canonical_json(experiment.model_dump(mode="json", exclude={"device", "target"}))
 
 
-def _ran_on_target(group: ExperimentRuns, experiment: Experiment) -> bool:
+def _measures(group: ExperimentRuns, experiment: Experiment) -> bool:
+    """Return whether a group is of this experiment, or of an equal one on its target's device."""
+    if experiment.target is None:
+        return group.experiment.id == experiment.id
     if experiment.target == CPU_TARGET or group.experiment.device == "cpu":
         return experiment.target == CPU_TARGET and group.experiment.device == "cpu"
     target = _target_of(experiment)
@@ -137,11 +127,9 @@ def _ran_on_target(group: ExperimentRuns, experiment: Experiment) -> bool:
 
 def _target_of(experiment: Experiment) -> Target | None:
     """Return an experiment's target; None for this machine, and where there is no target."""
-    target = experiment.target
-    if isinstance(target, str):
-        loaded: Target | None = registry.load("targets", target)
-        return loaded
-    return target
+    target: Any = experiment.target
+    loaded: Target | None = registry.load("targets", target) if isinstance(target, str) else target
+    return loaded
 
 
 def _peak_row(
@@ -195,6 +183,9 @@ def _cost_row(
     mfu = utilise(compute.model_flops, step_s, peak.flops_per_s)
     hfu = utilise(compute.executed_flops, step_s, peak.flops_per_s)
     predicted = None if result.time is None else result.time.predicted_step_s
+    why = NOT_TIMED if step_s is None else peak.reason
+    if compute.model_flops is None:
+        why = why or "no formula is known for this model"
     return pick("costs", compute, io) | {
         "peak_flops_per_s": peak.flops_per_s,
         "peak_source": peak.source,
@@ -205,17 +196,8 @@ def _cost_row(
         "mfu": mfu,
         "hfu": hfu,
         "beyond_peak": None if hfu is None else max(mfu or 0.0, hfu) > 1,
-        "utilisation_reason": _why_unknown(compute, step_s, peak),
+        "utilisation_reason": why,
     }
-
-
-def _why_unknown(compute: Compute, step_s: float | None, peak: PeakFlops) -> str | None:
-    """Return why MFU is null; None if it is not."""
-    if step_s is None:
-        return NOT_TIMED
-    if compute.model_flops is None:
-        return peak.reason or "no formula is known for this model"
-    return peak.reason
 
 
 def _traffic_rows(compute: Compute, io: Io) -> Iterator[dict[str, Any]]:
