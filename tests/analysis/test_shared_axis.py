@@ -3,7 +3,7 @@
 import pytest
 
 from dpprof.experiments.records.step_costs import Timeline
-from dpprof.results.analysis.difference.shared_axis import share_axis
+from dpprof.results.analysis.difference.difference import share_axis
 
 
 def timeline(*instants: tuple[int, str, int]) -> Timeline:

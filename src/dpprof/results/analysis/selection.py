@@ -108,9 +108,13 @@ def find_trainings(tables: Tables) -> list[pd.DataFrame]:
     """
     trainings = []
     for rows in find_options(tables):
-        targets = [_on_fewest_ranks(on_it) for _, on_it in rows.groupby(rows["target"].map(str))]
-        ordered = [target.sort_values("gpu_hours", kind="stable") for target in targets]
-        trainings.append(pd.concat(ordered, ignore_index=True))
+        targets = []
+        for _, on_it in rows.groupby(rows["target"].map(str)):
+            fitting = on_it.loc[on_it["fits"], "ranks"]
+            ranks = fitting.min() if len(fitting) else on_it["ranks"].max()
+            fewest = on_it[on_it["ranks"].eq(ranks)]
+            targets.append(fewest.sort_values("gpu_hours", kind="stable"))
+        trainings.append(pd.concat(targets, ignore_index=True))
     return trainings
 
 
@@ -119,7 +123,13 @@ def find_options(tables: Tables) -> list[pd.DataFrame]:
     advice = with_size(_add_price(tables), tables["runs"])
     ranks = advice["parallel"].map(read_world_size)
     groups = _group_by(TRAINING, advice.assign(ranks=ranks, fits=fits_privately(advice)))
-    return sorted((rows.reset_index(drop=True) for rows in groups), key=_rank_training)
+
+    def rank(rows: pd.DataFrame) -> tuple[float, ...]:
+        fitting = rows.loc[rows["fits"], "ranks"]
+        size, length = _size(rows)
+        return float(fitting.min()) if len(fitting) else math.inf, -size, -length
+
+    return sorted((rows.reset_index(drop=True) for rows in groups), key=rank)
 
 
 def fits_privately(advice: pd.DataFrame) -> "pd.Series[bool]":
@@ -142,19 +152,6 @@ def _add_price(tables: Tables) -> pd.DataFrame:
 def _join(rows: pd.DataFrame, axes: list[str]) -> "pd.Series[str]":
     """Return the axes of each row as one text; unknown values are equal."""
     return pd.Series(["|".join(map(str, row)) for row in rows[axes].to_numpy()], rows.index, str)
-
-
-def _on_fewest_ranks(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the options on the fewest ranks that fit a private method; on the most if none do."""
-    fitting = rows.loc[rows["fits"], "ranks"]
-    fewest = int(fitting.min() if len(fitting) else rows["ranks"].max())
-    return rows[rows["ranks"].eq(fewest)]
-
-
-def _rank_training(rows: pd.DataFrame) -> tuple[float, ...]:
-    ranks = rows.loc[rows["fits"], "ranks"]
-    size, length = _size(rows)
-    return float(ranks.min()) if len(ranks) else math.inf, -size, -length
 
 
 def find_agreement(tables: Tables) -> pd.DataFrame:

@@ -34,17 +34,15 @@ def draw(advices: Sequence[Advice], marks: Marks) -> Figure:
     Nothing ran: bars are 90 % intervals of the prediction. A cross marks the last length at which
     a method has a safe batch. A panel is one dtype, on one number of ranks, with adapters or
     without. Where no time is predicted at all, the figure says so instead.
-
-    Args:
-        advices: What is advised for each length, of all that is compared.
-        marks: The methods that bear each sign.
     """
-    sides = [side for advice in advices for side in advice.sides]
-    rows = pd.DataFrame(
-        {"title": _name(side), _ALONG: side.seq_len} | option.model_dump()
-        for side in sides
-        for option in side.options
-    )
+    listed = []
+    for side in (side for advice in advices for side in advice.sides):
+        trained = "" if side.lora is None else " with LoRA"
+        ranks = "" if side.parallel is None else f", {side.parallel}"
+        title = f"{side.model}{trained}{ranks}, {side.dtype} on {side.target}"
+        setting = {"title": title, _ALONG: side.seq_len}
+        listed += [setting | option.model_dump() for option in side.options]
+    rows = pd.DataFrame(listed)
     if rows.empty or rows[_SPEED].isna().all():
         return say_nothing_to_draw("Nothing to draw: no time is predicted for any safe batch.")
     rows["too_large"] = rows["safe_batch_size"].isna() & (rows["verdict"] != "failed")
@@ -68,12 +66,6 @@ def draw(advices: Sequence[Advice], marks: Marks) -> Figure:
         _name_lines(axis)
     mark_methods(figure, marks)
     return figure
-
-
-def _name(side: Advice) -> str:
-    trained = "" if side.lora is None else " with LoRA"
-    ranks = "" if side.parallel is None else f", {side.parallel}"
-    return f"{side.model}{trained}{ranks}, {side.dtype} on {side.target}"
 
 
 def _draw_method(axis: Axes, method: str, options: pd.DataFrame) -> None:

@@ -11,9 +11,7 @@ from matplotlib.figure import Figure
 from dpprof.results.analysis.tables.axes import BASELINE
 from dpprof.results.figures.style import HATCHES, PAGE_INCHES, method_style
 
-VISIBLE = 0.005
-"""A part below this share of the longest bar would be invisible."""
-
+VISIBLE = 0.005  # a part below this share of the longest bar would be invisible
 _LEGEND_ROW_INCHES = 0.17
 
 

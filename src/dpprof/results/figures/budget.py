@@ -71,16 +71,12 @@ def _name_lines(
         figure.legend(handles=handles, loc="outside lower center", ncols=4)
         return
     figure.draw_without_rendering()
+    dashed = {BASELINE: {"linestyle": "--", "marker": ""}}
     for axis, rows, plain in drawn:
         last = rows.loc[rows.groupby("method")["epsilon"].idxmax()]
         ends = [(row["epsilon"], row["gpu_hours"], row["method"]) for _, row in last.iterrows()]
         ends += [(rows["epsilon"].max(), hours, BASELINE) for hours in plain["gpu_hours"]]
-        label_ends(axis, ends, style_of=_style)
-
-
-def _style(name: str) -> dict[str, Any]:
-    look = method_style(name)
-    return look | {"linestyle": "--", "marker": ""} if name == BASELINE else look
+        label_ends(axis, ends, style_of=lambda name: method_style(name) | dashed.get(name, {}))
 
 
 def _say(panel: Panel, epsilons: list[float], *, is_one: bool) -> str:

@@ -114,11 +114,9 @@ def label_ends(
 ) -> None:
     """Write the name of each line to the right of its axes, as high as its end, without overlap.
 
-    Args:
-        axis: The axes with their final limits, in a figure that was laid out.
-        ends: The last point of each line in data coordinates, and its name.
-        edge: The place beyond which names are written, as a share of the width of the axes.
-        style_of: Returns the look of a name's line, a piece of which stands before the name.
+    The figure was laid out, and the axes have their final limits. ``ends`` are in data coordinates,
+    each with a name. Names are written beyond ``edge``, a share of the width of the axes. A piece
+    of its line, which looks as ``style_of`` returns, stands before a name.
     """
     figure = axis.figure
     inches = axis.get_position().height * figure.get_figheight()  # type: ignore[union-attr]

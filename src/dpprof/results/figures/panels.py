@@ -24,11 +24,7 @@ class Panel(NamedTuple):
     rows: pd.DataFrame
 
     def sorted_by(self, lengths: "pd.Series[float]") -> pd.DataFrame:
-        """Return the rows by method: the baseline first, then from the shortest to the longest.
-
-        Args:
-            lengths: What the figure shows of each row, by the index of ``rows``.
-        """
+        """Return the rows by method: the baseline first, then from the shortest to the longest."""
         order = pd.DataFrame(
             {"private": self.rows["method"] != BASELINE, "length": lengths.astype(float)}
         )

@@ -87,18 +87,14 @@ def _draw_methods(axis: Axes, rows: pd.DataFrame, name: str) -> None:
     axis.set_ylabel(_LABELS[name].format(units=units))
 
 
-def _name_whole(title: str) -> str:
-    """Return a training's name as page one has it: a foreign model is trained as a whole."""
-    whole = "" if "with LoRA" in title else "all of "
-    return f"{whole}{title.removeprefix(PREFIX)}" if title.startswith(PREFIX) else title
-
-
 def _say(panels: list[Panel]) -> str:
     """Return the fewest GPUs on which a private method safely fits, of each training."""
-    fitting = [(title, rows.loc[fits_privately(rows), "ranks"]) for title, rows in panels]
-    said = [
-        f"{ranks.min()} {'GPU' if ranks.min() == 1 else 'GPUs'} for {_name_whole(title)}"
-        for title, ranks in fitting
-        if len(ranks)
-    ]
+    said = []
+    for title, rows in panels:
+        fitting = rows.loc[fits_privately(rows), "ranks"]
+        if len(fitting):
+            # As page one has it: a foreign model without adapters is trained as a whole.
+            whole = title.startswith(PREFIX) and "with LoRA" not in title
+            name = f"{'all of ' if whole else ''}{title.removeprefix(PREFIX)}"
+            said.append(f"{fitting.min()} {'GPU' if fitting.min() == 1 else 'GPUs'} for {name}")
     return f"Private training takes at least {'; '.join(said)}." if said else ""

@@ -53,7 +53,7 @@ def draw_seq_len(tables: Mapping[str, pd.DataFrame]) -> Figure:
 def _draw(experiments: pd.DataFrame, along: str) -> Figure:
     timed = experiments.dropna(subset=["median_step_s", "peak_bytes"])
     panels = _find_panels(timed, along, also=["peak_kind"])
-    if panels is None:
+    if not panels.shown:
         raise NothingToDrawError(f"no two successful experiments differ only in {along}")
     figure, axes = new_figure(2, len(panels.shown), row_inches=2.2)
     for (memory, time), panel in zip(axes, panels.shown, strict=True):
@@ -94,12 +94,14 @@ def draw_cost(tables: Mapping[str, pd.DataFrame]) -> Figure:
     parameters = tables["experiments"][["experiment_id", "parameters_total"]]
     records = _per_token(choose_runs(tables["costs"]).merge(parameters, on="experiment_id"))
     here = records["target"].isna()
-    halves = (_find_panels(rows, along) for rows in (records[here], records[~here]))
-    panels = [panel for some in halves if some is not None for panel in some.shown][:_ROWS]
+    halves = [_find_panels(rows, along).shown for rows in (records[here], records[~here])]
+    panels = [*halves[0], *halves[1]][:_ROWS]
     if not panels:
         raise NothingToDrawError(f"no two experiments with counted FLOPs differ only in {along}")
     drawn = pd.concat(panel.rows for panel in panels)
-    costs = {name: how for name, how in _COSTS.items() if _reaches(drawn, along, name)}
+    places = {name: drawn.dropna(subset=[name]).groupby("method")[along] for name in _COSTS}
+    grow = {name for name, place in places.items() if (place.max() > place.min()).any()}
+    costs = {name: how for name, how in _COSTS.items() if name in grow}
     figure, axes = new_figure(len(costs), len(panels), row_inches=2.0)
     for row, panel in zip(axes, panels, strict=True):
         for axis, (cost, (unit, label)) in zip(row, costs.items(), strict=True):
@@ -115,21 +117,17 @@ def draw_cost(tables: Mapping[str, pd.DataFrame]) -> Figure:
     return figure
 
 
-def _reaches(rows: pd.DataFrame, along: str, cost: str) -> bool:
-    """Return whether a method has a cost at two places of the axis."""
-    by_method = rows.dropna(subset=[cost]).groupby("method")[along]
-    return any(places.min() < places.max() for _, places in by_method)
-
-
-def _find_panels(rows: pd.DataFrame, along: str, also: Iterable[str] = ()) -> Panels | None:
+def _find_panels(rows: pd.DataFrame, along: str, also: Iterable[str] = ()) -> Panels:
     """Return panels of experiments that differ only in method and along the axis, if there are."""
     if rows.empty:
-        return None
+        return Panels([], 0)
     every = split(rows, "", but=[along], also=also, most=len(rows)).shown
     grown = pd.concat(
         panel.rows[panel.rows.groupby("method")[along].transform("nunique") > 1] for panel in every
     )
-    return None if grown.empty else split(grown, "", but=[along], also=also, most=_ROWS)
+    if grown.empty:
+        return Panels([], 0)
+    return split(grown, "", but=[along], also=also, most=_ROWS)
 
 
 def _name_lines(figure: Figure, rows: Iterable[Iterable[Axes]]) -> None:
@@ -186,10 +184,7 @@ def mark_some(along: npt.NDArray[np.float64]) -> list[int] | None:
     """Return the points of a line that get a mark; None for all, as long as they are few.
 
     Marks of many points would hide each other and the line. Those that are kept are about as far
-    from one another on a logarithmic axis.
-
-    Args:
-        along: The points' positions, positive and ascending.
+    from one another on a logarithmic axis. Positions are positive and ascending.
     """
     if len(along) <= _MOST_MARKS:
         return None

@@ -12,17 +12,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from dpprof.results.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, sign
 from dpprof.results.analysis.tables.axes import BASELINE
 
-COLUMN_INCHES = 3.4
-"""Width of one column of a two-column paper; text is legible at this size."""
-
+COLUMN_INCHES = 3.4  # width of one column of a two-column paper; text is legible at this size
 _TICKS = 6  # the most parts of a linear axis
 _LETTER_POINTS = 4.5  # width of a letter of a tick's label; labels have 8 points
 _GAP_POINTS = 8  # the least between two labels
-PAGE_INCHES = 9.0
-"""A figure higher than this leaves no room for its caption on a page."""
-
-BYTE_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
-"""Units, the largest first."""
+PAGE_INCHES = 9.0  # a figure higher than this leaves no room for its caption on a page
+BYTE_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}  # units, the largest first
 
 # Okabe and Ito 2008, "Color Universal Design".
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -42,9 +37,7 @@ _METHODS: dict[str, tuple[str, str]] = {
     "opacus-adaptive": ("#332288", "d"),
 }
 _OTHER_MARKERS = ("p", "*", "8")
-SERIES_COLOURS = _PALETTE
-"""Colours of series that are no methods, in order."""
-
+SERIES_COLOURS = _PALETTE  # colours of series that are no methods, in order
 COMPONENT_COLOURS: dict[str, str] = {
     "parameters": _PALETTE[0],
     "quantization_scales": "#0F0FB4",
@@ -123,11 +116,7 @@ OUTCOME_COLOURS: dict[str, str] = {
 
 
 class SparseTicks(MaxNLocator):
-    """Ticks of a horizontal axis, as many as have room for their labels.
-
-    Args:
-        most: The most parts.
-    """
+    """Ticks of a horizontal axis, as many as have room for their labels."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
@@ -281,10 +270,8 @@ MEANINGS: Mapping[str, str] = {
 def mark_methods(figure: Figure, marks: Marks) -> dict[str, list[str]]:
     """Append signs to the names of methods in a figure, and explain the signs in its title.
 
-    Names are found in titles, legends, tick labels, and beside points and lines.
-
-    Returns:
-        The methods that were marked, by sign.
+    Names are in titles, legends, tick labels, and beside points and lines. Return the methods that
+    were marked, by sign.
     """
     names = {name for methods in marks.values() for name in methods}
     marked = {name: f"{name} {sign(name, marks)}" for name in names}

@@ -39,7 +39,14 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     here = chosen[chosen["target"].isna()]
     runs = chosen if here.empty else here
     settings = split(runs, "no run of the instruments memory or estimate succeeded", most=len(runs))
-    focus = max(settings.shown, key=lambda panel: _rank(panel.rows))
+    focus = max(
+        settings.shown,
+        key=lambda panel: (
+            panel.rows["method"].nunique(),
+            (panel.rows["instrument"] == "memory").sum(),
+            *panel.rows[["parameters_total", "batch_size", "seq_len"]].max(),
+        ),
+    )
     rows = focus.sorted_by(focus.rows["peak_bytes"]).groupby(level=0, sort=False).head(1)
     shown = [Panel(str(method), rows.loc[[method]]) for method in rows.index]
     columns = min(4, max(2, math.ceil(len(shown) / 2)))  # two rows, or three of four
@@ -73,13 +80,6 @@ def _say_peaks(rows: pd.DataFrame) -> str:
     return f"The peak is {'; '.join(said)}."
 
 
-def _rank(rows: pd.DataFrame) -> tuple[Any, ...]:
-    """Return a setting's sort key: its number of methods, how many of them ran, and its size."""
-    size = rows[["parameters_total", "batch_size", "seq_len"]].max()
-    real = (rows["instrument"] == "memory").sum()
-    return rows["method"].nunique(), real, *size
-
-
 def draw_step(axis: Axes, step: pd.DataFrame, unit: str, highest: float, letter: float) -> None:
     """Stack the visible owners of a step, under a strip of its phases.
 
@@ -110,11 +110,8 @@ def mark_phases(
 ) -> None:
     """Draw a strip on top with one field per phase, and the phase's name where it fits.
 
-    Args:
-        axis: The panel, up to ``length`` long.
-        phases: Names, starts and ends.
-        length: The length of the horizontal axis.
-        letter: Width of a letter of a name, as a share of the panel's width.
+    ``phases`` are names, starts and ends on an axis of this length; ``letter`` is the width of a
+    letter of a name, as a share of the panel's width.
     """
     for number, (phase, start, end) in enumerate(phases):
         shade = ("#EEEEEE", "#CCCCCC")[number % 2]

@@ -30,9 +30,7 @@ from dpprof.results.analysis.standings import UNKNOWN
 from dpprof.results.analysis.tables.axes import BASELINE, WITHOUT_BATCH, axes_of
 from dpprof.system.files import canonical_json
 
-BEST = "best"
-"""A value of ``Advice.checkpointing``: the fastest of several ways, for each method."""
-
+BEST = "best"  # a value of `Advice.checkpointing`: the fastest of several ways, for each method
 _SHARED_AXES = (
     *("lora", "parallel", "seq_len", "image_size", "dtype", "checkpointing", "execution", "head"),
 )
@@ -41,10 +39,8 @@ _SHARED_AXES = (
 def advise(results: Sequence[Result], target: str, standings: Mapping[str, Standing]) -> Advice:
     """Rank the methods of capacity results that differ only in the method and in checkpointing.
 
-    Args:
-        results: At least one. A failed result becomes an option that does not work.
-        target: The target's name, for display.
-        standings: The standing of each method, by the id of the result's experiment.
+    A failed result becomes an option that does not work. ``target`` is a name for display.
+    Standings are by the id of a result's experiment.
     """
     experiment = results[0].experiment
     described = [(r, describe(r, standings.get(r.experiment_id, UNKNOWN))) for r in results]
@@ -235,10 +231,8 @@ def compare_gpus(advices: Iterable[Advice]) -> list[OnGpus]:
     """Compare numbers of GPUs for each method, the fewest GPUs first.
 
     Every number of GPUs trains with the largest safe batch of each. Efficiency is the speed of a
-    GPU over that with the fewest GPUs on which the method has a predicted speed.
-
-    Args:
-        advices: What is advised for each number of ranks, of all that is compared otherwise.
+    GPU over that with the fewest GPUs on which the method has a predicted speed. ``advices`` are
+    for different numbers of ranks and equal otherwise.
     """
     same = {"method", "private", "safe_batch_size"}
     same |= {"tokens_per_s", "tokens_per_s_low", "tokens_per_s_high"}

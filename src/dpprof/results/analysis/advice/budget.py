@@ -39,12 +39,8 @@ def make_budget(
 ) -> Budget:
     """Price a privacy budget for capacity results that differ in the method and in ranks alone.
 
-    Args:
-        results: At least one. A failed result becomes a method without hours.
-        target: The target's name, for display.
-        standings: The standing of each method, by the id of the result's experiment.
-        privacy: The budget.
-        noise: What it asks for.
+    A failed result becomes a method without hours. ``target`` is a name for display. Standings are
+    by the id of a result's experiment. ``noise`` is what the budget asks for.
     """
     by_gpus: dict[int, list[Result]] = defaultdict(list)
     for result in results:

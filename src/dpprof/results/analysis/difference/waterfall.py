@@ -47,9 +47,6 @@ def list_holdings(result: Result) -> list[Holding]:
     that the timeline counts, which are multiples of 512 bytes on CUDA. What the allocator's whole
     blocks take beyond these is a row of the component ``allocator_rounding``.
 
-    Args:
-        result: A result of an instrument that records or predicts memory.
-
     Raises:
         InputError: The result does not record what was live at the peak.
     """
@@ -63,16 +60,8 @@ def list_holdings(result: Result) -> list[Holding]:
     ]
     rounding = peak_bytes(memory) - sum(row["bytes"] for row in rows)
     if rounding:
-        rows.append(
-            Holding(
-                component=ROUNDING,
-                layer=None,
-                op="caching allocator",
-                phase=memory.at_peak.phase,
-                bytes=rounding,
-                storages=0,
-            )
-        )
+        of = {"component": ROUNDING, "op": "caching allocator", "phase": memory.at_peak.phase}
+        rows.append(Holding(**of, layer=None, bytes=rounding, storages=0))  # type: ignore[typeddict-item]
     return rows
 
 
@@ -152,10 +141,7 @@ def subtract(
 ) -> tuple[Bar, ...]:
     """Return the waterfall from B's peak to A's: bars by component, the largest difference first.
 
-    Args:
-        a: What A holds at its peak, of ``peak_holdings.list_holdings``.
-        b: What B holds at its peak.
-        levels: Names of ``LEVELS``, from the outermost on.
+    Both sides are of ``list_holdings``; ``levels`` are names of ``LEVELS``, from the outermost on.
 
     Example:
         >>> held = {"layer": "head", "op": "bmm", "phase": "backward", "storages": 1}
@@ -171,14 +157,11 @@ def subtract(
     for side, rows in enumerate((a, b)):
         for held in rows:
             groups[LEVELS[level](held)][side].append(held)
-    return _sort(
-        Bar(name, _sum(of_a), _sum(of_b), subtract(of_a, of_b, deeper))
-        for name, (of_a, of_b) in groups.items()
-    )
-
-
-def _sum(rows: Sequence[Holding]) -> int:
-    return sum(held["bytes"] for held in rows)
+    bars = []
+    for name, sides in groups.items():
+        sizes = (sum(held["bytes"] for held in side) for side in sides)
+        bars.append(Bar(name, *sizes, bars=subtract(*sides, deeper)))
+    return _sort(bars)
 
 
 def _sort(bars: Iterable[Bar]) -> tuple[Bar, ...]:

@@ -3,7 +3,7 @@
 Most figures of a result are exact: equal runs have equal ones, without noise. Step times are not.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Sequence
 from decimal import Decimal
 from statistics import median, median_low
@@ -130,7 +130,11 @@ def judge_outcomes(
 ) -> ComparedFigure:
     """Compare how runs ended: worse is a larger share of replicates that failed."""
     failed = [[r for r in side if r.outcome != "ok"] for side in (baseline, candidate)]
-    ended = [_format_outcomes(side) for side in (baseline, candidate)]
+    ended = []
+    for side in (baseline, candidate):
+        counts = Counter(result.outcome for result in side)
+        each = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if name in counts)
+        ended.append(each if len(counts) > 1 else side[0].outcome)
     was, now = len(failed[0]) * len(candidate), len(failed[1]) * len(baseline)
     judgement: Judgement = "worse" if now > was else "better" if now < was else "same"
     reason = None
@@ -148,13 +152,6 @@ def judge_outcomes(
         judgement=judgement,
         reason=reason,
     )
-
-
-def _format_outcomes(results: Sequence[Result]) -> str:
-    outcomes = [result.outcome for result in results]
-    if len(set(outcomes)) == 1:
-        return outcomes[0]
-    return ", ".join(f"{outcomes.count(name)} {name}" for name in OUTCOMES if name in outcomes)
 
 
 def judge_exact(

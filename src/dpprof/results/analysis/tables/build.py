@@ -179,11 +179,7 @@ def _list_ceilings(measured: Iterable[Ceilings]) -> Iterator[dict[str, Any]]:
 
 
 class TimelineFile:
-    """The table as a CSV file, to which runs are added; the same bytes as those of its frame.
-
-    Args:
-        file: The file to write to.
-    """
+    """The table as a CSV file, to which runs are added; the same bytes as those of its frame."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._columns = file, list(TABLES["timeline"].columns)
