@@ -6,7 +6,7 @@ import pytest
 from dpprof.ask.advise.gpus import format_gpus
 from dpprof.experiments.records.advice import Advice, Option
 from dpprof.results.analysis.advice.advice import compare_gpus, find_fastest
-from dpprof.results.figures.ranks import draw
+from dpprof.results.figures.prices import draw_ranks as draw
 
 SPEEDS = {
     1: {"standard": 1000.0, "flash": None, "flash-bk": None},

@@ -69,12 +69,6 @@ def test_phases_that_repeat_are_matched_in_order() -> None:
     assert ends[-1] == pytest.approx(1)
 
 
-@pytest.mark.parametrize("pair", [(SHORT, LONG), (LONG, SHORT), (SHORT, SHORT)])
-def test_no_curve_goes_back(pair) -> None:
-    for curve in share_axis(*pair)[1:]:
-        assert curve.at == sorted(curve.at)
-
-
 def test_a_step_without_operators_has_no_stretches() -> None:
     empty = timeline((0, "step", 5))
     shared = share_axis(empty, empty)

@@ -7,7 +7,7 @@ from factory import (
     write_synthetic_verdict,
 )
 
-from dpprof.results.figures.ranks import draw
+from dpprof.results.figures.prices import draw_ranks as draw
 
 
 def on_ranks(method, step_s, size=1, kind="fsdp", **axes):

@@ -28,8 +28,7 @@ from dpprof.results.analysis.tables.experiments import (
 )
 from dpprof.results.analysis.tables.findings import find_caveats
 from dpprof.results.analysis.tables.frames import make_frame, pick, write_rows
-from dpprof.results.analysis.tables.kernels import list_kernels
-from dpprof.results.analysis.tables.memory import list_memory
+from dpprof.results.analysis.tables.records import list_kernels, list_memory
 
 
 def build_tables(collected: Collected, planned: Planned | None = None) -> dict[str, pd.DataFrame]:
