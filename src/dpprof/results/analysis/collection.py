@@ -23,9 +23,7 @@ class Collected:
     """A manifest's runs with their results."""
 
     runs: tuple[tuple[PlannedRun, Result], ...]
-    missing: Mapping[PlannedRun, str]
-    """Runs without a result that can be trusted, each with the reason."""
-
+    missing: Mapping[PlannedRun, str]  # why runs have no result that can be trusted
     outdated: frozenset[tuple[str, str, int]]
     """Runs, as (id, instrument, replicate), that other code than the last planned one measured."""
 
@@ -33,8 +31,7 @@ class Collected:
     """The standing of the method of each experiment that has a result, by the experiment's id."""
 
     ceilings: tuple[Ceilings, ...] = ()  # the ceilings that exist for the devices of the runs
-    damaged: tuple[ResultError, ...] = ()
-    """The errors of damaged files, which a partial report leaves out."""
+    damaged: tuple[ResultError, ...] = ()  # of files that a partial report leaves out
 
 
 def collect(

@@ -33,8 +33,7 @@ class ExperimentRuns:
     experiment: Experiment
     planned: int
     results: Sequence[Result]
-    machine: str | None = None
-    """The machine whose times and peaks count, as most of the sweep's; None for any."""
+    machine: str | None = None  # the one whose times and peaks count; None for any
 
     @cached_property
     def step_s(self) -> list[float]:
@@ -139,12 +138,6 @@ def group_runs(collected: Collected) -> list[ExperimentRuns]:
         )
         for name, alike in results.items()
     ]
-
-
-def merge_baselines(groups: Sequence[ExperimentRuns]) -> ExperimentRuns:
-    """Return one group from experiments that differ only in axes that do not affect them."""
-    results = [result for group in groups for result in group.results]
-    return ExperimentRuns(groups[0].experiment, len(results), results, groups[0].machine)
 
 
 def setting_key(experiment: Experiment) -> str:

@@ -16,15 +16,9 @@ from dpprof.results.analysis.tables.axes import axes_of
 if TYPE_CHECKING:
     import pandas as pd
 
-DAGGER = "\N{DAGGER}"
-"""Marks methods that are not verified, wherever their numbers are shown."""
-
-DOUBLE_DAGGER = "\N{DOUBLE DAGGER}"
-"""Marks methods that are private by another mechanism than flat clipping."""
-
-Marks = Mapping[str, Collection[str]]
-"""Maps each sign to the methods that bear it."""
-
+DAGGER = "\N{DAGGER}"  # marks methods that are not verified, wherever their numbers are shown
+DOUBLE_DAGGER = "\N{DOUBLE DAGGER}"  # marks methods with another mechanism than flat clipping
+Marks = Mapping[str, Collection[str]]  # the methods that bear each sign
 UNKNOWN = Standing(None, "it has no verdict yet")
 
 

@@ -39,11 +39,8 @@ class Comparison(NamedTuple):
     ratio: float
     interval: Interval | None  # bootstrap interval of the ratio; None where a group has one process
     p_value: float | None  # two-sided Mann-Whitney p-value; None where a group has one process
-    floor: float | None
-    """The noise floor, as a share: how far from 1 the ratio must be to count; None if unknown."""
-
-    verdict: str | None
-    """``larger``, ``smaller`` or ``no difference detected``; None if the noise is unknown."""
+    floor: float | None  # how far from 1 the ratio must be to count, as a share; None if unknown
+    verdict: str | None  # larger, smaller or `NO_DIFFERENCE`; None if the noise is unknown
 
 
 class Sides(NamedTuple):

@@ -20,9 +20,7 @@ Place = tuple[float, float]
 _SIZE = 6.5
 _LINE = 8.0  # distance of the lines of text, in points
 _PIECE = 14.0  # length of the piece of a line before its name, and of the gap behind it, in points
-_TRIES = 6
-"""How many lines a name may be moved up or down, before it stands where it overlaps least."""
-
+_TRIES = 6  # lines that a name may be moved, before it stands where it overlaps least
 _PLACES = [
     (side, away, way * line * _LINE)
     for line, way in itertools.product(range(_TRIES), (1, -1))

@@ -21,8 +21,7 @@ _FEW_METHODS = 6
 _MIB, _GIB = 2**20, 2**30
 _MEMORY = "target's memory"
 
-Drawn = list[tuple[Axes, pd.DataFrame, "pd.Series[float]"]]
-"""Each panel with its rows, and the lengths of their bars."""
+Drawn = list[tuple[Axes, pd.DataFrame, "pd.Series[float]"]]  # panels, rows, lengths of bars
 
 
 def draw_breakdown(tables: Mapping[str, pd.DataFrame]) -> Figure:

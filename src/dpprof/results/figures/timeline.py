@@ -21,9 +21,7 @@ from dpprof.results.figures.style import (
     tell,
 )
 
-_HEADROOM = 1.4
-"""Height of the axis over the highest peak; leaves room for the peak's size and the phases."""
-
+_HEADROOM = 1.4  # height of the axis over the highest peak: room for its size and the phases
 _STRIP = 0.91  # the height at which the strip of phases begins, as a share of a panel's height
 _LETTER = 0.009  # width of a letter of a phase's name, as a share of a page's width
 _SHORT = {"forward": "fwd", "backward": "bwd", "second_backward": "bwd2"}

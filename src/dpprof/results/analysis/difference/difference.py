@@ -19,8 +19,7 @@ _ALWAYS_NAMED = (
 )
 """The axes that are named where both runs share them."""
 
-_NOT_NAMED = {"method", "seed", "warmup_steps", "timed_steps"}
-"""Axes that do not distinguish two peaks, and the method, which is always named."""
+_NOT_NAMED = {"method", "seed", "warmup_steps", "timed_steps"}  # do not tell peaks apart
 
 
 class Side(NamedTuple):
@@ -76,8 +75,7 @@ class Difference(NamedTuple):
     b: Side
     shared: tuple[str, ...]  # what both runs have in common, in words
     bars: tuple[Bar, ...]  # components; their differences sum to `difference_bytes`
-    axis: SharedAxis
-    """Both timelines. They count storages alone: rounding of the allocator is not in them."""
+    axis: SharedAxis  # both timelines, of storages alone: rounding of the allocator is not in them
 
     @property
     def difference_bytes(self) -> int:

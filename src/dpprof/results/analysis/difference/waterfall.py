@@ -111,8 +111,7 @@ LEVELS: Mapping[str, Callable[[Holding], str | None]] = {
 }
 """What holdings are grouped by, level by level."""
 
-_NUMBER = re.compile(r"\.\d+(?=\.|$)")
-"""A part of a module's path that counts blocks."""
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")  # a part of a module's path that counts blocks
 
 
 class Bar(NamedTuple):
@@ -121,8 +120,7 @@ class Bar(NamedTuple):
     name: str | None  # none for bytes outside the model
     a_bytes: int
     b_bytes: int
-    bars: "tuple[Bar, ...]" = ()
-    """What it consists of; they sum to it, in A, in B and in the difference."""
+    bars: "tuple[Bar, ...]" = ()  # they sum to it, in A, in B and in the difference
 
     @property
     def difference_bytes(self) -> int:
@@ -159,8 +157,8 @@ def subtract(
             groups[LEVELS[level](held)][side].append(held)
     bars = []
     for name, sides in groups.items():
-        sizes = (sum(held["bytes"] for held in side) for side in sides)
-        bars.append(Bar(name, *sizes, bars=subtract(*sides, deeper)))
+        a_bytes, b_bytes = (sum(held["bytes"] for held in side) for side in sides)
+        bars.append(Bar(name, a_bytes, b_bytes, subtract(*sides, deeper)))
     return _sort(bars)
 
 

@@ -49,8 +49,7 @@ class FamilyKey(NamedTuple):
     """What a family is of."""
 
     name: str
-    batch_size: int | None = None
-    """The batch that a capacity found, and of which it states the family."""
+    batch_size: int | None = None  # that a capacity found, and of which it states the family
 
 
 def list_families(

@@ -46,8 +46,7 @@ class ResultsFolder(NamedTuple):
     """A folder of results."""
 
     path: Path  # the folder that holds those of the instruments
-    runs: dict[RunKey, list[Result]]
-    """The replicates of each run, in order; without timelines and holdings, which are large."""
+    runs: dict[RunKey, list[Result]]  # replicates in order, without large parts
 
 
 def read_results_folder(folder: Path) -> ResultsFolder:
@@ -90,19 +89,17 @@ _MOST_PAIRS = 20_000  # how many pairs of experiments are looked at for the two 
 _MOST_NAMED = 3  # how many differences of two experiments are named
 
 
-def find_differences(
-    baseline: Sequence[Result], candidate: Sequence[Result]
+def _find_differences(
+    results: tuple[Sequence[Result], Sequence[Result]],
 ) -> dict[Fact, tuple[str, str]]:
     """Return what differs between two sides of one run, with both sides' values.
 
-    Replicates of one side that differ count too. Nothing ran for a prediction, so of its machine
-    only the threads count, for a CPU's workspaces.
+    Replicates of one side that differ count too.
     """
     sides: tuple[dict[Fact, set[str]], dict[Fact, set[str]]] = {}, {}
-    for values, results in zip(sides, (baseline, candidate), strict=True):
-        for result in results:
-            for fact, value in facts_of(result).items():
-                values.setdefault(fact, set()).add("none" if value is None else str(value))
+    for values, side in zip(sides, results, strict=True):
+        for fact, value in (item for result in side for item in facts_of(result).items()):
+            values.setdefault(fact, set()).add("none" if value is None else str(value))
     differences = {}
     for fact in dict.fromkeys([*sides[0], *sides[1]]):
         was, now = (side.get(fact, {"none"}) for side in sides)
@@ -111,7 +108,7 @@ def find_differences(
     return differences
 
 
-def explain_nothing_in_common(baseline: ResultsFolder, candidate: ResultsFolder) -> str:
+def _explain_nothing_in_common(baseline: ResultsFolder, candidate: ResultsFolder) -> str:
     """Say that no run is in both folders, and how the most similar experiments differ."""
     if {name for name, _ in baseline.runs} & {name for name, _ in candidate.runs}:
         return "no experiment was run on both sides under the same instrument"
@@ -119,10 +116,9 @@ def explain_nothing_in_common(baseline: ResultsFolder, candidate: ResultsFolder)
         {name: results[0].experiment for (name, _), results in side.runs.items()}.values()
         for side in (baseline, candidate)
     ]
-    pairs = islice(product(*sides), _MOST_PAIRS)
     differences = [
         (a, b, [key for key in Experiment.model_fields if getattr(a, key) != getattr(b, key)])
-        for a, b in pairs
+        for a, b in islice(product(*sides), _MOST_PAIRS)
     ]
     a, b, keys = min(differences, key=lambda pair: len(pair[2]))
     if len(keys) > _MOST_NAMED:
@@ -143,14 +139,8 @@ class Options(NamedTuple):
 
 class _Pair(NamedTuple):
     key: RunKey
-    baseline: Sequence[Result]
-    candidate: Sequence[Result]
+    sides: tuple[Sequence[Result], Sequence[Result]]  # the baseline first
     unlike: Mapping[Fact, tuple[str, str]]  # what differs between the two sides, besides the code
-
-    @property
-    def sides(self) -> tuple[Sequence[Result], Sequence[Result]]:
-        """Both, the baseline first."""
-        return self.baseline, self.candidate
 
     @property
     def on_other(self) -> bool:
@@ -171,18 +161,16 @@ def compare_folders(
         >>> compare_folders(*sides, Options()).verdict
         'nothing worse'
     """
-    pairs = [
-        _Pair(key, results, candidate.runs[key], find_differences(results, candidate.runs[key]))
-        for key, results in baseline.runs.items()
-        if key in candidate.runs
-    ]
+    shared = [key for key in baseline.runs if key in candidate.runs]
+    both = {key: (baseline.runs[key], candidate.runs[key]) for key in shared}
+    pairs = [_Pair(key, sides, _find_differences(sides)) for key, sides in both.items()]
     figures, unlike = _judge_pairs(pairs, options)
     differing = [figure for figure in figures if figure.judgement != "same"]
     judged = Counter(figure.metric for figure in figures if figure.judgement != "undecided")
     counts = Counter(figure.judgement for figure in figures)
     reason = None
     if not pairs:
-        reason = explain_nothing_in_common(baseline, candidate)
+        reason = _explain_nothing_in_common(baseline, candidate)
     elif unlike:
         reason = "; ".join(
             f"{it.name} {it.baseline} in the baseline and {it.candidate} in the candidate "
@@ -264,7 +252,7 @@ def _would_count(figure: ComparedFigure) -> bool:
 
 
 def _judge(pair: _Pair, noise: Noise, options: Options) -> Iterator[ComparedFigure]:
-    yield judging.judge_outcomes(pair.key, pair.baseline, pair.candidate)
+    yield judging.judge_outcomes(pair.key, *pair.sides)
     sides = [_values(results, options.metrics) for results in pair.sides]
     moved = _explain_moved_peak(pair)
     for family in dict.fromkeys([*sides[0], *sides[1]]):
@@ -278,7 +266,7 @@ def _judge(pair: _Pair, noise: Noise, options: Options) -> Iterator[ComparedFigu
                 compared = compared.model_copy(update={"reason": compared.reason or moved})
             yield compared
     if "time" in options.metrics:
-        before, after = _group(pair.baseline), _group(pair.candidate)
+        before, after = map(_group, pair.sides)
         if before.step_s and after.step_s:
             reason = "times on different devices are not compared" if pair.on_other else None
             [comparison] = noise.compare_all([(after, before)])

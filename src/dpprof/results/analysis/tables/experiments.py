@@ -4,6 +4,7 @@ A setting is everything in an experiment except the method and its privacy param
 the batch size, the sequence length, and so on.
 """
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
@@ -14,7 +15,7 @@ import pandas as pd
 from dpprof.experiments.records.result import Observed
 from dpprof.experiments.records.terms import OUTCOMES
 from dpprof.experiments.records.verdict import Standing
-from dpprof.results.analysis.groups import ExperimentRuns, Noise, merge_baselines
+from dpprof.results.analysis.groups import ExperimentRuns, Noise
 from dpprof.results.analysis.standings import UNKNOWN
 from dpprof.results.analysis.statistics import NO_DIFFERENCE, Comparison, Interval, median_intervals
 from dpprof.results.analysis.tables.axes import BASELINE, SETTING, axes_of
@@ -24,8 +25,7 @@ class Standard(NamedTuple):
     """What experiments are compared with: the non-private step with all else equal."""
 
     bases: Mapping[str, ExperimentRuns]  # baselines by setting. Several equal ones count as one.
-    compared: Mapping[str, Comparison]
-    """Step times of private methods beside it, by the experiment's id."""
+    compared: Mapping[str, Comparison]  # step times of private methods beside it, by experiment
 
 
 def compare_with_standard(groups: Sequence[ExperimentRuns], noise: Noise) -> Standard:
@@ -34,7 +34,10 @@ def compare_with_standard(groups: Sequence[ExperimentRuns], noise: Noise) -> Sta
     for group in groups:
         if group.experiment.method == BASELINE:
             baselines[group.setting].append(group)
-    bases = {setting: merge_baselines(alike) for setting, alike in baselines.items()}
+    bases = {}
+    for setting, alike in baselines.items():
+        results = [result for group in alike for result in group.results]
+        bases[setting] = dataclasses.replace(alike[0], planned=len(results), results=results)
     pairs = [
         (group, base)
         for group in _list_private(groups)

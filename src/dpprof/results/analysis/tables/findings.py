@@ -29,9 +29,7 @@ class Finding(NamedTuple):
     finding: str
 
 
-TOLERATED_CORES = 0.25
-"""Cores that other processes may keep busy: a shell, a browser and Snakemake use fewer."""
-
+TOLERATED_CORES = 0.25  # that others may keep busy: a shell, a browser and Snakemake use fewer
 TOLERATED_OTHER = 0.05  # share of a trace's time that may lack a known op kind
 
 
