@@ -183,12 +183,7 @@ def method_style(method: str) -> dict[str, Any]:
         colour = _PALETTE[digest[0] % len(_PALETTE)]
         marker = _OTHER_MARKERS[digest[1] % len(_OTHER_MARKERS)]
     # A thin edge keeps the light colours visible on white.
-    return {
-        "color": colour,
-        "marker": marker,
-        "markeredgecolor": "#333333",
-        "markeredgewidth": 0.4,
-    }
+    return {"color": colour, "marker": marker, "markeredgecolor": "#333333", "markeredgewidth": 0.4}
 
 
 def sort_methods(names: Iterable[str]) -> list[str]:

@@ -102,11 +102,7 @@ def _name_layers(bar: Bar) -> str:
 
 
 def _draw_steps(
-    axis: Axes,
-    difference: Difference,
-    steps: Sequence[_Step],
-    colours: tuple[str, str],
-    unit: str,
+    axis: Axes, difference: Difference, steps: Sequence[_Step], colours: tuple[str, str], unit: str
 ) -> None:
     ends = [
         _Step(_fold(side.name), side.peak_bytes, format_size(side.peak_bytes), side.how, look)
