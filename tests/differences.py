@@ -1,8 +1,7 @@
 """Differences of two invented runs, for tests of what is said and drawn of them."""
 
 from dpprof.experiments.records.step_costs import Timeline
-from dpprof.results.analysis.difference.difference import Difference, Side
-from dpprof.results.analysis.difference.shared_axis import share_axis
+from dpprof.results.analysis.difference.difference import Difference, Side, share_axis
 from dpprof.results.analysis.difference.waterfall import subtract
 
 

@@ -11,14 +11,16 @@ from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.advice.advice import advise
 
 
-def result(folder: Path, method: str, step_s: float | None, **capacity) -> Result:
+def result(
+    folder: Path, method: str, step_s: float | None, way: str = "none", outcome="", **capacity
+) -> Result:
     """Invent a capacity result; without a step's time, one that does not fit."""
     return write_synthetic(
         folder,
-        make_experiment(method=method),
+        make_experiment(method=method, checkpointing=way),
         instrument="capacity",
         recorded=make_capacity(step_s, **capacity),
-        outcome="ok" if step_s else "oom",
+        outcome=outcome or ("ok" if step_s else "oom"),
         message=f"{method} needs more",
     )
 
@@ -58,12 +60,8 @@ def test_methods_are_close_where_their_intervals_overlap(tmp_path, factor, verdi
 
 
 def test_a_method_that_fits_but_not_safely_is_not_the_advice(tmp_path) -> None:
-    nothing_safe = {"safe_batch_size": None, "safe_peak_bytes": None}
-    results = [
-        result(tmp_path, "opacus-hooks", 0.1, **nothing_safe),
-        result(tmp_path, "opacus-ghost", 9.0),
-    ]
-    advice = advise(results, "h200", {})
+    tight = result(tmp_path, "opacus-hooks", 0.1, safe_batch_size=None, safe_peak_bytes=None)
+    advice = advise([tight, result(tmp_path, "opacus-ghost", 9.0)], "h200", {})
 
     assert advice.best.method == "opacus-ghost"
     assert {o.method: o.verdict for o in advice.options}["opacus-hooks"] == "tight"
@@ -134,17 +132,11 @@ WAYS = {
 @pytest.mark.parametrize("case", WAYS)
 def test_each_method_counts_with_the_checkpointing_that_trains_fastest(tmp_path, case) -> None:
     times, safe, chosen = WAYS[case]
-    found = [
-        write_synthetic(
-            tmp_path,
-            make_experiment(method="flash", checkpointing=way),
-            instrument="capacity",
-            recorded=make_capacity(step_s, safe_batch_size=safe.get(way, 8)),
-            outcome="oom" if step_s is None else "ok",
-        )
+    flash = [
+        result(tmp_path, "flash", step_s, way, safe_batch_size=safe.get(way, 8))
         for way, step_s in times.items()
     ]
-    advice = advise([*found, result(tmp_path, "opacus-ghost", 9.0)], "h200", {})
+    advice = advise([*flash, result(tmp_path, "opacus-ghost", 9.0)], "h200", {})
     options = {option.method: option for option in advice.options}
 
     assert advice.checkpointing == "best"
@@ -157,16 +149,12 @@ def test_each_method_counts_with_the_checkpointing_that_trains_fastest(tmp_path,
 
 
 def test_without_a_predicted_time_the_larger_safe_batch_decides(tmp_path) -> None:
-    found = [
-        write_synthetic(
-            tmp_path,
-            make_experiment(method="flash", checkpointing=way),
-            instrument="capacity",
-            recorded=make_capacity(None, safe_batch_size=safe),
-        )
-        for way, safe in {"none": 8, "reentrant": 9, "non-reentrant": 7}.items()
+    ways = {"none": 8, "reentrant": 9, "non-reentrant": 7}
+    untimed = [
+        result(tmp_path, "flash", None, way, "ok", safe_batch_size=safe)
+        for way, safe in ways.items()
     ]
-    [option] = advise(found, "this machine", {}).options
+    [option] = advise(untimed, "this machine", {}).options
 
     assert (option.checkpointing, option.safe_batch_size) == ("reentrant", 9)
 
@@ -183,11 +171,9 @@ def test_one_more_sample_costs_what_the_nearest_peaks_differ_by(tmp_path, case) 
     peaks, costs = ESTIMATES[case]
     at_peak = {"parameters": 140, "saved_activations": 420, "logits_and_loss": 140}  # 8 samples
     found = make_capacity(1.0, estimates=peaks) | {"memory": make_memory(at_peak)["memory"]}
-    experiments = [make_experiment(method=method) for method in ("flash", "opacus-ghost")]
-    fast, slow = (
-        write_synthetic(tmp_path, one, instrument="capacity", recorded=recorded)
-        for one, recorded in zip(experiments, (found, make_capacity(9.0)), strict=True)
-    )
+    flash = make_experiment(method="flash")
+    fast = write_synthetic(tmp_path, flash, instrument="capacity", recorded=found)
+    slow = result(tmp_path, "opacus-ghost", 9.0)
     sample = advise([slow, fast], "h200", {}).one_more_sample
 
     assert (sample.sample_bytes, sample.phase) == (costs, "backward")

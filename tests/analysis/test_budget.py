@@ -16,22 +16,26 @@ from dpprof.experiments.records.budget import Budget
 from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.advice.budget import Planned, make_budget
 
-FITS = {"step_s": 1.0}
+
+def describe(method: str, gpus: int = 1):
+    ranks = f"kind=fsdp,world_size={gpus}" if gpus > 1 else None
+    return make_experiment(method=method, seq_len=8, device="cuda", target="h200", parallel=ranks)
 
 
-def describe(method: str):
-    return make_experiment(method=method, seq_len=8, device="cuda", target="h200")
+def result(folder, method: str = "flash-bk", gpus: int = 1, outcome: str = "ok", **capacity):
+    recorded = make_capacity(**{"step_s": 1.0} | capacity)
+    run = {"instrument": "capacity", "recorded": recorded, "outcome": outcome}
+    return write_synthetic(folder, describe(method, gpus), **run)
 
 
-def result(folder, method: str, outcome: str = "ok", **capacity):
-    found = {"recorded": make_capacity(**FITS | capacity), "outcome": outcome}
-    return write_synthetic(folder, describe(method), instrument="capacity", **found)
+def price(results, standings=None, noise=None, **fields) -> Budget:
+    privacy = PRIVACY.model_copy(update=fields)
+    return make_budget(results, "h200", standings or {}, privacy, noise or make_noise(8.0))
 
 
-def ask(folder, price: float | None = 2.0, **methods) -> Budget:
+def ask(folder, price_per_hour: float | None = 2.0, **methods) -> Budget:
     results = [result(folder, name.replace("_", "-"), **how) for name, how in methods.items()]
-    privacy = PRIVACY.model_copy(update={"price_per_hour": price})
-    return make_budget(results, "h200", {}, privacy, make_noise(8.0))
+    return price(results, price_per_hour=price_per_hour)
 
 
 def test_a_step_is_its_samples_at_the_safe_batchs_speed_and_one_update(tmp_path) -> None:
@@ -52,15 +56,8 @@ def test_a_step_is_its_samples_at_the_safe_batchs_speed_and_one_update(tmp_path)
     assert other.same_batch_noise_multiplier == 1.0
 
 
-def on(root, gpus: int, method="flash-bk"):
-    given = {"method": method, "seq_len": 8, "device": "cuda", "target": "h100"}
-    given |= {"parallel": f"kind=fsdp,world_size={gpus}"} if gpus > 1 else {}
-    found = {"recorded": make_capacity(**FITS), "outcome": "ok"}
-    return write_synthetic(root, make_experiment(**given), instrument="capacity", **found)
-
-
 def test_several_gpus_share_a_batch_and_all_their_hours_are_paid(tmp_path) -> None:
-    budget = make_budget([on(tmp_path, 1), on(tmp_path, 4)], "h100", {}, PRIVACY, make_noise(8.0))
+    budget = price([result(tmp_path), result(tmp_path, gpus=4)])
 
     one, four = (cost for cost in budget.methods if cost.epsilon == 8)
     # 64 samples are 16 on each of four: 2 micro-batches of 8 take 1.6 s, and the update 0.2 s.
@@ -75,9 +72,8 @@ def test_several_gpus_share_a_batch_and_all_their_hours_are_paid(tmp_path) -> No
 
 
 def test_a_method_that_failed_verification_takes_not_the_fewest_hours(tmp_path) -> None:
-    found = [on(tmp_path, 1, "opacus-ghost"), on(tmp_path, 2), on(tmp_path, 4)]
-    wrong = {found[0].experiment_id: Standing(False, "another gradient")}
-    budget = make_budget(found, "h100", wrong, PRIVACY, make_noise(8.0))
+    runs = [result(tmp_path, "opacus-ghost"), *(result(tmp_path, gpus=gpus) for gpus in (2, 4))]
+    budget = price(runs, {runs[0].experiment_id: Standing(False, "another gradient")})
 
     hours = {cost.gpus: cost.gpu_hours for cost in budget.methods if cost.epsilon == 8}
     assert hours[1] < hours[2] < hours[4]
@@ -105,11 +101,11 @@ def test_standard_is_the_price_of_privacy(tmp_path) -> None:
 
 
 def test_without_standard_or_a_price_there_is_no_ratio_and_no_price(tmp_path) -> None:
-    [planned, _] = ask(tmp_path, price=None, flash_bk={}).methods
+    [planned, _] = ask(tmp_path, None, flash_bk={}).methods
 
     assert planned.gpu_hours
     assert (planned.hours_ratio, planned.price) == (None, None)
-    assert ask(tmp_path, price=0.0, flash_bk={}).methods[0].price == 0
+    assert ask(tmp_path, 0.0, flash_bk={}).methods[0].price == 0
 
 
 def test_what_has_no_hours_says_why(tmp_path) -> None:
@@ -148,7 +144,7 @@ def test_an_epsilon_beyond_reach_has_no_hours(tmp_path) -> None:
     beyond = AtEpsilon(epsilon=0.1, same_batch_noise_multiplier=9.0, **unknown, reason=reason)
     noise = noise.model_copy(update={"epsilons": [noise.epsilons[0], beyond]})
 
-    budget = make_budget([result(tmp_path, "flash")], "h200", {}, PRIVACY, noise)
+    budget = price([result(tmp_path)], noise=noise)
 
     assert budget.methods[1].gpu_hours is None
     assert budget.methods[1].message == "no batch is so large"
@@ -156,17 +152,16 @@ def test_an_epsilon_beyond_reach_has_no_hours(tmp_path) -> None:
 
 
 def test_the_standing_of_a_method_is_told(tmp_path) -> None:
-    found = result(tmp_path, "flash")
-    standings = {found.experiment_id: Standing(True, None, mechanism="hooked clipping")}
-
-    budget = make_budget([found], "h200", standings, PRIVACY, make_noise(8.0))
+    run = result(tmp_path)
+    standing = Standing(True, None, mechanism="hooked clipping")
+    budget = price([run], {run.experiment_id: standing})
 
     assert (budget.methods[0].verified, budget.methods[0].mechanism) == (True, "hooked clipping")
 
 
 def tables_of(root, planned):
     runs = [
-        (describe(method), "capacity", {"recorded": make_capacity(**FITS)})
+        (describe(method), "capacity", {"recorded": make_capacity()})
         for method in ("standard", "flash-bk")
     ]
     return tables_of_runs(root, *runs, planned=planned)

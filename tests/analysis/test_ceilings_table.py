@@ -1,13 +1,7 @@
 """Ceilings of the devices of a config, beside what their data sheets say."""
 
 import pytest
-from factory import (
-    CPU,
-    make_experiment,
-    make_manifest,
-    write_synthetic,
-    write_synthetic_ceilings,
-)
+from factory import CPU, make_experiment, make_manifest, write_synthetic, write_synthetic_ceilings
 
 from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.records.ceilings import ceilings_path, device_name

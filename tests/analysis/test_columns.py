@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 from factory import make_experiment, tables_of_runs
 
-from dpprof.results.analysis.tables.columns import TABLES, integer, number, text, write_page
+from dpprof.results.analysis.tables.columns import TABLES
 from dpprof.results.analysis.tables.frames import make_frame
+from dpprof.results.analysis.tables.table import integer, number, text, write_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "numbers" / "tables.md"
 FITS = {

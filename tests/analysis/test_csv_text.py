@@ -22,6 +22,7 @@ WRITTEN = {
     "x=1": "x=1",
     "x\r=1": "x\r=1",
     "x\r\n=1": "x\r\n=1",
+    **{text: text for text in ("null", "12", "NA", "1234567e8901", 'a,b\n"c"')},
 }
 """Cells by text."""
 

@@ -8,8 +8,7 @@ from factory import CPU, make_experiment, make_memory, make_predicted_time, writ
 
 from dpprof.experiments.records.comparison import FolderComparison
 from dpprof.experiments.records.thresholds import Thresholds
-from dpprof.results.analysis.gate.folders import read_results_folder
-from dpprof.results.analysis.gate.regressions import Options, compare_folders
+from dpprof.results.analysis.gate.regressions import Options, compare_folders, read_results_folder
 from dpprof.results.analysis.statistics import Sides, can_differ, compare_all
 
 REAL_STEP_S = np.loadtxt(Path(__file__).parent / "aa_step_s.csv", skiprows=1)
@@ -18,9 +17,10 @@ ON_H100 = make_experiment(device="cuda", target="h100")
 SIDES = ("a", "b")
 
 
-def compare(root: Path, **options) -> FolderComparison:
-    sides = [read_results_folder(root / side) for side in SIDES]
-    return compare_folders(*sides, Options(**options))
+def compare(root: Path, sides=SIDES, **options) -> FolderComparison:
+    return compare_folders(
+        *(read_results_folder(root / side) for side in sides), Options(**options)
+    )
 
 
 def write_times(root: Path, medians, steps=20, **fields) -> None:
@@ -34,12 +34,15 @@ def write_times(root: Path, medians, steps=20, **fields) -> None:
 def write_memory(root: Path, a, b, experiment=EXPERIMENT, instrument="estimate") -> None:
     """Write a result with recorded memory on each side; the sides differ in these fields."""
     for side, fields in zip(SIDES, (a, b), strict=True):
-        usual = {"recorded": make_memory({"noise": 1}), "instrument": instrument}
-        write_synthetic(root / side, experiment, **(usual | fields))
+        write_synthetic(root / side, experiment, instrument=instrument, **recorded() | fields)
 
 
 def sized(size: int, **fields) -> dict:
     return {"recorded": make_memory({"noise": size})} | fields
+
+
+def recorded(**others) -> dict:
+    return {"recorded": make_memory({"noise": 1}) | others}
 
 
 def noisy(count: int, seed: int, spread: float = 0.02) -> np.ndarray:
@@ -104,11 +107,8 @@ def test_enough_replicates_are_those_whose_p_value_can_reach_5_percent(count, en
 
 
 def test_predicted_times_for_a_gpu_are_compared_without_noise(tmp_path) -> None:
-    recorded = [
-        {"recorded": make_memory({"noise": 1}) | {"time": make_predicted_time(seconds)}}
-        for seconds in (1.0, 1.06)
-    ]
-    write_memory(tmp_path, *recorded, experiment=ON_H100)
+    sides = [recorded(time=make_predicted_time(seconds)) for seconds in (1.0, 1.06)]
+    write_memory(tmp_path, *sides, experiment=ON_H100)
     found = compare(tmp_path)
 
     assert found.verdict == "regression"
@@ -129,10 +129,7 @@ def test_a_run_that_fails_now_is_a_regression_and_the_reverse_is_better(tmp_path
     assert (figure.baseline, figure.candidate) == ("ok", f"3 ok, 1 {outcome}")
     assert figure.reason == "too much"
 
-    (tmp_path / "a").rename(tmp_path / "c")
-    (tmp_path / "b").rename(tmp_path / "a")
-    (tmp_path / "c").rename(tmp_path / "b")
-    back = compare(tmp_path)
+    back = compare(tmp_path, sides=SIDES[::-1])
     assert [one.judgement for one in back.figures if one.metric == "outcome"] == ["better"]
     assert back.verdict == "nothing worse"
 
@@ -301,8 +298,8 @@ def test_replicates_that_differ_are_worse_only_where_their_ranges_lie_apart(tmp_
 
 
 def test_components_say_where_the_peak_moved_to(tmp_path) -> None:
-    recorded = (("backward", {"noise": 10}), ("step", {"workspace": 9}))
-    sides = [{"recorded": make_memory(sizes, phase=phase)} for phase, sizes in recorded]
+    peaks = (("backward", {"noise": 10}), ("step", {"workspace": 9}))
+    sides = [{"recorded": make_memory(sizes, phase=phase)} for phase, sizes in peaks]
     write_memory(tmp_path, *sides, instrument="memory")
     found = compare(tmp_path, metrics=["memory"])
     judged = {one.part or one.figure: one for one in found.figures}
@@ -319,10 +316,7 @@ def test_components_say_where_the_peak_moved_to(tmp_path) -> None:
 def test_a_byte_more_that_ranks_send_is_a_regression_of_its_collective(tmp_path) -> None:
     experiment = make_experiment(method="flash", parallel="kind=fsdp,world_size=2")
     sent = {"collective": "all-gather", "phase": "clip", "calls": 1, "payload_bytes": 16}
-    sides = [
-        {"recorded": make_memory({"noise": 1}) | {"communication": [sent | {"bytes_each_way": n}]}}
-        for n in (8, 9)
-    ]
+    sides = [recorded(communication=[sent | {"bytes_each_way": size}]) for size in (8, 9)]
     write_memory(tmp_path, *sides, experiment=experiment)
     (figure,) = compare(tmp_path, metrics=["flops"]).figures
 
@@ -331,10 +325,8 @@ def test_a_byte_more_that_ranks_send_is_a_regression_of_its_collective(tmp_path)
 
 
 def test_one_more_launch_is_a_regression_beyond_its_threshold(tmp_path) -> None:
-    recorded = [make_memory({"noise": 1}) for _ in range(2)]
-    for one, launches in zip(recorded, (100, 101), strict=True):
-        one["io"]["launches"] = launches
-    write_memory(tmp_path, *({"recorded": one} for one in recorded))
+    usual = make_memory({"noise": 1})["io"]
+    write_memory(tmp_path, *(recorded(io=usual | {"launches": count}) for count in (100, 101)))
     judged = [
         compare(tmp_path, metrics=["launches"], thresholds=Thresholds(launches=share)).figures
         for share in ("0.5%", "1%")
@@ -347,8 +339,7 @@ def test_one_more_launch_is_a_regression_beyond_its_threshold(tmp_path) -> None:
 
 
 def test_a_figure_that_one_side_lacks_is_not_decided(tmp_path) -> None:
-    lacking = {"recorded": make_memory({"noise": 1}) | {"compute": None}}
-    write_memory(tmp_path, {}, lacking, instrument="memory")
+    write_memory(tmp_path, {}, recorded(compute=None), instrument="memory")
     found = compare(tmp_path)
 
     assert found.verdict == "nothing worse"

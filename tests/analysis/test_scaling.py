@@ -5,8 +5,8 @@ import pytest
 
 from dpprof.ask.advice_text import format_gpus
 from dpprof.experiments.records.advice import Advice, Option
-from dpprof.results.analysis.advice.scaling import compare_gpus, find_fastest
-from dpprof.results.figures.ranks import draw
+from dpprof.results.analysis.advice.advice import compare_gpus, find_fastest
+from dpprof.results.figures.prices import draw_ranks as draw
 
 SPEEDS = {
     1: {"standard": 1000.0, "flash": None, "flash-bk": None},

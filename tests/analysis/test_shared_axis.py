@@ -3,7 +3,7 @@
 import pytest
 
 from dpprof.experiments.records.step_costs import Timeline
-from dpprof.results.analysis.difference.shared_axis import share_axis
+from dpprof.results.analysis.difference.difference import share_axis
 
 
 def timeline(*instants: tuple[int, str, int]) -> Timeline:
@@ -67,12 +67,6 @@ def test_phases_that_repeat_are_matched_in_order() -> None:
     assert len(shared.stretches) == 6
     assert [0.0, *ends[:-1]] == [stretch.start for stretch in shared.stretches]
     assert ends[-1] == pytest.approx(1)
-
-
-@pytest.mark.parametrize("pair", [(SHORT, LONG), (LONG, SHORT), (SHORT, SHORT)])
-def test_no_curve_goes_back(pair) -> None:
-    for curve in share_axis(*pair)[1:]:
-        assert curve.at == sorted(curve.at)
 
 
 def test_a_step_without_operators_has_no_stretches() -> None:

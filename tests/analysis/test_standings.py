@@ -6,13 +6,13 @@ from factory import make_experiment, make_manifest, tables_of_runs, write_synthe
 from dpprof.experiments.planning.artifacts import code_path
 from dpprof.experiments.records.verdict import verdict_path
 from dpprof.results.analysis.collection import collect
-from dpprof.results.analysis.standings import read_standings
-from dpprof.results.analysis.tables.build import build_tables
-from dpprof.results.analysis.tables.verification import (
+from dpprof.results.analysis.standings import (
     methods_by_hole,
     name_other_mechanisms,
     name_unverified,
+    read_standings,
 )
+from dpprof.results.analysis.tables.build import build_tables
 
 GHOST = make_experiment(method="opacus-ghost")
 HOOKS = make_experiment(method="opacus-hooks")

@@ -10,7 +10,6 @@ from dpprof.results.analysis.collection import collect
 from dpprof.results.analysis.statistics import NO_DIFFERENCE
 from dpprof.results.analysis.tables.build import build_tables
 from dpprof.results.analysis.tables.columns import TABLES
-from dpprof.results.analysis.tables.frames import read_table
 
 STANDARD = make_experiment(method="standard")
 GHOST = make_experiment(method="opacus-ghost")
@@ -148,15 +147,6 @@ def test_phases_components_and_samplers_are_rows(tmp_path) -> None:
     parameters = row_of(tables["components"], GHOST, component="parameters")
     assert (parameters["snapshot"], parameters["bytes"]) == ("after_backward", 40)
     assert row_of(tables["samplers"], GHOST, layer="Linear")["path"] == "norm sampler"
-
-
-@pytest.mark.parametrize("message", ["null", "12", "NA", "1234567e8901", 'a,b\n"c"'])
-def test_texts_survive_the_csv(tmp_path, message: str) -> None:
-    failed = {"outcome": "crashed", "message": message}
-    tables = tables_of_runs(tmp_path, (make_experiment(), "clean", failed))
-    tables["runs"].to_csv(tmp_path / "runs.csv", index=False)
-
-    assert read_table(tmp_path / "runs.csv").loc[0, "error_message"] == message
 
 
 def test_allocated_peaks_are_preferred_and_not_compared_with_rss(tmp_path) -> None:

@@ -7,7 +7,7 @@ from factory import make_experiment, make_memory, tables_of_runs
 from dpprof.experiments.config.datasheets import H200
 from dpprof.experiments.config.target import Target
 from dpprof.experiments.records.step_costs import Compute
-from dpprof.results.analysis.tables.memory import find_peak, utilise
+from dpprof.results.analysis.tables.records import find_peak, utilise
 
 GPU = {"type": "cuda", "name": "NVIDIA H200"}
 
@@ -15,6 +15,14 @@ GPU = {"type": "cuda", "name": "NVIDIA H200"}
 def compute(**fields) -> Compute:
     usual = make_memory({"parameters": 4})["compute"]
     return Compute.model_validate(usual | fields)
+
+
+def tables_of(root, experiment, step_s, *, peak, **flops):
+    """Build the tables of a step whose memory was recorded, with a peak from a data sheet."""
+    flops |= {"peak_flops_per_s": float(peak), "peak_source": "a data sheet"}
+    recorded = {"recorded": make_memory({"parameters": 4}, **flops)}
+    runs = (experiment, "clean", {"step_s": (step_s,)}), (experiment, "memory", recorded)
+    return tables_of_runs(root, *runs)
 
 
 def test_mfu_by_hand() -> None:
@@ -36,13 +44,7 @@ def test_doubling_model_batch_and_time(tmp_path, model, batch, time, expected) -
     """Through result files and tables: 4 s a step, peak 200 FLOP/s, 200 FLOPs a step."""
     experiment = make_experiment(batch_size=2 * batch)
     flops = {"model_flops": 200 * model * batch, "executed_flops": 400 * model * batch}
-    peak = {"peak_flops_per_s": 200.0, "peak_source": "a data sheet"}
-    recorded = make_memory({"parameters": 4}, **flops, **peak)
-    costs = tables_of_runs(
-        tmp_path,
-        (experiment, "clean", {"step_s": (4.0 * time,)}),
-        (experiment, "memory", {"recorded": recorded}),
-    )["costs"]
+    costs = tables_of(tmp_path, experiment, 4.0 * time, **flops, peak=200)["costs"]
 
     assert costs["mfu"].tolist() == [pytest.approx(expected)]
     assert costs["hfu"].tolist() == [pytest.approx(2 * expected)]
@@ -60,13 +62,8 @@ def row_of(root, *runs, ceilings=None):
 
 def test_above_one_is_kept_and_flagged(tmp_path) -> None:
     """A clamp would hide that the peak, the time or a FLOP is wrong."""
-    experiment = make_experiment()
-    flops = {"model_flops": 300, "executed_flops": 500, "peak_flops_per_s": 100.0}
-    recorded = make_memory({"parameters": 4}, **flops, peak_source="a data sheet")
-    tables = tables_of_runs(
-        tmp_path,
-        (experiment, "clean", {"step_s": (2.0,)}),
-        (experiment, "memory", {"recorded": recorded}),
+    tables = tables_of(
+        tmp_path, make_experiment(), 2.0, model_flops=300, executed_flops=500, peak=100
     )
     (row,) = tables["costs"].to_dict("records")
 
@@ -75,11 +72,6 @@ def test_above_one_is_kept_and_flagged(tmp_path) -> None:
     (finding,) = tables["findings"].query("kind == 'beyond-peak'")["finding"]
     assert "MFU is 1.50" in finding
     assert "a data sheet" in finding
-
-
-@pytest.mark.parametrize("missing", [(None, 1.0, 1.0), (1.0, None, 1.0), (1.0, 1.0, None)])
-def test_what_is_unknown_makes_it_unknown(missing) -> None:
-    assert utilise(*missing) is None
 
 
 def test_a_gpu_that_is_in_no_table_has_no_peak() -> None:

@@ -11,7 +11,7 @@ from factory import (
 )
 
 from dpprof.results.analysis.advice.budget import Planned
-from dpprof.results.figures.budget import draw
+from dpprof.results.figures.prices import draw_budget as draw
 
 
 def test_each_panel_has_plain_training_of_its_own_setting(tmp_path) -> None:

@@ -48,10 +48,7 @@ AXES = {
     # What the panels say along x and y, in turn: a quantity with its unit, or what is ticked.
     "batch-size": [("batch size", "peak (MiB)"), ("batch size", "step time (ms)")],
     "agreement": [("peak memory (MiB)", METHODS), ("step time (ms)", ("", ""))],
-    "ranks": [
-        *[("GPUs", "tokens/s of all GPUs")] * 2,
-        *[("GPUs", "GPU hours per 10⁹ tokens")] * 2,
-    ],
+    "ranks": [*[("GPUs", "tokens/s of all GPUs")] * 2, *[("GPUs", "GPU hours per 10⁹ tokens")] * 2],
     "budget": [("epsilon", "GPU hours")],
     "cost": [
         ("sequence length (tokens)", "MFLOP per token"),

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.container import ErrorbarContainer
 
-from dpprof.results.figures.scaling import draw_batch_size, mark_some
+from dpprof.results.figures.scaling import draw_batch_size
 
 
 def experiments_of(count: int) -> pd.DataFrame:
@@ -50,9 +50,3 @@ def test_many_points_are_lines_with_eight_marks_and_one_band_a_method() -> None:
     # The highest ends of the methods' intervals, in milliseconds.
     highest = [band.get_paths()[0].vertices[:, 1].max() for band in bands]
     assert sorted(highest) == pytest.approx([11_000, 22_000])
-
-
-def test_marks_stand_at_points_and_at_both_ends() -> None:
-    assert mark_some(np.array([2.0] * 5 + [4.0] * 5)) is None
-    assert mark_some(np.arange(1.0, 18.0))[0] == 0
-    assert mark_some(np.arange(1.0, 18.0))[-1] == 16

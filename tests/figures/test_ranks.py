@@ -1,13 +1,8 @@
 """Speed and price over the number of GPUs."""
 
-from factory import (
-    make_capacity,
-    make_experiment,
-    tables_of_runs,
-    write_synthetic_verdict,
-)
+from factory import make_capacity, make_experiment, tables_of_runs, write_synthetic_verdict
 
-from dpprof.results.figures.ranks import draw
+from dpprof.results.figures.prices import draw_ranks as draw
 
 
 def on_ranks(method, step_s, size=1, kind="fsdp", **axes):

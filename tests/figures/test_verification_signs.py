@@ -4,7 +4,7 @@ import pytest
 from drawing import FIGURES, draw, texts_of, typical_first
 from matplotlib.figure import Figure
 
-from dpprof.results.figures.verification_signs import mark_methods
+from dpprof.results.figures.style import mark_methods
 
 DAGGER, DOUBLE_DAGGER = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 DAGGERED = "opacus-ghost \N{DAGGER}"

@@ -39,13 +39,13 @@ def test_sizes_and_layers_stand_beside_the_bars() -> None:
     waterfall, _ = draw(make_difference(A, B)).axes
 
     assert [text.get_text() for text in waterfall.texts] == [
+        "120.0 MiB",
+        "recorded, in backward",
         "+120.0 MiB",
         "blocks.*.mlp",
         "-20.0 MiB",
         "head",
         "+7 bytes",
-        "120.0 MiB",
-        "recorded, in backward",
         "220.0 MiB",
         "recorded, in backward",
     ]

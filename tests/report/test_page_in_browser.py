@@ -23,7 +23,7 @@ from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan, describe_no
 from dpprof.experiments.launch import accounting_run
 from dpprof.experiments.records.result import read_result
 from dpprof.results.analysis.collection import collect
-from dpprof.results.analysis.difference.shared_axis import share_axis
+from dpprof.results.analysis.difference.difference import share_axis
 from dpprof.results.analysis.difference.waterfall import list_holdings, subtract
 from dpprof.results.analysis.tables.build import build_tables
 from dpprof.system.numbers import three_digits

@@ -24,7 +24,7 @@ from dpprof.results.analysis.advice.budget import Planned
 from dpprof.results.analysis.collection import collect
 from dpprof.results.analysis.selection import find_trainings
 from dpprof.results.analysis.tables.build import build_tables
-from dpprof.results.figures.budget import draw as draw_budget
+from dpprof.results.figures.prices import draw_budget
 from dpprof.results.report.content import build_document
 from dpprof.results.report.page.data import list_trainings
 from dpprof.results.report.rendering.document import Drawing, Picture, Table

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import _source_tree  # noqa: F401
 from dpprof.experiments.records.schemas import generated_files
-from dpprof.results.analysis.tables.columns import TABLES, write_page
+from dpprof.results.analysis.tables.columns import TABLES
+from dpprof.results.analysis.tables.table import write_page
 from dpprof.system.files import write_if_changed
 
 

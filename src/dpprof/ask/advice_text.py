@@ -13,8 +13,7 @@ from dpprof.experiments.config.tasks import name_size, name_units
 from dpprof.experiments.config.validation import spell
 from dpprof.experiments.records.advice import Advice, OneMoreSample, OnGpus, Option
 from dpprof.experiments.records.result import Result
-from dpprof.results.analysis.advice.advice import BEST
-from dpprof.results.analysis.advice.scaling import find_fastest
+from dpprof.results.analysis.advice.advice import BEST, find_fastest
 from dpprof.results.analysis.difference.waterfall import format_size, name_component
 from dpprof.results.analysis.standings import find_signs, sign
 from dpprof.results.analysis.tables.axes import BASELINE

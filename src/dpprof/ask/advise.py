@@ -36,9 +36,8 @@ from dpprof.experiments.config.validation import one_of, refuse, spell
 from dpprof.experiments.records.advice import Advice, OnGpus
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.verdict import Standing
-from dpprof.results.analysis.advice.advice import BEST
+from dpprof.results.analysis.advice.advice import BEST, compare_gpus
 from dpprof.results.analysis.advice.advice import advise as rank
-from dpprof.results.analysis.advice.scaling import compare_gpus
 from dpprof.results.analysis.standings import find_signs
 from dpprof.results.analysis.tables.axes import target_text
 from dpprof.system.files import check_writable

@@ -11,10 +11,14 @@ from dpprof.ask.commands.common import (
     save_figure,
 )
 from dpprof.experiments.config import registry
+from dpprof.results.analysis.standings import find_marks
 from dpprof.results.analysis.tables.frames import TableFolder
-from dpprof.results.analysis.tables.verification import find_marks
-from dpprof.results.figures.style import NothingToDrawError, say_nothing_to_draw
-from dpprof.results.figures.verification_signs import MEANINGS, mark_methods
+from dpprof.results.figures.style import (
+    MEANINGS,
+    NothingToDrawError,
+    mark_methods,
+    say_nothing_to_draw,
+)
 from dpprof.results.report.rendering.document import Drawing
 from dpprof.system.files import check_writable, write_atomically
 

@@ -11,8 +11,7 @@ from dpprof.ask.commands.common import Parser, ending_in_a_sentence, path
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.records.comparison import ACROSS
-from dpprof.results.analysis.gate.folders import read_results_folder
-from dpprof.results.analysis.gate.regressions import Options, compare_folders
+from dpprof.results.analysis.gate.regressions import Options, compare_folders, read_results_folder
 from dpprof.results.analysis.tables.frames import TableFolder
 from dpprof.results.report.content import build_document
 from dpprof.results.report.page.write import write_page

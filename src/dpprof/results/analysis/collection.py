@@ -23,20 +23,15 @@ class Collected:
     """A manifest's runs with their results."""
 
     runs: tuple[tuple[PlannedRun, Result], ...]
-    missing: Mapping[PlannedRun, str]
-    """Runs without a result that can be trusted, each with the reason."""
-
+    missing: Mapping[PlannedRun, str]  # why runs have no result that can be trusted
     outdated: frozenset[tuple[str, str, int]]
     """Runs, as (id, instrument, replicate), that other code than the last planned one measured."""
 
     standings: Mapping[str, Standing]
     """The standing of the method of each experiment that has a result, by the experiment's id."""
 
-    ceilings: tuple[Ceilings, ...] = ()
-    """The ceilings that exist for the devices of the runs."""
-
-    damaged: tuple[ResultError, ...] = ()
-    """The errors of damaged files, which a partial report leaves out."""
+    ceilings: tuple[Ceilings, ...] = ()  # the ceilings that exist for the devices of the runs
+    damaged: tuple[ResultError, ...] = ()  # of files that a partial report leaves out
 
 
 def collect(
@@ -120,16 +115,14 @@ def _read_runs(
 def drop_details(result: Result) -> Result:
     """Return a result without its large parts that no table but ``timeline`` shows."""
     update: dict[str, Any] = {"norm_plan": None}
-    memory, compute, io, kernels = result.memory, result.compute, result.io, result.kernels
+    memory = result.memory
     if memory is not None and memory.at_peak is not None:
         at_peak = memory.at_peak.model_copy(update={"holdings": None})
         update["memory"] = memory.model_copy(update={"timeline": None, "at_peak": at_peak})
-    if compute is not None:
-        update["compute"] = compute.model_copy(update={"flops_by_module": {}})
-    if io is not None:
-        update["io"] = io.model_copy(update={"by_module": {}})
-    if kernels is not None:
-        update["kernels"] = kernels.model_copy(update={"largest": []})
+    others = {"compute": "flops_by_module", "io": "by_module", "kernels": "largest"}
+    for name, large in others.items():
+        if (part := getattr(result, name)) is not None:
+            update[name] = part.model_copy(update={large: type(getattr(part, large))()})
     return result.model_copy(update=update)
 
 

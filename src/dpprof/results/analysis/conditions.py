@@ -5,13 +5,15 @@ Numbers of two machines have no common median.
 
 import datetime as dt
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from dpprof.experiments.config.registry import PREDICTIONS
 from dpprof.experiments.planning.code_digest import model_libraries
 from dpprof.experiments.records.comparison import Across
 from dpprof.experiments.records.result import Result
+
+_T = TypeVar("_T", bound=Hashable)
 
 
 def hardware_of(result: Result) -> str | None:
@@ -41,17 +43,20 @@ def find_usual_machines(results: Iterable[Result]) -> Mapping[str, str]:
 
     Of two machines with as many, it is the first.
     """
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    return _find_usual(results, machine_of)
+
+
+def _find_usual(results: Iterable[Result], tell: Callable[[Result], _T | None]) -> dict[str, _T]:
+    """Return what is told of most successful measurements, by the device they ask for."""
+    counts: dict[str, Counter[_T]] = defaultdict(Counter)
     for result in results:
-        machine = machine_of(result)
-        if machine is not None and result.outcome == "ok":
-            counts[result.experiment.device][machine] += 1
+        told = tell(result)
+        if told is not None and result.outcome == "ok":
+            counts[result.experiment.device][told] += 1
     return {device: seen.most_common(1)[0][0] for device, seen in counts.items()}
 
 
-_IN_PREDICTIONS = ("TORCH_CUDNN_SDPA_DEPRIORITIZED",)
-"""The settings that predictions follow."""
-
+_IN_PREDICTIONS = ("TORCH_CUDNN_SDPA_DEPRIORITIZED",)  # the settings that predictions follow
 _NO_SETTINGS = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Settings whose effect the device and its number of threads already show."""
 
@@ -68,19 +73,19 @@ def facts_of(result: Result) -> dict[Fact, Any]:
 
     Nothing ran for a prediction, so of its machine only the threads count, for a CPU's workspaces.
     """
-    predicted = result.instrument in PREDICTIONS
+    predicted, on_cpu = result.instrument in PREDICTIONS, result.experiment.device == "cpu"
     device, provenance = result.device, result.provenance
     packages, settings = (provenance.get(key) or {} for key in ("packages", "settings"))
     facts = {Fact("versions", name): packages.get(name) for name in _packages_of(result)}
-    if predicted:
-        facts |= _facts_of_prediction(result)
-    else:
+    if not predicted:
         facts[Fact("device", "device")] = hardware_of(result)
-        if result.experiment.device == "cpu":
-            facts[Fact("device", "threads")] = device.get("threads")
-        else:
-            facts[Fact("versions", "triton")] = packages.get("triton")
-            facts[Fact("versions", "CUDA")] = provenance.get("cuda")
+    if on_cpu:
+        facts[Fact("device", "threads")] = device.get("threads")
+    elif not predicted:
+        facts[Fact("versions", "triton")] = packages.get("triton")
+        facts[Fact("versions", "CUDA")] = provenance.get("cuda")
+    elif result.experiment.target is None and result.compute is not None:
+        facts[Fact("device", "GPU")] = result.compute.peak_source
     for name, value in settings.items():
         if name in _IN_PREDICTIONS if predicted else name not in _NO_SETTINGS:
             facts[Fact("settings", name)] = value
@@ -91,14 +96,6 @@ def _packages_of(result: Result) -> tuple[str, ...]:
     return ("torch", "opacus", "dpprof", *model_libraries(result.experiment))
 
 
-def _facts_of_prediction(result: Result) -> dict[Fact, Any]:
-    if result.experiment.device == "cpu":
-        return {Fact("device", "threads"): result.device.get("threads")}
-    if result.experiment.target is None and result.compute is not None:
-        return {Fact("device", "GPU"): result.compute.peak_source}
-    return {}
-
-
 class Usual:
     """The versions and settings of most measurements of a sweep, by requested device.
 
@@ -107,54 +104,44 @@ class Usual:
     """
 
     def __init__(self, results: Iterable[Result]) -> None:
-        counts: dict[str, Counter[tuple[tuple[Fact, str], ...]]] = defaultdict(Counter)
-        for result in results:
-            if result.instrument not in PREDICTIONS and result.outcome == "ok":
-                counts[result.experiment.device][tuple(_surroundings(result).items())] += 1
-        self._usual = {name: dict(seen.most_common(1)[0][0]) for name, seen in counts.items()}
+        self._usual = _find_usual(results, _surroundings)
 
     def list_unusual(self, result: Result) -> list[str]:
         """Return how a measurement differs from most, each fact with both values."""
-        if result.instrument in PREDICTIONS or result.experiment.device not in self._usual:
+        told, usual = _surroundings(result), self._usual.get(result.experiment.device)
+        if told is None or usual is None:
             return []
-        own, usual = _surroundings(result), self._usual[result.experiment.device]
+        own, others = dict(told), dict(usual)
         return [
-            f"{fact.name} {own.get(fact, 'none')} instead of {usual.get(fact, 'none')}"
-            for fact in sorted({*own, *usual})
-            if own.get(fact) != usual.get(fact)
+            f"{fact.name} {own.get(fact, 'none')} instead of {others.get(fact, 'none')}"
+            for fact in sorted({*own, *others})
+            if own.get(fact) != others.get(fact)
         ]
 
 
-def _surroundings(result: Result) -> dict[Fact, str]:
-    facts = facts_of(result)
-    packages = _packages_of(result)
+def _surroundings(result: Result) -> tuple[tuple[Fact, str], ...] | None:
+    """Return a measurement's facts, without its device; None for a prediction."""
+    if result.instrument in PREDICTIONS:
+        return None
+    facts, packages = facts_of(result), _packages_of(result)
     kept = (fact for fact in facts if fact.kind != "device" and fact.name not in packages)
-    return {fact: str(facts[fact]) for fact in sorted(kept) if facts[fact] is not None}
+    return tuple((fact, str(facts[fact])) for fact in sorted(kept) if facts[fact] is not None)
 
 
 class SharedHosts(NamedTuple):
     """The measurements on one kind of device, and how many shared their host."""
 
     device: str
-    is_gpu: bool
-    """Otherwise slots of a processor."""
-
-    shared: int
-    """Measurements that ended as ok, while another ran on another device of their host."""
-
-    measured: int
-    """All that ended as ok."""
-
-    most: int
-    """The most devices of a host in use at the same time."""
+    is_gpu: bool  # otherwise slots of a processor
+    shared: int  # measurements that ended as ok, while another ran on another device of their host
+    measured: int  # all that ended as ok
+    most: int  # the most devices of a host in use at the same time
 
 
 class _Use(NamedTuple):
     begin: dt.datetime
     end: dt.datetime
-    place: str
-    """The UUID of a GPU, or the cores of a slot."""
-
+    place: str  # the UUID of a GPU, or the cores of a slot
     device: str
     counts: bool
 

@@ -33,8 +33,7 @@ class ExperimentRuns:
     experiment: Experiment
     planned: int
     results: Sequence[Result]
-    machine: str | None = None
-    """The machine whose times and peaks count, as most of the sweep's; None for any."""
+    machine: str | None = None  # the one whose times and peaks count; None for any
 
     @cached_property
     def step_s(self) -> list[float]:
@@ -59,8 +58,7 @@ class ExperimentRuns:
             ("rss", "clean", "peak_rss_bytes"),
         )
         for kind, instrument, figure in sources:
-            values = self.peaks_of(instrument, figure)
-            if values:
+            if values := self.peaks_of(instrument, figure):
                 return PeakMemory(kind, values)
         return PeakMemory(None, [])
 
@@ -100,13 +98,13 @@ class Noise:
         self, pairs: Sequence[tuple[ExperimentRuns, ExperimentRuns]]
     ) -> list[Comparison]:
         """Compare step times by the noise floor of the most similar replicated experiments."""
-        return compare_all([self._sides(*pair) for pair in pairs])
-
-    def _sides(self, group: ExperimentRuns, base: ExperimentRuns) -> Sides:
-        counts = (len(group.step_s), len(base.step_s))
-        floors = (self._floor(key, counts) for key in self._keys(group))
-        floor = next((floor for floor in floors if floor is not None), None)
-        return Sides(group.step_s, base.step_s, floor)
+        sides = []
+        for group, base in pairs:
+            counts = (len(group.step_s), len(base.step_s))
+            floors = (self._floor(key, counts) for key in self._keys(group))
+            floor = next((floor for floor in floors if floor is not None), None)
+            sides.append(Sides(group.step_s, base.step_s, floor))
+        return compare_all(sides)
 
     @staticmethod
     def _keys(group: ExperimentRuns) -> tuple[str, str]:
@@ -140,12 +138,6 @@ def group_runs(collected: Collected) -> list[ExperimentRuns]:
         )
         for name, alike in results.items()
     ]
-
-
-def merge_baselines(groups: Sequence[ExperimentRuns]) -> ExperimentRuns:
-    """Return one group from experiments that differ only in axes that do not affect them."""
-    results = [result for group in groups for result in group.results]
-    return ExperimentRuns(groups[0].experiment, len(results), results, groups[0].machine)
 
 
 def setting_key(experiment: Experiment) -> str:

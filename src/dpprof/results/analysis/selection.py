@@ -1,7 +1,7 @@
 """Which runs and settings figures and reports show, of the many that a sweep has."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pandas as pd
 
@@ -19,8 +19,8 @@ TRAINING = [name for name in WITHOUT_BATCH if name not in ("target", "device", "
 
 def choose_runs(runs: pd.DataFrame) -> pd.DataFrame:
     """Return one run per experiment: its first recorded one, or else its first estimate."""
-    rank = runs["instrument"].map({name: rank for rank, name in enumerate(RECORDERS)}).dropna()
-    return runs.loc[rank.sort_values(kind="stable").index].drop_duplicates("experiment_id")
+    recorded = [runs[runs["instrument"] == name] for name in RECORDERS]
+    return pd.concat(recorded).drop_duplicates("experiment_id")
 
 
 def compose_peaks(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
@@ -108,11 +108,13 @@ def find_trainings(tables: Tables) -> list[pd.DataFrame]:
     """
     trainings = []
     for rows in find_options(tables):
-        by_target = [
-            _on_fewest_ranks(on_it).sort_values("gpu_hours", kind="stable")
-            for _, on_it in rows.groupby(rows["target"].map(str))
-        ]
-        trainings.append(pd.concat(by_target, ignore_index=True))
+        targets = []
+        for _, on_it in rows.groupby(rows["target"].map(str)):
+            fitting = on_it.loc[on_it["fits"], "ranks"]
+            ranks = fitting.min() if len(fitting) else on_it["ranks"].max()
+            fewest = on_it[on_it["ranks"].eq(ranks)]
+            targets.append(fewest.sort_values("gpu_hours", kind="stable"))
+        trainings.append(pd.concat(targets, ignore_index=True))
     return trainings
 
 
@@ -121,7 +123,13 @@ def find_options(tables: Tables) -> list[pd.DataFrame]:
     advice = with_size(_add_price(tables), tables["runs"])
     ranks = advice["parallel"].map(read_world_size)
     groups = _group_by(TRAINING, advice.assign(ranks=ranks, fits=fits_privately(advice)))
-    return sorted((rows.reset_index(drop=True) for rows in groups), key=_rank_training)
+
+    def rank(rows: pd.DataFrame) -> tuple[float, ...]:
+        fitting = rows.loc[rows["fits"], "ranks"]
+        size, length = _size(rows)
+        return float(fitting.min()) if len(fitting) else math.inf, -size, -length
+
+    return sorted((rows.reset_index(drop=True) for rows in groups), key=rank)
 
 
 def fits_privately(advice: pd.DataFrame) -> "pd.Series[bool]":
@@ -144,19 +152,6 @@ def _add_price(tables: Tables) -> pd.DataFrame:
 def _join(rows: pd.DataFrame, axes: list[str]) -> "pd.Series[str]":
     """Return the axes of each row as one text; unknown values are equal."""
     return pd.Series(["|".join(map(str, row)) for row in rows[axes].to_numpy()], rows.index, str)
-
-
-def _on_fewest_ranks(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the options on the fewest ranks that fit a private method; on the most if none do."""
-    fitting = rows.loc[rows["fits"], "ranks"]
-    fewest = int(fitting.min() if len(fitting) else rows["ranks"].max())
-    return rows[rows["ranks"].eq(fewest)]
-
-
-def _rank_training(rows: pd.DataFrame) -> tuple[float, ...]:
-    ranks = rows.loc[rows["fits"], "ranks"]
-    fewest = float(ranks.min()) if len(ranks) else math.inf
-    return fewest, -_number(rows["model_size"].max()), -_number(rows["seq_len"].max())
 
 
 def find_agreement(tables: Tables) -> pd.DataFrame:
@@ -183,29 +178,22 @@ def find_agreement(tables: Tables) -> pd.DataFrame:
 
 
 def find_predicted(tables: Tables) -> dict[str, pd.DataFrame]:
-    """Return predicted peaks by target, of one setting each, with their ratio to standard."""
+    """Return predicted peaks by target, of one setting each, with their ratio to standard.
+
+    The targets with the largest models come first, then those with the longest sequences.
+    """
     peaks = with_size(compose_peaks(tables), tables["peaks"])
-    peaks = peaks[peaks["target"].notna()]
+    settings = [
+        max(_group_by(SETTING, rows), key=_how_much_is_known)
+        for _, rows in peaks.groupby("target", sort=False)
+    ]
     predicted = {}
-    for target, rows in _choose_by_target(peaks, SETTING, _how_much_is_known).items():
+    for rows in sorted(settings, key=_size, reverse=True):
         chosen = rows.drop_duplicates("method").reset_index(drop=True)
         base = chosen.loc[chosen["method"] == BASELINE, "peak_bytes"].astype(float)
         ratio = chosen["peak_bytes"] / (base.iloc[0] if len(base) else float("nan"))
-        predicted[target] = chosen.assign(peak_ratio=ratio)
+        predicted[str(chosen["target"].iloc[0])] = chosen.assign(peak_ratio=ratio)
     return predicted
-
-
-def _choose_by_target(
-    rows: pd.DataFrame, axes: list[str], rank: Callable[[pd.DataFrame], tuple[float, ...]]
-) -> dict[str, pd.DataFrame]:
-    """Return for each target, the largest first, the rows of the setting of the highest rank."""
-    named = rows["target"].fillna("this machine")
-    chosen = {
-        str(target): max(_group_by(axes, on_it), key=rank)
-        for target, on_it in rows.groupby(named, sort=False)
-    }
-    ranked = sorted(chosen, key=lambda target: _rank_target(chosen[target]), reverse=True)
-    return {target: chosen[target].reset_index(drop=True) for target in ranked}
 
 
 def with_size(rows: pd.DataFrame, models: pd.DataFrame) -> pd.DataFrame:
@@ -230,9 +218,8 @@ def _how_much_is_known(rows: pd.DataFrame) -> tuple[float, ...]:
     return float(methods > 1), size, float(methods), replicated, tokens
 
 
-def _rank_target(rows: pd.DataFrame) -> tuple[float, float, float]:
-    here, size = rows["target"].isna().all(), _number(rows["model_size"].max())
-    return float(not here), size, _number(rows["seq_len"].max())
+def _size(rows: pd.DataFrame) -> tuple[float, float]:
+    return _number(rows["model_size"].max()), _number(rows["seq_len"].max())
 
 
 def _number(value: float) -> float:

@@ -1,7 +1,8 @@
-"""Verification standings: the verdicts on the methods of experiments."""
+"""Verification standings: the verdicts on the methods of experiments, and their table."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.mechanisms import is_other_mechanism
@@ -9,17 +10,15 @@ from dpprof.experiments.planning.code_digest import verified_as
 from dpprof.experiments.records.advice import Option
 from dpprof.experiments.records.budget import MethodCost
 from dpprof.experiments.records.record import ResultError
-from dpprof.experiments.records.verdict import Standing, read_verdict
+from dpprof.experiments.records.verdict import Standing, read_verdict, split_holes
+from dpprof.results.analysis.tables.axes import axes_of
 
-DAGGER = "\N{DAGGER}"
-"""Marks methods that are not verified, wherever their numbers are shown."""
+if TYPE_CHECKING:
+    import pandas as pd
 
-DOUBLE_DAGGER = "\N{DOUBLE DAGGER}"
-"""Marks methods that are private by another mechanism than flat clipping."""
-
-Marks = Mapping[str, Collection[str]]
-"""Maps each sign to the methods that bear it."""
-
+DAGGER = "\N{DAGGER}"  # marks methods that are not verified, wherever their numbers are shown
+DOUBLE_DAGGER = "\N{DOUBLE DAGGER}"  # marks methods with another mechanism than flat clipping
+Marks = Mapping[str, Collection[str]]  # the methods that bear each sign
 UNKNOWN = Standing(None, "it has no verdict yet")
 
 
@@ -50,16 +49,13 @@ def read_standings(
                     raise
                 damaged.append(error)
                 verdicts[key] = Standing(None, f"its verdict file {error.problem}")
-        standings[experiment.id] = _narrow(verdicts[key], experiment)
+        standing = verdicts[key]
+        is_plain = (experiment.execution, experiment.head) == ("eager", "logits")
+        if standing.verified and not is_plain:  # a verdict has seen plain steps alone
+            reason = "its verdict is about steps with execution eager and head logits"
+            standing = standing._replace(verified=None, reason=reason)
+        standings[experiment.id] = standing
     return standings
-
-
-def _narrow(standing: Standing, experiment: Experiment) -> Standing:
-    """Return what a verdict says of an experiment's steps: it has seen plain ones alone."""
-    if not standing.verified or (experiment.execution, experiment.head) == ("eager", "logits"):
-        return standing
-    reason = "its verdict is about steps with execution eager and head logits"
-    return standing._replace(verified=None, reason=reason)
 
 
 def _read(root: Path, model: str, method: str, attention: str, digest: str | None) -> Standing:
@@ -83,4 +79,48 @@ def find_signs(methods: Iterable[Option | MethodCost]) -> Marks:
     return {
         DAGGER: [row.method for row in rows if not row.verified],
         DOUBLE_DAGGER: [row.method for row in rows if is_other_mechanism(row.mechanism)],
+    }
+
+
+def list_verification(
+    experiments: Iterable[Experiment], standings: Mapping[str, Standing]
+) -> list[dict[str, Any]]:
+    """Return one row per method, model and variant of attention."""
+    rows = {}
+    for experiment in experiments:
+        axes = axes_of(experiment)
+        named = {"model": verified_as(experiment)}
+        named |= {name: axes[name] for name in ("attention", "method")}
+        standing = standings.get(experiment.id, UNKNOWN)
+        rows[tuple(named.values())] = named | standing._asdict()
+    return [rows[key] for key in sorted(rows)]
+
+
+def name_unverified(verification: "pd.DataFrame") -> dict[str, str]:
+    """Return the methods that are not verified everywhere, each with one of the reasons."""
+    rows = verification[~verification["verified"].eq(True)]
+    return dict(zip(rows["method"].astype(str), rows["reason"].astype(str), strict=True))
+
+
+def name_other_mechanisms(verification: "pd.DataFrame") -> dict[str, str]:
+    """Return the methods that use another mechanism than flat clipping, with that mechanism."""
+    pairs = zip(verification["method"], verification["mechanism"], strict=True)
+    return {str(method): mechanism for method, mechanism in pairs if is_other_mechanism(mechanism)}
+
+
+def methods_by_hole(verification: "pd.DataFrame") -> dict[str, list[str]]:
+    """Return the ways in which guarantees were lost, each with its methods."""
+    methods: dict[str, list[str]] = {}
+    rows = verification[verification["holes"].notna()]
+    for method, holes in dict(zip(rows["method"], rows["holes"], strict=True)).items():
+        for hole in split_holes(holes):
+            methods.setdefault(hole, []).append(str(method))
+    return methods
+
+
+def find_marks(verification: "pd.DataFrame") -> Marks:
+    """Return the methods that bear each sign."""
+    return {
+        DAGGER: name_unverified(verification),
+        DOUBLE_DAGGER: name_other_mechanisms(verification),
     }

@@ -16,16 +16,12 @@ import numpy as np
 
 CONFIDENCE = 0.95
 _RESAMPLES = 2_000
-_SEED = 0
-"""A fixed seed for resampling, so that the same numbers give the same interval."""
-
-_TOGETHER = 128
-"""How many bootstraps share one call of SciPy: more gain nothing and need memory."""
-
+_SEED = 0  # a fixed seed for resampling, so that the same numbers give the same interval
+_TOGETHER = 128  # how many bootstraps share one call of SciPy: more gain nothing and need memory
 NO_DIFFERENCE = "no difference detected"
 
 
-def _scipy_stats() -> Any:
+def _stats() -> Any:
     """Import ``scipy.stats`` where it is needed: it takes as long as all else that advice does."""
     return importlib.import_module("scipy.stats")
 
@@ -41,17 +37,10 @@ class Comparison(NamedTuple):
     """The ratio of two groups of processes."""
 
     ratio: float
-    interval: Interval | None
-    """Bootstrap interval of the ratio; None where a group has one process."""
-
-    p_value: float | None
-    """Two-sided Mann-Whitney p-value; None where a group has one process."""
-
-    floor: float | None
-    """The noise floor, as a share: how far from 1 the ratio must be to count; None if unknown."""
-
-    verdict: str | None
-    """``larger``, ``smaller`` or ``no difference detected``; None if the noise is unknown."""
+    interval: Interval | None  # bootstrap interval of the ratio; None where a group has one process
+    p_value: float | None  # two-sided Mann-Whitney p-value; None where a group has one process
+    floor: float | None  # how far from 1 the ratio must be to count, as a share; None if unknown
+    verdict: str | None  # larger, smaller or `NO_DIFFERENCE`; None if the noise is unknown
 
 
 class Sides(NamedTuple):
@@ -59,8 +48,7 @@ class Sides(NamedTuple):
 
     values: Sequence[float]
     base: Sequence[float]
-    floor: float | None
-    """The result of ``noise_floor`` for groups of these sizes."""
+    floor: float | None  # the result of `noise_floor` for groups of these sizes
 
 
 def median_intervals(groups: Sequence[Sequence[float]]) -> list[Interval | None]:
@@ -79,16 +67,6 @@ def attainable_coverage(count: int) -> float:
     it. No interval from these processes does better: 75 % from three, 94 % from five.
     """
     return 1 - 2.0 ** (1 - count)
-
-
-def _mann_whitney(values: Sequence[float], base: Sequence[float]) -> float | None:
-    """Return the two-sided p-value of the Mann-Whitney U test; None where a side has one process.
-
-    It is exact up to eight values a side.
-    """
-    if min(len(values), len(base)) < 2:  # noqa: PLR2004 (one value has no spread)
-        return None
-    return float(_scipy_stats().mannwhitneyu(values, base, alternative="two-sided").pvalue)
 
 
 def can_differ(count: int, base_count: int) -> bool:
@@ -134,12 +112,15 @@ def compare_all(pairs: Sequence[Sides]) -> list[Comparison]:
     intervals = _bootstrap(
         sides, lambda values, base, axis: np.median(values, axis=axis) / np.median(base, axis=axis)
     )
-    p_values = (_mann_whitney(*side) for side in sides)
-    return list(map(_judge, pairs, intervals, p_values))
+    return list(map(_judge, pairs, intervals))
 
 
-def _judge(pair: Sides, interval: Interval | None, p_value: float | None) -> Comparison:
+def _judge(pair: Sides, interval: Interval | None) -> Comparison:
     values, base, floor = pair
+    p_value = None
+    if min(len(values), len(base)) > 1:  # exact up to eight values a side
+        mann_whitney = _stats().mannwhitneyu(values, base, alternative="two-sided")
+        p_value = float(mann_whitney.pvalue)
     ratio = float(np.median(values) / np.median(base))
     verdict = None
     if floor is not None:
@@ -165,7 +146,7 @@ def _bootstrap(
     for some in alike.values():
         for start in range(0, len(some), _TOGETHER):
             positions = some[start : start + _TOGETHER]
-            resampled = _scipy_stats().bootstrap(
+            resampled = _stats().bootstrap(
                 tuple(zip(*(samples[position] for position in positions), strict=True)),
                 statistic,
                 vectorized=True,

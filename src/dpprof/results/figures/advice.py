@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,19 +16,14 @@ from matplotlib.ticker import StrMethodFormatter
 
 from dpprof.experiments.records.advice import Advice
 from dpprof.results.analysis.standings import Marks
-from dpprof.results.figures.labels import label_ends
+from dpprof.results.figures.labels import draw_line, ends_of, label_ends
 from dpprof.results.figures.panels import Panel, Panels
 from dpprof.results.figures.scaling import dress
-from dpprof.results.figures.style import COLUMN_INCHES, method_style, say_nothing_to_draw
-from dpprof.results.figures.verification_signs import mark_methods
+from dpprof.results.figures.style import COLUMN_INCHES, mark_methods, say_nothing_to_draw
 
 _ALONG, _SPEED = "seq_len", "tokens_per_s"
-_MARGIN = 1.15
-"""The room on either side of the lengths, as a factor."""
-
-_NOTE = 90
-"""The letters of a line below a panel."""
-
+_MARGIN = 1.15  # the room on either side of the lengths, as a factor
+_NOTE = 90  # the letters of a line below a panel
 _CROSS: dict[str, Any] = {"marker": "x", "color": "black", "linestyle": "none"}
 _CROSS |= {"markersize": 5, "markeredgewidth": 1.2, "label": "no safe batch at the next length"}
 
@@ -40,17 +34,15 @@ def draw(advices: Sequence[Advice], marks: Marks) -> Figure:
     Nothing ran: bars are 90 % intervals of the prediction. A cross marks the last length at which
     a method has a safe batch. A panel is one dtype, on one number of ranks, with adapters or
     without. Where no time is predicted at all, the figure says so instead.
-
-    Args:
-        advices: What is advised for each length, of all that is compared.
-        marks: The methods that bear each sign.
     """
-    sides = [side for advice in advices for side in (advice, advice.whole) if side is not None]
-    rows = pd.DataFrame(
-        {"title": _name(side), _ALONG: side.seq_len} | option.model_dump()
-        for side in sides
-        for option in side.options
-    )
+    listed = []
+    for side in (side for advice in advices for side in advice.sides):
+        trained = "" if side.lora is None else " with LoRA"
+        ranks = "" if side.parallel is None else f", {side.parallel}"
+        title = f"{side.model}{trained}{ranks}, {side.dtype} on {side.target}"
+        setting = {"title": title, _ALONG: side.seq_len}
+        listed += [setting | option.model_dump() for option in side.options]
+    rows = pd.DataFrame(listed)
     if rows.empty or rows[_SPEED].isna().all():
         return say_nothing_to_draw("Nothing to draw: no time is predicted for any safe batch.")
     rows["too_large"] = rows["safe_batch_size"].isna() & (rows["verdict"] != "failed")
@@ -76,21 +68,12 @@ def draw(advices: Sequence[Advice], marks: Marks) -> Figure:
     return figure
 
 
-def _name(side: Advice) -> str:
-    trained = "" if side.lora is None else " with LoRA"
-    ranks = "" if side.parallel is None else f", {side.parallel}"
-    return f"{side.model}{trained}{ranks}, {side.dtype} on {side.target}"
-
-
 def _draw_method(axis: Axes, method: str, options: pd.DataFrame) -> None:
     """Draw the line of a method, and the cross where it ends because longer ones do not fit."""
-    timed = options.dropna(subset=[_SPEED]).astype({_SPEED: float})
+    timed = options.dropna(subset=[_SPEED])
     if timed.empty:
         return
-    style = method_style(method)
-    axis.plot(timed[_ALONG], timed[_SPEED], label=method, linewidth=1, markersize=4, **style)
-    lows, highs = (timed[f"{_SPEED}_{end}"].astype(float) for end in ("low", "high"))
-    axis.vlines(timed[_ALONG], lows, highs, colors=style["color"], linewidth=0.6)
+    draw_line(axis, timed, _ALONG, _SPEED, method=method, label=method)
     last = timed.iloc[-1]
     beyond = options[options[_ALONG] > last[_ALONG]]
     if len(beyond) and beyond["too_large"].iloc[0]:
@@ -100,11 +83,7 @@ def _draw_method(axis: Axes, method: str, options: pd.DataFrame) -> None:
 def _name_lines(axis: Axes) -> None:
     """Write the names of methods to the right of the ends of their lines."""
     to_axes = axis.transData + axis.transAxes.inverted()
-    ends = []
-    for line in axis.lines:
-        if line.get_marker() != "x":
-            length, speed = np.asarray(line.get_xydata())[-1]
-            ends.append((float(length), float(speed), str(line.get_label())))
+    ends = [end for end in ends_of(axis) if end[2] != _CROSS["label"]]
     for length in {x for x, _, _ in ends}:
         edge = float(to_axes.transform((length, 0))[0])
         label_ends(axis, [end for end in ends if end[0] == length], edge)

@@ -9,12 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dpprof.results.analysis.tables.axes import BASELINE
-from dpprof.results.figures.panels import Panels
-from dpprof.results.figures.style import HATCHES, PAGE_INCHES
+from dpprof.results.figures.style import HATCHES, PAGE_INCHES, method_style
 
-VISIBLE = 0.005
-"""A part below this share of the longest bar would be invisible."""
-
+VISIBLE = 0.005  # a part below this share of the longest bar would be invisible
 _LEGEND_ROW_INCHES = 0.17
 
 
@@ -44,25 +41,6 @@ def stack(axis: Axes, parts: pd.DataFrame, colours: Mapping[str, str]) -> None:
     name_bars(axis, map(str, parts.index))
 
 
-def stack_panels(
-    panels: Panels, columns: Mapping[str, str], colours: Mapping[str, str], unit: float, label: str
-) -> tuple[Figure, list[tuple[Axes, pd.DataFrame, "pd.Series[float]"]]]:
-    """Draw stacked bars in panels, and one legend; return axes, rows and lengths of each panel.
-
-    ``columns`` are those of the parts, by name. Bars are sorted by their lengths.
-    """
-    most = max(len(panel.rows) for panel in panels.shown)
-    figure, axes = panels.lay_out(row_inches=height_of(most), title_at="right")
-    drawn = []
-    for axis, panel in zip(axes, panels.shown, strict=True):
-        rows = panel.sorted_by(panel.rows[list(columns.values())].sum(axis=1))
-        parts = rows[list(columns.values())].set_axis(list(columns), axis=1) / unit
-        stack(axis, parts, colours)
-        axis.set_xlabel(label)
-        drawn.append((axis, rows, parts.sum(axis=1)))
-    return figure, drawn
-
-
 def name_bars(axis: Axes, names: Iterable[str]) -> None:
     """Write a name beside each bar, the first on top."""
     labels = list(names)
@@ -84,19 +62,14 @@ def bracket(axis: Axes, low: "pd.Series[float]", high: "pd.Series[float]") -> No
     axis.errorbar(middle, range(len(low)), xerr=reach, fmt="none", **style)
 
 
-def note(axis: Axes, lengths: "pd.Series[float]", texts: "pd.Series[str]") -> None:
-    """Write a text after the end of each bar, and make room for it."""
-    for row, (length, text) in enumerate(zip(lengths, texts, strict=True)):
-        axis.annotate(
-            text,
-            (length, row),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=7,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-        )
-    axis.set_xlim(0, max(lengths) * 1.3)
+def draw_bars(
+    axis: Axes, lengths: "pd.Series[float]", low: "pd.Series[float]", high: "pd.Series[float]"
+) -> None:
+    """Draw a bar with an error bar for each method, which the index names."""
+    colours = [method_style(str(name))["color"] for name in lengths.index]
+    axis.barh(range(len(lengths)), lengths, color=colours, height=0.7)
+    bracket(axis, low, high)
+    name_bars(axis, map(str, lengths.index))
 
 
 def over_baseline(lengths: "pd.Series[float]") -> "pd.Series[str]":

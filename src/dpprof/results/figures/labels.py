@@ -1,10 +1,11 @@
-"""Names written beside what they name, so that no legend has to be looked up."""
+"""Lines of methods, and names beside what they name, so that no legend has to be looked up."""
 
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -12,18 +13,14 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 from scipy.optimize import isotonic_regression
 
+from dpprof.results.figures.style import method_style
+
 Place = tuple[float, float]
 
 _SIZE = 6.5
-_LINE = 8.0
-"""Distance of the lines of text, in points."""
-
-_PIECE = 14.0
-"""Length of the piece of a line before its name, and of the gap behind it, in points."""
-
-_TRIES = 6
-"""How many lines a name may be moved up or down, before it stands where it overlaps least."""
-
+_LINE = 8.0  # distance of the lines of text, in points
+_PIECE = 14.0  # length of the piece of a line before its name, and of the gap behind it, in points
+_TRIES = 6  # lines that a name may be moved, before it stands where it overlaps least
 _PLACES = [
     (side, away, way * line * _LINE)
     for line, way in itertools.product(range(_TRIES), (1, -1))
@@ -66,21 +63,15 @@ def label_points(
     for text, mark in zip(names_of, marks, strict=True):
         others = [box for box in taken if box is not mark]
         best = min(_PLACES, key=lambda place: _badness(text, place, others, inside, renderer))
-        _put(text, best)
+        text.set(horizontalalignment=best[0], position=best[1:])
         taken.append(text.get_window_extent(renderer))
-
-
-def _put(text: Any, place: tuple[str, float, float]) -> None:
-    side, x, y = place
-    text.set_horizontalalignment(side)
-    text.set_position((x, y))
 
 
 def _badness(
     text: Any, place: tuple[str, float, float], others: Sequence[Bbox], inside: Bbox, renderer: Any
 ) -> tuple[float, float]:
     """Return what speaks against a place: the area that overlaps or is outside, the distance."""
-    _put(text, place)
+    text.set(horizontalalignment=place[0], position=place[1:])
     box = text.get_window_extent(renderer)
     hidden = sum(_shared(box, other) for other in others)
     outside = box.width * box.height - _shared(box, inside)
@@ -92,6 +83,27 @@ def _shared(box: Bbox, other: Bbox) -> float:
     return 0.0 if both is None else float(both.width * both.height)
 
 
+def draw_line(
+    axis: Axes, rows: pd.DataFrame, along: str, name: str, *, method: str, label: str
+) -> None:
+    """Draw a method's line through a column of rows, with intervals where rows have their ends."""
+    look = method_style(method)
+    axis.plot(rows[along], rows[name].astype(float), label=label, linewidth=1, markersize=4, **look)
+    if f"{name}_low" in rows:
+        low, high = (rows[f"{name}_{end}"].astype(float) for end in ("low", "high"))
+        axis.vlines(rows[along], low, high, color=look["color"], linewidth=0.6)
+
+
+def ends_of(axis: Axes) -> list[tuple[float, float, str]]:
+    """Return the last point of each line that has a name and a point, with the name."""
+    return [
+        (float(x), float(y), str(line.get_label()))
+        for line in axis.lines
+        if not str(line.get_label()).startswith("_")  # as those of error bars
+        for x, y in np.asarray(line.get_xydata())[-1:]
+    ]
+
+
 def label_ends(
     axis: Axes,
     ends: Sequence[tuple[float, float, str]],
@@ -100,11 +112,9 @@ def label_ends(
 ) -> None:
     """Write the name of each line to the right of its axes, as high as its end, without overlap.
 
-    Args:
-        axis: The axes with their final limits, in a figure that was laid out.
-        ends: The last point of each line in data coordinates, and its name.
-        edge: The place beyond which names are written, as a share of the width of the axes.
-        style_of: Returns the look of a name's line, a piece of which stands before the name.
+    The figure was laid out, and the axes have their final limits. ``ends`` are in data coordinates,
+    each with a name. Names are written beyond ``edge``, a share of the width of the axes. A piece
+    of its line, which looks as ``style_of`` returns, stands before a name.
     """
     figure = axis.figure
     inches = axis.get_position().height * figure.get_figheight()  # type: ignore[union-attr]

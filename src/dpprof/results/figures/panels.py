@@ -14,8 +14,7 @@ from dpprof.results.analysis.tables.frames import naming_axes, varying_axes
 from dpprof.results.figures.style import NothingToDrawError, new_figure
 
 MAX_PANELS = 12
-_TITLE = 38
-"""The letters of a line of a title; longer lines leave the figure."""
+_TITLE = 38  # the letters of a line of a title; longer lines leave the figure
 
 
 class Panel(NamedTuple):
@@ -25,11 +24,7 @@ class Panel(NamedTuple):
     rows: pd.DataFrame
 
     def sorted_by(self, lengths: "pd.Series[float]") -> pd.DataFrame:
-        """Return the rows by method: the baseline first, then from the shortest to the longest.
-
-        Args:
-            lengths: What the figure shows of each row, by the index of ``rows``.
-        """
+        """Return the rows by method: the baseline first, then from the shortest to the longest."""
         order = pd.DataFrame(
             {"private": self.rows["method"] != BASELINE, "length": lengths.astype(float)}
         )

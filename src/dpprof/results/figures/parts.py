@@ -1,6 +1,6 @@
 """What do the memory at the peak and the time of a step consist of, and does it fit?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -13,24 +13,15 @@ from dpprof.results.analysis.selection import (
     spread_phases,
 )
 from dpprof.results.analysis.tables.axes import RUN_KEY
-from dpprof.results.figures.bars import bracket, note, over_baseline, share_legend, stack_panels
+from dpprof.results.figures import bars, style
 from dpprof.results.figures.panels import split
-from dpprof.results.figures.style import (
-    COMPONENT_COLOURS,
-    OP_KIND_COLOURS,
-    PHASE_COLOURS,
-    NothingToDrawError,
-    tell,
-)
 
-MISSING = "no run of the instrument kernels succeeded"
-
+_OWNERS = {name: name for name in style.COMPONENT_COLOURS}
 _FEW_METHODS = 6
-_MIB = 2**20
-_GIB = 2**30
+_MIB, _GIB = 2**20, 2**30
 _MEMORY = "target's memory"
-_HERE = "live memory at the peak (MiB)"
-_OWNERS = {name: name for name in COMPONENT_COLOURS}
+
+Drawn = list[tuple[Axes, pd.DataFrame, "pd.Series[float]"]]  # panels, rows, lengths of bars
 
 
 def draw_breakdown(tables: Mapping[str, pd.DataFrame]) -> Figure:
@@ -41,15 +32,15 @@ def draw_breakdown(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """
     peaks = compose_peaks(tables)
     missing = "no run of the instruments memory or estimate succeeded without a target"
+    scale = (_MIB, "live memory at the peak (MiB)")
     here = peaks[peaks["target"].isna()]
-    panels = split(here, missing, most=_most_panels(here))
-    figure, drawn = stack_panels(panels, _OWNERS, COMPONENT_COLOURS, _MIB, _HERE)
+    figure, drawn = _stack(here, missing, _OWNERS, style.COMPONENT_COLOURS, scale)
     for axis, rows, sizes in drawn:
         measured = rows["allocator_peak_bytes"].astype(float) / _MIB
         axis.plot(measured, range(len(rows)), "|", color="black", markersize=9, markeredgewidth=1.5)
-        note(axis, pd.concat([sizes, measured], axis=1).max(axis=1), over_baseline(sizes))
-    share_legend(figure, COMPONENT_COLOURS)
-    tell(figure, _say_largest(drawn, _OWNERS, "holds most memory at the peak"))
+        _note_ratios(axis, pd.concat([sizes, measured], axis=1).max(axis=1), sizes)
+    bars.share_legend(figure, style.COMPONENT_COLOURS)
+    style.tell(figure, _say_largest(drawn, _OWNERS, "holds most memory at the peak"))
     return figure
 
 
@@ -61,17 +52,17 @@ def draw_predicted(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """
     peaks = compose_peaks(tables)
     missing = "no run of the instrument estimate succeeded for a target"
+    scale = (_GIB, "predicted peak (GiB)")
     there = peaks[peaks["target"].notna()]
-    panels = split(there, missing, most=_most_panels(there))
-    figure, drawn = stack_panels(panels, _OWNERS, COMPONENT_COLOURS, _GIB, "predicted peak (GiB)")
+    figure, drawn = _stack(there, missing, _OWNERS, style.COMPONENT_COLOURS, scale)
     for axis, rows, sizes in drawn:
-        note(axis, sizes, over_baseline(sizes))
+        _note_ratios(axis, sizes, sizes)
         memory = rows["target_memory_bytes"].astype(float).max() / _GIB
         if pd.notna(memory):
             axis.axvline(memory, color="black", linestyle="--", linewidth=1, label=_MEMORY)
             axis.set_xlim(0, max(axis.get_xlim()[1], memory * 1.05))
-    share_legend(figure, [*COMPONENT_COLOURS, _MEMORY])
-    tell(figure, _say_largest(drawn, _OWNERS, "needs most memory"))
+    bars.share_legend(figure, [*style.COMPONENT_COLOURS, _MEMORY])
+    style.tell(figure, _say_largest(drawn, _OWNERS, "needs most memory"))
     return figure
 
 
@@ -82,29 +73,20 @@ def draw_phases(tables: Mapping[str, pd.DataFrame]) -> Figure:
     for the device at the end of each phase.
     """
     measured = tables["phases"]
-    spread = spread_phases(measured)
-    experiments = tables["experiments"].merge(
-        spread.join(_reach(measured)), left_on="experiment_id", right_index=True
-    )
-    panels = split(
-        experiments, "no run of the instrument phases succeeded", most=_most_panels(experiments)
-    )
-    phases = {phase: phase for phase in PHASE_COLOURS if phase in experiments}
-    figure, drawn = stack_panels(panels, phases, PHASE_COLOURS, 1e-3, "time of a step (ms)")
+    sums = measured.groupby(RUN_KEY)["median_s"].sum().groupby("experiment_id")
+    ends = pd.DataFrame({"least_s": sums.min(), "most_s": sums.max()})[sums.count() > 1]
+    times = spread_phases(measured).join(ends)
+    experiments = tables["experiments"].merge(times, left_on="experiment_id", right_index=True)
+    missing, scale = "no run of the instrument phases succeeded", (1e-3, "time of a step (ms)")
+    phases = {phase: phase for phase in style.PHASE_COLOURS if phase in experiments}
+    figure, drawn = _stack(experiments, missing, phases, style.PHASE_COLOURS, scale)
     for axis, rows, total in drawn:
         low, high = rows["least_s"] * 1e3, rows["most_s"] * 1e3
-        bracket(axis, low, high)
-        note(axis, pd.concat([total, high], axis=1).max(axis=1), over_baseline(total))
-    share_legend(figure, PHASE_COLOURS)
-    tell(figure, _say_largest(drawn, phases, "takes longest"))
+        bars.bracket(axis, low, high)
+        _note_ratios(axis, pd.concat([total, high], axis=1).max(axis=1), total)
+    bars.share_legend(figure, style.PHASE_COLOURS)
+    style.tell(figure, _say_largest(drawn, phases, "takes longest"))
     return figure
-
-
-def _reach(phases: pd.DataFrame) -> pd.DataFrame:
-    """Return, per experiment, the smallest and the largest sum of a process's phases."""
-    sums = phases.groupby(RUN_KEY)["median_s"].sum().groupby("experiment_id")
-    reach = pd.DataFrame({"least_s": sums.min(), "most_s": sums.max()})
-    return reach[sums.count() > 1]
 
 
 def draw_op_kinds(tables: Mapping[str, pd.DataFrame]) -> Figure:
@@ -113,35 +95,66 @@ def draw_op_kinds(tables: Mapping[str, pd.DataFrame]) -> Figure:
     Norm computes per-sample norms, clip is the rest of the phase clip, and optimizer is all of the
     phase step. Idle is time without kernels. All times include the tracer's cost.
     """
+    missing = "no run of the instrument kernels succeeded"
+    scale = (1e-3, "time of a traced step (ms)")
     if tables["kernels"].empty:
-        raise NothingToDrawError(MISSING)
-    traces = add_op_kinds(tables["traces"], tables["kernels"])
-    parts = {name: f"{name}_s" for name in OP_KIND_COLOURS if f"{name}_s" in traces}
-    panels = split(median_over_processes(traces), MISSING, most=_most_panels(traces))
-    label = "time of a traced step (ms)"
-    figure, drawn = stack_panels(panels, parts, OP_KIND_COLOURS, 1e-3, label)
+        raise style.NothingToDrawError(missing)
+    traces = median_over_processes(add_op_kinds(tables["traces"], tables["kernels"]))
+    parts = {name: f"{name}_s" for name in style.OP_KIND_COLOURS if f"{name}_s" in traces}
+    figure, drawn = _stack(traces, missing, parts, style.OP_KIND_COLOURS, scale)
     for axis, _, total in drawn:
-        note(axis, total, over_baseline(total))
-    share_legend(figure, OP_KIND_COLOURS)
-    tell(figure, _say_largest(drawn, parts, "takes longest"))
+        _note_ratios(axis, total, total)
+    bars.share_legend(figure, style.OP_KIND_COLOURS)
+    style.tell(figure, _say_largest(drawn, parts, "takes longest"))
     return figure
 
 
-def _most_panels(rows: pd.DataFrame) -> int:
-    """Return how many panels fit half a page: fewer where each has the bars of many methods."""
-    return 4 if rows["method"].nunique() <= _FEW_METHODS else 2
-
-
-def _say_largest(
-    drawn: Sequence[tuple[Axes, pd.DataFrame, "pd.Series[float]"]],
+def _stack(
+    rows: pd.DataFrame,
+    missing: str,
     parts: Mapping[str, str],
-    does: str,
-) -> str:
+    colours: Mapping[str, str],
+    scale: tuple[float, str],
+) -> tuple[Figure, Drawn]:
+    """Draw stacked bars in panels that fit half a page, sorted by their lengths.
+
+    ``parts`` are the columns, by name; ``scale`` is a unit and a label; ``missing`` is the message
+    where there are no rows.
+    """
+    panels = split(rows, missing, most=4 if rows["method"].nunique() <= _FEW_METHODS else 2)
+    height = bars.height_of(max(len(panel.rows) for panel in panels.shown))
+    figure, axes = panels.lay_out(row_inches=height, title_at="right")
+    drawn: Drawn = []
+    for axis, panel in zip(axes, panels.shown, strict=True):
+        ordered = panel.sorted_by(panel.rows[list(parts.values())].sum(axis=1))
+        lengths = ordered[list(parts.values())].set_axis(list(parts), axis=1) / scale[0]
+        bars.stack(axis, lengths, colours)
+        axis.set_xlabel(scale[1])
+        drawn.append((axis, ordered, lengths.sum(axis=1)))
+    return figure, drawn
+
+
+def _note_ratios(axis: Axes, ends: "pd.Series[float]", lengths: "pd.Series[float]") -> None:
+    """Write the ratio of each bar to the baseline's after its end, and make room for it."""
+    for row, (end, ratio) in enumerate(zip(ends, bars.over_baseline(lengths), strict=True)):
+        axis.annotate(
+            ratio,
+            (end, row),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )
+    axis.set_xlim(0, max(ends) * 1.3)
+
+
+def _say_largest(drawn: Drawn, parts: Mapping[str, str], does: str) -> str:
     """Say which bar of the last panel is the longest, and what its largest part is."""
     _, rows, lengths = drawn[-1]
     row = int(lengths.to_numpy().argmax())
     sizes = rows[list(parts.values())].iloc[row].astype(float)
     part = list(parts)[int(sizes.to_numpy().argmax())].replace("_", " ")
-    method, ratio = rows.index[row], over_baseline(lengths).iloc[row].removesuffix("x")
+    method, ratio = rows.index[row], bars.over_baseline(lengths).iloc[row].removesuffix("x")
     over = f", {ratio} times standard" if ratio and ratio != "1.00" else ""
     return f"{method} {does}{over}: {100 * sizes.max() / sizes.sum():.0f} % is {part}."

@@ -20,14 +20,9 @@ from dpprof.results.figures.style import (
     tell,
 )
 
-_LEAST_SHARE = 0.01
-"""Parts below this share of a step's time have no point."""
-
-_BESIDE = 3
-"""Panels beside one another."""
-
-_AREA = 300.0
-"""Area, in square points, of the marker of a part that takes the whole step."""
+_LEAST_SHARE = 0.01  # parts below this share of a step's time have no point
+_BESIDE = 3  # panels beside one another
+_AREA = 300.0  # area, in square points, of the marker of a part that takes the whole step
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:

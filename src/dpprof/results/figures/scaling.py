@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from dpprof.results.analysis.selection import choose_runs
 from dpprof.results.analysis.tables.axes import count_tokens
 from dpprof.results.analysis.tables.frames import least_of
-from dpprof.results.figures.labels import label_ends
+from dpprof.results.figures.labels import ends_of, label_ends
 from dpprof.results.figures.panels import Panel, Panels, break_title, split
 from dpprof.results.figures.style import (
     NothingToDrawError,
@@ -30,9 +30,7 @@ _COSTS = {
 }
 _ROWS = 2
 _MAX_TICKS = 6
-_MOST_MARKS = 16
-"""A line of more points shows marks at a few of them."""
-
+_MOST_MARKS = 16  # a line of more points shows marks at a few of them
 _MARKS = 8
 
 
@@ -55,7 +53,7 @@ def draw_seq_len(tables: Mapping[str, pd.DataFrame]) -> Figure:
 def _draw(experiments: pd.DataFrame, along: str) -> Figure:
     timed = experiments.dropna(subset=["median_step_s", "peak_bytes"])
     panels = _find_panels(timed, along, also=["peak_kind"])
-    if panels is None:
+    if not panels.shown:
         raise NothingToDrawError(f"no two successful experiments differ only in {along}")
     figure, axes = new_figure(2, len(panels.shown), row_inches=2.2)
     for (memory, time), panel in zip(axes, panels.shown, strict=True):
@@ -96,12 +94,14 @@ def draw_cost(tables: Mapping[str, pd.DataFrame]) -> Figure:
     parameters = tables["experiments"][["experiment_id", "parameters_total"]]
     records = _per_token(choose_runs(tables["costs"]).merge(parameters, on="experiment_id"))
     here = records["target"].isna()
-    halves = (_find_panels(rows, along) for rows in (records[here], records[~here]))
-    panels = [panel for some in halves if some is not None for panel in some.shown][:_ROWS]
+    halves = [_find_panels(rows, along).shown for rows in (records[here], records[~here])]
+    panels = [*halves[0], *halves[1]][:_ROWS]
     if not panels:
         raise NothingToDrawError(f"no two experiments with counted FLOPs differ only in {along}")
     drawn = pd.concat(panel.rows for panel in panels)
-    costs = {name: how for name, how in _COSTS.items() if _reaches(drawn, along, name)}
+    places = {name: drawn.dropna(subset=[name]).groupby("method")[along] for name in _COSTS}
+    grow = {name for name, place in places.items() if (place.max() > place.min()).any()}
+    costs = {name: how for name, how in _COSTS.items() if name in grow}
     figure, axes = new_figure(len(costs), len(panels), row_inches=2.0)
     for row, panel in zip(axes, panels, strict=True):
         for axis, (cost, (unit, label)) in zip(row, costs.items(), strict=True):
@@ -117,38 +117,25 @@ def draw_cost(tables: Mapping[str, pd.DataFrame]) -> Figure:
     return figure
 
 
-def _reaches(rows: pd.DataFrame, along: str, cost: str) -> bool:
-    """Return whether a method has a cost at two places of the axis."""
-    by_method = rows.dropna(subset=[cost]).groupby("method")[along]
-    return any(places.min() < places.max() for _, places in by_method)
-
-
-def _find_panels(rows: pd.DataFrame, along: str, also: Iterable[str] = ()) -> Panels | None:
+def _find_panels(rows: pd.DataFrame, along: str, also: Iterable[str] = ()) -> Panels:
     """Return panels of experiments that differ only in method and along the axis, if there are."""
     if rows.empty:
-        return None
+        return Panels([], 0)
     every = split(rows, "", but=[along], also=also, most=len(rows)).shown
     grown = pd.concat(
         panel.rows[panel.rows.groupby("method")[along].transform("nunique") > 1] for panel in every
     )
-    return None if grown.empty else split(grown, "", but=[along], also=also, most=_ROWS)
+    if grown.empty:
+        return Panels([], 0)
+    return split(grown, "", but=[along], also=also, most=_ROWS)
 
 
 def _name_lines(figure: Figure, rows: Iterable[Iterable[Axes]]) -> None:
     """Write the methods' names beside their lines: in each row in the last panel that has most."""
     figure.draw_without_rendering()
     for row in rows:
-        # Lines of error bars have no name, and lines without a point have no end.
-        ends = {
-            axis: [
-                (float(x), float(y), str(line.get_label()))
-                for line in axis.lines
-                for x, y in np.asarray(line.get_xydata())[-1:]
-                if not str(line.get_label()).startswith("_")
-            ]
-            for axis in row
-        }
-        label_ends(*max(reversed(ends.items()), key=lambda end: len(end[1])))
+        ends = [(axis, ends_of(axis)) for axis in row]
+        label_ends(*max(reversed(ends), key=lambda panel: len(panel[1])))
 
 
 def _draw_method(memory: Axes, time: Axes, method: str, points: pd.DataFrame, along: str) -> None:
@@ -197,10 +184,7 @@ def mark_some(along: npt.NDArray[np.float64]) -> list[int] | None:
     """Return the points of a line that get a mark; None for all, as long as they are few.
 
     Marks of many points would hide each other and the line. Those that are kept are about as far
-    from one another on a logarithmic axis.
-
-    Args:
-        along: The points' positions, positive and ascending.
+    from one another on a logarithmic axis. Positions are positive and ascending.
     """
     if len(along) <= _MOST_MARKS:
         return None

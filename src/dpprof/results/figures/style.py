@@ -1,7 +1,7 @@
-"""The style of every figure: colour-blind safe, with a fixed colour for each method."""
+"""The style of every figure: colour-blind safe, with a fixed colour and signs for each method."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -9,25 +9,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from dpprof.results.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, sign
 from dpprof.results.analysis.tables.axes import BASELINE
 
-COLUMN_INCHES = 3.4
-"""Width of one column of a two-column paper; text is legible at this size."""
-
-_TICKS = 6
-"""The most parts of a linear axis."""
-
-_LETTER_POINTS = 4.5
-"""Width of a letter of a tick's label; labels have 8 points."""
-
-_GAP_POINTS = 8
-"""The least between two labels."""
-
-PAGE_INCHES = 9.0
-"""A figure higher than this leaves no room for its caption on a page."""
-
-BYTE_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
-"""Units, the largest first."""
+COLUMN_INCHES = 3.4  # width of one column of a two-column paper; text is legible at this size
+_TICKS = 6  # the most parts of a linear axis
+_LETTER_POINTS = 4.5  # width of a letter of a tick's label; labels have 8 points
+_GAP_POINTS = 8  # the least between two labels
+PAGE_INCHES = 9.0  # a figure higher than this leaves no room for its caption on a page
+BYTE_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}  # units, the largest first
 
 # Okabe and Ito 2008, "Color Universal Design".
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -47,9 +37,7 @@ _METHODS: dict[str, tuple[str, str]] = {
     "opacus-adaptive": ("#332288", "d"),
 }
 _OTHER_MARKERS = ("p", "*", "8")
-SERIES_COLOURS = _PALETTE
-"""Colours of series that are no methods, in order."""
-
+SERIES_COLOURS = _PALETTE  # colours of series that are no methods, in order
 COMPONENT_COLOURS: dict[str, str] = {
     "parameters": _PALETTE[0],
     "quantization_scales": "#0F0FB4",
@@ -128,11 +116,7 @@ OUTCOME_COLOURS: dict[str, str] = {
 
 
 class SparseTicks(MaxNLocator):
-    """Ticks of a horizontal axis, as many as have room for their labels.
-
-    Args:
-        most: The most parts.
-    """
+    """Ticks of a horizontal axis, as many as have room for their labels."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
@@ -199,12 +183,7 @@ def method_style(method: str) -> dict[str, Any]:
         colour = _PALETTE[digest[0] % len(_PALETTE)]
         marker = _OTHER_MARKERS[digest[1] % len(_OTHER_MARKERS)]
     # A thin edge keeps the light colours visible on white.
-    return {
-        "color": colour,
-        "marker": marker,
-        "markeredgecolor": "#333333",
-        "markeredgewidth": 0.4,
-    }
+    return {"color": colour, "marker": marker, "markeredgecolor": "#333333", "markeredgewidth": 0.4}
 
 
 def sort_methods(names: Iterable[str]) -> list[str]:
@@ -268,3 +247,47 @@ def say_nothing_to_draw(reason: str) -> Figure:
     axes[0, 0].axis("off")
     axes[0, 0].text(0.5, 0.5, reason, ha="center", va="center", wrap=True)
     return figure
+
+
+_NOTE_INCHES = 0.25
+_NOTES: Mapping[str, str] = {
+    DAGGER: f"{DAGGER} not verified to compute the right gradient",
+    DOUBLE_DAGGER: f"{DOUBLE_DAGGER} another mechanism than flat clipping",
+}
+
+MEANINGS: Mapping[str, str] = {
+    DAGGER: "Not verified",
+    DOUBLE_DAGGER: "Another mechanism than flat clipping",
+}
+"""The meaning of each sign, as in captions."""
+
+
+def mark_methods(figure: Figure, marks: Marks) -> dict[str, list[str]]:
+    """Append signs to the names of methods in a figure, and explain the signs in its title.
+
+    Names are in titles, legends, tick labels, and beside points and lines. Return the methods that
+    were marked, by sign.
+    """
+    names = {name for methods in marks.values() for name in methods}
+    marked = {name: f"{name} {sign(name, marks)}" for name in names}
+    legends = [*figure.legends, *(axis.get_legend() for axis in figure.axes)]
+    texts = [text for axis in figure.axes for text in (axis.title, *axis.texts)]
+    texts += [text for legend in legends if legend is not None for text in legend.get_texts()]
+    there = {text.get_text() for text in texts} & names
+    for text in texts:
+        text.set_text(marked.get(text.get_text(), text.get_text()))
+    for axis in figure.axes:
+        for side in (axis.xaxis, axis.yaxis):
+            labels = [label.get_text() for label in side.get_ticklabels()]
+            if not names.isdisjoint(labels):
+                there |= names.intersection(labels)
+                # Matplotlib reads tick labels from this list whenever it draws the figure.
+                side.set_ticks(side.get_ticklocs(), [marked.get(text, text) for text in labels])
+    shown = {mark: sorted(there.intersection(methods)) for mark, methods in marks.items()}
+    shown = {mark: methods for mark, methods in shown.items() if methods}
+    if shown:
+        above = [figure.get_suptitle(), *(_NOTES[mark] for mark in shown)]
+        figure.suptitle("\n".join(filter(None, above)), fontsize=8)
+        height = figure.get_figheight() + _NOTE_INCHES * len(shown)
+        figure.set_figheight(min(height, PAGE_INCHES))
+    return shown

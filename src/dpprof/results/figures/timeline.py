@@ -1,7 +1,7 @@
 """Which owners hold memory at each moment of a step?"""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -21,15 +21,9 @@ from dpprof.results.figures.style import (
     tell,
 )
 
-_HEADROOM = 1.4
-"""Height of the axis over the highest peak; leaves room for the peak's size and the phases."""
-
-_STRIP = 0.91
-"""The height at which the strip of phases begins, as a share of a panel's height."""
-
-_LETTER = 0.009
-"""Width of a letter of a phase's name, as a share of a page's width."""
-
+_HEADROOM = 1.4  # height of the axis over the highest peak: room for its size and the phases
+_STRIP = 0.91  # the height at which the strip of phases begins, as a share of a panel's height
+_LETTER = 0.009  # width of a letter of a phase's name, as a share of a page's width
 _SHORT = {"forward": "fwd", "backward": "bwd", "second_backward": "bwd2"}
 
 
@@ -43,7 +37,14 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     here = chosen[chosen["target"].isna()]
     runs = chosen if here.empty else here
     settings = split(runs, "no run of the instruments memory or estimate succeeded", most=len(runs))
-    focus = max(settings.shown, key=lambda panel: _rank(panel.rows))
+    focus = max(
+        settings.shown,
+        key=lambda panel: (
+            panel.rows["method"].nunique(),
+            (panel.rows["instrument"] == "memory").sum(),
+            *panel.rows[["parameters_total", "batch_size", "seq_len"]].max(),
+        ),
+    )
     rows = focus.sorted_by(focus.rows["peak_bytes"]).groupby(level=0, sort=False).head(1)
     shown = [Panel(str(method), rows.loc[[method]]) for method in rows.index]
     columns = min(4, max(2, math.ceil(len(shown) / 2)))  # two rows, or three of four
@@ -55,14 +56,11 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     for position, (axis, panel) in enumerate(zip(axes, shown, strict=True)):
         run = panel.rows.iloc[0]
         step = instants.loc[[tuple(run[RUN_KEY])]]
-        draw_areas(axis, step, BYTE_UNITS[unit], highest * VISIBLE)
-        mark_phases(axis, find_phases(step), step["ops"].max(), _LETTER * columns)
+        draw_step(axis, step, unit, highest, _LETTER * columns)
         _mark_peak(axis, step, run, unit, columns)
         axis.set_ylim(0, highest / BYTE_UNITS[unit] * _HEADROOM)
-        axis.set_xlim(0, step["ops"].max())
         axis.grid(visible=False)
         axis.locator_params(axis="y", nbins=4)
-        axis.set_xlabel("operators run")
         if position % columns == 0:
             axis.set_ylabel(f"live memory ({unit})")
     figure.suptitle(f"{focus.title} ({', '.join(sorted(set(rows['instrument'])))})", fontsize=8)
@@ -80,26 +78,29 @@ def _say_peaks(rows: pd.DataFrame) -> str:
     return f"The peak is {'; '.join(said)}."
 
 
-def _rank(rows: pd.DataFrame) -> tuple[Any, ...]:
-    """Return a setting's sort key: its number of methods, how many of them ran, and its size."""
-    size = rows[["parameters_total", "batch_size", "seq_len"]].max()
-    real = (rows["instrument"] == "memory").sum()
-    return rows["method"].nunique(), real, *size
+def draw_step(axis: Axes, step: pd.DataFrame, unit: str, highest: float, letter: float) -> None:
+    """Stack the visible owners of a step, under a strip of its phases.
 
-
-def draw_areas(axis: Axes, step: pd.DataFrame, unit: int, least: float) -> None:
-    """Stack the owners that hold more than ``least`` bytes at some instant of a step."""
-    names = [name for name in COMPONENT_COLOURS if (step[name] > least).any()]
+    ``highest`` is the highest peak in bytes, ``letter`` as of ``mark_phases``.
+    """
+    names = [name for name in COMPONENT_COLOURS if (step[name] > highest * VISIBLE).any()]
     hatches: Any = [HATCHES.get(name) for name in names]
     axis.stackplot(
         step["ops"],
-        step[names].to_numpy(float).T / unit,
+        step[names].to_numpy(float).T / BYTE_UNITS[unit],
         labels=[name.replace("_", " ") for name in names],
         colors=[COMPONENT_COLOURS[name] for name in names],
         hatch=hatches,
         edgecolor="#333333",
         linewidth=0,
     )
+    entered = step[step["phase"] != step["phase"].shift()]
+    length = step["ops"].max()
+    ends = [*entered["ops"].iloc[1:], length]
+    phases = zip(entered["phase"], entered["ops"], ends, strict=True)
+    mark_phases(axis, (phase for phase in phases if phase[1] < phase[2]), length, letter)
+    axis.set_xlim(0, length)
+    axis.set_xlabel("operators run")
 
 
 def mark_phases(
@@ -107,11 +108,8 @@ def mark_phases(
 ) -> None:
     """Draw a strip on top with one field per phase, and the phase's name where it fits.
 
-    Args:
-        axis: The panel, up to ``length`` long.
-        phases: Names, starts and ends.
-        length: The length of the horizontal axis.
-        letter: Width of a letter of a name, as a share of the panel's width.
+    ``phases`` are names, starts and ends on an axis of this length; ``letter`` is the width of a
+    letter of a name, as a share of the panel's width.
     """
     for number, (phase, start, end) in enumerate(phases):
         shade = ("#EEEEEE", "#CCCCCC")[number % 2]
@@ -127,15 +125,6 @@ def mark_phases(
             va="center_baseline",
             fontsize=5.5,
         )
-
-
-def find_phases(step: pd.DataFrame) -> Iterator[tuple[str, int, int]]:
-    """Yield each phase with its first operator and the first operator of the next phase."""
-    entered = step[step["phase"] != step["phase"].shift()]
-    ends = [*entered["ops"].iloc[1:], step["ops"].max()]
-    for phase, start, end in zip(entered["phase"], entered["ops"], ends, strict=True):
-        if end > start:
-            yield str(phase), start, end
 
 
 def _mark_peak(axis: Axes, step: pd.DataFrame, run: Any, unit: str, columns: int) -> None:

@@ -30,26 +30,20 @@ from dpprof.system.console import printable
 _OTHER = "#F2F2F2"
 _SAME_METHOD = "#999999"
 _MOST_LAYERS = 2
-_LAYER = 28
-"""Letters of a layer's name."""
-
-_TITLE = 105
-"""Letters in a line of the title."""
-
-_NAME = 24
-"""Letters in a line of a run's name; two lines have room beside its bar."""
-
-_LETTER = 0.022
-"""Width of a letter of a phase's name, as a share of the panel's width."""
+_LAYER = 28  # letters of a layer's name
+_TITLE = 105  # letters in a line of the title
+_NAME = 24  # letters in a line of a run's name; two lines have room beside its bar
+_LETTER = 0.022  # width of a letter of a phase's name, as a share of the panel's width
 
 
 class _Step(NamedTuple):
-    """A bar between the two peaks."""
+    """A bar: one of the peaks, or what is between them."""
 
     name: str
-    component: str
     size: int
-    layers: str
+    said: str  # of its size
+    below: str  # what it is made of
+    look: dict[str, Any]
 
 
 def draw(difference: Difference, title: str = "") -> Figure:
@@ -79,13 +73,17 @@ def _list_steps(difference: Difference) -> list[_Step]:
     shown = [bar for bar in differing if abs(bar.difference_bytes) > least]
     if len(shown) + 1 == len(differing):
         shown = differing
-    steps = [
-        _Step(name_component(str(bar.name)), str(bar.name), bar.difference_bytes, _name_layers(bar))
-        for bar in shown
-    ]
+    steps = []
+    for bar in shown:
+        name, size = str(bar.name), bar.difference_bytes
+        look = {"color": COMPONENT_COLOURS.get(name, _OTHER)}
+        look["hatch"] = HATCHES.get(name, "" if name in COMPONENT_COLOURS else "//")
+        words = name_component(name)
+        steps.append(_Step(words, size, format_change(size), _name_layers(bar), look))
     if others := differing[len(shown) :]:
         size = sum(bar.difference_bytes for bar in others)
-        steps.append(_Step(f"{len(others)} others", "other", size, ""))
+        look = {"color": _OTHER, "hatch": HATCHES["other"]}
+        steps.append(_Step(f"{len(others)} others", size, format_change(size), "", look))
     return steps
 
 
@@ -104,35 +102,25 @@ def _name_layers(bar: Bar) -> str:
 
 
 def _draw_steps(
-    axis: Axes,
-    difference: Difference,
-    steps: Sequence[_Step],
-    colours: tuple[str, str],
-    unit: str,
+    axis: Axes, difference: Difference, steps: Sequence[_Step], colours: tuple[str, str], unit: str
 ) -> None:
-    a, b, factor = difference.a, difference.b, BYTE_UNITS[unit]
-    style: dict[str, Any] = {"height": 0.7, "edgecolor": "#333333", "linewidth": 0.4}
-    axis.barh(0, b.peak_bytes / factor, color=colours[1], **style)
-    level = b.peak_bytes
-    for row, step in enumerate(steps, start=1):
-        axis.plot([level / factor] * 2, [row - 0.65, row + 0.35], color="#333333", linewidth=0.5)
-        axis.barh(
-            row,
-            step.size / factor,
-            left=level / factor,
-            color=COMPONENT_COLOURS.get(step.component, _OTHER),
-            hatch=HATCHES.get(step.component, "" if step.component in COMPONENT_COLOURS else "//"),
-            **style,
+    ends = [
+        _Step(_fold(side.name), side.peak_bytes, format_size(side.peak_bytes), side.how, look)
+        for side, look in zip(
+            difference[:2], ({"color": colour} for colour in colours), strict=True
         )
-        end = max(level, level + step.size) / factor
-        _label(axis, row, end, format_change(step.size), step.layers)
-        level += step.size
-    last = len(steps) + 1
-    axis.plot([level / factor] * 2, [last - 0.65, last + 0.35], color="#333333", linewidth=0.5)
-    axis.barh(last, a.peak_bytes / factor, color=colours[0], **style)
-    for row, side in ((0, b), (last, a)):
-        _label(axis, row, side.peak_bytes / factor, format_size(side.peak_bytes), side.how)
-    name_bars(axis, [_fold(b.name), *(step.name for step in steps), _fold(a.name)])
+    ]
+    bars, factor, level = [ends[1], *steps, ends[0]], BYTE_UNITS[unit], 0
+    for row, step in enumerate(bars):
+        edge: dict[str, Any] = {"height": 0.7, "edgecolor": "#333333", "linewidth": 0.4}
+        if row:
+            places = [row - 0.65, row + 0.35]
+            axis.plot([level / factor] * 2, places, color="#333333", linewidth=0.5)
+        start = 0 if row in (0, len(bars) - 1) else level
+        axis.barh(row, step.size / factor, left=start / factor, **step.look, **edge)
+        level = start + step.size
+        _label(axis, row, max(start, level) / factor, step)
+    name_bars(axis, [step.name for step in bars])
     axis.set_xlabel(f"live memory at the peak ({unit})")
     axis.set_xlim(0, axis.get_xlim()[1] * 1.6)
 
@@ -142,22 +130,21 @@ def _fold(name: str) -> str:
     return textwrap.fill(printable(name), _NAME, max_lines=2, placeholder=" ...")
 
 
-def _label(axis: Axes, row: int, end: float, size: str, layers: str) -> None:
+def _label(axis: Axes, row: int, end: float, step: _Step) -> None:
     """Write a bar's size after its end, and what it is made of below in small letters."""
-    high = 4 if layers else 0
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.3}
-    for text, offset, points in ((size, high, 6.5), (layers, -4, 5)):
-        if text:
-            axis.annotate(
-                text,
-                (end, row),
-                xytext=(3, offset),
-                textcoords="offset points",
-                va="center",
-                fontsize=points,
-                color="black" if text == size else "#555555",
-                bbox=box,
-            )
+    high = 4 if step.below else 0
+    texts = ((step.said, high, 6.5, "black"), (step.below, -4, 5, "#555555"))
+    for text, offset, points, colour in texts[: 2 if step.below else 1]:
+        axis.annotate(
+            text,
+            (end, row),
+            xytext=(3, offset),
+            textcoords="offset points",
+            va="center",
+            fontsize=points,
+            color=colour,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},
+        )
 
 
 def _draw_timelines(

@@ -6,7 +6,7 @@ from itertools import chain
 import pandas as pd
 
 from dpprof.results.analysis.selection import Tables, choose_runs, compose_peaks
-from dpprof.results.analysis.tables.verification import find_marks
+from dpprof.results.analysis.standings import find_marks
 from dpprof.results.report.answer.methods import build_first_section
 from dpprof.results.report.answer.question import ask
 from dpprof.results.report.answer.sentences import tell_answer

@@ -4,16 +4,24 @@ The ranking uses capacity results only. Memory is predicted storage by storage, 
 operator. No difference is predicted between methods whose 90 % intervals overlap: they are called
 close. A method with a wrong gradient is never advised. A method without a verdict, or with another
 mechanism than flat clipping, is advised and marked as such. Where several ways of checkpointing
-were tried, each method is judged by the one with which it trains fastest.
+were tried, each method is judged by the one with which it trains fastest. What more GPUs bring is
+said of several such rankings.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dpprof.experiments.config.mechanisms import NO_CLIPPING
 from dpprof.experiments.config.tasks import name_units
-from dpprof.experiments.records.advice import Advice, OneMoreSample, Option, Recommendation
+from dpprof.experiments.records.advice import (
+    OF_SEVERAL_WAYS,
+    Advice,
+    OneMoreSample,
+    OnGpus,
+    Option,
+    Recommendation,
+)
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.collection import Collected
@@ -22,17 +30,17 @@ from dpprof.results.analysis.standings import UNKNOWN
 from dpprof.results.analysis.tables.axes import BASELINE, WITHOUT_BATCH, axes_of
 from dpprof.system.files import canonical_json
 
-BEST = "best"
-"""A value of ``Advice.checkpointing``: the fastest of several ways, for each method."""
+BEST = "best"  # a value of `Advice.checkpointing`: the fastest of several ways, for each method
+_SHARED_AXES = (
+    *("lora", "parallel", "seq_len", "image_size", "dtype", "checkpointing", "execution", "head"),
+)
 
 
 def advise(results: Sequence[Result], target: str, standings: Mapping[str, Standing]) -> Advice:
     """Rank the methods of capacity results that differ only in the method and in checkpointing.
 
-    Args:
-        results: At least one. A failed result becomes an option that does not work.
-        target: The target's name, for display.
-        standings: The standing of each method, by the id of the result's experiment.
+    A failed result becomes an option that does not work. ``target`` is a name for display.
+    Standings are by the id of a result's experiment.
     """
     experiment = results[0].experiment
     described = [(r, describe(r, standings.get(r.experiment_id, UNKNOWN))) for r in results]
@@ -42,24 +50,15 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
     judged = [_judge(option, fastest) for option in options]
     judged.sort(key=lambda o: (not o.private, o.verdict == "wrong", -(o.tokens_per_s or 0.0)))
     advised = [result for result, option in zip(results, options, strict=True) if option is fastest]
-    budgets = [result.capacity.budget_bytes for result in results if result.capacity]
+    axes = axes_of(experiment)
+    shared = {name: axes[name] for name in _SHARED_AXES}
+    if any(option.tokens_per_s_by_checkpointing for option in options):
+        shared["checkpointing"] = BEST
     return Advice(
         model=experiment.model_name,
-        lora=None if experiment.lora is None else experiment.lora.text,
-        parallel=None if experiment.parallel is None else experiment.parallel.text,
         gpus=experiment.world_size,
-        seq_len=experiment.seq_len,
-        image_size=experiment.image_size,
-        dtype=experiment.dtype,
-        checkpointing=(
-            BEST
-            if any(option.tokens_per_s_by_checkpointing for option in options)
-            else experiment.checkpointing
-        ),
-        execution=experiment.execution,
-        head=experiment.head,
         target=target,
-        budget_bytes=budgets[0] if budgets else None,
+        budget_bytes=next((r.capacity.budget_bytes for r in results if r.capacity), None),
         options=tuple(judged),
         one_more_sample=_add_sample(advised[0]) if advised else None,
         sure_of_memory=(
@@ -67,7 +66,18 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
             "peak to the byte, on a GPU the memory of libraries is modelled"
         ),
         sure_of_time=_explain_time(results, judged),
+        **shared,
     )
+
+
+def list_advice(collected: Collected) -> list[dict[str, Any]]:
+    """Return one row per option of every model, sequence length and target, best first."""
+    rows = []
+    for setting, results in group_capacities(collected):
+        advice = advise(results, setting["target"] or "this machine", collected.standings)
+        common = setting | {"budget_bytes": advice.budget_bytes}
+        rows += [common | option.model_dump(exclude=OF_SEVERAL_WAYS) for option in advice.options]
+    return rows
 
 
 def group_capacities(collected: Collected) -> Iterator[tuple[dict[str, Any], list[Result]]]:
@@ -165,13 +175,11 @@ def describe(result: Result, standing: Standing = UNKNOWN) -> Option:
         message = "it fits, but with nothing to spare: see capacity"
     if private and standing.verified is False:
         verdict, message = "wrong", f"its gradient is wrong: {standing.reason}"
+    same = {"smallest_batch_size", "safe_batch_size", "safe_peak_bytes", "limited_by"}
     return Option(
         verdict=verdict,
         largest_batch_size=capacity.batch_size,
         largest_peak_bytes=capacity.peak_bytes,
-        smallest_batch_size=capacity.smallest_batch_size,
-        safe_batch_size=capacity.safe_batch_size,
-        safe_peak_bytes=capacity.safe_peak_bytes,
         sample_s=step and step.each_sample(capacity.stated_batch_size),
         update_s=step and step.update,
         tokens_per_s=step and tokens / step.median,
@@ -179,8 +187,8 @@ def describe(result: Result, standing: Standing = UNKNOWN) -> Option:
         tokens_per_s_high=step and tokens / step.low,
         tokens_per_s_at_most=tokens / bound_s if bound_s else None,
         dp_flop_multiplier=compute.dp_flop_multiplier,
-        limited_by=capacity.limited_by,
         message=message,
+        **capacity.model_dump(include=same),
         **fields,
     )
 
@@ -217,3 +225,48 @@ def _explain_time(results: Sequence[Result], options: Sequence[Option]) -> str:
         f"between methods whose intervals overlap. Of the device's time, {rests}. Published steps "
         "of plain training took longer than predicted: docs/numbers/step-time.md"
     )
+
+
+def compare_gpus(advices: Iterable[Advice]) -> list[OnGpus]:
+    """Compare numbers of GPUs for each method, the fewest GPUs first.
+
+    Every number of GPUs trains with the largest safe batch of each. Efficiency is the speed of a
+    GPU over that with the fewest GPUs on which the method has a predicted speed. ``advices`` are
+    for different numbers of ranks and equal otherwise.
+    """
+    same = {"method", "private", "safe_batch_size"}
+    same |= {"tokens_per_s", "tokens_per_s_low", "tokens_per_s_high"}
+    compared: list[OnGpus] = []
+    first: dict[str, tuple[int, float]] = {}
+    for advice in sorted(advices, key=lambda advice: advice.gpus):
+        for option in advice.options:
+            speed = option.tokens_per_s
+            if speed is None or not option.safe_batch_size or option.verdict == "wrong":
+                continue
+            each = speed / advice.gpus
+            fewest, reference = first.setdefault(option.method, (advice.gpus, each))
+            compared.append(
+                OnGpus(
+                    gpus=advice.gpus,
+                    tokens_per_s_per_gpu=each,
+                    efficiency=each / reference,
+                    fewest_gpus=fewest,
+                    gpu_hours_per_billion=hours_of_billion(each),
+                    **option.model_dump(include=same),
+                )
+            )
+    return compared
+
+
+def hours_of_billion(tokens_per_s_per_gpu: Any) -> Any:
+    """Return the GPU hours for a billion tokens, at the speed of each GPU: one, or a column."""
+    return 10**9 / tokens_per_s_per_gpu / 3600
+
+
+def find_fastest(options: Sequence[OnGpus]) -> list[OnGpus]:
+    """Return for each number of GPUs the fastest private method."""
+    private = [option for option in options if option.private]
+    return [
+        max((o for o in private if o.gpus == size), key=lambda option: option.tokens_per_s)
+        for size in dict.fromkeys(option.gpus for option in private)
+    ]

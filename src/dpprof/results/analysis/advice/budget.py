@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan
 from dpprof.experiments.config.privacy import Privacy
@@ -15,10 +16,9 @@ from dpprof.experiments.records.advice import Advice, Option
 from dpprof.experiments.records.budget import Budget, MethodCost
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.verdict import Standing
-from dpprof.results.analysis.advice.advice import advise
+from dpprof.results.analysis.advice.advice import advise, group_capacities
+from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.tables.axes import BASELINE
-
-_HOUR_S = 3600
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +27,7 @@ class Planned:
 
     privacy: Privacy
     plans: Mapping[float, NoisePlan] = dataclasses.field(default_factory=dict)
-    reason: str | None = None
-    """Why there are no plans."""
+    reason: str | None = None  # why there are no plans
 
 
 def make_budget(
@@ -40,12 +39,8 @@ def make_budget(
 ) -> Budget:
     """Price a privacy budget for capacity results that differ in the method and in ranks alone.
 
-    Args:
-        results: At least one. A failed result becomes a method without hours.
-        target: The target's name, for display.
-        standings: The standing of each method, by the id of the result's experiment.
-        privacy: The budget.
-        noise: What it asks for.
+    A failed result becomes a method without hours. ``target`` is a name for display. Standings are
+    by the id of a result's experiment. ``noise`` is what the budget asks for.
     """
     by_gpus: dict[int, list[Result]] = defaultdict(list)
     for result in results:
@@ -88,18 +83,14 @@ def _price(
     option: Option, result: Result, privacy: Privacy, noise: NoisePlan, plan: AtEpsilon
 ) -> MethodCost:
     """Price a training with one method at one epsilon."""
+    noised = {"epsilon", "batch_size", "noise_multiplier", "same_batch_noise_multiplier"}
+    plain = {"epsilon": None, "batch_size": noise.batch_size}
     cost = MethodCost(
-        method=option.method,
-        epsilon=plan.epsilon if option.private else None,
-        private=option.private,
-        mechanism=option.mechanism,
-        verified=option.verified,
         gpus=result.experiment.world_size,
-        batch_size=plan.batch_size if option.private else noise.batch_size,
         steps=noise.planned.steps,
-        noise_multiplier=plan.noise_multiplier if option.private else None,
-        same_batch_noise_multiplier=plan.same_batch_noise_multiplier if option.private else None,
         message=option.message or (plan.reason if option.private else None),
+        **option.model_dump(include={"method", "private", "mechanism", "verified"}),
+        **(plan.model_dump(include=noised) if option.private else plain),
     )
     capacity, step = result.capacity, None if result.time is None else result.time.predicted_step_s
     if capacity is None or capacity.safe_batch_size is None or cost.batch_size is None:
@@ -108,17 +99,17 @@ def _price(
     accumulation = math.ceil(of_each / capacity.safe_batch_size)
     micro_batch_size = math.ceil(of_each / accumulation)
     if micro_batch_size < (least := capacity.smallest_batch_size):
-        why = (
-            f"micro-batches would have {micro_batch_size:,} samples, and it takes {least:,} or more"
+        sizes = f"{micro_batch_size:,} samples, and it takes {least:,} or more"
+        return cost.model_copy(
+            update={"message": cost.message or f"micro-batches would have {sizes}"}
         )
-        return cost.model_copy(update={"message": cost.message or why})
     fits = {"accumulation_steps": accumulation, "micro_batch_size": micro_batch_size}
     if step is None:
         why = result.reasons.get("time", "no time is predicted for this target")
         return cost.model_copy(update=fits | {"message": cost.message or why})
     batches = of_each / capacity.stated_batch_size
     step_s = of_each * step.each_sample(capacity.stated_batch_size) + step.update
-    hours = cost.gpus * noise.planned.steps * step_s / _HOUR_S
+    hours = cost.gpus * noise.planned.steps * step_s / 3600
     price = privacy.price_per_hour
     smaller = f"of a batch of {capacity.stated_batch_size:,}: one so small may take longer a sample"
     return cost.model_copy(
@@ -132,3 +123,36 @@ def _price(
             "message": cost.message or (f"time is predicted {smaller}" if batches < 1 else None),
         }
     )
+
+
+def list_budget(collected: Collected, planned: Planned) -> list[dict[str, Any]]:
+    """Return one row per method and epsilon of every setting with capacity results."""
+    rows = []
+    for setting, results in group_capacities(collected):
+        plan = planned.plans.get(results[0].experiment.tokens_per_sample)
+        if plan is None:
+            rows.append(setting | {"message": planned.reason})
+            continue
+        target = setting["target"] or "this machine"
+        budget = make_budget(results, target, collected.standings, planned.privacy, plan)
+        sizes = {r.experiment.method: r.model and r.model.parameters_total for r in results}
+        rows += [
+            setting | {"parameters_total": sizes[cost.method]} | cost.model_dump()
+            for cost in budget.methods
+        ]
+    return rows
+
+
+def list_noise(planned: Planned) -> list[dict[str, Any]]:
+    """Return one row per batch size that a privacy budget was asked about."""
+    privacy = planned.privacy
+    asked = privacy.model_dump(include={"samples", "tokens", "delta", "accountant"})
+    asked["epsilon"] = privacy.epsilon[0]
+    return [
+        asked
+        | {"tokens_per_sample": plan.tokens_per_sample}
+        | batch.model_dump()
+        | {"chosen": batch.batch_size == plan.batch_size}
+        for plan in planned.plans.values()
+        for batch in plan.batches
+    ]

@@ -1,10 +1,16 @@
-"""Why one run's peak is higher than another's: both peaks, the waterfall, and both timelines."""
+"""Why one run's peak is higher than another's: both peaks, the waterfall, and both timelines.
 
-from collections.abc import Iterable, Mapping
+The timelines stand on one axis, on which the same phases of both steps are at the same place.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 from dpprof.experiments.records.result import Result
-from dpprof.results.analysis.difference.shared_axis import SharedAxis, share_axis
+from dpprof.experiments.records.step_costs import Timeline
+from dpprof.experiments.records.terms import Phase
 from dpprof.results.analysis.difference.waterfall import Bar, list_holdings, peak_bytes, subtract
 from dpprof.results.analysis.tables.axes import axes_of
 
@@ -13,30 +19,22 @@ _ALWAYS_NAMED = (
 )
 """The axes that are named where both runs share them."""
 
-_NOT_NAMED = {"method", "seed", "warmup_steps", "timed_steps"}
-"""Axes that do not distinguish two peaks, and the method, which is always named."""
+_NOT_NAMED = {"method", "seed", "warmup_steps", "timed_steps"}  # do not tell peaks apart
 
 
 class Side(NamedTuple):
     """One of the two: which run it is, and its peak."""
 
-    name: str
-    """Its method, and the axes that distinguish it from the other."""
-
+    name: str  # its method, and the axes that distinguish it from the other
     method: str
     experiment_id: str
     instrument: str
     replicate: int
-    predicted: bool
-    """Whether nothing ran."""
-
+    predicted: bool  # whether nothing ran
     peak_bytes: int
-    phase: str
-    """The phase of the step with the peak."""
-
+    phase: str  # the phase of the step with the peak
     module: str | None
-    op: str | None
-    """The operator that made the peak; None where the step began with it."""
+    op: str | None  # the operator that made the peak; None where the step began with it
 
     @property
     def how(self) -> str:
@@ -45,19 +43,39 @@ class Side(NamedTuple):
         return f"{source}, in {self.phase.replace('_', ' ')}"
 
 
+class Stretch(NamedTuple):
+    """Operators of one phase that run one after another, in one step or in both."""
+
+    phase: Phase
+    start: float
+    end: float
+    in_a: bool
+    in_b: bool
+
+
+class Curve(NamedTuple):
+    """Live bytes over the shared axis."""
+
+    at: list[float]  # positions from 0 to 1, one for each instant of the timeline
+    total_bytes: list[int]
+
+
+class SharedAxis(NamedTuple):
+    """Two timelines, drawn over the same phases."""
+
+    stretches: list[Stretch]
+    a: Curve
+    b: Curve
+
+
 class Difference(NamedTuple):
     """Why A's peak is higher, or lower, than B's."""
 
     a: Side
     b: Side
-    shared: tuple[str, ...]
-    """What both runs have in common, in words."""
-
-    bars: tuple[Bar, ...]
-    """Components; their differences sum to ``difference_bytes``."""
-
-    axis: SharedAxis
-    """Both timelines. They count storages alone: rounding of the allocator is not in them."""
+    shared: tuple[str, ...]  # what both runs have in common, in words
+    bars: tuple[Bar, ...]  # components; their differences sum to `difference_bytes`
+    axis: SharedAxis  # both timelines, of storages alone: rounding of the allocator is not in them
 
     @property
     def difference_bytes(self) -> int:
@@ -82,10 +100,6 @@ def _to_json(value: Any) -> Any:
 def explain_difference(a: Result, b: Result) -> Difference:
     """Explain the difference of two runs' peaks; the runs may differ in anything.
 
-    Args:
-        a: A result of an instrument that records or predicts memory.
-        b: Another one.
-
     Raises:
         InputError: A result does not record what was live at the peak.
     """
@@ -94,7 +108,10 @@ def explain_difference(a: Result, b: Result) -> Difference:
     assert b.memory is not None
     assert a.memory.timeline is not None
     assert b.memory.timeline is not None
-    axes = _find_axes(a), _find_axes(b)
+    axes = axes_of(a.experiment), axes_of(b.experiment)
+    for result, side in zip((a, b), axes, strict=True):
+        if result.capacity is not None:  # memory is of the batch that it states
+            side["batch_size"] = result.capacity.stated_batch_size
     of_a, of_b = _name_apart((a, b), axes)
     return Difference(
         a=_describe(a, of_a),
@@ -130,14 +147,6 @@ def _is_predicted(result: Result) -> bool:
     return bool(result.memory and result.memory.timeline and not result.memory.timeline.elapsed_s)
 
 
-def _find_axes(result: Result) -> dict[str, Any]:
-    """Return an experiment's axes, with the batch size that its memory is of."""
-    axes = axes_of(result.experiment)
-    if result.capacity is not None:
-        axes["batch_size"] = result.capacity.stated_batch_size
-    return axes
-
-
 def _name_apart(
     results: tuple[Result, Result], axes: tuple[dict[str, Any], dict[str, Any]]
 ) -> list[str]:
@@ -166,3 +175,77 @@ def _format_axes(keys: Iterable[str], axes: Mapping[str, Any]) -> list[str]:
             words = f"{value:,}" if type(value) is int else str(value)
             formatted.append(f"{key.replace('_', ' ')} {words}")
     return formatted
+
+
+def share_axis(a: Timeline, b: Timeline) -> SharedAxis:
+    """Place the timelines of A's and B's steps on one axis, from 0 to 1 without gaps.
+
+    Steps run different numbers of operators, so operators alone align nothing. A phase that both
+    steps have in the same order gets the mean of its shares of the two steps' operators; one that
+    only one of them has gets half of its share there. Within a phase operators are spread evenly. A
+    curve keeps every instant of its timeline, in order.
+    """
+    parts = [*_split(a)], [*_split(b)]
+    pairs = [*_match(*([part for part in side if part.ops] for side in parts))]
+    widths = [sum(part.share for part in pair if part) for pair in pairs]
+    ends = [end / sum(widths) for end in accumulate(widths)]
+    stretches: list[Stretch] = []
+    placed: tuple[dict[int, Stretch], dict[int, Stretch]] = {}, {}
+    for pair, start, end in zip(pairs, [0.0, *ends], ends, strict=False):
+        phase = next(part.phase for part in pair if part)
+        stretch = Stretch(phase, start, end, pair[0] is not None, pair[1] is not None)
+        stretches.append(stretch)
+        for part, places in zip(pair, placed, strict=True):
+            if part is not None:
+                places[part.rows.start] = stretch
+    return SharedAxis(
+        stretches, _draw_curve(a, parts[0], placed[0]), _draw_curve(b, parts[1], placed[1])
+    )
+
+
+class _Part(NamedTuple):
+    """The instants of one phase of a timeline, until another phase begins."""
+
+    phase: Phase
+    rows: range
+    first_op: int
+    ops: int  # how many operators ran; 0 for an instant between two phases
+    share: float  # the share of the step's operators
+
+
+def _split(timeline: Timeline) -> Iterator[_Part]:
+    ops = timeline.ops
+    for phase, rows in groupby(range(len(ops)), key=lambda row: timeline.phase[row]):
+        first, *rest = rows
+        beyond = rest[-1] + 1 if rest else first + 1
+        ran = ops[min(beyond, len(ops) - 1)] - ops[first]
+        share = ran / (ops[-1] - ops[0]) if ran else 0.0
+        yield _Part(phase, range(first, beyond), ops[first], ran, share)
+
+
+def _match(a: Sequence[_Part], b: Sequence[_Part]) -> Iterator[tuple[_Part | None, _Part | None]]:
+    """Pair the parts of two steps that have the same phase, in order."""
+    phases = [part.phase for part in a], [part.phase for part in b]
+    matcher = SequenceMatcher(None, *phases, autojunk=False)
+    for kind, a_from, a_to, b_from, b_to in matcher.get_opcodes():
+        if kind == "equal":
+            yield from zip(a[a_from:a_to], b[b_from:b_to], strict=True)
+        else:
+            yield from ((part, None) for part in a[a_from:a_to])
+            yield from ((None, part) for part in b[b_from:b_to])
+
+
+def _draw_curve(timeline: Timeline, parts: Sequence[_Part], placed: Mapping[int, Stretch]) -> Curve:
+    places: list[float] = []
+    end = 0.0  # of the phase before, where instants between phases stand
+    for part in parts:
+        stretch = placed.get(part.rows.start)
+        if stretch is None:
+            places += [end] * len(part.rows)
+            continue
+        end = stretch.end
+        for row in part.rows:
+            done = (timeline.ops[row] - part.first_op) / part.ops
+            places.append(stretch.start + done * (end - stretch.start))
+    totals = [sum(sizes) for sizes in zip(*timeline.components.values(), strict=True)]
+    return Curve(places, totals)

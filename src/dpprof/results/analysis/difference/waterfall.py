@@ -33,9 +33,7 @@ class Holding(TypedDict):
     """Bytes that are live at the peak, and what allocated them; all values are plain JSON."""
 
     component: str
-    layer: str | None
-    """The module, by its path; None outside the model."""
-
+    layer: str | None  # the module, by its path; None outside the model
     op: str
     phase: str
     bytes: int
@@ -48,9 +46,6 @@ def list_holdings(result: Result) -> list[Holding]:
     The rows sum to ``memory.peak_allocated_bytes``, with 0 bytes left. Storages keep the sizes
     that the timeline counts, which are multiples of 512 bytes on CUDA. What the allocator's whole
     blocks take beyond these is a row of the component ``allocator_rounding``.
-
-    Args:
-        result: A result of an instrument that records or predicts memory.
 
     Raises:
         InputError: The result does not record what was live at the peak.
@@ -65,16 +60,8 @@ def list_holdings(result: Result) -> list[Holding]:
     ]
     rounding = peak_bytes(memory) - sum(row["bytes"] for row in rows)
     if rounding:
-        rows.append(
-            Holding(
-                component=ROUNDING,
-                layer=None,
-                op="caching allocator",
-                phase=memory.at_peak.phase,
-                bytes=rounding,
-                storages=0,
-            )
-        )
+        of = {"component": ROUNDING, "op": "caching allocator", "phase": memory.at_peak.phase}
+        rows.append(Holding(**of, layer=None, bytes=rounding, storages=0))  # type: ignore[typeddict-item]
     return rows
 
 
@@ -124,20 +111,16 @@ LEVELS: Mapping[str, Callable[[Holding], str | None]] = {
 }
 """What holdings are grouped by, level by level."""
 
-_NUMBER = re.compile(r"\.\d+(?=\.|$)")
-"""A part of a module's path that counts blocks."""
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")  # a part of a module's path that counts blocks
 
 
 class Bar(NamedTuple):
     """A bar of the waterfall: what a component, a layer or an operator holds in each of the two."""
 
-    name: str | None
-    """None for bytes outside the model."""
-
+    name: str | None  # none for bytes outside the model
     a_bytes: int
     b_bytes: int
-    bars: "tuple[Bar, ...]" = ()
-    """What it consists of; they sum to it, in A, in B and in the difference."""
+    bars: "tuple[Bar, ...]" = ()  # they sum to it, in A, in B and in the difference
 
     @property
     def difference_bytes(self) -> int:
@@ -156,10 +139,7 @@ def subtract(
 ) -> tuple[Bar, ...]:
     """Return the waterfall from B's peak to A's: bars by component, the largest difference first.
 
-    Args:
-        a: What A holds at its peak, of ``peak_holdings.list_holdings``.
-        b: What B holds at its peak.
-        levels: Names of ``LEVELS``, from the outermost on.
+    Both sides are of ``list_holdings``; ``levels`` are names of ``LEVELS``, from the outermost on.
 
     Example:
         >>> held = {"layer": "head", "op": "bmm", "phase": "backward", "storages": 1}
@@ -175,14 +155,11 @@ def subtract(
     for side, rows in enumerate((a, b)):
         for held in rows:
             groups[LEVELS[level](held)][side].append(held)
-    return _sort(
-        Bar(name, _sum(of_a), _sum(of_b), subtract(of_a, of_b, deeper))
-        for name, (of_a, of_b) in groups.items()
-    )
-
-
-def _sum(rows: Sequence[Holding]) -> int:
-    return sum(held["bytes"] for held in rows)
+    bars = []
+    for name, sides in groups.items():
+        a_bytes, b_bytes = (sum(held["bytes"] for held in side) for side in sides)
+        bars.append(Bar(name, a_bytes, b_bytes, subtract(*sides, deeper)))
+    return _sort(bars)
 
 
 def _sort(bars: Iterable[Bar]) -> tuple[Bar, ...]:

@@ -3,11 +3,11 @@
 Most figures of a result are exact: equal runs have equal ones, without noise. Step times are not.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Sequence
 from decimal import Decimal
 from statistics import median, median_low
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dpprof.experiments.config.target import device_of
 from dpprof.experiments.records.comparison import (
@@ -20,12 +20,18 @@ from dpprof.experiments.records.comparison import (
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.terms import OUTCOMES
 from dpprof.experiments.records.thresholds import Thresholds
-from dpprof.results.analysis.gate.folders import RunKey
 from dpprof.results.analysis.groups import ExperimentRuns
 from dpprof.results.analysis.statistics import NO_DIFFERENCE, Comparison, can_differ
 
 Number = int | float
 Unit = Literal["bytes", "FLOPs", "launches", "samples", "seconds"]
+
+
+class RunKey(NamedTuple):
+    """Which replicates belong together."""
+
+    experiment_id: str
+    instrument: str
 
 
 class ExactFigure(NamedTuple):
@@ -39,25 +45,24 @@ class ExactFigure(NamedTuple):
     more_is_better: bool = False
 
 
-FigureFamily = dict[ExactFigure, Number]
-"""Figures that are known together; one that is absent is 0."""
-
-
 class FamilyKey(NamedTuple):
     """What a family is of."""
 
     name: str
-    batch_size: int | None = None
-    """The batch that a capacity found, and of which it states the family."""
+    batch_size: int | None = None  # that a capacity found, and of which it states the family
 
 
-def list_families(result: Result, metrics: Container[Metric]) -> dict[FamilyKey, FigureFamily]:
+def list_families(
+    result: Result, metrics: Container[Metric]
+) -> dict[FamilyKey, dict[ExactFigure, Number]]:
     """Return the exact figures of a result by family; none of a run that failed.
+
+    Those of a family are known together; one that is absent is 0.
 
     Resident memory and the bytes that a real allocator reserves are not exact, so they are not
     among them.
     """
-    families: dict[FamilyKey, FigureFamily] = defaultdict(dict)
+    families: dict[FamilyKey, dict[ExactFigure, Number]] = defaultdict(dict)
     stated = None if result.capacity is None else result.capacity.stated_batch_size
     for family, figure, value in _exact_figures(result) if result.outcome == "ok" else ():
         if value is not None and figure.metric in metrics:
@@ -124,7 +129,11 @@ def judge_outcomes(
 ) -> ComparedFigure:
     """Compare how runs ended: worse is a larger share of replicates that failed."""
     failed = [[r for r in side if r.outcome != "ok"] for side in (baseline, candidate)]
-    ended = [_format_outcomes(side) for side in (baseline, candidate)]
+    ended = []
+    for side in (baseline, candidate):
+        counts = Counter(result.outcome for result in side)
+        each = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if name in counts)
+        ended.append(each if len(counts) > 1 else side[0].outcome)
     was, now = len(failed[0]) * len(candidate), len(failed[1]) * len(baseline)
     judgement: Judgement = "worse" if now > was else "better" if now < was else "same"
     reason = None
@@ -134,8 +143,7 @@ def judge_outcomes(
         error = failed[1][0].error
         reason = None if error is None else error.message
     return ComparedFigure(
-        experiment_id=key[0],
-        instrument=key[1],
+        **key._asdict(),
         metric="outcome",
         figure="outcome",
         baseline=ended[0],
@@ -145,24 +153,25 @@ def judge_outcomes(
     )
 
 
-def _format_outcomes(results: Sequence[Result]) -> str:
-    outcomes = [result.outcome for result in results]
-    if len(set(outcomes)) == 1:
-        return outcomes[0]
-    return ", ".join(f"{outcomes.count(name)} {name}" for name in OUTCOMES if name in outcomes)
-
-
 def judge_exact(
     key: RunKey,
     figure: ExactFigure,
-    baseline: Sequence[Number],
-    candidate: Sequence[Number],
+    baseline: Sequence[Number] | None,
+    candidate: Sequence[Number] | None,
     thresholds: Thresholds,
 ) -> ComparedFigure:
-    """Compare a figure without noise; where replicates differ, their ranges must lie apart."""
-    threshold = find_threshold(figure, thresholds)
-    reason = None
-    was, now = median_low(baseline), median_low(candidate)
+    """Compare a figure without noise; where replicates differ, their ranges must lie apart.
+
+    Nothing is decided of a figure that is None on one side: not known there.
+    """
+    if candidate is None:
+        value = median_low(baseline or ())
+        return _compare(key, figure, value, None, reason="known in the baseline alone")
+    now = median_low(candidate)
+    if baseline is None:
+        return _compare(key, figure, None, now, reason="known in the candidate alone")
+    was, reason = median_low(baseline), None
+    threshold = _find_threshold(figure, thresholds)
     judgement: Judgement
     if set(baseline) == set(candidate):
         judgement = "same"
@@ -175,21 +184,18 @@ def judge_exact(
     else:
         judgement = "undecided"
         reason = f"replicates differ: {_format_range(baseline)} and {_format_range(candidate)}"
-    update = {"threshold": threshold, "judgement": judgement, "reason": reason}
-    return _compare(key, figure, was, now).model_copy(update=update)
+    decided = {"threshold": threshold, "judgement": judgement, "reason": reason}
+    return _compare(key, figure, was, now, **decided)
 
 
-def find_threshold(figure: ExactFigure, thresholds: Thresholds) -> float:
+def _find_threshold(figure: ExactFigure, thresholds: Thresholds) -> float:
     """Return the threshold of a figure, as a share of the baseline."""
     if figure.metric == "memory":
         fallback = 0.0 if figure.name == "fits" else thresholds.memory
         return thresholds.components.get(figure.part or "", fallback)
-    if figure.metric == "launches":
-        return thresholds.launches
-    if figure.metric == "time":
-        return thresholds.time
-    is_bytes = figure.name in ("bytes moved", "bytes sent")
-    return thresholds.bytes_moved if is_bytes else thresholds.flops
+    if figure.name in ("bytes moved", "bytes sent"):
+        return thresholds.bytes_moved
+    return float(getattr(thresholds, figure.metric))
 
 
 def _format_range(values: Sequence[Number]) -> str:
@@ -197,32 +203,24 @@ def _format_range(values: Sequence[Number]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def leave_undecided(
-    key: RunKey, figure: ExactFigure, values: Sequence[Number], *, in_baseline: bool
-) -> ComparedFigure:
-    """Return a figure that only one side knows."""
-    value, side = median_low(values), "baseline" if in_baseline else "candidate"
-    compared = _compare(key, figure, *((value, None) if in_baseline else (None, value)))
-    return compared.model_copy(update={"reason": f"known in the {side} alone"})
-
-
 def _compare(
-    key: RunKey, figure: ExactFigure, baseline: Number | None, candidate: Number | None
+    key: RunKey,
+    figure: ExactFigure,
+    baseline: Number | None,
+    candidate: Number | None,
+    **decided: Any,
 ) -> ComparedFigure:
-    """Return both sides' values of a figure, of which nothing is decided yet."""
-    has_ratio = baseline and candidate is not None
+    """Return both sides' values of a figure, of which nothing is decided by itself."""
+    ratio = candidate / baseline if baseline and candidate is not None else None
+    values: dict[str, Any] = {"baseline": baseline, "candidate": candidate, "ratio": ratio}
     return ComparedFigure(
-        experiment_id=key[0],
-        instrument=key[1],
+        **key._asdict(),
         metric=figure.metric,
         figure=figure.name,
         part=figure.part,
         phase=figure.phase,
         unit=figure.unit,
-        baseline=baseline,
-        candidate=candidate,
-        ratio=candidate / baseline if has_ratio else None,  # type: ignore[operator]
-        judgement="undecided",
+        **values | {"judgement": "undecided"} | decided,
     )
 
 
@@ -236,14 +234,8 @@ def judge_step_times(
     """Judge step times over processes, with regard to the noise.
 
     A step is slower where the report's verdict says so, the bootstrap interval of the ratio lies
-    above 1, and the ratio is beyond the threshold.
-
-    Args:
-        key: The run.
-        groups: Its processes, the baseline's first.
-        comparison: How they compare.
-        threshold: A share of the baseline's time.
-        reason: Why there is no verdict, whatever the times are.
+    above 1, and the ratio is beyond the threshold. Groups are the run's processes, the baseline's
+    first; ``reason`` says why there is no verdict, whatever the times are.
     """
     counts = len(groups[0].step_s), len(groups[1].step_s)
     if reason is None and not can_differ(*counts):
@@ -258,16 +250,17 @@ def judge_step_times(
         p_value=comparison.p_value,
         noise_floor=comparison.floor,
     )
-    update = {
-        "ratio": comparison.ratio,
-        "threshold": threshold,
-        "judgement": "undecided" if reason else _judge_ratio(comparison, threshold),
-        "reason": reason,
-        "statistics": statistics,
-    }
-    times = (float(median(group.step_s)) for group in groups)
-    return _compare(key, ExactFigure("time", "step time", "seconds"), *times).model_copy(
-        update=update
+    was, now = (float(median(group.step_s)) for group in groups)
+    return _compare(
+        key,
+        ExactFigure("time", "step time", "seconds"),
+        was,
+        now,
+        ratio=comparison.ratio,
+        threshold=threshold,
+        judgement="undecided" if reason else _judge_ratio(comparison, threshold),
+        reason=reason,
+        statistics=statistics,
     )
 
 

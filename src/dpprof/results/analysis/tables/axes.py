@@ -16,12 +16,8 @@ AXES = [name for name in Experiment.model_fields if name not in _PATIENCE]
 """The columns that distinguish experiments; timeouts and waiting times do not."""
 
 BASELINE = "standard"
-NOT_IN_BASELINE = {"method", "max_grad_norm", "noise_multiplier"}
-"""The axes that the non-private step does not depend on."""
-
-SETTING = [name for name in AXES if name not in NOT_IN_BASELINE]
-"""The axes that must be equal for methods to be compared."""
-
+NOT_IN_BASELINE = {"method", "max_grad_norm", "noise_multiplier"}  # of no effect without privacy
+SETTING = [name for name in AXES if name not in NOT_IN_BASELINE]  # equal where methods compete
 WITHOUT_BATCH = [name for name in SETTING if name != "batch_size"]
 """The axes of a setting with capacity results, which find batch sizes by themselves."""
 

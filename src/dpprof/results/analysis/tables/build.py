@@ -11,29 +11,24 @@ from dpprof.experiments.config.datasheets import find_by_device_name
 from dpprof.experiments.planning.planner import PlannedRun
 from dpprof.experiments.records.ceilings import Ceilings, device_name
 from dpprof.experiments.records.result import Result
-from dpprof.experiments.records.step_costs import Memory
 from dpprof.experiments.records.terms import COMPONENTS, OUTCOMES
-from dpprof.results.analysis.advice.budget import Planned
+from dpprof.results.analysis.advice.advice import list_advice
+from dpprof.results.analysis.advice.budget import Planned, list_budget, list_noise
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.groups import Noise, group_runs, sent_bytes
-from dpprof.results.analysis.tables.advice import tabulate_advice, tabulate_budget, tabulate_noise
+from dpprof.results.analysis.standings import list_verification
 from dpprof.results.analysis.tables.axes import axes_of, key_of
 from dpprof.results.analysis.tables.columns import TABLES
 from dpprof.results.analysis.tables.experiments import (
     compare_with_standard,
-    tabulate_experiments,
-    tabulate_instrument_overhead,
+    list_experiments,
+    list_instrument_overhead,
+    list_settings,
     tabulate_methods,
-    tabulate_settings,
 )
 from dpprof.results.analysis.tables.findings import find_caveats
 from dpprof.results.analysis.tables.frames import make_frame, pick, write_rows
-from dpprof.results.analysis.tables.kernels import tabulate_kernels
-from dpprof.results.analysis.tables.memory import tabulate_memory
-from dpprof.results.analysis.tables.verification import tabulate_verification
-
-_PARTS = ("steps", "phases", "snapshots", "components", "samplers", "ranks", "communication")
-"""The tables whose rows are parts of single results."""
+from dpprof.results.analysis.tables.records import list_kernels, list_memory
 
 
 def build_tables(collected: Collected, planned: Planned | None = None) -> dict[str, pd.DataFrame]:
@@ -46,44 +41,35 @@ def build_tables(collected: Collected, planned: Planned | None = None) -> dict[s
     groups = group_runs(collected)
     noise = Noise(groups)
     standard = compare_with_standard(groups, noise)
-    experiments = tabulate_experiments(groups, standard, collected.standings)
-    recorded, kernels = tabulate_memory(collected, groups), tabulate_kernels(collected)
+    experiments = (group.experiment for group in groups)
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run, result in collected.runs:
         rows["runs"].append(_run_row(run, result, collected))
+        rows["timeline"] += list_instants(run, result)
         for name, row in _list_parts(run, result):
             rows[name].append(key_of(run) | row)
-    instants = (row for pair in collected.runs for row in list_instants(*pair))
-    missing = (
-        key_of(run) | {"method": run.method, "reason": reason}
-        for run, reason in collected.missing.items()
-    )
-    return {
-        **{name: make_frame(name, rows[name]) for name in ("runs", *_PARTS)},
-        "timeline": make_frame("timeline", instants),
-        "missing": make_frame("missing", missing),
-        **recorded,
-        **kernels,
-        "experiments": experiments,
-        "settings": tabulate_settings(groups, standard, noise),
-        "methods": tabulate_methods(experiments),
-        "outcomes": _outcomes(collected),
-        "instrument_overhead": tabulate_instrument_overhead(groups),
-        "advice": tabulate_advice(collected),
-        "budget": tabulate_budget(collected, planned),
-        "noise": tabulate_noise(planned),
-        "verification": tabulate_verification(
-            (group.experiment for group in groups), collected.standings
-        ),
-        "ceilings": tabulate_ceilings(collected.ceilings),
-        "findings": find_caveats(
-            collected,
-            recorded["peaks"],
-            recorded["costs"],
-            kernels["kernels"],
-            None if planned is None else planned.privacy,
-        ),
+    rows |= list_memory(collected, groups) | list_kernels(collected)
+    rows |= {
+        "missing": [
+            key_of(run) | {"method": run.method, "reason": reason}
+            for run, reason in collected.missing.items()
+        ],
+        "experiments": list_experiments(groups, standard, collected.standings),
+        "settings": list_settings(groups, standard, noise),
+        "outcomes": _list_outcomes(collected),
+        "instrument_overhead": [*list_instrument_overhead(groups)],
+        "advice": list_advice(collected),
+        "budget": list_budget(collected, planned) if planned else [],
+        "noise": list_noise(planned) if planned else [],
+        "verification": list_verification(experiments, collected.standings),
+        "ceilings": [*_list_ceilings(collected.ceilings)],
     }
+    tables = {name: make_frame(name, rows[name]) for name in TABLES}
+    tables["ceilings"] = tables["ceilings"].astype({"size": "Int64"})
+    tables["methods"] = tabulate_methods(tables["experiments"])
+    findings = find_caveats(collected, tables, planned.privacy if planned else None)
+    tables["findings"] = make_frame("findings", (finding._asdict() for finding in findings))
+    return tables
 
 
 def _run_row(run: PlannedRun, result: Result, collected: Collected) -> dict[str, Any]:
@@ -91,6 +77,9 @@ def _run_row(run: PlannedRun, result: Result, collected: Collected) -> dict[str,
     host, packages, git = (provenance.get(key, {}) for key in ("host", "packages", "git"))
     failure = ("kind", "phase", "message", "requested_bytes", "log")
     parts = (result.model, result.throughput, memory, result.energy, result.attempts[-1], result)
+    allocated, reserved = (
+        memory and getattr(memory, f"peak_{kind}_bytes") for kind in ("allocated", "reserved")
+    )
     return (
         pick("runs", *parts)
         | key_of(run)
@@ -100,7 +89,7 @@ def _run_row(run: PlannedRun, result: Result, collected: Collected) -> dict[str,
         | {
             "attempts": len(result.attempts),
             "median_step_s": result.time and result.time.median_s,
-            "fragmentation": memory and _fragmentation(memory),
+            "fragmentation": 1 - allocated / reserved if allocated and reserved else None,
             "host_read_bytes": result.host_io and result.host_io.bytes_read,
             "host_written_bytes": result.host_io and result.host_io.bytes_written,
             "device_name": result.device.get("name"),
@@ -115,14 +104,8 @@ def _run_row(run: PlannedRun, result: Result, collected: Collected) -> dict[str,
     )
 
 
-def _fragmentation(memory: Memory) -> float | None:
-    """Return the share of the peak reserved memory that the peak allocated memory leaves unused."""
-    allocated, reserved = memory.peak_allocated_bytes, memory.peak_reserved_bytes
-    return 1 - allocated / reserved if allocated is not None and reserved else None
-
-
 def _list_parts(run: PlannedRun, result: Result) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of ``_PARTS``, each with its table, without the run's key."""
+    """Yield the rows that are parts of a result, each with its table, without the run's key."""
     if (time := result.time) is not None:
         for stage, samples in (("warmup", time.warmup_step_s or []), ("timed", time.step_s)):
             for index, step_s in enumerate(samples):
@@ -146,7 +129,7 @@ def _list_parts(run: PlannedRun, result: Result) -> Iterator[tuple[str, dict[str
         yield "communication", axes_of(result.experiment) | exchange.model_dump()
 
 
-def _outcomes(collected: Collected) -> pd.DataFrame:
+def _list_outcomes(collected: Collected) -> list[dict[str, Any]]:
     """Return outcome counts per method; the success rate covers the runs that have a result."""
     ended = Counter((run.method, result.outcome) for run, result in collected.runs)
     missing = Counter(run.method for run in collected.missing)
@@ -157,70 +140,53 @@ def _outcomes(collected: Collected) -> pd.DataFrame:
         rate = counts["ok"] / runs if runs else None
         row = {"method": method, "runs": runs, "missing": missing[method], "success_rate": rate}
         rows.append(row | counts)
-    return make_frame("outcomes", rows)
+    return rows
 
 
-def tabulate_ceilings(measured: Iterable[Ceilings]) -> pd.DataFrame:
-    """Return one row per device and figure.
+def _list_ceilings(measured: Iterable[Ceilings]) -> Iterator[dict[str, Any]]:
+    """Yield one row per device and figure.
 
     The figures are ``flops_per_s`` of each dtype (``size`` is the n of n x n matrices),
     ``bytes_per_s`` (``size`` is the bytes of the copied array) and ``launch_s``. A figure that was
     not measured has a ``reason``. ``source`` names the data sheet.
     """
-    rows = [row for ceilings in measured for row in _ceilings_rows(ceilings)]
-    return make_frame("ceilings", rows).astype({"size": "Int64"})
-
-
-def _ceilings_rows(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
-    measured = {
-        "device": device_name(ceilings.device),
-        "others_busy_cores": ceilings.others_busy_cores,
-    }
-    sheet = find_by_device_name(ceilings.device.get("name"))
-    common = measured | {"source": sheet and sheet.source}
-    for dtype, product in ceilings.matmul.items():
-        yield common | {
-            "dtype": dtype,
-            "figure": "flops_per_s",
-            "measured": product and product.flops_per_s,
-            "size": product and product.size,
-            "datasheet": sheet and sheet.peak(dtype),
-            "reason": ceilings.reasons.get(f"matmul.{dtype}"),
+    for ceilings in measured:
+        sheet = find_by_device_name(ceilings.device.get("name"))
+        device: dict[str, Any] = {"device": device_name(ceilings.device)}
+        device["others_busy_cores"] = ceilings.others_busy_cores
+        source, reasons, copies = sheet and sheet.source, ceilings.reasons, ceilings.bandwidth
+        for dtype, product in ceilings.matmul.items():
+            yield device | {
+                "dtype": dtype,
+                "figure": "flops_per_s",
+                "measured": product and product.flops_per_s,
+                "size": product and product.size,
+                "datasheet": sheet and sheet.peak(dtype),
+                "source": source,
+                "reason": reasons.get(f"matmul.{dtype}"),
+            }
+        yield device | {
+            "figure": "bytes_per_s",
+            "measured": copies and copies.bytes_per_s,
+            "size": copies and copies.array_bytes,
+            "datasheet": sheet and sheet.bandwidth_bytes_per_s,
+            "source": source,
+            "reason": reasons.get("bandwidth"),
         }
-    copies = ceilings.bandwidth
-    yield common | {
-        "figure": "bytes_per_s",
-        "measured": copies and copies.bytes_per_s,
-        "size": copies and copies.array_bytes,
-        "datasheet": sheet and sheet.bandwidth_bytes_per_s,
-        "reason": ceilings.reasons.get("bandwidth"),
-    }
-    yield measured | {
-        "figure": "launch_s",
-        "measured": ceilings.launch_latency_s,
-        "reason": ceilings.reasons.get("launch_latency_s"),
-    }
-
-
-_COLUMNS = list(TABLES["timeline"].columns)
+        launch = {"measured": ceilings.launch_latency_s, "reason": reasons.get("launch_latency_s")}
+        yield device | {"figure": "launch_s"} | launch
 
 
 class TimelineFile:
-    """The table as a CSV file, to which runs are added; the same bytes as those of its frame.
-
-    Args:
-        file: The file to write to.
-    """
+    """The table as a CSV file, to which runs are added; the same bytes as those of its frame."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._add([_COLUMNS])
+        self._file, self._columns = file, list(TABLES["timeline"].columns)
+        self._file.write(write_rows([self._columns]).encode())
 
     def add(self, run: PlannedRun, result: Result) -> None:
         """Add the instants of a run; nothing where it has none."""
-        self._add([row[name] for name in _COLUMNS] for row in list_instants(run, result))
-
-    def _add(self, rows: Any) -> None:
+        rows = ([row[name] for name in self._columns] for row in list_instants(run, result))
         self._file.write(write_rows(rows).encode())
 
 

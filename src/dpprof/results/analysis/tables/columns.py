@@ -5,11 +5,6 @@ docs/numbers/tables.md follow from these declarations.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Literal
-
-from pydantic import BaseModel
 
 from dpprof.experiments.accounting.plan import NoiseOfBatch
 from dpprof.experiments.config.experiment import Experiment
@@ -27,94 +22,7 @@ from dpprof.experiments.records.step_costs import (
 )
 from dpprof.experiments.records.terms import COMPONENTS, EVIDENCE, OUTCOMES
 from dpprof.results.analysis.tables.axes import AXES, SETTING, WITHOUT_BATCH
-
-ColumnType = Literal["text", "integer", "number", "boolean"]
-
-_UNITS = {
-    "flops_per_s": "FLOP/s",
-    "bytes_per_s": "B/s",
-    "per_s": "1/s",
-    "joules_per_step": "J",
-    "bytes": "B",
-    "gpu_hours": "h",
-    "seconds": "s",
-    "s": "s",
-    "flops": "FLOP",
-}
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column; an empty cell is an unknown value."""
-
-    kind: ColumnType
-    name: str
-    description: str
-
-    @property
-    def unit(self) -> str:
-        """The unit, which the name ends in; empty for a count, a share and a text."""
-        ends = (unit for end, unit in _UNITS.items() if f"_{self.name}".endswith(f"_{end}"))
-        return next(ends, "") if self.kind in ("integer", "number") else ""
-
-
-class Table:
-    """A table: what a row is, and its columns in order."""
-
-    def __init__(self, row: str, *columns: Column) -> None:
-        self.row, self.columns = row, {column.name: column for column in columns}
-
-
-text, integer, number, boolean = (
-    partial(Column, kind) for kind in ("text", "integer", "number", "boolean")
-)
-
-
-def declare(model: type[BaseModel], names: str | None = None) -> list[Column]:
-    """Declare columns for fields of a model, all or some, with the fields' descriptions."""
-    schemas = model.model_json_schema()["properties"]
-    columns = []
-    for name in schemas if names is None else names.split():
-        types = {schema.get("type") for schema in schemas[name].get("anyOf", [schemas[name]])}
-        make = next((make for make in (integer, number, boolean) if make.args[0] in types), text)
-        columns.append(make(name, schemas[name]["description"]))
-    return columns
-
-
-_PAGE = """\
-# The columns of the tables
-
-What each column of `results/tables/*.csv` is. `make schemas` writes this page from
-`src/dpprof/results/analysis/tables/columns.py`.
-
-An empty cell is an unknown value. Axes are
-[keys of an experiment](../../config/README.md#keys-of-an-experiment), all but the two on waiting.
-
-No spreadsheet runs a text of these tables. One that begins with `=`, `+`, `-`, `@`, a tab or a
-carriage return, with or without apostrophes before it, has one more apostrophe in front. Numbers
-have none: -0.5. CSV files that `report.html` saves are written so too.
-"""
-
-
-def write_page(tables: Mapping[str, Table]) -> str:
-    """Return docs/numbers/tables.md, which lists the columns of every table."""
-    axes = declare(Experiment, " ".join(AXES))
-    lines = [_PAGE]
-    for name, table in tables.items():
-        lines += [f"## `{name}.csv`\n", f"A row is {table.row}.\n"]
-        lines += ["| column | type | unit | what it is |", "| --- | --- | --- | --- |"]
-        shared = [column for column in table.columns.values() if column in axes]
-        for column in table.columns.values():
-            if column not in axes:
-                cells = f"`{column.name}` | {column.kind} | {column.unit}"
-                lines.append(f"| {cells} | {column.description} |".replace("|  |", "| |"))
-            elif column is shared[0]:
-                rest = ", ".join(column.name for column in axes if column not in shared)
-                what = f"axes without {rest}" if rest else "axes"
-                lines.append(f"| `{column.name}` ... `{shared[-1].name}` | | | {what} |")
-        lines.append("")
-    return "\n".join(lines)
-
+from dpprof.results.analysis.tables.table import Table, boolean, declare, integer, number, text
 
 _RUN = (
     text("experiment_id", "the experiment"),
@@ -129,14 +37,7 @@ _STANDING = (
     boolean("verified", "whether its gradient is the reference's; empty: not known"),
     number("max_relative_error", "the largest relative error of its gradient"),
 )
-_OWNER = (
-    text("component", "what the memory is for"),
-    integer("bytes", "what it holds"),
-)
-_BY_EVIDENCE = (
-    integer(f"by_{kind}_bytes", f"bytes at the peak whose owner is known by {kind}")
-    for kind in EVIDENCE
-)
+_OWNER = (text("component", "what the memory is for"), integer("bytes", "what it holds"))
 
 TABLES: Mapping[str, Table] = {
     "runs": Table(
@@ -267,10 +168,7 @@ TABLES: Mapping[str, Table] = {
         *declare(Snapshot, "name elapsed_s allocated_bytes reserved_bytes rss_bytes"),
     ),
     "components": Table(
-        "a component of a snapshot",
-        *_RUN,
-        text("snapshot", "the snapshot"),
-        *_OWNER,
+        "a component of a snapshot", *_RUN, text("snapshot", "the snapshot"), *_OWNER
     ),
     "advice": Table(
         "a method of each setting with capacity results",
@@ -304,7 +202,10 @@ TABLES: Mapping[str, Table] = {
         text("phase", "the phase of the peak"),
         text("module", "the module that ran then"),
         text("op", "the last operator that allocated before the peak"),
-        *_BY_EVIDENCE,
+        *(
+            integer(f"by_{kind}_bytes", f"bytes at the peak whose owner is known by {kind}")
+            for kind in EVIDENCE
+        ),
         integer("unattributed_bytes", "bytes at the peak without a known owner"),
         integer("requested_bytes", "on CUDA, by simulation: peak of sizes as requested"),
         integer("rounding_bytes", "on CUDA: what whole blocks take beyond the recorded peak"),
@@ -334,16 +235,8 @@ TABLES: Mapping[str, Table] = {
         boolean("beyond_peak", "whether one of them is above 1"),
         text("utilisation_reason", "why MFU is unknown"),
     ),
-    "owners": Table(
-        "an owner of memory at the peak",
-        *_RUN,
-        *_OWNER,
-    ),
-    "holdings": Table(
-        "one of the largest holdings at the peak",
-        *_RUN,
-        *declare(LiveAllocation),
-    ),
+    "owners": Table("an owner of memory at the peak", *_RUN, *_OWNER),
+    "holdings": Table("one of the largest holdings at the peak", *_RUN, *declare(LiveAllocation)),
     "ranks": Table(
         "a rank of a run of several ranks",
         *_RUN,

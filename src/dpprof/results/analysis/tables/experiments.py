@@ -4,8 +4,9 @@ A setting is everything in an experiment except the method and its privacy param
 the batch size, the sequence length, and so on.
 """
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -14,21 +15,17 @@ import pandas as pd
 from dpprof.experiments.records.result import Observed
 from dpprof.experiments.records.terms import OUTCOMES
 from dpprof.experiments.records.verdict import Standing
-from dpprof.results.analysis.groups import ExperimentRuns, Noise, merge_baselines
+from dpprof.results.analysis.groups import ExperimentRuns, Noise
 from dpprof.results.analysis.standings import UNKNOWN
 from dpprof.results.analysis.statistics import NO_DIFFERENCE, Comparison, Interval, median_intervals
 from dpprof.results.analysis.tables.axes import BASELINE, SETTING, axes_of
-from dpprof.results.analysis.tables.frames import make_frame
 
 
 class Standard(NamedTuple):
     """What experiments are compared with: the non-private step with all else equal."""
 
-    bases: Mapping[str, ExperimentRuns]
-    """Baselines by setting. Several equal ones count as one."""
-
-    compared: Mapping[str, Comparison]
-    """Step times of private methods beside it, by the experiment's id."""
+    bases: Mapping[str, ExperimentRuns]  # baselines by setting. Several equal ones count as one.
+    compared: Mapping[str, Comparison]  # step times of private methods beside it, by experiment
 
 
 def compare_with_standard(groups: Sequence[ExperimentRuns], noise: Noise) -> Standard:
@@ -37,7 +34,10 @@ def compare_with_standard(groups: Sequence[ExperimentRuns], noise: Noise) -> Sta
     for group in groups:
         if group.experiment.method == BASELINE:
             baselines[group.setting].append(group)
-    bases = {setting: merge_baselines(alike) for setting, alike in baselines.items()}
+    bases = {}
+    for setting, alike in baselines.items():
+        results = [result for group in alike for result in group.results]
+        bases[setting] = dataclasses.replace(alike[0], planned=len(results), results=results)
     pairs = [
         (group, base)
         for group in _list_private(groups)
@@ -51,9 +51,12 @@ def _list_private(groups: Iterable[ExperimentRuns]) -> list[ExperimentRuns]:
     return [group for group in groups if group.experiment.method != BASELINE]
 
 
-def tabulate_experiments(
+_OF_STANDING = ("mechanism", "verified", "max_relative_error")
+
+
+def list_experiments(
     groups: Sequence[ExperimentRuns], standard: Standard, standings: Mapping[str, Standing]
-) -> pd.DataFrame:
+) -> list[dict[str, Any]]:
     """Return one row per experiment, with medians over its processes, never over steps.
 
     Ratios are to ``standard`` with all else equal.
@@ -62,11 +65,8 @@ def tabulate_experiments(
     rows = []
     for group, interval in zip(groups, intervals, strict=True):
         standing = standings.get(group.experiment.id, UNKNOWN)
-        row = _experiment_row(group, interval) | {
-            "mechanism": standing.mechanism,
-            "verified": standing.verified,
-            "max_relative_error": standing.max_relative_error,
-        }
+        row = _experiment_row(group, interval)
+        row |= {name: getattr(standing, name) for name in _OF_STANDING}
         if base := standard.bases.get(group.setting):
             row |= _compare_steps(group, base, standard.compared.get(group.experiment.id))
             # Peaks of two kinds are not compared; allocator's peaks repeat exactly.
@@ -75,7 +75,7 @@ def tabulate_experiments(
             if group.sent_bytes is not None and base.sent_bytes is not None:
                 row["sent_beyond_bytes"] = group.sent_bytes - base.sent_bytes
         rows.append(row)
-    return make_frame("experiments", rows)
+    return rows
 
 
 def _experiment_row(group: ExperimentRuns, interval: Interval | None) -> dict[str, Any]:
@@ -121,13 +121,17 @@ def _compare_steps(
         return {}
     if comparison is None:  # a baseline
         return {"step_ratio": median(group.step_s) / median(base.step_s)}
+    significance = {"step_p_value": comparison.p_value, "step_floor": comparison.floor}
+    return _tell("step", comparison) | significance
+
+
+def _tell(name: str, comparison: Comparison) -> dict[str, Any]:
+    interval = comparison.interval
     return {
-        "step_ratio": comparison.ratio,
-        "step_ratio_low": comparison.interval and comparison.interval.low,
-        "step_ratio_high": comparison.interval and comparison.interval.high,
-        "step_p_value": comparison.p_value,
-        "step_floor": comparison.floor,
-        "step_verdict": comparison.verdict,
+        f"{name}_ratio": comparison.ratio,
+        f"{name}_ratio_low": interval and interval.low,
+        f"{name}_ratio_high": interval and interval.high,
+        f"{name}_verdict": comparison.verdict,
     }
 
 
@@ -135,9 +139,9 @@ def _median(values: Sequence[float]) -> float | None:
     return float(median(values)) if values else None
 
 
-def tabulate_settings(
+def list_settings(
     groups: Sequence[ExperimentRuns], standard: Standard, noise: Noise
-) -> pd.DataFrame:
+) -> list[dict[str, Any]]:
     """Return one row per setting in which a private method succeeded.
 
     ``smallest`` and ``fastest`` compare medians over processes. ``not_slower`` names the methods
@@ -171,7 +175,7 @@ def tabulate_settings(
             | _smallest(private, standard.bases.get(setting))
             | _fastest(fastest.get(setting), verdicts[setting], standard)
         )
-    return make_frame("settings", rows)
+    return rows
 
 
 def _smallest(private: Sequence[ExperimentRuns], base: ExperimentRuns | None) -> dict[str, Any]:
@@ -205,14 +209,7 @@ def _fastest(
         "not_slower": " ".join(alike) or None,
         "noise_known": None not in verdicts,
     }
-    if comparison is None:
-        return row
-    return row | {
-        "fastest_ratio": comparison.ratio,
-        "fastest_ratio_low": comparison.interval and comparison.interval.low,
-        "fastest_ratio_high": comparison.interval and comparison.interval.high,
-        "fastest_verdict": comparison.verdict,
-    }
+    return row if comparison is None else row | _tell("fastest", comparison)
 
 
 _RATIOS = ("step_ratio", "peak_ratio")
@@ -246,45 +243,39 @@ def _all_verified(verified: "pd.Series[bool]") -> bool | None:
     return True if verified.eq(True).all() else None
 
 
-CLEAN = "clean"
-_FIGURES = ("step_s", "peak_rss_bytes", "peak_allocated_bytes")
+_RATIO_OF = {
+    "step_s": "step_ratio",
+    "peak_rss_bytes": "rss_ratio",
+    "peak_allocated_bytes": "allocated_ratio",
+}
 
 
-def tabulate_instrument_overhead(groups: Sequence[ExperimentRuns]) -> pd.DataFrame:
+def list_instrument_overhead(groups: Sequence[ExperimentRuns]) -> Iterator[dict[str, Any]]:
     """Return one row per experiment and instrument: medians over processes, and ratios to clean.
 
     Experiments without a clean run, and instruments that run nothing, have no row.
     """
-    return make_frame(
-        "instrument_overhead", (row for group in groups for row in _overhead_rows(group))
-    )
+    for group in groups:
+        observed: dict[str, list[Observed]] = defaultdict(list)
+        for result in group.results:
+            if result.observed is not None:
+                observed[result.instrument].append(result.observed)
+        if not (clean := observed.pop("clean", [])):
+            continue
+        base = {figure: _median_of(clean, figure) for figure in _RATIO_OF}
+        for instrument, watched in observed.items():
+            own = {figure: _median_of(watched, figure) for figure in _RATIO_OF}
+            both = [name for name in _RATIO_OF if own[name] is not None and base[name]]
+            yield (
+                {"experiment_id": group.experiment.id, "instrument": instrument}
+                | axes_of(group.experiment)
+                | {"processes": len(watched), "clean_processes": len(clean)}
+                | own
+                | {f"clean_{figure}": value for figure, value in base.items()}
+                | {_RATIO_OF[name]: own[name] / base[name] for name in both}
+            )
 
 
-def _overhead_rows(group: ExperimentRuns) -> list[dict[str, Any]]:
-    observed: dict[str, list[Observed]] = defaultdict(list)
-    for result in group.results:
-        if result.observed is not None:
-            observed[result.instrument].append(result.observed)
-    clean = observed.pop(CLEAN, [])
-    if not clean:
-        return []
-    base = {f"clean_{figure}": _median_of(clean, figure) for figure in _FIGURES}
-    rows = []
-    for instrument, watched in observed.items():
-        own = {figure: _median_of(watched, figure) for figure in _FIGURES}
-        pairs = [(own[figure], base[f"clean_{figure}"]) for figure in _FIGURES]
-        ratios = [value / other if value is not None and other else None for value, other in pairs]
-        rows.append(
-            {"experiment_id": group.experiment.id, "instrument": instrument}
-            | axes_of(group.experiment)
-            | {"processes": len(watched), "clean_processes": len(clean)}
-            | own
-            | base
-            | dict(zip(("step_ratio", "rss_ratio", "allocated_ratio"), ratios, strict=True))
-        )
-    return rows
-
-
-def _median_of(observed: Sequence[Observed], figure: str) -> float | None:
+def _median_of(observed: Sequence[Observed], figure: str) -> Any:
     values = [getattr(part, figure) for part in observed]
     return None if None in values else median(values)

@@ -1,8 +1,7 @@
 """The table ``findings``: what a reader must know before trusting the numbers."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import pandas as pd
@@ -18,7 +17,6 @@ from dpprof.results.analysis.conditions import (
     machine_of,
 )
 from dpprof.results.analysis.groups import RECORDERS
-from dpprof.results.analysis.tables.frames import make_frame
 from dpprof.subjects.methods.opacus.opacus_paths import OpacusPath
 
 
@@ -26,73 +24,48 @@ class Finding(NamedTuple):
     """A row of the table."""
 
     kind: str
-    experiment_id: str
-    """The device where the finding is about ceilings, or about hosts that runs shared."""
-
+    experiment_id: str  # the device where it is about ceilings, or about hosts that runs shared
     instrument: str
     finding: str
 
 
-TOLERATED_CORES = 0.25
-"""Cores that other processes may keep busy: a shell, a browser and Snakemake use fewer."""
-
-TOLERATED_OTHER = 0.05
-"""Share of a trace's time that may lack a known op kind."""
+TOLERATED_CORES = 0.25  # that others may keep busy: a shell, a browser and Snakemake use fewer
+TOLERATED_OTHER = 0.05  # share of a trace's time that may lack a known op kind
 
 
 def find_caveats(
-    collected: Collected,
-    peaks: pd.DataFrame,
-    costs: pd.DataFrame,
-    kernels: pd.DataFrame,
-    privacy: Privacy | None = None,
-) -> pd.DataFrame:
-    """Return one row per finding; docs/how-to/read-the-report.md explains each kind."""
+    collected: Collected, tables: Mapping[str, pd.DataFrame], privacy: Privacy | None
+) -> list[Finding]:
+    """Return the findings; docs/how-to/read-the-report.md explains each kind."""
+    every = [result for _, result in collected.runs]
     groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for run, result in collected.runs:
         if result.outcome == "ok":
             groups[run.id, run.instrument].append(result)
-    usual = find_usual_machines(result for _, result in collected.runs)
-    looks = (
-        *(_unequal_peaks, _fallbacks, _contended, _shared_gpu),
-        *(_other_kernels, _nonfinite_samples, partial(_other_machines, usual=usual)),
-        partial(_other_settings, usual=Usual(result for _, result in collected.runs)),
-    )
+    machines, usual = find_usual_machines(every), Usual(every)
     rows = [
         Finding(kind, name, instrument, finding)
         for (name, instrument), results in groups.items()
-        for look in looks
-        for kind, finding in look(results)
+        for kind, finding in (*_look_at(results), *_compare_conditions(results, machines, usual))
     ]
-    rows += _not_reconciled(peaks)
-    rows += _beyond_peak(costs)
-    rows += _shared_hosts(result for _, result in collected.runs)
+    rows += _not_reconciled(tables["peaks"])
+    rows += _beyond_peak(tables["costs"])
+    rows += _shared_hosts(every)
     rows += _contended_ceilings(collected.ceilings)
-    rows += _exceeded_ceilings(kernels)
+    rows += _exceeded_ceilings(tables["kernels"])
     warnings = privacy.warnings if privacy else []
     rows += [Finding("weak-privacy-budget", "privacy", "", warning) for warning in warnings]
-    return make_frame("findings", (row._asdict() for row in rows))
+    return rows
 
 
-def _unequal_peaks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
+def _look_at(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
+    """Yield what is to know of the replicates of a run, each with its kind."""
     for figure in ("peak_allocated_bytes", "first_step_peak_allocated_bytes"):
         peaks = {r.replicate: getattr(r.memory, figure) for r in results if r.memory}
         sizes = {replicate: peak for replicate, peak in peaks.items() if peak is not None}
         if len(set(sizes.values())) > 1:
             listed = ", ".join(f"r{replicate} {peak:,}" for replicate, peak in sizes.items())
             yield "peaks-differ", f"{figure} differs between processes: {listed}"
-
-
-def _nonfinite_samples(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
-    left_out = sum(r.nonfinite_samples or 0 for r in results)
-    if left_out:
-        yield (
-            "nonfinite-samples",
-            f"{left_out:,} samples were left out because their loss or gradient was not finite",
-        )
-
-
-def _fallbacks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
     layers = {
         layer
         for r in results
@@ -102,70 +75,61 @@ def _fallbacks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
     }
     if layers:
         yield "fallback", f"Opacus fell back to functorch for {', '.join(sorted(layers))}"
-
-
-def _contended(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
-    busy: dict[int, float] = {}
-    for r in results:
-        cores = r.provenance.get("host", {}).get("cores_logical")
-        others = r.attempts[-1].others_busy_cores
-        timed = r.time is not None and r.time.median_s is not None
-        if timed and cores is not None and others is not None:
-            free = cores - (r.device.get("threads") or 1)
-            if others > free + TOLERATED_CORES:
-                busy[r.replicate] = others
-    if busy:
-        listed = ", ".join(f"{cores:.1f} in r{number}" for number, cores in busy.items())
-        yield "contended", f"other processes kept cores busy ({listed}), so its times are too long"
-
-
-def _shared_gpu(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
-    seen: dict[int, tuple[int, float]] = {}
-    for r in results:
-        attempt = r.attempts[-1]
-        looks = [look for look in (attempt.others_before, attempt.others_after) if look is not None]
-        if any(look.matter for look in looks):
-            memory = max(look.memory_bytes or 0 for look in looks)
-            seen[r.replicate] = memory, max(look.load or 0.0 for look in looks)
-    if seen:
-        listed = ", ".join(
-            f"{memory / 2**30:.1f} GiB, busy {load:.0%} at r{number}"
-            for number, (memory, load) in seen.items()
+    if busy := _list_runs(results, _tell_busy_cores):
+        yield "contended", f"other processes kept cores busy ({busy}), so its times are too long"
+    if shared := _list_runs(results, _tell_shared_gpu):
+        yield (
+            "gpu-shared",
+            f"other processes used the GPU ({shared}), so its times may be too long",
         )
-        finding = f"other processes used the GPU ({listed}), so its times may be too long"
-        yield "gpu-shared", finding
-
-
-def _other_machines(
-    results: Sequence[Result], usual: Mapping[str, str]
-) -> Iterator[tuple[str, str]]:
-    others = {
-        r.replicate: machine
-        for r in results
-        if (machine := machine_of(r)) not in {None, usual.get(r.experiment.device)}
-    }
-    if others:
-        listed = ", ".join(f"r{replicate} on {machine}" for replicate, machine in others.items())
-        most = usual[results[0].experiment.device]
-        finding = f"it was measured {listed}, and most of the sweep on {most}"
-        yield "devices-differ", f"{finding}: its times and peaks do not count"
-
-
-def _other_settings(results: Iterable[Result], usual: Usual) -> Iterator[tuple[str, str]]:
-    listed = [
-        f"r{result.replicate} with {' and '.join(unusual)}"
-        for result in results
-        if (unusual := usual.list_unusual(result))
-    ]
-    if listed:
-        finding = f"it was measured {', '.join(listed)}, as most of the sweep was"
-        yield "settings-differ", f"{finding}: compare it with care"
-
-
-def _other_kernels(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
     shares = [r.kernels.other_share for r in results if r.kernels]
     if shares and max(shares) > TOLERATED_OTHER:
         yield "other-kernels", f"{max(shares):.0%} of its kernels' time has no known op kind"
+    if left_out := sum(r.nonfinite_samples or 0 for r in results):
+        yield (
+            "nonfinite-samples",
+            f"{left_out:,} samples were left out because their loss or gradient was not finite",
+        )
+
+
+def _list_runs(results: Iterable[Result], tell: Callable[[Result], str]) -> str:
+    return ", ".join(filter(None, map(tell, results)))
+
+
+def _tell_busy_cores(result: Result) -> str:
+    cores = result.provenance.get("host", {}).get("cores_logical")
+    others = result.attempts[-1].others_busy_cores
+    timed = result.time is not None and result.time.median_s is not None
+    if not timed or cores is None or others is None:
+        return ""
+    free = cores - (result.device.get("threads") or 1)
+    return f"{others:.1f} in r{result.replicate}" if others > free + TOLERATED_CORES else ""
+
+
+def _tell_shared_gpu(result: Result) -> str:
+    attempt = result.attempts[-1]
+    looks = [look for look in (attempt.others_before, attempt.others_after) if look is not None]
+    if not any(look.matter for look in looks):
+        return ""
+    memory, load = (max(getattr(o, name) or 0 for o in looks) for name in ("memory_bytes", "load"))
+    return f"{memory / 2**30:.1f} GiB, busy {load:.0%} at r{result.replicate}"
+
+
+def _compare_conditions(
+    results: Sequence[Result], machines: Mapping[str, str], usual: Usual
+) -> Iterator[tuple[str, str]]:
+    """Yield how replicates were measured unlike most of the sweep."""
+    most = machines.get(results[0].experiment.device)
+    others = [(r, machine) for r in results if (machine := machine_of(r)) not in {None, most}]
+    if others:
+        listed = ", ".join(f"r{r.replicate} on {machine}" for r, machine in others)
+        finding = f"it was measured {listed}, and most of the sweep on {most}"
+        yield "devices-differ", f"{finding}: its times and peaks do not count"
+    unusual = [(r, facts) for r in results if (facts := usual.list_unusual(r))]
+    if unusual:
+        listed = ", ".join(f"r{r.replicate} with {' and '.join(facts)}" for r, facts in unusual)
+        finding = f"it was measured {listed}, as most of the sweep was"
+        yield "settings-differ", f"{finding}: compare it with care"
 
 
 def _beyond_peak(costs: pd.DataFrame) -> Iterator[Finding]:

@@ -69,13 +69,10 @@ def _protect(cell: Any) -> Any:
 
 
 def _restore(cell: Any) -> Any:
-    quoted = isinstance(cell, str) and cell.startswith("'") and _FORMULA.match(cell)
-    return cell[1:] if quoted else cell
+    return cell[1:] if isinstance(cell, str) and cell[:1] == "'" and _FORMULA.match(cell) else cell
 
 
-SUMS = "sha256sums.txt"
-"""The file of the checksums, as ``sha256sum --check`` reads it."""
-
+SUMS = "sha256sums.txt"  # the file of the checksums, as `sha256sum --check` reads it
 _AGAIN = "delete the tables and run snakemake, which makes them again"
 
 _LINE = re.compile(r"(?P<digest>[0-9a-f]{64})  (?P<name>.+)")
@@ -92,8 +89,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-_PART = 100_000
-"""Rows of a large table that are read together."""
+_PART = 100_000  # rows of a large table that are read together
 
 
 def make_frame(table: str, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
@@ -126,8 +122,7 @@ def read_table(path: Path) -> pd.DataFrame:
         InputError: The file is not a table; the message names it.
         OSError: It cannot be read.
     """
-    (whole,) = _read_parts(path, None)
-    return whole
+    return next(_read_parts(path, None))
 
 
 def _read_parts(path: Path, rows: int | None) -> Iterator[pd.DataFrame]:
@@ -181,10 +176,7 @@ def rows_of(
 ) -> pd.DataFrame:
     """Return the rows of some runs, without holding a table that may be large.
 
-    Args:
-        tables: The tables.
-        name: The table, whose rows are of runs.
-        runs: Runs, as (experiment id, instrument, replicate).
+    Runs are triples of experiment id, instrument and replicate.
 
     Raises:
         InputError: The file is not a table; the message names it.

@@ -7,14 +7,17 @@ from typing import Any
 import pandas as pd
 
 from dpprof.experiments.records.verdict import TOLERANCE
-from dpprof.results.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, sign
-from dpprof.results.analysis.tables.axes import BASELINE
-from dpprof.results.analysis.tables.verification import (
+from dpprof.results.analysis.standings import (
+    DAGGER,
+    DOUBLE_DAGGER,
+    Marks,
     methods_by_hole,
     name_other_mechanisms,
     name_unverified,
+    sign,
 )
-from dpprof.results.figures.verification_signs import MEANINGS
+from dpprof.results.analysis.tables.axes import BASELINE
+from dpprof.results.figures.style import MEANINGS
 from dpprof.results.report.rendering.document import (
     Blocks,
     Bullets,

@@ -1,4 +1,4 @@
-"""Tables of recorded and estimated memory: peaks, owners, traffic and costs.
+"""Tables of what runs recorded: peaks, owners, traffic and costs of steps, and kernels of traces.
 
 The allocator's peak checks the recorded and the estimated peak. It comes from another process,
 which measured the same experiment. For a target, that process must have run on such a device.
@@ -8,22 +8,25 @@ MFU is FLOP/s as a share of the device's peak, by the FLOPs that the non-private
 peak of the dtype in use: a GPU's is from its data sheet, a CPU's is the fastest matrix product
 measured on it. Values above 1 stay as they are: they show that the FLOPs, the time or the peak is
 wrong.
+
+Operators of one kind in a phase are compute bound if their FLOPs would take longer than their
+bytes at the device's measured ceilings, else memory bound (Williams et al. 2009, "Roofline"). All
+their time counts as bound by that, even if it is far from the ceiling. Time in which nothing runs
+is idle.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
-
-import pandas as pd
 
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.datasheets import find_by_device_name
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.target import CPU_TARGET, Dtype, Target
-from dpprof.experiments.records.ceilings import Ceilings, find_ceilings
+from dpprof.experiments.records.ceilings import Ceilings, device_name, find_ceilings
 from dpprof.experiments.records.reconciliation import JOINED, bound_bytes, reconcile
-from dpprof.experiments.records.result import Result
+from dpprof.experiments.records.result import Launched, Result
 from dpprof.experiments.records.step_costs import (
     AtPeak,
     Attribution,
@@ -31,12 +34,13 @@ from dpprof.experiments.records.step_costs import (
     Io,
     Memory,
     Moved,
+    Work,
     find_unknown_workspaces,
 )
 from dpprof.results.analysis.collection import Collected
-from dpprof.results.analysis.groups import ExperimentRuns
+from dpprof.results.analysis.groups import RECORDERS, ExperimentRuns
 from dpprof.results.analysis.tables.axes import axes_of, key_of
-from dpprof.results.analysis.tables.frames import make_frame, pick
+from dpprof.results.analysis.tables.frames import pick
 from dpprof.system.files import canonical_json
 
 NOT_TIMED = "no clean run measured the step time there"
@@ -47,8 +51,7 @@ class PeakFlops(NamedTuple):
 
     flops_per_s: float | None
     source: str | None
-    reason: str | None
-    """Why there is no peak."""
+    reason: str | None  # why there is no peak
 
 
 def find_peak(
@@ -83,17 +86,15 @@ def utilise(flops: float | None, step_s: float | None, peak: float | None) -> fl
     return flops / step_s / peak
 
 
-def tabulate_memory(
+def list_memory(
     collected: Collected, groups: Sequence[ExperimentRuns]
-) -> dict[str, pd.DataFrame]:
-    """Return the tables of the runs that recorded or estimated memory, by name."""
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of the tables of the runs that recorded or estimated memory, by name."""
     alike: dict[str, list[ExperimentRuns]] = defaultdict(list)
     for group in groups:
         if group.experiment.target is None:
             alike[_rest(group.experiment)].append(group)
-    rows: dict[str, list[dict[str, Any]]] = {
-        name: [] for name in ("peaks", "costs", "owners", "holdings", "traffic")
-    }
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run, result in collected.runs:
         memory, compute, io = result.memory, result.compute, result.io
         # The timeline of a capacity is for another batch size than the experiment's.
@@ -101,7 +102,8 @@ def tabulate_memory(
             continue
         at_peak, key = memory.at_peak, key_of(run)
         assert at_peak is not None
-        runs = _find_measured(alike[_rest(result.experiment)], result.experiment)
+        same = alike[_rest(result.experiment)]
+        runs = next((group for group in same if _measures(group, result.experiment)), None)
         common = key | axes_of(result.experiment)
         rows["peaks"].append(common | _peak_row(result, memory, memory.attribution, at_peak, runs))
         rows["costs"].append(common | _cost_row(result, compute, io, runs, collected.ceilings))
@@ -111,16 +113,7 @@ def tabulate_memory(
         ]
         rows["holdings"] += [key | held.model_dump() for held in at_peak.largest]
         rows["traffic"] += [key | row for row in _traffic_rows(compute, io)]
-    return {name: make_frame(name, of_it) for name, of_it in rows.items()}
-
-
-def _find_measured(
-    alike: Iterable[ExperimentRuns], experiment: Experiment
-) -> ExperimentRuns | None:
-    """Return the measurements of this experiment, or of an equal one on its target's device."""
-    if experiment.target is None:
-        return next(group for group in alike if group.experiment.id == experiment.id)
-    return next((group for group in alike if _ran_on_target(group, experiment)), None)
+    return rows
 
 
 def _rest(experiment: Experiment) -> str:
@@ -128,7 +121,10 @@ def _rest(experiment: Experiment) -> str:
     return canonical_json(experiment.model_dump(mode="json", exclude={"device", "target"}))
 
 
-def _ran_on_target(group: ExperimentRuns, experiment: Experiment) -> bool:
+def _measures(group: ExperimentRuns, experiment: Experiment) -> bool:
+    """Return whether a group is of this experiment, or of an equal one on its target's device."""
+    if experiment.target is None:
+        return group.experiment.id == experiment.id
     if experiment.target == CPU_TARGET or group.experiment.device == "cpu":
         return experiment.target == CPU_TARGET and group.experiment.device == "cpu"
     target = _target_of(experiment)
@@ -137,11 +133,9 @@ def _ran_on_target(group: ExperimentRuns, experiment: Experiment) -> bool:
 
 def _target_of(experiment: Experiment) -> Target | None:
     """Return an experiment's target; None for this machine, and where there is no target."""
-    target = experiment.target
-    if isinstance(target, str):
-        loaded: Target | None = registry.load("targets", target)
-        return loaded
-    return target
+    target: Any = experiment.target
+    loaded: Target | None = registry.load("targets", target) if isinstance(target, str) else target
+    return loaded
 
 
 def _peak_row(
@@ -195,6 +189,9 @@ def _cost_row(
     mfu = utilise(compute.model_flops, step_s, peak.flops_per_s)
     hfu = utilise(compute.executed_flops, step_s, peak.flops_per_s)
     predicted = None if result.time is None else result.time.predicted_step_s
+    why = NOT_TIMED if step_s is None else peak.reason
+    if compute.model_flops is None:
+        why = why or "no formula is known for this model"
     return pick("costs", compute, io) | {
         "peak_flops_per_s": peak.flops_per_s,
         "peak_source": peak.source,
@@ -205,17 +202,8 @@ def _cost_row(
         "mfu": mfu,
         "hfu": hfu,
         "beyond_peak": None if hfu is None else max(mfu or 0.0, hfu) > 1,
-        "utilisation_reason": _why_unknown(compute, step_s, peak),
+        "utilisation_reason": why,
     }
-
-
-def _why_unknown(compute: Compute, step_s: float | None, peak: PeakFlops) -> str | None:
-    """Return why MFU is null; None if it is not."""
-    if step_s is None:
-        return NOT_TIMED
-    if compute.model_flops is None:
-        return peak.reason or "no formula is known for this model"
-    return peak.reason
 
 
 def _traffic_rows(compute: Compute, io: Io) -> Iterator[dict[str, Any]]:
@@ -233,3 +221,82 @@ def _traffic_rows(compute: Compute, io: Io) -> Iterator[dict[str, Any]]:
                 "read_bytes": bytes_moved.read,
                 "written_bytes": bytes_moved.written,
             }
+
+
+def list_kernels(collected: Collected) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of ``kernels`` (run, phase and op kind) and ``traces`` (run), by table."""
+    recorded = {
+        run.id: {(part.phase, part.op_kind): part for part in result.io.by_phase_and_op_kind}
+        for instrument in reversed(RECORDERS)  # the preferred one comes last and wins
+        for run, result in collected.runs
+        if run.instrument == instrument and result.io
+    }
+    kernels, traces = [], []
+    for run, result in collected.runs:
+        if result.kernels is None:
+            continue
+        common = key_of(run) | axes_of(result.experiment) | pick("kernels", result.model)
+        ceilings = find_ceilings(collected.ceilings, result.device)
+        roof = _find_roof(ceilings, result.experiment.dtype)
+        work: dict[Any, Work] = recorded.get(run.id, {})
+        rows = [
+            _kernel_row(part, work.get((part.phase, part.op_kind)), roof)
+            for part in result.kernels.by_phase_and_op_kind
+        ]
+        bound_s: Counter[str] = Counter()
+        for row in rows:
+            bound_s[row.get("bound") or "unknown"] += row["seconds"]
+        kernels += [common | row for row in rows]
+        traces.append(
+            common
+            | pick("traces", result.kernels)
+            | {f"{bound}_bound_s": float(bound_s[bound]) for bound in ("compute", "memory")}
+            | {
+                "unknown_s": float(bound_s["unknown"]),
+                "host_to_device_bytes": _bytes_of(result, "HtoD"),
+                "device_to_host_bytes": _bytes_of(result, "DtoH"),
+                "launch_latency_s": ceilings and ceilings.launch_latency_s,
+            }
+        )
+    return {"kernels": kernels, "traces": traces}
+
+
+def _find_roof(ceilings: Ceilings | None, dtype: Dtype) -> dict[str, Any]:
+    """Return the device's measured ceilings for a dtype, as columns."""
+    if ceilings is None:
+        return {}
+    products, copies = ceilings.matmul.get(dtype), ceilings.bandwidth
+    return {
+        "ceiling_flops_per_s": products and products.flops_per_s,
+        "ceiling_bytes_per_s": copies and copies.bytes_per_s,
+        "ceilings_of": device_name(ceilings.device),
+    }
+
+
+def _kernel_row(launched: Launched, work: Work | None, roof: dict[str, Any]) -> dict[str, Any]:
+    """Return what ran, beside the work that was recorded for the same phase and op kind."""
+    row = launched.model_dump() | roof
+    if work is None:
+        return row
+    moved, seconds = work.read + work.written, launched.seconds
+    flops_per_s, bytes_per_s = roof.get("ceiling_flops_per_s"), roof.get("ceiling_bytes_per_s")
+    bound = None  # where a ceiling is unknown
+    if flops_per_s is not None and bytes_per_s is not None:
+        bound = "compute" if work.flops / flops_per_s >= moved / bytes_per_s else "memory"
+    return row | {
+        "flops": work.flops,
+        "read_bytes": work.read,
+        "written_bytes": work.written,
+        "arithmetic_intensity": work.flops / moved if moved else None,
+        "flops_per_s": work.flops / seconds if seconds else None,
+        "bytes_per_s": moved / seconds if seconds else None,
+        "bound": bound,
+    }
+
+
+def _bytes_of(result: Result, direction: str) -> float | None:
+    """Return the bytes copied in a direction; None on a CPU, which has no device to copy to."""
+    if result.kernels is None or result.device.get("type") == "cpu":
+        return None
+    copied = result.kernels.copies.get(direction)
+    return copied.bytes if copied else 0.0
