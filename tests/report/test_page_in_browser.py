@@ -243,11 +243,10 @@ def test_every_view_saves_its_data(opened, results) -> None:
     assert set(idle.values()) == {"0.001"}
 
 
-def test_predicted_step_times_stand_beside_measured_ones(browser, results) -> None:
+def test_predicted_step_times_stand_beside_measured_ones(open_page, results) -> None:
     # A page of its own, since Chromium lets a page save ten files.
-    opened = Opened(browser, results / "report.html", accept_downloads=True)
+    opened = open_page(results / "report.html", accept_downloads=True)
     times = opened.save("predicted-times")
-    opened.context.close()
     assert {row["method"] for row in times} == set(METHODS)
     for row in times:
         told = json_of(results, row["method"], "estimate")["time"]["predicted_step_s"]
@@ -273,44 +272,41 @@ def test_hostile_text_stays_text_and_hidden_marks_are_shown(opened) -> None:
 
 
 def test_a_text_that_a_spreadsheet_would_run_is_saved_behind_an_apostrophe(
-    browser, tmp_path
+    open_page, tmp_path
 ) -> None:
     manifest = write_results(tmp_path, methods=("standard",), outcome="crashed", message="=1+1")
     file = write_html(tmp_path, tables_of(tmp_path, manifest))
-    opened = Opened(browser, file, accept_downloads=True)
+    opened = open_page(file, accept_downloads=True)
     (row,) = opened.save("failures")
-    opened.context.close()
     assert row["error_message"] == "'=1+1"
 
 
-def test_hostile_names_stay_text(browser, tmp_path) -> None:
+def test_hostile_names_stay_text(open_page, tmp_path) -> None:
     manifest = write_results(tmp_path, methods=("standard", "opacus-ghost"))
     tables = {
         stem: table.replace({"opacus-ghost": HOSTILE, "head": HOSTILE})
         for stem, table in tables_of(tmp_path, manifest).items()
     }
-    one = Opened(browser, write_html(tmp_path, tables))
+    one = open_page(write_html(tmp_path, tables))
     assert one.told == []
     assert SHOWN in one.page.locator("#experiments").inner_text()
     for view in ("tradeoff", "peaks", "kernels"):
         assert SHOWN[:20] in one.page.locator(f"#{view} svg").text_content()  # long names are cut
     assert one.page.evaluate("typeof pwned") == "undefined"
-    one.context.close()
 
 
-def test_no_other_script_runs_and_nothing_is_fetched(browser, tmp_path) -> None:
+def test_no_other_script_runs_and_nothing_is_fetched(open_page, tmp_path) -> None:
     file = write_html(tmp_path, tables_of(tmp_path, write_results(tmp_path, methods=())))
     injected = "<script>pwned = 1</script><img src='https://example.com/x.png' onerror='pwned = 1'>"
     page = file.read_text(encoding="utf-8")
     file.write_text(page.replace("</main>", f"</main>{injected}"), encoding="utf-8")
-    one = Opened(browser, file)
+    one = open_page(file)
     fetched = "fetch('https://example.com').then(() => 'fetched', () => 'refused')"
     assert one.page.evaluate(fetched) == "refused"
     assert one.page.evaluate("typeof pwned") == "undefined"
     refused = [told for told in one.told if "Content Security Policy" in told]
     # The script, the picture, what its failure would run, and what was fetched.
     assert len(refused) >= 3, one.told
-    one.context.close()
 
 
 def test_the_page_follows_the_system_into_the_dark(opened) -> None:
@@ -377,7 +373,7 @@ TYPED = [
 ]
 
 
-def test_the_calculator_answers_as_budget_does(browser, asked, tmp_path, monkeypatch) -> None:
+def test_the_calculator_answers_as_budget_does(open_page, asked, tmp_path, monkeypatch) -> None:
     shutil.copytree(asked, tmp_path / "asked")
     monkeypatch.setattr(accounting_run, "account_apart", plan_given)
     files = sorted((tmp_path / "asked" / "results" / "capacity").glob("*.json"))
@@ -385,7 +381,7 @@ def test_the_calculator_answers_as_budget_does(browser, asked, tmp_path, monkeyp
     tables = build_tables(
         collect(make_manifest(*found, instrument="capacity"), tmp_path / "asked", partial=True)
     )
-    opened = Opened(browser, write_html(tmp_path / "page", tables))
+    opened = open_page(write_html(tmp_path / "page", tables))
     view = opened.page.locator("#calculator")
     for method, batch, tokens, price in TYPED:
         spent = [f"--batch-size={batch}", f"--tokens={tokens}", f"--price-per-hour={price}"]
@@ -413,10 +409,9 @@ def test_the_calculator_answers_as_budget_does(browser, asked, tmp_path, monkeyp
     view.get_by_label("Tokens").fill("")
     assert view.get_by_role("status").inner_text() == "Tokens: type a number above 0."
     assert opened.told == []
-    opened.context.close()
 
 
-def test_the_calculator_offers_no_method_that_failed_verification(browser, tmp_path) -> None:
+def test_the_calculator_offers_no_method_that_failed_verification(open_page, tmp_path) -> None:
     runs = [
         (
             make_experiment(method=method, device="cuda", target="h200"),
@@ -426,20 +421,19 @@ def test_the_calculator_offers_no_method_that_failed_verification(browser, tmp_p
         for method, step_s in (("opacus-ghost", 1.0), ("flash-bk", 2.0))
     ]
     write_synthetic_verdict(tmp_path, runs[0][0], passed=False, reason="wrong")
-    opened = Opened(browser, write_html(tmp_path, tables_of_runs(tmp_path, *runs)))
+    opened = open_page(write_html(tmp_path, tables_of_runs(tmp_path, *runs)))
     view = opened.page.locator("#calculator")
 
     methods = view.get_by_label("Method").locator("option")
     assert methods.all_inner_texts() == ["flash-bk"]
     assert view.get_by_role("status").inner_text().endswith("samples at a time on one h200.")
-    opened.context.close()
 
 
 @pytest.mark.parametrize("width", [380, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_wrong(browser, results, width, scheme) -> None:
+def test_axe_finds_nothing_wrong(open_page, results, width, scheme) -> None:
     axe = pytest.importorskip("axe_playwright_python.base", reason="no axe-core here")
-    opened = Opened(browser, results / "report.html", color_scheme=scheme)
+    opened = open_page(results / "report.html", color_scheme=scheme)
     opened.page.set_viewport_size({"width": width, "height": 900})
     opened.settle()
     opened.page.evaluate(axe.AXE_SCRIPT)
@@ -447,7 +441,6 @@ def test_axe_finds_nothing_wrong(browser, results, width, scheme) -> None:
 
     told = [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]]
     assert told == []
-    opened.context.close()
 
 
 def test_a_narrow_page_does_not_scroll_sideways(opened) -> None:
@@ -464,17 +457,16 @@ def test_a_narrow_page_does_not_scroll_sideways(opened) -> None:
         ("nothing", "There is no experiment with a result."),
     ],
 )
-def test_there_is_a_sensible_page_of_little(browser, case, sentence, tmp_path) -> None:
+def test_there_is_a_sensible_page_of_little(open_page, case, sentence, tmp_path) -> None:
     methods = ("flash-bk",) if case == "one experiment" else ()
     failure = {"outcome": "oom", "message": "no room"} if case == "only failures" else {}
     tables = tables_of(tmp_path, write_results(tmp_path, methods=methods, **failure))
     if case == "one experiment":
         tables["peaks"] = tables["peaks"].head(1)
-    one = Opened(browser, write_html(tmp_path, tables))
+    one = open_page(write_html(tmp_path, tables))
     assert one.told == []
     assert sentence in one.page.locator("main").inner_text()
     assert ("no room" in one.page.locator("#outcomes").inner_text()) == bool(failure)
-    one.context.close()
 
 
 def write_many(root, count) -> Path:

@@ -21,12 +21,14 @@ const nameOf = (id) => {
   return one ? `${one.method}: ${one.setting}` : id;
 };
 
+// What is told of an experiment, with its method and its setting.
+function named(row) {
+  const { method = UNKNOWN, setting = "other experiments" } = experimentOf.get(row.experiment_id) ?? {};
+  return { ...row, method, setting };
+}
+
 // Runs that recorded or predicted a step; a run's number is its place.
-const runs = unpack(content.peaks).map((peak, number) => {
-  const { method = UNKNOWN, setting = "other experiments" } = experimentOf.get(peak.experiment_id) ?? {};
-  const predicted = peak.instrument === "estimate";
-  return { ...peak, number, method, setting, how: predicted ? "predicted" : "recorded" };
-});
+const runs = unpack(content.peaks).map((peak, number) => ({ ...named(peak), number, how: peak.instrument === "estimate" ? "predicted" : "recorded" }));
 const runsOf = new Map();
 for (const run of runs) runsOf.set(run.experiment_id, [...(runsOf.get(run.experiment_id) ?? []), run]);
 for (const one of experiments) {

@@ -1,10 +1,7 @@
 // Where the time of a traced step goes, and how far its parts are from the device's ceilings.
 
 const kernels = unpack(content.kernels);
-const traces = unpack(content.traces).map((trace) => {
-  const { method = UNKNOWN, setting = "other experiments" } = experimentOf.get(trace.experiment_id) ?? {};
-  return { ...trace, method, setting };
-});
+const traces = unpack(content.traces).map(named);
 
 function kernelRows(trace) {
   const sums = new Map();

@@ -94,7 +94,7 @@ function instantRows(line) {
 
 const columnsOf = (rows) => Object.keys(rows[0]).map((name, at) => ({
   name, title: words(name.replace(/_bytes$/, "")), numeric: typeof rows[0][name] === "number", scope: at === 0,
-  text: name.endsWith("_bytes") ? (value) => bytes(value) : name.endsWith("_s") ? significant : (value) => (typeof value === "number" ? fixed(value) : words(value)),
+  text: name.endsWith("_bytes") ? (value) => bytes(value) : name.endsWith("_s") ? significant : (value) => (typeof value === "number" ? fixed(value) : typeof value === "boolean" ? yes(value) : words(value)),
 }));
 
 function showRun(run) {
