@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import os
 import shutil
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,8 @@ HOSTILE = (
 )
 SHOWN = HOSTILE.replace("\u202e", "⟨U+202E⟩")
 
+SWEPT = Path(os.environ.get("DPPROF_SWEEP", "nowhere"))
+"""The results of a sweep that was really run; ``.ci/run`` runs the default one and says where."""
 
 NEXT_FRAME = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
@@ -147,17 +151,42 @@ def read_holdings(results, method, instrument) -> Counter:
     return sums
 
 
-def test_the_waterfall_of_any_two_sums_to_the_difference_of_their_files(opened, results) -> None:
-    steps = list_steps(results / "report.html")
+def assert_any_two_differ_as_their_files_say(opened, results, steps) -> None:
     files = [results / kind / f"{name}.r{number}.json" for name, kind, number in steps]
     peaks = [json.loads(path.read_text())["memory"]["peak_allocated_bytes"] for path in files]
-    pairs = [*itertools.combinations(range(len(steps)), 2)]
+    pairs = [*itertools.permutations(range(len(steps)), 2)]
 
-    assert len(steps) == 2 * len(METHODS)
+    assert len(pairs) >= 12
     assert opened.subtract(pairs) == [
         f"The peaks differ by {peaks[a] - peaks[b]:,} bytes; the bars leave 0 bytes."
         for a, b in pairs
     ]
+
+
+def test_the_waterfall_of_any_two_sums_to_the_difference_of_their_files(opened, results) -> None:
+    steps = list_steps(results / "report.html")
+
+    assert len(steps) == 2 * len(METHODS)
+    assert_any_two_differ_as_their_files_say(opened, results, steps)
+
+
+def test_a_real_sweeps_page_is_what_its_files_say(open_page) -> None:
+    if not (SWEPT / "report.html").is_file():
+        pytest.skip("DPPROF_SWEEP names no results with a page")
+    opened = open_page(SWEPT / "report.html", accept_downloads=True)
+    assert opened.told == []
+    times = defaultdict(list)
+    for path in (SWEPT / "clean").glob("*.json"):
+        document = json.loads(path.read_text())
+        if document["outcome"] == "ok":
+            times[path.name.rpartition(".r")[0]].append(document["time"]["median_s"])
+    medians = {name: statistics.median(some) for name, some in times.items()}
+    timed = [row for row in opened.save("experiments") if row["median_step_s"]]
+
+    told = {row["experiment_id"]: float(row["median_step_s"]) for row in timed}
+    assert told == pytest.approx(medians, rel=1e-8)
+    steps = list_steps(SWEPT / "report.html")[:12]
+    assert_any_two_differ_as_their_files_say(opened, SWEPT, steps)
 
 
 def test_the_waterfall_as_a_file_is_what_the_result_files_say(opened, results) -> None:
@@ -189,8 +218,8 @@ def test_the_waterfall_can_be_looked_into_by_layer_and_operator(opened, results)
         read_result(next(results.glob(f"memory/*-{method}-b2-*.json")))
         for method in ("opacus-hooks", "standard")
     ]
-    components = subtract(*map(list_holdings, files))
-    first = next(bar for bar in components if bar.name == "per_sample_gradients")
+    bars = subtract(*map(list_holdings, files))
+    first = next(bar for bar in bars if bar.name == "per_sample_gradients")
     view = opened.page.locator("#compare")
 
     view.get_by_label("Look into").select_option(index=1)
