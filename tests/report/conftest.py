@@ -2,6 +2,7 @@
 
 import pytest
 from asked import asked, keep_capacities
+from browsing import Opened
 from html_pages import find_chromium
 
 __all__ = ["asked", "keep_capacities"]
@@ -15,3 +16,17 @@ def browser():
         chromium = driver.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens a page in the browser until the test ends."""
+    pages = []
+
+    def open_page(file, **options) -> Opened:
+        pages.append(Opened(browser, file, **options))
+        return pages[-1]
+
+    yield open_page
+    for page in pages:
+        page.context.close()

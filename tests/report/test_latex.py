@@ -17,7 +17,7 @@ from dpprof.results.report.rendering.document import (
     Section,
     Table,
 )
-from dpprof.results.report.rendering.latex import escape_latex, render_latex
+from dpprof.results.report.rendering.write import escape_latex, render_latex
 
 EVIL = (
     r"a_b%c&d#e$f{g}~h^i\j<k>l|m`n'o" + '"p [q] *r --s \\input{/etc/passwd} \\\\ ^^41 é ü 中 \x1b'

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from browsing import Opened
 from factory import make_experiment
 from html_pages import read_content, record
 from live_sweeps import NO_PROCESS, Sweep, plan_clean
@@ -282,14 +281,14 @@ def test_an_interruption_ends_it_with_a_final_page_and_changes_nothing_else(
     assert after == before
 
 
-def test_the_page_loads_itself_again_and_the_reader_keeps_the_place(browser, tmp_path) -> None:
+def test_the_page_loads_itself_again_and_the_reader_keeps_the_place(open_page, tmp_path) -> None:
     methods = ("standard", "flash-bk", "opacus-hooks", "opacus-ghost")
     sweep = Sweep(tmp_path, *((make_experiment(method=m), "memory", 0) for m in methods))
     for at in range(3):
         sweep.end(at, recorded=record(at))
     watched = LivePage(tmp_path)
     watched.renew()
-    opened = Opened(browser, tmp_path / LIVE_PAGE, clock=True)
+    opened = open_page(tmp_path / LIVE_PAGE, clock=True)
     page, status = opened.page, opened.page.locator("#sweep")
 
     names = page.get_by_label("A", exact=True).locator("option").all_inner_texts()
@@ -315,4 +314,3 @@ def test_the_page_loads_itself_again_and_the_reader_keeps_the_place(browser, tmp
     assert page.evaluate("typeof pwned") == "undefined"
     assert set(opened.asked) == {(tmp_path / LIVE_PAGE).as_uri()}
     assert opened.told == []
-    opened.context.close()

@@ -78,13 +78,17 @@ def test_predictions_are_told_for_a_target_and_not_among_what_is_here(tmp_path) 
     assert not {"Memory", "Owners of memory"} & set(titles_of(document))
 
 
-def test_the_first_step_must_fit_too(tmp_path) -> None:
+def needs_of_l4(root, **memory) -> dict[str, str]:
+    """What is predicted for an L4 of a step of which these figures of memory are recorded."""
     recorded = make_memory({"parameters": GIB})
-    recorded["memory"]["first_step_peak_allocated_bytes"] = 2 * L4.memory_bytes
+    recorded["memory"] |= memory
     run = (on("l4", "standard"), "estimate", {"recorded": recorded})
-    document = document_of(tmp_path, run)
+    return table_of(document_of(root, run), "Predicted peaks")[0]
 
-    assert table_of(document, "Predicted peaks")[0]["of the memory"] == "does not fit (200 %)"
+
+def test_the_first_step_must_fit_too(tmp_path) -> None:
+    needs = needs_of_l4(tmp_path, first_step_peak_allocated_bytes=2 * L4.memory_bytes)
+    assert needs["of the memory"] == "does not fit (200 %)"
 
 
 @pytest.mark.parametrize(
@@ -98,23 +102,28 @@ def test_the_first_step_must_fit_too(tmp_path) -> None:
 def test_what_the_allocator_would_reserve_decides_what_fits(
     tmp_path, reserved, fits, share
 ) -> None:
-    recorded = make_memory({"parameters": GIB})
     names = ("requested_bytes", "allocated_bytes", "expandable_reserved_bytes")
     simulated = dict.fromkeys(names, GIB) | {"reserved_bytes": reserved, "settled": True}
     simulated |= {"limit_bytes": L4.memory_bytes, "fits": fits, "retries": 3 if fits else None}
-    recorded["memory"]["allocator"] = simulated
-    document = document_of(tmp_path, (on("l4", "standard"), "estimate", {"recorded": recorded}))
-    (row,) = table_of(document, "Predicted peaks")
+    needs = needs_of_l4(tmp_path, allocator=simulated)
 
-    assert row["reserved (GiB)"] == f"{reserved / GIB:.2f}"
-    assert row["of the memory"] == share
+    assert needs["reserved (GiB)"] == f"{reserved / GIB:.2f}"
+    assert needs["of the memory"] == share
 
 
-def test_a_target_without_a_size_has_no_share(tmp_path) -> None:
-    here = make_experiment(method="standard", target="cpu")
-    document = document_of(tmp_path, kept(here, "estimate"))
+CONFIGURED = {"memory_bytes": "24GiB", "flops_per_s": 1e14, "bandwidth_bytes_per_s": 2e12}
 
-    assert table_of(document, "Predicted peaks")[0]["of the memory"] == "-"
+
+@pytest.mark.parametrize(
+    ("device", "target", "share"), [("cpu", "cpu", "-"), ("cuda", CONFIGURED, "25 %")]
+)
+def test_the_share_is_that_of_the_targets_memory_if_it_says_any(
+    tmp_path, device, target, share
+) -> None:
+    experiment = make_experiment(method="standard", device=device, target=target)
+    document = document_of(tmp_path, kept(experiment, "estimate", {"parameters": 6 * GIB}))
+
+    assert table_of(document, "Predicted peaks")[0]["of the memory"] == share
 
 
 def test_gaps_are_told_in_bytes_with_their_bound(tmp_path) -> None:
@@ -195,6 +204,7 @@ def test_without_recorded_memory_there_is_no_such_section(tmp_path) -> None:
     titles = set(titles_of(document))
 
     assert not titles & {"Memory", "Owners of memory", "Cost", "Reconciled with the allocator"}
+    assert not titles & {"Capacity", "Privacy budget"}
     assert not [title for title in titles if title.startswith("Predicted")]
 
 
@@ -228,11 +238,3 @@ def test_figures_stand_with_what_they_show(figure, title, tmp_path) -> None:
     document = build_document(tables, [Drawing(name=figure, caption="c", missing=None)])
 
     assert figure in [getattr(block, "name", "") for block in section_of(document, title).blocks]
-
-
-def test_a_target_of_the_config_is_named_by_its_figures(tmp_path) -> None:
-    target = {"memory_bytes": "24GiB", "flops_per_s": 1e14, "bandwidth_bytes_per_s": 2e12}
-    run = kept(on(target, "standard"), "estimate", {"parameters": 6 * GIB})
-    document = document_of(tmp_path, run)
-
-    assert table_of(document, "Predicted peaks")[0]["of the memory"] == "25 %"

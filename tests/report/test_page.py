@@ -8,10 +8,16 @@ from factory import make_experiment, tables_of_runs
 from html_pages import METHODS, read_content, record, tables_of, write_html, write_results
 
 from dpprof.results.report.content import build_document
-from dpprof.results.report.page.content import DETAILS, Detail, tell_contents
-from dpprof.results.report.page.data import plain
-from dpprof.results.report.page.runs import JOINED, LINES, join_small, read_end, thin
-from dpprof.results.report.page.write import LIMIT_BYTES, bundle_charts, embed, read_scripts
+from dpprof.results.report.page.data import JOINED, LINES, join_small, plain, read_end, thin
+from dpprof.results.report.page.write import (
+    DETAILS,
+    LIMIT_BYTES,
+    Detail,
+    bundle_charts,
+    embed,
+    read_scripts,
+    tell_contents,
+)
 
 
 def test_what_is_not_finite_is_refused_and_a_cell_becomes_unknown() -> None:

@@ -155,112 +155,94 @@ def models(*sizes):
     return [{"vocab_size": 16, "d_model": size, "layers": 1, "heads": 2} for size in sizes]
 
 
-BUDGET = {"budget": True}
+def sweep(*runs, **options):
+    """The runs of a sweep, and what else is known of it."""
+    return runs, options
+
+
 GHOST = fits("opacus-ghost", 1.0)
 UNKNOWN = takes("opacus-ghost", 0.01)
 MIB = {"peak_allocated_bytes": 2**20}
+OTHERS = ("h100", "b200", "l40s", "a10g")
 SWEEPS = {
-    "peaks on a target": ([needs(method) for method in NEEDS], {}),
-    "measured here": (
-        [takes(*one, **MIB) for one in (("standard", 0.01), ("flash-bk", 0.012), ("flash", 0.03))],
-        {},
+    "peaks on a target": sweep(*map(needs, NEEDS)),
+    "measured here": sweep(
+        *(takes(*one, **MIB) for one in (("standard", 0.01), ("flash-bk", 0.012), ("flash", 0.03)))
     ),
-    "predictions alone": (
-        [fits(m, s, seq_len=8, batch_size=1) for m, s in (("standard", 1.0), ("flash-bk", 1.05))],
-        {},
+    "predictions alone": sweep(
+        *(fits(m, s, seq_len=8, batch_size=1) for m, s in (("standard", 1.0), ("flash-bk", 1.05)))
     ),
-    "a budget": ([fits("standard", 1.0), fits("flash-bk", 1.25)], BUDGET),
-    "another gpu as cheap": (
-        [fits("flash-bk", 1.0), fits("flash-bk", 1.15, "h100"), fits("flash", 1.3, "h100")],
-        BUDGET,
+    "a budget": sweep(fits("standard", 1.0), fits("flash-bk", 1.25), budget=True),
+    "another gpu as cheap": sweep(
+        *(fits("flash-bk", 1.0), fits("flash-bk", 1.15, "h100"), fits("flash", 1.3, "h100")),
+        budget=True,
     ),
-    "another gpu not as cheap": (
-        [fits("flash-bk", 1.0), fits("flash-bk", 1.25, "h100"), fits("flash", 1.3, "h100")],
-        BUDGET,
+    "another gpu not as cheap": sweep(
+        *(fits("flash-bk", 1.0), fits("flash-bk", 1.25, "h100"), fits("flash", 1.3, "h100")),
+        budget=True,
     ),
-    "many gpus as cheap": (
-        [
-            fits("flash-bk", 1.0),
-            *(fits("flash-bk", 1.1, target) for target in ("h100", "b200", "l40s", "a10g")),
-        ],
-        BUDGET,
+    "many gpus as cheap": sweep(
+        fits("flash-bk", 1.0), *(fits("flash-bk", 1.1, target) for target in OTHERS), budget=True
     ),
-    "noise costs time": (
-        [fits("flash", 2.0), fits("flash-bk", 3.0)],
-        BUDGET | {"change": let_noise_cost_time},
+    "noise costs time": sweep(
+        fits("flash", 2.0), fits("flash-bk", 3.0), budget=True, change=let_noise_cost_time
     ),
-    "a budget without times": ([fits("standard", None), fits("flash-bk", None)], BUDGET),
-    "a budget and a slow update": (
-        [updates("flash-bk", 1.05, 0.9), updates("opacus-ghost", 1.0, 0.05)],
-        BUDGET,
+    "a budget without times": sweep(fits("standard", None), fits("flash-bk", None), budget=True),
+    "a budget and a slow update": sweep(
+        updates("flash-bk", 1.05, 0.9), updates("opacus-ghost", 1.0, 0.05), budget=True
     ),
-    "one capacity": ([fits("flash-bk", 1.0)], {}),
-    "ranks of two kinds": (
-        [
-            *(fits(m, s, parallel=FSDP) for m, s in (("flash-bk", 1.3), ("standard", 1.2))),
-            *(fits(m, s, parallel=DDP) for m, s in (("flash-bk", 1.0), ("standard", 0.5))),
-        ],
-        {},
+    "one capacity": sweep(fits("flash-bk", 1.0)),
+    "ranks of two kinds": sweep(
+        *(fits(m, s, parallel=FSDP) for m, s in (("flash-bk", 1.3), ("standard", 1.2))),
+        *(fits(m, s, parallel=DDP) for m, s in (("flash-bk", 1.0), ("standard", 0.5))),
     ),
-    "two ways of checkpointing": (
-        [fits("flash-bk", 1.0, checkpointing=way) for way in ("none", "reentrant")],
-        {},
+    "two ways of checkpointing": sweep(
+        *(fits("flash-bk", 1.0, checkpointing=way) for way in ("none", "reentrant"))
     ),
-    "several settings": (
-        [
-            *(fits("flash-bk", 1.0, seq_len=length, dtype=dtype) for length, dtype in SETTINGS),
-            *(fits("flash-bk", 1.0, checkpointing="reentrant", seq_len=n) for n in (8, 16)),
-        ],
-        {},
+    "several settings": sweep(
+        *(fits("flash-bk", 1.0, seq_len=length, dtype=dtype) for length, dtype in SETTINGS),
+        *(fits("flash-bk", 1.0, checkpointing="reentrant", seq_len=n) for n in (8, 16)),
     ),
-    "two lengths": ([fits("flash-bk", 1.0, seq_len=length) for length in (8, 16)], {}),
-    "out of memory on one gpu": (
-        [fails("flash-bk", "oom", "capacity"), fits("flash-bk", None, parallel=FSDP)],
-        {},
+    "two lengths": sweep(*(fits("flash-bk", 1.0, seq_len=length) for length in (8, 16))),
+    "out of memory on one gpu": sweep(
+        fails("flash-bk", "oom", "capacity"), fits("flash-bk", None, parallel=FSDP)
     ),
-    "close methods": ([fits("opacus-ghost", 1.01), fits("flash-bk", 1.0)], {}),
-    "no predicted time": ([fits("flash-bk", None)], {}),
-    "only failures": (
-        [
-            fails("flash-bk", "crashed", message="<b>no</b> \\input{x} $(y)"),
-            fails("opacus-ghost", "oom"),
-        ],
-        {},
+    "close methods": sweep(fits("opacus-ghost", 1.01), fits("flash-bk", 1.0)),
+    "no predicted time": sweep(fits("flash-bk", None)),
+    "only failures": sweep(
+        fails("flash-bk", "crashed", message="<b>no</b> \\input{x} $(y)"),
+        fails("opacus-ghost", "oom"),
     ),
-    "one experiment": ([takes("flash-bk", 0.0123, peak_allocated_bytes=3 * 2**20)], {}),
-    "plain training alone": ([takes("standard", 0.01)], {}),
-    "a wrong method": ([GHOST, fits("flash-bk", 2.0)], {"verdicts": [(GHOST, False)]}),
-    "a wrong method alone": ([GHOST], {"verdicts": [(GHOST, False)]}),
-    "a wrong method on one gpu": (
-        [GHOST, fits("flash-bk", 1.0, parallel=FSDP)],
-        {"verdicts": [(GHOST, False)]},
+    "one experiment": sweep(takes("flash-bk", 0.0123, peak_allocated_bytes=3 * 2**20)),
+    "plain training alone": sweep(takes("standard", 0.01)),
+    "a wrong method": sweep(GHOST, fits("flash-bk", 2.0), verdicts=[(GHOST, False)]),
+    "a wrong method alone": sweep(GHOST, verdicts=[(GHOST, False)]),
+    "a wrong method on one gpu": sweep(
+        GHOST, fits("flash-bk", 1.0, parallel=FSDP), verdicts=[(GHOST, False)]
     ),
     # 64 tokens/s of two GPUs are fewer of each than 40 of one.
-    "fewer gpu hours": ([fits("flash-bk", 0.8), fits("flash-bk", 1.0, "h100", parallel=FSDP)], {}),
-    "plain training on a target": ([fits("standard", 1.0)], {}),
-    "refused on a target": ([fails("flash-bk", "unsupported", "capacity")], {}),
-    "without standard": (
-        [
+    "fewer gpu hours": sweep(fits("flash-bk", 0.8), fits("flash-bk", 1.0, "h100", parallel=FSDP)),
+    "plain training on a target": sweep(fits("standard", 1.0)),
+    "refused on a target": sweep(fails("flash-bk", "unsupported", "capacity")),
+    "without standard": sweep(
+        *(
             takes(method, step_s, peak_allocated_bytes=int(step_s * 1e8))
             for method, step_s in (("flash-bk", 0.01), ("flash", 0.03), ("opacus-hooks", 0.02))
-        ],
-        {},
+        )
     ),
-    "a failure beside successes": (
-        [takes("standard", 0.01), takes("flash-bk", 0.02), fails("opacus-hooks", "oom")],
-        {},
+    "a failure beside successes": sweep(
+        takes("standard", 0.01), takes("flash-bk", 0.02), fails("opacus-hooks", "oom")
     ),
-    "the largest of two models": (
-        [
+    "the largest of two models": sweep(
+        *(
             takes(method, step_s, model)
             for model, step_s in zip(models(4, 8), (0.01, 0.05), strict=True)
             for method in ("standard", "flash-bk")
-        ],
-        {"change": widen},
+        ),
+        change=widen,
     ),
-    "an unverified method": ([UNKNOWN], {"verdicts": [(UNKNOWN, None)]}),
+    "an unverified method": sweep(UNKNOWN, verdicts=[(UNKNOWN, None)]),
 }
-"""The runs of a sweep, and what else is known of it."""
 
 
 @pytest.mark.parametrize("name", SWEEPS)

@@ -3,17 +3,23 @@
 import re
 from collections.abc import Iterator
 
+import pandas as pd
 import pytest
 from factory import make_experiment, tables_of_runs
 from pydantic import BaseModel
 from pypdf import PdfReader
 from reading import table_of, titles_of, trust_of
 
+from dpprof.results.analysis.tables import axes
 from dpprof.results.figures.outcomes import draw
 from dpprof.results.report.content import build_document
 from dpprof.results.report.rendering.document import Document, Drawing, Paragraph, Section
 from dpprof.results.report.rendering.templates import escape_markdown
 from dpprof.results.report.rendering.write import render_markdown, write_report
+from dpprof.results.report.sections.outcomes import tell_caveats
+from dpprof.results.report.sections.step_time import compare
+from dpprof.results.report.sections.tables import MAX_ROWS
+from dpprof.results.report.wording import name_setting
 
 EVIL = (
     "<script>alert(1)</script> \\input{/etc/passwd} $(touch pwned) `id` |x| _a_ #set [l](u)\x1b[2J"
@@ -121,6 +127,8 @@ def test_a_ratio_has_its_interval_and_the_floor_is_stated(tmp_path) -> None:
     assert "covers 75 % at most" in markdown
     assert "the noise floor" in markdown
     assert "equal to the byte in all processes of each of the 2 replicated" in markdown
+    assert "Caveats" not in titles_of(document)
+    assert "caveat" not in trust_of(document)
 
 
 def test_below_the_floor_it_reads_no_difference_detected(tmp_path) -> None:
@@ -158,13 +166,6 @@ def test_caveats_are_counted_on_the_first_page_and_come_first_in_the_appendix(tm
     assert "equal to the byte" not in render_markdown(document)
 
 
-def test_without_caveats_there_is_no_such_table(tmp_path) -> None:
-    document = measured_document(tmp_path, [0.01], [0.03])
-
-    assert "Caveats" not in titles_of(document)
-    assert "caveat" not in trust_of(document)
-
-
 def test_phases_and_code_paths_are_told(tmp_path) -> None:
     document = measured_document(
         tmp_path,
@@ -194,3 +195,46 @@ def test_line_breaks_cannot_start_markup() -> None:
     document = Document(title="t", headline=(), sections=(Section(title="s", blocks=(block,)),))
 
     assert "one \\# two \\| three" in render_markdown(document)
+
+
+@pytest.mark.parametrize("count", [0, 1, MAX_ROWS, MAX_ROWS + 1])
+def test_caveats_are_listed_one_by_one_as_long_as_they_are_few(count) -> None:
+    rows = [("fallback", f"e{number}", "clean", f"finding {number}") for number in range(count)]
+    columns = pd.Index(["kind", "experiment_id", "instrument", "finding"])
+    blocks = tell_caveats(pd.DataFrame(rows, columns=columns))
+
+    if count > MAX_ROWS:
+        assert "61 rows: see results/tables/findings.csv" in blocks[0].text
+        return
+    told = [row for table in blocks for row in table.rows]
+    assert len(told) == count
+    assert told[:1] == [("e0 clean", "finding 0")][:count]
+
+
+IMAGE = make_experiment(model="wrn-16-4", seq_len=None, batch_size=8)
+TEXT = make_experiment(model="tiny", seq_len=128, batch_size=8)
+
+
+def test_an_image_counts_as_one_token_and_says_its_pixels() -> None:
+    rows = [axes.axes_of(IMAGE), axes.axes_of(TEXT)]
+
+    assert [axes.count_tokens(row) for row in rows] == [8, 1024]
+    assert [axes.name_size(row) for row in rows] == ["32 x 32 pixels", "T = 128"]
+    assert [axes.size_cell(row) for row in rows] == ["32 px", "128"]
+    assert [axes.name_speed(rows[:1]), axes.name_speed(rows[1:])] == ["samples/s", "tokens/s"]
+    assert axes.name_speed(rows) == "tokens or samples/s"
+    assert name_setting(rows[0]) == "wrn-16-4 (32 x 32 pixels, B = 8)"
+
+
+def test_a_report_tells_samples_a_second(tmp_path) -> None:
+    runs = [(IMAGE, "clean", {"step_s": (0.5,)})]
+    [table] = compare(tables_of_runs(tmp_path / "images", *runs)["experiments"])
+    both = [*runs, (TEXT, "clean", {"step_s": (2.0,)})]
+    [mixed] = compare(tables_of_runs(tmp_path / "both", *both)["experiments"])
+    told = dict(zip(table.header, table.rows[0], strict=True))
+    sizes = {dict(zip(mixed.header, row, strict=True))["T"] for row in mixed.rows}
+
+    assert (told["T"], told["samples/s"]) == ("32 px", "16")
+    assert "tokens/s" not in table.header
+    assert sizes == {"32 px", "128"}
+    assert "tokens or samples/s" in mixed.header

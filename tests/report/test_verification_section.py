@@ -1,13 +1,20 @@
-"""The report tells the verdicts, and marks what is not verified wherever it stands."""
+"""The report says how far to trust it, and marks what is not verified wherever it stands."""
 
 import pytest
-from factory import make_experiment, tables_of_runs, write_synthetic_verdict
+from factory import (
+    make_experiment,
+    make_memory,
+    make_predicted_time,
+    tables_of_runs,
+    write_synthetic_verdict,
+)
 from pypdf import PdfReader
 from reading import section_of, trust_of
 
+from dpprof.results.report.answer.first_page import build_trust_section
 from dpprof.results.report.content import build_document
 from dpprof.results.report.rendering.write import render_markdown, write_report
-from dpprof.results.report.sections.verification import TITLE
+from dpprof.results.report.sections.outcomes import VERIFICATION as TITLE
 
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "opacus")
 STANDARD, GHOST, HOOKS, SHORT = (make_experiment(method=name) for name in METHODS)
@@ -139,3 +146,25 @@ def test_every_format_has_both_signs(mixed, tmp_path) -> None:
         assert {DAGGER, DOUBLE_DAGGER} <= set(text)
     assert r"\textdagger{}" in latex
     assert r"\textdaggerdbl{}" in latex
+
+
+@pytest.mark.parametrize("instrument", ["memory", "estimate"])
+def test_peaks_are_recorded_or_predicted(tmp_path, instrument) -> None:
+    runs = []
+    for gap, method in enumerate(("standard", "flash")):
+        one, held = make_experiment(method=method), make_memory({"parameters": 2**20 + 8 * gap})
+        held |= {"time": make_predicted_time(0.02)} if instrument == "estimate" else {}
+        runs.append((one, "clean", {"peak_allocated_bytes": 2**20, "step_s": (0.021 + gap,)}))
+        # A replicate of a prediction is no other experiment.
+        runs += [(one, instrument, {"recorded": held, "replicate": number}) for number in (0, 1)]
+    [lines] = build_trust_section(tables_of_runs(tmp_path, *runs)).blocks
+    said = {
+        "memory": "Recorded peaks agree with the allocator's in 2 of 2 experiments (largest gap ",
+        "estimate": (
+            "On this machine 1 of 2 predicted memory peaks are exact; the largest gap is 8 "
+            "bytes. On this machine steps take 1.05 to 51.05 times the predicted time; 1 of 2 step "
+            "times are inside the predicted 90 % interval."
+        ),
+    }
+
+    assert said[instrument] in lines.items[0]

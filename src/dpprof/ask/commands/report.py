@@ -13,11 +13,11 @@ from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.records.comparison import ACROSS
 from dpprof.results.analysis.gate.regressions import Options, compare_folders, read_results_folder
 from dpprof.results.analysis.tables.frames import TableFolder
+from dpprof.results.report.comparison import compare_sweeps
 from dpprof.results.report.content import build_document
 from dpprof.results.report.page.write import write_page
 from dpprof.results.report.rendering.document import read_drawing
 from dpprof.results.report.rendering.write import write_report
-from dpprof.results.report.two_sweeps import compare_sweeps
 
 
 def main(argv: Sequence[str] | None = None) -> None:

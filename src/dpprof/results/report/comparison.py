@@ -1,10 +1,15 @@
 """The comparison of two folders of results in words: what got worse, and what was not compared."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import ValidationError
+
+from dpprof.experiments.config.validation import InputError, explain
 from dpprof.experiments.records.comparison import ComparedFigure, FolderComparison, Judgement
 from dpprof.results.analysis.difference.waterfall import format_change, name_component
+from dpprof.results.report.rendering.document import Bullets, Document, Paragraph, Section, Table
 from dpprof.results.report.wording import plural
 
 _MOST_ROWS = 20
@@ -18,6 +23,7 @@ _HEADINGS: Mapping[Judgement, str] = {
     "undecided": "Not decided",
 }
 HEADER = ("figure", "experiment", "instrument", "baseline", "candidate", "change")
+_NUMERIC = (False, False, False, True, True, True, False)
 
 
 class Row(NamedTuple):
@@ -27,17 +33,56 @@ class Row(NamedTuple):
     note: str | None
 
 
+def compare_sweeps(comparison: FolderComparison, folders: Sequence[Path]) -> Document:
+    """Return the report of what changed from one sweep to another, after the answer of each.
+
+    Args:
+        comparison: The comparison of both folders.
+        folders: The folders of results; the answer of a report that is there is quoted.
+
+    Raises:
+        InputError: A ``report.json`` is not one that this version writes.
+    """
+    sections = [*filter(None, map(_quote, folders))]
+    for heading, rows, left_out in list_changes(comparison):
+        caption = f"{heading}, the largest changes first{f'; {left_out}' if left_out else ''}."
+        cells = tuple((*row.cells, row.note or "") for row in rows)
+        table = Table(caption=caption, header=(*HEADER, "remark"), rows=cells, numeric=_NUMERIC)
+        sections.append(Section(title=heading, blocks=(table,)))
+    compared = Bullets(items=tuple(list_remarks(comparison)))
+    return Document(
+        title="Two sweeps side by side",
+        question=f"What differs from {comparison.baseline} to {comparison.candidate}?",
+        headline=(summarise(comparison),),
+        sections=(*sections, Section(title="What was compared", blocks=(compared,))),
+    )
+
+
+def _quote(folder: Path) -> Section | None:
+    """Return the question, the answer and the first table of a folder's report, if it has one."""
+    path = folder / "report.json"
+    if not path.is_file():
+        return None
+    try:
+        told = Document.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        why = explain(error, Document)
+        raise InputError(f"{path}: is no report of this version ({why}); run snakemake") from None
+    said = [Paragraph(text=text) for text in (told.question, *told.headline) if text]
+    blocks = told.sections[0].blocks if told.sections else ()
+    tables = [block for block in blocks if isinstance(block, Table)]
+    return Section(title=f"The answer of {folder}", blocks=(*said, *tables))
+
+
 def summarise(comparison: FolderComparison) -> str:
     """Say in a sentence what came out."""
-    counts = comparison.counts
     worse = sum(figure.judgement == "worse" for figure in comparison.figures)
-    if comparison.verdict == "regression":
-        changed = f"{worse:,} {plural(worse, 'figure is', 'figures are')} worse"
-    elif comparison.verdict == "nothing worse":
-        changed = "nothing is worse"
-    else:
-        changed = f"not comparable: {comparison.reason}"
-    better = counts.get("better", 0)
+    better = comparison.counts.get("better", 0)
+    changed = {
+        "regression": f"{worse:,} {plural(worse, 'figure is', 'figures are')} worse",
+        "nothing worse": "nothing is worse",
+        "not comparable": f"not comparable: {comparison.reason}",
+    }[comparison.verdict]
     told = f", {better:,} {plural(better, 'is', 'are')} better" if better else ""
     return f"{comparison.candidate} against {comparison.baseline}: {changed}{told}."
 
@@ -56,29 +101,26 @@ def _left_out(items: Sequence[object]) -> str:
 
 
 def _row(figure: ComparedFigure) -> Row:
-    notes = [figure.reason, _spell_statistics(figure)]
-    note = "; ".join(text[:_MOST_LETTERS] for text in notes if text)
-    sides = figure.baseline, figure.candidate
-    was, now = (_spell_value(value, figure.unit, figure.figure) for value in sides)
-    run = figure.experiment_id, figure.instrument
-    return Row((_name(figure), *run, was, now, _spell_change(figure)), note)
-
-
-def _name(figure: ComparedFigure) -> str:
+    name: str = figure.figure
     if figure.figure == "component":
-        return f"{name_component(figure.part or '')} at the peak"
-    if figure.part is not None:
+        name = f"{name_component(figure.part or '')} at the peak"
+    elif figure.part is not None:
         of = "of" if figure.figure == "FLOPs" else "by"
-        return f"{figure.figure} {of} {figure.part} in {(figure.phase or '').replace('_', ' ')}"
-    return figure.figure
+        name = f"{figure.figure} {of} {figure.part} in {(figure.phase or '').replace('_', ' ')}"
+    sides = (_spell_value(value, figure) for value in (figure.baseline, figure.candidate))
+    cells = (name, figure.experiment_id, figure.instrument, *sides, _spell_change(figure))
+    notes = [figure.reason, _spell_statistics(figure)]
+    return Row(cells, "; ".join(text[:_MOST_LETTERS] for text in notes if text))
 
 
-def _spell_value(value: float | str | None, unit: str | None, figure: str) -> str:
+def _spell_value(value: float | str | None, figure: ComparedFigure) -> str:
     if value is None or isinstance(value, str):
         return value or "-"
-    if figure == "fits":
+    if figure.figure == "fits":
         return "yes" if value else "no"
-    return f"{value * 1e3:,.4g} ms" if unit == "seconds" else f"{value:,} {unit or ''}".rstrip()
+    if figure.unit == "seconds":
+        return f"{value * 1e3:,.4g} ms"
+    return f"{value:,} {figure.unit or ''}".rstrip()
 
 
 def _spell_change(figure: ComparedFigure) -> str:
@@ -88,9 +130,7 @@ def _spell_change(figure: ComparedFigure) -> str:
     share = "" if figure.ratio is None else f"{100 * (figure.ratio - 1):+.2f} %"
     if figure.unit == "seconds":
         return share
-    size = f"{now - was:+,}"
-    if figure.unit == "bytes":
-        size = format_change(int(now - was))
+    size = format_change(int(now - was)) if figure.unit == "bytes" else f"{now - was:+,}"
     return f"{size} ({share})" if share else size
 
 
@@ -124,5 +164,4 @@ def list_remarks(comparison: FolderComparison) -> list[str]:
 
 
 def _list(names: Sequence[str]) -> str:
-    left_out = _left_out(names)
-    return ", ".join([*names[:_MOST_ROWS], *([left_out] if left_out else [])])
+    return ", ".join(filter(None, [*names[:_MOST_ROWS], _left_out(names)]))

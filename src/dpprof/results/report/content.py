@@ -7,27 +7,19 @@ import pandas as pd
 
 from dpprof.results.analysis.selection import Tables, choose_runs, compose_peaks
 from dpprof.results.analysis.standings import find_marks
-from dpprof.results.report.answer.methods import build_first_section
-from dpprof.results.report.answer.question import ask
-from dpprof.results.report.answer.sentences import tell_answer
-from dpprof.results.report.answer.trust import TITLE as TRUST
-from dpprof.results.report.answer.trust import build_trust_section
-from dpprof.results.report.rendering.document import (
-    Blocks,
-    Bullets,
-    Document,
-    Drawing,
-    Paragraph,
-    Picture,
-    Section,
+from dpprof.results.report.answer.first_page import (
+    TRUST,
+    build_first_section,
+    build_trust_section,
 )
-from dpprof.results.report.sections import budget, cost, kernels, memory, outcomes, step_time
-from dpprof.results.report.sections.verification import TITLE as VERIFICATION
-from dpprof.results.report.sections.verification import mark_methods, tell_verification
+from dpprof.results.report.answer.sentences import ask, tell_answer
+from dpprof.results.report.rendering.document import Blocks, Document, Drawing, Picture, Section
+from dpprof.results.report.sections import cost, memory, outcomes, step_time
+from dpprof.results.report.sections.tables import list_items, paragraph
 
 _OTHERS = "More figures"
 _FIGURES_OF: dict[str, tuple[str, ...]] = {
-    budget.TITLE: ("budget",),
+    memory.BUDGET: ("budget",),
     "How many GPUs it takes": ("ranks",),
     "Are predictions right here?": ("agreement",),
     "What would fit": ("predicted",),
@@ -65,8 +57,8 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
         ),
         appendix=_kept(appendix),
     )
-    unmarked = (TRUST, VERIFICATION)  # they name what is not verified themselves
-    return mark_methods(document, find_marks(tables["verification"]), unmarked)
+    unmarked = (TRUST, outcomes.VERIFICATION)  # they name what is not verified themselves
+    return outcomes.mark_methods(document, find_marks(tables["verification"]), unmarked)
 
 
 def _kept(sections: Mapping[str, Blocks]) -> tuple[Section, ...]:
@@ -95,6 +87,7 @@ def _appendix(
 ) -> dict[str, Blocks]:
     runs, experiments = tables["runs"], tables["experiments"]
     costs = choose_runs(tables["costs"])
+    undrawn = (f"{drawing.name}: {drawing.missing}." for drawing in drawings if drawing.missing)
     return {
         "Caveats": outcomes.tell_caveats(tables["findings"]),
         "Outcomes": outcomes.tell_outcomes(tables["outcomes"], runs),
@@ -103,41 +96,36 @@ def _appendix(
         "How far the figures repeat": step_time.repeat(experiments),
         "Capacity": memory.tell_capacity(tables["advice"]),
         "Predicted peaks": memory.predictions(composition, costs),
-        "Privacy budget": budget.tell_budget(tables["noise"], tables["budget"]),
+        "Privacy budget": memory.tell_budget(tables["noise"], tables["budget"]),
         "Owners of memory": memory.owners(composition),
         "Reconciled with the allocator": memory.reconciliation(composition, tables["peaks"]),
         "Phases": step_time.phases(tables["phases"], experiments) + cost.host_io(runs),
-        "Kernels": kernels.by_op_kind(tables["kernels"], tables["traces"]),
-        "Ceilings": kernels.bound(tables["traces"], tables["kernels"])
-        + kernels.ceilings(tables["ceilings"]),
+        "Kernels": cost.by_op_kind(tables["kernels"], tables["traces"]),
+        "Ceilings": cost.bound(tables["traces"], tables["kernels"])
+        + cost.ceilings(tables["ceilings"]),
         "Cost": cost.costs(costs),
         "Communication": cost.exchange(experiments),
-        VERIFICATION: tell_verification(tables["verification"]),
+        outcomes.VERIFICATION: outcomes.tell_verification(tables["verification"]),
         "What measuring costs": cost.instrument_overhead(tables["instrument_overhead"]),
         "Code paths": step_time.code_paths(tables["samplers"]),
         "How this was measured": _how(runs),
-        "Figures without anything to show": _tell_missing(drawings),
+        "Figures without anything to show": list_items(undrawn),
     }
 
 
-def _tell_missing(drawings: Sequence[Drawing]) -> Blocks:
-    said = [f"{drawing.name}: {drawing.missing}." for drawing in drawings if drawing.missing]
-    return [Bullets(items=tuple(said))] if said else []
-
-
 def _how(runs: pd.DataFrame) -> Blocks:
-    facts = [
-        ("device", "device_name"),
-        ("host", "hostname"),
-        ("Python", "python"),
-        ("torch", "torch"),
-        ("Opacus", "opacus"),
-        ("commit", "git_commit"),
+    facts = {
+        "device": "device_name",
+        "host": "hostname",
+        "Python": "python",
+        "torch": "torch",
+        "Opacus": "opacus",
+        "commit": "git_commit",
+    }
+    items = [
+        f"{label}: {', '.join(sorted(set(runs[fact].dropna().map(str)))) or 'unknown'}"
+        for label, fact in facts.items()
     ]
-    items = []
-    for label, fact in facts:
-        values = sorted({str(value) for value in runs[fact].dropna()})
-        items.append(f"{label}: {', '.join(values) if values else 'unknown'}")
     if runs["git_dirty"].eq(True).any():
         items.append("some runs were measured with uncommitted changes in the checkout")
     method = (
@@ -151,7 +139,7 @@ def _how(runs: pd.DataFrame) -> Blocks:
         "each number means and does not mean. The result files hold all numbers and the full "
         "environment of each run."
     )
-    return [Paragraph(text=method), Paragraph(text=f"Measured with {'; '.join(items)}.")]
+    return paragraph(method) + paragraph(f"Measured with {'; '.join(items)}.")
 
 
 def _limits(runs: pd.DataFrame, composition: pd.DataFrame) -> Blocks:
@@ -179,4 +167,4 @@ def _limits(runs: pd.DataFrame, composition: pd.DataFrame) -> Blocks:
     untried = composition["target"].notna() & composition["allocator_peak_bytes"].isna()
     if targets := sorted(set(composition.loc[untried, "target"])):
         said.append(f"No prediction for {', '.join(targets)} was compared with a measurement.")
-    return [Bullets(items=tuple(said))]
+    return list_items(said)

@@ -20,14 +20,16 @@ THIS_MACHINE = "this machine"
 
 ENDS = ("min", "max")
 
+GIB, MIB, MS = 2**30, 2**20, 1e-3
+
 
 def name_training(row: Any) -> str:
     """Return the model, and what of it is trained where that is not everything."""
-    lora, trainable = text_of(row["lora"]), text_of(row["trainable"])
-    name = str(row["model"]) + ("" if lora == "-" else f" with LoRA ({lora})")
-    if isinstance(row.get("parallel"), str):
-        name += f", {row['parallel']}"
-    return name + ("" if trainable == "-" else f", training {trainable}")
+    parts = {"lora": " with LoRA ({})", "parallel": ", {}", "trainable": ", training {}"}
+    told = (
+        form.format(row[name]) for name, form in parts.items() if isinstance(row.get(name), str)
+    )
+    return str(row["model"]) + "".join(told)
 
 
 def name_trained(row: Any) -> str:
@@ -91,10 +93,9 @@ def spell_large(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def count_batch(row: Any) -> str:
-    """Return the largest safe batch of a row of advice; ``+`` where larger ones were not tried."""
-    more = "+" if row["limited_by"] == "search" else ""
-    return f"{number(row['safe_batch_size'], digits=0)}{more}"
+def count_batch(row: Any, name: str = "safe_batch_size") -> str:
+    """Return a largest batch of a row of advice, with a ``+`` where larger ones were not tried."""
+    return number(row[name], digits=0) + ("+" if row["limited_by"] == "search" else "")
 
 
 def name_setting(row: Any) -> str:
@@ -104,10 +105,8 @@ def name_setting(row: Any) -> str:
 
 def rows_in(setting: Any, rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of the same setting as one row."""
-    same = pd.Series(True, index=rows.index)
-    for name in SETTING:
-        same &= rows[name].map(str) == str(setting[name])
-    return rows[same]
+    wanted = [str(setting[name]) for name in SETTING]
+    return rows[(rows[SETTING].map(str) == wanted).all(axis=1)]
 
 
 def count_failures(runs: pd.DataFrame) -> str:

@@ -1,5 +1,6 @@
-"""The answer of a report, a sentence for each training: targets first, then this machine."""
+"""The question of a sweep, in the words of its config, and the answer in a few sentences."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -13,11 +14,14 @@ from dpprof.results.analysis.selection import (
     measured,
 )
 from dpprof.results.analysis.statistics import NO_DIFFERENCE
-from dpprof.results.analysis.tables.axes import BASELINE, name_speed
+from dpprof.results.analysis.tables.axes import BASELINE, name_model, name_speed
 from dpprof.results.analysis.tables.frames import least_of
 from dpprof.results.report.wording import (
     ALIKE,
     ENDS,
+    GIB,
+    MIB,
+    MS,
     THIS_MACHINE,
     count_batch,
     count_failures,
@@ -25,6 +29,8 @@ from dpprof.results.report.wording import (
     listed,
     name_gpus,
     name_setting,
+    name_tokens,
+    name_trained,
     name_trainings,
     number,
     plural,
@@ -36,13 +42,83 @@ from dpprof.results.report.wording import (
     times,
 )
 
-_GIB, _MIB, _MS = 2**30, 2**20, 1e-3
-
 _MOST = 3
 """The most sentences of an answer."""
 
 _MOST_NAMED = 3
 """More methods, or GPUs, are counted and not named."""
+
+_MOST_METHODS = 4
+_MOST_MODELS = 3
+_MOST_LENGTHS = 2
+"""A question counts more, and does not name them."""
+
+
+def ask(tables: Tables) -> str:
+    """Return what the sweep asks: which models it trains where, and for which privacy.
+
+    Without results there is no question, and the text is empty.
+    """
+    runs, trainings = tables["runs"], find_trainings(tables)
+    if runs.empty:
+        return ""
+    if trainings:
+        return _ask_for_trainings(trainings, tables["noise"])
+    private = [str(method) for method in runs["method"].unique() if method != BASELINE]
+    what = _name_places(runs)
+    if not private:
+        return f"What does it take to train {what} without privacy?"
+    if len(private) == 1:
+        return f"What does {private[0]} cost where it trains {what}?"
+    named = listed(private) if len(private) <= _MOST_METHODS else f"{len(private)} private methods"
+    return f"Which of {named} should train {what}, and at what cost?"
+
+
+def _ask_for_trainings(trainings: Sequence[pd.DataFrame], noise: pd.DataFrame) -> str:
+    names = name_trainings(trainings)
+    models = {name_trained(rows.iloc[0]) for rows in trainings}
+    what = f"{len(models)} {plural(len(models), 'model')} in {len(names)} settings"
+    if len(names) <= _MOST_MODELS:  # each may have an "and" or a "with" of its own
+        *most, last = sorted(names, key=lambda name: " with " in name)
+        what = f"{', '.join(most)}{',' * (len(most) > 1)} or {last}" if most else last
+    elif len(names) == len(models):
+        what = f"{len(models)} models"
+    rows = pd.concat(trainings)
+    targets = listed(rows["target"].fillna(THIS_MACHINE).unique())
+    if noise.empty:
+        return f"How should one train {what} privately on {targets}?"
+    hourly = (rows["price"] / rows["gpu_hours"]).dropna().astype(float)
+    cost = f", if an hour of any GPU costs {hourly.iloc[0]:.4g}" if len(hourly) else ""
+    return (
+        f"With which method should one train {what} on {targets}, and at what price for "
+        f"{name_tokens(noise.iloc[0])}{cost}?"
+    )
+
+
+def _name_places(runs: pd.DataFrame) -> str:
+    """Return what is trained where, targets first; places with the same models become one."""
+    places = runs["target"].fillna(THIS_MACHINE)
+    where: dict[str, list[str]] = {}
+    for place in sorted(places.unique(), key=lambda place: place == THIS_MACHINE):
+        where.setdefault(_name_models(runs[places == place]), []).append(f"on {place}")
+    *most, last = (f"{models} {listed(named)}" for models, named in where.items())
+    return f"{', '.join(most)}, and {last}" if most else last
+
+
+def _name_models(rows: pd.DataFrame) -> str:
+    """Return models with their sizes: ``small at T = 64 to 256``, or ``vit-b16 at 224 px``."""
+    named = []
+    for name, group in rows.groupby(rows.apply(name_model, axis=1), sort=False):
+        images = sorted(set(group["image_size"].dropna()))
+        lengths = [f"{length:,}" for length in sorted(set(group["seq_len"]))]
+        if images:
+            sizes = listed(f"{size:.0f} px" for size in images)
+        elif len(lengths) > _MOST_LENGTHS:
+            sizes = f"T = {lengths[0]} to {lengths[-1]}"
+        else:
+            sizes = f"T = {listed(lengths)}"
+        named.append(f"{name} at {sizes}")
+    return listed(named) if len(named) <= _MOST_MODELS else f"{len(named)} models"
 
 
 def tell_answer(tables: Tables) -> list[str]:
@@ -52,11 +128,8 @@ def tell_answer(tables: Tables) -> list[str]:
     says so, with one of the reasons.
     """
     trainings = find_trainings(tables)
-    names = zip(name_trainings(trainings), name_trainings(trainings, "seq_len"), strict=True)
-    said = [
-        _tell_training(rows, *name, tables["noise"])
-        for rows, name in zip(trainings[:_MOST], names, strict=False)
-    ]
+    names = name_trainings(trainings), name_trainings(trainings, "seq_len")
+    said = [*map(_tell_training, trainings[:_MOST], *names)]
     here = find_here(tables["experiments"])
     if len(here):
         said.append(_tell_here(here, tables))
@@ -66,49 +139,33 @@ def tell_answer(tables: Tables) -> list[str]:
     return said[:_MOST] or [_tell_nothing(tables["runs"])]
 
 
-def _tell_training(rows: pd.DataFrame, name: str, sized: str, noise: pd.DataFrame) -> str:
+def _tell_training(rows: pd.DataFrame, name: str, sized: str) -> str:
     """Return which method trains a model, where, how fast and for how much.
 
     Args:
         rows: Its options.
         name: What is trained.
         sized: What is trained, with its size.
-        noise: The noise of the privacy budget.
     """
     wrong = rows.loc[rows["verdict"] == "wrong", "method"].unique()
     failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""
-    best = find_best(rows)
-    if best is None:
+    able = rows[rows["fits"]]
+    if able.empty:
         return f"{_tell_none(rows, sized)}{failed}."
+    best = _find_best(able)
     place = rows["target"].map(str) + rows["parallel"].map(str)
     same = rows[place == place[best.name]]
     said = f"For {name} use {best['method']} on {name_gpus(best)}, in microbatches of "
     said += count_batch(best)
     if pd.isna(best["tokens_per_s"]):
         return f"{said}; no time is predicted there{failed}."
-    if pd.notna(best["gpu_hours"]) and len(noise):
-        said += f": {_tell_price(best)}"
-    else:
-        said += f" at {_tell_speed(best, same)}"
-    close = _find_close(same, best)
-    if close:
-        said += f"; {_name_few(close)} may be as fast"
-    if cheap := _find_cheap(rows, best):
-        said += f"; {_name_few(cheap)} may be as cheap"
+    said += _tell_speed(best, same) if pd.isna(best["gpu_hours"]) else _tell_price(best)
+    alike = {"fast": _find_close(same, best), "cheap": _find_cheap(able, best)}
+    for much, others in alike.items():
+        if others:
+            named = listed(others) if len(others) <= _MOST_NAMED else f"{len(others)} others"
+            said += f"; {named} may be as {much}"
     return f"{said}{failed}."
-
-
-def _name_few(names: list[str]) -> str:
-    return listed(names) if len(names) <= _MOST_NAMED else f"{len(names)} others"
-
-
-def _tell_speed(best: Any, same: pd.DataFrame) -> str:
-    said = f"{rounded(best['tokens_per_s'])} {name_speed([best])}"
-    plain = same[same["method"] == BASELINE].dropna(subset=["tokens_per_s"])
-    if plain.empty:
-        return said
-    ratio = best["tokens_per_s"] / plain["tokens_per_s"].iloc[0]
-    return f"{said}, {times(ratio)} the speed of plain training"
 
 
 def _tell_none(rows: pd.DataFrame, sized: str) -> str:
@@ -123,6 +180,18 @@ def _tell_none(rows: pd.DataFrame, sized: str) -> str:
     return f"No private method of the sweep{right} safely fits {where}"
 
 
+def _find_best(able: pd.DataFrame) -> Any:
+    """Return the option that takes the fewest GPU hours, else fits most.
+
+    Without a budget, that is the one with most tokens per second of a GPU.
+    """
+    names = ["gpu_hours", "tokens_per_s", "safe_batch_size"]
+    order = able[names].astype(float)
+    order["tokens_per_s"] /= able["ranks"]
+    best_first = order.sort_values(names, ascending=[True, False, False], kind="stable")
+    return able.loc[best_first.index[0]]
+
+
 def _find_close(same: pd.DataFrame, best: Any) -> list[str]:
     """Return the other private methods whose interval overlaps that of the best one."""
     others = same[same["fits"] & same["method"].ne(best["method"])]
@@ -133,10 +202,10 @@ def _find_close(same: pd.DataFrame, best: Any) -> list[str]:
     return [str(method) for method in others.loc[is_close, "method"]]
 
 
-def _find_cheap(rows: pd.DataFrame, best: Any) -> list[str]:
+def _find_cheap(able: pd.DataFrame, best: Any) -> list[str]:
     """Return on which other GPUs the same method may cost as little: their intervals overlap."""
-    others = rows[rows["fits"] & rows["method"].eq(best["method"])]
-    others = others[others["target"].ne(best["target"])].dropna(subset=["price"])
+    others = able[able["method"].eq(best["method"]) & able["target"].ne(best["target"])]
+    others = others.dropna(subset=["price"])
     if pd.isna(best["price"]) or others.empty:
         return []
     hourly = (others["price"] / others["gpu_hours"]).astype(float)
@@ -146,28 +215,22 @@ def _find_cheap(rows: pd.DataFrame, best: Any) -> list[str]:
     return [name_gpus(row) for _, row in cheapest.iterrows()]
 
 
-def find_best(rows: pd.DataFrame) -> Any:
-    """Return the private option that takes the fewest GPU hours, else fits most; None without any.
-
-    Without a budget, that is the one with most tokens per second of a GPU.
-    """
-    able = rows[rows["fits"]]
-    names = ["gpu_hours", "tokens_per_s", "safe_batch_size"]
-    order = able[names].astype(float)
-    order["tokens_per_s"] /= able["ranks"]
-    best_first = order.sort_values(names, ascending=[True, False, False], kind="stable")
-    ranked = able.loc[best_first.index]
-    return ranked.iloc[0] if len(ranked) else None
+def _tell_speed(best: Any, same: pd.DataFrame) -> str:
+    said = f" at {rounded(best['tokens_per_s'])} {name_speed([best])}"
+    plain = same.loc[same["method"] == BASELINE, "tokens_per_s"].dropna()
+    if plain.empty:
+        return said
+    return f"{said}, {times(best['tokens_per_s'] / plain.iloc[0])} the speed of plain training"
 
 
 def _tell_price(best: Any) -> str:
     hours = " to ".join(significant(best[f"gpu_hours_{end}"]) for end in ("low", "high"))
-    said = f"a predicted {significant(best['gpu_hours'])} GPU hours (90 % interval {hours})"
+    said = f": a predicted {significant(best['gpu_hours'])} GPU hours (90 % interval {hours})"
     if pd.notna(best["price"]):
         said += f" that cost {significant(best['price'])}"
-    if pd.isna(best["hours_ratio"]):
-        return said
     ratio = best["hours_ratio"]
+    if pd.isna(ratio):
+        return said
     much = "the same" if is_alike(ratio) else f"{times(ratio)} as much"
     return f"{said}, {much} as without privacy"
 
@@ -179,7 +242,10 @@ def _tell_here(rows: pd.DataFrame, tables: Tables) -> str:
     if private.empty:
         return f"{where} {_absolute(rows.iloc[0])} without privacy; no private method succeeded."
     if timed.empty:
-        return f"{where} {_tell_peaks(private)}."
+        least = least_of(private, "peak_bytes")
+        ratio = least["peak_ratio"]
+        over = f", {times(ratio)} plain training" if pd.notna(ratio) else ""
+        return f"{where} {_absolute(least)} with {least['method']}{over}; no time was measured."
     fastest = least_of(timed, "median_step_s")
     said = f"{where} {_tell_fastest(fastest)}"
     if len(timed) > 1:
@@ -190,19 +256,11 @@ def _tell_here(rows: pd.DataFrame, tables: Tables) -> str:
 def _absolute(row: Any) -> str:
     facts = []
     if pd.notna(row["median_step_s"]):
-        facts.append(f"takes {number(row['median_step_s'], _MS)} ms")
+        facts.append(f"takes {number(row['median_step_s'], MS)} ms")
     if pd.notna(row["peak_bytes"]):
         kind = "allocated" if row["peak_kind"] == "allocated" else "resident, libraries included"
-        facts.append(f"peaks at {number(row['peak_bytes'], _MIB)} MiB {kind}")
+        facts.append(f"peaks at {number(row['peak_bytes'], MIB)} MiB {kind}")
     return " and ".join(facts)
-
-
-def _tell_peaks(private: pd.DataFrame) -> str:
-    least = least_of(private, "peak_bytes")
-    ratio = (
-        f", {times(least['peak_ratio'])} plain training" if pd.notna(least["peak_ratio"]) else ""
-    )
-    return f"{_absolute(least)} with {least['method']}{ratio}; no time was measured"
 
 
 def _tell_fastest(row: Any) -> str:
@@ -226,12 +284,11 @@ def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
     """Return what the other private methods take, and which has the lowest peak."""
     others = timed[timed["method"] != fastest["method"]]
     count = f"the other {len(others)}" if len(others) > 1 else str(others["method"].iloc[0])
-    takes = plural(len(others), "takes", "take")
     ratios = others["step_ratio"].dropna().astype(float)
-    steps = others["median_step_s"].astype(float) / _MS
+    steps = others["median_step_s"].astype(float) / MS
     figures, unit, digits = (ratios, "times", 2) if len(ratios) else (steps, "ms", 1)
     ends = (number(figures.agg(end), digits=digits) for end in ENDS)
-    said = f"{count} {takes} {reach(*ends)} {unit}"
+    said = f"{count} {plural(len(others), 'takes', 'take')} {reach(*ends)} {unit}"
     names = rows_in(fastest, tables["settings"])["not_slower"].dropna()
     alike = str(names.iloc[0]).split() if len(names) else []
     if 0 < len(alike) < len(others):
@@ -245,12 +302,10 @@ def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
     least = least_of(lowest, "median_step_s")
     ratio, step = least["peak_ratio"], least["step_ratio"]
     if pd.notna(ratio) and pd.notna(step):
-        return (
-            f"{said}, and {least['method']} has the lowest peak, {times(ratio)} plain training's, "
-            f"at {times(step)} the time"
-        )
-    peak = number(least["peak_bytes"], _MIB)
-    return f"{said}, and {least['method']} has the lowest peak, {peak} MiB"
+        peak = f"{times(ratio)} plain training's, at {times(step)} the time"
+    else:
+        peak = f"{number(least['peak_bytes'], MIB)} MiB"
+    return f"{said}, and {least['method']} has the lowest peak, {peak}"
 
 
 def _tell_elsewhere(fastest: Any, tables: Tables) -> str:
@@ -272,20 +327,19 @@ def _tell_predicted(target: str, rows: pd.DataFrame) -> str:
     if private.empty:
         private = rows
     least = least_of(private, "peak_bytes")
-    said = (
-        f"On {target}, {name_setting(least)} is predicted to peak at "
-        f"{significant(least['peak_bytes'], _GIB)} GiB with {least['method']}"
-    )
+    peak = significant(least["peak_bytes"], GIB)
+    said = f"On {target}, {name_setting(least)} is predicted to peak at {peak} GiB with "
+    said += str(least["method"])
     ratio = least["peak_ratio"]
     if pd.notna(ratio) and least["method"] != BASELINE:
         said += ", as plain training" if is_alike(ratio) else f", {times(ratio)} plain training"
     others = private[private["method"] != least["method"]]
     if len(others):
-        sizes = reach(*(significant(others["peak_bytes"].agg(end), _GIB) for end in ENDS))
+        sizes = reach(*(significant(others["peak_bytes"].agg(end), GIB) for end in ENDS))
         named = others["method"].iloc[0] if len(others) == 1 else f"the other {len(others)}"
         said += f", and at {sizes} GiB with {named}"
     sized = rows[rows["target_memory_bytes"].notna()]
-    unfit = sized.loc[~find_fitting(sized), "method"] if len(sized) else sized["method"]
+    unfit = sized.loc[~find_fitting(sized), "method"]
     if len(unfit):
         said += f"; {listed(unfit)} {plural(len(unfit), 'does', 'do')} not fit"
     return f"{said}."

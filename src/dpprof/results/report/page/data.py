@@ -1,12 +1,21 @@
-"""What the HTML report shows, from the tables: experiments, peaks, kernels, failures."""
+"""What the HTML report shows: experiments, peaks, kernels, failures, and single runs."""
 
 import itertools
 import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
+from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.records.record import ResultError
+from dpprof.experiments.records.result import read_run
 from dpprof.experiments.records.terms import COMPONENTS, OUTCOMES
+from dpprof.results.analysis.difference.waterfall import Holding, list_holdings
 from dpprof.results.analysis.groups import RECORDERS
 from dpprof.results.analysis.selection import Tables, find_options, spread_owners
 from dpprof.results.analysis.tables.axes import (
@@ -31,38 +40,36 @@ from dpprof.results.report.wording import name_gpus, name_trainings
 _DIGITS = 9
 """Significant digits of a number on the page; whole numbers are exact."""
 
-_NAMED = ("model", "method", "batch_size", "seq_len")
 _COSTS = [
-    "dp_flop_multiplier",
-    "executed_flops",
-    "arithmetic_intensity",
-    "mfu",
-    "hfu",
-    "predicted_step_s",
-    "predicted_step_low_s",
-    "predicted_step_high_s",
+    *("dp_flop_multiplier", "executed_flops", "arithmetic_intensity", "mfu", "hfu"),
+    *("predicted_step_s", "predicted_step_low_s", "predicted_step_high_s"),
 ]
-_KERNEL = (
-    "phase",
-    "op_kind",
-    "seconds",
-    "flops",
-    "arithmetic_intensity",
-    "flops_per_s",
-    "bound",
-    "ceiling_flops_per_s",
-    "ceiling_bytes_per_s",
+_KERNEL = [
+    *("experiment_id", "phase", "op_kind", "seconds", "flops", "arithmetic_intensity"),
+    *("flops_per_s", "bound", "ceiling_flops_per_s", "ceiling_bytes_per_s"),
+]
+_FAILED = [
+    *(*RUN_KEY, "method", "outcome", "attempts"),
+    *("error_kind", "error_phase", "error_message", "error_requested_bytes", "error_log"),
+]
+_PRICED = (
+    *("safe_batch_size", "smallest_batch_size", "sample_s", "update_s", "tokens_per_s"),
+    *("tokens_per_s_low", "tokens_per_s_high", "gpu_hours", "price", "verdict", "verified"),
 )
-_TRACE = ("step_s", "idle_s")
-_FAILED = (
-    "outcome",
-    "attempts",
-    "error_kind",
-    "error_phase",
-    "error_message",
-    "error_requested_bytes",
-    "error_log",
-)
+
+Run = tuple[str, str, int]
+"""A run, as (experiment id, instrument, replicate)."""
+
+Rows = list[dict[str, Any]]
+"""Rows with the columns of ``Holding``."""
+
+JOINED = "smaller holdings"
+"""The layer and operator of holdings that a thinned page joins."""
+
+LINES = 20
+"""How many lines of a log are quoted."""
+
+_LOG_BYTES = 4096
 
 
 def pack_frame(frame: pd.DataFrame) -> dict[str, Any]:
@@ -89,7 +96,7 @@ def list_experiments(tables: Tables) -> pd.DataFrame:
     experiments = tables["experiments"]
     size = experiments[["parameters_total", "batch_size", "seq_len"]].astype(float).prod(axis=1)
     order = size.sort_values(ascending=False, kind="stable").index
-    axes = naming_axes(experiments, but=_NAMED)
+    axes = naming_axes(experiments, but=("model", "method", "batch_size", "seq_len"))
     settings = [_name_setting(row, axes) for _, row in experiments.iterrows()]
     costs = tables["costs"].groupby("experiment_id")[_COSTS].first()
     named = experiments.assign(setting=settings).loc[order]
@@ -98,7 +105,7 @@ def list_experiments(tables: Tables) -> pd.DataFrame:
 
 def _name_setting(row: Any, axes: list[str]) -> str:
     rest = [
-        str(row[axis]) if axis in {"dtype", "device"} else f"{axis} {row[axis]}"
+        str(row[axis]) if axis == "dtype" else f"{axis} {row[axis]}"
         for axis in axes
         if axis not in {"target", "device"} and pd.notna(row[axis])
     ]
@@ -107,11 +114,9 @@ def _name_setting(row: Any, axes: list[str]) -> str:
     return ", ".join([*parts, *rest, *where])
 
 
-_SETTING = {name for name in AXES if name != "method"}
-_PRICED = (
-    *("safe_batch_size", "smallest_batch_size", "sample_s", "update_s", "tokens_per_s"),
-    *("tokens_per_s_low", "tokens_per_s_high", "gpu_hours", "price", "verdict", "verified"),
-)
+def list_axes(experiments: pd.DataFrame) -> list[str]:
+    """Return the columns that say what an experiment is, besides its method."""
+    return [name for name in experiments if name in AXES and name != "method"]
 
 
 def list_trainings(tables: Tables) -> pd.DataFrame:
@@ -128,20 +133,14 @@ def list_trainings(tables: Tables) -> pd.DataFrame:
     )
 
 
-def list_axes(experiments: pd.DataFrame) -> list[str]:
-    """Return the columns that say what an experiment is, besides its method."""
-    return [name for name in experiments if name in _SETTING]
-
-
 def list_peaks(tables: Tables, experiments: pd.DataFrame) -> pd.DataFrame:
     """Return the first recorded and the first estimated run of each experiment, with owners.
 
     They come in the order of the experiments, each recorded one before the estimate.
     """
-    peaks = tables["peaks"]
     order = itertools.product(experiments["experiment_id"], RECORDERS)
     run = ["experiment_id", "instrument"]
-    first = peaks.drop_duplicates(run).set_index(run, drop=False)
+    first = tables["peaks"].drop_duplicates(run).set_index(run, drop=False)
     first = first.loc[[key for key in order if key in first.index]].reset_index(drop=True)
     by_owner = spread_owners(tables["owners"])
     held = [name for name in COMPONENTS if (by_owner[name] > 0).any()]
@@ -154,18 +153,15 @@ def list_kernels(tables: Tables) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return kernels by phase and op kind, and traces, of the first traced run of experiments."""
     traces = tables["traces"].sort_values(RUN_KEY).drop_duplicates("experiment_id")
     kernels = tables["kernels"].merge(traces[RUN_KEY], on=RUN_KEY)
-    return (
-        kernels[["experiment_id", *_KERNEL]],
-        traces[["experiment_id", *_TRACE]],
-    )
+    return kernels[_KERNEL], traces[["experiment_id", "step_s", "idle_s"]]
 
 
 def list_failures(tables: Tables) -> pd.DataFrame:
     """Return the runs that did not end ok, then those without a result, each with the reason."""
-    runs, missing = tables["runs"], tables["missing"]
-    failed = runs.loc[runs["outcome"] != "ok", [*RUN_KEY, "method", *_FAILED]]
-    absent = missing.rename(columns={"reason": "error_message"}).assign(outcome="missing")
-    return pd.concat([failed.astype(object), absent.astype(object)], ignore_index=True)
+    failed = tables["runs"].loc[lambda runs: runs["outcome"] != "ok", _FAILED]
+    absent = tables["missing"].rename(columns={"reason": "error_message"})
+    both = failed.astype(object), absent.assign(outcome="missing").astype(object)
+    return pd.concat(both, ignore_index=True)
 
 
 def tell_style(tables: Tables) -> dict[str, Any]:
@@ -179,3 +175,98 @@ def tell_style(tables: Tables) -> dict[str, Any]:
         "phases": PHASE_COLOURS,
         "outcomes": {name: OUTCOME_COLOURS[name] for name in OUTCOMES} | {"missing": "#F2F2F2"},
     }
+
+
+def pack_timelines(timeline: pd.DataFrame, runs: Iterable[Run], parts: int | None) -> list[Any]:
+    """Return the timelines of runs, in their order; None for a run without one."""
+    steps = dict(iter(timeline.groupby(RUN_KEY, sort=False)))
+    return [_pack_step(steps[run], parts) if run in steps else None for run in runs]
+
+
+def _pack_step(step: pd.DataFrame, parts: int | None) -> dict[str, Any]:
+    components = [name for name in COMPONENTS if step[name].any()]
+    totals = step[components].to_numpy(np.int64).sum(axis=1)
+    kept = step.iloc[thin(totals, step["phase"].tolist(), parts)]
+    timed = not kept["elapsed_s"].isna().any()
+    return {
+        "ops": kept["ops"].tolist(),
+        "elapsed_s": [plain(value) for value in kept["elapsed_s"]] if timed else None,
+        "phase": kept["phase"].tolist(),
+        "op": [plain(value) for value in kept["op"]],
+        "components": {name: kept[name].tolist() for name in components},
+    }
+
+
+def thin(totals: npt.NDArray[np.int64], phases: list[str], parts: int | None) -> list[int]:
+    """Return the instants of a timeline to keep: in each of equal parts the highest.
+
+    The first and last of the step and of each phase stay too. The peak is always kept.
+    """
+    count = len(totals)
+    if parts is None or count <= parts:
+        return list(range(count))
+    highest = (part[totals[part].argmax()] for part in np.array_split(np.arange(count), parts))
+    kept = {int(row) for row in highest} | {0, count - 1}
+    for row in range(1, count):
+        if phases[row] != phases[row - 1]:
+            kept |= {row - 1, row}
+    return sorted(kept)
+
+
+def read_holdings(root: Path, run: Run) -> Rows:
+    """Return every byte of the peak of a run as rows, the largest first.
+
+    A run whose result does not tell, or cannot be read, has no rows: the tables know its
+    components. ``root`` is the folder that holds ``results``.
+    """
+    experiment_id, instrument, replicate = run
+    try:
+        held = list_holdings(read_run(root, instrument, experiment_id, replicate))
+    except (InputError, ResultError, OSError):
+        return []
+    return [{**row} for row in held]
+
+
+def join_small(rows: Rows, most: int | None) -> Rows:
+    """Return the largest rows, and of each component what the others sum to as one row.
+
+    The bytes of each component stay the same.
+    """
+    if most is None or len(rows) <= most:
+        return rows
+    ordered = sorted(rows, key=lambda row: int(row["bytes"]), reverse=True)
+    joined: dict[str, dict[str, Any]] = {}
+    for row in ordered[most:]:
+        empty = row | {"layer": JOINED, "op": JOINED, "phase": None, "bytes": 0, "storages": 0}
+        into = joined.setdefault(row["component"], empty)
+        into["bytes"] += row["bytes"]
+        into["storages"] += row["storages"]
+    return [*ordered[:most], *joined.values()]
+
+
+def pack_holdings(holdings: Sequence[Rows], most: int | None) -> dict[str, Any]:
+    """Return the holdings of runs as columns; ``starts`` says where the rows of each run begin."""
+    shortened = [join_small(rows, most) for rows in holdings]
+    rows = list(itertools.chain.from_iterable(shortened))
+    return {
+        "starts": [0, *itertools.accumulate(map(len, shortened))],
+        "columns": {name: [row[name] for row in rows] for name in Holding.__annotations__},
+    }
+
+
+def read_end(log: Path, folder: Path) -> str | None:
+    """Return the last lines of a log; None if it cannot be read.
+
+    A log that lies outside of ``folder``, by links or by ``..``, is not read: its path comes from
+    a result file.
+    """
+    try:
+        if not log.resolve().is_relative_to(folder.resolve()) or not log.is_file():
+            return None
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _LOG_BYTES))
+            text = file.read(_LOG_BYTES).decode(errors="replace")
+    except (OSError, ValueError):
+        return None
+    return "\n".join(text.splitlines()[-LINES:])

@@ -192,14 +192,12 @@ def describe_sweep(tables: Tables, progress: Progress | None, *, is_live: bool) 
             left_s = progress.seconds_left()
             left = "An unknown time" if left_s is None else f"About {format_duration(left_s)}"
             lines.append(f"{left} of measuring is left.")
-    elif remaining:
-        lines.append(
-            "Whether a sweep runs is unknown."
-            if goes_on is None
-            else "No sweep runs; snakemake continues it."
-        )
-    else:
+    elif not remaining:
         lines.append("Every planned run has ended; the sweep's report is report.html.")
+    elif goes_on is None:
+        lines.append("Whether a sweep runs is unknown.")
+    else:
+        lines.append("No sweep runs; snakemake continues it.")
     renewal = "it is renewed while the sweep runs" if is_live else "it is not renewed any more"
     lines.append(f"This page was written at {_clock(time.time())}; {renewal}.")
     return SweepStatus(is_live, len(done) + len(failed), len(planned), tuple(lines))

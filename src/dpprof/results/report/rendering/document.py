@@ -7,10 +7,11 @@ what it prints, so a name or a message cannot inject markup.
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic import AfterValidator, ValidationError
 
 from dpprof.experiments.config.naming import Name
 from dpprof.experiments.config.validation import InputError, explain
+from dpprof.experiments.records.record import Part
 from dpprof.system.files import read_json
 
 
@@ -23,25 +24,21 @@ def _printable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_printable)]
 
 
-class Block(BaseModel, frozen=True, extra="forbid"):
-    """A part of a section."""
-
-
-class Paragraph(Block):
+class Paragraph(Part):
     """Running text."""
 
     kind: Literal["paragraph"] = "paragraph"
     text: Text
 
 
-class Bullets(Block):
+class Bullets(Part):
     """A list of short statements."""
 
     kind: Literal["bullets"] = "bullets"
     items: tuple[Text, ...]
 
 
-class Table(Block):
+class Table(Part):
     """A table of texts; numbers are already formatted."""
 
     kind: Literal["table"] = "table"
@@ -52,7 +49,7 @@ class Table(Block):
     """Which columns are set flush right."""
 
 
-class Picture(Block):
+class Picture(Part):
     """A figure, by the stem of its files."""
 
     kind: Literal["picture"] = "picture"
@@ -63,10 +60,11 @@ class Picture(Block):
     caption: Text
 
 
-Blocks = list[Paragraph | Bullets | Table | Picture]
+AnyBlock = Paragraph | Bullets | Table | Picture
+Blocks = list[AnyBlock]
 
 
-class Drawing(BaseModel, frozen=True, extra="forbid"):
+class Drawing(Part):
     """A figure's sentence and caption, or why nothing was drawn."""
 
     name: Name
@@ -81,14 +79,14 @@ class Drawing(BaseModel, frozen=True, extra="forbid"):
         return Picture(name=self.name, said=self.said, caption=self.caption)
 
 
-class Section(BaseModel, frozen=True, extra="forbid"):
+class Section(Part):
     """A title and its blocks."""
 
     title: Text
-    blocks: tuple[Paragraph | Bullets | Table | Picture, ...]
+    blocks: tuple[AnyBlock, ...]
 
 
-class Document(BaseModel, frozen=True, extra="forbid"):
+class Document(Part):
     """A whole report."""
 
     title: Text
@@ -106,7 +104,7 @@ class Document(BaseModel, frozen=True, extra="forbid"):
 
 
 def read_drawing(path: Path) -> Drawing:
-    """Read a figure's description.
+    """Return a figure's description.
 
     Raises:
         InputError: The file does not describe a figure; the message names it.

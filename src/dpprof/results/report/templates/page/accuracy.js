@@ -32,7 +32,7 @@ function showPeaksCompared() {
   });
   draw(place, (width) => comparedSpec(values, unit, ["measured peak", "recorded or predicted"], width));
   const rows = there.map((run) => ({ method: run.method, setting: run.setting, how: run.how, peak_bytes: run.peak_bytes, measured_bytes: run.allocator_peak_bytes, gap_bytes: run.gap_bytes, bound_bytes: run.bound_bytes, within_bound: run.valid }));
-  return [place, rowsBelow("peaks", columnsOf(rows).map((column) => (column.name === "within_bound" ? { ...column, text: yes } : column)), rows, "accuracy")];
+  return [place, rowsBelow("peaks", columnsOf(rows), rows, "accuracy")];
 }
 
 function showTimesCompared() {
@@ -44,7 +44,7 @@ function showTimesCompared() {
   draw(place, (width) => comparedSpec(values, "ms", ["measured step", "predicted step"], width));
   const rows = there.map((one) => ({ method: one.method, setting: one.setting, predicted_step_s: one.predicted_step_s, low_s: one.predicted_step_low_s, high_s: one.predicted_step_high_s, measured_step_s: one.median_step_s,
     inside: one.predicted_step_low_s <= one.median_step_s && one.median_step_s <= one.predicted_step_high_s }));
-  return [place, rowsBelow("step times", columnsOf(rows).map((column) => (column.name === "inside" ? { ...column, text: yes } : column)), rows, "predicted-times")];
+  return [place, rowsBelow("step times", columnsOf(rows), rows, "predicted-times")];
 }
 
 function showAccuracy() {

@@ -4,14 +4,11 @@ function showBlock(block) {
   if (block.kind === "paragraph") return make("p", {}, block.text);
   if (block.kind === "bullets") return make("ul", {}, ...block.items.map((item) => make("li", {}, item)));
   if (block.kind === "picture") return showPicture(block);
-  const columns = block.header.map((title, at) => ({ name: String(at), title, numeric: block.numeric[at], scope: at === 0, text: visible }));
-  const number = (text) => (/^[\d,.]+$/.test(text) ? Number(text.replaceAll(",", "")) : text);
-  const rows = block.rows.map((row) => Object.fromEntries(row.map((text, at) => [at, text])));
-  const sortable = rows.map((row) => ({ ...row, ...Object.fromEntries(block.numeric.flatMap((is, at) => (is ? [[at, number(row[at])]] : []))) }));
-  const shown = new Map(sortable.map((row, at) => [row, rows[at]]));
-  for (const [at, column] of columns.entries()) column.text = (_, row) => visible(shown.get(row)[at]);
+  const columns = block.header.map((title, at) => ({ name: String(at), title, numeric: block.numeric[at], scope: at === 0, text: (_, row) => visible(row.texts[at]) }));
+  const key = (text, at) => (block.numeric[at] && /^[\d,.]+$/.test(text) ? Number(text.replaceAll(",", "")) : text);
+  const rows = block.rows.map((texts) => ({ ...texts.map(key), texts }));
   const csv = () => block.rows.map((row) => Object.fromEntries(row.map((text, at) => [`${at + 1} ${block.header[at]}`, text])));
-  return make("div", {}, makeTable(block.caption, columns, sortable), csvButton("answer", csv));
+  return make("div", {}, makeTable(block.caption, columns, rows), csvButton("answer", csv));
 }
 
 function showPicture({ name, said, caption }) {

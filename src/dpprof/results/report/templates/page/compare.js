@@ -26,10 +26,8 @@ function waterfallSpec(bars, ends, width) {
     const label = barName(bar.name);
     return { bar, label, start: start / size, end: sum / size, grows: bar.a > bar.b, text: signed(bar.a - bar.b), told: `${label}: ${signed(bar.a - bar.b)}\n${bytes(bar.a)} in A, ${bytes(bar.b)} in B${bar.bars.length ? "\nClick to look into it." : ""}` };
   });
-  const labels = new Map();
-  for (const row of rows) {
-    labels.set(row.label, (labels.get(row.label) ?? 0) + 1);
-    if (labels.get(row.label) > 1) row.label += ` (${labels.get(row.label)})`;
+  for (const alike of groupBy(rows, (row) => row.label).values()) {
+    for (const [at, row] of alike.slice(1).entries()) row.label += ` (${at + 2})`;
   }
   const total = { label: ends.label, start: 0, end: sum / size, total: true, text: signed(sum), told: `A − B: ${signed(sum)}` };
   const values = [...rows, total].map((row) => ({ ...row, at: Math.max(row.start, row.end) }));
@@ -97,7 +95,7 @@ function showCompare() {
   const view = addView("compare", "Why does A need more than B?", "Choose any two, recorded or predicted. Each bar is what A holds more, or less, than B at its peak; look into a bar by layer, then by operator.");
   if (runs.length < 2) return view.append(nothing("Two runs of the instruments memory or estimate are needed."));
   const label = (run) => `${run.method}, ${run.how}`;
-  const groups = settingsOf(runs).map((setting) => [setting, runs.filter((run) => run.setting === setting).sort(byMethod).map((run) => [String(run.number), label(run)])]);
+  const groups = [...bySetting(runs)].map(([setting, ofIt]) => [setting, ofIt.sort(byMethod).map((run) => [String(run.number), label(run)])]);
   const common = runs.filter((run) => run.setting === fullest(runs)).sort((one, other) => peakOf(other) - peakOf(one));
   let [a, b] = [common[0], common.find((run) => run.method === style.baseline && run.number !== common[0].number) ?? common.at(-1)];
   if (a === b) b = runs.find((run) => run !== a);

@@ -21,14 +21,15 @@ const nameOf = (id) => {
   return one ? `${one.method}: ${one.setting}` : id;
 };
 
+// What is told of an experiment, with its method and its setting.
+function named(row) {
+  const { method = UNKNOWN, setting = "other experiments" } = experimentOf.get(row.experiment_id) ?? {};
+  return { ...row, method, setting };
+}
+
 // Runs that recorded or predicted a step; a run's number is its place.
-const runs = unpack(content.peaks).map((peak, number) => {
-  const { method = UNKNOWN, setting = "other experiments" } = experimentOf.get(peak.experiment_id) ?? {};
-  const predicted = peak.instrument === "estimate";
-  return { ...peak, number, method, setting, how: predicted ? "predicted" : "recorded" };
-});
-const runsOf = new Map();
-for (const run of runs) runsOf.set(run.experiment_id, [...(runsOf.get(run.experiment_id) ?? []), run]);
+const runs = unpack(content.peaks).map((peak, number) => ({ ...named(peak), number, how: peak.instrument === "estimate" ? "predicted" : "recorded" }));
+const runsOf = groupBy(runs, (run) => run.experiment_id);
 for (const one of experiments) {
   const [run] = runsOf.get(one.experiment_id) ?? [];
   one.recorded_bytes = run?.peak_bytes ?? null;
@@ -38,7 +39,7 @@ const components = Object.keys(style.components);
 const heldAtPeak = (run) => components.filter((name) => run[name] > 0);
 
 const timelineOf = (run) => content.timelines[run.number] ?? null;
-const settingsOf = (rows) => [...new Set(rows.map((row) => row.setting))];
+const bySetting = (rows) => groupBy(rows, (row) => row.setting);
 
 // A setting's place in a list is its value in a choice: names may hold anything.
 const numbered = (names) => names.map((name, number) => [String(number), name]);
@@ -46,8 +47,4 @@ const byMethod = (one, other) =>
   (one.method !== style.baseline) - (other.method !== style.baseline) || (one.method < other.method ? -1 : 1);
 
 // The setting that most rows are of: there methods compare best.
-function fullest(rows) {
-  const counts = new Map();
-  for (const row of rows) counts.set(row.setting, (counts.get(row.setting) ?? 0) + 1);
-  return [...counts].sort((one, other) => other[1] - one[1])[0]?.[0];
-}
+const fullest = (rows) => [...bySetting(rows)].sort(([, rows], [, others]) => others.length - rows.length)[0]?.[0];

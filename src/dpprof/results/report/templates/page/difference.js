@@ -13,40 +13,29 @@ const sumOf = (rows) => rows.reduce((sum, row) => sum + row.bytes, 0);
 function subtract(a, b, levels = LEVELS) {
   if (!levels.length) return [];
   const [[, keyOf], ...deeper] = levels;
-  const groups = new Map();
-  for (const [side, rows] of [a, b].entries()) {
-    for (const row of rows) {
-      const key = keyOf(row);
-      if (!groups.has(key)) groups.set(key, [[], []]);
-      groups.get(key)[side].push(row);
-    }
-  }
-  return sortBars([...groups].map(([name, [ofA, ofB]]) => ({ name, a: sumOf(ofA), b: sumOf(ofB), bars: subtract(ofA, ofB, deeper) })));
+  const [ofA, ofB] = [a, b].map((rows) => groupBy(rows, keyOf));
+  const bars = [...new Set([...ofA.keys(), ...ofB.keys()])].map((name) => {
+    const [mine, others] = [ofA.get(name) ?? [], ofB.get(name) ?? []];
+    return { name, a: sumOf(mine), b: sumOf(others), bars: subtract(mine, others, deeper) };
+  });
+  return sortBars(bars);
 }
 
 // The largest differences first.
 function sortBars(bars) {
-  const rank = (bar) => [-Math.abs(bar.a - bar.b), -Math.max(bar.a, bar.b), bar.name ?? ""];
-  return bars.sort((one, other) => {
-    const [mine, others] = [rank(one), rank(other)];
-    const at = mine.findIndex((part, place) => part !== others[place]);
-    return at < 0 ? 0 : mine[at] < others[at] ? -1 : 1;
-  });
+  const [gap, most] = [(bar) => Math.abs(bar.a - bar.b), (bar) => Math.max(bar.a, bar.b)];
+  const byName = (one, other) => ((one.name ?? "") < (other.name ?? "") ? -1 : 1);
+  return bars.sort((one, other) => gap(other) - gap(one) || most(other) - most(one) || byName(one, other));
 }
 
 // One bar for the same layer of every block, blocks.*.mlp.0; the bars still sum to the same.
 function foldBlocks(bars) {
-  const groups = new Map();
-  for (const bar of bars) {
-    const name = bar.name?.replace(/\.\d+(?=\.|$)/, ".*") ?? null;
-    groups.set(name, [...(groups.get(name) ?? []), bar]);
-  }
+  const groups = groupBy(bars, (bar) => bar.name?.replace(/\.\d+(?=\.|$)/, ".*") ?? null);
   return sortBars([...groups].map(([name, group]) => (group.length > 1 ? merge(`${name} (${group.length} layers)`, group) : group[0])));
 }
 
 function merge(name, group) {
-  const within = new Map();
-  for (const part of group.flatMap((bar) => bar.bars)) within.set(part.name, [...(within.get(part.name) ?? []), part]);
+  const within = groupBy(group.flatMap((bar) => bar.bars), (part) => part.name);
   const sum = (side) => group.reduce((total, bar) => total + bar[side], 0);
   return { name, a: sum("a"), b: sum("b"), bars: sortBars([...within].map(([part, bars]) => merge(part, bars))) };
 }

@@ -1,16 +1,11 @@
 // Where the time of a traced step goes, and how far its parts are from the device's ceilings.
 
 const kernels = unpack(content.kernels);
-const traces = unpack(content.traces).map((trace) => {
-  const { method = UNKNOWN, setting = "other experiments" } = experimentOf.get(trace.experiment_id) ?? {};
-  return { ...trace, method, setting };
-});
+const traces = unpack(content.traces).map(named);
 
 function kernelRows(trace) {
-  const sums = new Map();
-  for (const row of kernels) {
-    if (row.experiment_id === trace.experiment_id) sums.set(row.op_kind, (sums.get(row.op_kind) ?? 0) + row.seconds);
-  }
+  const ofIt = kernels.filter((row) => row.experiment_id === trace.experiment_id);
+  const sums = [...groupBy(ofIt, (row) => row.op_kind)].map(([kind, rows]) => [kind, rows.reduce((sum, row) => sum + row.seconds, 0)]);
   return [...sums, ["idle", trace.idle_s]];
 }
 

@@ -34,14 +34,11 @@ function totalsOf(line) {
 
 // Several instants may lie between two operators: these are spread up to the next one.
 function placesOf(ops) {
-  const counts = new Map();
-  for (const op of ops) counts.set(op, (counts.get(op) ?? 0) + 1);
-  const seen = new Map();
-  return ops.map((op) => {
-    const before = seen.get(op) ?? 0;
-    seen.set(op, before + 1);
-    return op + before / counts.get(op);
-  });
+  const places = [];
+  for (const [op, rows] of groupBy([...ops.keys()], (row) => ops[row])) {
+    for (const [nth, row] of rows.entries()) places[row] = op + nth / rows.length;
+  }
+  return places;
 }
 
 function tellInstant(run, line, totals, at) {
@@ -94,7 +91,7 @@ function instantRows(line) {
 
 const columnsOf = (rows) => Object.keys(rows[0]).map((name, at) => ({
   name, title: words(name.replace(/_bytes$/, "")), numeric: typeof rows[0][name] === "number", scope: at === 0,
-  text: name.endsWith("_bytes") ? (value) => bytes(value) : name.endsWith("_s") ? significant : (value) => (typeof value === "number" ? fixed(value) : words(value)),
+  text: name.endsWith("_bytes") ? (value) => bytes(value) : name.endsWith("_s") ? significant : (value) => (typeof value === "number" ? fixed(value) : typeof value === "boolean" ? yes(value) : words(value)),
 }));
 
 function showRun(run) {
@@ -117,7 +114,7 @@ function showStep() {
   const common = runs.filter((run) => run.setting === fullest(runs));
   const first = common.reduce((high, run) => (run.peak_bytes > (high?.peak_bytes ?? 0) ? run : high), null)?.experiment_id ?? experiments[0].experiment_id;
   const place = new Map(experiments.map((one, at) => [one.experiment_id, at]));
-  const groups = settingsOf(experiments).map((setting) => [setting, experiments.filter((one) => one.setting === setting).sort(byMethod).map((one) => [String(place.get(one.experiment_id)), one.method])]);
+  const groups = [...bySetting(experiments)].map(([setting, ofIt]) => [setting, ofIt.sort(byMethod).map((one) => [String(place.get(one.experiment_id)), one.method])]);
   const panel = make("div");
 
   function show(one) {

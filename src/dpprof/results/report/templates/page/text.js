@@ -15,6 +15,16 @@ function visible(value) {
 
 const known = (value) => value !== null && value !== undefined;
 
+function groupBy(items, keyOf) {
+  const groups = new Map();
+  for (const item of items) {
+    const key = keyOf(item);
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(item);
+  }
+  return groups;
+}
+
 function fixed(value, digits = 0) {
   if (!known(value)) return UNKNOWN;
   const options = { minimumFractionDigits: digits, maximumFractionDigits: digits };

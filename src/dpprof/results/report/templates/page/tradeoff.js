@@ -46,7 +46,7 @@ function showTradeoff() {
     draw(place, (width) => ({ width: width - 90, height: 340, data: { values }, layer: across === "median_step_s" && values.some((one) => known(one.low)) ? [interval, points] : [points] }), (datum) => datum.id && openExperiment(datum.id));
     below.replaceChildren(rowsBelow("experiments with a time and a peak", [EXPERIMENT_COLUMNS[0], SETTING_COLUMN, ...EXPERIMENT_COLUMNS.slice(1)], wanted, "tradeoff"));
   }
-  const settings = settingsOf(experiments);
+  const settings = [...bySetting(experiments).keys()];
   const tools = make("p", { class: "tools" });
   const setAcross = (name) => {
     [across, setting] = [name, fullest(possibleOf(name))];

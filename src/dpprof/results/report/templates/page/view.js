@@ -29,7 +29,7 @@ const nothing = (why) => make("p", { class: "nothing" }, why);
 
 // Shows the rows of one setting, first of the one that most are of; with a choice if there are more.
 function showBySetting(view, rows, show, ...shown) {
-  const [settings, first] = [settingsOf(rows), fullest(rows)];
+  const [settings, first] = [[...bySetting(rows).keys()], fullest(rows)];
   const choice = settings.length > 1 ? choose("Setting", numbered(settings), String(settings.indexOf(first)), (at) => show(settings[at])) : null;
   view.append(make("p", { class: "tools" }, choice), ...shown);
   show(first);
