@@ -127,12 +127,10 @@ def test_described_operands_are_copied_by_the_gpus_engine() -> None:
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", POINTERS)
 def test_a_scales_gradient_spills_nothing_and_loads_whole_vectors(dtype, capability) -> None:
-    from dpprof.private.norms import triton_kernels, tuning  # noqa: PLC0415
+    from dpprof.private.norms import triton_passes, tuning  # noqa: PLC0415
 
     constants = {"x_k": 1, "g_k": 1, "CENTRED": True, "SHIFTED": True, **tuning.SCALED}
-    compiled = compile_for(
-        triton_kernels.sum_scaled, constants, dtype, capability, {"num_warps": 8}
-    )
+    compiled = compile_for(triton_passes.sum_scaled, constants, dtype, capability, {"num_warps": 8})
 
     assert stack_bytes(compiled) <= STACK_BYTES
     assert re.search(r"ld\.global\.v4\.b32|ld\.global\.v2\.b64", compiled.asm["ptx"])
@@ -141,10 +139,10 @@ def test_a_scales_gradient_spills_nothing_and_loads_whole_vectors(dtype, capabil
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", POINTERS)
 def test_the_gradients_of_logits_spill_nothing_and_load_whole_vectors(dtype, capability) -> None:
-    from dpprof.private.norms import triton_kernels, tuning  # noqa: PLC0415
+    from dpprof.private.norms import triton_passes, tuning  # noqa: PLC0415
 
     constants = {"CAPPED": True, "WEIGHTED": True, **tuning.LOGITS}
-    program = triton_kernels.differentiate_cross_entropy
+    program = triton_passes.differentiate_cross_entropy
     compiled = compile_for(program, constants, dtype, capability, {"num_warps": 8})
 
     assert stack_bytes(compiled) <= STACK_BYTES

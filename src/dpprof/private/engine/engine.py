@@ -31,8 +31,7 @@ from dpprof.private.layers.patching import patch_layer, unpatch_layer, watch_cal
 from dpprof.private.layers.rules import Found, LayerRule, find_rewritten, find_rules
 from dpprof.private.norms.code_paths import CodePath, Watch
 from dpprof.private.number_formats import refuse_loss_scale
-from dpprof.private.ranks.distribution import find_ranks
-from dpprof.private.ranks.ranks import Ranks, Settings, refuse_other_wrapper
+from dpprof.private.ranks.ranks import Ranks, Settings, find_ranks, refuse_other_wrapper
 from dpprof.private.ranks.shard_sums import ShardSums
 from dpprof.private.refusals.calls import LayerCall
 from dpprof.private.refusals.coverage import Coverage, trained_in

@@ -20,12 +20,11 @@ from triton import Config, cdiv, next_power_of_2
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dpprof.private.norms.float32_products import name_precision
-from dpprof.private.norms.triton_kernels import (
+from dpprof.private.norms.triton_kernels import sum_gram_squares, sum_product_squares
+from dpprof.private.norms.triton_passes import (
     add_digest,
     add_normal,
     differentiate_cross_entropy,
-    sum_gram_squares,
-    sum_product_squares,
     sum_scaled,
     weigh,
 )

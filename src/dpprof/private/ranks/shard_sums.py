@@ -73,15 +73,7 @@ class ShardSums:
         self._agreed = of_step
         self.is_counting = False
         late = () if self._continues else self._waiting
-        self._groups = self._group([*self._uses, *(p for p in late if p not in self._uses)])
-
-    def _group(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """List parameters by group, the groups in the order of their last ones."""
-        groups: dict[int, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            number = self._ranks.group_of(parameter)
-            groups[number] = [*groups.pop(number, ()), parameter]
-        return list(groups.values())
+        self._groups = _by_group(self._ranks, dict.fromkeys((*self._uses, *late)))
 
     def refuse_other(self, of_step: Settings) -> None:
         """Refuse a step with other settings than ranks compared in backward (``RuntimeError``)."""
@@ -163,7 +155,7 @@ class ShardSums:
         """Reduce all sums that wait."""
         self._verify(bound)
         self._continues = False
-        self._groups = self._group(list(self._waiting))
+        self._groups = _by_group(self._ranks, self._waiting)
         while self._groups:
             self._close()
 
@@ -179,3 +171,12 @@ class ShardSums:
         if self._waiting and self._bound != bound:
             raise RuntimeError("max_grad_norm changed between the parts of a batch")
         self._bound = bound
+
+
+def _by_group(ranks: Ranks, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """List parameters by group, the groups in the order of their last ones."""
+    groups: dict[int, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        number = ranks.group_of(parameter)
+        groups[number] = [*groups.pop(number, ()), parameter]
+    return list(groups.values())

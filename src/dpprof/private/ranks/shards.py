@@ -33,8 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dpprof.private.allocation_marks import allocates
 from dpprof.private.contributions.sums import dtype_of_sum, own_part
 from dpprof.private.errors import UnsupportedError
-from dpprof.private.ranks.distribution import groups_of
-from dpprof.private.ranks.ranks import AddNoise, Ranks
+from dpprof.private.ranks.ranks import AddNoise, Ranks, groups_of, release_among
 
 _reduce_scatter = (
     getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
@@ -214,7 +213,7 @@ class Shards(Ranks):
         for number in dict.fromkeys(map(self.group_of, sums)):
             together = [p for p in sums if self.group_of(p) == number]
             own = [own_part(sums.pop(p)) for p in together]
-            released = self.release_among(self.groups[1], own, add_noise)
+            released = release_among(self.groups[1], own, add_noise)
             for parameter, part in zip(together, released, strict=True):
                 yield parameter, _as_shard(parameter, part)
 
