@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpprof.private.contributions.contributions import Contribution, Receive, SampleGradients
+from dpprof.private.contributions.contributions import Receive, SampleGradients
 from dpprof.private.layers.layers import (
     apply,
     cast_for_normalisation,
@@ -67,11 +67,10 @@ class _GroupNorm(torch.autograd.Function):
             *(1, B * C, x.shape[2:].numel(), mean_BG.numel()),
             list(ctx.needs_input_grad[:3]),
         )
-        contributions: list[tuple[nn.Parameter, Contribution]] = []
-        if ctx.needs_input_grad[1]:
-            contributions.append((ctx.weight, SampleGradients(of_weight.view(B, C))))
-        if ctx.needs_input_grad[2]:
-            contributions.append((ctx.bias, SampleGradients(of_bias.view(B, C))))
+        both = zip(
+            (ctx.weight, ctx.bias), (of_weight, of_bias), ctx.needs_input_grad[1:3], strict=True
+        )
+        contributions = [(p, SampleGradients(g.view(B, C))) for p, g, needed in both if needed]
         ctx.receive(contributions, may_repeat=True)
         if repeated is not None:
             input_gradient = repeated

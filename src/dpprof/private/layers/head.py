@@ -1,4 +1,4 @@
-"""The loss of a model's head without its logits.
+"""Runs the head of a model with its loss, without its logits (``linear_cross_entropy``).
 
 With a vocabulary of V ids, logits, loss and their gradients take V numbers for each token, mostly
 more than the rest of the model. Here the logits of a few tokens exist at a time. Forward also
@@ -34,120 +34,14 @@ from dpprof.private.contributions.contributions import (
     samples_in_a_chunk,
 )
 from dpprof.private.errors import UnsupportedError
-from dpprof.private.layers.adapted_heads import is_adapted, split_adapted
-from dpprof.private.layers.head_losses import Beside, HeadLoss, Operands, find_losses
+from dpprof.private.layers.head_losses import HeadLoss, Operands, find_losses
 from dpprof.private.layers.layers import apply, autocast_dtype
-from dpprof.private.layers.patching import is_patched_now
-from dpprof.private.layers.sample_losses import UNLABELLED
 from dpprof.private.norms import placement
 from dpprof.private.norms.linear import fill_grams
 from dpprof.private.norms.tiles import accumulator_of, spans
 
 CHUNK_BYTES = 2**28
 """The logits of a chunk take about so much, in the dtype of sums."""
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def linear_cross_entropy(
-    hidden_BTd: Tensor,
-    head: nn.Module,
-    labels_BT: Tensor,
-    *,
-    ignore_index: int = UNLABELLED,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    keep: bool = False,
-) -> Tensor:
-    """Compute each token's cross-entropy from hidden states, without keeping logits.
-
-    It equals ``torch.nn.functional.cross_entropy`` of ``scale * head(hidden)``, capped where
-    ``softcap`` is given: ``softcap * tanh(z / softcap)``. With a ``Clipping`` attached, the head is
-    clipped as any layer; without, this is an ordinary loss, so that one script serves both.
-
-    Args:
-        hidden_BTd: What the head would get, (B, T, d).
-        head: A ``torch.nn.Linear``, trained or frozen; its weight may be that of the embedding. Or
-            one that peft adapts by LoRA.
-        labels_BT: The ids to predict, (B, T) int64.
-        ignore_index: The label of tokens without a loss.
-        label_smoothing: The share of the target that all ids have alike; from 0 to below 1.
-        softcap: The bound of logits, as in Gemma 2; None for none.
-        scale: What logits are multiplied by, as in Cohere.
-        keep: Whether a head that is trained keeps the gradients of its outputs until backward,
-            B T V numbers of its inputs' dtype, a sixth to a third of what a loss with logits takes.
-            That is faster.
-
-    Returns:
-        (B, T) in float32, or float64 for float64; 0 where a label is ignored. On a GPU the loss of
-        a label outside of the vocabulary is NaN, so that clipping excludes its sample.
-
-    Raises:
-        TypeError: The head is no ``Linear``, or one with another ``forward``.
-        ValueError: Shapes do not fit, a label or option is out of its range, or a head that is not
-            clipped has hooks.
-
-    Formal guarantees: those of the clipping; the head's part is computed as for a ``Linear``.
-
-    Example:
-        >>> import torch
-        >>> from dpprof.private import BookKeeping, linear_cross_entropy
-        >>> body, head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 9)
-        >>> clipping = BookKeeping(torch.nn.Sequential(body, head), max_grad_norm=1.0)
-        >>> labels = torch.zeros(2, 5, dtype=torch.int64)
-        >>> losses = linear_cross_entropy(body(torch.ones(2, 5, 3)), head, labels)
-        >>> clipping.backward(losses.mean(1))
-        >>> clipping.sample_norms.shape
-        torch.Size([2])
-    """
-    x_BTd, beside = hidden_BTd, None
-    if is_adapted(head):
-        head, x_BTd, adapted = split_adapted(head, hidden_BTd)
-        frozen = _verify(hidden_BTd, adapted, labels_BT)
-        beside = Beside(hidden_BTd, frozen.weight, frozen.bias)
-    layer = _verify(x_BTd, head, labels_BT)
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing must be from 0 to below 1, and is {label_smoothing}")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap must be positive, and is {softcap}")
-    loss = HeadLoss(labels_BT, ignore_index, label_smoothing, softcap, scale, keep, beside)
-    if is_patched_now(layer):
-        losses_BT: Tensor = layer(x_BTd, loss=loss)
-        return losses_BT
-    return run_head(layer, None, x_BTd, loss)
-
-
-def _refuse_other_layer(head: nn.Module) -> None:
-    """Refuse a head that computes something else than a ``Linear`` does."""
-    plain = getattr(type(head), "original", type(head))  # of a patched layer
-    if getattr(plain, "forward", None) is not nn.Linear.forward or "forward" in vars(head):
-        raise TypeError(
-            f"head must be a Linear with its own forward, and is a {plain.__name__}; a layer that "
-            "is quantised, adapted or replaced computes something else"
-        )
-    if not is_patched_now(head) and any(vars(head)[hooks] for hooks in _HOOKS):
-        raise ValueError("head has hooks, which would not run: remove them, or compute its logits")
-
-
-def _verify(hidden_BTd: Tensor, head: nn.Module, labels_BT: Tensor) -> nn.Linear:
-    """Return a head that computes a ``Linear``'s outputs, whose inputs and labels fit."""
-    _refuse_other_layer(head)
-    assert isinstance(head, nn.Linear)
-    if hidden_BTd.dim() != 3 or hidden_BTd.shape[2] != head.in_features:  # noqa: PLR2004
-        shape = tuple(hidden_BTd.shape)
-        raise ValueError(f"hidden must be (B, T, {head.in_features}), and has shape {shape}")
-    for tensor in (hidden_BTd, head.weight):
-        if not tensor.is_floating_point():
-            raise ValueError(
-                f"cross-entropy takes real numbers, and hidden or head is {tensor.dtype}"
-            )
-    if labels_BT.shape != hidden_BTd.shape[:2] or labels_BT.dtype != torch.int64:
-        raise ValueError(
-            f"labels must be {tuple(hidden_BTd.shape[:2])} int64, and are "
-            f"{tuple(labels_BT.shape)} {labels_BT.dtype}"
-        )
-    return head
 
 
 def run_head(layer: nn.Linear, receive: Receive | None, x: Tensor, loss: HeadLoss) -> Tensor:

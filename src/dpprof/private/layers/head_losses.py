@@ -34,6 +34,14 @@ class HeadLoss(NamedTuple):
     keep: bool = False
     beside: Beside | None = None
 
+    def verify(self) -> None:
+        """Refuse options out of their range (``ValueError``)."""
+        if not 0 <= self.label_smoothing < 1:
+            share = self.label_smoothing
+            raise ValueError(f"label_smoothing must be from 0 to below 1, and is {share}")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"softcap must be positive, and is {self.softcap}")
+
 
 class Operands(NamedTuple):
     """What logits are products of: rows and weights, those of an adapter beside a frozen head's."""

@@ -26,7 +26,7 @@ from dpprof.private.layers.layers import (
     run_rms_norm,
 )
 from dpprof.private.layers.layers_without_rule import run_any_layer, run_any_layer_on
-from dpprof.private.layers.loss_with_head import (
+from dpprof.private.layers.linear_cross_entropy import (
     is_loss_with_head,
     refuse_other_loss,
     run_linear_cross_entropy_loss,

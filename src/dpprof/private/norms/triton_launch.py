@@ -81,9 +81,8 @@ def launch_squares(
     """
     _check(x_BTd, g_BTp)
     if kernel == "product_squares":
-        tiles = _count(x_BTd.shape[2], "TILE_D", PRODUCT) * _count(
-            g_BTp.shape[2], "TILE_P", PRODUCT
-        )
+        tiles = _count(x_BTd.shape[2], "TILE_D", PRODUCT)
+        tiles *= _count(g_BTp.shape[2], "TILE_P", PRODUCT)
         squares_1B = _launch(sum_product_squares, x_BTd, g_BTp, tiles, sums=1)
         return squares_1B[0], _name_best(sum_product_squares, x_BTd)
     side = _count(x_BTd.shape[1], "TILE_T", GRAM)
@@ -124,12 +123,6 @@ def _can_describe(x_BTd: Tensor) -> bool:
         and (sample == T * row or B == 1)
         and (row * _HALF_BYTES) % _WORD_BYTES == x_BTd.data_ptr() % _WORD_BYTES == 0
     )
-
-
-def _describe(x_BTd: Tensor) -> TensorDescriptor:
-    B, T, d = x_BTd.shape
-    block = [DESCRIBED.kwargs["TILE_T"], DESCRIBED.kwargs["TILE_K"]]
-    return TensorDescriptor(x_BTd, [B * T, d], [x_BTd.stride(1), 1], block)
 
 
 def _name(config: Config) -> dict[str, int]:
@@ -182,20 +175,27 @@ def _launch(
         return x_BTd.new_zeros((sums, 0), dtype=torch.float32)
     slots = min(tiles, cdiv(PROGRAMS, B))
     partials_NBS = x_BTd.new_empty(sums, B, slots, dtype=torch.float32)
-    operands = map(_describe, (x_BTd, g_BTp)) if more.get("DESCRIBED") else (x_BTd, g_BTp)
+    operands: list[Any] = [x_BTd, g_BTp]
+    if more.get("DESCRIBED"):
+        block = [DESCRIBED.kwargs["TILE_T"], DESCRIBED.kwargs["TILE_K"]]
+        operands = [
+            TensorDescriptor(x, [B * T, x.shape[2]], [x.stride(1), 1], block) for x in operands
+        ]
     with torch.cuda.device_of(x_BTd):  # type: ignore[no-untyped-call]
         program[(B * slots,)](
-            *operands,
-            partials_NBS,
-            slots,
-            *(T, d, p),
-            *x_BTd.stride(),
-            *g_BTp.stride(),
-            *map(next_power_of_2, (T, d, p)),
+            *(*operands, partials_NBS, slots, T, d, p),
+            *(*x_BTd.stride(), *g_BTp.stride(), *map(next_power_of_2, (T, d, p))),
             PRECISION=name_precision(x_BTd.dtype),
             **more,
         )
     return partials_NBS.sum(dim=2)
+
+
+def _start(program: Any, programs: int | tuple[int, ...], *arguments: Any, **sizes: Any) -> None:
+    """Run a kernel that reads its first argument once or twice, on that one's device."""
+    grid = programs if isinstance(programs, tuple) else (programs,)
+    with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
+        program[grid](*arguments, **sizes, num_warps=8)
 
 
 def launch_scale_gradients(
@@ -214,21 +214,12 @@ def launch_scale_gradients(
     slots = min(cdiv(T, SCALED["TILE_T"]), cdiv(PROGRAMS, B * stripes))
     partials_BSRd = x_BTd.new_empty(B, slots, rows, d, dtype=torch.float32)
     rstd_BT = rstd_BT.float().contiguous()
-    with torch.cuda.device_of(x_BTd):  # type: ignore[no-untyped-call]
-        sum_scaled[B, slots, stripes](
-            x_BTd,
-            g_BTd,
-            mean_BT.float().contiguous() if mean_BT is not None else rstd_BT,
-            rstd_BT,
-            partials_BSRd,
-            *(slots, T, d),
-            *x_BTd.stride(),
-            *g_BTd.stride(),
-            CENTRED=mean_BT is not None,
-            SHIFTED=shifted,
-            **SCALED,
-            num_warps=8,
-        )
+    of_tokens = (rstd_BT if mean_BT is None else mean_BT.float().contiguous(), rstd_BT)
+    _start(
+        *(sum_scaled, (B, slots, stripes), x_BTd, g_BTd, *of_tokens, partials_BSRd),
+        *(slots, T, d, *x_BTd.stride(), *g_BTd.stride()),
+        **{"CENTRED": mean_BT is not None, "SHIFTED": shifted, **SCALED},
+    )
     return partials_BSRd.sum(dim=1)
 
 
@@ -243,12 +234,8 @@ def launch_weigh(x_BTd: Tensor, weights_B: Tensor) -> Tensor:
     y_BTd = x_BTd.new_empty(B, T, d)
     blocks = cdiv(T * d, WEIGHED["BLOCK"])
     if y_BTd.numel():
-        with torch.cuda.device_of(x_BTd):  # type: ignore[no-untyped-call]
-            weigh[(B * blocks,)](
-                *(x_BTd, weights_B.contiguous(), y_BTd, blocks, T * d, x_BTd.stride(0)),
-                **WEIGHED,
-                num_warps=8,
-            )
+        operands = (x_BTd, weights_B.contiguous(), y_BTd)
+        _start(weigh, B * blocks, *operands, blocks, T * d, x_BTd.stride(0), **WEIGHED)
     return y_BTd
 
 
@@ -276,16 +263,14 @@ def launch_cross_entropy(
     N, V = z_NV.shape
     losses_N = z_NV.new_empty(N, dtype=torch.float32)
     if z_NV.numel():
-        with torch.cuda.device_of(z_NV):  # type: ignore[no-untyped-call]
-            differentiate_cross_entropy[(N,)](
-                *(z_NV, labels_N.contiguous()),
-                labels_N if incoming_N is None else incoming_N.contiguous(),
-                *(losses_N, V, ignored, smoothing, scale, 1.0 if cap is None else cap),
-                CAPPED=cap is not None,
-                WEIGHTED=incoming_N is not None,
-                **LOGITS,
-                num_warps=8,
-            )
+        _start(
+            *(differentiate_cross_entropy, N, z_NV, labels_N.contiguous()),
+            labels_N if incoming_N is None else incoming_N.contiguous(),
+            *(losses_N, V, ignored, smoothing, scale, 1.0 if cap is None else cap),
+            CAPPED=cap is not None,
+            WEIGHTED=incoming_N is not None,
+            **LOGITS,
+        )
     return losses_N
 
 
@@ -307,10 +292,8 @@ def launch_noise(summed: Tensor, words: Tensor, which: int, std: float, factor: 
     if n >= 2**34:
         raise ValueError(f"a parameter has {n:,} elements, and noise is for less than 2^34")
     if n:
-        with torch.cuda.device_of(summed):  # type: ignore[no-untyped-call]
-            add_normal[(cdiv(n, 4 * GROUP),)](
-                *(summed, words, which, n, std, factor), GROUP=GROUP, num_warps=8
-            )
+        programs = cdiv(n, 4 * GROUP)
+        _start(add_normal, programs, summed, words, which, n, std, factor, GROUP=GROUP)
 
 
 def launch_digest(words: Tensor, sums: Sequence[Tensor], table: Tensor) -> None:
@@ -324,7 +307,5 @@ def launch_digest(words: Tensor, sums: Sequence[Tensor], table: Tensor) -> None:
     words.data[1].zero_()  # the operator counts as one change
     for which, each in enumerate(sums):
         if len(each):
-            with torch.cuda.device_of(each):  # type: ignore[no-untyped-call]
-                add_digest[(cdiv(len(each), HASHED),)](
-                    *(each, table, words, which, len(each)), GROUP=HASHED, num_warps=8
-                )
+            programs = cdiv(len(each), HASHED)
+            _start(add_digest, programs, each, table, words, which, len(each), GROUP=HASHED)
