@@ -184,15 +184,12 @@ class Broadcasts:
         samples = self._layout.samples
         leaf = getattr(node, "variable", None)
         name = name_of(node.clipped[0] if leaf is None else leaf)
-        if samples == 1:
-            entries: list[_Entry] = []
-            others: set[str] = set()
-        else:
+        entries: list[_Entry] = []
+        others: set[str] = set()
+        if samples > 1:
             entries, others = follow(node, self._layout.above, self._layout.rows_of)
-        operators = [
-            node for entry in entries for node in (entry.node, *(n for n, _ in entry.moves))
-        ]
-        if any(is_read_once(node) for node in operators):
+        moves = (operator for entry in entries for operator, _ in entry.moves)
+        if any(map(is_read_once, (*(entry.node for entry in entries), *moves))):
             raise UnsupportedError(
                 f"{name} enters for all samples inside of a checkpoint, by an operator whose "
                 "operands a checkpoint hands out once, such as a product; name a module around it "
@@ -233,13 +230,6 @@ class Broadcasts:
         self.of.clear()
 
 
-def _is_repeated(kind: str, shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
-    """Tell whether an operator repeats its operand along the first axis of its output."""
-    if kind == "Repeat" and out[1:] != shape[1:]:
-        return False
-    return len(out) > len(shape) or (len(out) == len(shape) > 0 and shape[0] == 1 != out[0])
-
-
 def _is_alike(user: Any, kind: str, operand: int, out: tuple[int, ...]) -> bool:
     """Tell whether an operator of two operands does not have the batch on its first axis yet."""
     if kind in _SUMS or (kind in _ALIKE and out[:1] == (1,)):
@@ -278,7 +268,11 @@ def follow(
                     others.add(type(user).__name__.strip("_").removesuffix("Backward"))
                 continue  # a layer's rule takes its own parameters
             kind, out = kind_of(user), shape_of(user)
-            is_repeated = kind in _ENTERING and _is_repeated(kind, shape, out)
+            # It may repeat its operand along the first axis of its output.
+            is_longer = len(out) == len(shape) > 0 and shape[0] == 1 != out[0]
+            is_repeated = kind in _ENTERING and (len(out) > len(shape) or is_longer)
+            if kind == "Repeat":
+                is_repeated &= out[1:] == shape[1:]
             rows = rows_of(user) if is_repeated else None
             if kind == "Repeat" and rows is not None and (not rows.each or rows.each % shape[0]):
                 rows = None  # a sample has parts of the value

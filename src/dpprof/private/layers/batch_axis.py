@@ -45,12 +45,8 @@ Settings = Sequence[Any]
 def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Module, Settings]:
     """Find the modules that may have the batch on their second axis, and their settings.
 
-    Args:
-        model: The model.
-        declared: Names of modules that have it there, with all modules in them.
-
-    Raises:
-        ValueError: The model has no module of such a name, or it has ``batch_first=True``.
+    Modules with the ``declared`` names have it there, with all modules in them; ``ValueError`` if
+    there is no module of such a name, or it has ``batch_first=True``.
     """
     names = dict(model.named_modules(remove_duplicate=False))
     for name in declared:

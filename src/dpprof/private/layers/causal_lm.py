@@ -68,11 +68,7 @@ def causal_lm_losses(
 
 
 def _compute(
-    model: nn.Module,
-    input_ids: Tensor,
-    labels_BT: Tensor,
-    inputs: dict[str, Any],
-    **options: Any,
+    model: nn.Module, input_ids: Tensor, labels_BT: Tensor, inputs: dict[str, Any], **options: Any
 ) -> Tensor:
     head = describe_head(model, getattr(find_config(model), "model_type", None))
     with hidden_states_of(head.layer) as hidden:

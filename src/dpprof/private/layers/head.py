@@ -70,8 +70,7 @@ def _may_find_norm(x_BTd: Tensor) -> bool:
     """Tell whether forward should find the Gram matrices of the losses' gradients for the norm.
 
     That saves computing the gradients once more. Norm and sum then see the same gradients to the
-    bit: nothing rounds them (in 16 bits the sum's are rounded after each token's weight), and the
-    chunks are the same.
+    bit: the chunks are the same, and nothing is rounded, as 16 bits would be by a token's weight.
     """
     _, T, d = x_BTd.shape
     is_exact = x_BTd.dtype == accumulator_of(x_BTd.dtype) and not placement.is_cuda(x_BTd)
@@ -140,11 +139,8 @@ class _FromGradients(NamedTuple):
             fill_grams(g_NV.view(-1, T, g_NV.shape[1]), self.grams_BTT[samples])
         if kept_NV is not None and kept_NV.dtype != g_NV.dtype:  # else they are there already
             g_NV = kept_NV.copy_(g_NV)
-        products = (
-            (self.of_input_Nd, operands.weight),
-            (self.of_beside_Nk, operands.beside_weight),
-        )
-        for product, weight in products:
+        weights = operands.weight, operands.beside_weight
+        for product, weight in zip(self[:2], weights, strict=True):
             if product is not None and weight is not None:
                 torch.mm(g_NV.to(product.dtype), weight.to(product.dtype), out=product[some])
 
@@ -224,22 +220,22 @@ class _Head(torch.autograd.Function):
             None if product is None else _scale_rows(product.view(*g_BT.shape, -1), g_BT)
             for product in products
         )
+        if x_BTd is None:  # of a frozen head
+            return of_input, None, None, None, None, None, of_beside, None, None
+        weight, bias, *beside = ctx.weights
+        beside_Nk = None if beside_BTk is None else beside_BTk.detach().flatten(0, 1)
+        operands = Operands(x_BTd.detach().flatten(0, 1), weight, bias, beside_Nk, *beside)
+        chunks = _Chunks(operands, labels_BT, g_BT, ctx.loss, ctx.kept)
         of_parameters: tuple[Tensor | None, Tensor | None] = (None, None)
-        if x_BTd is not None:
-            weight, bias, *beside = ctx.weights
-            beside_Nk = None if beside_BTk is None else beside_BTk.detach().flatten(0, 1)
-            x_Nd = x_BTd.detach().flatten(0, 1)
-            operands = Operands(x_Nd, weight, bias, beside_Nk, *beside)
-            chunks = _Chunks(operands, labels_BT, g_BT, ctx.loss, ctx.kept)
-            if ctx.receive is None:
-                of_parameters = chunks.sum_plainly(ctx.needs_input_grad[1:3])
-            else:
-                contributions: list[tuple[nn.Parameter, Contribution]] = []
-                if ctx.needs_input_grad[1]:
-                    contributions.append((weight, chunks.as_product(grams_BTT)))
-                if ctx.needs_input_grad[2]:
-                    contributions.append((bias, SampleGradients(chunks.sum_tokens())))
-                ctx.receive(contributions)
+        if ctx.receive is None:
+            of_parameters = chunks.sum_plainly(ctx.needs_input_grad[1:3])
+        else:
+            contributions: list[tuple[nn.Parameter, Contribution]] = []
+            if ctx.needs_input_grad[1]:
+                contributions.append((weight, chunks.as_product(grams_BTT)))
+            if ctx.needs_input_grad[2]:
+                contributions.append((bias, SampleGradients(chunks.sum_tokens())))
+            ctx.receive(contributions)
         return of_input, *of_parameters, None, None, None, of_beside, None, None
 
 
@@ -282,17 +278,13 @@ class _Chunks(NamedTuple):
         return self.operands.x_Nd.view(*self.labels_BT.shape, -1)
 
     def as_product(self, grams_BTT: Tensor | None) -> ChunkedProduct:
-        """Return what the weight contributes.
+        """Return what the weight contributes; with the Gram matrices that forward found, if any.
 
         Kept gradients stay as they are: the inputs are multiplied by the incoming gradients, unless
         that may overflow, as in float16.
-
-        Args:
-            grams_BTT: The Gram matrices of the losses' gradients, where forward found them.
         """
         V, read, g_BT = len(self.operands.weight), (self.labels_BT, self.g_BT), self.g_BT
-        x_BTd = self.inputs_BTd
-        kept = self.kept
+        x_BTd, kept = self.inputs_BTd, self.kept
         if kept is not None and x_BTd.dtype == torch.float16:
             return ChunkedProduct(x_BTd, self.gradients_of, V, read, release=kept.release)
         if kept is not None:

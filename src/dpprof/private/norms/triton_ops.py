@@ -162,11 +162,6 @@ def differentiate_cross_entropy_(  # noqa: PLR0917 (an operator's options are po
     return losses_N
 
 
-@differentiate_cross_entropy_.register_fake
-def _losses_of(z_NV: Tensor, _labels_N: Tensor, *_: Any) -> Tensor:
-    return z_NV.new_empty(len(z_NV), dtype=torch.float32)
-
-
 @torch.library.custom_op("dpprof::add_noise_", mutates_args={"summed"})
 def add_noise_(summed: Tensor, words: Tensor, which: int, std: float, factor: float) -> None:
     """Multiply a sum by a factor and add normal noise, in one pass and in place.
@@ -210,8 +205,9 @@ def _sums_of(x_BTd: Tensor, _g_BTp: Tensor) -> Tensor:
 
 
 @product_squares.register_fake
-def _norms_of(x_BTd: Tensor, _g_BTp: Tensor) -> Tensor:
-    return x_BTd.new_empty(len(x_BTd), dtype=torch.float32)
+@differentiate_cross_entropy_.register_fake
+def _number_each(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(len(x), dtype=torch.float32)
 
 
 @register_flop_formula(torch.ops.dpprof.gram_squares)
