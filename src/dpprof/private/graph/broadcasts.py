@@ -107,10 +107,9 @@ def _pull_back(node: Any, operand: int, g: Tensor) -> Tensor:
 
 
 class Broadcast:
-    """The per-sample gradients of a value that enters for all samples.
+    """The per-sample gradients of a value that enters for all samples, by all its entries.
 
-    Args:
-        entries: Every operator through which it enters; none where the batch has one sample.
+    There are no entries where the batch has one sample.
     """
 
     def __init__(self, entries: Collection[_Entry]) -> None:
@@ -128,11 +127,7 @@ class Broadcast:
     def take(self, gradient: Tensor) -> Tensor | None:
         """Return the per-sample gradients of one backward, once; (B, shape of the value).
 
-        Args:
-            gradient: What autograd found, summed over samples.
-
-        Returns:
-            None if there are none, because the gradient came another way.
+        None if there are none: then ``gradient``, autograd's sum, came another way.
         """
         if self._is_single:
             return gradient[None]
@@ -146,15 +141,10 @@ class Broadcast:
 
 
 class Broadcasts:
-    """What enters for all samples of a batch.
+    """What enters for all samples of a batch, whose rows ``layout`` knows.
 
-    Args:
-        layout: The batch, and which rows samples have.
-        leaves: Parameters that no layer's rule runs.
-        name_of: Names a parameter.
-
-    Raises:
-        UnsupportedError: A leaf enters in another way.
+    ``leaves`` are parameters that no layer's rule runs; ``UnsupportedError`` if one enters in
+    another way.
     """
 
     def __init__(
@@ -196,16 +186,16 @@ class Broadcasts:
                 "that gets and returns samples in as_one=[...], do not checkpoint it, or freeze it"
             )
         self.ways |= {f"{name}: {entry.describe()}" for entry in entries}
+        if leaf is None and entries and others:
+            raise UnsupportedError(
+                f"{name} is looked up once for all samples, and also goes "
+                f"into {min(others)}; look it up for each sample, or freeze it"
+            )
+        if leaf is None and (entries or samples == 1):
+            node.shared = Broadcast(entries)
+            self._lookups.append(node)
+            self._all.append(node.shared)
         if leaf is None:
-            if samples == 1 or (entries and not others):
-                node.shared = Broadcast(entries)
-                self._lookups.append(node)
-                self._all.append(node.shared)
-            elif entries:
-                raise UnsupportedError(
-                    f"{name} is looked up once for all samples, and also goes "
-                    f"into {min(others)}; look it up for each sample, or freeze it"
-                )
             return
         if others:
             raise UnsupportedError(
@@ -247,10 +237,8 @@ def follow(
 ) -> tuple[list[_Entry], set[str]]:
     """Return where a value enters for all samples, and the other operators that use it.
 
-    Args:
-        value: The node of a leaf, or of a lookup.
-        above: The users of each node.
-        rows_of: Tells which rows of what a node returned samples have, None where it has none.
+    The value is the node of a leaf, or of a lookup; ``above`` are the users of each node, and
+    ``rows_of`` tells which rows of what a node returned samples have.
     """
     entries: list[_Entry] = []
     others: set[str] = set()

@@ -42,14 +42,8 @@ _ADAPTER = "peft.tuners.tuners_utils.BaseTunerLayer"
 class Choice:
     """How a module runs: its layers by their rules, or all of it as one layer.
 
-    Args:
-        module: The module.
-        name: Its name in the model.
-        is_one: Whether it runs as one layer; None where its first forward shows it.
-        ranks: Run the module together.
-
-    Raises:
-        UnsupportedError: It is to run as one layer and cannot.
+    ``is_one`` tells whether it runs as one layer; None where its first forward shows it. ``ranks``
+    run the module together. ``UnsupportedError`` if it is to run as one layer and cannot.
     """
 
     def __init__(self, module: nn.Module, name: str, *, is_one: bool | None, ranks: Ranks) -> None:
@@ -65,11 +59,7 @@ class Choice:
             self._refuse_shards_inside()
 
     def run(self, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any) -> Any:
-        """Run the module, which is patched.
-
-        Raises:
-            UnsupportedError: It is to run as one layer and cannot.
-        """
+        """Run the module, which is patched; ``UnsupportedError`` as for the class."""
         if self.is_one:
             return self._run_as_one(layer, receive, *inputs, **named)
         # The module runs as it is, and the graph of what it returns shows how it is to run. Its
@@ -186,15 +176,11 @@ def find_choices(
 ) -> dict[nn.Module, Choice]:
     """Find the modules that may have to run as one layer, and those that are declared to.
 
-    Args:
-        model: The model.
-        rules: The rule of each layer; the rules of layers that such a module runs are taken out.
-        declared: Names of modules, with wildcards.
-        ranks: Run the model together.
+    Names that are ``declared`` may have wildcards; ``ValueError`` if one fits no module. The rules
+    of layers that such a module runs are taken out of ``rules``.
 
     Raises:
         UnsupportedError: A declared module cannot run as one layer.
-        ValueError: A name fits no module.
     """
     names = {module: name for name, module in model.named_modules()}
     choices: dict[nn.Module, Choice] = {}

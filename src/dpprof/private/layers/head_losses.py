@@ -91,13 +91,8 @@ def find_losses(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the losses of a chunk's rows, and their gradients of the product.
 
-    Args:
-        operands: The rows, and the weights.
-        labels_N: Their labels.
-        loss: The loss.
-        incoming_N: What the gradients are multiplied by.
-        differentiates: Whether gradients are needed.
-        out_NV: Gets the products, and gradients that have its dtype.
+    Gradients are multiplied by ``incoming_N``; ``out_NV`` gets the products, and gradients that
+    have its dtype.
 
     Returns:
         (N,) in the dtype of sums, 0 where a label is ignored; and (N, V), or None.
@@ -107,7 +102,11 @@ def find_losses(
         options = (loss.ignore_index, loss.label_smoothing, loss.scale, loss.softcap)
         losses_N = triton_ops.differentiate_cross_entropy_(z_NV, labels_N, incoming_N, *options)
         return losses_N, z_NV
-    z_NV = _scale_and_cap(z_NV.to(accumulator_of(z_NV.dtype)), loss)
+    z_NV = z_NV.to(accumulator_of(z_NV.dtype))
+    if loss.scale != 1:
+        z_NV *= loss.scale
+    if loss.softcap is not None:
+        z_NV.div_(loss.softcap).tanh_().mul_(loss.softcap)
     target_N = _find_target(z_NV, labels_N, loss)
     if differentiates:
         g_NV, lse_N = _differentiate(z_NV, labels_N, loss)
@@ -115,20 +114,7 @@ def find_losses(
             g_NV *= incoming_N[:, None]
     else:
         g_NV, lse_N = None, torch.logsumexp(z_NV, dim=1)
-    return (lse_N - target_N).masked_fill_(~_is_counted(labels_N, loss), 0), g_NV
-
-
-def _scale_and_cap(z_NV: Tensor, loss: HeadLoss) -> Tensor:
-    """Scale and cap logits in place."""
-    if loss.scale != 1:
-        z_NV *= loss.scale
-    if loss.softcap is not None:
-        z_NV.div_(loss.softcap).tanh_().mul_(loss.softcap)
-    return z_NV
-
-
-def _is_counted(labels_N: Tensor, loss: HeadLoss) -> Tensor:
-    return labels_N != loss.ignore_index
+    return (lse_N - target_N).masked_fill_(labels_N == loss.ignore_index, 0), g_NV
 
 
 @allocates("logits_and_loss")
@@ -167,5 +153,5 @@ def _differentiate(z_NV: Tensor, labels_N: Tensor, loss: HeadLoss) -> tuple[Tens
         g_NV *= slope_NV
     if loss.scale != 1:
         g_NV *= loss.scale
-    g_NV.masked_fill_(~_is_counted(labels_N, loss)[:, None], 0)
+    g_NV.masked_fill_((labels_N == loss.ignore_index)[:, None], 0)
     return g_NV, (largest_N1 + sums_N1.log_())[:, 0]

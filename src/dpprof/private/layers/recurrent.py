@@ -96,13 +96,8 @@ class _Offsets(torch.autograd.Function):
 class _Recurrence:
     """The layers and directions of one recurrent layer that is run once.
 
-    Args:
-        layer: Holds the parameters.
-        mode: One of ``_STEPS``.
-        suffixes: How the names of the parameters end, of each layer's directions.
-        receive: Receives the contributions.
-        drop_outputs: Drops some of what a layer gives the next.
-        drop_state: Drops some of what a step gives the next.
+    ``suffixes`` tell how the names of the parameters end, of each layer's directions.
+    ``drop_outputs`` drops some of what a layer gives the next, ``drop_state`` of what a step does.
     """
 
     def __init__(
@@ -122,15 +117,10 @@ class _Recurrence:
     def run(
         self, x: Tensor, states: Sequence[_State], is_step_BT: Tensor | None = None
     ) -> tuple[Tensor, list[_State]]:
-        """Run all steps.
+        """Run all steps on (B, T, d), from the first states of each layer and direction.
 
-        Args:
-            x: (B, T, d).
-            states: The first of each layer and direction.
-            is_step_BT: Which steps there are; None for all.
-
-        Returns:
-            The last layer's hidden states, (B, T, h), and the last states.
+        Only steps in ``is_step_BT`` count. Returns the last layer's hidden states, (B, T, h), and
+        the last states.
         """
         matrices = [matrix for group in self._matrices for own in group for matrix in own]
         inputs: list[Tensor | None] = []  # filled below, and read in backward
