@@ -231,9 +231,7 @@ def _is_alike(user: Any, kind: str, operand: int, out: tuple[int, ...]) -> bool:
 
 
 def follow(
-    value: Any,
-    above: Mapping[Any, list[tuple[Any, int]]],
-    rows_of: Callable[[Any], Rows | None],
+    value: Any, above: Mapping[Any, list[tuple[Any, int]]], rows_of: Callable[[Any], Rows | None]
 ) -> tuple[list[_Entry], set[str]]:
     """Return where a value enters for all samples, and the other operators that use it.
 

@@ -117,11 +117,9 @@ def run_tokenwise(
 ) -> Tensor:
     """Run a layer that does the same to every token, and turn what it contributes.
 
-    Its rule takes the first axis for the batch; ``widths`` axes of its input make a token.
-
-    Raises:
-        UnsupportedError: It gets something beside its input.
-        ValueError: Its input has no second axis beside those of a token.
+    Its rule takes the first axis for the batch; ``widths`` axes of its input make a token, beside
+    which there must be a second axis (``ValueError``), and it may get nothing else
+    (``UnsupportedError``).
     """
     if not is_second(layer, settings):
         return rule(layer, receive, *inputs, **named)

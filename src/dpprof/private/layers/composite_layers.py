@@ -169,10 +169,7 @@ class _LinearSeen(TorchFunctionMode):
 
 
 def find_choices(
-    model: nn.Module,
-    rules: dict[nn.Module, Found],
-    declared: Collection[str],
-    ranks: Ranks,
+    model: nn.Module, rules: dict[nn.Module, Found], declared: Collection[str], ranks: Ranks
 ) -> dict[nn.Module, Choice]:
     """Find the modules that may have to run as one layer, and those that are declared to.
 

@@ -102,11 +102,7 @@ def find_losses(
         options = (loss.ignore_index, loss.label_smoothing, loss.scale, loss.softcap)
         losses_N = triton_ops.differentiate_cross_entropy_(z_NV, labels_N, incoming_N, *options)
         return losses_N, z_NV
-    z_NV = z_NV.to(accumulator_of(z_NV.dtype))
-    if loss.scale != 1:
-        z_NV *= loss.scale
-    if loss.softcap is not None:
-        z_NV.div_(loss.softcap).tanh_().mul_(loss.softcap)
+    z_NV = _scale_and_cap(z_NV.to(accumulator_of(z_NV.dtype)), loss)
     target_N = _find_target(z_NV, labels_N, loss)
     if differentiates:
         g_NV, lse_N = _differentiate(z_NV, labels_N, loss)
@@ -115,6 +111,15 @@ def find_losses(
     else:
         g_NV, lse_N = None, torch.logsumexp(z_NV, dim=1)
     return (lse_N - target_N).masked_fill_(labels_N == loss.ignore_index, 0), g_NV
+
+
+def _scale_and_cap(z_NV: Tensor, loss: HeadLoss) -> Tensor:
+    """Scale and cap logits in place."""
+    if loss.scale != 1:
+        z_NV *= loss.scale
+    if loss.softcap is not None:
+        z_NV.div_(loss.softcap).tanh_().mul_(loss.softcap)
+    return z_NV
 
 
 @allocates("logits_and_loss")

@@ -160,9 +160,7 @@ class Ranks:
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield parameters, with the noised average over all ranks of this rank's sums.
 
-        Args:
-            sums: Emptied, so that none outlives its average.
-            add_noise: Adds the noise.
+        The sums are emptied, so that none outlives its average.
         """
         for parameter in list(sums):
             summed = sums.pop(parameter)
@@ -174,12 +172,7 @@ def release_among(group: Any, sums: list[Tensor], add_noise: AddNoise) -> list[T
     """Return the noised averages over a group's ranks of this rank's sums, in one all-reduce.
 
     Each rank adds noise to its own part of the elements, so no rank sees a total without it, and
-    all get the same bits.
-
-    Args:
-        group: The ranks.
-        sums: Sums of one dtype; the list is emptied.
-        add_noise: Adds the noise.
+    all get the same bits. The sums are of one dtype, and their list is emptied.
     """
     shapes = [summed.shape for summed in sums]
     dtype = torch.promote_types(sums[0].dtype, torch.float32)

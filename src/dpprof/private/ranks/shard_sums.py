@@ -21,9 +21,7 @@ class ShardSums:
 
     Memory: a group's sums until its last use, and then its buffer and one sum.
 
-    Args:
-        ranks: Reduces sums.
-        add: Gets a parameter and its reduced sum.
+    ``ranks`` reduce sums, and ``add`` gets a parameter and its reduced sum.
     """
 
     def __init__(self, ranks: Ranks, add: Callable[[nn.Parameter, Tensor], None]) -> None:
@@ -106,11 +104,7 @@ class ShardSums:
             self._close()
 
     def close_all(self, compute: Callable[[nn.Parameter], None]) -> None:
-        """Close the sums of every group, where each sum is computed only then.
-
-        Args:
-            compute: Adds all uses of a parameter.
-        """
+        """Close the sums of every group; ``compute`` adds all uses of a parameter only then."""
         self._uses.clear()
         while self._groups:
             self._begin()
