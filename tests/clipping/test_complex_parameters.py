@@ -16,7 +16,7 @@ from dpprof.experiments.config import registry
 from dpprof.private import check
 from dpprof.private.engine.book_keeping import BookKeeping
 from dpprof.private.errors import UnsupportedError
-from dpprof.private.layers.head import linear_cross_entropy
+from dpprof.private.layers.linear_cross_entropy import linear_cross_entropy
 from dpprof.private.noise.optimizer import NoisyOptimizer
 
 B, D = 5, 4

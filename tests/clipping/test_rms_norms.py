@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dpprof.predict.memory.recorder import Recorder
 from dpprof.private.engine.book_keeping import BookKeeping
 from dpprof.private.layers.layers_without_rule import run_any_layer
-from dpprof.private.layers.rms_norms import recognise
+from dpprof.private.layers.normalisations import recognise
 from dpprof.private.layers.rules import find_rule
 
 D = 6

@@ -102,32 +102,27 @@ def test_panels_hold_each_pair_of_tokens_twice_and_the_diagonal_once(
     torch.testing.assert_close(WAYS["tiled gram"](x, g).sums_5B, torch.stack(sums))
 
 
-@pytest.mark.parametrize(
-    ("T", "d", "p", "keeps", "way"),
-    [
-        (64, 1024, 4096, False, "tiled gram"),  # few tokens, a large matrix
-        (4096, 256, 256, False, "tiled product"),  # many tokens, a small one
-        (64, 1024, 4096, True, "tiled gram"),  # T (d + p) < d p
-        (4096, 256, 256, True, Way.KEPT),
-        (50, 100, 100, True, Way.KEPT),  # T (d + p) = d p
-        (49, 100, 100, True, "tiled gram"),
-    ],
-)
-def test_the_plan_for_known_shapes(T, d, p, keeps, way) -> None:
-    assert choose_way(T, d, p, 4, keeps=keeps).way == way
+NORMS, KEPT = {"keeps": False}, {"keeps": True}
+CORES = {"keeps": True, "on_tensor_cores": True}
 
 
 @pytest.mark.parametrize(
-    ("T", "d", "p", "way"),
+    ("T_d_p_and_bytes", "options", "way"),
     [
-        (1024, 2048, 2048, "tiled gram"),  # 12 d p bytes take longer than the Gram matrices
-        (2048, 2048, 2048, Way.KEPT),
-        (1024, 1024, 1024, Way.KEPT),
-        (512, 2048, 2048, "tiled gram"),  # T (d + p) < d p
+        ((64, 1024, 4096, 4), NORMS, "tiled gram"),  # few tokens, a large matrix
+        ((4096, 256, 256, 4), NORMS, "tiled product"),  # many tokens, a small one
+        ((64, 1024, 4096, 4), KEPT, "tiled gram"),  # T (d + p) < d p
+        ((4096, 256, 256, 4), KEPT, Way.KEPT),
+        ((50, 100, 100, 4), KEPT, Way.KEPT),  # T (d + p) = d p
+        ((49, 100, 100, 4), KEPT, "tiled gram"),
+        ((1024, 2048, 2048, 2), CORES, "tiled gram"),  # 12 d p bytes take longer than Gram matrices
+        ((2048, 2048, 2048, 2), CORES, Way.KEPT),
+        ((1024, 1024, 1024, 2), CORES, Way.KEPT),
+        ((512, 2048, 2048, 2), CORES, "tiled gram"),  # T (d + p) < d p
     ],
 )
-def test_tensor_cores_keep_gradients_only_where_that_costs_less(T, d, p, way) -> None:
-    assert choose_way(T, d, p, 2, keeps=True, on_tensor_cores=True).way == way
+def test_the_plan_for_these_shapes(T_d_p_and_bytes, options, way) -> None:
+    assert choose_way(*T_d_p_and_bytes, **options).way == way
 
 
 def test_the_cheaper_way_is_taken_for_every_shape() -> None:
@@ -158,10 +153,8 @@ def test_squares_of_a_lookup(dtype, T) -> None:
 
 def test_a_lookup_takes_as_many_columns_as_fit() -> None:
     g = draw(2, 40_000, 30, dtype=torch.float32)
-    ids = torch.arange(40_000).repeat(2, 1)
-
-    found = square_lookup(ids, g).found_B
-    torch.testing.assert_close(found, g.square().sum((1, 2)), rtol=1e-5, atol=0)
+    squares_B = square_lookup(torch.arange(40_000).repeat(2, 1), g).found_B
+    torch.testing.assert_close(squares_B, g.square().sum((1, 2)), rtol=1e-5, atol=0)
 
 
 def test_places_with_the_same_id_share_a_slot() -> None:

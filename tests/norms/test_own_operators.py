@@ -1,15 +1,10 @@
 """Every operator that the package registers is one to PyTorch: in autograd, modes and versions.
 
-Triton's interpreter runs the kernels, in a process of its own because triton decides as it is
-imported whether it interprets.
+Triton's interpreter runs the kernels, in a process of its own.
 """
 
-import multiprocessing
-import os
 import re
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -83,14 +78,6 @@ def examine(name):
     return {key: str(said) for key, said in verdict.items()}, changes, is_same
 
 
-@pytest.fixture(scope="module")
-def interpreter():
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):  # read as triton is imported
-            pool.submit(os.getpid).result()
-        yield pool
-
-
 def test_every_operator_of_the_package_has_an_example() -> None:
     names = {
         one.removeprefix("dpprof::")
@@ -110,10 +97,10 @@ def test_operators_are_defined_in_one_way() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_pytorch_finds_nothing_wrong_with_an_operator(interpreter, name) -> None:
+def test_pytorch_finds_nothing_wrong_with_an_operator(interpreting, name) -> None:
     if name in ON_A_GPU:
         pytest.importorskip("triton", reason="the extra dpprof[triton] is not installed")
-    verdict, changes, is_same_in_inference = interpreter.submit(examine, name).result()
+    verdict, changes, is_same_in_inference = interpreting(examine, name)
 
     assert set(verdict.values()) == {"SUCCESS"}, verdict
     assert changes == declared_changes(name, EXAMPLES[name])

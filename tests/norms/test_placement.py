@@ -36,30 +36,27 @@ def factors(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.bfloat16)
 
 
+def multiply_matrices() -> None:
+    multiply(factors(2, 8, 2048), factors(2, 2048, 9))
+
+
+def sum_product() -> None:
+    Product(factors(2, 2048, 8), factors(2, 2048, 9)).sum(torch.empty(2))
+
+
+def scale() -> None:
+    scale_gradients(factors(2, 64, 8), factors(2, 64, 8), None, factors(2, 64, 1))
+
+
 @pytest.mark.parametrize(
     ("run", "operator", "gpu", "cpu"),
     [
-        (lambda: multiply(factors(2, 8, 2048), factors(2, 2048, 9)), "aten.bmm.dtype", 1, 0),
-        (lambda: multiply(factors(2, 8, 2048), factors(2, 2048, 9)), "baddbmm", 0, 4),
-        (
-            lambda: Product(factors(2, 2048, 8), factors(2, 2048, 9)).sum(torch.empty(2)),
-            "aten.mm.dtype",
-            1,
-            0,
-        ),
-        (
-            lambda: Product(factors(2, 2048, 8), factors(2, 2048, 9)).sum(torch.empty(2)),
-            "addmm_",
-            0,
-            8,
-        ),
+        (multiply_matrices, "aten.bmm.dtype", 1, 0),
+        (multiply_matrices, "baddbmm", 0, 4),
+        (sum_product, "aten.mm.dtype", 1, 0),
+        (sum_product, "addmm_", 0, 8),
         (lambda: square(factors(2, 5, SQUARED_AT_ONCE)), "vector_norm", 1, 5),
-        (
-            lambda: scale_gradients(factors(2, 64, 8), factors(2, 64, 8), None, factors(2, 64, 1)),
-            "aten.sum",
-            1,
-            4,
-        ),
+        (scale, "aten.sum", 1, 4),
     ],
 )
 def test_a_gpu_takes_few_launches_and_16_bit_products(run, operator, gpu, cpu, monkeypatch) -> None:

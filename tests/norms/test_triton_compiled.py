@@ -30,9 +30,7 @@ def compiled_here(monkeypatch, tmp_path) -> None:
 def find_program(kernel: str):
     from dpprof.private.norms import triton_kernels  # noqa: PLC0415 (it imports triton)
 
-    return {"gram": triton_kernels.sum_gram_squares, "product": triton_kernels.sum_product_squares}[
-        kernel
-    ]
+    return getattr(triton_kernels, f"sum_{kernel}_squares")
 
 
 def list_configs(kernel: str, dtype: torch.dtype) -> list:
@@ -126,26 +124,18 @@ def test_described_operands_are_copied_by_the_gpus_engine() -> None:
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", POINTERS)
-def test_a_scales_gradient_spills_nothing_and_loads_whole_vectors(dtype, capability) -> None:
-    from dpprof.private.norms import triton_kernels, tuning  # noqa: PLC0415
+@pytest.mark.parametrize("kernel", ["sum_scaled", "differentiate_cross_entropy"])
+def test_kernels_of_few_passes_spill_nothing_and_load_whole_vectors(
+    kernel, dtype, capability
+) -> None:
+    from dpprof.private.norms import triton_passes, tuning  # noqa: PLC0415 (they import triton)
 
-    constants = {"x_k": 1, "g_k": 1, "CENTRED": True, "SHIFTED": True, **tuning.SCALED}
-    compiled = compile_for(
-        triton_kernels.sum_scaled, constants, dtype, capability, {"num_warps": 8}
-    )
-
-    assert stack_bytes(compiled) <= STACK_BYTES
-    assert re.search(r"ld\.global\.v4\.b32|ld\.global\.v2\.b64", compiled.asm["ptx"])
-
-
-@pytest.mark.parametrize("capability", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", POINTERS)
-def test_the_gradients_of_logits_spill_nothing_and_load_whole_vectors(dtype, capability) -> None:
-    from dpprof.private.norms import triton_kernels, tuning  # noqa: PLC0415
-
-    constants = {"CAPPED": True, "WEIGHTED": True, **tuning.LOGITS}
-    program = triton_kernels.differentiate_cross_entropy
-    compiled = compile_for(program, constants, dtype, capability, {"num_warps": 8})
+    constants = {
+        "sum_scaled": {"x_k": 1, "g_k": 1, "CENTRED": True, "SHIFTED": True, **tuning.SCALED},
+        "differentiate_cross_entropy": {"CAPPED": True, "WEIGHTED": True, **tuning.LOGITS},
+    }[kernel]
+    function = getattr(triton_passes, kernel)
+    compiled = compile_for(function, constants, dtype, capability, {"num_warps": 8})
 
     assert stack_bytes(compiled) <= STACK_BYTES
     assert re.search(r"ld\.global\.v4\.b32|ld\.global\.v2\.b64", compiled.asm["ptx"])

@@ -1,12 +1,9 @@
 """Both kernels square the norms of the gradients that einsum would build, in float64.
 
-Every case runs under Triton's interpreter, in a process of its own because triton decides as it
-is imported whether it interprets, and again compiled where there is a GPU.
+Every case runs under Triton's interpreter, in a process of its own, and again compiled where there
+is a GPU.
 """
 
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise
 from unittest import mock
@@ -15,6 +12,7 @@ import pytest
 import torch
 from products import one_in
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from dpprof.private.norms.rounding import gram_slack
 
@@ -50,38 +48,40 @@ def squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     return gradients_Bdp.square().sum(dim=(1, 2))
 
 
-def interpret() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
+def call(device, launcher, *arguments, patched=None, **options):
+    """Launch a kernel, in whichever process; return what it returned, and its arguments by then."""
+    from dpprof.private.norms import triton_launch, tuning  # noqa: PLC0415
+
+    moved = tree_map_only(Tensor, lambda each: each.to(device), arguments)
+    with mock.patch.dict(vars(tuning), patched or {}):
+        returned = getattr(triton_launch, f"launch_{launcher}")(*moved, **options)
+    return tree_map_only(Tensor, Tensor.cpu, (returned, moved))
 
 
-def compute(device, kernel, x_BTd, g_BTp, *, views=("as it is", "as it is"), programs=None):
-    """Run a kernel, in whichever process; the views are taken there, since copies lose strides."""
-    from dpprof.private.norms import triton_launch  # noqa: PLC0415
-
-    x_view, g_view = (VIEWS[name] for name in views)
-    with mock.patch.object(triton_launch, "PROGRAMS", programs or triton_launch.PROGRAMS):
-        operands = x_view(x_BTd.to(device)), g_view(g_BTp.to(device))
-        found = triton_launch.launch_squares(kernel, *operands)[0].cpu()
-        return found[0] if kernel == "gram_squares" else found
+def compute(device, kernel, x_BTd, g_BTp, *, views=("as it is", "as it is"), **patched):
+    """Square norms by a kernel; the views are taken in its process, since copies lose strides."""
+    operands = (
+        VIEWS[view](each.to(device)) for view, each in zip(views, (x_BTd, g_BTp), strict=True)
+    )
+    (squares, _config), _ = call(device, "squares", kernel, *operands, patched=patched)
+    return squares[0] if kernel == "gram_squares" else squares
 
 
 @pytest.fixture(scope="module")
-def interpreter():
-    """Run functions in one process that interprets Triton."""
+def interpreter(interpreting):
+    """Run functions in a process that interprets Triton."""
     triton = pytest.importorskip("triton", reason=MISSING)
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpret) as process:
 
-        def run(function, *arguments, **named):
-            return process.submit(function, "cpu", *arguments, **named).result()
+    def run(function, *arguments, **named):
+        return interpreting(function, "cpu", *arguments, **named)
 
-        try:
-            run(compute, "gram_squares", *draw(1, 1, 1, 1))
-        except triton.runtime.errors.InterpreterError as error:
-            if "only 0-dimensional arrays" not in str(error):
-                raise
-            pytest.skip("the interpreter of this Triton (3.6 and older) needs NumPy before 2.4")
-        yield run
+    try:
+        run(compute, "gram_squares", *draw(1, 1, 1, 1))
+    except triton.runtime.errors.InterpreterError as error:
+        if "only 0-dimensional arrays" not in str(error):
+            raise
+        pytest.skip("the interpreter of this Triton (3.6 and older) needs NumPy before 2.4")
+    return run
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_norms_are_those_of_the_gradients(place, sizes, dtype, kernel) -> None:
 @pytest.mark.parametrize("programs", [1, FEW])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_few_programs_go_through_all_tiles(place, kernel, programs) -> None:
-    check(place, kernel, *draw(2, 70, 33, 40), programs=programs)
+    check(place, kernel, *draw(2, 70, 33, 40), PROGRAMS=programs)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +131,10 @@ def test_any_strides_will_do(place, views, kernel) -> None:
     check(place, kernel, *draw(2, 33, 17, 33), views=views)
 
 
-def tell_described(_device, x_BTd, g_BTp, views):
+def tell_described(_device, x_BTd, g_BTp, view="as it is"):
     from dpprof.private.norms import triton_launch  # noqa: PLC0415
 
-    return triton_launch._is_described(*(VIEWS[name](x_BTd) for name in views[:1]), g_BTp)
+    return triton_launch._is_described(VIEWS[view](x_BTd), g_BTp)
 
 
 DESCRIBED = {"as it is": True, "slice of a wider tensor": False, "tokens first": False}
@@ -147,7 +147,7 @@ def test_matrices_of_all_samples_are_described(interpreter, view) -> None:
     x_BTd, g_BTp = draw(3, 70, 40, 72, torch.bfloat16)
     views = view, "as it is"
 
-    assert interpreter(tell_described, x_BTd, g_BTp, views) == DESCRIBED[view]
+    assert interpreter(tell_described, x_BTd, g_BTp, view) == DESCRIBED[view]
     check(("interpreter", interpreter), "gram_squares", x_BTd, g_BTp, views=views)
     g_BTp[1] = torch.nan
     found_B = interpreter(compute, "gram_squares", x_BTd, g_BTp, views=views)
@@ -163,8 +163,7 @@ def test_matrices_of_all_samples_are_described(interpreter, view) -> None:
     ],
 )
 def test_other_operands_are_read_by_pointers(interpreter, sizes, dtype) -> None:
-    views = ("as it is",)
-    assert not interpreter(tell_described, *draw(*sizes, dtype), views)
+    assert not interpreter(tell_described, *draw(*sizes, dtype))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -210,24 +209,15 @@ def test_sums_that_16_bits_could_not_hold_are_norms(place, scale, dtype, kernel)
     check(place, kernel, *((scale * part).to(dtype) for part in draw(2, 40, 33, 33)))
 
 
-def sum_gram(device, x_BTd, g_BTp):
-    from dpprof.private.norms import triton_launch  # noqa: PLC0415
-
-    sums_5B, _ = triton_launch.launch_squares("gram_squares", x_BTd.to(device), g_BTp.to(device))
-    return sums_5B.cpu()
-
-
 @pytest.mark.parametrize(("d", "p"), [(18, 40), (129, 300)])  # less than a slice, and more
 def test_traces_and_squares_of_both_gram_matrices_come_with_them(interpreter, d, p) -> None:
     x_BTd, g_BTp = draw(3, 70, d, p)
-    _, *traces, of_x, of_g = interpreter(sum_gram, x_BTd, g_BTp)
+    (sums_5B, _config), _ = interpreter(call, "squares", "gram_squares", x_BTd, g_BTp)
+    x_BTd, g_BTp = x_BTd.double(), g_BTp.double()
 
-    for trace, found, of in zip(
-        traces, (of_x, of_g), (x_BTd.double(), g_BTp.double()), strict=True
-    ):
-        expected = (of @ of.mT).square().sum((1, 2))
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
-        torch.testing.assert_close(trace.double(), of.square().sum((1, 2)), rtol=1e-5, atol=0)
+    expected = [each.square().sum((1, 2)) for each in (x_BTd, g_BTp)]
+    expected += [(each @ each.mT).square().sum((1, 2)) for each in (x_BTd, g_BTp)]
+    torch.testing.assert_close(sums_5B[1:].double(), torch.stack(expected), rtol=1e-5, atol=0)
 
 
 def tell(_device, x_BTd, g_BTp):
@@ -260,14 +250,6 @@ def test_what_does_not_fit_is_refused(place, kernel) -> None:
         run(kernel, torch.ones(2, 4), torch.ones(2, 5))
 
 
-def sum_scaled(device, *arguments, programs, shifted=True):
-    from dpprof.private.norms import triton_launch  # noqa: PLC0415
-
-    given = [None if one is None else one.to(device) for one in arguments]
-    with mock.patch.object(triton_launch, "PROGRAMS", programs):
-        return triton_launch.launch_scale_gradients(*given, shifted=shifted).cpu()
-
-
 @pytest.mark.parametrize(
     ("sizes", "is_centred", "dtype", "programs"),
     one_in(
@@ -287,22 +269,16 @@ def test_gradients_of_a_scale(place, sizes, is_centred, dtype, programs) -> None
 
     views = x_BTd.mT.contiguous().mT, g_BTd.repeat_interleave(2, dim=2)[..., ::2]
     mean_BT = mean_BT if is_centred else None
-    found_BRd = place[1](sum_scaled, *views, mean_BT, rstd_BT, programs=programs)
-    alone_BRd = place[1](sum_scaled, *views, mean_BT, rstd_BT, programs=programs, shifted=False)
-
-    assert found_BRd.dtype == torch.float32
-    torch.testing.assert_close(alone_BRd, found_BRd[:, :1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found_BRd[:, 0].double(), expected_Bd, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        found_BRd[:, 1].double(), g_BTd.double().sum(1), rtol=1e-5, atol=1e-5
+    operands = (call, "scale_gradients", *views, mean_BT, rstd_BT)
+    both_BRd, alone_BRd = (
+        place[1](*operands, shifted=shifted, patched={"PROGRAMS": programs})[0]
+        for shifted in (True, False)
     )
 
-
-def test_an_empty_batch_has_no_gradients_of_a_scale(place) -> None:
-    none = torch.ones(0, 4, 6)
-    found = place[1](sum_scaled, none, none, None, torch.ones(0, 4), programs=1)
-
-    assert found.shape == (0, 2, 6)
+    assert both_BRd.dtype == torch.float32
+    torch.testing.assert_close(alone_BRd, both_BRd[:, :1], rtol=1e-5, atol=1e-5)
+    expected_BRd = torch.stack([expected_Bd, g_BTd.double().sum(1)], dim=1)
+    torch.testing.assert_close(both_BRd.double(), expected_BRd, rtol=1e-5, atol=1e-5)
 
 
 def weigh(device, x_BTd, weights_B, count):
@@ -328,20 +304,8 @@ def test_samples_times_their_weights_are_rounded_once(place, sizes, dtype) -> No
     torch.testing.assert_close(found, expected, rtol=rtol, atol=0)
 
 
-def test_no_samples_are_weighed(place) -> None:
-    assert place[1](weigh, torch.ones(2, 3, 4), torch.ones(0), 0).shape == (0, 3, 4)
-
-
-def differentiate_cross_entropy(device, z_NV, labels_N, incoming_N, **options):
-    from dpprof.private.norms import triton_launch, tuning  # noqa: PLC0415
-
-    z_NV, labels_N = z_NV.to(device), labels_N.to(device)
-    incoming_N = None if incoming_N is None else incoming_N.to(device)
-    with mock.patch.dict(tuning.LOGITS, BLOCK=16):
-        losses_N = triton_launch.launch_cross_entropy(z_NV, labels_N, incoming_N, **options)
-    return losses_N.cpu(), z_NV.cpu()
-
-
+PLAIN = {"ignored": -100, "smoothing": 0.0, "scale": 1.0, "cap": None}
+FEW_LOGITS = {"LOGITS": {"BLOCK": 16}}
 LOSSES = {
     "plain": {},
     "capped": {"cap": 2.0},
@@ -354,7 +318,7 @@ LOSSES = {
 @pytest.mark.parametrize("changed", list(LOSSES))
 @pytest.mark.parametrize("V", [1, 16, 37])
 def test_losses_and_gradients_of_logits(place, V, changed, is_weighted, dtype) -> None:
-    options = {"ignored": -100, "smoothing": 0.0, "scale": 1.0, "cap": None} | LOSSES[changed]
+    options = PLAIN | LOSSES[changed]
     random = torch.Generator().manual_seed(V)
     z_NV = (4 * torch.randn(5, V, generator=random)).to(dtype)
     labels_N = torch.tensor([0, V - 1, options["ignored"], min(3, V - 1), V // 2])
@@ -372,7 +336,8 @@ def test_losses_and_gradients_of_logits(place, V, changed, is_weighted, dtype) -
     ).where(counted_N, torch.tensor(0.0).double())
     expected_N.backward(torch.ones(5) if incoming_N is None else incoming_N)
 
-    losses_N, g_NV = place[1](differentiate_cross_entropy, z_NV, labels_N, incoming_N, **options)
+    operands = (call, "cross_entropy", z_NV, labels_N, incoming_N)
+    losses_N, (g_NV, *_) = place[1](*operands, patched=FEW_LOGITS, **options)
 
     torch.testing.assert_close(losses_N.double(), expected_N.detach(), rtol=1e-5, atol=1e-5)
     limits = (
@@ -382,11 +347,11 @@ def test_losses_and_gradients_of_logits(place, V, changed, is_weighted, dtype) -
 
 
 def test_wrong_labels_and_logits_give_losses_that_are_not_numbers(place) -> None:
-    options = {"ignored": -100, "smoothing": 0.0, "scale": 1.0, "cap": None}
     z_NV = torch.zeros(5, 20)
     z_NV[2, 3], z_NV[3, 3] = torch.nan, torch.inf
     labels_N = torch.tensor([20, -1, 0, 0, 0])
-    losses_N, _ = place[1](differentiate_cross_entropy, z_NV, labels_N, None, **options)
+    operands = (call, "cross_entropy", z_NV, labels_N, None)
+    losses_N, _ = place[1](*operands, patched=FEW_LOGITS, **PLAIN)
 
     assert losses_N.isnan().tolist() == [True, True, True, True, False]
 
@@ -420,14 +385,9 @@ def test_the_reference_is_the_authors() -> None:
     ]
 
 
-def add_noise(device, summed, *, key, which, std=1.0, factor=1.0, group=None):
-    from dpprof.private.norms import triton_launch  # noqa: PLC0415
-
-    summed = summed.to(device, copy=True)
-    with mock.patch.object(triton_launch, "GROUP", group or triton_launch.GROUP):
-        key = torch.tensor(key if isinstance(key, list) else [key, 0], device=device)
-        triton_launch.launch_noise(summed, key, which, std, factor)
-        return summed.cpu()
+def add_noise(device, summed, words, which, *, std=1.0, factor=1.0, **patched):
+    operands = (summed.clone(), torch.tensor(words), which, std, factor)
+    return call(device, "noise", *operands, patched=patched)[1][0]
 
 
 FAR = (130,)
@@ -435,23 +395,23 @@ FAR = (130,)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "key", "which"),
+    ("sizes", "words", "which"),
     [
         ((7, 30), [5, -(2**62) + 77], 0),
         ((64,), [2**62 + 12345, 2**40 + 9], 3),
         ((1,), [2**63 - 1, -1], 2**31 - 1),
-        (FAR, 7, 566_275_388),
+        (FAR, [7, 0], 566_275_388),
     ],
 )
-def test_noise_is_that_of_its_key_its_number_and_its_place(place, sizes, key, which) -> None:
+def test_noise_is_that_of_its_key_its_number_and_its_place(place, sizes, words, which) -> None:
     group = 16
     summed = torch.rand(sizes)
-    found = place[1](*(add_noise, summed), key=key, which=which, std=0.5, factor=0.125, group=group)
+    noised = place[1](add_noise, summed, words, which, std=0.5, factor=0.125, GROUP=group)
 
     n = summed.numel()
     programs = -(-n // (4 * group))
     places = torch.arange(programs * group, dtype=torch.float64)
-    key, digest = key if isinstance(key, list) else (key, 0)
+    key, digest = words
     others = (digest % 2**32, which, (digest >> 32) % 2**32)
     counters = torch.stack([places, *(0 * places + one for one in others)], dim=1)
     a, b, c, d = philox(counters, key).T / 2**32
@@ -466,17 +426,22 @@ def test_noise_is_that_of_its_key_its_number_and_its_place(place, sizes, key, wh
         assert float(torch.hypot(*(one[0] for one in normals[:2]))) > 6.4
     noise = torch.stack(normals).view(4, programs, group).transpose(0, 1).flatten()[:n]
     expected = summed.double() * 0.125 + 0.5 * noise.view(sizes)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=3e-6)
+    torch.testing.assert_close(noised.double(), expected, rtol=1e-5, atol=3e-6)
 
 
-def test_no_sum_gets_no_noise(place) -> None:
-    assert place[1](add_noise, torch.ones(0, 3), key=1, which=0).shape == (0, 3)
+def test_without_elements_there_are_no_results(place) -> None:
+    run, x_BTd = place[1], torch.ones(0, 4, 6)
+    of_scale, _ = run(call, "scale_gradients", x_BTd, x_BTd, None, x_BTd[:, :, 0], shifted=True)
+
+    assert of_scale.shape == (0, 2, 6)
+    assert run(weigh, torch.ones(2, 3, 4), torch.ones(0), 0).shape == (0, 3, 4)
+    assert run(add_noise, torch.ones(0, 3), [1, 0], 0).shape == (0, 3)
 
 
 def tell_moments(device, n):
     """Draw noise of two keys and two numbers, and measure it."""
     draws = [
-        add_noise(device, torch.zeros(n), key=key, which=which, std=2.0, group=1024).double() / 2
+        add_noise(device, torch.zeros(n), [key, 0], which, std=2.0, GROUP=1024).double() / 2
         for key, which in ((1, 0), (2, 0), (1, 1))
     ]
     first = draws[0]
@@ -505,13 +470,13 @@ def tell_deviations(device, dtype, n):
     """Add the noise of a step to a sum of zeros, and measure it in each part of its numbers."""
     from dpprof.private.noise import noise  # noqa: PLC0415
     from dpprof.private.noise.noise_keys import StepKey  # noqa: PLC0415
-    from dpprof.private.norms import placement, triton_launch  # noqa: PLC0415
+    from dpprof.private.norms import placement, tuning  # noqa: PLC0415
 
     summed = torch.zeros(n, dtype=dtype, device=device)
     step = noise.NoiseOfStep(0.5, 2.0, StepKey(bytes(32)))
     with (
         placement.as_if_on_cuda(),
-        mock.patch.object(triton_launch, "GROUP", 2**14),  # few programs to interpret
+        mock.patch.object(tuning, "GROUP", 2**14),  # few programs to interpret
         mock.patch.object(noise, "draw_noise") as by_pytorch,
     ):
         step.add_to(summed)
@@ -583,11 +548,7 @@ def test_memory_is_that_of_the_partial_sums_even_when_tuning(gpu, kernel) -> Non
 
 
 def digest(device, sums, table):
-    from dpprof.private.norms import triton_launch  # noqa: PLC0415
-
-    words = torch.tensor([3, 5], device=device)
-    triton_launch.launch_digest(words, [one.to(device) for one in sums], table.to(device))
-    return words.tolist()
+    return call(device, "digest", torch.tensor([3, 5]), sums, table)[1][0].tolist()
 
 
 def test_a_digest_is_a_hash_of_hashes_modulo_2_to_the_64(place) -> None:

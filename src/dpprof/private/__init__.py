@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from dpprof.private.engine.per_layer import PerLayerClipping as PerLayerClipping
     from dpprof.private.errors import UnsupportedError as UnsupportedError
     from dpprof.private.layers.causal_lm import causal_lm_losses as causal_lm_losses
-    from dpprof.private.layers.head import linear_cross_entropy as linear_cross_entropy
+    from dpprof.private.layers.linear_cross_entropy import (
+        linear_cross_entropy as linear_cross_entropy,
+    )
     from dpprof.private.loop.private_trainer import PrivacyArguments as PrivacyArguments
     from dpprof.private.loop.private_trainer import PrivateTrainer as PrivateTrainer
     from dpprof.private.loop.private_training import PrivateTraining as PrivateTraining
@@ -50,7 +52,7 @@ _MODULES = {
     "numbers_of_opacus": "dpprof.private.loop.public_numbers",
     "suggest_max_grad_norm": "dpprof.private.loop.public_norms",
     "causal_lm_losses": "dpprof.private.layers.causal_lm",
-    "linear_cross_entropy": "dpprof.private.layers.head",
+    "linear_cross_entropy": "dpprof.private.layers.linear_cross_entropy",
     "UnsupportedError": "dpprof.private.errors",
 }
 __all__ = list(_MODULES)

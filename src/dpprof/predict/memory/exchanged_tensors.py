@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpprof.experiments.records.terms import Component
-from dpprof.private.ranks.distribution import groups_of, states_of
+from dpprof.private.ranks.ranks import groups_of, states_of
 from dpprof.private.substitutes import substitute
 
 Roles = Mapping[int | str, Component]

@@ -24,15 +24,14 @@ from dpprof.private.errors import UnsupportedError
 from dpprof.private.graph.broadcasts import Broadcasts
 from dpprof.private.graph.first_batch import FirstBatches, Handler
 from dpprof.private.graph.layout import Layout
-from dpprof.private.layers.as_one import Choice, find_choices
 from dpprof.private.layers.batch_axis import describe, find_batch_second
+from dpprof.private.layers.composite_layers import Choice, find_choices
 from dpprof.private.layers.layers import count_uses
 from dpprof.private.layers.patching import patch_layer, unpatch_layer, watch_calls
 from dpprof.private.layers.rules import Found, LayerRule, find_rewritten, find_rules
 from dpprof.private.norms.code_paths import CodePath, Watch
 from dpprof.private.number_formats import refuse_loss_scale
-from dpprof.private.ranks.distribution import find_ranks
-from dpprof.private.ranks.ranks import Ranks, Settings, refuse_other_wrapper
+from dpprof.private.ranks.ranks import Ranks, Settings, find_ranks, refuse_other_wrapper
 from dpprof.private.ranks.shard_sums import ShardSums
 from dpprof.private.refusals.calls import LayerCall
 from dpprof.private.refusals.coverage import Coverage, trained_in

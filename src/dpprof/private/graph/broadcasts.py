@@ -107,10 +107,9 @@ def _pull_back(node: Any, operand: int, g: Tensor) -> Tensor:
 
 
 class Broadcast:
-    """The per-sample gradients of a value that enters for all samples.
+    """The per-sample gradients of a value that enters for all samples, by all its entries.
 
-    Args:
-        entries: Every operator through which it enters; none where the batch has one sample.
+    There are no entries where the batch has one sample.
     """
 
     def __init__(self, entries: Collection[_Entry]) -> None:
@@ -128,11 +127,7 @@ class Broadcast:
     def take(self, gradient: Tensor) -> Tensor | None:
         """Return the per-sample gradients of one backward, once; (B, shape of the value).
 
-        Args:
-            gradient: What autograd found, summed over samples.
-
-        Returns:
-            None if there are none, because the gradient came another way.
+        None if there are none: then ``gradient``, autograd's sum, came another way.
         """
         if self._is_single:
             return gradient[None]
@@ -146,15 +141,10 @@ class Broadcast:
 
 
 class Broadcasts:
-    """What enters for all samples of a batch.
+    """What enters for all samples of a batch, whose rows ``layout`` knows.
 
-    Args:
-        layout: The batch, and which rows samples have.
-        leaves: Parameters that no layer's rule runs.
-        name_of: Names a parameter.
-
-    Raises:
-        UnsupportedError: A leaf enters in another way.
+    ``leaves`` are parameters that no layer's rule runs; ``UnsupportedError`` if one enters in
+    another way.
     """
 
     def __init__(
@@ -184,31 +174,28 @@ class Broadcasts:
         samples = self._layout.samples
         leaf = getattr(node, "variable", None)
         name = name_of(node.clipped[0] if leaf is None else leaf)
-        if samples == 1:
-            entries: list[_Entry] = []
-            others: set[str] = set()
-        else:
+        entries: list[_Entry] = []
+        others: set[str] = set()
+        if samples > 1:
             entries, others = follow(node, self._layout.above, self._layout.rows_of)
-        operators = [
-            node for entry in entries for node in (entry.node, *(n for n, _ in entry.moves))
-        ]
-        if any(is_read_once(node) for node in operators):
+        moves = (operator for entry in entries for operator, _ in entry.moves)
+        if any(map(is_read_once, (*(entry.node for entry in entries), *moves))):
             raise UnsupportedError(
                 f"{name} enters for all samples inside of a checkpoint, by an operator whose "
                 "operands a checkpoint hands out once, such as a product; name a module around it "
                 "that gets and returns samples in as_one=[...], do not checkpoint it, or freeze it"
             )
         self.ways |= {f"{name}: {entry.describe()}" for entry in entries}
+        if leaf is None and entries and others:
+            raise UnsupportedError(
+                f"{name} is looked up once for all samples, and also goes "
+                f"into {min(others)}; look it up for each sample, or freeze it"
+            )
+        if leaf is None and (entries or samples == 1):
+            node.shared = Broadcast(entries)
+            self._lookups.append(node)
+            self._all.append(node.shared)
         if leaf is None:
-            if samples == 1 or (entries and not others):
-                node.shared = Broadcast(entries)
-                self._lookups.append(node)
-                self._all.append(node.shared)
-            elif entries:
-                raise UnsupportedError(
-                    f"{name} is looked up once for all samples, and also goes "
-                    f"into {min(others)}; look it up for each sample, or freeze it"
-                )
             return
         if others:
             raise UnsupportedError(
@@ -233,13 +220,6 @@ class Broadcasts:
         self.of.clear()
 
 
-def _is_repeated(kind: str, shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
-    """Tell whether an operator repeats its operand along the first axis of its output."""
-    if kind == "Repeat" and out[1:] != shape[1:]:
-        return False
-    return len(out) > len(shape) or (len(out) == len(shape) > 0 and shape[0] == 1 != out[0])
-
-
 def _is_alike(user: Any, kind: str, operand: int, out: tuple[int, ...]) -> bool:
     """Tell whether an operator of two operands does not have the batch on its first axis yet."""
     if kind in _SUMS or (kind in _ALIKE and out[:1] == (1,)):
@@ -251,16 +231,12 @@ def _is_alike(user: Any, kind: str, operand: int, out: tuple[int, ...]) -> bool:
 
 
 def follow(
-    value: Any,
-    above: Mapping[Any, list[tuple[Any, int]]],
-    rows_of: Callable[[Any], Rows | None],
+    value: Any, above: Mapping[Any, list[tuple[Any, int]]], rows_of: Callable[[Any], Rows | None]
 ) -> tuple[list[_Entry], set[str]]:
     """Return where a value enters for all samples, and the other operators that use it.
 
-    Args:
-        value: The node of a leaf, or of a lookup.
-        above: The users of each node.
-        rows_of: Tells which rows of what a node returned samples have, None where it has none.
+    The value is the node of a leaf, or of a lookup; ``above`` are the users of each node, and
+    ``rows_of`` tells which rows of what a node returned samples have.
     """
     entries: list[_Entry] = []
     others: set[str] = set()
@@ -278,7 +254,11 @@ def follow(
                     others.add(type(user).__name__.strip("_").removesuffix("Backward"))
                 continue  # a layer's rule takes its own parameters
             kind, out = kind_of(user), shape_of(user)
-            is_repeated = kind in _ENTERING and _is_repeated(kind, shape, out)
+            # It may repeat its operand along the first axis of its output.
+            is_longer = len(out) == len(shape) > 0 and shape[0] == 1 != out[0]
+            is_repeated = kind in _ENTERING and (len(out) > len(shape) or is_longer)
+            if kind == "Repeat":
+                is_repeated &= out[1:] == shape[1:]
             rows = rows_of(user) if is_repeated else None
             if kind == "Repeat" and rows is not None and (not rows.each or rows.each % shape[0]):
                 rows = None  # a sample has parts of the value

@@ -57,13 +57,10 @@ class FirstBatches:
     """Verifies batches until each layer that runs was seen.
 
     Args:
-        what: One of ``FIRST_BATCH``.
+        what: One of ``FIRST_BATCH``, or ``ValueError`` is raised.
         loss_scale: What losses are multiplied with for backward.
         ranks: Under ``fully_shard`` all run backward together, and share their findings.
         name_of: Names a layer.
-
-    Raises:
-        ValueError: ``what`` is another word.
     """
 
     def __init__(
@@ -95,9 +92,8 @@ class FirstBatches:
     def expect(self, ways: set[str]) -> None:
         """Verify again where the coming batch is computed in a way that was not verified.
 
-        Args:
-            ways: How values enter for all samples (``broadcasts``), which rows samples have
-                (``layout``), and settings (``batch_axis``).
+        Ways are how values enter for all samples (``broadcasts``), which rows samples have
+        (``layout``), and settings (``batch_axis``).
         """
         self._ways = ways
         self._are_other = self._verified_ways is not None and not ways <= self._verified_ways
@@ -134,11 +130,9 @@ class FirstBatches:
                 weights = batch.choose(half)
                 torch.autograd.backward(losses, weights, retain_graph=True)
         problem = layout.problem or batch.problem
+        is_incomplete, has_ways = not batch.is_complete, bool(self._ways)
         is_wrong, has_looked, is_incomplete, has_ways = ranks.any(
-            problem is not None,
-            batch.has_others,
-            not batch.is_complete,
-            bool(self._ways),
+            problem is not None, batch.has_others, is_incomplete, has_ways
         )
         if is_wrong:
             raise problem or UnsupportedError("another rank found that samples are mixed")
@@ -190,9 +184,8 @@ class _Batch:
 
         random.SystemRandom().shuffle(finite)
         half = (len(finite) + 1) // 2
-        self.halves = (
-            [set(finite[:half]), set(finite[half:])] if self.has_others else [set(), set()]
-        )
+        halves = [set(finite[:half]), set(finite[half:])]
+        self.halves = halves if self.has_others else [set(), set()]
         """Whose losses are differentiated; none of a batch of one sample."""
 
         self._chosen: set[int] = set()

@@ -91,6 +91,29 @@ def find_users(nodes: Iterable[Any]) -> dict[Any, list[tuple[Any, int]]]:
     return above
 
 
+def as_signed(number: int) -> int:
+    """Return a number as it was before autograd saved it without a sign."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def axes_of(node: Any, count: int) -> list[int]:
+    """Return which of ``count`` axes an operator has saved; all where it has none."""
+    saved = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
+    axes = [saved] if isinstance(saved, int) else saved or range(count)
+    return sorted(as_signed(axis) % count for axis in axes) if count else []
+
+
+def order_of(node: Any, axes: int) -> list[int]:
+    """Return which axis of its operand each axis of a transposed tensor is."""
+    if hasattr(node, "_saved_dims"):
+        return [as_signed(axis) % axes for axis in node._saved_dims]  # noqa: SLF001
+    first, second = getattr(node, "_saved_dim0", 0), getattr(node, "_saved_dim1", axes - 1)
+    first, second = as_signed(first) % axes, as_signed(second) % axes
+    order = list(range(axes))
+    order[first], order[second] = second, first
+    return order
+
+
 def is_read_once(node: Any) -> bool:
     """Tell whether a node reads what a checkpoint computes again, and hands out once."""
     for name in dir(node):

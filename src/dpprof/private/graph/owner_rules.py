@@ -11,22 +11,31 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dpprof.private.graph.nodes import edges_of, is_read_once, kind_of, shape_of, shapes_of
+from dpprof.private.graph.nodes import (
+    as_signed,
+    axes_of,
+    edges_of,
+    is_read_once,
+    kind_of,
+    order_of,
+    shape_of,
+    shapes_of,
+)
 from dpprof.private.graph.owners import (
     FREE,
     MANY,
     Owners,
     Shape,
     along_first_axis,
+    concatenate,
     join,
     merge,
     of_first_axis,
     place,
     reshape,
-    shorten,
+    scatter,
     spread,
     unrepeat,
-    whole,
 )
 
 
@@ -54,18 +63,6 @@ class Operand(NamedTuple):
 
 
 Rule = Callable[[Operand], Owners | None]
-
-
-def as_signed(number: int) -> int:
-    """Return a number as it was before autograd saved it without a sign."""
-    return number - 2**64 if number >= 2**63 else number
-
-
-def axes_of(node: Any, count: int) -> list[int]:
-    """Return which of ``count`` axes an operator has saved; all where it has none."""
-    saved = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
-    axes = [saved] if isinstance(saved, int) else saved or range(count)
-    return sorted(as_signed(axis) % count for axis in axes) if count else []
 
 
 def _pointwise(operand: Operand) -> Owners | None:
@@ -102,33 +99,10 @@ def _reshaping(operand: Operand) -> Owners | None:
     return reshape(operand.output, shape_of(operand.node), operand.shape)
 
 
-def order_of(node: Any, axes: int) -> list[int]:
-    """Return which axis of its operand each axis of a transposed tensor is."""
-    if hasattr(node, "_saved_dims"):
-        return [as_signed(axis) % axes for axis in node._saved_dims]  # noqa: SLF001
-    order = list(range(axes))
-    swapped = (
-        [as_signed(axis) % axes for axis in (node._saved_dim0, node._saved_dim1)]  # noqa: SLF001
-        if hasattr(node, "_saved_dim0")
-        else [0, axes - 1]
-    )
-    order[swapped[0]], order[swapped[1]] = swapped[1], swapped[0]
-    return order
-
-
 def _transposing(operand: Operand) -> Owners | None:
     if len(operand.shape) < 2:  # noqa: PLR2004
         return operand.output
     return operand.output.transpose(np.argsort(order_of(operand.node, len(operand.shape))))
-
-
-def _real(operand: Operand) -> Owners | None:
-    """Two real numbers, on an axis of their own, come from each complex one."""
-    return spread(operand.output, [len(operand.shape)])[..., 0]
-
-
-def _complex(operand: Operand) -> Owners | None:
-    return np.expand_dims(operand.output, len(operand.shape) - 1)
 
 
 def _repeat(operand: Operand) -> Owners | None:
@@ -138,10 +112,9 @@ def _repeat(operand: Operand) -> Owners | None:
     for axis, size in enumerate(operand.shape):
         length: int = owners.shape[axis]
         if length > 1:
-            sizes = (*owners.shape[:axis], length // size, size, *owners.shape[axis + 1 :])
-            owners = spread(owners.reshape(sizes), [axis]).reshape(
-                *sizes[:axis], *sizes[axis + 1 :]
-            )
+            before, after = owners.shape[:axis], owners.shape[axis + 1 :]
+            times = owners.reshape(*before, length // size, size, *after)
+            owners = spread(times, [axis]).reshape(*before, size, *after)
     return owners
 
 
@@ -150,15 +123,9 @@ def _product(first: int, operand: Operand) -> Owners | None:
     owners, factor = operand.output, operand.position - first
     if factor < 0:
         return unrepeat(owners, operand.shape)
-    if kind_of(operand.node) in ("Mv", "Dot"):
-        return (
-            owners.reshape(-1, 1) if len(operand.shape) > 1 else spread(owners, range(owners.ndim))
-        )
+    if kind_of(operand.node) == "Mv":
+        return owners.reshape(-1, 1) if len(operand.shape) > 1 else spread(owners, [0])
     return spread(owners, [owners.ndim - 1 if factor == 0 else owners.ndim - 2])
-
-
-def _dot(operand: Operand) -> Owners | None:
-    return operand.output.reshape(1)
 
 
 def _attention(operand: Operand) -> Owners | None:
@@ -171,10 +138,6 @@ def _likelihood(operand: Operand) -> Owners | None:
     if operand.node._saved_reduction:  # noqa: SLF001
         return _pointwise(operand)
     return np.expand_dims(operand.output, min(1, operand.output.ndim))
-
-
-def _ctc(operand: Operand) -> Owners | None:
-    return operand.output.reshape(1, -1, 1)
 
 
 def _layer_norm(operand: Operand) -> Owners | None:
@@ -197,9 +160,8 @@ def _first_axis(operand: Operand) -> Owners | None:
 def _pad(operand: Operand) -> Owners | None:
     owners = operand.output
     pads = [as_signed(side) for side in operand.node._saved_pad]  # noqa: SLF001
-    for axis, start, stop in zip(
-        range(owners.ndim - 1, -1, -1), pads[::2], pads[1::2], strict=False
-    ):
+    axes = reversed(range(owners.ndim))
+    for axis, start, stop in zip(axes, pads[::2], pads[1::2], strict=False):
         if owners.shape[axis] > 1:
             if min(start, stop) < 0:
                 return None
@@ -252,31 +214,12 @@ def _slice(operand: Operand) -> Owners | None:
     return operand.output if len(places) == size else place(operand.output, axis, size, places)
 
 
-def _unbind(operand: Operand) -> Owners | None:
-    axis = operand.axes[0]
-    return _concatenate([np.expand_dims(part, axis) for part in operand.above], axis, operand.node)
-
-
 def _split(operand: Operand) -> Owners | None:
-    return _concatenate(operand.above, operand.axes[0], operand.node)
-
-
-def _concatenate(parts: Sequence[Owners], axis: int, node: Any) -> Owners:
-    """Return the owners of what was cut along an axis."""
-    used = [part for part in parts if (part != FREE).any()] or parts[:1]
-    if used[0].shape[axis] == 1 and all(np.array_equal(used[0], part) for part in used):
-        return used[0]
-    shapes = shapes_of(node)
-    sizes = [shape[axis] for shape in shapes] if kind_of(node) != "Unbind" else [1] * len(parts)
-    parts = [whole(part, axis, size) for part, size in zip(parts, sizes, strict=True)]
-    common = np.broadcast_shapes(
-        *(part.take([0], axis).shape for part in parts if part.shape[axis])
-    )
-    alike = [
-        np.broadcast_to(part, (*common[:axis], part.shape[axis], *common[axis + 1 :]))
-        for part in parts
-    ]
-    return shorten(np.concatenate(alike, axis))
+    """The parts of what was cut along an axis, which those of ``unbind`` lack."""
+    axis, parts = operand.axes[0], operand.above
+    if kind_of(operand.node) == "Unbind":
+        return concatenate([np.expand_dims(part, axis) for part in parts], axis, [1] * len(parts))
+    return concatenate(parts, axis, [shape[axis] for shape in shapes_of(operand.node)])
 
 
 def _diagonal(operand: Operand) -> Owners | None:
@@ -301,15 +244,15 @@ def _index(operand: Operand) -> Owners | None:
     if masks:
         count = indices[first].dim()
     width = 1 if masks else max(indices[axis].dim() for axis in indexed)
-    joined = join(owners, range(first, first + width))
+    axes = range(first, first + width)
+    joined = join(owners, axes)
     if joined is None and not first:
         values = [operand.read(indices[axis]) for axis in indexed]
         if any(value is None for value in values):
             return None
         places = [each for v in values for each in (v.nonzero() if v.dtype == bool else [v])]
-        return _scatter(owners, np.broadcast_arrays(*places), operand.shape)
-    if joined is None:
-        joined = spread(owners, range(first, first + width))
+        return scatter(owners, np.broadcast_arrays(*places), operand.shape)
+    joined = spread(owners, axes)
     return joined.reshape(*joined.shape[:first], *(1,) * count, *joined.shape[first + width :])
 
 
@@ -318,20 +261,7 @@ def _index_select(operand: Operand) -> Owners | None:
     if axis or owners.shape[axis] == 1:
         return spread(owners, [axis])
     index = operand.read(operand.node._saved_index)  # noqa: SLF001
-    return None if index is None else _scatter(owners, [index], operand.shape)
-
-
-def _scatter(owners: Owners, indices: Sequence[Any], shape: Shape) -> Owners | None:
-    """Return the owners of a tensor of which an index picked entries of the first axes."""
-    count, width = len(indices), indices[0].ndim
-    sizes = (*shape[:count], *owners.shape[width:])
-    picked = np.broadcast_to(owners, (*indices[0].shape, *owners.shape[width:]))
-    none = np.iinfo(np.int32).max
-    least, most = np.full(sizes, none, np.int32), np.full(sizes, FREE, np.int32)
-    np.minimum.at(least, tuple(indices), np.where(picked == FREE, none, picked))
-    np.maximum.at(most, tuple(indices), picked)
-    own = np.where(least == most, most, MANY)
-    return shorten(np.where(least == none, FREE, own).astype(np.int32))
+    return None if index is None else scatter(owners, [index], operand.shape)
 
 
 def _added(operand: Operand) -> Owners | None:
@@ -346,13 +276,6 @@ def _added(operand: Operand) -> Owners | None:
     return None if index is None else owners.take(index, 0)
 
 
-_RULES: dict[str, Rule] = {}
-
-
-def _register(rule: Rule, names: str) -> None:
-    _RULES.update(dict.fromkeys(names.split(), rule))
-
-
 _POINTWISE = (
     "Abs Acos Acosh Add Addcdiv Addcmul Alias Angle Asin Asinh Atan Atan2 Atanh "
     "BinaryCrossEntropy BinaryCrossEntropyWithLogits Ceil Celu Clamp ClampMax ClampMin Clone "
@@ -364,39 +287,10 @@ _POINTWISE = (
     "SmoothL1Loss SoftMarginLoss Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCopy Tril "
     "Triu Trunc Where Xlogy"
 )
-_register(_pointwise, _POINTWISE)
-_register(_pointwise, " ".join(f"{name}Backward" for name in _POINTWISE.split()))
-_register(
-    partial(_of_first_operand, _pointwise),
-    "IndexCopy IndexFill IndexPut MaskedScatter Scatter",
-)
-_register(_added, "IndexAdd ScatterAdd ScatterReduce")
-_register(
-    _reduction,
-    "Amax Amin Aminmax Kthvalue LinalgVectorNorm Logsumexp Max Mean Median Min Mode Nanmedian "
-    "Nansum Norm Prod Std StdMean Sum Var VarMean",
-)
-_register(
-    _mixing, "Cummax Cummin Cumprod Cumsum FftC2C FftC2R FftR2C LogSoftmax Logcumsumexp Softmax"
-)
-_register(_moving, "Flip Gather Glu Roll Sort Topk")
-_register(_reshaping, "ReshapeAlias Squeeze UnsafeView Unsqueeze View")
-_register(_transposing, "Permute T Transpose")
-_register(_real, "ViewAsReal")
-_register(_complex, "ViewAsComplex")
-_register(_repeat, "Repeat")
-_register(partial(_product, 0), "Bmm Mm Mv")
-_register(partial(_product, 1), "Addmm Baddbmm")
-_register(_dot, "Dot")
 _ATTENTION = (
     "ScaledDotProductCudnnAttention ScaledDotProductEfficientAttention "
     "ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu"
 )
-_register(_attention, _ATTENTION)
-_register(_likelihood, "NllLoss NllLoss2D")
-_register(_ctc, "CtcLoss CudnnCtcLoss")
-_register(partial(_of_first_operand, _layer_norm), "NativeLayerNorm")
-_register(partial(_of_first_operand, _batch_norm), "NativeBatchNorm")
 _FIRST_AXIS = (
     "AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D AvgPool2D AvgPool3D "
     "Col2Im Convolution GridSampler2D GridSampler3D Im2Col MaxPool2DWithIndices "
@@ -404,29 +298,47 @@ _FIRST_AXIS = (
     "ReflectionPad2D ReflectionPad3D ReplicationPad2D UpsampleBicubic2D UpsampleBilinear2D "
     "UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleTrilinear3D"
 )
-_register(partial(_of_first_operand, _first_axis), _FIRST_AXIS)
-_register(_pad, "ConstantPadNd")
-_register(_unfold, "Unfold")
-_JOINING: dict[str, Rule] = {
-    "Cat": _cat,
-    "Diagonal": _diagonal,
-    "Index": _index,
-    "IndexAdd": _added,
-    "IndexSelect": _index_select,
-    "ScatterAdd": _added,
-    "ScatterReduce": _added,
-    "Select": _select,
-    "Slice": _slice,
-    "Split": _split,
-    "SplitWithSizes": _split,
-    "Stack": _stack,
-    "Unbind": _unbind,
-    "UnsafeSplit": _split,
-    "UnsafeSplitWithSizes": _split,
-}
-"""Operators that can change the order of samples, which lengths do not show."""
+_TABLE: Sequence[tuple[Rule, str]] = (
+    (_pointwise, _POINTWISE),
+    (_pointwise, " ".join(f"{name}Backward" for name in _POINTWISE.split())),
+    (partial(_of_first_operand, _pointwise), "IndexCopy IndexFill IndexPut MaskedScatter Scatter"),
+    (_reduction, "Amax Amin Aminmax Kthvalue LinalgVectorNorm Logsumexp Max Mean Median Min Mode"),
+    (_reduction, "Nanmedian Nansum Norm Prod Std StdMean Sum Var VarMean"),
+    (_mixing, "Cummax Cummin Cumprod Cumsum FftC2C FftC2R FftR2C LogSoftmax Logcumsumexp Softmax"),
+    (_moving, "Flip Gather Glu Roll Sort Topk"),
+    (_reshaping, "ReshapeAlias Squeeze UnsafeView Unsqueeze View"),
+    (_transposing, "Permute T Transpose"),
+    # Two real numbers, on an axis of their own, come from each complex one.
+    (lambda operand: spread(operand.output, [len(operand.shape)])[..., 0], "ViewAsReal"),
+    (lambda operand: np.expand_dims(operand.output, len(operand.shape) - 1), "ViewAsComplex"),
+    (_repeat, "Repeat"),
+    (partial(_product, 0), "Bmm Mm Mv"),
+    (partial(_product, 1), "Addmm Baddbmm"),
+    (lambda operand: operand.output.reshape(1), "Dot"),
+    (_attention, _ATTENTION),
+    (_likelihood, "NllLoss NllLoss2D"),
+    (lambda operand: operand.output.reshape(1, -1, 1), "CtcLoss CudnnCtcLoss"),
+    (partial(_of_first_operand, _layer_norm), "NativeLayerNorm"),
+    (partial(_of_first_operand, _batch_norm), "NativeBatchNorm"),
+    (partial(_of_first_operand, _first_axis), _FIRST_AXIS),
+    (_pad, "ConstantPadNd"),
+    (_unfold, "Unfold"),
+    (_cat, "Cat"),
+    (_diagonal, "Diagonal"),
+    (_index, "Index"),
+    (_index_select, "IndexSelect"),
+    (_added, "IndexAdd ScatterAdd ScatterReduce"),
+    (_select, "Select"),
+    (_slice, "Slice"),
+    (_split, "Split SplitWithSizes Unbind UnsafeSplit UnsafeSplitWithSizes"),
+    (_stack, "Stack"),
+)
+"""The rules, and the operators that each holds of."""
 
-_RULES.update(_JOINING)
+_RULES: dict[str, Rule] = {name: rule for rule, names in _TABLE for name in names.split()}
+
+_JOINING = (_cat, _diagonal, _index, _index_select, _added, _select, _slice, _split, _stack)
+"""Rules of operators that can change the order of samples, which lengths do not show."""
 
 
 def owners_below(operand: Operand) -> Owners | None:
@@ -443,7 +355,7 @@ def owners_below(operand: Operand) -> Owners | None:
 
 def joins_samples(operand: Operand, below: Owners) -> bool:
     """Tell whether an operator cuts, joins or picks along an axis on which several samples lie."""
-    if kind_of(operand.node) not in _JOINING:
+    if _RULES.get(kind_of(operand.node)) not in _JOINING:
         return False
     axis = as_signed(getattr(operand.node, "_saved_dim", 0))
     return any(
@@ -454,19 +366,11 @@ def joins_samples(operand: Operand, below: Owners) -> bool:
     )
 
 
-_FIRST_IS = {"Addmm": 1, "Baddbmm": 1}
-"""Which operand of a product has the first axis of its output, if not the first one."""
-
 _APART = {
-    "Addmm",
-    "Baddbmm",
-    "Bmm",
-    "Mm",
-    "NativeLayerNorm",
-    "Slice",
-    "Split",
-    "SplitWithSizes",
-} | {*(*_FIRST_AXIS.split(), *_ATTENTION.split())}
+    *("Addmm", "Baddbmm", "Bmm", "Mm", "NativeLayerNorm", "Slice", "Split", "SplitWithSizes"),
+    *_FIRST_AXIS.split(),
+    *_ATTENTION.split(),
+}
 """Operators that treat entries of the first axis apart, where that keeps its length."""
 
 
@@ -491,6 +395,8 @@ def owners_above(
         return below if before == after else None
     if rule is _mixing:
         return below if all(below.shape[axis] == 1 for axis in axes_of(node, len(before))) else None
-    is_apart = kind in _APART and position == _FIRST_IS.get(kind, 0) and before[:1] == after[:1]
+    # A product that is added to an operand gets that one first.
+    first_factor = int(kind in ("Addmm", "Baddbmm"))
+    is_apart = kind in _APART and position == first_factor and before[:1] == after[:1]
     first = along_first_axis(below) if is_apart else None
     return None if first is None else of_first_axis(first, len(after))

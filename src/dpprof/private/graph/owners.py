@@ -7,6 +7,7 @@ of the tensor, of length 1 where owners are alike along an axis.
 import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,9 @@ FREE = -1
 
 MANY = -2
 """The owner of what the losses of several samples depend on."""
+
+_NOBODY = np.iinfo(np.int32).max
+"""Stands for ``FREE`` where the least owner is asked for."""
 
 _MOST = 2**24
 """The most elements whose owners are told apart."""
@@ -52,15 +56,19 @@ def merge(parts: Iterable[Owners]) -> Owners:
     return reduce(merge_two, parts)
 
 
+def _agree(least: Owners, most: Owners) -> Owners:
+    """Return the owners of what has all owners from the least to the greatest."""
+    own = np.where(least == most, most, MANY)
+    return np.where(least == _NOBODY, FREE, own).astype(np.int32)
+
+
 def spread(owners: Owners, axes: Sequence[int]) -> Owners:
     """Return the owners of what is repeated, or goes into all, along axes; these get length 1."""
-    none = np.iinfo(np.int32).max
     for axis in axes:
         if owners.shape[axis] > 1:
-            least = np.where(owners == FREE, none, owners).min(axis, keepdims=True)
+            least = np.where(owners == FREE, _NOBODY, owners).min(axis, keepdims=True)
             most = owners.max(axis, keepdims=True)
-            own = np.where(least == most, most, MANY)
-            owners = np.where(least == none, FREE, own).astype(np.int32)
+            owners = _agree(least, most)
     return owners
 
 
@@ -127,3 +135,27 @@ def reshape(owners: Owners, before: Shape, after: Shape) -> Owners | None:
     if math.prod(full) > _MOST:
         return None
     return shorten(np.broadcast_to(owners, full).reshape(reshaped))
+
+
+def scatter(owners: Owners, indices: Sequence[Any], shape: Shape) -> Owners:
+    """Return the owners of a tensor of which an index picked entries of the first axes."""
+    count, width = len(indices), indices[0].ndim
+    sizes = (*shape[:count], *owners.shape[width:])
+    picked = np.broadcast_to(owners, (*indices[0].shape, *owners.shape[width:]))
+    least, most = np.full(sizes, _NOBODY, np.int32), np.full(sizes, FREE, np.int32)
+    np.minimum.at(least, tuple(indices), np.where(picked == FREE, _NOBODY, picked))
+    np.maximum.at(most, tuple(indices), picked)
+    return shorten(_agree(least, most))
+
+
+def concatenate(parts: Sequence[Owners], axis: int, sizes: Sequence[int]) -> Owners:
+    """Return the owners of what was cut along an axis into parts of some sizes."""
+    used = [part for part in parts if (part != FREE).any()] or parts[:1]
+    if used[0].shape[axis] == 1 and all(np.array_equal(used[0], part) for part in used):
+        return used[0]
+    parts = [whole(part, axis, size) for part, size in zip(parts, sizes, strict=True)]
+    others = (part.take([0], axis).shape for part in parts if part.shape[axis])
+    common = np.broadcast_shapes(*others)
+    before, after = common[:axis], common[axis + 1 :]
+    alike = [np.broadcast_to(part, (*before, part.shape[axis], *after)) for part in parts]
+    return shorten(np.concatenate(alike, axis))

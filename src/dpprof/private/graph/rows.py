@@ -33,13 +33,9 @@ class _Blocks(NamedTuple):
 
 
 class Rows:
-    """Rows of samples.
+    """R rows of B samples: blocks, in order, or else the places of each sample's rows.
 
-    Args:
-        samples: B.
-        count: R.
-        blocks: All rows, in order.
-        places_Bk: Which rows each sample has, where they are no blocks; -1 beyond its last.
+    Places are (B, k), -1 beyond a sample's last row.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ Shape legend: B samples, T tokens of queries, S tokens of keys, H heads, k width
 of all heads.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,13 +47,13 @@ class _Parameters(NamedTuple):
         """The biases that join keys and values, (1, 1, E) each."""
         return [bias for bias in self[5:] if bias is not None]
 
-    def weights_for(self, count: int) -> list[Tensor]:
+    def weights_for(self, count: int) -> Sequence[Tensor]:
         """Return what projects each of one, two or three inputs."""
         if self.in_proj_weight is None:
-            return [*self.projecting]
+            return self.projecting
         E = self.in_proj_weight.shape[1]
         rows = {1: [3 * E], 2: [E, 2 * E], 3: [E, E, E]}[count]
-        return list(torch.split(self.in_proj_weight, rows))
+        return torch.split(self.in_proj_weight, rows)
 
 
 class _Projections(torch.autograd.Function):
@@ -91,8 +92,9 @@ class _Projections(torch.autograd.Function):
         if own.in_proj_weight is not None and count > 1:  # one product, with zeros elsewhere
             xs, projected = [torch.cat(xs, 1)], (_join_diagonally(projected),)
         products = map(Product, xs, projected)
-        contributions: list[tuple[nn.Parameter, Contribution]]
-        contributions = list(zip(own.projecting, products, strict=True))
+        contributions: list[tuple[nn.Parameter, Contribution]] = [
+            *zip(own.projecting, products, strict=True)
+        ]
         if own.in_proj_bias is not None:
             if len(projected) == 1:
                 contributions.append((own.in_proj_bias, Shift(projected[0])))

@@ -45,12 +45,8 @@ Settings = Sequence[Any]
 def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Module, Settings]:
     """Find the modules that may have the batch on their second axis, and their settings.
 
-    Args:
-        model: The model.
-        declared: Names of modules that have it there, with all modules in them.
-
-    Raises:
-        ValueError: The model has no module of such a name, or it has ``batch_first=True``.
+    Modules with the ``declared`` names have it there, with all modules in them; ``ValueError`` if
+    there is no module of such a name, or it has ``batch_first=True``.
     """
     names = dict(model.named_modules(remove_duplicate=False))
     for name in declared:
@@ -121,11 +117,9 @@ def run_tokenwise(
 ) -> Tensor:
     """Run a layer that does the same to every token, and turn what it contributes.
 
-    Its rule takes the first axis for the batch; ``widths`` axes of its input make a token.
-
-    Raises:
-        UnsupportedError: It gets something beside its input.
-        ValueError: Its input has no second axis beside those of a token.
+    Its rule takes the first axis for the batch; ``widths`` axes of its input make a token, beside
+    which there must be a second axis (``ValueError``), and it may get nothing else
+    (``UnsupportedError``).
     """
     if not is_second(layer, settings):
         return rule(layer, receive, *inputs, **named)

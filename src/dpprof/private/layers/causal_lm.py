@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.private.errors import UnsupportedError
-from dpprof.private.layers.head import linear_cross_entropy
+from dpprof.private.layers.linear_cross_entropy import linear_cross_entropy
 from dpprof.private.layers.model_heads import describe_head, find_config, hidden_states_of
 from dpprof.private.layers.sample_losses import UNLABELLED, mean_over_labels, shift_labels
 
@@ -68,11 +68,7 @@ def causal_lm_losses(
 
 
 def _compute(
-    model: nn.Module,
-    input_ids: Tensor,
-    labels_BT: Tensor,
-    inputs: dict[str, Any],
-    **options: Any,
+    model: nn.Module, input_ids: Tensor, labels_BT: Tensor, inputs: dict[str, Any], **options: Any
 ) -> Tensor:
     head = describe_head(model, getattr(find_config(model), "model_type", None))
     with hidden_states_of(head.layer) as hidden:

@@ -66,11 +66,10 @@ class _Convolution(torch.autograd.Function):
         input_gradient = None
         if ctx.needs_input_grad[0]:
             repeats = torch.is_grad_enabled() and not g.is_complex()
-            input_gradient = (
-                _run_back(ctx, x, g)
-                if repeats
-                else differentiate_input(x, g, ctx.weight.to(g.dtype), ctx.options)
-            )
+            if repeats:
+                input_gradient = _run_back(ctx, x, g)
+            else:
+                input_gradient = differentiate_input(x, g, ctx.weight.to(g.dtype), ctx.options)
             if ctx.places is not None:
                 places_gradient = input_gradient
                 input_gradient = places_gradient.new_zeros(ctx.shape)
@@ -82,16 +81,11 @@ def _run_back(ctx: Any, x: Tensor, g: Tensor) -> Tensor:
     """Compute the gradient of the input by another convolution, whose weight is clipped too."""
     options: _Options = ctx.options
     places = tuple(x.shape[2:])
-    if options.transposed:
-        more: tuple[int, ...] = (0,) * len(places)
-    else:
-        kernel = ctx.weight.shape[2:]
-        read = zip(
-            g.shape[2:], options.stride, options.padding, options.dilation, kernel, strict=True
-        )
-        least = [(n - 1) * s - 2 * p + d * (k - 1) + 1 for n, s, p, d, k in read]
-        more = tuple(size - fewest for size, fewest in zip(places, least, strict=True))
-    back = options._replace(transposed=not options.transposed, output_padding=more)
+    more = [0] * len(places)
+    if not options.transposed:
+        axes = zip(places, g.shape[2:], *options[:3], ctx.weight.shape[2:], strict=True)
+        more = [x - ((n - 1) * s - 2 * p + d * (k - 1) + 1) for x, n, s, p, d, k in axes]
+    back = options._replace(transposed=not options.transposed, output_padding=tuple(more))
     input_gradient = apply(_Convolution, g, ctx.weight, None, back, ctx.receive)
     return input_gradient[(slice(None), slice(None), *map(slice, places))]
 
@@ -110,11 +104,7 @@ def _contribute(x: Tensor, g: Tensor, weight: Tensor, options: _Options) -> Conv
 
 
 def run_convolution(layer: Any, receive: Receive, input: Tensor) -> Tensor:  # noqa: A002 (torch's)
-    """Run a convolution, in autocast's dtype under autocast.
-
-    Raises:
-        ValueError: The input has no batch axis.
-    """
+    """Run a convolution in autocast's dtype; ``ValueError`` if its input has no batch axis."""
     x, padding = input, layer.padding
     if layer.padding_mode != "zeros" or isinstance(padding, str):
         sides = layer._reversed_padding_repeated_twice  # noqa: SLF001 (it has no public name)
@@ -132,11 +122,7 @@ def run_transposed_convolution(
     input: Tensor,  # noqa: A002 (torch's)
     output_size: Sequence[int] | None = None,
 ) -> Tensor:
-    """Run a transposed convolution, in autocast's dtype under autocast.
-
-    Raises:
-        ValueError: The input has no batch axis.
-    """
+    """Run a transposed convolution, as ``run_convolution`` does."""
     options = (layer.stride, layer.padding, layer.kernel_size, len(layer.stride), layer.dilation)
     more = layer._output_padding(input, output_size, *options)  # noqa: SLF001 (it has no public name)
     return _run(layer, receive, input, layer.padding, transposed=True, output_padding=more)

@@ -62,11 +62,9 @@ def _pad(
     """Turn bags that are joined to one axis into rows of the longest one's length."""
     if ids.dim() != 1 or offsets is None or offsets.dim() != 1:
         raise ValueError("an embedding bag gets two axes, or one axis and its offsets")
-    ends = (
-        offsets
-        if layer.include_last_offset
-        else torch.cat([offsets, offsets.new_tensor([len(ids)])])
-    )
+    ends = offsets
+    if not layer.include_last_offset:
+        ends = torch.cat([offsets, offsets.new_tensor([len(ids)])])
     starts, lengths = ends[:-1], ends.diff()
     is_wrong = bool((lengths < 0).any()) or not 0 <= int(ends[-1]) <= len(ids)
     if is_wrong or (len(starts) and int(starts[0])):

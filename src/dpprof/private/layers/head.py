@@ -1,4 +1,4 @@
-"""The loss of a model's head without its logits.
+"""Runs the head of a model with its loss, without its logits (``linear_cross_entropy``).
 
 With a vocabulary of V ids, logits, loss and their gradients take V numbers for each token, mostly
 more than the rest of the model. Here the logits of a few tokens exist at a time. Forward also
@@ -34,120 +34,14 @@ from dpprof.private.contributions.contributions import (
     samples_in_a_chunk,
 )
 from dpprof.private.errors import UnsupportedError
-from dpprof.private.layers.adapted_heads import is_adapted, split_adapted
-from dpprof.private.layers.head_losses import Beside, HeadLoss, Operands, find_losses
+from dpprof.private.layers.head_losses import HeadLoss, Operands, find_losses
 from dpprof.private.layers.layers import apply, autocast_dtype
-from dpprof.private.layers.patching import is_patched_now
-from dpprof.private.layers.sample_losses import UNLABELLED
 from dpprof.private.norms import placement
 from dpprof.private.norms.linear import fill_grams
 from dpprof.private.norms.tiles import accumulator_of, spans
 
 CHUNK_BYTES = 2**28
 """The logits of a chunk take about so much, in the dtype of sums."""
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def linear_cross_entropy(
-    hidden_BTd: Tensor,
-    head: nn.Module,
-    labels_BT: Tensor,
-    *,
-    ignore_index: int = UNLABELLED,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    keep: bool = False,
-) -> Tensor:
-    """Compute each token's cross-entropy from hidden states, without keeping logits.
-
-    It equals ``torch.nn.functional.cross_entropy`` of ``scale * head(hidden)``, capped where
-    ``softcap`` is given: ``softcap * tanh(z / softcap)``. With a ``Clipping`` attached, the head is
-    clipped as any layer; without, this is an ordinary loss, so that one script serves both.
-
-    Args:
-        hidden_BTd: What the head would get, (B, T, d).
-        head: A ``torch.nn.Linear``, trained or frozen; its weight may be that of the embedding. Or
-            one that peft adapts by LoRA.
-        labels_BT: The ids to predict, (B, T) int64.
-        ignore_index: The label of tokens without a loss.
-        label_smoothing: The share of the target that all ids have alike; from 0 to below 1.
-        softcap: The bound of logits, as in Gemma 2; None for none.
-        scale: What logits are multiplied by, as in Cohere.
-        keep: Whether a head that is trained keeps the gradients of its outputs until backward,
-            B T V numbers of its inputs' dtype, a sixth to a third of what a loss with logits takes.
-            That is faster.
-
-    Returns:
-        (B, T) in float32, or float64 for float64; 0 where a label is ignored. On a GPU the loss of
-        a label outside of the vocabulary is NaN, so that clipping excludes its sample.
-
-    Raises:
-        TypeError: The head is no ``Linear``, or one with another ``forward``.
-        ValueError: Shapes do not fit, a label or option is out of its range, or a head that is not
-            clipped has hooks.
-
-    Formal guarantees: those of the clipping; the head's part is computed as for a ``Linear``.
-
-    Example:
-        >>> import torch
-        >>> from dpprof.private import BookKeeping, linear_cross_entropy
-        >>> body, head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 9)
-        >>> clipping = BookKeeping(torch.nn.Sequential(body, head), max_grad_norm=1.0)
-        >>> labels = torch.zeros(2, 5, dtype=torch.int64)
-        >>> losses = linear_cross_entropy(body(torch.ones(2, 5, 3)), head, labels)
-        >>> clipping.backward(losses.mean(1))
-        >>> clipping.sample_norms.shape
-        torch.Size([2])
-    """
-    x_BTd, beside = hidden_BTd, None
-    if is_adapted(head):
-        head, x_BTd, adapted = split_adapted(head, hidden_BTd)
-        frozen = _verify(hidden_BTd, adapted, labels_BT)
-        beside = Beside(hidden_BTd, frozen.weight, frozen.bias)
-    layer = _verify(x_BTd, head, labels_BT)
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing must be from 0 to below 1, and is {label_smoothing}")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap must be positive, and is {softcap}")
-    loss = HeadLoss(labels_BT, ignore_index, label_smoothing, softcap, scale, keep, beside)
-    if is_patched_now(layer):
-        losses_BT: Tensor = layer(x_BTd, loss=loss)
-        return losses_BT
-    return run_head(layer, None, x_BTd, loss)
-
-
-def _refuse_other_layer(head: nn.Module) -> None:
-    """Refuse a head that computes something else than a ``Linear`` does."""
-    plain = getattr(type(head), "original", type(head))  # of a patched layer
-    if getattr(plain, "forward", None) is not nn.Linear.forward or "forward" in vars(head):
-        raise TypeError(
-            f"head must be a Linear with its own forward, and is a {plain.__name__}; a layer that "
-            "is quantised, adapted or replaced computes something else"
-        )
-    if not is_patched_now(head) and any(vars(head)[hooks] for hooks in _HOOKS):
-        raise ValueError("head has hooks, which would not run: remove them, or compute its logits")
-
-
-def _verify(hidden_BTd: Tensor, head: nn.Module, labels_BT: Tensor) -> nn.Linear:
-    """Return a head that computes a ``Linear``'s outputs, whose inputs and labels fit."""
-    _refuse_other_layer(head)
-    assert isinstance(head, nn.Linear)
-    if hidden_BTd.dim() != 3 or hidden_BTd.shape[2] != head.in_features:  # noqa: PLR2004
-        shape = tuple(hidden_BTd.shape)
-        raise ValueError(f"hidden must be (B, T, {head.in_features}), and has shape {shape}")
-    for tensor in (hidden_BTd, head.weight):
-        if not tensor.is_floating_point():
-            raise ValueError(
-                f"cross-entropy takes real numbers, and hidden or head is {tensor.dtype}"
-            )
-    if labels_BT.shape != hidden_BTd.shape[:2] or labels_BT.dtype != torch.int64:
-        raise ValueError(
-            f"labels must be {tuple(hidden_BTd.shape[:2])} int64, and are "
-            f"{tuple(labels_BT.shape)} {labels_BT.dtype}"
-        )
-    return head
 
 
 def run_head(layer: nn.Linear, receive: Receive | None, x: Tensor, loss: HeadLoss) -> Tensor:
@@ -176,8 +70,7 @@ def _may_find_norm(x_BTd: Tensor) -> bool:
     """Tell whether forward should find the Gram matrices of the losses' gradients for the norm.
 
     That saves computing the gradients once more. Norm and sum then see the same gradients to the
-    bit: nothing rounds them (in 16 bits the sum's are rounded after each token's weight), and the
-    chunks are the same.
+    bit: the chunks are the same, and nothing is rounded, as 16 bits would be by a token's weight.
     """
     _, T, d = x_BTd.shape
     is_exact = x_BTd.dtype == accumulator_of(x_BTd.dtype) and not placement.is_cuda(x_BTd)
@@ -246,11 +139,8 @@ class _FromGradients(NamedTuple):
             fill_grams(g_NV.view(-1, T, g_NV.shape[1]), self.grams_BTT[samples])
         if kept_NV is not None and kept_NV.dtype != g_NV.dtype:  # else they are there already
             g_NV = kept_NV.copy_(g_NV)
-        products = (
-            (self.of_input_Nd, operands.weight),
-            (self.of_beside_Nk, operands.beside_weight),
-        )
-        for product, weight in products:
+        weights = operands.weight, operands.beside_weight
+        for product, weight in zip(self[:2], weights, strict=True):
             if product is not None and weight is not None:
                 torch.mm(g_NV.to(product.dtype), weight.to(product.dtype), out=product[some])
 
@@ -330,22 +220,22 @@ class _Head(torch.autograd.Function):
             None if product is None else _scale_rows(product.view(*g_BT.shape, -1), g_BT)
             for product in products
         )
+        if x_BTd is None:  # of a frozen head
+            return of_input, None, None, None, None, None, of_beside, None, None
+        weight, bias, *beside = ctx.weights
+        beside_Nk = None if beside_BTk is None else beside_BTk.detach().flatten(0, 1)
+        operands = Operands(x_BTd.detach().flatten(0, 1), weight, bias, beside_Nk, *beside)
+        chunks = _Chunks(operands, labels_BT, g_BT, ctx.loss, ctx.kept)
         of_parameters: tuple[Tensor | None, Tensor | None] = (None, None)
-        if x_BTd is not None:
-            weight, bias, *beside = ctx.weights
-            beside_Nk = None if beside_BTk is None else beside_BTk.detach().flatten(0, 1)
-            x_Nd = x_BTd.detach().flatten(0, 1)
-            operands = Operands(x_Nd, weight, bias, beside_Nk, *beside)
-            chunks = _Chunks(operands, labels_BT, g_BT, ctx.loss, ctx.kept)
-            if ctx.receive is None:
-                of_parameters = chunks.sum_plainly(ctx.needs_input_grad[1:3])
-            else:
-                contributions: list[tuple[nn.Parameter, Contribution]] = []
-                if ctx.needs_input_grad[1]:
-                    contributions.append((weight, chunks.as_product(grams_BTT)))
-                if ctx.needs_input_grad[2]:
-                    contributions.append((bias, SampleGradients(chunks.sum_tokens())))
-                ctx.receive(contributions)
+        if ctx.receive is None:
+            of_parameters = chunks.sum_plainly(ctx.needs_input_grad[1:3])
+        else:
+            contributions: list[tuple[nn.Parameter, Contribution]] = []
+            if ctx.needs_input_grad[1]:
+                contributions.append((weight, chunks.as_product(grams_BTT)))
+            if ctx.needs_input_grad[2]:
+                contributions.append((bias, SampleGradients(chunks.sum_tokens())))
+            ctx.receive(contributions)
         return of_input, *of_parameters, None, None, None, of_beside, None, None
 
 
@@ -388,17 +278,13 @@ class _Chunks(NamedTuple):
         return self.operands.x_Nd.view(*self.labels_BT.shape, -1)
 
     def as_product(self, grams_BTT: Tensor | None) -> ChunkedProduct:
-        """Return what the weight contributes.
+        """Return what the weight contributes; with the Gram matrices that forward found, if any.
 
         Kept gradients stay as they are: the inputs are multiplied by the incoming gradients, unless
         that may overflow, as in float16.
-
-        Args:
-            grams_BTT: The Gram matrices of the losses' gradients, where forward found them.
         """
         V, read, g_BT = len(self.operands.weight), (self.labels_BT, self.g_BT), self.g_BT
-        x_BTd = self.inputs_BTd
-        kept = self.kept
+        x_BTd, kept = self.inputs_BTd, self.kept
         if kept is not None and x_BTd.dtype == torch.float16:
             return ChunkedProduct(x_BTd, self.gradients_of, V, read, release=kept.release)
         if kept is not None:

@@ -34,6 +34,14 @@ class HeadLoss(NamedTuple):
     keep: bool = False
     beside: Beside | None = None
 
+    def verify(self) -> None:
+        """Refuse options out of their range (``ValueError``)."""
+        if not 0 <= self.label_smoothing < 1:
+            share = self.label_smoothing
+            raise ValueError(f"label_smoothing must be from 0 to below 1, and is {share}")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"softcap must be positive, and is {self.softcap}")
+
 
 class Operands(NamedTuple):
     """What logits are products of: rows and weights, those of an adapter beside a frozen head's."""
@@ -83,13 +91,8 @@ def find_losses(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the losses of a chunk's rows, and their gradients of the product.
 
-    Args:
-        operands: The rows, and the weights.
-        labels_N: Their labels.
-        loss: The loss.
-        incoming_N: What the gradients are multiplied by.
-        differentiates: Whether gradients are needed.
-        out_NV: Gets the products, and gradients that have its dtype.
+    Gradients are multiplied by ``incoming_N``; ``out_NV`` gets the products, and gradients that
+    have its dtype.
 
     Returns:
         (N,) in the dtype of sums, 0 where a label is ignored; and (N, V), or None.
@@ -107,7 +110,7 @@ def find_losses(
             g_NV *= incoming_N[:, None]
     else:
         g_NV, lse_N = None, torch.logsumexp(z_NV, dim=1)
-    return (lse_N - target_N).masked_fill_(~_is_counted(labels_N, loss), 0), g_NV
+    return (lse_N - target_N).masked_fill_(labels_N == loss.ignore_index, 0), g_NV
 
 
 def _scale_and_cap(z_NV: Tensor, loss: HeadLoss) -> Tensor:
@@ -117,10 +120,6 @@ def _scale_and_cap(z_NV: Tensor, loss: HeadLoss) -> Tensor:
     if loss.softcap is not None:
         z_NV.div_(loss.softcap).tanh_().mul_(loss.softcap)
     return z_NV
-
-
-def _is_counted(labels_N: Tensor, loss: HeadLoss) -> Tensor:
-    return labels_N != loss.ignore_index
 
 
 @allocates("logits_and_loss")
@@ -159,5 +158,5 @@ def _differentiate(z_NV: Tensor, labels_N: Tensor, loss: HeadLoss) -> tuple[Tens
         g_NV *= slope_NV
     if loss.scale != 1:
         g_NV *= loss.scale
-    g_NV.masked_fill_(~_is_counted(labels_N, loss)[:, None], 0)
+    g_NV.masked_fill_((labels_N == loss.ignore_index)[:, None], 0)
     return g_NV, (largest_N1 + sums_N1.log_())[:, 0]

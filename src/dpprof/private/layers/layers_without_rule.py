@@ -131,10 +131,8 @@ def run_any_layer_on(
     """Run a patched layer that has no rule, with the batch where ``settings`` say.
 
     Raises:
-        UnsupportedError: It gets no tensor, or a layer, or an object that may hold tensors; or it
-            returns no tensor, or a number.
-        ValueError: The batch is on the second axis, and a tensor has none, or one of another
-            length.
+        UnsupportedError: It gets no tensor, or what may hold tensors; or returns none, or a number.
+        ValueError: A tensor has no second axis where the batch is, or one of another length.
     """
     assert isinstance(layer, PatchedLayer)
     if not any(parameter.requires_grad for parameter in layer.parameters()):

@@ -33,11 +33,7 @@ _NAMES = ("head", "classifier", "score", "classification_head")
 
 
 def find_head(model: nn.Module) -> nn.Module:
-    """Return the layer, or the layers, that make the logits.
-
-    Raises:
-        UnsupportedError: The model does not say which.
-    """
+    """Return the layer, or the layers, that make the logits; ``UnsupportedError`` if unknown."""
     for module in model.modules():
         find = getattr(module, "get_output_embeddings", None)
         head = find() if find is not None else None
@@ -48,35 +44,25 @@ def find_head(model: nn.Module) -> nn.Module:
 
 
 def describe_head(model: nn.Module, kind: str | None) -> Head:
-    """Return the head of a model; that of an architecture which is not ``KNOWN`` counts as plain.
+    """Return the head of a model, as ``find_head``, and what its config says of the logits.
 
-    Args:
-        model: The model.
-        kind: The architecture's name in transformers; None for another model.
-
-    Raises:
-        UnsupportedError: The model does not say which layer makes the logits.
+    ``kind`` is the architecture's name in transformers, None for another model. An architecture
+    that is not ``KNOWN`` has a plain head.
     """
-    layer = find_head(model)
+    layer, config = find_head(model), find_config(model)
     if kind in _CAPPED:
-        return Head(layer, softcap=find_config(model).final_logit_softcapping)
+        return Head(layer, softcap=config.final_logit_softcapping)
     if kind in _SCALED:
-        return Head(layer, scale=float(find_config(model).logit_scale))
+        return Head(layer, scale=float(config.logit_scale))
     if kind in _DIVIDED:
-        return Head(layer, scale=1 / float(find_config(model).logits_scaling))
+        return Head(layer, scale=1 / float(config.logits_scaling))
     return Head(layer)
 
 
 def find_config(model: nn.Module) -> Any:
     """Return the config of the Hugging Face model within a model; None where there is none."""
-    return next(
-        (
-            module.config
-            for module in model.modules()
-            if hasattr(module, "config") and hasattr(module, "get_output_embeddings")
-        ),
-        None,
-    )
+    with_heads = (m for m in model.modules() if hasattr(m, "get_output_embeddings"))
+    return next((module.config for module in with_heads if hasattr(module, "config")), None)
 
 
 @contextmanager

@@ -32,13 +32,19 @@ class _Patch:
         return type(None), ()
 
 
+def _active(layer: Any, name: str) -> _Patch | None:
+    """Return what patches, or watches, a layer now."""
+    patch: _Patch | None = vars(layer).get(name)
+    return patch if patch is not None and patch.layer is layer and patch.is_on() else None
+
+
 class _Replacing:
     """Comes before the class whose ``forward`` a patch replaces."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the patch, or the original ``forward`` where there is none."""
-        patch = vars(self).get(_PATCH)
-        if patch is None or patch.layer is not self or not patch.is_on():
+        patch = _active(self, _PATCH)
+        if patch is None:
             return super().forward(*inputs, **named)  # type: ignore[misc]
         return patch.forward(*inputs, **named)
 
@@ -49,10 +55,8 @@ class _Watching:
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Let the watch call the module, or call it where there is none."""
         call = super().__call__  # type: ignore[misc]
-        watch = vars(self).get(_WATCH)
-        if watch is None or watch.layer is not self or not watch.is_on():
-            return call(*inputs, **named)
-        return watch.forward(call, *inputs, **named)
+        watch = _active(self, _WATCH)
+        return call(*inputs, **named) if watch is None else watch.forward(call, *inputs, **named)
 
 
 class PatchedLayer:
@@ -72,9 +76,7 @@ class PatchedLayer:
         if make is getattr(copyreg, "__newobj__"):  # noqa: B009 (its stub leaves it out)
             make = object.__new__  # pickle accepts __newobj__ only with the object's own class
         if rest and isinstance(rest[0], dict):
-            rest[0] = {
-                name: value for name, value in rest[0].items() if name not in (_PATCH, _WATCH)
-            }
+            rest[0] = {key: rest[0][key] for key in rest[0] if key not in (_PATCH, _WATCH)}
         return make, arguments, *rest
 
 
@@ -127,8 +129,7 @@ def is_patched(layer: nn.Module) -> bool:
 
 def is_patched_now(layer: nn.Module) -> bool:
     """Tell whether a call of a layer runs what patches it."""
-    patch = vars(layer).get(_PATCH)
-    return patch is not None and patch.layer is layer and patch.is_on()
+    return _active(layer, _PATCH) is not None
 
 
 def unpatch_layer(layer: nn.Module) -> None:

@@ -31,12 +31,7 @@ _PACKS = "support_avx512bf16_for_cpu"
 def refuse_quantized(layer: nn.Module, *, is_sharded: bool = False) -> None:
     """Refuse a quantised layer that mixes samples, is trained, or is in a format not known here.
 
-    Args:
-        layer: Any module of a model.
-        is_sharded: Whether ``fully_shard`` shards the model.
-
-    Raises:
-        UnsupportedError: It is one; the message says why.
+    ``UnsupportedError`` says why. ``is_sharded`` tells whether ``fully_shard`` shards the model.
     """
     other = _find_other_format(layer)
     if other is not None:

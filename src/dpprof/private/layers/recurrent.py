@@ -96,13 +96,8 @@ class _Offsets(torch.autograd.Function):
 class _Recurrence:
     """The layers and directions of one recurrent layer that is run once.
 
-    Args:
-        layer: Holds the parameters.
-        mode: One of ``_STEPS``.
-        suffixes: How the names of the parameters end, of each layer's directions.
-        receive: Receives the contributions.
-        drop_outputs: Drops some of what a layer gives the next.
-        drop_state: Drops some of what a step gives the next.
+    ``suffixes`` tell how the names of the parameters end, of each layer's directions.
+    ``drop_outputs`` drops some of what a layer gives the next, ``drop_state`` of what a step does.
     """
 
     def __init__(
@@ -122,18 +117,13 @@ class _Recurrence:
     def run(
         self, x: Tensor, states: Sequence[_State], is_step_BT: Tensor | None = None
     ) -> tuple[Tensor, list[_State]]:
-        """Run all steps.
+        """Run all steps on (B, T, d), from the first states of each layer and direction.
 
-        Args:
-            x: (B, T, d).
-            states: The first of each layer and direction.
-            is_step_BT: Which steps there are; None for all.
-
-        Returns:
-            The last layer's hidden states, (B, T, h), and the last states.
+        Only steps in ``is_step_BT`` count. Returns the last layer's hidden states, (B, T, h), and
+        the last states.
         """
         matrices = [matrix for group in self._matrices for own in group for matrix in own]
-        inputs: list[Tensor | None] = []
+        inputs: list[Tensor | None] = []  # filled below, and read in backward
         refuse_other_numbers(matrices[0][0], x)
         dtype = autocast_dtype(x) or x.dtype
         x, states = x.to(dtype), [tuple(h.to(dtype) for h in state) for state in states]
@@ -210,11 +200,7 @@ def run_cell(
     input: Tensor,  # noqa: A002 (torch's)
     hx: Tensor | _State | None = None,
 ) -> Tensor | _State:
-    """Run ``RNNCell``, ``LSTMCell`` or ``GRUCell``.
-
-    Raises:
-        ValueError: Its input has no batch, or a state has another shape.
-    """
+    """Run a cell; ``ValueError`` if its input has no batch, or a state has another shape."""
     if input.dim() != 2:  # noqa: PLR2004
         raise ValueError(f"{type(layer).__name__} gets no batch; give its input two axes")
     mode = f"RNN_{layer.nonlinearity}".upper() if isinstance(layer, nn.RNNCell) else "GRU"
@@ -231,15 +217,9 @@ def run_recurrent(
     input: Tensor | PackedSequence,  # noqa: A002
     hx: Tensor | _State | None = None,
 ) -> Any:
-    """Run ``RNN``, ``LSTM`` or ``GRU``.
-
-    Raises:
-        ValueError: Its input has no batch, or a state has another shape.
-    """
+    """Run a layer; ``ValueError`` if its input has no batch, or a state has another shape."""
     drop = partial(functional.dropout, p=layer.dropout, training=layer.training)
-    suffixes = _suffixes_of(layer)
-    recurrence = _Recurrence(layer, layer.mode, suffixes, receive, drop_outputs=drop)
-    return _run(layer, layer.mode, recurrence, input, hx)
+    return _run(layer, layer.mode, receive, input, hx, drop_outputs=drop)
 
 
 def run_opacus_recurrent(
@@ -248,40 +228,37 @@ def run_opacus_recurrent(
     input: Tensor | PackedSequence,  # noqa: A002
     state_init: Tensor | _State | None = None,
 ) -> Any:
-    """Run Opacus's ``DPRNN``, ``DPLSTM`` or ``DPGRU``, whose dropout is within each step.
+    """Run a layer of Opacus's, whose dropout is within each step, as ``run_recurrent`` does.
 
-    Raises:
-        UnsupportedError: It consists of cells that are not Opacus's own.
-        ValueError: Its input has no batch, or a state has another shape.
+    It may consist of Opacus's own cells alone (``UnsupportedError``).
     """
-    mode, drop = _mode_of_cells(layer), layer.dropout_layer or _KEEP
-    recurrence = _Recurrence(layer, mode, _suffixes_of(layer), receive, drop_state=drop)
-    return _run(layer, mode, recurrence, input, state_init)
-
-
-def _suffixes_of(layer: Any) -> list[list[str]]:
-    """Return how the names of parameters end, of each layer's directions."""
-    directions = ("", "_reverse") if layer.bidirectional else ("",)
-    return [[f"_l{number}{end}" for end in directions] for number in range(layer.num_layers)]
+    drop = layer.dropout_layer or _KEEP
+    return _run(layer, _mode_of_cells(layer), receive, input, state_init, drop_state=drop)
 
 
 def _run(
     layer: Any,
     mode: str,
-    recurrence: _Recurrence,
+    receive: Receive,
     sequence: Tensor | PackedSequence,
     states: Tensor | _State | None,
+    **drops: _Drop,
 ) -> Any:
     """Run a recurrent layer on a sequence, and return what its ``forward`` would."""
     x, is_step_BT = _read_input(layer, sequence)
     count = layer.num_layers * (1 + layer.bidirectional)
     sizes = [layer.proj_size or layer.hidden_size, layer.hidden_size]
     first = _read_states(states, mode, count, x, sizes)
-    y, last = recurrence.run(x, first, is_step_BT)
+    directions = ("", "_reverse") if layer.bidirectional else ("",)
+    suffixes = [[f"_l{number}{end}" for end in directions] for number in range(layer.num_layers)]
+    y, last = _Recurrence(layer, mode, suffixes, receive, **drops).run(x, first, is_step_BT)
     stacked = tuple(torch.stack(states_of_layers) for states_of_layers in zip(*last, strict=True))
     state = stacked if mode == "LSTM" else stacked[0]
-    if isinstance(sequence, PackedSequence):
-        return _pack(y, sequence), state
+    if isinstance(sequence, PackedSequence):  # packed as the input was
+        lengths_B = (sequence.batch_sizes[:, None] > torch.arange(len(y))).sum(0)
+        y = y if sequence.sorted_indices is None else y[sequence.sorted_indices]
+        packed = pack_padded_sequence(y, lengths_B, batch_first=True)
+        return sequence._replace(data=packed.data), state
     return (y if layer.batch_first else y.transpose(0, 1)), state
 
 
@@ -314,14 +291,6 @@ def _read_input(
     if sequence.dim() != 3:  # noqa: PLR2004
         raise ValueError(f"{type(layer).__name__} gets no batch; give its input three axes")
     return (sequence if layer.batch_first else sequence.transpose(0, 1)), None
-
-
-def _pack(y_BTh: Tensor, like: PackedSequence) -> PackedSequence:
-    """Pack outputs as the input was packed."""
-    lengths_B = (like.batch_sizes[:, None] > torch.arange(len(y_BTh))).sum(0)
-    sorted_BTh = y_BTh if like.sorted_indices is None else y_BTh[like.sorted_indices]
-    packed = pack_padded_sequence(sorted_BTh, lengths_B, batch_first=True)
-    return like._replace(data=packed.data)
 
 
 def _as_tuple(states: Tensor | _State) -> _State:

@@ -31,9 +31,7 @@ from dpprof.private.substitutes import substitute
 
 _SAME = {torch.float64: 1e-8, torch.float32: 1e-3}
 """The share of its norm by which an entry's output may differ when computed again: rounding."""
-
 _SAME_IN_16_BITS = 2.0**-5
-
 
 _not_mapped: weakref.WeakSet[type] = weakref.WeakSet()
 """Classes that ``torch.func`` cannot map over samples."""
@@ -60,13 +58,9 @@ def parametrizing_safely() -> AbstractContextManager[None]:
 class Call(nn.Module):
     """One call of a layer's original ``forward``, to be repeated with other tensors.
 
-    It is a module because ``functional_call`` needs one.
-
-    Args:
-        layer: The layer.
-        arguments: Positional and keyword arguments, flattened.
-        structure: How to unflatten them.
-        axis: The batch's axis in the layer's tensors and outputs; here it is the first.
+    It is a module because ``functional_call`` needs one. ``arguments`` are positional and keyword
+    ones, flattened from a ``structure``. The batch's ``axis`` is that of the layer; here it is the
+    first.
     """
 
     def __init__(
@@ -127,15 +121,10 @@ class Gradients(NamedTuple):
 
 
 class Rerun:
-    """Runs a layer again on each sample alone.
+    """Runs a layer again on each of ``samples`` samples alone.
 
-    Args:
-        call: The layer's call.
-        parameters: Its trained parameters.
-        inputs: The tensors that it got.
-        needed: Which of them need a gradient.
-        gs: The gradients of its outputs.
-        samples: B.
+    It has the layer's call and trained parameters, the inputs, which of them need a gradient, and
+    the gradients of its outputs.
     """
 
     def __init__(  # noqa: PLR0917

@@ -15,7 +15,6 @@ from dpprof.private.layers.attention import refuse_other_projection, run_attenti
 from dpprof.private.layers.batch_axis import Settings, run_tokenwise
 from dpprof.private.layers.convolutions import run_convolution, run_transposed_convolution
 from dpprof.private.layers.embedding_bag import run_embedding_bag
-from dpprof.private.layers.group_norms import run_group_norm, run_instance_norm
 from dpprof.private.layers.head import run_head
 from dpprof.private.layers.head_losses import HeadLoss
 from dpprof.private.layers.layers import (
@@ -26,15 +25,20 @@ from dpprof.private.layers.layers import (
     run_rms_norm,
 )
 from dpprof.private.layers.layers_without_rule import run_any_layer, run_any_layer_on
-from dpprof.private.layers.loss_with_head import (
+from dpprof.private.layers.linear_cross_entropy import (
     is_loss_with_head,
     refuse_other_loss,
     run_linear_cross_entropy_loss,
 )
+from dpprof.private.layers.normalisations import (
+    Recognised,
+    recognise,
+    run_group_norm,
+    run_instance_norm,
+)
 from dpprof.private.layers.patching import PatchedLayer, calls_forward_of, is_patched
 from dpprof.private.layers.quantized_layers import is_quantized, refuse_quantized, run_quantized
 from dpprof.private.layers.recurrent import run_cell, run_opacus_recurrent, run_recurrent
-from dpprof.private.layers.rms_norms import Recognised, recognise
 from dpprof.private.layers.rotary_positions import refuse_positions
 from dpprof.private.refusals.coverage import refuse_wrapper, trained_in
 from dpprof.private.refusals.gradient_hooks import refuse_hooks

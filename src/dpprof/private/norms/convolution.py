@@ -118,16 +118,8 @@ def _take(x: Tensor, parts: Sequence[slice]) -> Tensor:
 def differentiate_weight(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
     """Compute the gradient of the weight, summed over samples."""
     gradient: Tensor = torch.ops.aten.convolution_backward(
-        g,
-        x,
-        g.new_empty(1).expand(kernel.shape),
-        None,
-        kernel.stride,
-        kernel.padding,
-        kernel.dilation,
-        False,
-        [0] * len(kernel.stride),
-        kernel.groups,
+        *(g, x, g.new_empty(1).expand(kernel.shape), None, kernel.stride, kernel.padding),
+        *(kernel.dilation, False, [0] * len(kernel.stride), kernel.groups),
         [False, True, False],
     )[1]
     return gradient
@@ -198,13 +190,10 @@ def sample_gradients(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
 def _differentiate_in_groups(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
     """Compute per-sample gradients as those of one sample with more groups."""
     B, accumulator = len(x), accumulator_of(x.dtype)
-    joined_x, joined_g = (
-        tensor.to(accumulator).reshape(1, -1, *tensor.shape[2:]) for tensor in (x, g)
-    )
-    of_all = kernel._replace(
-        shape=(B * kernel.shape[0], *kernel.shape[1:]), groups=B * kernel.groups
-    )
-    return differentiate_weight(joined_x, joined_g, of_all).view(B, *kernel.shape)
+    joined = (each.to(accumulator).reshape(1, -1, *each.shape[2:]) for each in (x, g))
+    shape = (B * kernel.shape[0], *kernel.shape[1:])
+    of_all = kernel._replace(shape=shape, groups=B * kernel.groups)
+    return differentiate_weight(*joined, of_all).view(B, *kernel.shape)
 
 
 @allocates_for_its_caller
@@ -271,9 +260,8 @@ def bound_size(x: Tensor, g: Tensor, kernel: Kernel, squared: Callable[[Tensor],
 def product_squares(x: Tensor, g: Tensor, kernel: Kernel) -> Squares:
     """Materialise the gradients of as many samples as the workspace holds; (B,) each."""
     at_once = samples_at_once(len(x), 2 * math.prod(kernel.shape), 0, accumulator_of(x.dtype))
-    squares = [
-        square(sample_gradients(x[some], g[some], kernel)) for some in spans(len(x), at_once)
-    ]
+    parts = spans(len(x), at_once)
+    squares = [square(sample_gradients(x[some], g[some], kernel)) for some in parts]
     return Squares(torch.cat(squares), None, _size(x, g, kernel))
 
 
@@ -317,13 +305,8 @@ def _sum_grams(padded: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
         sides = [axis.pixels for axis in phase]
         part = multiply_in_slices(pixels.transpose(1, 2), pixels).view(-1, *sides, *sides)
         for row, axis in enumerate(phase, start=1):
-            column = row + len(phase)
-            part = _add_up(
-                [
-                    part.narrow(row, start, axis.places).narrow(column, start, axis.places)
-                    for start in axis.starts
-                ]
-            )
+            column, L = row + len(phase), axis.places
+            part = _add_up([part.narrow(row, i, L).narrow(column, i, L) for i in axis.starts])
         total = part if total is None else total.add_(part)
     assert total is not None
     rows = g.flatten(2)

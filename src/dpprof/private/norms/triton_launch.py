@@ -1,7 +1,7 @@
 """Launches the Triton kernels of ``norms.triton_kernels``.
 
 The norm kernels need T^2 (d + p) / 2 (Gram) or T d p (product) multiply-adds for each sample. They
-allocate one or three float32 for each of about `PROGRAMS` programs, and the result.
+allocate one or three float32 for each of about `tuning.PROGRAMS` programs, and the result.
 
 Needs the extra ``triton``, and tensors on a CUDA device, or on a CPU if the process interprets
 Triton (``TRITON_INTERPRET=1``). A launch is not an operator of torch: dispatch modes, fake tensors
@@ -19,32 +19,9 @@ from torch import Tensor
 from triton import Config, cdiv, next_power_of_2
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dpprof.private.norms import triton_kernels, triton_passes, tuning
 from dpprof.private.norms.float32_products import name_precision
-from dpprof.private.norms.triton_kernels import (
-    add_digest,
-    add_normal,
-    differentiate_cross_entropy,
-    sum_gram_squares,
-    sum_product_squares,
-    sum_scaled,
-    weigh,
-)
-from dpprof.private.norms.tuning import (
-    DESCRIBED,
-    DESCRIBED_TOKENS,
-    GRAM,
-    GROUP,
-    HASHED,
-    INTERPRETED,
-    LOGITS,
-    PRODUCT,
-    SCALED,
-    WEIGHED,
-)
-
-PROGRAMS = 1024
-"""How many programs share a batch's tiles, at least one for each sample: about eight for each of an
-H200's 132 multiprocessors. Partial sums take at most 20 (PROGRAMS + B) bytes for any T."""
+from dpprof.private.norms.tuning import INTERPRETED
 
 _FEW_PROCESSORS = 7
 """Processors that Triton's interpreter counts as: few, so that small inputs have several rounds."""
@@ -82,20 +59,19 @@ def launch_squares(
     """
     _check(x_BTd, g_BTp)
     if kernel == "product_squares":
-        tiles = _count(x_BTd.shape[2], "TILE_D", PRODUCT) * _count(
-            g_BTp.shape[2], "TILE_P", PRODUCT
-        )
-        squares_1B = _launch(sum_product_squares, x_BTd, g_BTp, tiles, sums=1)
-        return squares_1B[0], _name_best(sum_product_squares, x_BTd)
-    side = _count(x_BTd.shape[1], "TILE_T", GRAM)
+        tiles = _count(x_BTd.shape[2], "TILE_D", tuning.PRODUCT)
+        tiles *= _count(g_BTp.shape[2], "TILE_P", tuning.PRODUCT)
+        squares_1B = _launch(triton_kernels.sum_product_squares, x_BTd, g_BTp, tiles, sums=1)
+        return squares_1B[0], _name_best(triton_kernels.sum_product_squares, x_BTd)
+    side = _count(x_BTd.shape[1], "TILE_T", tuning.GRAM)
     tiles = side * (side + 1) // 2
     more: dict[str, Any] = {"processors": _count_processors(x_BTd.device), "DESCRIBED": False}
     if not _is_described(x_BTd, g_BTp):
-        sums_5B = _launch(sum_gram_squares, x_BTd, g_BTp, tiles, sums=5, **more)
-        return sums_5B, _name_best(sum_gram_squares, x_BTd)
-    config = _name(DESCRIBED)
+        sums_5B = _launch(triton_kernels.sum_gram_squares, x_BTd, g_BTp, tiles, sums=5, **more)
+        return sums_5B, _name_best(triton_kernels.sum_gram_squares, x_BTd)
+    config = _name(tuning.DESCRIBED)
     more |= {"DESCRIBED": True, "EVEN": True, **config}
-    sums_5B = _launch(sum_gram_squares.fn.fn, x_BTd, g_BTp, tiles, sums=5, **more)
+    sums_5B = _launch(triton_kernels.sum_gram_squares.fn.fn, x_BTd, g_BTp, tiles, sums=5, **more)
     return sums_5B, config if len(x_BTd) else None
 
 
@@ -118,19 +94,13 @@ def _can_describe(x_BTd: Tensor) -> bool:
     sample, row, column = x_BTd.stride()
     return (
         x_BTd.element_size() == _HALF_BYTES
-        and DESCRIBED_TOKENS <= T
+        and tuning.DESCRIBED_TOKENS <= T
         and B * T < 2**31
         and column == 1
         and row >= d
         and (sample == T * row or B == 1)
         and (row * _HALF_BYTES) % _WORD_BYTES == x_BTd.data_ptr() % _WORD_BYTES == 0
     )
-
-
-def _describe(x_BTd: Tensor) -> TensorDescriptor:
-    B, T, d = x_BTd.shape
-    block = [DESCRIBED.kwargs["TILE_T"], DESCRIBED.kwargs["TILE_K"]]
-    return TensorDescriptor(x_BTd, [B * T, d], [x_BTd.stride(1), 1], block)
 
 
 def _name(config: Config) -> dict[str, int]:
@@ -181,22 +151,31 @@ def _launch(
     p = g_BTp.shape[2]
     if B == 0:
         return x_BTd.new_zeros((sums, 0), dtype=torch.float32)
-    slots = min(tiles, cdiv(PROGRAMS, B))
+    slots = min(tiles, cdiv(tuning.PROGRAMS, B))
     partials_NBS = x_BTd.new_empty(sums, B, slots, dtype=torch.float32)
-    operands = map(_describe, (x_BTd, g_BTp)) if more.get("DESCRIBED") else (x_BTd, g_BTp)
+    operands: list[Any] = [x_BTd, g_BTp]
+    if more.get("DESCRIBED"):
+        block = [tuning.DESCRIBED.kwargs["TILE_T"], tuning.DESCRIBED.kwargs["TILE_K"]]
+        operands = [
+            TensorDescriptor(x, [B * T, x.shape[2]], [x.stride(1), 1], block) for x in operands
+        ]
     with torch.cuda.device_of(x_BTd):  # type: ignore[no-untyped-call]
         program[(B * slots,)](
-            *operands,
-            partials_NBS,
-            slots,
-            *(T, d, p),
-            *x_BTd.stride(),
-            *g_BTp.stride(),
-            *map(next_power_of_2, (T, d, p)),
+            *(*operands, partials_NBS, slots, T, d, p),
+            *(*x_BTd.stride(), *g_BTp.stride(), *map(next_power_of_2, (T, d, p))),
             PRECISION=name_precision(x_BTd.dtype),
             **more,
         )
     return partials_NBS.sum(dim=2)
+
+
+def _start(
+    program: Any, programs: int | tuple[int, ...], arguments: Sequence[Any], **sizes: Any
+) -> None:
+    """Run a kernel that reads its first argument once or twice, on that one's device."""
+    grid = programs if isinstance(programs, tuple) else (programs,)
+    with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
+        program[grid](*arguments, **sizes, num_warps=8)
 
 
 def launch_scale_gradients(
@@ -211,45 +190,30 @@ def launch_scale_gradients(
     rows = 2 if shifted else 1
     if B == 0:
         return x_BTd.new_zeros((0, rows, d), dtype=torch.float32)
-    stripes = cdiv(d, SCALED["TILE_D"])
-    slots = min(cdiv(T, SCALED["TILE_T"]), cdiv(PROGRAMS, B * stripes))
+    stripes = cdiv(d, tuning.SCALED["TILE_D"])
+    slots = min(cdiv(T, tuning.SCALED["TILE_T"]), cdiv(tuning.PROGRAMS, B * stripes))
     partials_BSRd = x_BTd.new_empty(B, slots, rows, d, dtype=torch.float32)
     rstd_BT = rstd_BT.float().contiguous()
-    with torch.cuda.device_of(x_BTd):  # type: ignore[no-untyped-call]
-        sum_scaled[B, slots, stripes](
-            x_BTd,
-            g_BTd,
-            mean_BT.float().contiguous() if mean_BT is not None else rstd_BT,
-            rstd_BT,
-            partials_BSRd,
-            *(slots, T, d),
-            *x_BTd.stride(),
-            *g_BTd.stride(),
-            CENTRED=mean_BT is not None,
-            SHIFTED=shifted,
-            **SCALED,
-            num_warps=8,
-        )
+    of_tokens = (rstd_BT if mean_BT is None else mean_BT.float().contiguous(), rstd_BT)
+    arguments = (x_BTd, g_BTd, *of_tokens, partials_BSRd, slots, T, d)
+    options = {"CENTRED": mean_BT is not None, "SHIFTED": shifted, **tuning.SCALED}
+    strides = (*x_BTd.stride(), *g_BTd.stride())
+    _start(triton_passes.sum_scaled, (B, slots, stripes), (*arguments, *strides), **options)
     return partials_BSRd.sum(dim=1)
 
 
 def launch_weigh(x_BTd: Tensor, weights_B: Tensor) -> Tensor:
     """Multiply samples by their weights in float32, and round to their dtype; (B, T, d).
 
-    Args:
-        x_BTd: Samples in bfloat16, float16 or float32, whose elements lie side by side.
-        weights_B: (B,), in float32.
+    The samples are bfloat16, float16 or float32, and their elements lie side by side; the weights
+    are float32, (B,).
     """
     B, T, d = x_BTd.shape
     y_BTd = x_BTd.new_empty(B, T, d)
-    blocks = cdiv(T * d, WEIGHED["BLOCK"])
+    blocks = cdiv(T * d, tuning.WEIGHED["BLOCK"])
     if y_BTd.numel():
-        with torch.cuda.device_of(x_BTd):  # type: ignore[no-untyped-call]
-            weigh[(B * blocks,)](
-                *(x_BTd, weights_B.contiguous(), y_BTd, blocks, T * d, x_BTd.stride(0)),
-                **WEIGHED,
-                num_warps=8,
-            )
+        arguments = (x_BTd, weights_B.contiguous(), y_BTd, blocks, T * d, x_BTd.stride(0))
+        _start(triton_passes.weigh, B * blocks, arguments, **tuning.WEIGHED)
     return y_BTd
 
 
@@ -277,26 +241,22 @@ def launch_cross_entropy(
     N, V = z_NV.shape
     losses_N = z_NV.new_empty(N, dtype=torch.float32)
     if z_NV.numel():
-        with torch.cuda.device_of(z_NV):  # type: ignore[no-untyped-call]
-            differentiate_cross_entropy[(N,)](
-                *(z_NV, labels_N.contiguous()),
-                labels_N if incoming_N is None else incoming_N.contiguous(),
-                *(losses_N, V, ignored, smoothing, scale, 1.0 if cap is None else cap),
-                CAPPED=cap is not None,
-                WEIGHTED=incoming_N is not None,
-                **LOGITS,
-                num_warps=8,
-            )
+        is_weighted = incoming_N is not None
+        incoming_N = incoming_N.contiguous() if incoming_N is not None else labels_N
+        options = {"CAPPED": cap is not None, "WEIGHTED": is_weighted, **tuning.LOGITS}
+        numbers = (V, ignored, smoothing, scale, 1.0 if cap is None else cap)
+        arguments = (z_NV, labels_N.contiguous(), incoming_N, losses_N, *numbers)
+        _start(triton_passes.differentiate_cross_entropy, N, arguments, **options)
     return losses_N
 
 
 def launch_noise(summed: Tensor, words: Tensor, which: int, std: float, factor: float) -> None:
-    """Multiply a sum by a factor, and add normal noise, in place.
+    """Multiply a sum by a factor, and add normal noise of standard deviation ``std``, in place.
 
     Args:
         summed: The sum, in float32, without gaps.
         words: On the same device, a cipher's key and a part of its counter; (2,), int64.
-        which: Number of the sum, below 2^31: two sums of the same words and number get the same
+        which: Number of the sum, below 2^31. Two sums of the same words and number get the same
             noise.
         std: Standard deviation of the noise.
         factor: What the sum is multiplied by.
@@ -308,24 +268,19 @@ def launch_noise(summed: Tensor, words: Tensor, which: int, std: float, factor: 
     if n >= 2**34:
         raise ValueError(f"a parameter has {n:,} elements, and noise is for less than 2^34")
     if n:
-        with torch.cuda.device_of(summed):  # type: ignore[no-untyped-call]
-            add_normal[(cdiv(n, 4 * GROUP),)](
-                *(summed, words, which, n, std, factor), GROUP=GROUP, num_warps=8
-            )
+        programs, group = cdiv(n, 4 * tuning.GROUP), tuning.GROUP
+        arguments = (summed, words, which, n, std, factor)
+        _start(triton_passes.add_normal, programs, arguments, GROUP=group)
 
 
 def launch_digest(words: Tensor, sums: Sequence[Tensor], table: Tensor) -> None:
-    """Hash sums to 64 bits, the second of the words.
+    """Hash sums, (n,) int32 each without gaps, to 64 bits: the second of the words, (2,) int64.
 
-    Args:
-        words: Changed in place; (2,), int64.
-        sums: Words of 32 bits without gaps, (n,) int32 each.
-        table: Secret numbers on the same device, more than ``HASHED``, int64.
+    The ``table`` has secret numbers on the same device, more than ``HASHED``, int64.
     """
     words.data[1].zero_()  # the operator counts as one change
     for which, each in enumerate(sums):
         if len(each):
-            with torch.cuda.device_of(each):  # type: ignore[no-untyped-call]
-                add_digest[(cdiv(len(each), HASHED),)](
-                    *(each, table, words, which, len(each)), GROUP=HASHED, num_warps=8
-                )
+            programs, group = cdiv(len(each), tuning.HASHED), tuning.HASHED
+            arguments = (each, table, words, which, len(each))
+            _start(triton_passes.add_digest, programs, arguments, GROUP=group)

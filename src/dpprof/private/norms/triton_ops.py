@@ -101,11 +101,15 @@ def product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     return _run("product_squares", x_BTd, g_BTp)
 
 
-def _run(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+def _launchers() -> Any:
     from dpprof.private.norms import triton_launch  # noqa: PLC0415 (it imports triton)
 
+    return triton_launch
+
+
+def _run(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     squares: Tensor
-    squares, config = triton_launch.launch_squares(kernel, x_BTd, g_BTp)
+    squares, config = _launchers().launch_squares(kernel, x_BTd, g_BTp)
     if config is not None:
         _tiles[kernel, *x_BTd.shape[1:], g_BTp.shape[2]] = config
     return squares
@@ -119,9 +123,9 @@ def scale_gradients(
 
     If ``shifted``, those of the shift follow; (B, 2, d).
     """
-    from dpprof.private.norms import triton_launch  # noqa: PLC0415 (it imports triton)
-
-    return triton_launch.launch_scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT, shifted=shifted)
+    operands = (x_BTd, g_BTd, mean_BT, rstd_BT)
+    sums_BRd: Tensor = _launchers().launch_scale_gradients(*operands, shifted=shifted)
+    return sums_BRd
 
 
 @torch.library.custom_op("dpprof::weigh", mutates_args=())
@@ -130,9 +134,8 @@ def weigh(x_BTd: Tensor, weights_B: Tensor) -> Tensor:
 
     PyTorch's product of 16-bit samples and float32 weights takes three times as long.
     """
-    from dpprof.private.norms import triton_launch  # noqa: PLC0415 (it imports triton)
-
-    return triton_launch.launch_weigh(x_BTd, weights_B)
+    weighed_BTd: Tensor = _launchers().launch_weigh(x_BTd, weights_B)
+    return weighed_BTd
 
 
 @weigh.register_fake
@@ -154,15 +157,9 @@ def differentiate_cross_entropy_(  # noqa: PLR0917 (an operator's options are po
 
     PyTorch's operators read and write each number nine times more.
     """
-    from dpprof.private.norms import triton_launch  # noqa: PLC0415 (it imports triton)
-
     options: Any = {"ignored": ignored, "smoothing": smoothing, "scale": scale, "cap": cap}
-    return triton_launch.launch_cross_entropy(z_NV, labels_N, incoming_N, **options)
-
-
-@differentiate_cross_entropy_.register_fake
-def _losses_of(z_NV: Tensor, _labels_N: Tensor, *_: Any) -> Tensor:
-    return z_NV.new_empty(len(z_NV), dtype=torch.float32)
+    losses_N: Tensor = _launchers().launch_cross_entropy(z_NV, labels_N, incoming_N, **options)
+    return losses_N
 
 
 @torch.library.custom_op("dpprof::add_noise_", mutates_args={"summed"})
@@ -171,43 +168,24 @@ def add_noise_(summed: Tensor, words: Tensor, which: int, std: float, factor: fl
 
     The noise follows from ``words``, a seed and a digest, and from ``which`` sum of them this is.
     """
-    from dpprof.private.norms import triton_launch  # noqa: PLC0415 (it imports triton)
-
-    triton_launch.launch_noise(summed, words, which, std, factor)
-
-
-@add_noise_.register_fake
-def _noised(*_: Any) -> None:
-    """Allocate nothing."""
+    _launchers().launch_noise(summed, words, which, std, factor)
 
 
 @torch.library.custom_op("dpprof::digest_", mutates_args={"words"})
 def digest_(words: Tensor, sums: list[Tensor], table: Tensor) -> None:
     """Hash sums, (n,) int32 each, with secret numbers to 64 bits: the second of the words."""
-    from dpprof.private.norms import triton_launch  # noqa: PLC0415 (it imports triton)
-
-    triton_launch.launch_digest(words, sums, table)
+    _launchers().launch_digest(words, sums, table)
 
 
-@digest_.register_fake
-def _digested(*_: Any) -> None:
-    """Allocate nothing."""
-
+for _in_place in (add_noise_, digest_):
+    _in_place.register_fake(lambda *_: None)
 
 SCALE = torch.ops.dpprof.scale_gradients
-"""``scale_gradients`` as PyTorch's operator."""
-
 WEIGH = torch.ops.dpprof.weigh
-"""``weigh`` as PyTorch's operator."""
-
 CROSS_ENTROPY = torch.ops.dpprof.differentiate_cross_entropy_
-"""``differentiate_cross_entropy_`` as PyTorch's operator."""
-
 DIGEST = torch.ops.dpprof.digest_
-"""``digest_`` as PyTorch's operator."""
-
 NOISE = torch.ops.dpprof.add_noise_
-"""``add_noise_`` as PyTorch's operator."""
+"""The functions above as PyTorch's operators."""
 
 LAUNCHES = dict.fromkeys((f"dpprof.{name}" for name in (*KERNELS.values(), "scale_gradients")), 2)
 """Kernels that each operator launches: its own, and one that adds up the sums of its programs."""
@@ -227,8 +205,9 @@ def _sums_of(x_BTd: Tensor, _g_BTp: Tensor) -> Tensor:
 
 
 @product_squares.register_fake
-def _norms_of(x_BTd: Tensor, _g_BTp: Tensor) -> Tensor:
-    return x_BTd.new_empty(len(x_BTd), dtype=torch.float32)
+@differentiate_cross_entropy_.register_fake
+def _number_each(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(len(x), dtype=torch.float32)
 
 
 @register_flop_formula(torch.ops.dpprof.gram_squares)

@@ -22,6 +22,8 @@ INTERPRETED: bool = knobs.runtime.interpret
 
 _WIDE_K = 64
 _PRODUCTS = 1024
+"""The most products of a thread that are unrolled."""
+
 _TIMES = 5
 
 
@@ -60,6 +62,10 @@ PRODUCT: list[Config] = [
     _config(8, 3, TILE_D=128, TILE_P=64, TILE_K=16),
     _config(4, 3, TILE_D=64, TILE_P=64, TILE_K=32),
 ]
+PROGRAMS = 1024
+"""How many programs share a batch's tiles, at least one for each sample: about eight for each of an
+H200's 132 multiprocessors. Partial sums take at most 20 (PROGRAMS + B) bytes for any T."""
+
 SCALED = {"TILE_T": 32, "TILE_D": 128}
 """Tokens and columns of a tile without matrix products, which is read at the speed of memory at any
 size that fills registers: 16 float32 for each thread."""
@@ -96,13 +102,13 @@ def keep_suitable(configs: list[Config], arguments: dict[str, Any], **more: Any)
     narrow = [config for config in configs if config.kwargs["TILE_K"] < _WIDE_K]
     if more["PRECISION"] == "tf32x3":
         return narrow
-    return [config for config in narrow if _products_of_a_thread(config) <= _PRODUCTS]
-
-
-def _products_of_a_thread(config: Config) -> int:
-    sizes = config.kwargs
-    area = sizes["TILE_D"] * sizes["TILE_P"] if "TILE_D" in sizes else sizes["TILE_T"] ** 2
-    return int(area * sizes["TILE_K"] // (32 * config.num_warps))
+    suitable = []
+    for config in narrow:
+        sizes = config.kwargs
+        area = sizes["TILE_D"] * sizes["TILE_P"] if "TILE_D" in sizes else sizes["TILE_T"] ** 2
+        if area * sizes["TILE_K"] // (32 * config.num_warps) <= _PRODUCTS:
+            suitable.append(config)
+    return suitable
 
 
 def time_launch(launch: Callable[[], object], quantiles: Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Adds up the sums of a model's ranks, with noise added once.
+"""Finds the ranks that train a model, and adds up their sums, with noise added once.
 
 Each rank computes the whole gradient of its own samples, so no other rank needs their norms and
 clipping factors. No gradient of a parameter passes through autograd, so neither DDP's buckets nor
@@ -26,6 +26,7 @@ Before anything is applied, ranks compare what they are set to (``agree``).
 """
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -149,13 +150,11 @@ class Ranks:
         """Tell whether things hold on this rank; under ``fully_shard`` on any, and all ask."""
         return list(holds)
 
-    def group_of(self, parameter: nn.Parameter) -> int:
-        """Return the number of the parameters that are sharded together with one."""
-        raise NotImplementedError
+    group_of: Callable[[nn.Parameter], int]
+    """Returns the number of the parameters that are sharded together with one (``Shards``)."""
 
-    def begin_reduction(self, parameters: Sequence[nn.Parameter]) -> "Reduction":
-        """Prepare to reduce the sums of parameters that are sharded together."""
-        raise NotImplementedError
+    begin_reduction: Callable[[Sequence[nn.Parameter]], Reduction]
+    """Prepares to reduce the sums of parameters that are sharded together (``Shards``)."""
 
     def release_sums(
         self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise, *, joins: bool = True
@@ -179,29 +178,25 @@ class Ranks:
                 together = _add_noise_together(together, add_noise)
             yield from zip([parameters[place] for place in group], together, strict=True)
 
-    def release_among(self, group: Any, sums: list[Tensor], add_noise: AddNoise) -> list[Tensor]:
-        """Return the noised averages over a group's ranks of this rank's sums, in one all-reduce.
 
-        Each rank adds noise to its own part of the elements, so no rank sees a total without it,
-        and all get the same bits.
+def release_among(group: Any, sums: list[Tensor], add_noise: AddNoise) -> list[Tensor]:
+    """Return the noised averages over a group's ranks of this rank's sums, in one all-reduce.
 
-        Args:
-            group: The ranks.
-            sums: Sums of one dtype; the list is emptied.
-            add_noise: Adds the noise.
-        """
-        shapes = [summed.shape for summed in sums]
-        dtype = torch.promote_types(sums[0].dtype, torch.float32)
-        several = len(sums) > 1
-        flat = torch.cat([summed.flatten() for summed in sums]) if several else sums[0].reshape(-1)
-        flat = flat.to(dtype)
-        sums.clear()
-        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
-        start, end = len(flat) * rank // size, len(flat) * (rank + 1) // size
-        add_noise(flat[start:end], flat[:start], flat[end:])
-        distributed.all_reduce(flat, group=group)
-        parts = torch.split(flat, [shape.numel() for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    Each rank adds noise to its own part of the elements, so no rank sees a total without it, and
+    all get the same bits. The sums are of one dtype, and their list is emptied.
+    """
+    shapes = [summed.shape for summed in sums]
+    dtype = torch.promote_types(sums[0].dtype, torch.float32)
+    several = len(sums) > 1
+    flat = torch.cat([summed.flatten() for summed in sums]) if several else sums[0].reshape(-1)
+    flat = flat.to(dtype)
+    sums.clear()
+    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+    start, end = len(flat) * rank // size, len(flat) * (rank + 1) // size
+    add_noise(flat[start:end], flat[:start], flat[end:])
+    distributed.all_reduce(flat, group=group)
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 @allocates("gradients")
@@ -251,3 +246,143 @@ def _number(setting: float | str) -> float:
     if isinstance(setting, str):
         return float(int.from_bytes(hashlib.sha256(setting.encode()).digest()[:6], "big"))
     return float(setting)
+
+
+_SYNCHRONISES = ("require_backward_grad_sync", "require_forward_param_sync")
+
+
+class Replicas(Ranks):
+    """The ranks of a ``DistributedDataParallel``, each with a replica of the model.
+
+    The wrapper makes replicas equal at the start, as ever. Its reduction of gradients is switched
+    off, as ``no_sync`` does: each rank keeps the sum over its own samples, batch after batch, until
+    the step. There each rank adds noise to its own part of the elements, and one all-reduce for
+    each bucket adds sums and noise. So the noise of the total has standard deviation sigma C
+    exactly, no rank sees the total without it, and replicas get the same bits. A rank whose batch
+    is empty has nothing to run.
+
+    Raises:
+        UnsupportedError: It is set to communicate elsewhere than in its backward.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        assert wrapper.process_group is not None
+        super().__init__([wrapper.process_group], next(wrapper.parameters()).device)
+        self.wrapper: Any = wrapper
+        self._refuse_settings()
+        self._before: dict[str, bool] = {}
+
+    def take_over(self) -> None:
+        """Turn the wrapper's own communication off, until ``release``."""
+        self._before = {name: getattr(self.wrapper, name) for name in _SYNCHRONISES}
+        vars(self.wrapper).update(dict.fromkeys(_SYNCHRONISES, False))
+        # If that is due, a rank's next forward would wait for the others'.
+        self.wrapper.reducer._rebuild_buckets()  # noqa: SLF001
+        self.wrapper.reducer._reset_state()  # noqa: SLF001
+
+    def verify(self) -> None:
+        """Refuse a wrapper whose own communication was turned on again."""
+        self._refuse_settings()
+        if self.wrapper.require_backward_grad_sync:
+            raise RuntimeError(
+                "require_backward_grad_sync of DistributedDataParallel was turned on after this "
+                "clipping was made; leave it off until remove()"
+            )
+        # It shall expect no gradients, also after a forward without a backward.
+        self.wrapper.reducer._reset_state()  # noqa: SLF001
+
+    def release(self) -> None:
+        """Let the wrapper communicate again."""
+        vars(self.wrapper).update(self._before)
+
+    @property
+    def grouping(self) -> str:
+        """Say how large buckets are."""
+        return " ".join(map(str, self._bucket_limits))
+
+    def release_sums(
+        self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise, *, joins: bool = True
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield parameters with their averages; the sums of a bucket travel together."""
+        del joins  # buckets do
+        ddp: Any = distributed  # which has no public name for the plan of DDP's own buckets
+        parameters = list(sums)[::-1]
+        all_sums = [sums[parameter] for parameter in parameters]
+        buckets, _ = ddp._compute_bucket_assignment_by_size(  # noqa: SLF001
+            all_sums, self._bucket_limits
+        )
+        del all_sums
+        for bucket in buckets:
+            together = [parameters[number] for number in bucket]
+            own = [sums.pop(parameter) for parameter in together]
+            released = release_among(self.groups[0], own, add_noise)
+            yield from zip(together, released, strict=True)
+
+    @property
+    def _bucket_limits(self) -> list[int]:
+        ddp: Any = distributed
+        return [ddp._DEFAULT_FIRST_BUCKET_BYTES, self.wrapper.bucket_bytes_cap]  # noqa: SLF001
+
+    def _refuse_settings(self) -> None:
+        wrapper = self.wrapper
+        is_predicted = distributed.get_backend(self.groups[0]) == distributed.Backend.FAKE
+        refused = {
+            "static_graph": wrapper.static_graph,
+            "mixed_precision": wrapper.mixed_precision is not None,
+            "the Python reducer": wrapper._use_python_reducer,  # noqa: SLF001
+            "delay_all_reduce_named_params": bool(wrapper._delay_all_reduce_params),  # noqa: SLF001
+            "register_comm_hook()": bool(wrapper._comm_hooks) and not is_predicted,  # noqa: SLF001
+            "join()": wrapper._join_config.enable,  # noqa: SLF001
+        }
+        for name, is_set in refused.items():
+            if is_set:
+                raise UnsupportedError(
+                    f"DistributedDataParallel with {name} does not work with clipping"
+                )
+
+
+def find_ranks(model: nn.Module) -> Ranks:
+    """Find the ranks that train a model.
+
+    Raises:
+        UnsupportedError: It is distributed in a way that is not exact with clipping.
+    """
+    _refuse_replicate(model)
+    states = states_of(model)
+    if isinstance(model, DistributedDataParallel):
+        if states or any(is_distributed(parameter) for parameter in model.parameters()):
+            raise UnsupportedError("DistributedDataParallel of sharded parameters does not work")
+        return Replicas(model)
+    if not states:
+        return Ranks()
+    # It takes as long to import as PyTorch itself.
+    from dpprof.private.ranks.shards import Shards  # noqa: PLC0415
+
+    return Shards(model, states)
+
+
+def states_of(model: nn.Module) -> list[Any]:
+    """List the states of ``fully_shard`` in a model."""
+    getters = (getattr(module, "_get_fsdp_state", None) for module in model.modules())
+    return list(dict.fromkeys(get_state() for get_state in getters if get_state is not None))
+
+
+def groups_of(state: Any) -> list[Any]:
+    """List the groups of parameters that a state of ``fully_shard`` gathers, each at once."""
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # one group at most, before PyTorch 2.12
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []  # noqa: SLF001
+    return groups
+
+
+def _refuse_replicate(model: nn.Module) -> None:
+    """Refuse the composable form of DDP, which has no wrapper that could be seen."""
+    composable = sys.modules.get("torch.distributed._composable.replicate")
+    if composable is None:
+        return
+    for module in model.modules():
+        state = composable.replicate.state(module)
+        if isinstance(state, composable._ReplicateState):  # noqa: SLF001
+            raise UnsupportedError(
+                "replicate() does not work with clipping; use DistributedDataParallel"
+            )

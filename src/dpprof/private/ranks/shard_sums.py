@@ -21,9 +21,7 @@ class ShardSums:
 
     Memory: a group's sums until its last use, and then its buffer and one sum.
 
-    Args:
-        ranks: Reduces sums.
-        add: Gets a parameter and its reduced sum.
+    ``ranks`` reduce sums, and ``add`` gets a parameter and its reduced sum.
     """
 
     def __init__(self, ranks: Ranks, add: Callable[[nn.Parameter, Tensor], None]) -> None:
@@ -73,15 +71,7 @@ class ShardSums:
         self._agreed = of_step
         self.is_counting = False
         late = () if self._continues else self._waiting
-        self._groups = self._group([*self._uses, *(p for p in late if p not in self._uses)])
-
-    def _group(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """List parameters by group, the groups in the order of their last ones."""
-        groups: dict[int, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            number = self._ranks.group_of(parameter)
-            groups[number] = [*groups.pop(number, ()), parameter]
-        return list(groups.values())
+        self._groups = _by_group(self._ranks, dict.fromkeys((*self._uses, *late)))
 
     def refuse_other(self, of_step: Settings) -> None:
         """Refuse a step with other settings than ranks compared in backward (``RuntimeError``)."""
@@ -114,11 +104,7 @@ class ShardSums:
             self._close()
 
     def close_all(self, compute: Callable[[nn.Parameter], None]) -> None:
-        """Close the sums of every group, where each sum is computed only then.
-
-        Args:
-            compute: Adds all uses of a parameter.
-        """
+        """Close the sums of every group; ``compute`` adds all uses of a parameter only then."""
         self._uses.clear()
         while self._groups:
             self._begin()
@@ -163,7 +149,7 @@ class ShardSums:
         """Reduce all sums that wait."""
         self._verify(bound)
         self._continues = False
-        self._groups = self._group(list(self._waiting))
+        self._groups = _by_group(self._ranks, self._waiting)
         while self._groups:
             self._close()
 
@@ -179,3 +165,12 @@ class ShardSums:
         if self._waiting and self._bound != bound:
             raise RuntimeError("max_grad_norm changed between the parts of a batch")
         self._bound = bound
+
+
+def _by_group(ranks: Ranks, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """List parameters by group, the groups in the order of their last ones."""
+    groups: dict[int, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        number = ranks.group_of(parameter)
+        groups[number] = [*groups.pop(number, ()), parameter]
+    return list(groups.values())

@@ -33,8 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dpprof.private.allocation_marks import allocates
 from dpprof.private.contributions.sums import dtype_of_sum, own_part
 from dpprof.private.errors import UnsupportedError
-from dpprof.private.ranks.distribution import groups_of
-from dpprof.private.ranks.ranks import AddNoise, Ranks
+from dpprof.private.ranks.ranks import AddNoise, Ranks, groups_of, release_among
 
 _reduce_scatter = (
     getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
@@ -61,14 +60,8 @@ class _Part(NamedTuple):
 class ReduceScatter:
     """The sums of a group of parameters in one buffer, (N, S), a row for each rank's shards.
 
-    One reduce-scatter of N S elements, in float32 at least, as FSDP's own.
-
-    Args:
-        parameters: The group, in an order that all ranks have.
-        ranks: The process group of the shards.
-
-    Raises:
-        RuntimeError: A parameter was converted to 16 bits.
+    One reduce-scatter of N S elements, in float32 at least, as FSDP's own. All ranks of the process
+    group have the parameters in the same order; ``RuntimeError`` if one was converted to 16 bits.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: Any) -> None:
@@ -148,9 +141,7 @@ class Shards(Ranks):
     def verify(self) -> None:
         """Refuse policies with which sums would be wrong, and learn which tensors are gathered.
 
-        Raises:
-            UnsupportedError: Such a policy is set.
-            RuntimeError: An earlier backward pass failed halfway.
+        ``RuntimeError`` is raised if an earlier backward pass failed halfway.
         """
         if self._failed_halfway:
             raise RuntimeError(
@@ -215,7 +206,7 @@ class Shards(Ranks):
         for number in dict.fromkeys(map(self.group_of, sums)):
             together = [p for p in sums if self.group_of(p) == number]
             own = [own_part(sums.pop(p)) for p in together]
-            released = self.release_among(self.groups[1], own, add_noise)
+            released = release_among(self.groups[1], own, add_noise)
             for parameter, part in zip(together, released, strict=True):
                 yield parameter, _as_shard(parameter, part)
 
@@ -275,13 +266,9 @@ def _write(part: _Part, summed: Tensor, buffer_NS: Tensor, *, adds: bool) -> Non
 def _as_shard(parameter: nn.Parameter, own: Tensor) -> DTensor:
     """Return a tensor of which this rank has a shard, sharded as a parameter is."""
     assert isinstance(parameter, DTensor)
+    like = {"shape": parameter.shape, "stride": parameter.stride()}
     sharded: DTensor = DTensor.from_local(
-        own,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        own, parameter.device_mesh, parameter.placements, run_check=False, **like
     )
     return sharded
 

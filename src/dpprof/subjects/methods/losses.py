@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.private.errors import UnsupportedError
-from dpprof.private.layers.head import linear_cross_entropy
+from dpprof.private.layers.linear_cross_entropy import linear_cross_entropy
 from dpprof.private.layers.model_heads import KNOWN, Head, describe_head, hidden_states_of
 from dpprof.private.layers.sample_losses import UNLABELLED, mean_over_labels, sample_losses
 from dpprof.subjects.methods.training_step import TrainingStep

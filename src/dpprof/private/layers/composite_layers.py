@@ -1,4 +1,4 @@
-"""Modules that use parameters in ways that no rule sees run as one layer each.
+"""Runs modules that use parameters in ways that no rule sees as one layer each.
 
 A module may compute with parameters of its own beside its layers, or with a layer's weight without
 calling the layer: adapters, mixers of state-space models, routers. Where such parameters only enter
@@ -42,14 +42,8 @@ _ADAPTER = "peft.tuners.tuners_utils.BaseTunerLayer"
 class Choice:
     """How a module runs: its layers by their rules, or all of it as one layer.
 
-    Args:
-        module: The module.
-        name: Its name in the model.
-        is_one: Whether it runs as one layer; None where its first forward shows it.
-        ranks: Run the module together.
-
-    Raises:
-        UnsupportedError: It is to run as one layer and cannot.
+    ``is_one`` tells whether it runs as one layer; None where its first forward shows it. ``ranks``
+    run the module together. ``UnsupportedError`` if it is to run as one layer and cannot.
     """
 
     def __init__(self, module: nn.Module, name: str, *, is_one: bool | None, ranks: Ranks) -> None:
@@ -58,19 +52,18 @@ class Choice:
         self.inside = {inner for inner in module.modules() if inner is not module}
         """The modules in it."""
 
-        if is_one:
-            self._refuse_shards_inside()
         self.ruled: Collection[nn.Parameter] = ()
         """Parameters of layers that have a rule."""
 
-    def run(self, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any) -> Any:
-        """Run the module, which is patched.
+        if is_one:
+            self._refuse_shards_inside()
 
-        Raises:
-            UnsupportedError: It is to run as one layer and cannot.
-        """
+    def run(self, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any) -> Any:
+        """Run the module, which is patched; ``UnsupportedError`` as for the class."""
         if self.is_one:
             return self._run_as_one(layer, receive, *inputs, **named)
+        # The module runs as it is, and the graph of what it returns shows how it is to run. Its
+        # calls of ``linear`` with its own parameters run by a rule, so the graph shows none.
         tensors = _tensors_in((inputs, named))
         versions = versions_of(tensors)
         assert isinstance(layer, PatchedLayer)
@@ -79,11 +72,14 @@ class Choice:
             returned = layer.original.forward(layer, *inputs, **named)
         if self.is_one is None and torch.is_grad_enabled():
             self._decide(_tensors_in(returned), tensors)
+            # Rules of the layers in it see every use: it needs no patch. With calls of ``linear``
+            # it keeps the patch, and looks at no graph any more.
             if self.is_one is False and not seen.has_run:
-                unpatch_layer(layer)  # its layers do without it
+                unpatch_layer(layer)
+            # What the layers in it contributed to this graph is dropped with it: the module runs a
+            # second time. That needs the same inputs; and a checkpoint, which runs it once in
+            # backward, would find other saved tensors.
             if self.is_one:
-                # It now runs a second time, which needs the same inputs; a checkpoint that runs it
-                # once in backward would find other saved tensors.
                 if versions_of(tensors) != versions:
                     self._refuse("changes its inputs in place")
                 hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
@@ -135,11 +131,11 @@ class Choice:
 
     def _is_unseen(self, leaf: Any, users: Mapping[Any, list[tuple[Any, int]]]) -> bool:
         """Tell whether code uses a parameter in a way that neither rules nor ``broadcasts`` see."""
+        # Which rows samples have is not known inside of a module, and ``broadcasts`` looks again.
         entries, others = follow(leaf, users, lambda _: Rows.in_order(1, 0))
-        if others - {LOSSES}:
-            return True
         # A layer's own parameter may not enter for all samples beside its rule.
-        return bool(entries) and self._ranks.own(leaf.variable) in self.ruled
+        is_beside_rule = bool(entries) and self._ranks.own(leaf.variable) in self.ruled
+        return is_beside_rule or bool(others - {LOSSES})
 
 
 def _tensors_in(values: Any) -> list[Tensor]:
@@ -173,22 +169,15 @@ class _LinearSeen(TorchFunctionMode):
 
 
 def find_choices(
-    model: nn.Module,
-    rules: dict[nn.Module, Found],
-    declared: Collection[str],
-    ranks: Ranks,
+    model: nn.Module, rules: dict[nn.Module, Found], declared: Collection[str], ranks: Ranks
 ) -> dict[nn.Module, Choice]:
     """Find the modules that may have to run as one layer, and those that are declared to.
 
-    Args:
-        model: The model.
-        rules: The rule of each layer; the rules of layers that such a module runs are taken out.
-        declared: Names of modules, with wildcards.
-        ranks: Run the model together.
+    Names that are ``declared`` may have wildcards; ``ValueError`` if one fits no module. The rules
+    of layers that such a module runs are taken out of ``rules``.
 
     Raises:
         UnsupportedError: A declared module cannot run as one layer.
-        ValueError: A name fits no module.
     """
     names = {module: name for name, module in model.named_modules()}
     choices: dict[nn.Module, Choice] = {}
@@ -217,12 +206,9 @@ def _find_owner(
 ) -> nn.Module | None:
     """Return the module whose forward may use a module's parameters otherwise than by its rule.
 
-    None where the module has a rule, and likely no other code uses its parameters.
-
-    Args:
-        module: Any module of the model.
-        around: The modules around it, from the inside.
-        rules: The rule of each layer; that of a layer which another module runs is taken out.
+    None where the module has a rule, and likely no other code uses its parameters. ``around`` are
+    the modules around it, from the inside. The rule of a layer which another module runs is taken
+    out of ``rules``.
     """
     if not trained_in(module):
         return None
