@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from small_models import is_clear, take_step
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from dpprof.private import BookKeeping, check, make_private
-from dpprof.private.errors import UnsupportedError
+from dpprof.private import BookKeeping, UnsupportedError, check, make_private
 from dpprof.private.samples.company import Company, WrongTrainingError, choose, compare_samples
 from dpprof.private.samples.random_state import States, random_state_kept
 
@@ -209,9 +209,8 @@ def test_mixing_in_an_activations_hook_is_refused() -> None:
     ],
 )
 def test_what_fails_on_one_sample_is_said_to(losses, collate) -> None:
-    with pytest.raises(
-        WrongTrainingError, match=r"one sample alone fails \((Value|Index|Zero)"
-    ) as error:
+    told = r"one sample alone fails \((Value|Index|Zero)"
+    with pytest.raises(WrongTrainingError, match=told) as error:
         compare(losses=losses, collate=collate)
     assert "contrastive" in str(error.value)
 
@@ -235,8 +234,8 @@ def sort(samples):
     return pad(sorted(samples, key=lambda one: len(one[0]), reverse=True))
 
 
-def dropping(_, h):
-    return functional.dropout(h, 0.3, _.training)
+def dropping(model, h):
+    return functional.dropout(h, 0.3, model.training)
 
 
 def with_own_generator(samples):
@@ -252,44 +251,40 @@ def of_the_system(model, ids, mask, y):
     return plain_losses(model, ids, mask, y) * (1 + random.SystemRandom().random())
 
 
+RIGHT = {
+    "pads": {},
+    "sorts by length": {"collate": sort},
+    "draws for each token": {"collate": mask_tokens},
+    "draws from a generator of its own": {"collate": with_own_generator},
+    "data that draw": {"data": Drawing(texts())},
+    "drops in forward": {"model": Text(between=dropping)},
+    "the mean over one length": {
+        "model": Text(POOLS["the mean over padding"]),
+        "collate": partial(pad, length=8),
+    },
+    "draws in the loss": {"losses": noise},
+    "draws what does not repeat": {"losses": of_the_system},
+    "16 bits": {
+        "model": Text().bfloat16(),
+        "losses": lambda m, i, k, y: plain_losses(m, i, k.bfloat16(), y).float(),
+    },
+    "float64": {"model": Text().double()},
+    "no labels: not a number": {"losses": times(lambda losses, _: losses * torch.nan)},
+}
 IRREPEATABLE = (
     "the loss or collate_fn draws numbers that cannot be repeated, such as those of the operating "
     "system"
 )
-RIGHT = {
-    "pads": ({}, []),
-    "sorts by length": ({"collate": sort}, []),
-    "draws for each token": ({"collate": mask_tokens}, []),
-    "draws from a generator of its own": ({"collate": with_own_generator}, []),
-    "data that draw": ({"data": Drawing(texts())}, []),
-    "drops in forward": ({"model": Text(between=dropping)}, []),
-    "the mean over one length": (
-        {"model": Text(POOLS["the mean over padding"]), "collate": partial(pad, length=8)},
-        [],
-    ),
-    "draws in the loss": ({"losses": noise}, ["the loss draws numbers, which alone are others"]),
-    "draws what does not repeat": (
-        {"losses": of_the_system},
-        [IRREPEATABLE],
-    ),
-    "16 bits": (
-        {
-            "model": Text().bfloat16(),
-            "losses": lambda m, i, k, y: plain_losses(m, i, k.bfloat16(), y).float(),
-        },
-        [],
-    ),
-    "float64": ({"model": Text().double()}, []),
-    "no labels: not a number": ({"losses": times(lambda losses, _: losses * torch.nan)}, []),
+UNCHECKED = {
+    "draws in the loss": ["the loss draws numbers, which alone are others"],
+    "draws what does not repeat": [IRREPEATABLE],
 }
 
 
 @pytest.mark.parametrize("kind", RIGHT)
 def test_right_losses_pass_and_leave_all_generators_as_they_were(kind) -> None:
-    options, unchecked = RIGHT[kind]
-    options = {"model": Text()} | options
     before = read_generators()
-    assert compare(**options) == unchecked
+    assert compare(**RIGHT[kind]) == UNCHECKED.get(kind, [])
     assert read_generators() == before
 
 
@@ -314,11 +309,9 @@ def train(made, losses=plain_losses, before=lambda _: None) -> torch.Tensor:
     for _ in range(2):
         for batch in loader:
             before(optimizer.steps)
-            optimizer.backward(losses(model, *batch))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, losses(model, *batch))
     made.remove()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 @pytest.mark.parametrize(
@@ -339,7 +332,7 @@ def test_make_private_refuses_it_and_says_no_loss(model, losses, collate, messag
     made = private(model, losses, collate, check=False, verify_every=1)
     with pytest.raises((WrongTrainingError, UnsupportedError)):
         train(made, losses)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert is_clear(model)
 
 
 @pytest.mark.parametrize("parts", [None, 2])
@@ -404,17 +397,10 @@ def test_other_numbers_of_steps_are_refused(every) -> None:
 
 
 def test_a_loss_is_needed_to_verify_again() -> None:
-    sgd = torch.optim.SGD(Text().parameters())
+    model, options = Text(), {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "check": False}
+    sgd = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match="and no verify_every"):
-        make_private(
-            Text(),
-            sgd,
-            DataLoader(texts()),
-            max_grad_norm=1.0,
-            noise_multiplier=1.0,
-            check=False,
-            verify_every=3,
-        )
+        make_private(model, sgd, DataLoader(texts()), **options, verify_every=3)
 
 
 def test_check_collates_samples_anew_where_they_are_given() -> None:

@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 from factory import make_experiment
-from small_models import Secure, default_dtype
+from small_models import Composed, Secure, default_dtype, take_step
 from torch import Tensor, nn
 
-from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private import BookKeeping, NoisyOptimizer
 from dpprof.private.noise.noise import DRAWN_IN_TURN, NoiseOfStep, draw_noise, draw_secure_noise
 from dpprof.private.noise.noise_keys import StepKey
-from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.refusals.tensor_kinds import NUMBERS
 from dpprof.subjects.methods.microbatch import Microbatch
 from dpprof.subjects.methods.training_step import Batch
@@ -28,16 +27,11 @@ def seeded() -> StepKey:
     return StepKey(b"", generator=torch.Generator().manual_seed(11))
 
 
-class Numbers(nn.Module):
+def make_numbers(dtype: torch.dtype) -> nn.Module:
     """A parameter of many numbers, whose loss is zero."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.numbers = nn.Parameter(torch.zeros(DRAWS, dtype=torch.float32).to(dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(self.numbers.dtype, torch.float32)
-        return x[:, None] * self.numbers.to(wide).abs()
+    wide = torch.promote_types(dtype, torch.float32)
+    numbers = torch.zeros(DRAWS, dtype=torch.float32).to(dtype)
+    return Composed(lambda m, x: x[:, None] * m.numbers.to(wide).abs(), numbers=numbers)
 
 
 def make_noisy(model: nn.Module, **options) -> tuple[BookKeeping, NoisyOptimizer]:
@@ -53,7 +47,7 @@ def make_noisy(model: nn.Module, **options) -> tuple[BookKeeping, NoisyOptimizer
 )
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_each_part_of_a_parameter_gets_noise_of_the_whole_scale(dtype, kind) -> None:
-    model = Numbers(dtype)
+    model = make_numbers(dtype)
     clipping, optimizer = make_noisy(model, noise_multiplier=2.0, **kind)
     clipping.backward(model(torch.zeros(2)).square().sum(1).float())
     optimizer.step()
@@ -69,7 +63,7 @@ def test_each_part_of_a_parameter_gets_noise_of_the_whole_scale(dtype, kind) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
 def test_the_reference_of_one_sample_at_a_time_draws_the_same_noise(dtype) -> None:
-    model = Numbers(dtype)
+    model = make_numbers(dtype)
     options = {"batch_size": 2, "noise_multiplier": 2.0, "max_grad_norm": 0.5}
     step = Microbatch(model, make_experiment(method="microbatch", **options))
     labels = torch.zeros(2, dtype=torch.int64)
@@ -127,13 +121,11 @@ def test_a_private_step_is_the_same_under_a_default_dtype_of_16_bits() -> None:
     def step(default: torch.dtype) -> Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 3), nn.RMSNorm(3))
-        clipping, optimizer = make_noisy(model, noise_multiplier=1.0, secure_mode=True)
+        _, optimizer = make_noisy(model, noise_multiplier=1.0, secure_mode=True)
         x = torch.randn(3, 4)
         with default_dtype(default):
             for losses in (model(x).square().sum(1), torch.zeros(0)):
-                clipping.backward(losses)
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer, losses)
         return nn.utils.parameters_to_vector(model.parameters()).detach()
 
     assert torch.equal(step(torch.bfloat16), step(torch.float32))
