@@ -28,6 +28,15 @@ def each_of(ways):
     return pytest.fixture(params=ways, name="way")(lambda request: request.param)
 
 
+TINY = {
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+"""Sizes of a model of transformers."""
+
 V = 6
 """So few ids that tokens repeat."""
 

@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 import transformers
-from small_models import FLAT, assert_exact
+from small_models import FLAT, TINY, assert_exact
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrize
 
@@ -66,16 +66,8 @@ REFUSED = {
 """Lily mixes samples; P-tuning encodes its prompt once for all of them."""
 
 
-SIZES = {
-    "vocab_size": V,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-    "attn_implementation": "eager",
-    "use_cache": False,
-}
+SIZES = TINY | {"vocab_size": V, "intermediate_size": 16, "num_hidden_layers": 2}
+SIZES |= {"attn_implementation": "eager", "use_cache": False}
 
 
 def build(config: peft.PeftConfig, kind: str = "llama", **more):

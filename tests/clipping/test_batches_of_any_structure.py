@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from one_call import seeded
 from small_models import take_step
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -24,7 +25,7 @@ class Data(Dataset):
         return SAMPLES
 
     def __getitem__(self, at: int):
-        source = torch.Generator().manual_seed(at)
+        source = seeded(at)
         scale = 1 + 0.1 * float(torch.rand(()))
         scale += 0.1 * random.random() + 0.1 * np.random.rand()  # noqa: S311, NPY002
         return scale * torch.randn(5, generator=source), torch.randn(3, generator=source), str(at)
@@ -96,15 +97,16 @@ def call(function, model, batch):
         return function(model, **batch)
 
 
+def privacy(**options):
+    settings = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    return settings | {"sampling_generator": seeded(1), "noise_generator": seeded(2)} | options
+
+
 def prepare(model, collate, losses_of, batch_size=B, **options):
     loader = DataLoader(Data(), batch_size=batch_size, shuffle=True, collate_fn=collate)
-    settings = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "max_batch_size": 3, "delta": 1e-3}
-    settings |= {
-        "sampling_generator": torch.Generator().manual_seed(1),
-        "noise_generator": torch.Generator().manual_seed(2),
-    }
+    settings = privacy(**{"max_batch_size": 3, "delta": 1e-3} | options)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    return make_private(model, sgd, loader, losses_of, **settings | options)
+    return make_private(model, sgd, loader, losses_of, **settings)
 
 
 def of_model(function, model):
@@ -211,28 +213,15 @@ def test_a_spent_budget_does_not_keep_its_optimizer_from_a_check() -> None:
     assert private.epsilon_spent() == spent
 
 
-def of_trainer(collate, losses_of, folder, model, **privacy):
+def of_trainer(collate, losses_of, folder, model, **options):
     transformers = pytest.importorskip("transformers")
     from dpprof.private.loop.private_trainer import PrivacyArguments, PrivateTrainer  # noqa: PLC0415
 
-    args = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=2, use_cpu=True, report_to=[], optim="sgd"
-    )
-    arguments = PrivacyArguments(
-        max_grad_norm=1.0,
-        noise_multiplier=1.0,
-        sampling_generator=torch.Generator().manual_seed(1),
-        noise_generator=torch.Generator().manual_seed(2),
-        **privacy,
-    )
-    return PrivateTrainer(
-        model=model,
-        args=args,
-        train_dataset=Data(),
-        data_collator=collate,
-        losses_of=losses_of,
-        privacy=arguments,
-    )
+    settings = {"max_steps": 2, "use_cpu": True, "report_to": [], "optim": "sgd"}
+    args = transformers.TrainingArguments(output_dir=str(folder), **settings)
+    given = {"train_dataset": Data(), "data_collator": collate, "losses_of": losses_of}
+    given["privacy"] = PrivacyArguments(**privacy(**options))
+    return PrivateTrainer(model=model, args=args, **given)
 
 
 @pytest.mark.parametrize("kind", ["a dataclass", "a BatchEncoding", "nested"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from small_models import (
+    TINY,
     Composed,
     assert_exact,
     assert_exact_by_layer,
@@ -23,25 +24,9 @@ from dpprof.private import BookKeeping, UnsupportedError
 
 B, T, D, V = 4, 7, 8, 50
 
-TEXT = {
-    "vocab_size": V,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-IMAGE = {
-    "image_size": 16,
-    "patch_size": 8,
-    "num_labels": 3,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-}
+TEXT = TINY | {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
+IMAGE = TEXT | {"image_size": 16, "patch_size": 8, "num_labels": 3}
+TEXT |= {"vocab_size": V, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SEQ2SEQ = {
     **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from small_models import FLAT, assert_exact, one_by_one
+from small_models import FLAT, TINY, assert_exact, one_by_one
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -14,16 +14,7 @@ from dpprof.private.layers import head
 transformers = pytest.importorskip("transformers")
 
 B, T, V = 3, 5, 23
-SIZES = {
-    "vocab_size": V,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-    "pad_token_id": 0,
-}
+SIZES = TINY | {"vocab_size": V, "num_key_value_heads": 2, "pad_token_id": 0}
 MODELS = {
     "llama": {},
     "gemma2": {"head_dim": 4, "final_logit_softcapping": 0.7},

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from small_models import is_clear, take_step
+from one_call import seeded
+from small_models import TINY, is_clear, take_step
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -18,7 +19,7 @@ from dpprof.private.samples.company import Company, WrongTrainingError, choose, 
 from dpprof.private.samples.random_state import States, random_state_kept
 
 V, D, SAMPLES = 13, 6, 12
-OWN = torch.Generator().manual_seed(5)
+OWN = seeded(5)
 LENGTH, COLLATED, MIXED = "length to which a batch pads", "collate_fn gives", "samples beside it"
 
 
@@ -298,8 +299,8 @@ def private(model, losses=plain_losses, collate=pad, **options):
     loader = DataLoader(texts(), batch_size=6, shuffle=True, collate_fn=collate)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
-    given |= {"sampling_generator": torch.Generator().manual_seed(1)}
-    given |= {"noise_generator": torch.Generator().manual_seed(2)}
+    given |= {"sampling_generator": seeded(1)}
+    given |= {"noise_generator": seeded(2)}
     return make_private(model, sgd, loader, partial(losses, model), **given | options)
 
 
@@ -425,8 +426,7 @@ def test_check_collates_samples_anew_where_they_are_given() -> None:
     assert "each sample's loss is the same beside others" in found.checked
 
 
-HEADS = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": V}
-HEADS |= {"num_hidden_layers": 1, "intermediate_size": 12, "max_position_embeddings": 5}
+HEADS = TINY | {"vocab_size": V, "num_key_value_heads": 2, "max_position_embeddings": 5}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 4.0]}
 LONG |= {"original_max_position_embeddings": 5, "rope_theta": 10_000.0}
 FOLLOWING = {"longrope": LONG, "dynamic": {"rope_type": "dynamic", "factor": 4.0}}

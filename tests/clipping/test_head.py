@@ -9,7 +9,7 @@ import pytest
 import torch
 from documents import PRIVATE_TRAINING, find_code
 from simulated_graphs import simulated_graphs
-from small_models import EVERY, FLAT, assert_exact, gradients, one_by_one, private
+from small_models import EVERY, FLAT, TINY, assert_exact, gradients, one_by_one, private
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -438,8 +438,7 @@ def test_what_is_no_head_or_no_label_is_refused(changed, error, message) -> None
 def test_the_lines_in_the_documents_run() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = {"vocab_size": V, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=T)
+    config = transformers.LlamaConfig(**TINY, vocab_size=V)
     model = transformers.LlamaForCausalLM(config).double()
     names = {"model": model}
     exec(find_code(PRIVATE_TRAINING, "linear_cross_entropy"), names)  # noqa: S102

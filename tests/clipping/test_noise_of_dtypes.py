@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from factory import make_experiment
+from one_call import seeded
 from small_models import Composed, Secure, default_dtype, take_step
 from torch import Tensor, nn
 
@@ -23,8 +24,8 @@ def parts_of(x: Tensor) -> list[Tensor]:
     return [x.real, x.imag] if x.is_complex() else [x]
 
 
-def seeded() -> StepKey:
-    return StepKey(b"", generator=torch.Generator().manual_seed(11))
+def seeded_key() -> StepKey:
+    return StepKey(b"", generator=seeded(11))
 
 
 def make_numbers(dtype: torch.dtype) -> nn.Module:
@@ -77,7 +78,7 @@ def test_the_reference_of_one_sample_at_a_time_draws_the_same_noise(dtype) -> No
 def test_noise_of_a_sum_is_added_in_its_memory_whatever_its_strides(numel, dtype) -> None:
     for view in (lambda x: x, Tensor.t, lambda x: x[:, : x.shape[1] // 2]):
         summed = view(torch.zeros(100, numel // 100, dtype=dtype).fill_(8 + 4j))
-        NoiseOfStep(STD, SIZE, seeded()).add_to(summed)
+        NoiseOfStep(STD, SIZE, seeded_key()).add_to(summed)
         assert float(summed.real.mean()) == pytest.approx(2, abs=0.1)
         assert float(summed.imag.mean()) == pytest.approx(1, abs=0.1)
         for part in parts_of(summed):
@@ -86,14 +87,14 @@ def test_noise_of_a_sum_is_added_in_its_memory_whatever_its_strides(numel, dtype
 
 def test_sums_that_get_noise_elsewhere_are_averaged_alone() -> None:
     first, other = (torch.full((3,), 8 + 4j) for _ in range(2))
-    NoiseOfStep(STD, SIZE, seeded()).add_to(first, other)
+    NoiseOfStep(STD, SIZE, seeded_key()).add_to(first, other)
     assert torch.equal(other, torch.full((3,), 2 + 1j))
     assert (first != 2 + 1j).all()
 
 
 def test_a_conjugated_sum_is_refused_and_never_left_without_noise() -> None:
     with pytest.raises(RuntimeError, match="conj"):
-        NoiseOfStep(STD, SIZE, seeded()).add_to(torch.ones(3, dtype=torch.complex64).conj())
+        NoiseOfStep(STD, SIZE, seeded_key()).add_to(torch.ones(3, dtype=torch.complex64).conj())
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
@@ -101,9 +102,9 @@ def test_a_conjugated_sum_is_refused_and_never_left_without_noise() -> None:
 @pytest.mark.parametrize("way", [draw_noise, draw_secure_noise])
 def test_noise_does_not_depend_on_the_default_dtype(way, default, dtype) -> None:
     like = torch.zeros(1_000, dtype=torch.float32).to(dtype)
-    usual = way(STD, like, torch.Generator().manual_seed(3))
+    usual = way(STD, like, seeded(3))
     with default_dtype(default):
-        drawn = way(STD, like, torch.Generator().manual_seed(3))
+        drawn = way(STD, like, seeded(3))
     assert drawn.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.equal(drawn, usual)
 
@@ -111,7 +112,7 @@ def test_noise_does_not_depend_on_the_default_dtype(way, default, dtype) -> None
 def test_secure_noise_under_a_default_dtype_of_16_bits_leaves_no_bit_of_the_sum_bare() -> None:
     """Draws of 16 bits lie on a coarse grid, and the sum's remainder would stay."""
     with default_dtype(torch.bfloat16):
-        noise = draw_secure_noise(1.0, torch.zeros(10_000), torch.Generator().manual_seed(1))
+        noise = draw_secure_noise(1.0, torch.zeros(10_000), seeded(1))
     large = noise[noise.abs() > 0.5]
     on_grid = large == large.to(torch.bfloat16).float()
     assert float(on_grid.float().mean()) < 0.01

@@ -7,8 +7,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from one_call import seeded
 from opacus.accountants import RDPAccountant
-from small_models import one_by_one
+from small_models import TINY, one_by_one
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,10 +24,9 @@ from dpprof.private.loop.private_trainer import (  # noqa: E402 (it needs transf
 )
 
 SAMPLES, T, V, BOUND = 12, 6, 17, 0.3
-SIZES = {"vocab_size": V, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
-SIZES |= {"num_attention_heads": 2, "pad_token_id": 0}
+SIZES = TINY | {"vocab_size": V, "pad_token_id": 0}
 NAMES = ("input_ids", "labels", "attention_mask")
-CHOSEN = torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1)) < 0.5
+CHOSEN = torch.rand(SAMPLES, generator=seeded(1)) < 0.5
 """The samples of the first step."""
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -75,7 +75,7 @@ def load_qlora() -> nn.Module:
 
 
 def draw(kind: str) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(4)
+    generator = seeded(4)
     ids = torch.randint(1, V, (SAMPLES, T), generator=generator)
     labels = ids.clone()
     labels[::2, :3] = -100
@@ -93,8 +93,8 @@ def one_loss(model: nn.Module, ids: Tensor, labels: Tensor, mask: Tensor) -> Ten
 
 def make(kind: str, folder, *, model: nn.Module | None = None, **options) -> PrivateTrainer:
     given = {"max_grad_norm": BOUND, "noise_multiplier": 0.0}
-    given |= {"sampling_generator": torch.Generator().manual_seed(1)}
-    given |= {"noise_generator": torch.Generator().manual_seed(2)}
+    given |= {"sampling_generator": seeded(1)}
+    given |= {"noise_generator": seeded(2)}
     given |= options.pop("privacy", {})
     own = {name: options.pop(name, None) for name in ("losses_of", "data_collator")}
     data, kind_of_trainer = options.pop("data", None), options.pop("trainer", PrivateTrainer)

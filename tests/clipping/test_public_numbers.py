@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from documents import find_all_code
+from one_call import seeded
 from opacus import PrivacyEngine
 from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.data_loader import DPDataLoader
@@ -44,7 +45,7 @@ def prepare(length: int, *, batch_size: int = 4, missing: int | None = None, **o
     model = nn.Linear(D, 1, bias=False)
     nn.init.zeros_(model.weight)
     options = PUBLIC | {"noise_multiplier": 8.0} | options
-    options.setdefault("noise_generator", torch.Generator().manual_seed(7))
+    options.setdefault("noise_generator", seeded(7))
     loader = DataLoader(TensorDataset(x), batch_size=batch_size, shuffle=True)
     return make_private(model, sgd(model), loader, **options)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_call import seeded
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -51,7 +52,7 @@ def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def make(*, canary: bool = False, privacy: Any = (), **options: Any) -> PrivateTrainer:
     torch.manual_seed(0)
-    draw = torch.Generator().manual_seed(4)
+    draw = seeded(4)
     rows = [
         {"input_ids": torch.randint(1, V, (T,), generator=draw), "labels": torch.tensor(at % 3)}
         for at in range(ROWS)
@@ -67,8 +68,8 @@ def make(*, canary: bool = False, privacy: Any = (), **options: Any) -> PrivateT
     settings |= {"output_dir": "out", "use_cpu": True, "report_to": [], "disable_tqdm": True}
     settings |= {"save_steps": 1, "logging_steps": 1}
     given = {"noise_multiplier": 1.0, "delta": 1e-2, "accountant": "rdp", "samples": ROWS}
-    given |= {"expected_batch_size": 6, "sampling_generator": torch.Generator().manual_seed(1)}
-    given |= {"noise_generator": torch.Generator().manual_seed(2)}
+    given |= {"expected_batch_size": 6, "sampling_generator": seeded(1)}
+    given |= {"noise_generator": seeded(2)}
     return PrivateTrainer(
         model=model,
         args=transformers.TrainingArguments(**settings | options),
