@@ -69,18 +69,15 @@ def compare(base: Path, method: str, shape: tuple[str, int, int], pairs: int) ->
     model, tokens, samples = shape
     fields = {"model": model, "method": method, "batch_size": samples, "seq_len": tokens}
     name = f"{method}, {model}, T = {tokens}, B = {samples}"
-    values: list[float] = []
-    bases: list[float] = []
+    measured: list[tuple[float, float]] = []
     for _ in range(STARTS):
         this, other = (Version(package, fields) for package in (PACKAGE, base))
         try:
-            steps = measure(name, this.take_step, other.take_step, pairs, say)
+            measured += measure(name, this.take_step, other.take_step, pairs, say).pairs
         finally:
             this.end()
             other.end()
-        values += steps.values
-        bases += steps.base
-    return Comparison(name, tuple(values), tuple(bases))
+    return Comparison(name, measured)
 
 
 def main() -> None:

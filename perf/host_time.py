@@ -62,9 +62,11 @@ def measure(training: str, rounds: int) -> list[Comparison]:
             if number > 1:  # the first ones warm up
                 seconds[method].append(value)
     say(f"{training}: {rounds} rounds")
-    base = tuple(seconds["standard"])
     return [
-        Comparison(f"{training}, {method} / standard", tuple(seconds[method]), base)
+        Comparison(
+            f"{training}, {method} / standard",
+            list(zip(seconds[method], seconds["standard"], strict=True)),
+        )
         for method in methods[1:]
     ]
 

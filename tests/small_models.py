@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,6 +21,21 @@ from dpprof.private.noise.optimizer import NoisyOptimizer
 FLAT = [FlashClipping, BookKeeping]
 EVERY = [*FLAT, PerLayerClipping]
 NORMALISED = [functools.partial(way, stability=0.01) for way in FLAT]
+
+
+def each_of(ways):
+    """Make the fixture ``way`` of these ways to clip."""
+    return pytest.fixture(params=ways, name="way")(lambda request: request.param)
+
+
+TINY = {
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+"""Sizes of a model of transformers."""
 
 V = 6
 """So few ids that tokens repeat."""
@@ -61,6 +77,19 @@ class Around(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.call(self.layer, x)
+
+
+class Composed(nn.Module):
+    """Layers and parameters by name, and how a function of them and the inputs runs."""
+
+    def __init__(self, run, **parts) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, nn.Parameter(part) if type(part) is Tensor else part)
+
+    def forward(self, *inputs, **named):
+        return self.run(self, *inputs, **named)
 
 
 def four_axes(layer: nn.Module) -> Around:
@@ -309,3 +338,10 @@ def private(clipping, model, lr: float = 1.0, **options) -> NoisyOptimizer:
     """Wrap SGD for noise; by default there is none."""
     options = {"noise_multiplier": 0.0, "expected_batch_size": 1} | options
     return NoisyOptimizer(torch.optim.SGD(model.parameters(), lr=lr), clipping, **options)
+
+
+def take_step(optimizer, losses: Tensor) -> None:
+    """Clip losses, take the step of the batch or of its part, and clear gradients."""
+    getattr(optimizer, "backward", optimizer.clipping.backward)(losses)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -7,12 +7,12 @@ import peft
 import pytest
 import torch
 import transformers
-from small_models import FLAT, assert_exact
+from small_models import FLAT, TINY, assert_exact
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrize
 
 from dpprof.measure.verification.float32_islands import lift_float32
-from dpprof.private.errors import UnsupportedError
+from dpprof.private import UnsupportedError
 
 V, B, T = 24, 3, 5
 CONFIGS = importlib.import_module("peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING
@@ -66,16 +66,8 @@ REFUSED = {
 """Lily mixes samples; P-tuning encodes its prompt once for all of them."""
 
 
-SIZES = {
-    "vocab_size": V,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-    "attn_implementation": "eager",
-    "use_cache": False,
-}
+SIZES = TINY | {"vocab_size": V, "intermediate_size": 16, "num_hidden_layers": 2}
+SIZES |= {"attn_implementation": "eager", "use_cache": False}
 
 
 def build(config: peft.PeftConfig, kind: str = "llama", **more):
@@ -107,7 +99,6 @@ def compare(model, way, *tasks, **options) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_type_that_trains_is_exact_or_refused(kind, way) -> None:
     config = CONFIGS[peft.PeftType(kind)]
@@ -135,14 +126,12 @@ SOME = {
 }
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("kind", SOME)
 def test_adapters_that_compute_with_their_parameters_are_exact(kind, way) -> None:
     compare(build(SOME[kind]), way)
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize(
     "target",
     [{"target_modules": "all-linear"}, {"target_parameters": ["experts.down_proj"], "r": 2}],
@@ -162,7 +151,6 @@ def test_adapters_of_experts_are_exact_and_leave_the_weights_as_they_are(target,
     assert all(torch.equal(after[name], one) for name, one in frozen.items())
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_p_tuning_is_exact_where_the_whole_model_runs_as_one_layer(way) -> None:
     config = peft.PromptEncoderConfig(task_type="CAUSAL_LM", **OPTIONS["P_TUNING"])
     compare(build(config), way, as_one=[""])

@@ -1,7 +1,6 @@
 """Models of transformers that nobody chose, small: exact, or refused in a sentence.
 
-The lists are transformers' own: masked language models, classifiers of sequences and of images.
-Models that cannot be built small from their defaults are left out; that says nothing of clipping.
+Those that cannot be built small from their defaults are left out.
 """
 
 import functools
@@ -17,7 +16,7 @@ from transformers.models.auto import modeling_auto
 
 from dpprof.experiments.planning.shrinking import shrink
 from dpprof.measure.verification.float32_islands import lift_float32
-from dpprof.private.errors import UnsupportedError
+from dpprof.private import UnsupportedError
 from dpprof.private.layers.rules import BATCH_NORM
 
 B, T, SIDE, MOST = 3, 7, 64, 6_000_000

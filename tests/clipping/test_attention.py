@@ -3,17 +3,11 @@
 import pytest
 import torch
 from products import one_in
-from small_models import (
-    FLAT,
-    assert_exact,
-    assert_exact_in_every_way,
-    is_clear,
-)
+from small_models import assert_exact, assert_exact_in_every_way, is_clear
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.private import BookKeeping
-from dpprof.private.errors import UnsupportedError
+from dpprof.private import BookKeeping, UnsupportedError
 
 B = T = S = 4  # of the same length: nothing may depend on lengths
 E, HEADS = 6, 2
@@ -27,11 +21,6 @@ FORMS = (
 INPUTS = ("one", "two", "three")
 MASKS = ("none", "of keys", "of pairs", "of heads", "causal", "both")
 NOT_ALLOWED = torch.ones(T, S, dtype=torch.bool).triu(1)
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def make_masks(kind: str, padding_BS, scores_BHTS):
@@ -80,6 +69,10 @@ def test_attention_is_exact(form, inputs, mask, batch_first, weights) -> None:
     assert_exact_in_every_way(model, draw(model, inputs), run)
 
 
+def draw_inputs(count: int = 1):
+    return [torch.randn(B, T, E, dtype=torch.float64) for _ in range(count)]
+
+
 def encoder(**options):
     layer = nn.TransformerEncoderLayer(E, HEADS, 8, 0.0, **options)
     return nn.TransformerEncoder(layer, 2, nn.LayerNorm(E), enable_nested_tensor=False)
@@ -101,7 +94,6 @@ MODELS = {
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize(
     ("kind", "batch_first", "norm_first", "training"),
     one_in(3, MODELS, (True, False), (True, False), (True, False)),
@@ -109,17 +101,15 @@ MODELS = {
 def test_transformers_are_exact(kind, batch_first, norm_first, training, way) -> None:
     build, call = MODELS[kind]
     model = build(batch_first=batch_first, norm_first=norm_first).double().train(training)
-    x, y = (torch.randn(B, T, E, dtype=torch.float64) for _ in range(2))
 
     def run(x, y):
         if not batch_first:
             return call(model, x.transpose(0, 1), y.transpose(0, 1)).pow(3).sum((0, 2))
         return call(model, x, y).pow(3).sum((1, 2))
 
-    assert_exact(way, model, (x, y), run, tolerance=1e-10)
+    assert_exact(way, model, draw_inputs(2), run, tolerance=1e-10)
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("frozen", ["out_proj", "in_proj", "in_proj_weight"])
 def test_attention_that_is_frozen_in_part_used_twice_and_checkpointed_is_exact(frozen, way) -> None:
     model = nn.MultiheadAttention(E, HEADS).double()
@@ -131,7 +121,7 @@ def test_attention_that_is_frozen_in_part_used_twice_and_checkpointed_is_exact(f
         x = checkpoint(model, x, x, x, use_reentrant=False)[0]
         return model(x, x, x)[0].pow(3).sum((0, 2))
 
-    assert_exact(way, model, (torch.randn(B, T, E, dtype=torch.float64),), run, tolerance=1e-10)
+    assert_exact(way, model, draw_inputs(), run, tolerance=1e-10)
 
 
 class SelfAttention(nn.MultiheadAttention):
@@ -152,13 +142,12 @@ def test_a_subclass_may_call_attention_by_super(batch_first) -> None:
         y = model(x if batch_first else x.transpose(0, 1))
         return (y if batch_first else y.transpose(0, 1)).pow(3).sum((1, 2))
 
-    assert_exact(BookKeeping, model, (torch.randn(B, T, E, dtype=torch.float64),), run)
+    assert_exact(BookKeeping, model, draw_inputs(), run)
 
 
 def test_attention_of_another_kind_runs_as_one_layer() -> None:
     model = OwnAttention(E, HEADS, batch_first=True).double()
-    x = torch.randn(B, T, E, dtype=torch.float64)
-    assert_exact(BookKeeping, model, (x,), lambda x: model(x).pow(3).sum((1, 2)))
+    assert_exact(BookKeeping, model, draw_inputs(), lambda x: model(x).pow(3).sum((1, 2)))
 
 
 def test_random_numbers_are_drawn_as_without_clipping() -> None:
@@ -183,8 +172,6 @@ def test_a_batch_without_samples_leaves_nothing() -> None:
 
 def test_a_setting_that_changes_is_followed() -> None:
     model = nn.TransformerEncoderLayer(E, HEADS, 8, 0.0).double()
-    run = lambda x: model(x.transpose(0, 1)).pow(3).sum((0, 2))  # noqa: E731
-    batch = (torch.randn(B, T, E, dtype=torch.float64),)
 
     def make(model, bound):
         model.self_attn.batch_first = True
@@ -192,16 +179,13 @@ def test_a_setting_that_changes_is_followed() -> None:
         model.self_attn.batch_first = False
         return clipping
 
-    assert_exact(make, model, batch, run, tolerance=1e-10)
+    run = lambda x: model(x.transpose(0, 1)).pow(3).sum((0, 2))  # noqa: E731
+    assert_exact(make, model, draw_inputs(), run, tolerance=1e-10)
 
 
 class OtherLinear(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
-
-
-def attention(**options):
-    return nn.MultiheadAttention(E, HEADS, batch_first=True, **options)
 
 
 X = torch.zeros(B, T, E)
@@ -221,14 +205,14 @@ X = torch.zeros(B, T, E)
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_inputs_without_samples_are_refused(inputs, options, what) -> None:
-    model = attention()
+    model = nn.MultiheadAttention(E, HEADS, batch_first=True)
     BookKeeping(model, 1.0)
     with pytest.raises((ValueError, UnsupportedError), match=what):
         model(*inputs, **options)
 
 
 def test_another_projection_of_the_output_is_refused() -> None:
-    model = attention()
+    model = nn.MultiheadAttention(E, HEADS, batch_first=True)
     model.out_proj = OtherLinear(E, E)
     with pytest.raises(UnsupportedError, match="out_proj alone, and that is a OtherLinear"):
         BookKeeping(model, 1.0)

@@ -78,14 +78,9 @@ def test_every_structure_is_split_and_stays_what_it_is(batch, read, at) -> None:
 def test_lists_of_samples_are_split_and_the_rest_is_kept() -> None:
     boxes = [{"box": torch.rand(n, 4)} for n in (1, 5, 2, 3)]
     words = [torch.rand(n) for n in (2, 3, 1, 5)]
-    batch = {
-        "s": ("a", "b", "c", "d"),
-        "n": [1, 2, 3, None],
-        "size": (2, 3),
-        "t": boxes,
-        "w": words,
-    }
-    found = take({**batch, "all": WEIGHTS, "none": None, "one": torch.tensor(1.0)}, B, [3, 1])
+    lists = {"s": ("a", "b", "c", "d"), "n": [1, 2, 3, None], "t": boxes, "w": words}
+    others = {"size": (2, 3), "all": WEIGHTS, "none": None, "one": torch.tensor(1.0)}
+    found = take(lists | others, B, [3, 1])
 
     assert found["s"] == ("d", "b")
     assert found["n"] == [None, 2]

@@ -7,6 +7,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from one_call import seeded
+from small_models import take_step
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,7 +25,7 @@ class Data(Dataset):
         return SAMPLES
 
     def __getitem__(self, at: int):
-        source = torch.Generator().manual_seed(at)
+        source = seeded(at)
         scale = 1 + 0.1 * float(torch.rand(()))
         scale += 0.1 * random.random() + 0.1 * np.random.rand()  # noqa: S311, NPY002
         return scale * torch.randn(5, generator=source), torch.randn(3, generator=source), str(at)
@@ -60,6 +62,7 @@ def of_tuple(samples):
 
 
 def losses(model, x, y):
+    assert len(x)  # as many models, it fails on a batch without samples
     return (model(x + torch.randn_like(x)) - y).square().mean(1)
 
 
@@ -79,6 +82,8 @@ CASES = {
 
 def build() -> nn.Module:
     torch.manual_seed(0)
+    random.seed(4)
+    np.random.seed(4)  # noqa: NPY002
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
@@ -92,15 +97,16 @@ def call(function, model, batch):
         return function(model, **batch)
 
 
-def prepare(model, collate, losses_of, **options):
-    loader = DataLoader(Data(), batch_size=B, shuffle=True, collate_fn=collate)
-    settings = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "max_batch_size": 3, "delta": 1e-3}
-    settings |= {
-        "sampling_generator": torch.Generator().manual_seed(1),
-        "noise_generator": torch.Generator().manual_seed(2),
-    }
+def privacy(**options):
+    settings = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    return settings | {"sampling_generator": seeded(1), "noise_generator": seeded(2)} | options
+
+
+def prepare(model, collate, losses_of, batch_size=B, **options):
+    loader = DataLoader(Data(), batch_size=batch_size, shuffle=True, collate_fn=collate)
+    settings = privacy(**{"max_batch_size": 3, "delta": 1e-3} | options)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    return make_private(model, sgd, loader, losses_of, **settings | options)
+    return make_private(model, sgd, loader, losses_of, **settings)
 
 
 def of_model(function, model):
@@ -115,22 +121,21 @@ def of_model(function, model):
 def train(private, function, model) -> Tensor:
     torch.manual_seed(3)
     for batch in private.data_loader:
-        private.optimizer.backward(call(function, model, batch))
-        private.optimizer.step()
-        private.optimizer.zero_grad()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+        take_step(private.optimizer, call(function, model, batch))
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 @pytest.mark.parametrize("kind", CASES)
 def test_a_training_is_checked_and_trains_what_it_does_without(kind) -> None:
+    """Also in batches without samples, of which there are some of twelve."""
     collate, function = CASES[kind]
     found = []
     for checks in (True, False):
         model = build()
-        random.seed(4)
-        np.random.seed(4)  # noqa: NPY002
-        private = prepare(model, collate, of_model(function, model), check=checks)
+        given = of_model(function, model)
+        private = prepare(model, collate, given, batch_size=1, max_batch_size=None, check=checks)
         found.append(train(private, function, model))
+        assert private.optimizer.steps == SAMPLES
     assert torch.equal(*found)
 
 
@@ -154,83 +159,69 @@ def test_the_optimizer_of_make_private_is_checked_within_its_loop(at) -> None:
     found = []
     for checks in (True, False):
         model = build()
-        random.seed(4)
-        np.random.seed(4)  # noqa: NPY002
         private = prepare(model, collate, of_model(function, model), check=False)
         batch = collate([Data()[one] for one in range(5)])
         torch.manual_seed(3)
         for number, part in enumerate(private.data_loader):
             if checks and number == at:
                 checked = check(model, function, batch, private.optimizer)
-            private.optimizer.backward(call(function, model, part))
-            private.optimizer.step()
-            private.optimizer.zero_grad()
-        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            take_step(private.optimizer, call(function, model, part))
+        found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
         assert private.spent.history == [(1.0, 1 / 3, 3)]
     assert torch.equal(*found)
     assert checked.samples == 5
-    assert "an empty batch contributes nothing" in checked.checked
+    assert {
+        "each sample's loss is its own",
+        "the gradient is that of single samples, clipped",
+        "an empty batch contributes nothing",
+    } <= set(checked.checked)
+    assert any(one.startswith("noise of the right scale") for one in checked.checked)
 
 
 def test_a_spent_budget_does_not_keep_its_optimizer_from_a_check() -> None:
     model = build()
     function = CASES["a dataclass"][1]
-    private = prepare(
-        model,
-        of_dataclass,
-        of_model(function, model),
-        noise_multiplier=None,
-        epsilon=3.0,
-        epochs=1,
-        accountant="rdp",
-    )
+    budget = {"noise_multiplier": None, "epsilon": 3.0, "epochs": 1, "accountant": "rdp"}
+    private = prepare(model, of_dataclass, of_model(function, model), **budget)
     train(private, function, model)
-    spent = private.epsilon_spent()
+    spent, optimizer = private.epsilon_spent(), private.optimizer
     batch = of_dataclass([Data()[at] for at in range(5)])
-    assert (
-        "an empty batch contributes nothing"
-        in check(model, function, batch, private.optimizer).checked
-    )
+    checked = check(model, function, batch, optimizer)
+    assert "an empty batch contributes nothing" in checked.checked
 
     def step(one) -> None:
-        private.optimizer.zero_grad()
-        private.optimizer.backward(function(model, one))
-        private.optimizer.step()
-
-    assert check(model, function, batch, private.optimizer, step=step).samples == 5
+        optimizer.zero_grad()
+        optimizer.backward(function(model, one))
+        optimizer.step()
 
     def step_by_clipping(one) -> None:
-        private.optimizer.zero_grad()
-        private.optimizer.clipping.backward(function(model, one))
-        private.optimizer.step()
+        optimizer.zero_grad()
+        optimizer.clipping.backward(function(model, one))
+        optimizer.step()
 
-    with pytest.raises(WrongTrainingError, match=r"call backward\(losses\) of this optimizer"):
-        check(model, function, batch, private.optimizer, step=step_by_clipping)
+    def forget(one) -> None:
+        optimizer.backward(function(model, one))
+        optimizer.step()
+
+    assert check(model, function, batch, optimizer, step=step).samples == 5
+    for wrong, said in (
+        (step_by_clipping, r"call backward\(losses\) of this optimizer"),
+        (forget, r"call optimizer\.zero_grad\(\) after each step"),
+    ):
+        with pytest.raises(WrongTrainingError, match=said):
+            check(model, function, batch, optimizer, step=wrong)
     assert private.epsilon_spent() == spent
 
 
-def of_trainer(collate, losses_of, folder, model, **privacy):
+def of_trainer(collate, losses_of, folder, model, **options):
     transformers = pytest.importorskip("transformers")
     from dpprof.private.loop.private_trainer import PrivacyArguments, PrivateTrainer  # noqa: PLC0415
 
-    args = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=2, use_cpu=True, report_to=[], optim="sgd"
-    )
-    arguments = PrivacyArguments(
-        max_grad_norm=1.0,
-        noise_multiplier=1.0,
-        sampling_generator=torch.Generator().manual_seed(1),
-        noise_generator=torch.Generator().manual_seed(2),
-        **privacy,
-    )
-    return PrivateTrainer(
-        model=model,
-        args=args,
-        train_dataset=Data(),
-        data_collator=collate,
-        losses_of=losses_of,
-        privacy=arguments,
-    )
+    settings = {"max_steps": 2, "use_cpu": True, "report_to": [], "optim": "sgd"}
+    args = transformers.TrainingArguments(output_dir=str(folder), **settings)
+    given = {"train_dataset": Data(), "data_collator": collate, "losses_of": losses_of}
+    given["privacy"] = PrivacyArguments(**privacy(**options))
+    return PrivateTrainer(model=model, args=args, **given)
 
 
 @pytest.mark.parametrize("kind", ["a dataclass", "a BatchEncoding", "nested"])
@@ -240,7 +231,7 @@ def test_a_trainer_checks_and_trains_on_any_structure(kind, tmp_path) -> None:
     for checks in (True, False):
         model = build()
         of_trainer(collate, losses_of, tmp_path, model, check=checks).train()
-        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     assert torch.equal(*found)
 
     def wrong(model, inputs):

@@ -6,45 +6,34 @@ import peft
 import pytest
 import torch
 import transformers
-from small_models import FLAT, assert_exact, assert_exact_by_layer, assert_excluded, gradients
+from small_models import (
+    TINY,
+    Composed,
+    assert_exact,
+    assert_exact_by_layer,
+    assert_excluded,
+    gradients,
+    is_clear,
+    squares,
+)
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.private import BookKeeping
-from dpprof.private.errors import UnsupportedError
+from dpprof.private import BookKeeping, UnsupportedError
 
 B, T, D, V = 4, 7, 8, 50
 
-TEXT = {
-    "vocab_size": V,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-IMAGE = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_labels": 3,
-    "intermediate_size": 24,
-    "image_size": 16,
-    "patch_size": 8,
-}
+TEXT = TINY | {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
+IMAGE = TEXT | {"image_size": 16, "patch_size": 8, "num_labels": 3}
+TEXT |= {"vocab_size": V, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SEQ2SEQ = {
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 24),
     "vocab_size": V,
     "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
     "dropout": 0.0,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24,
     "max_position_embeddings": 32,
 }
 T5 = {"vocab_size": V, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
@@ -96,28 +85,20 @@ def losses_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return outputs.logsumexp(1)
 
 
-class Chosen(nn.Module):
-    """Puts one value where a mask holds, and another where a second one does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-        self.first, self.second = (nn.Parameter(torch.randn(1, 1, D)) for _ in range(2))
-
-    def losses(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.where(x > 1, self.first, self.linear(x))
-        y = torch.where(x[..., :1] > -1, y, self.second.tanh())
-        return y.square().sum((1, 2))
+def choose(m, x):
+    """Put one value where a mask holds, and another where a second one does not."""
+    y = torch.where(x > 1, m.first, m.linear(x))
+    return torch.where(x[..., :1] > -1, y, m.second.tanh())
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("tokens", [T, B, 1])
 def test_a_value_that_a_mask_chooses_is_exact(tokens, way) -> None:
-    torch.manual_seed(0)
-    assert_exact(way, Chosen().double(), (2 * torch.randn(B, tokens, D).double(),))
+    values = {"first": torch.randn(1, 1, D), "second": torch.randn(1, 1, D)}
+    model = Composed(choose, linear=nn.Linear(D, D), **values).double()
+    x = 2 * torch.randn(B, tokens, D).double()
+    assert_exact(way, model, (x,), functools.partial(squares, model))
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("tokens", [T, B])
 def test_t5_is_exact_with_padding(tokens, way) -> None:
     model, ids = build("T5ForConditionalGeneration"), torch.randint(2, V, (B, tokens))
@@ -132,38 +113,29 @@ def test_t5_is_exact_with_padding(tokens, way) -> None:
     assert_exact(way, model, (ids, mask), losses)
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("tokens", [T, B])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_exact_as_they_are(name, tokens, way) -> None:
     model = build(name)
-    is_image = hasattr(model.config, "image_size")
-    if is_image and tokens == B:
-        pytest.skip("images have no tokens")
-    side = model.config.image_size if is_image else 0
-    inputs = (
-        torch.randn(B, 3, side, side).double() if is_image else torch.randint(2, V, (B, tokens))
-    )
-
-    assert_exact(
-        way, model, (inputs,), functools.partial(losses_of, model), bound=0.5, tolerance=1e-8
-    )
+    if side := getattr(model.config, "image_size", 0):
+        if tokens == B:
+            pytest.skip("images have no tokens")
+        inputs = torch.randn(B, 3, side, side).double()
+    else:
+        inputs = torch.randint(2, V, (B, tokens))
+    run = functools.partial(losses_of, model)
+    assert_exact(way, model, (inputs,), run, bound=0.5, tolerance=1e-8)
 
 
 ADAPTERS = {
-    "IA3Config": {
-        "target_modules": ["k_proj", "down_proj"],
-        "feedforward_modules": ["down_proj"],
-    },
+    "IA3Config": {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
     "VeraConfig": {"r": 2},
     "PromptTuningConfig": {"num_virtual_tokens": 3},
 }
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters_that_scale_or_prepend_are_exact(kind, way) -> None:
-    torch.manual_seed(0)
     sizes = {name: size for name, size in TEXT.items() if "dropout" not in name}
     base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     adapters = getattr(peft, kind)(task_type="CAUSAL_LM", **ADAPTERS[kind])
@@ -190,8 +162,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
-        self.own = nn.Parameter(torch.randn(shape))
-        self.table = nn.Embedding(16, D)
+        self.own, self.table = nn.Parameter(torch.randn(shape)), nn.Embedding(16, D)
         self.enter = enter
         self.double()
 
@@ -239,19 +210,15 @@ FORMS = {
     "as the base of a power": ((D,), lambda m, x: (m.own.abs() + 1) ** x),
     "in a product of matrices": ((D, D), lambda m, x: x @ m.own),
     "after another operator": ((T, D), lambda m, x: x + torch.atan2(m.own, m.own + 2)),
-    "on another axis": (
-        (T, 1, D),
-        lambda m, x: (x.transpose(0, 1) + m.own).transpose(0, 1),
-    ),
+    "on another axis": ((T, 1, D), lambda m, x: (x.transpose(0, 1) + m.own).transpose(0, 1)),
 }
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("samples", [1, B, T])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_way_to_enter_is_exact(form, samples, way) -> None:
     model = Model(*FORMS[form])
-    x = torch.randn(samples, T, D, dtype=torch.float64)
+    x = draw(samples)
 
     clipping = assert_exact(way, model, (x,), bound=0.5)
     assert model.own.grad is not None
@@ -268,7 +235,7 @@ def test_every_way_to_enter_is_exact(form, samples, way) -> None:
 
 def test_samples_that_are_not_finite_and_empty_batches_contribute_nothing() -> None:
     model = Model(*FORMS["multiplied"])
-    x = torch.randn(B, T, D, dtype=torch.float64)
+    x = draw()
     clipping = BookKeeping(model, 0.5)
     clipping.backward(model.losses(x[:0]))
     assert not gradients(model).any()
@@ -279,7 +246,7 @@ def test_samples_that_are_not_finite_and_empty_batches_contribute_nothing() -> N
 
 def test_a_parameter_that_is_frozen_or_unused_gets_no_gradient() -> None:
     model = Model(*FORMS["added"])
-    x = torch.randn(B, T, D, dtype=torch.float64)
+    x = draw()
     clipping = BookKeeping(model, 0.5)
     losses = model.losses(x)
     model.own.requires_grad_(requires_grad=False)
@@ -296,12 +263,10 @@ def test_a_parameter_that_is_frozen_or_unused_gets_no_gradient() -> None:
 def test_a_bias_that_a_layer_shares_with_its_module_is_clipped_once() -> None:
     model = Model((D,), lambda _, x: x)
     model.last.bias = model.own
-    x = torch.randn(B, T, D, dtype=torch.float64)
-    assert_exact(BookKeeping, model, (x,), bound=0.5).remove()
-
-    model.zero_grad()
-    model.enter = lambda m, x: x + m.own
-    assert_exact(BookKeeping, model, (x,), bound=0.5)
+    for enter in (model.enter, lambda m, x: x + m.own):
+        model.enter = enter
+        assert_exact(BookKeeping, model, (draw(),), bound=0.5).remove()
+        model.zero_grad()
 
 
 def mix(found):
@@ -311,6 +276,10 @@ def mix(found):
 def look_up_in_two_ways(model, x):
     found = model.table(positions(x))
     return x * model.own + found + mix(found)
+
+
+def draw(samples: int = B):
+    return torch.randn(samples, T, D, dtype=torch.float64)
 
 
 REFUSED = {
@@ -342,17 +311,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_not_found_is_refused_by_name(what, way) -> None:
     shape, enter, message = REFUSED[what]
     model = Model(shape, enter)
-    x = torch.randn(B, T, D, dtype=torch.float64)
-    clipping = way(model, 0.5)
-
     with pytest.raises((UnsupportedError, RuntimeError, ValueError), match=message):
-        clipping.backward(model.losses(x))
-    assert all(parameter.grad is None for parameter in model.parameters())
+        way(model, 0.5).backward(model.losses(draw()))
+    assert is_clear(model)
 
 
 @pytest.mark.slow
@@ -368,9 +333,8 @@ def test_models_are_exact_by_layer(name) -> None:
 @pytest.mark.parametrize("samples", [B, T])
 @pytest.mark.parametrize("form", FORMS)
 def test_per_layer_clipping_clips_a_parameter_beside_layers_by_itself(form, samples) -> None:
-    torch.manual_seed(0)
     model = Model(*FORMS[form])
-    x = torch.randn(samples, T, D, dtype=torch.float64)
+    x = draw(samples)
 
     clipping = assert_exact_by_layer(model, (x,), model.losses, bound=0.01)
     layers = [own for own, _ in clipping.groups if any(one is model.own for one in own)]
@@ -386,7 +350,7 @@ def test_an_axis_that_becomes_as_long_as_the_batch_is_looked_at_again() -> None:
         lambda m, x: (x[:, None] + m.own.expand(heads, -1, -1).unsqueeze(0)).mean(1),
     )
     clipping = BookKeeping(model, 0.5)
-    x = torch.randn(B, T, D, dtype=torch.float64)
+    x = draw()
     for samples in (4, 2, 4):
         clipping.backward(model.losses(x[:samples]))
         model.zero_grad()
@@ -399,7 +363,7 @@ def test_an_axis_that_becomes_as_long_as_the_batch_is_looked_at_again() -> None:
 
 def test_nothing_stays_behind() -> None:
     model = Model(*FORMS["added"])
-    x = torch.randn(B, T, D, dtype=torch.float64)
+    x = draw()
     clipping = BookKeeping(model, 0.5)
     clipping.backward(model.losses(x))
     clipping.remove()

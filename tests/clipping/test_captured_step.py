@@ -10,13 +10,14 @@ import pytest
 import torch
 from documents import FULL_SPEED, find_code
 from simulated_graphs import SimulatedGraphs, simulated_graphs
-from small_models import EVERY, NORMALISED, Scale, Small
+from small_models import EVERY, NORMALISED, Scale, Small, each_of
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpprof.private import BookKeeping, CapturedStep, NoisyOptimizer
-from dpprof.private.errors import UnsupportedError
+from dpprof.private import BookKeeping, CapturedStep, NoisyOptimizer, UnsupportedError
+
+way = each_of(EVERY)
 
 OPTIMIZERS = {"sgd": lambda ps: SGD(ps, lr=0.1), "adamw": lambda ps: AdamW(ps, lr=0.01)}
 
@@ -48,20 +49,30 @@ class Training:
         self.model[2].scale = torch.ones(8)
         self.clipping = way(self.model, 0.5, public_buffers=["2.scale"])
         self.generator = torch.Generator(device).manual_seed(3)
+        self.noise, self.part_size = noise, part_size
+        self.step_by(OPTIMIZERS[optimizer](self.model.parameters()))
+
+    def step_by(self, inner) -> "Training":
         self.optimizer = NoisyOptimizer(
-            OPTIMIZERS[optimizer](self.model.parameters()),
-            self.clipping,
-            noise_multiplier=noise,
+            *(inner, self.clipping),
+            noise_multiplier=self.noise,
             expected_batch_size=5,
             generator=self.generator,
         )
-        self.step = CapturedStep(self.losses_of, self.optimizer, part_size)
+        self.step = CapturedStep(self.losses_of, self.optimizer, self.part_size)
+        return self
 
     def losses_of(self, x: Tensor) -> Tensor:
         return self.model(x).square().sum((1, 2))
 
     def loop(self, x: Tensor) -> Tensor:
         return self.step._run((x,))
+
+    def take(self, *sizes: int) -> "Training":
+        """Step on batches of these sizes."""
+        for x in batches(*sizes):
+            self.step(x)
+        return self
 
     @property
     def state(self) -> Tensor:
@@ -76,16 +87,30 @@ def batches(*sizes: int) -> list[Tensor]:
     return [torch.randn(size, 7, 5, generator=generator) for size in sizes]
 
 
-def assert_same(one: Training, other: Training) -> None:
+def assert_same(captured: Training, loop: Training) -> None:
     """Up to the order of sums: a part that is filled up has products of other sizes."""
-    torch.testing.assert_close(one.state, other.state, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(captured.state, loop.state, rtol=1e-4, atol=1e-6)
     counts = [
         (t.clipping.batches, t.clipping.nonfinite_samples_total, t.optimizer.steps)
-        for t in (one, other)
+        for t in (captured, loop)
     ]
     assert counts[0] == counts[1]
-    assert not any(p.grad is not None for p in one.optimizer.params)
-    assert not one.clipping.sums.total
+    assert not any(p.grad is not None for p in captured.optimizer.params)
+    assert not captured.clipping.sums.total
+
+
+def assert_trains_as_a_loop(make, xs, change=lambda _: None, at: int | None = None) -> Training:
+    """Make two trainings, and step on batches, captured and not; before one of them change both."""
+    captured, loop = make(), make()
+    for number, x in enumerate(xs):
+        if number == at:
+            change(captured)
+            change(loop)
+        captured.step(x)
+        loop.loop(x)
+        assert_same(captured, loop)
+    assert captured.step.is_captured
+    return captured
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
@@ -134,7 +159,6 @@ def leaf_node(parameter: Tensor):
 
 @pytest.mark.parametrize("is_refused", [False, True])
 @pytest.mark.parametrize("make", [build, Classifier])
-@pytest.mark.parametrize("way", EVERY)
 def test_nothing_keeps_the_graph_of_a_step(way, make, is_refused) -> None:
     """On a GPU the node of a parameter that outlives its step remembers the stream of that step.
 
@@ -166,16 +190,10 @@ def test_nothing_keeps_the_graph_of_a_step(way, make, is_refused) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("way", [*EVERY, NORMALISED[1]])
 def test_a_sample_that_is_not_finite_is_excluded_and_counted(way, value) -> None:
-    captured, loop = (Training(way) for _ in range(2))
     xs = batches(6, 6, 6, 6, 6)
     xs[2][5, 0, 0] = value
-    for x in xs:
-        captured.step(x)
-        loop.loop(x)
-
-        assert_same(captured, loop)
+    captured = assert_trains_as_a_loop(lambda: Training(way), xs)
     assert captured.clipping.nonfinite_samples_total >= 1 or value == 1e30
-    assert captured.step.is_captured
 
 
 CHANGES = {
@@ -200,19 +218,10 @@ CHANGES = {
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_a_change_changes_the_next_step(change, optimizer) -> None:
-    captured, loop = (Training(optimizer=optimizer) for _ in range(2))
     xs = batches(5, 5, 5, 5, 5, 5)
     if change == "another shape":
         xs[3] = xs[3][:, :2]
-    for number, x in enumerate(xs):
-        if number == 3:
-            CHANGES[change](captured)
-            CHANGES[change](loop)
-        captured.step(x)
-        loop.loop(x)
-
-        assert_same(captured, loop)
-    assert captured.step.is_captured
+    assert_trains_as_a_loop(lambda: Training(optimizer=optimizer), xs, CHANGES[change], at=3)
 
 
 def test_a_rate_that_a_scheduler_changes_needs_no_other_graph() -> None:
@@ -221,7 +230,6 @@ def test_a_rate_that_a_scheduler_changes_needs_no_other_graph() -> None:
     for x in batches(4, 4, 4, 4):
         captured.step(x)
         schedule.step()
-
     assert SimulatedGraphs.captured == 3
 
 
@@ -239,10 +247,7 @@ def test_each_replay_draws_other_noise() -> None:
 
 
 def test_a_graph_that_repeats_its_noise_is_refused(monkeypatch) -> None:
-    training = Training()
-    first, second, third = batches(4, 4, 4)
-    training.step(first)
-    training.step(second)
+    training = Training().take(4, 4)
     graphs = training.step._graphs
     replay = graphs._noise
 
@@ -254,7 +259,7 @@ def test_a_graph_that_repeats_its_noise_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(graphs, "_noise", repeat)
     before = training.state
     with pytest.raises(RuntimeError, match="drew no new noise, so nothing was applied"):
-        training.step(third)
+        training.take(4)
 
     assert torch.equal(training.state, before)
     assert training.optimizer.steps == 3  # counted where noise is drawn
@@ -262,12 +267,9 @@ def test_a_graph_that_repeats_its_noise_is_refused(monkeypatch) -> None:
 
 
 def test_padding_contributes_nothing() -> None:
-    training = Training(optimizer="sgd", noise=0.0)
-    first, second, third = batches(4, 4, 1)
-    training.step(first)
-    training.step(second)
+    training = Training(optimizer="sgd", noise=0.0).take(4, 4)
     before = training.model[6].weight.detach().clone()
-    training.step(third)
+    training.take(1)
 
     moved = (training.model[6].weight - before).norm() * 5 / 0.1
     assert training.step.is_captured
@@ -287,20 +289,18 @@ HOOKS = {
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("change", list(HOOKS))
 def test_a_hook_changes_what_follows_it_as_in_a_loop(change, optimizer, at) -> None:
-    captured, loop = (Training(optimizer=optimizer) for _ in range(2))
-    for training in (captured, loop):
+    def make() -> Training:
+        training = Training(optimizer=optimizer)
         group = training.optimizer.param_groups[0]
         if "betas" in group:
             group["betas"] = list(group["betas"])
         count = itertools.count(1)
         training.optimizer.attach_step_hook(
-            lambda o, count=count: HOOKS[change](o) if next(count) == at else None
+            lambda o: HOOKS[change](o) if next(count) == at else None
         )
-    for x in batches(4, 4, 0, 4, 4, 4):
-        captured.step(x)
-        loop.loop(x)
+        return training
 
-        assert_same(captured, loop)
+    assert_trains_as_a_loop(make, batches(4, 4, 0, 4, 4, 4))
 
 
 class Counting(SGD):
@@ -317,16 +317,11 @@ class Counting(SGD):
 
 @pytest.mark.parametrize("make", [Counting, Adagrad, NAdam])
 def test_an_optimizer_that_does_something_in_python_steps_there(make) -> None:
-    captured, loop = (Training() for _ in range(2))
-    for training in (captured, loop):
-        training.optimizer = private(training, make(training.model.parameters(), lr=0.1))
-        training.step = CapturedStep(training.losses_of, training.optimizer, 4)
-    for x in batches(4, 4, 6, 4):
-        captured.step(x)
-        loop.loop(x)
+    def begin() -> Training:
+        training = Training()
+        return training.step_by(make(training.model.parameters(), lr=0.1))
 
-        assert_same(captured, loop)
-    assert captured.step.is_captured
+    assert_trains_as_a_loop(begin, batches(4, 4, 6, 4))
     assert SimulatedGraphs.captured == 3  # first and further parts, and noise
 
 
@@ -334,52 +329,35 @@ def test_an_optimizer_that_does_something_in_python_steps_there(make) -> None:
 def test_a_rate_of_any_kind_is_that_of_the_loop(rate) -> None:
     captured, loop = (Training() for _ in range(2))
     for training in (captured, loop):
-        inner = AdamW(training.model.parameters(), lr=copy.copy(rate), foreach=False)
-        training.optimizer = private(training, inner)
-        training.step = CapturedStep(training.losses_of, training.optimizer, 4)
+        training.step_by(AdamW(training.model.parameters(), lr=copy.copy(rate), foreach=False))
     for number, x in enumerate(batches(4, 4, 4, 4)):
         if number == 3:
             captured.optimizer.param_groups[0]["lr"] = 0.001
             loop.optimizer.param_groups[0]["lr"] = 0.001
         captured.step(x)
         loop.loop(x)
-
         torch.testing.assert_close(captured.state, loop.state, rtol=1e-3, atol=1e-4)
-
-
-def private(training, inner) -> NoisyOptimizer:
-    return NoisyOptimizer(
-        inner,
-        training.clipping,
-        noise_multiplier=0.7,
-        expected_batch_size=5,
-        generator=torch.Generator().manual_seed(3),
-    )
 
 
 def test_parameters_that_the_optimizer_does_not_have_are_refused() -> None:
     training = Training()
-    training.optimizer = private(training, SGD(training.model[6].parameters(), lr=0.1))
-    step = CapturedStep(training.losses_of, training.optimizer, 4)
+    training.step_by(SGD(training.model[6].parameters(), lr=0.1))
     for x in batches(4, 4):
         with pytest.raises(RuntimeError, match="is clipped, and this optimizer does not train it"):
-            step(x)
+            training.step(x)
 
 
 @pytest.mark.parametrize("change", ["wrapped again", "removed"])
 def test_an_old_step_is_refused_as_a_loop_is(change) -> None:
-    training = Training()
-    first, second, third = batches(4, 4, 4)
-    training.step(first)
-    training.step(second)
-    before = training.state
+    training = Training().take(4, 4)
+    before, step = training.state, training.step
     if change == "removed":
         training.clipping.remove()
     else:
-        private(training, training.optimizer.original_optimizer)
+        training.step_by(training.optimizer.original_optimizer)
 
     with pytest.raises(RuntimeError, match=r"NoisyOptimizer took over|depend on no trained"):
-        training.step(third)
+        step(batches(4)[0])
     assert torch.equal(training.state, before)
 
 
@@ -397,108 +375,72 @@ def test_hooks_of_the_inner_optimizer_run_in_each_step() -> None:
 
 
 def test_a_tensor_that_a_module_holds_is_looked_at() -> None:
-    captured, loop = (Training() for _ in range(2))
-    for training in (captured, loop):
-        training.model[2].forward = lambda x, t=training: x * t.model[2].scale
-    for number, x in enumerate(batches(4, 4, 4, 4, 4)):
-        if number == 2:
-            captured.model[2].scale = loop.model[2].scale = torch.full((8,), 0.1)
-        captured.step(x)
-        loop.loop(x)
+    def make() -> Training:
+        training = Training()
+        training.model[2].forward = lambda x: x * training.model[2].scale
+        return training
 
-        assert_same(captured, loop)
+    def change(training: Training) -> None:
+        training.model[2].scale = torch.full((8,), 0.1)
+
+    assert_trains_as_a_loop(make, batches(4, 4, 4, 4, 4), change, at=2)
 
 
 def test_what_a_graph_reads_outlives_the_one_who_had_it() -> None:
     training = Training()
     weights = [torch.full((3,), 0.5)]
     training.step._losses_of = lambda x: (training.model(x) * weights[0]).square().sum((1, 2))
-    first, second, third = batches(4, 4, 4)
-    training.step(first)
-    training.step(second)
+    training.take(4, 4)
     held = {storage.data_ptr() for storage in training.step._graphs._held}
 
     assert weights.pop().data_ptr() in held
-    training.step(third)
+    training.take(4)
 
 
-@pytest.mark.parametrize("way", EVERY)
 def test_inputs_with_gradients_and_an_empty_first_batch_train(way) -> None:
     training = Training()
     training.clipping.remove()
     training.clipping = way(training.model, 0.5, first_batch="trusted")
-    training.optimizer = private(training, SGD(training.model.parameters(), lr=0.1))
-    step = CapturedStep(training.losses_of, training.optimizer, 4)
+    training.step_by(SGD(training.model.parameters(), lr=0.1))
     for x in batches(0, 4, 6, 4):
-        step(x.requires_grad_())
+        training.step(x.requires_grad_())
 
-    assert step.is_captured
-
-
-class Accountant:
-    """Counts steps as accountants do."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def __call__(self, optimizer) -> None:
-        self.steps += optimizer.accumulated_iterations
+    assert training.step.is_captured
 
 
 def test_an_accountant_counts_each_batch_once() -> None:
-    training, accountant = Training(), Accountant()
-    training.optimizer.attach_step_hook(accountant)
-    for x in batches(6, 9, 0, 3, 5):
-        training.step(x)
+    training, counted = Training(), []
+    training.optimizer.attach_step_hook(lambda one: counted.append(one.accumulated_iterations))
+    training.take(6, 9, 0, 3, 5)
 
-    assert accountant.steps == training.optimizer.steps == 5
-
-
-class Counted(nn.Module):
-    """Has a buffer that ``state_dict()`` holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(1))
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+    assert sum(counted) == training.optimizer.steps == 5
 
 
 def test_a_buffer_that_changes_between_steps_is_refused() -> None:
     training = Training()
-    training.model.append(Counted())
+    training.model.append(Scale(3))
+    training.model[-1].register_buffer("seen", torch.zeros(1))
     training.clipping.remove()
-    clipping = BookKeeping(training.model, 0.5)
-    optimizer = NoisyOptimizer(
-        SGD(training.model.parameters(), lr=0.1),
-        clipping,
-        noise_multiplier=1.0,
-        expected_batch_size=5,
-    )
-    step = CapturedStep(training.losses_of, optimizer, 4)
-    for x in batches(4, 4):
-        step(x)
-    assert step.is_captured
+    training.clipping = BookKeeping(training.model, 0.5)
+    training.step_by(SGD(training.model.parameters(), lr=0.1)).take(4, 4)
+    assert training.step.is_captured
     before = training.model[0].weight.detach().clone()
     training.model[-1].seen.data.fill_(7)
 
     with pytest.raises(RuntimeError, match=r"7\.seen was changed through \.data"):
-        step(batches(4)[0])
+        training.take(4)
     assert torch.equal(before, training.model[0].weight)
-    assert not optimizer.is_within_a_batch
+    assert not training.optimizer.is_within_a_batch
 
 
 def test_code_that_waits_for_the_device_is_refused() -> None:
     training = Training()
     training.step._losses_of = lambda x: training.losses_of(x) * float(x.sum().item() != 0)
-    first, second = batches(4, 4)
-    training.step(first)
+    training.take(4)
     before = training.state
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        training.step(second)
+        training.take(4)
     assert torch.equal(before[: len(training.state)], training.state)
     assert not training.optimizer.is_within_a_batch
     assert training.clipping.batches == 1
@@ -535,7 +477,6 @@ def test_a_part_has_a_sample() -> None:
 
 @pytest.mark.parametrize("graphs", [True, False], indirect=True)
 def test_the_loop_in_the_documents_trains(graphs) -> None:
-    torch.manual_seed(0)
     model = Small("layer norm", 6, 9, bias=True)
     before = [p.detach().clone() for p in model.parameters()]
     loader = DataLoader(TensorDataset(*torch.randint(6, (2, 90, 5)).unbind()), batch_size=18)
@@ -555,7 +496,6 @@ def test_the_loop_in_the_documents_trains(graphs) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False], indirect=True)
-@pytest.mark.parametrize("way", EVERY)
 def test_on_a_gpu_full_parts_give_the_same_bits(graphs, way) -> None:
     captured, loop = (Training(way, "sgd", device="cuda") for _ in range(2))
     for x in batches(4, 8, 4, 8, 12):
@@ -569,15 +509,12 @@ def test_on_a_gpu_full_parts_give_the_same_bits(graphs, way) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False], indirect=True)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("way", EVERY)
 def test_on_a_gpu_batches_of_any_size_train_as_in_a_loop(graphs, way, optimizer) -> None:
     captured, loop = (Training(way, optimizer, device="cuda") for _ in range(2))
     xs = batches(6, 4, 9, 0, 3, 1, 12, 7, 5)
     xs[-2][5, 0, 0] = math.nan
     for x in xs:
-        losses = captured.step(x.cuda())
-
-        expected = loop.loop(x.cuda())
+        losses, expected = captured.step(x.cuda()), loop.loop(x.cuda())
         torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-5, equal_nan=True)
         assert_same(captured, loop)
     assert captured.clipping.nonfinite_samples_total == 1

@@ -6,14 +6,14 @@ from functools import partial
 import pytest
 import torch
 from products import one_in
-from small_models import EVERY, KINDS, batch, build, is_clear, squares
+from small_models import EVERY, KINDS, Composed, batch, build, each_of, is_clear, squares
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.private import WrongTrainingError
-from dpprof.private.engine.book_keeping import BookKeeping
-from dpprof.private.engine.per_layer import PerLayerClipping
+from dpprof.private import BookKeeping, PerLayerClipping, WrongTrainingError
+
+way = each_of(EVERY)
 
 
 def is_refused(way, kind) -> bool:
@@ -43,52 +43,39 @@ def test_right_models_pass(way, kind) -> None:
     assert clipping.first_batch_verified
 
 
-class Wrong(nn.Module):
+def build_around(between):
     """Two layers, between which something happens that no layer sees."""
+    return Composed(
+        lambda m, x_BTd: m.second(between(m.first(x_BTd).tanh())),
+        first=nn.Linear(5, 6),
+        second=nn.Linear(6, 3),
+    ).double()
 
-    def __init__(self, between) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(5, 6)
-        self.second = nn.Linear(6, 3)
-        self.between = between
 
-    def forward(self, x_BTd):
-        return self.second(self.between(self, self.first(x_BTd).tanh()))
+ALONE = "a sample alone (has|raises)"
 
 
 def keep(x):
     return x
 
 
-@pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize(
     ("between", "before", "after", "message"),
     [
-        (lambda _, h: h - h.mean(0), keep, keep, "a sample alone (has|raises)"),
-        (lambda _, h: h.flip(0), keep, keep, "a sample alone (has|raises)"),
-        (
-            lambda _, h: h + h.transpose(0, 1).mean(2, keepdim=True),
-            keep,
-            keep,
-            "a sample alone (has|raises)",
-        ),
-        (
-            None,
-            lambda x: x.transpose(0, 1),
-            keep,
-            r"first\.weight: the gradient of a sample has another norm",
-        ),
+        (lambda h: h - h.mean(0), keep, keep, ALONE),
+        (lambda h: h.flip(0), keep, keep, ALONE),
+        (lambda h: h + h.transpose(0, 1).mean(2, keepdim=True), keep, keep, ALONE),
+        (keep, lambda x: x.transpose(0, 1), keep, r"first\.weight: .* sample has another norm"),
         # The norms of the batch are in another order than its losses.
-        (None, lambda x: x.roll(1, 0), lambda losses: losses.roll(-1, 0), r"first\.weight"),
+        (keep, lambda x: x.roll(1, 0), lambda losses: losses.roll(-1, 0), r"first\.weight"),
     ],
     ids=["mixed", "permuted", "swapped", "batch second", "permutation undone"],
 )
 def test_samples_that_do_not_stay_apart_are_found(between, before, after, message, way) -> None:
-    model = Wrong(between or (lambda _, h: h)).double()
+    model = build_around(between)
     clipping = way(model, 0.1)
     x = torch.randn(4, 4, 5, dtype=torch.float64)
-    samples = 1 if between is None and after is keep else 0  # the axis of the output
+    samples = 1 if between is keep and after is keep else 0  # the axis of the output
 
     def losses_of(x):
         return after(model(before(x)).square().sum((1 - samples, 2)))
@@ -110,29 +97,29 @@ def test_a_layer_that_trains_on_a_part_is_found() -> None:
     model = nn.Sequential(nn.Linear(5, 6), Part(6, 3)).double()
     clipping = BookKeeping(model, 0.1)
     with pytest.raises(WrongTrainingError, match="gradient of the batch's loss is not that of"):
-        clipping.check(partial(squares, model), torch.randn(3, 4, 5).double())
+        clipping.check(partial(squares, model), draw())
 
 
-class Dropping(nn.Module):
+def build_dropping(**checkpointing):
     """Dropout under checkpointing, which may draw it again."""
 
-    def __init__(self, **checkpointing) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.dropout = nn.Linear(5, 6), nn.Linear(6, 3), nn.Dropout(0.5)
-        self.checkpointing = {"use_reentrant": False} | checkpointing
+    def run(m, x):
+        body = nn.Sequential(m.first, nn.Tanh(), m.dropout)
+        return m.second(checkpoint(body, x, **{"use_reentrant": False} | checkpointing))
 
-    def forward(self, x):
-        body = nn.Sequential(self.first, nn.Tanh(), self.dropout)
-        return self.second(checkpoint(body, x, **self.checkpointing))
+    layers = {"first": nn.Linear(5, 6), "second": nn.Linear(6, 3), "dropout": nn.Dropout(0.5)}
+    return Composed(run, **layers).double()
 
 
-@pytest.mark.parametrize("way", EVERY)
+def draw():
+    return torch.randn(3, 4, 5).double()
+
+
 def test_dropout_stays_as_it_is(way) -> None:
-    model = Dropping().double()
+    model = build_dropping()
     clipping, masks = way(model, 0.1), []
     model.dropout.register_forward_hook(lambda *given: masks.append((given[2] == 0).any()))
-    checked = clipping.check(partial(squares, model), torch.randn(3, 4, 5).double())
+    checked = clipping.check(partial(squares, model), draw())
 
     assert any(masks)
     assert not all(masks)
@@ -140,24 +127,20 @@ def test_dropout_stays_as_it_is(way) -> None:
     assert all(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize("way", EVERY)
 def test_dropout_that_is_drawn_again_in_backward_is_found(way) -> None:
-    model = Dropping(preserve_rng_state=False).double()
+    model = build_dropping(preserve_rng_state=False)
     with pytest.raises((WrongTrainingError, RuntimeError), match="preserve_rng_state=True"):
-        way(model, 0.1).check(partial(squares, model), torch.randn(3, 4, 5).double())
+        way(model, 0.1).check(partial(squares, model), draw())
 
 
 def test_a_model_that_draws_numbers_in_training_is_evaluated() -> None:
-    model = Dropping().double()
+    model, x = build_dropping(), draw()
     drop = lambda x: functional.dropout(x, 0.5, model.training)  # noqa: E731
-    x = torch.randn(3, 4, 5).double()
     model.dropout.forward = drop
-    assert (
-        "so it is with dropout on"
-        in BookKeeping(model, 0.1).check(partial(squares, model), x).checked
-    )
+    clipping = BookKeeping(model, 0.1)
+    assert "so it is with dropout on" in clipping.check(partial(squares, model), x).checked
+    clipping.remove()
 
-    model = Dropping().double()
     model.dropout.forward = lambda x: drop(x) - x.mean(0)
     with pytest.raises(WrongTrainingError, match="the model or the loss mixes samples"):
         BookKeeping(model, 0.1).check(partial(squares, model), x)

@@ -8,17 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from one_call import seeded
+from small_models import TINY, is_clear, take_step
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from dpprof.private import BookKeeping, check, make_private
-from dpprof.private.errors import UnsupportedError
+from dpprof.private import BookKeeping, UnsupportedError, check, make_private
 from dpprof.private.samples.company import Company, WrongTrainingError, choose, compare_samples
 from dpprof.private.samples.random_state import States, random_state_kept
 
 V, D, SAMPLES = 13, 6, 12
-OWN = torch.Generator().manual_seed(5)
+OWN = seeded(5)
 LENGTH, COLLATED, MIXED = "length to which a batch pads", "collate_fn gives", "samples beside it"
 
 
@@ -209,9 +210,8 @@ def test_mixing_in_an_activations_hook_is_refused() -> None:
     ],
 )
 def test_what_fails_on_one_sample_is_said_to(losses, collate) -> None:
-    with pytest.raises(
-        WrongTrainingError, match=r"one sample alone fails \((Value|Index|Zero)"
-    ) as error:
+    told = r"one sample alone fails \((Value|Index|Zero)"
+    with pytest.raises(WrongTrainingError, match=told) as error:
         compare(losses=losses, collate=collate)
     assert "contrastive" in str(error.value)
 
@@ -235,8 +235,8 @@ def sort(samples):
     return pad(sorted(samples, key=lambda one: len(one[0]), reverse=True))
 
 
-def dropping(_, h):
-    return functional.dropout(h, 0.3, _.training)
+def dropping(model, h):
+    return functional.dropout(h, 0.3, model.training)
 
 
 def with_own_generator(samples):
@@ -252,44 +252,40 @@ def of_the_system(model, ids, mask, y):
     return plain_losses(model, ids, mask, y) * (1 + random.SystemRandom().random())
 
 
+RIGHT = {
+    "pads": {},
+    "sorts by length": {"collate": sort},
+    "draws for each token": {"collate": mask_tokens},
+    "draws from a generator of its own": {"collate": with_own_generator},
+    "data that draw": {"data": Drawing(texts())},
+    "drops in forward": {"model": Text(between=dropping)},
+    "the mean over one length": {
+        "model": Text(POOLS["the mean over padding"]),
+        "collate": partial(pad, length=8),
+    },
+    "draws in the loss": {"losses": noise},
+    "draws what does not repeat": {"losses": of_the_system},
+    "16 bits": {
+        "model": Text().bfloat16(),
+        "losses": lambda m, i, k, y: plain_losses(m, i, k.bfloat16(), y).float(),
+    },
+    "float64": {"model": Text().double()},
+    "no labels: not a number": {"losses": times(lambda losses, _: losses * torch.nan)},
+}
 IRREPEATABLE = (
     "the loss or collate_fn draws numbers that cannot be repeated, such as those of the operating "
     "system"
 )
-RIGHT = {
-    "pads": ({}, []),
-    "sorts by length": ({"collate": sort}, []),
-    "draws for each token": ({"collate": mask_tokens}, []),
-    "draws from a generator of its own": ({"collate": with_own_generator}, []),
-    "data that draw": ({"data": Drawing(texts())}, []),
-    "drops in forward": ({"model": Text(between=dropping)}, []),
-    "the mean over one length": (
-        {"model": Text(POOLS["the mean over padding"]), "collate": partial(pad, length=8)},
-        [],
-    ),
-    "draws in the loss": ({"losses": noise}, ["the loss draws numbers, which alone are others"]),
-    "draws what does not repeat": (
-        {"losses": of_the_system},
-        [IRREPEATABLE],
-    ),
-    "16 bits": (
-        {
-            "model": Text().bfloat16(),
-            "losses": lambda m, i, k, y: plain_losses(m, i, k.bfloat16(), y).float(),
-        },
-        [],
-    ),
-    "float64": ({"model": Text().double()}, []),
-    "no labels: not a number": ({"losses": times(lambda losses, _: losses * torch.nan)}, []),
+UNCHECKED = {
+    "draws in the loss": ["the loss draws numbers, which alone are others"],
+    "draws what does not repeat": [IRREPEATABLE],
 }
 
 
 @pytest.mark.parametrize("kind", RIGHT)
 def test_right_losses_pass_and_leave_all_generators_as_they_were(kind) -> None:
-    options, unchecked = RIGHT[kind]
-    options = {"model": Text()} | options
     before = read_generators()
-    assert compare(**options) == unchecked
+    assert compare(**RIGHT[kind]) == UNCHECKED.get(kind, [])
     assert read_generators() == before
 
 
@@ -303,8 +299,8 @@ def private(model, losses=plain_losses, collate=pad, **options):
     loader = DataLoader(texts(), batch_size=6, shuffle=True, collate_fn=collate)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
-    given |= {"sampling_generator": torch.Generator().manual_seed(1)}
-    given |= {"noise_generator": torch.Generator().manual_seed(2)}
+    given |= {"sampling_generator": seeded(1)}
+    given |= {"noise_generator": seeded(2)}
     return make_private(model, sgd, loader, partial(losses, model), **given | options)
 
 
@@ -314,11 +310,9 @@ def train(made, losses=plain_losses, before=lambda _: None) -> torch.Tensor:
     for _ in range(2):
         for batch in loader:
             before(optimizer.steps)
-            optimizer.backward(losses(model, *batch))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, losses(model, *batch))
     made.remove()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 @pytest.mark.parametrize(
@@ -339,7 +333,7 @@ def test_make_private_refuses_it_and_says_no_loss(model, losses, collate, messag
     made = private(model, losses, collate, check=False, verify_every=1)
     with pytest.raises((WrongTrainingError, UnsupportedError)):
         train(made, losses)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert is_clear(model)
 
 
 @pytest.mark.parametrize("parts", [None, 2])
@@ -404,17 +398,10 @@ def test_other_numbers_of_steps_are_refused(every) -> None:
 
 
 def test_a_loss_is_needed_to_verify_again() -> None:
-    sgd = torch.optim.SGD(Text().parameters())
+    model, options = Text(), {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "check": False}
+    sgd = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match="and no verify_every"):
-        make_private(
-            Text(),
-            sgd,
-            DataLoader(texts()),
-            max_grad_norm=1.0,
-            noise_multiplier=1.0,
-            check=False,
-            verify_every=3,
-        )
+        make_private(model, sgd, DataLoader(texts()), **options, verify_every=3)
 
 
 def test_check_collates_samples_anew_where_they_are_given() -> None:
@@ -439,8 +426,7 @@ def test_check_collates_samples_anew_where_they_are_given() -> None:
     assert "each sample's loss is the same beside others" in found.checked
 
 
-HEADS = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": V}
-HEADS |= {"num_hidden_layers": 1, "intermediate_size": 12, "max_position_embeddings": 5}
+HEADS = TINY | {"vocab_size": V, "num_key_value_heads": 2, "max_position_embeddings": 5}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 4.0]}
 LONG |= {"original_max_position_embeddings": 5, "rope_theta": 10_000.0}
 FOLLOWING = {"longrope": LONG, "dynamic": {"rope_type": "dynamic", "factor": 4.0}}

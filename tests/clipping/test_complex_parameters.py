@@ -1,7 +1,4 @@
-"""Complex parameters: two real ones for each number, in gradients, norms and noise.
-
-The reference is a loop over samples by ordinary autograd.
-"""
+"""Complex parameters: two real ones for each number, in gradients, norms and noise."""
 
 import copy
 from functools import partial
@@ -9,122 +6,81 @@ from functools import partial
 import pytest
 import torch
 from factory import make_experiment
-from small_models import EVERY, FLAT, Conv1D, assert_exact, assert_exact_by_layer, one_by_one
+from small_models import (
+    EVERY,
+    Composed,
+    Conv1D,
+    assert_exact,
+    assert_exact_by_layer,
+    one_by_one,
+    private,
+    take_step,
+)
 from torch import Tensor, nn
 
 from dpprof.experiments.config import registry
-from dpprof.private import check
-from dpprof.private.engine.book_keeping import BookKeeping
-from dpprof.private.errors import UnsupportedError
-from dpprof.private.layers.linear_cross_entropy import linear_cross_entropy
-from dpprof.private.noise.optimizer import NoisyOptimizer
+from dpprof.private import (
+    BookKeeping,
+    NoisyOptimizer,
+    UnsupportedError,
+    check,
+    linear_cross_entropy,
+)
 
 B, D = 5, 4
 C = 0.5
 TOLERANCES = {torch.complex64: 1e-5, torch.complex128: 1e-9}
 
 
-class Fourier(nn.Module):
-    """Filters frequencies, as Fourier neural operators do."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.filters = nn.Parameter(torch.randn(3, 5, D, dtype=dtype))
-        self.out = nn.Linear(5 * 6, 2, dtype=dtype.to_real())
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = torch.fft.rfft(x)[..., :D]
-        return self.out(
-            torch.fft.irfft(torch.einsum("bcf,cof->bof", kept, self.filters), 6).flatten(1)
-        )
-
-    @staticmethod
-    def draw(dtype: torch.dtype) -> Tensor:
-        return torch.randn(B, 3, 6, dtype=dtype.to_real())
+def filter_frequencies(m: nn.Module, x: Tensor) -> Tensor:
+    """Filter frequencies, as Fourier neural operators do."""
+    kept = torch.fft.rfft(x)[..., :D]
+    filtered = torch.einsum("bcf,cof->bof", kept, m.filters)
+    return m.out(torch.fft.irfft(filtered, 6).flatten(1))
 
 
-class Around(nn.Module):
+def make_fourier(dtype: torch.dtype) -> nn.Module:
+    filters = torch.randn(3, 5, D, dtype=dtype)
+    out = nn.Linear(5 * 6, 2, dtype=dtype.to_real())
+    return Composed(filter_frequencies, filters=filters, out=out)
+
+
+def make_around(enter, dtype: torch.dtype, own: torch.dtype) -> nn.Module:
     """A complex linear layer, and a parameter beside it that enters for all samples."""
-
-    def __init__(self, enter, dtype: torch.dtype, own: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.own = nn.Parameter(torch.randn(D, dtype=own or dtype))
-        self.linear = nn.Linear(D, 3, dtype=dtype)
-        self.enter = enter
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.enter(x, self.own))
+    return Composed(
+        lambda m, x: m.linear(enter(x, m.own)),
+        own=torch.randn(D, dtype=own),
+        linear=nn.Linear(D, 3, dtype=dtype),
+    )
 
 
-class Lookup(nn.Module):
-    """A table, whose gradient PyTorch computes for an index but not for ``Embedding``."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, D, dtype=dtype)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.table.weight[ids] if self.is_plain else self.table(ids)
-
-    is_plain = False
+def make_tied(dtype: torch.dtype) -> nn.Module:
+    first, second = (nn.Linear(D, D, dtype=dtype) for _ in range(2))
+    second.weight = first.weight
+    run = lambda m, x: m.second(m.first(x) + m.first(x.conj()))  # noqa: E731
+    return Composed(run, first=first, second=second)
 
 
-class Tied(nn.Module):
-    """One weight in two layers."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Linear(D, D, dtype=dtype) for _ in range(2))
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x) + self.first(x.conj()))
+def run_cell(m: nn.Module, x: Tensor) -> Tensor:
+    state = None
+    for x_t in x.unbind(1):
+        state = m.cell(x_t, state)
+    return state
 
 
-class Cell(nn.Module):
-    """A recurrent cell over the tokens."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(D, 3, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = None
-        for x_t in x.unbind(1):
-            state = self.cell(x_t, state)
-        return state
-
-
-class BesideReal(nn.Module):
+def make_beside_real(dtype: torch.dtype) -> nn.Module:
     """A layer without a rule that returns a complex tensor beside a real one."""
 
-    class Polar(nn.Module):
-        def __init__(self, dtype: torch.dtype) -> None:
-            super().__init__()
-            self.radius, self.angle = (nn.Parameter(torch.randn(D, dtype=dtype)) for _ in range(2))
+    def turn(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.polar(m.radius.abs() + 0 * x, x * m.angle), x * m.radius
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.polar(self.radius.abs() + 0 * x, x * self.angle), x * self.radius
+    def join(m: nn.Module, x: Tensor) -> Tensor:
+        z, y = m.polar(x)
+        return torch.cat([torch.view_as_real(z + 1j).flatten(1), m.out(y)], dim=1)
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.polar = self.Polar(dtype.to_real())
-        self.out = nn.Linear(D, 2, dtype=dtype.to_real())
-
-    def forward(self, x: Tensor) -> Tensor:
-        z, y = self.polar(x)
-        return torch.cat([torch.view_as_real(z + 1j).flatten(1), self.out(y)], dim=1)
-
-
-class Number(nn.Module):
-    """A parameter of one number."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.number = nn.Parameter(torch.randn((), dtype=dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.number
+    radius, angle = (torch.randn(D, dtype=dtype.to_real()) for _ in range(2))
+    out = nn.Linear(D, 2, dtype=dtype.to_real())
+    return Composed(join, polar=Composed(turn, radius=radius, angle=angle), out=out)
 
 
 def complex_of(*shape: int):
@@ -136,7 +92,7 @@ def real_of(*shape: int):
 
 
 MODELS = {
-    "Fourier layer": (Fourier, Fourier.draw),
+    "Fourier layer": (make_fourier, real_of(B, 3, 6)),
     "linear": (lambda dtype: nn.Linear(D, 3, dtype=dtype), complex_of(B, D)),
     "linear over tokens": (lambda dtype: nn.Linear(D, 3, dtype=dtype), complex_of(B, 20, D)),
     "no bias": (lambda dtype: nn.Linear(D, 3, bias=False, dtype=dtype), complex_of(B, D)),
@@ -147,14 +103,20 @@ MODELS = {
         ),
         complex_of(B, D),
     ),
-    "tied": (Tied, complex_of(B, 3, D)),
+    "tied": (make_tied, complex_of(B, 3, D)),
     "convolution": (lambda dtype: nn.Conv1d(2, 3, 3, dtype=dtype), complex_of(B, 2, 8)),
     "groups": (lambda dtype: nn.Conv2d(2, D, 3, groups=2, dtype=dtype), complex_of(B, 2, 5, 5)),
     "transposed": (lambda dtype: nn.ConvTranspose1d(2, 3, 3, dtype=dtype), complex_of(B, 2, 6)),
     "RMS norm": (lambda dtype: nn.RMSNorm(D, dtype=dtype), complex_of(B, 3, D)),
-    "cell": (Cell, complex_of(B, 3, D)),
-    "a number": (Number, real_of(B, D)),
-    "complex beside real": (BesideReal, real_of(B, D)),
+    "cell": (
+        lambda dtype: Composed(run_cell, cell=nn.GRUCell(D, 3, dtype=dtype)),
+        complex_of(B, 3, D),
+    ),
+    "a number": (
+        lambda dtype: Composed(lambda m, x: x * m.number, number=torch.randn((), dtype=dtype)),
+        real_of(B, D),
+    ),
+    "complex beside real": (make_beside_real, real_of(B, D)),
 }
 ENTRIES = {
     "product": lambda x, own: x * own,
@@ -182,7 +144,6 @@ def compare(way, model: nn.Module, x: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("kind", MODELS)
 def test_gradients_and_norms_are_those_of_a_loop_over_samples(kind, way, dtype) -> None:
     torch.manual_seed(1)
@@ -191,23 +152,21 @@ def test_gradients_and_norms_are_those_of_a_loop_over_samples(kind, way, dtype) 
 
 
 @pytest.mark.parametrize("own", [torch.float64, torch.complex128])
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_what_enters_for_all_samples_may_be_complex_or_meet_complex_numbers(
     entry, way, own
 ) -> None:
     torch.manual_seed(2)
-    model = Around(ENTRIES[entry], torch.complex128, own)
+    model = make_around(ENTRIES[entry], torch.complex128, own)
     compare(way, model, torch.randn(B, D, dtype=torch.complex128), 1e-9)
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_a_complex_table_has_the_gradient_of_an_index(way) -> None:
+    """PyTorch computes it for an index but not for ``Embedding``."""
     torch.manual_seed(3)
-    model, ids = Lookup(torch.complex128), torch.randint(7, (B, 6))
-    model.is_plain = True
-    expected = one_by_one(partial(losses_of, model), model, (ids,), C)
-    model.is_plain = False
+    model, ids = nn.Embedding(7, D, dtype=torch.complex128), torch.randint(7, (B, 6))
+    plain = Composed(lambda m, ids: m.table.weight[ids], table=model)
+    expected = one_by_one(partial(losses_of, plain), model, (ids,), C)
     assert_exact(way, model, (ids,), partial(losses_of, model), expected=expected)
 
 
@@ -221,18 +180,10 @@ def test_each_layer_has_a_bound_of_its_own() -> None:
 
 @pytest.mark.parametrize("way", EVERY)
 def test_a_parameter_in_half_precision_has_a_sum_in_single_precision(way) -> None:
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = nn.Parameter(torch.randn(D, dtype=torch.complex64).to(torch.complex32))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.own.to(torch.complex64)
-
     torch.manual_seed(5)
-    model = Small()
-    clipping = way(model, C)
-    clipping.backward(losses_of(model, torch.randn(B, D)))
+    own = torch.randn(D, dtype=torch.complex64).to(torch.complex32)
+    model = Composed(lambda m, x: x * m.own.to(torch.complex64), own=own)
+    way(model, C).backward(losses_of(model, torch.randn(B, D)))
     assert model.own.grad.dtype == torch.complex64
     assert 0 < float(torch.view_as_real(model.own.grad).norm()) <= B * C
 
@@ -247,33 +198,26 @@ def test_a_step_and_its_state_keep_complex_parameters() -> None:
         return model, NoisyOptimizer(adam, BookKeeping(model, C), generator=source, **options)
 
     def step(model: nn.Module, optimizer: NoisyOptimizer) -> None:
-        optimizer.clipping.backward(losses_of(model, torch.ones(B, D, dtype=torch.complex64)))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, losses_of(model, torch.ones(B, D, dtype=torch.complex64)))
 
     model, optimizer = train()
     step(model, optimizer)
-    saved = {name: one.clone() for name, one in model.state_dict().items()}
-    state = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     again, resumed = train()
-    again.load_state_dict(saved)
-    resumed.load_state_dict(state, exact=True)
+    again.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1], exact=True)
     step(model, optimizer)
     step(again, resumed)
     assert model.weight.is_complex()
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_the_check_passes_with_noise_of_both_parts(dtype) -> None:
     torch.manual_seed(8)
     model = nn.Sequential(nn.Linear(D, 30, dtype=dtype), nn.Linear(30, 3, dtype=dtype))
-    optimizer = NoisyOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        BookKeeping(model, C),
-        noise_multiplier=1.0,
-        expected_batch_size=B,
+    optimizer = private(
+        BookKeeping(model, C), model, lr=0.1, noise_multiplier=1.0, expected_batch_size=B
     )
     found = check(model, losses_of, (torch.randn(B, D, dtype=dtype),), optimizer)
     numbers = sum(2 * one.numel() for one in model.parameters())

@@ -1,53 +1,44 @@
 """Every parameter that is trained is clipped, or the step is refused by name."""
 
 import copy
+import re
 
 import pytest
 import torch
-from small_models import EVERY, FLAT, batch, build, gradients, is_clear, private
+from small_models import EVERY, FLAT, batch, build, each_of, gradients, is_clear, private
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dpprof.private.engine.book_keeping import BookKeeping
-from dpprof.private.engine.per_layer import PerLayerClipping
-from dpprof.private.errors import UnsupportedError
+from dpprof.private import BookKeeping, PerLayerClipping, UnsupportedError
+
+way = each_of(EVERY)
+
+CHANGES = {
+    "head.weight is trained and not clipped: .*thawed": nn.Module.requires_grad_,
+    "body.bias is trained and not clipped: .*thawed": nn.Module.requires_grad_,
+    "head.weight is trained and not clipped: .*replaced": lambda model: setattr(
+        model, "head", nn.Linear(6, 6, bias=False).double()
+    ),
+    "head.weight is trained and not clipped: .*moved or tied": lambda model: setattr(
+        model.head, "weight", model.embedding.weight
+    ),
+    "embedding.weight is trained and not clipped: .*replaced": lambda model: model.load_state_dict(
+        build().state_dict(), assign=True
+    ),
+}
 
 
-@pytest.mark.parametrize("way", EVERY)
-@pytest.mark.parametrize(
-    ("change", "name", "what"),
-    [
-        (lambda model: model.requires_grad_(True), "head.weight", "thawed"),
-        (lambda model: model.requires_grad_(True), "body.bias", "thawed"),
-        (
-            lambda model: setattr(model, "head", nn.Linear(6, 6, bias=False).double()),
-            "head.weight",
-            "replaced",
-        ),
-        (
-            lambda model: setattr(model.head, "weight", model.embedding.weight),
-            "head.weight",
-            "moved or tied",
-        ),
-        (
-            lambda model: model.load_state_dict(build().state_dict(), assign=True),
-            "embedding.weight",
-            "replaced",
-        ),
-    ],
-)
-def test_a_model_that_was_changed_later_is_refused_by_name(change, name, what, way) -> None:
+@pytest.mark.parametrize("told", CHANGES)
+def test_a_model_that_was_changed_later_is_refused_by_name(told, way) -> None:
     model = build()
-    model.get_parameter(name).requires_grad_(what != "thawed")
+    model.get_parameter(told.split()[0]).requires_grad_("thawed" not in told)
     clipping = way(model, 1e-3)
-    change(model)
-
-    with pytest.raises(RuntimeError, match=f"{name} is trained and not clipped: .*{what}"):
+    CHANGES[told](model)
+    with pytest.raises(RuntimeError, match=told):
         clipping.backward(model.losses(*batch()))
     assert is_clear(model)
 
 
-@pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize("kind", ["rms norm", "layer norm", "linear", "conv1d", "no rule"])
 @pytest.mark.parametrize("when", ["before forward", "after forward"])
 def test_what_is_frozen_later_is_left_as_it_is(kind, way, when) -> None:
@@ -66,18 +57,15 @@ def test_what_is_frozen_later_is_left_as_it_is(kind, way, when) -> None:
         assert torch.equal(value, before[name]) == name.startswith("body")
 
 
-@pytest.mark.parametrize("bound", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("bound", [0.0, -1.0, 9e-39, 2e38, float("inf"), float("nan")])
 def test_a_bound_that_is_none_is_refused(bound) -> None:
-    with pytest.raises(
-        ValueError, match=f"max_grad_norm must be positive and finite, and is {bound}"
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"and is {bound}")):
         BookKeeping(build(), bound)
     clipping = BookKeeping(build(), 1.0)
-    with pytest.raises(ValueError, match="max_grad_norm must be positive"):
+    with pytest.raises(ValueError, match="max_grad_norm must be"):
         clipping.max_grad_norm = bound
 
 
-@pytest.mark.parametrize("way", EVERY)
 def test_a_parametrized_weight_is_refused_before_and_after(way) -> None:
     class Double(nn.Module):
         def forward(self, x):

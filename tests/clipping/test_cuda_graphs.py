@@ -8,6 +8,8 @@ import torch
 
 from dpprof.private.capture.cuda_graphs import CudaGraphs
 
+streams: list[str] = []
+
 
 @contextmanager
 def failing_capture(*_, **__):
@@ -33,9 +35,6 @@ def graphs(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, stands_in)
     streams.clear()
     return CudaGraphs(device, list)
-
-
-streams: list[str] = []
 
 
 def fail(message: str):

@@ -1,9 +1,4 @@
-"""Losses that contain a gradient of the model: exact, or refused by what they contain.
-
-The reference computes each sample's loss alone, by ordinary autograd.
-
-Shape legend: B samples, D width.
-"""
+"""Losses that contain a gradient of the model: exact, or refused by what they contain."""
 
 import functools
 
@@ -12,6 +7,7 @@ import torch
 from small_models import (
     EVERY,
     FLAT,
+    Composed,
     Scale,
     assert_exact,
     assert_excluded,
@@ -24,24 +20,21 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.private import PerLayerClipping, linear_cross_entropy
-from dpprof.private.errors import UnsupportedError
+from dpprof.private import PerLayerClipping, UnsupportedError, linear_cross_entropy
 
 B, D = 4, 4
 
 
-class Tokens(nn.Module):
+def run_tokens(m, x):
     """Norms of every kind over tokens, and a scale outside of layers."""
+    y = m.norm(m.first(x.unflatten(1, (2, 2))).tanh()).tanh() * m.own
+    return m.last(m.wide(m.rms(y).sigmoid()).tanh()).sum(1)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.rms = nn.Linear(2, 4), nn.LayerNorm(4), nn.RMSNorm(4)
-        self.wide, self.last = nn.LayerNorm((2, 4)), nn.Linear(4, 1)
-        self.own = nn.Parameter(torch.randn(4))
 
-    def forward(self, x):
-        y = self.norm(self.first(x.unflatten(1, (2, 2))).tanh()).tanh() * self.own
-        return self.last(self.wide(self.rms(y).sigmoid()).tanh()).sum(1)
+def tokens():
+    layers = {"first": nn.Linear(2, 4), "norm": nn.LayerNorm(4), "rms": nn.RMSNorm(4)}
+    layers |= {"wide": nn.LayerNorm((2, 4)), "last": nn.Linear(4, 1)}
+    return Composed(run_tokens, **layers, own=torch.randn(4))
 
 
 def convolutions():
@@ -85,7 +78,7 @@ def frozen(layer):
 MODELS = {
     "perceptron": perceptron,
     "norm": lambda: perceptron(nn.LayerNorm(8)),
-    "tokens": Tokens,
+    "tokens": tokens,
     "convolutions": convolutions,
     "odd convolutions": odd_convolutions,
     "through frozen layers": lambda: perceptron(
@@ -146,13 +139,11 @@ def draw():
     return torch.randn(B, D, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_exact(name, loss, way) -> None:
     model = make(name)
-    losses_of = lambda x: LOSSES[loss](model, x)  # noqa: E731
-
+    losses_of = functools.partial(LOSSES[loss], model)
     clipping = assert_exact(way, model, (draw(),), losses_of, tolerance=1e-8)
 
     model.zero_grad()
@@ -160,7 +151,6 @@ def test_it_is_exact(name, loss, way) -> None:
     assert clipping.batches == 2
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_instance_norms_are_exact(loss, way) -> None:
     """As group norms of one channel: PyTorch's third derivatives of instance norms are wrong."""
@@ -173,7 +163,6 @@ def test_instance_norms_are_exact(loss, way) -> None:
     assert_exact(way, model, (x,), lambda x: LOSSES[loss](model, x), expected=expected)
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_scale_of_losses_changes_nothing_in_float32(loss, way) -> None:
     """One of both uses of a weight has scaled inputs, the other scaled output gradients."""
@@ -183,47 +172,29 @@ def test_a_scale_of_losses_changes_nothing_in_float32(loss, way) -> None:
     assert_exact(way, model.float(), (x.float(),), losses_of, tolerance=1e-3, **options)
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_a_gradient_of_a_layers_output_is_exact(way) -> None:
     model = make("norm")
     assert_exact(way, model, (draw(),), lambda x: of_outputs(model, x))
 
 
-class TokensFirst(nn.Module):
-    """Layers that get (T, B, d)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(2, 4), nn.LayerNorm(4), nn.Tanh(), nn.RMSNorm(4), nn.Linear(4, 1)
-        )
-
-    def forward(self, x):
-        return self.layers(x.unflatten(1, (2, 2)).transpose(0, 1)).sum(0)
-
-
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_layers_with_the_batch_second_are_exact(loss, way) -> None:
-    torch.manual_seed(0)
-    model = TokensFirst().double()
-    losses_of = lambda x: LOSSES[loss](model, x)  # noqa: E731
+    layers = nn.Linear(2, 4), nn.LayerNorm(4), nn.Tanh(), nn.RMSNorm(4), nn.Linear(4, 1)
+    model = Composed(
+        lambda m, x: m.layers(x.unflatten(1, (2, 2)).transpose(0, 1)).sum(0),
+        layers=nn.Sequential(*layers),
+    ).double()
+    losses_of = functools.partial(LOSSES[loss], model)
     assert_exact(way, model, (draw(),), losses_of, tolerance=1e-8, batch_second=["layers"])
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_rows_of_several_samples_are_exact(way) -> None:
     """A penalty in each of two rows of a sample."""
-    model = make("perceptron")
-    x = torch.randn(B, 2, D, dtype=torch.float64)
-
-    def losses_of(x):
-        return penalty(model, torch.cat([x[:, 0], x[:, 1]])).view(2, -1).sum(0)
-
-    assert_exact(way, model, (x,), losses_of)
+    model, x = make("perceptron"), torch.randn(B, 2, D, dtype=torch.float64)
+    join = lambda x: torch.cat([x[:, 0], x[:, 1]])  # noqa: E731
+    assert_exact(way, model, (x,), lambda x: penalty(model, join(x)).view(2, -1).sum(0))
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_a_gradient_that_mixes_samples_is_refused(way) -> None:
     model = make("perceptron")
     clipping = way(model, 0.5)
@@ -234,69 +205,49 @@ def test_a_gradient_that_mixes_samples_is_refused(way) -> None:
     assert is_clear(model)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(2, D, batch_first=True)
-
-    def forward(self, x):
-        """Of a first state, beside inputs without a gradient."""
-        return self.rnn(torch.zeros(len(x), 3, 2, dtype=x.dtype), x[None])[0].mean(1)
+def recur(m, x):
+    """Of a first state, beside inputs without a gradient."""
+    return m.rnn(torch.zeros(len(x), 3, 2, dtype=x.dtype), x[None])[0].mean(1)
 
 
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(D, 1, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(*[x[:, None]] * 3)[0][:, 0]
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(D, 7)
-
-    def forward(self, x):
-        labels = torch.ones(len(x), 1, dtype=torch.long)
-        return linear_cross_entropy(x[:, None], self.head, labels)
-
-
-class FrozenHead(Head):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(D, D)
-        self.head.requires_grad_(requires_grad=False)
-
-    def forward(self, x):
-        return super().forward(self.body(x))
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Linear(D, D, dtype=torch.complex128)
-
-    def forward(self, x):
-        return self.weight(x.to(torch.complex128)).abs()
+def run_head(m, x):
+    x = m.body(x) if hasattr(m, "body") else x
+    return linear_cross_entropy(x[:, None], m.head, torch.ones(len(x), 1, dtype=torch.long))
 
 
 REFUSED = {
-    "complex": (Complex, "goes through 0.weight, a Linear"),
+    "complex": (
+        lambda: Composed(
+            lambda m, x: m.weight(x.to(torch.complex128)).abs(),
+            weight=nn.Linear(D, D, dtype=torch.complex128),
+        ),
+        "goes through 0.weight, a Linear",
+    ),
     "no rule": (lambda: Scale(D), "goes through 0, a Scale: clipping differentiates linear"),
-    "recurrent": (Recurrent, "goes through 0.rnn, a GRU"),
-    "attention": (Attends, "goes through 0.attention, a MultiheadAttention"),
-    "head": (Head, "goes through linear_cross_entropy"),
-    "frozen head": (FrozenHead, "goes through linear_cross_entropy"),
+    "recurrent": (
+        lambda: Composed(recur, rnn=nn.GRU(2, D, batch_first=True)),
+        "goes through 0.rnn, a GRU",
+    ),
+    "attention": (
+        lambda: Composed(
+            lambda m, x: m.attention(*[x[:, None]] * 3)[0][:, 0],
+            attention=nn.MultiheadAttention(D, 1, batch_first=True),
+        ),
+        "goes through 0.attention, a MultiheadAttention",
+    ),
+    "head": (lambda: Composed(run_head, head=nn.Linear(D, 7)), "through linear_cross_entropy"),
+    "frozen head": (
+        lambda: Composed(
+            run_head, body=nn.Linear(D, D), head=nn.Linear(D, 7).requires_grad_(requires_grad=False)
+        ),
+        "through linear_cross_entropy",
+    ),
 }
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_layers_are_refused_by_name(name, way) -> None:
     layer, message = REFUSED[name]
-    torch.manual_seed(0)
     model, x = nn.Sequential(layer()).double(), draw()
     clipping = way(model, 0.5)
     with pytest.raises(UnsupportedError, match=f"the loss contains a gradient.*{message}"):
@@ -316,6 +267,10 @@ def test_per_layer_clipping_refuses_it() -> None:
     clipping.backward(adversarial(model, x))
 
 
+def small():
+    return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1))
+
+
 def by_parameters(m, x, **options):
     parameters = list(m.parameters())
     found = torch.autograd.grad(m(x).sum(), parameters, create_graph=True, **options)
@@ -325,7 +280,7 @@ def by_parameters(m, x, **options):
 @pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize("options", [{}, {"allow_unused": True}])
 def test_a_gradient_of_parameters_is_refused_by_name(options, way) -> None:
-    model, x = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1)), torch.randn(B, D)
+    model, x = small(), torch.randn(B, D)
     clipping = way(model, 0.5)
     message = r"gradient of 2\.(weight|bias), which is clipped|a Linear: per-layer"
     with pytest.raises(UnsupportedError, match=message):
@@ -357,7 +312,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_are_refused_by_name(name, way) -> None:
-    model, x = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1)), torch.randn(B, D)
+    model, x = small(), torch.randn(B, D)
     clipping = way(model, 0.5)
     shown = {"jacrev": "grad"}.get(name, name)
     with pytest.raises(UnsupportedError, match=rf"Linear is clipped, .* inside of torch.*{shown}"):
@@ -366,7 +321,6 @@ def test_transforms_are_refused_by_name(name, way) -> None:
     clipping.backward(squares(model, x))
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_a_plain_backward_is_refused_as_before(way) -> None:
     model = make("perceptron")
     clipping = way(model, 0.5)
@@ -376,7 +330,6 @@ def test_a_plain_backward_is_refused_as_before(way) -> None:
     clipping.remove()
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_a_gradient_inside_of_a_checkpoint_counts_once(way) -> None:
     """Backward runs the code again, and with it the gradient of inputs."""
     model, x = make("perceptron"), draw()
@@ -393,7 +346,6 @@ def test_a_gradient_inside_of_a_checkpoint_counts_once(way) -> None:
     assert_exact(way, model, (x,), losses_of)
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_samples_that_are_not_finite_are_excluded(way) -> None:
     model, x = make("perceptron"), draw()
     x[0] = torch.nan
@@ -401,7 +353,6 @@ def test_samples_that_are_not_finite_are_excluded(way) -> None:
 
 
 def test_a_tied_table_may_be_differentiated_again() -> None:
-    torch.manual_seed(0)
     table, head = nn.Embedding(7, D).double(), nn.Linear(D, 7, bias=False).double()
     head.weight = table.weight
     model = nn.ModuleList([table, head])

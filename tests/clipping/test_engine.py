@@ -1,4 +1,7 @@
-"""How clipping goes into an ordinary training loop, and what it refuses."""
+"""How clipping goes into an ordinary training loop, what it refuses, and what a copy has."""
+
+import copy
+import pickle
 
 import pytest
 import torch
@@ -13,21 +16,22 @@ from small_models import (
     batch,
     build,
     draw,
+    each_of,
     gradients,
     is_clear,
+    squares,
 )
 from torch import nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.private.engine.book_keeping import BookKeeping
-from dpprof.private.engine.flash_clipping import FlashClipping
-from dpprof.private.engine.per_layer import PerLayerClipping
-from dpprof.private.errors import UnsupportedError
+from dpprof.private import BookKeeping, FlashClipping, PerLayerClipping, UnsupportedError
 from dpprof.private.norms.code_paths import Way
 
+way = each_of(EVERY)
 
-@pytest.mark.parametrize("way", EVERY)
+
 @pytest.mark.parametrize(("kind", "bias"), [kind for kind in KINDS if kind[0] != "tied"])
 def test_forward_is_what_it_was(way, kind, bias) -> None:
     model = build(kind, bias=bias)
@@ -44,7 +48,6 @@ def test_forward_is_what_it_was(way, kind, bias) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("way", EVERY)
 def test_a_batch_without_samples_adds_nothing(way) -> None:
     model = build("linear")
     clipping = way(model, 0.5)
@@ -104,7 +107,6 @@ def test_per_layer_refuses_a_parameter_that_is_used_twice() -> None:
         clipping.backward(model.losses(*batch()))
 
 
-@pytest.mark.parametrize("way", EVERY)
 def test_an_ordinary_backward_is_refused(way) -> None:
     model = build("linear")
     way(model, 1.0)
@@ -113,7 +115,6 @@ def test_an_ordinary_backward_is_refused(way) -> None:
         model.losses(*batch()).sum().backward()
 
 
-@pytest.mark.parametrize("way", EVERY)
 def test_losses_must_be_one_for_each_sample(way) -> None:
     model = build("linear")
     clipping = way(model, 1.0)
@@ -139,7 +140,6 @@ class Hidden(Small):
         return self.head(x)
 
 
-@pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -192,14 +192,12 @@ class Other(nn.Linear):
     [(Same, ["kept product", "sample gradients"]), (Other, ["sample gradients"] * 2)],
 )
 def test_a_subclass_has_its_bases_rule_unless_it_computes_something_else(kind, expected) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(kind(5, 3)).double()
     x = torch.randn(4, 2, 5, dtype=torch.float64)
     model(x).sum().backward()
     unclipped = gradients(model)
     model.zero_grad()
-    clipping = BookKeeping(model, 1e9)
-    ways = []
+    clipping, ways = BookKeeping(model, 1e9), []
 
     def note(_layer, way, sampler, inputs):
         ways.append(way)
@@ -207,24 +205,99 @@ def test_a_subclass_has_its_bases_rule_unless_it_computes_something_else(kind, e
 
     clipping.watch = note
     clipping.backward(model(x).sum((1, 2)))
-
     torch.testing.assert_close(gradients(model), unclipped)
     assert ways == expected
 
 
-@pytest.mark.parametrize("way", EVERY)
 def test_a_batch_of_one_sample_has_the_gradient_of_plain_training(way) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 30))
     x = torch.randn(1, 3, 40)
-    model(x).square().sum().backward()
-    expected = [p.grad for p in model.parameters()]
+    squares(model, x).sum().backward()
+    expected = gradients(model)
     model.zero_grad()
     clipping = way(model, 1e9)
+    clipping.backward(squares(model, x))
 
-    clipping.backward(model(x).square().sum((1, 2)))
-
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-5, atol=1e-6)
     kept = {choice.way for choice in clipping.plan.values()}
     assert kept == ({Way.KEPT} if clipping.keeps else {Way.TILED_GRAM})
+
+
+class Dropping(nn.Module):
+    """A layer without a rule that behaves otherwise in training."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x, *, shift=0.0, by=None):
+        y = x * self.weight + shift + (0 if by is None else by)
+        return nn.functional.dropout(y, 0.5, self.training)
+
+
+@pytest.mark.parametrize("made_in", ["train", "eval"])
+def test_a_layer_without_a_rule_trains_and_evaluates_as_it_is_told(made_in) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Dropping(8)).train(made_in == "train")
+    x = torch.randn(3, 5, 8)
+    clipping = BookKeeping(model, 1.0)
+
+    model.eval()
+    assert torch.equal(model(x), model(x))
+    clipping.backward(model(x).sum((1, 2)))
+    model.train()
+    assert not torch.equal(model(x), model(x))
+    model.zero_grad()
+    with pytest.raises(UnsupportedError, match="Dropping has no rule and draws random numbers"):
+        clipping.backward(model(x).sum((1, 2)))
+
+
+def test_a_layer_without_a_rule_takes_keywords() -> None:
+    layer = Dropping(4).eval()
+    losses_of = lambda x, by: layer(x, shift=1.5, by=by).square().sum((1, 2))  # noqa: E731
+    batch = torch.randn(3, 5, 4), torch.randn(3, 5, 4)
+    assert_exact(BookKeeping, layer, batch, losses_of, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [5, 3])  # as many as samples, too
+def test_a_layer_without_a_rule_takes_what_is_alike_for_all_samples(tokens) -> None:
+    layer, by = Dropping(4).eval(), torch.randn(tokens, 4)
+    losses_of = lambda x: layer(x, by=by).square().sum((1, 2))  # noqa: E731
+    assert_exact(BookKeeping, layer, (torch.randn(3, tokens, 4),), losses_of, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("way", EVERY)
+@pytest.mark.parametrize("make", ["deepcopy", "pickle", "average"])
+def test_a_copy_is_a_plain_model_with_weights_of_its_own(make, way) -> None:
+    model = build("no rule")
+    clipping = way(model, 1.0)
+    if make == "deepcopy":
+        other = copy.deepcopy(model)
+    elif make == "pickle":
+        other = pickle.loads(pickle.dumps(model))  # noqa: S301 (our own)
+    else:
+        other = AveragedModel(model).module
+    expected = model.losses(*batch()).detach()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+
+    assert torch.allclose(other.losses(*batch()), expected, rtol=1e-12)
+    assert type(other.body) is type(build("no rule").body)
+    other.losses(*batch()).sum().backward()  # nobody clips it
+    assert all(p.grad is not None for p in other.parameters())
+    assert is_clear(model)
+    way(other, 1.0).remove()
+    assert type(model.head).__name__ == "Linear"
+    clipping.backward(model.losses(*batch()))
+
+
+def test_a_state_dict_fits_a_model_with_and_without_a_clipping() -> None:
+    plain, clipped = build(), build("layer norm")
+    before = plain.state_dict()
+    clipping = BookKeeping(clipped, 0.5)
+    clipped.load_state_dict(before)
+    plain.load_state_dict(clipped.state_dict())
+    assert list(clipped.state_dict()) == list(before)
+    clipping.backward(clipped.losses(*batch()))
+    clipping.remove()
+    assert list(clipped.state_dict()) == list(before)

@@ -2,16 +2,17 @@
 
 import pytest
 import torch
-from small_models import EVERY, FLAT, is_clear, squares
+from small_models import EVERY, FLAT, Composed, each_of, is_clear, squares
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dpprof.predict.memory.recorder import Recorder
 from dpprof.predict.memory.timeline import MemoryTimeline
-from dpprof.private.engine.book_keeping import BookKeeping
-from dpprof.private.errors import UnsupportedError
+from dpprof.private import BookKeeping, UnsupportedError
 from dpprof.private.graph.first_batch import TRIES
+
+way = each_of(EVERY)
 
 B = T = 4
 D = 6
@@ -19,68 +20,38 @@ MIXED = "depends on what .* computed for another"
 AXIS = r"saw another axis than samples first"
 
 
-class Between(nn.Module):
-    """Code between trained layers."""
-
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
-        self.function = function
-
-    def forward(self, x_BTd):
-        return self.second(self.function(self.first(x_BTd).tanh()))
+def between(function):
+    """Code between two trained layers."""
+    layers = {"first": nn.Linear(D, D), "second": nn.Linear(D, D)}
+    return Composed(lambda m, x_BTd: m.second(function(m.first(x_BTd).tanh())), **layers)
 
 
-class TimeFirst(nn.Module):
-    """Runs a model whose first axis is time."""
-
-    def __init__(self, model) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x_BTd):
-        return self.model(x_BTd.transpose(0, 1)).transpose(0, 1)
+def time_first(model):
+    """Run a model whose first axis is time."""
+    return Composed(lambda m, x_BTd: m.model(x_BTd.transpose(0, 1)).transpose(0, 1), model=model)
 
 
-class Recurrent(nn.Module):
-    """A recurrent network as PyTorch's is by default: (T, B, d)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.across = nn.Linear(D, D), nn.Linear(D, D)
-
-    def forward(self, x_TBd):
-        inputs = self.inside(x_TBd)
-        state, states = torch.zeros_like(inputs[0]), []
-        for one in inputs:
-            state = (one + state).tanh()
-            states.append(state)
-        return self.across(torch.stack(states))
+def recur(m, x_TBd):
+    """As PyTorch's recurrent networks are by default: (T, B, d)."""
+    inputs = m.inside(x_TBd)
+    state, states = torch.zeros_like(inputs[0]), []
+    for one in inputs:
+        state = (one + state).tanh()
+        states.append(state)
+    return m.across(torch.stack(states))
 
 
-class Looked(nn.Module):
+def look_up(m, x_BTd):
     """Relative positions, looked up once for all samples, as in T5."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.bias = nn.Linear(D, D), nn.Embedding(2 * T, 1)
-
-    def forward(self, x_BTd):
-        places = torch.arange(T)
-        bias_TT = self.bias(places[:, None] - places + T)[:, :, 0]
-        return bias_TT.softmax(1) @ self.linear(x_BTd)
+    places = torch.arange(T)
+    bias_TT = m.bias(places[:, None] - places + T)[:, :, 0]
+    return bias_TT.softmax(1) @ m.linear(x_BTd)
 
 
-class Grid(nn.Module):
+def run_on_grid(m, x_BTd):
     """(H, W, B, d), as some vision models have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
-    def forward(self, x_BTd):
-        grid = x_BTd[:, :, None].expand(-1, -1, 3, -1).permute(1, 2, 0, 3)
-        return self.linear(grid).mean(1).transpose(0, 1)
+    grid = x_BTd[:, :, None].expand(-1, -1, 3, -1).permute(1, 2, 0, 3)
+    return m.linear(grid).mean(1).transpose(0, 1)
 
 
 def attend_over_samples(h):
@@ -92,26 +63,34 @@ def straight_through(h):
     return h + mean - mean.detach()
 
 
+def linear():
+    return nn.Linear(D, D)
+
+
 MODELS = {
-    "centred over samples": (lambda: Between(lambda h: h - h.mean(0)), MIXED),
-    "rolled": (lambda: Between(lambda h: h.roll(1, 0)), MIXED),
-    "attention over samples": (lambda: Between(attend_over_samples), MIXED),
-    "batch statistics": (lambda: Between(lambda h: (h - h.mean(0)) / h.std(0)), MIXED),
-    "the largest of the batch": (lambda: Between(lambda h: h / h.abs().max()), MIXED),
-    "a shared cache": (lambda: Between(lambda h: h.cumsum(0)), MIXED),
-    "mixed for gradients alone": (lambda: Between(straight_through), MIXED),
-    "tokens and samples swapped": (lambda: Between(lambda h: h + h.transpose(0, 1)), MIXED),
-    "positions looked up once": (Looked, MIXED),
-    "a recurrent network, time first": (lambda: TimeFirst(Recurrent()), AXIS),
-    "a linear layer, time first": (lambda: TimeFirst(nn.Linear(D, D)), AXIS),
-    "a grid first": (Grid, AXIS),
+    "centred over samples": (lambda: between(lambda h: h - h.mean(0)), MIXED),
+    "rolled": (lambda: between(lambda h: h.roll(1, 0)), MIXED),
+    "attention over samples": (lambda: between(attend_over_samples), MIXED),
+    "batch statistics": (lambda: between(lambda h: (h - h.mean(0)) / h.std(0)), MIXED),
+    "the largest of the batch": (lambda: between(lambda h: h / h.abs().max()), MIXED),
+    "a shared cache": (lambda: between(lambda h: h.cumsum(0)), MIXED),
+    "mixed for gradients alone": (lambda: between(straight_through), MIXED),
+    "tokens and samples swapped": (lambda: between(lambda h: h + h.transpose(0, 1)), MIXED),
+    "positions looked up once": (
+        lambda: Composed(look_up, linear=linear(), bias=nn.Embedding(2 * T, 1)),
+        MIXED,
+    ),
+    "a recurrent network, time first": (
+        lambda: time_first(Composed(recur, inside=linear(), across=linear())),
+        AXIS,
+    ),
+    "a linear layer, time first": (lambda: time_first(linear()), AXIS),
+    "a grid first": (lambda: Composed(run_on_grid, linear=linear()), AXIS),
 }
 
 
-@pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_refused_by_name_each_time_until_it_is_trusted(name, way) -> None:
-    torch.manual_seed(0)
     make, message = MODELS[name]
     model, x = make(), torch.randn(B, T, D)
     clipping = way(model, 0.5)
@@ -134,31 +113,25 @@ def mix_by_scale(model, x):
     return losses / losses.sum()
 
 
-@pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize("loss", [mix_by_contrast, mix_by_scale])
 def test_a_loss_that_mixes_is_refused(loss, way) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+    model = nn.Sequential(linear(), nn.Tanh(), linear())
     clipping = way(model, 0.5)
     with pytest.raises(UnsupportedError, match="loss of a sample depends on what 2 computed"):
         clipping.backward(loss(model, torch.randn(B, T, D)))
 
 
-@pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize("name", ["rolled", "a recurrent network, time first"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_it_is_refused_under_checkpointing_too(name, reentrant, way) -> None:
-    torch.manual_seed(0)
     model, x = MODELS[name][0](), torch.randn(B, T, D, requires_grad=True)
-    clipping = way(model, 0.5)
+    run = lambda x: checkpoint(model, x, use_reentrant=reentrant)  # noqa: E731
     with pytest.raises(UnsupportedError, match=MODELS[name][1]):
-        clipping.backward(checkpoint(model, x, use_reentrant=reentrant).square().sum((1, 2)))
+        way(model, 0.5).backward(squares(run, x))
 
 
-@pytest.mark.parametrize("way", EVERY)
 def test_a_single_sample_waits_for_the_next_larger_batch(way) -> None:
-    torch.manual_seed(0)
-    model = Between(lambda h: h - h.mean(0))
+    model = between(lambda h: h - h.mean(0))
     clipping = way(model, 0.5)
     clipping.backward(squares(model, torch.randn(1, T, D)))
     assert not clipping.first_batch_verified
@@ -167,10 +140,8 @@ def test_a_single_sample_waits_for_the_next_larger_batch(way) -> None:
         clipping.backward(squares(model, torch.randn(B, T, D)))
 
 
-@pytest.mark.parametrize("way", EVERY)
 def test_what_a_matrix_of_zeros_hides_at_first_is_found_later(way) -> None:
-    torch.manual_seed(0)
-    model = Between(lambda h: h - h.mean(0))
+    model = between(lambda h: h - h.mean(0))
     nn.init.zeros_(model.second.weight)
     clipping = way(model, 0.5)
     x = torch.randn(B, T, D)
@@ -182,7 +153,6 @@ def test_what_a_matrix_of_zeros_hides_at_first_is_found_later(way) -> None:
         clipping.backward((model(x) - 1).square().sum((1, 2)))
 
 
-@pytest.mark.parametrize("way", EVERY)
 def test_a_layer_without_a_gradient_is_waited_for_some_batches(way) -> None:
     model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
     nn.init.zeros_(model[1].weight)
@@ -194,10 +164,8 @@ def test_a_layer_without_a_gradient_is_waited_for_some_batches(way) -> None:
     assert looks == [False] * TRIES + [True]
 
 
-@pytest.mark.parametrize("way", EVERY)
 def test_samples_that_are_not_finite_do_not_stand_in_its_way(way) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+    model = nn.Sequential(linear(), nn.Tanh(), linear())
     clipping = way(model, 0.5)
     x = torch.randn(B, T, D)
     x[2] = torch.nan
@@ -211,7 +179,6 @@ def test_samples_that_are_not_finite_do_not_stand_in_its_way(way) -> None:
     assert not clipping.first_batch_verified
 
 
-@pytest.mark.parametrize("way", EVERY)
 def test_a_step_draws_and_computes_what_it_does_without(way) -> None:
     def step(first_batch):
         torch.manual_seed(0)

@@ -6,11 +6,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from small_models import EVERY, is_clear, private, squares
+from small_models import EVERY, each_of, is_clear, private, squares
 from torch import nn
 
-from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private import BookKeeping
 from dpprof.private.refusals import forwards
+
+way = each_of(EVERY)
 
 B, D = 4, 6
 
@@ -77,11 +79,7 @@ class Root(nn.Sequential):
         self.b, self.write, self.is_on = module.b, module.write, False
 
     def forward(self, x):
-        if not self.is_on:
-            with torch.no_grad():
-                self.write(self, x.detach().mean(0))
-        self.is_on = True
-        return super().forward(x + self.b)
+        return super().forward(ActNorm.forward(self, x))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +88,6 @@ class Root(nn.Sequential):
 )
 @pytest.mark.parametrize("kind", WRITES)
 def test_a_parameter_that_forward_writes_is_refused_for_good(kind, place, way) -> None:
-    torch.manual_seed(0)
     module = ActNorm(WRITES[kind])
     nn.init.normal_(module.b)
     model = place(module)
@@ -119,7 +116,6 @@ def test_a_call_of_the_model_before_training_writes_nothing(with_gradients) -> N
         clipping.backward(squares(model, torch.randn(B, D)))
 
 
-@pytest.mark.parametrize("way", EVERY)
 def test_code_between_a_call_of_the_model_and_backward_writes_nothing(way) -> None:
     model = Root(ActNorm(lambda *_: None))
     clipping = way(model, 1.0)
@@ -146,7 +142,6 @@ def test_a_write_of_a_row_of_a_large_parameter_is_seen(size) -> None:
 
 
 def test_it_is_seen_at_some_later_step_too() -> None:
-    torch.manual_seed(0)
     model = first(ActNorm(lambda *_: None))
     clipping = BookKeeping(model, 1.0)
     optimizer = private(clipping, model, lr=1e-3)
@@ -180,7 +175,6 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("kind", BY_HAND)
-@pytest.mark.parametrize("way", EVERY)
 def test_between_a_step_and_a_forward_parameters_are_the_users(way, kind) -> None:
     model = nn.Sequential(ActNorm(lambda *_: None), nn.Linear(D, D), nn.Linear(D, 1))
     clipping = way(model, 1.0)

@@ -9,14 +9,19 @@ import pytest
 import torch
 from documents import PRIVATE_TRAINING, find_code
 from simulated_graphs import simulated_graphs
-from small_models import EVERY, FLAT, assert_exact, gradients, one_by_one, private
+from small_models import EVERY, FLAT, TINY, assert_exact, gradients, one_by_one, private
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dpprof.predict.memory.recorder import Recorder
-from dpprof.private import BookKeeping, CapturedStep, PerLayerClipping, linear_cross_entropy
+from dpprof.private import (
+    BookKeeping,
+    CapturedStep,
+    PerLayerClipping,
+    UnsupportedError,
+    linear_cross_entropy,
+)
 from dpprof.private.contributions import contributions
-from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers import head, head_losses
 from dpprof.private.norms.code_paths import Way
 
@@ -95,30 +100,33 @@ def batch(dtype=torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 KINDS = ("trained", "bias", "tied", "frozen")
 
 
+def assert_same_without_clipping(model: Model, inputs) -> None:
+    found, expected = model.in_chunks(*inputs), model.with_logits(*inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    sums = []
+    for losses in (found, expected):
+        losses.sum().backward()
+        sums.append(gradients(model))
+        model.zero_grad()
+    torch.testing.assert_close(*sums, rtol=1e-10, atol=1e-13)
+
+
+def batch_for(options: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw a batch in which no label is -100 where that is not what is ignored."""
+    ids, labels, weights = batch()
+    return ids, labels.clamp(0) if "ignore_index" in OPTIONS[options] else labels, weights
+
+
 @pytest.mark.parametrize("options", list(OPTIONS))
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_clipping_it_is_an_ordinary_loss(kind, options) -> None:
-    ids, labels, weights = batch()
-    if "ignore_index" in OPTIONS[options]:
-        labels = labels.clamp(0)
-    model = Model(kind, **OPTIONS[options]).double()
-    expected = model.with_logits(ids, labels, weights)
-    expected.sum().backward()
-    before = gradients(model)
-    model.zero_grad()
-    found = model.in_chunks(ids, labels, weights)
-    found.sum().backward()
-
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(gradients(model), before, rtol=1e-10, atol=1e-13)
+    assert_same_without_clipping(Model(kind, **OPTIONS[options]).double(), batch_for(options))
 
 
 @pytest.mark.parametrize("options", list(OPTIONS))
 @pytest.mark.parametrize("kind", KINDS)
 def test_norms_and_sums_are_those_of_one_sample_at_a_time(kind, options) -> None:
-    ids, labels, weights = batch()
-    if "ignore_index" in OPTIONS[options]:
-        labels = labels.clamp(0)
+    ids, labels, weights = batch_for(options)
     exact = Model(kind, **OPTIONS[options]).double()
     expected = one_by_one(exact.with_logits, exact, (ids, labels, weights))
     limits = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -129,7 +137,6 @@ def test_norms_and_sums_are_those_of_one_sample_at_a_time(kind, options) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("way", FLAT)
 def test_gradients_are_measured_and_summed_to_the_same_bits(way, dtype, monkeypatch) -> None:
     """Two samples in a chunk, the last one alone: products of other sizes may round otherwise."""
     for module, name in ((head, "CHUNK_BYTES"), (contributions, "AT_ONCE_BYTES")):
@@ -203,19 +210,12 @@ def adapt(model: Model) -> Model:
 @pytest.mark.parametrize("kind", ["trained", "bias"])
 def test_a_head_with_lora_is_that_of_its_logits(kind, way, options) -> None:
     ids, labels, weights = batch()
-    labels = labels.clamp(0)
+    inputs = ids, labels.clamp(0), weights
     model = adapt(Model(kind, **OPTIONS[options])).double()
-    inputs = ids, labels, weights
-    expected = one_by_one(model.with_logits, model, inputs)
-    losses = model.in_chunks(*inputs)
-    torch.testing.assert_close(losses, model.with_logits(*inputs), rtol=1e-12, atol=0)
     if way is None:
-        losses.sum().backward()
-        found = gradients(model)
-        model.zero_grad()
-        model.with_logits(*inputs).sum().backward()
-        torch.testing.assert_close(found, gradients(model), rtol=1e-10, atol=1e-13)
+        assert_same_without_clipping(model, inputs)
     else:
+        expected = one_by_one(model.with_logits, model, inputs)
         assert_exact(way, model, inputs, model.in_chunks, expected=expected, tolerance=1e-10)
 
 
@@ -311,7 +311,6 @@ def test_a_sample_that_is_not_finite_is_excluded(way) -> None:
     torch.testing.assert_close(gradients(model), expected, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_mixing_before_the_loss_is_refused_on_the_first_batch(way) -> None:
     model = Model("frozen")
     model.head.requires_grad_()
@@ -323,7 +322,6 @@ def test_mixing_before_the_loss_is_refused_on_the_first_batch(way) -> None:
         clipping.backward(losses.mean(1) + losses.mean())
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_a_head_that_is_used_otherwise_too_is_refused(way) -> None:
     model = Model()
     clipping = way(model, 1.0)
@@ -413,24 +411,14 @@ def test_a_captured_step_may_have_such_a_head(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        (
-            {"head": nn.Bilinear(2, 2, 2)},
-            TypeError,
-            "head must be a Linear with its own forward, and is a Bilin",
-        ),
-        (
-            {"hidden": torch.zeros(2, 3, 9)},
-            ValueError,
-            r"hidden must be \(B, T, 6\), and has shape",
-        ),
+        ({"head": nn.Bilinear(2, 2, 2)}, TypeError, "head must be a Linear .* and is a Bilin"),
+        ({"hidden": torch.zeros(2, 3, 9)}, ValueError, r"must be \(B, T, 6\), and has shape"),
         ({"hidden": torch.zeros(2, D)}, ValueError, r"hidden must be \(B, T, 6\)"),
         ({"labels": torch.zeros(2, 4, dtype=torch.int64)}, ValueError, r"labels must be \(2, 3\)"),
         ({"labels": torch.zeros(2, 3)}, ValueError, "int64, and are"),
-        ({"labels": torch.full((2, 3), V)}, ValueError, "a label is none of the head.s 11 outputs"),
-        (
-            {"labels": torch.full((2, 3), -1)},
-            ValueError,
-            "a label is none of the head.s 11 outputs",
+        *(
+            ({"labels": torch.full((2, 3), label)}, ValueError, "none of the head.s 11 outputs")
+            for label in (V, -1)
         ),
         ({"label_smoothing": 1.0}, ValueError, "label_smoothing must be from 0 to below 1"),
         ({"softcap": 0.0}, ValueError, "softcap must be positive, and is 0.0"),
@@ -450,14 +438,7 @@ def test_what_is_no_head_or_no_label_is_refused(changed, error, message) -> None
 def test_the_lines_in_the_documents_run() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=V,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=T,
-    )
+    config = transformers.LlamaConfig(**TINY, vocab_size=V)
     model = transformers.LlamaForCausalLM(config).double()
     names = {"model": model}
     exec(find_code(PRIVATE_TRAINING, "linear_cross_entropy"), names)  # noqa: S102
@@ -476,10 +457,8 @@ def test_the_lines_in_the_documents_run() -> None:
 class TestLossOfPyTorch:
     """``torch.nn.LinearCrossEntropyLoss``, and the function behind it."""
 
-    @pytest.mark.parametrize("way", FLAT)
     @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "bias": True}])
     def test_one_loss_for_each_sample_is_clipped(self, way, options) -> None:
-        torch.manual_seed(0)
         body, loss = nn.Linear(D, D), nn.LinearCrossEntropyLoss(D, V, reduction="none", **options)
         model = nn.ModuleList([body, loss]).double()
         labels = torch.tensor([1, -100, 3, V - 1])

@@ -8,7 +8,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from small_models import FLAT, assert_exact, is_clear
+from small_models import assert_exact, is_clear
 from torch import nn
 from transformers import OPTForCausalLM
 
@@ -17,7 +17,7 @@ from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.planning.stand_ins import StandIn
 from dpprof.measure.verification.float32_islands import lift_float32
 from dpprof.measure.verification.subjects import describe_case, prepare
-from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private import BookKeeping
 from dpprof.private.layers.layers import run_embedding
 from dpprof.private.layers.layers_without_rule import run_any_layer
 from dpprof.private.layers.patching import is_patched
@@ -80,16 +80,13 @@ def losses_of(model, batch):
 
 
 def compare(model, batch, way=BookKeeping, tolerance: float = 1e-6) -> None:
-    assert_exact(
-        way, model, tuple(batch), lambda *parts: losses_of(model, Batch(*parts)),
-        bound=0.5, tolerance=tolerance,
-    )  # fmt: skip
+    run = lambda *parts: losses_of(model, Batch(*parts))  # noqa: E731
+    assert_exact(way, model, tuple(batch), run, bound=0.5, tolerance=tolerance)
     for parameter in model.parameters():
         assert parameter.requires_grad or parameter.grad is None
         assert parameter.grad is None or parameter.grad.dtype == parameter.dtype
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize(("name", "variant"), CASES)
 def test_gradients_are_those_of_samples_one_at_a_time(name, variant, way) -> None:
     options = VARIANTS[variant]
@@ -119,19 +116,14 @@ def test_the_forward_of_a_model_in_16_bits_stays_the_same(name, options) -> None
     assert torch.equal(model(*batch.inputs), expected)
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_samples_and_tokens_in_one_axis_are_exact(way) -> None:
     model, batch = build("opt")
     library = OPTForCausalLM(model.model.config).double()
-    model = lambda tokens, mask: library(tokens, attention_mask=mask).logits  # noqa: E731
 
-    assert_exact(
-        way,
-        library,
-        (*batch.inputs, batch.labels),
-        lambda *parts: sample_losses(model(*parts[:-1]), parts[-1]),
-        tolerance=1e-8,
-    )
+    def run(tokens, mask, labels):
+        return sample_losses(library(tokens, attention_mask=mask).logits, labels)
+
+    assert_exact(way, library, (*batch.inputs, batch.labels), run, tolerance=1e-8)
 
 
 def test_the_check_refuses_what_reentrant_checkpointing_hides() -> None:
@@ -160,7 +152,6 @@ def add_second(model) -> None:
     model.model.set_adapter("second")
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("is_there", [False, True])
 def test_an_adapter_that_is_added_or_chosen_later_is_refused(is_there, way) -> None:
     model, batch = wrap()
@@ -181,7 +172,6 @@ def test_an_adapter_that_is_added_or_chosen_later_is_refused(is_there, way) -> N
     compare(model, batch, way)
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_disabled_or_merged_adapters_leave_nothing_to_train(way) -> None:
     model, batch = wrap()
     clipping = way(model, 1.0)
@@ -194,13 +184,11 @@ def test_disabled_or_merged_adapters_leave_nothing_to_train(way) -> None:
     assert is_clear(model)
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("modules", [["lm_head"], ["norm"], ["embed_tokens"]])
 def test_modules_to_save_are_clipped_with_the_adapters(modules, way) -> None:
     compare(*wrap(modules_to_save=modules), way)
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("target", ["lm_head", "q_proj"])
 def test_adapters_beside_a_tied_matrix_that_is_trained_too(target, way) -> None:
     model, batch = build("llama", model="{{hf: tiny-{}, tie_word_embeddings: true}}")
@@ -237,7 +225,6 @@ class OwnUse(nn.Embedding):
         return super().forward(ids) + self.weight.sum(0)
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_a_table_that_its_layer_uses_in_another_way_too_is_refused(way) -> None:
     layer = OwnUse(5, 4)
     clipping = way(layer, 1.0)
@@ -262,7 +249,6 @@ with (ROOT / "docs/numbers/data/architectures.csv").open(encoding="utf-8", newli
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_the_first_batch_of_an_architecture_is_verified(kind, way) -> None:
     experiment = describe_case(

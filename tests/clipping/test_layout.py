@@ -1,40 +1,31 @@
-"""Layers whose first axis has several entries of each sample: exact where the graph proves it.
+"""Layers whose first axis has several entries of each sample: exact where the graph proves it."""
 
-Shape legend: B samples, T tokens, D width.
-"""
+from functools import partial
 
 import pytest
 import torch
 import transformers
-from small_models import FLAT, assert_exact, is_clear
+from small_models import Composed, assert_exact, is_clear, squares
 from torch import nn
 
 from dpprof.measure.verification.float32_islands import lift_float32
+from dpprof.private import BookKeeping, UnsupportedError
 from dpprof.private.contributions.sample_norms import BatchAxisError
-from dpprof.private.errors import UnsupportedError
 
 B, T, D = 3, 4, 6
 
 
-class Inside(nn.Module):
+def build(run, layer=None, **parts):
     """A layer between two others, which sees the samples in another shape."""
+    layers = {"first": nn.Linear(D, D), "last": nn.Linear(D, D)}
+    layers["inside"] = nn.Linear(D, D) if layer is None else layer()
+    return Composed(
+        lambda m, x: m.last(run(m, m.first(x).tanh()).tanh()), **layers, **parts
+    ).double()
 
-    def __init__(self, run, layer=None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
-        self.inside = nn.Linear(D, D) if layer is None else layer()
-        self.bias = nn.Parameter(torch.randn(2, D))
-        self.run = run
-        self.double()
 
-    def forward(self, x):
-        y = self.first(x).tanh()
-        y = self.run(self, y) if self.run.__code__.co_argcount > 1 else self.inside(y)
-        return self.last(y.tanh())
-
-    def losses(self, x):
-        return self(x).square().sum((1, 2))
+def draw(samples=B):
+    return torch.randn(samples, T, D, dtype=torch.float64)
 
 
 def joined(m, x):
@@ -65,37 +56,30 @@ FORMS = {
     ),
     "before any other layer": lambda m, x: joined(m, x.detach()),
 }
-LAYERS = {
-    "linear": None,
-    "norm": lambda: nn.LayerNorm(D),
-    "no rule": nn.PReLU,
-}
 
 
-@pytest.mark.parametrize("way", FLAT)
+LAYERS = {"linear": None, "norm": lambda: nn.LayerNorm(D), "no rule": nn.PReLU}
+
+
+def assert_samples_exact(way, model, x, **options):
+    return assert_exact(way, model, (x,), partial(squares, model), **{"bound": 0.5} | options)
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("samples", [B, T])
 @pytest.mark.parametrize("form", FORMS)
 def test_what_keeps_samples_first_is_exact(form, samples, layer, way) -> None:
-    model = Inside(FORMS[form], LAYERS[layer])
-    if "bias" not in FORMS[form].__code__.co_names:
-        del model.bias
-    x = torch.randn(samples, T, D, dtype=torch.float64)
-
-    assert_exact(way, model, (x,), bound=0.5)
+    parts = {"bias": torch.randn(2, D)} if form == "in windows" else {}
+    assert_samples_exact(way, build(FORMS[form], LAYERS[layer], **parts), draw(samples))
 
 
-def test_ids_of_all_samples_in_one_axis_are_exact() -> None:
-    table, last = nn.Embedding(9, D).double(), nn.Linear(D, D).double()
-    model = nn.ModuleList([table, last])
-    ids = torch.randint(9, (B, T))
-
-    def losses_of(ids):
-        return last(table(ids.flatten()).view(*ids.shape, D)).square().sum((1, 2))
-
-    for way in FLAT:
-        assert_exact(way, model, (ids,), losses_of, bound=0.5).remove()
-        model.zero_grad()
+def test_ids_of_all_samples_in_one_axis_are_exact(way) -> None:
+    model = Composed(
+        lambda m, ids: m.last(m.table(ids.flatten()).view(*ids.shape, D)),
+        table=nn.Embedding(9, D),
+        last=nn.Linear(D, D),
+    ).double()
+    assert_samples_exact(way, model, torch.randint(9, (B, T)))
 
 
 def by_tokens(m, x):
@@ -103,15 +87,10 @@ def by_tokens(m, x):
     return m.inside(x.transpose(0, 1).reshape(-1, D)).view(-1, len(x), D).transpose(0, 1)
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("samples", [B, T, 2])
 def test_rows_of_all_samples_token_by_token_are_exact(samples, layer, way) -> None:
-    model = Inside(by_tokens, LAYERS[layer])
-    del model.bias
-    x = torch.randn(samples, T, D, dtype=torch.float64)
-
-    assert_exact(way, model, (x,), bound=0.5)
+    assert_samples_exact(way, build(by_tokens, LAYERS[layer]), draw(samples))
 
 
 def gathered(m, x):
@@ -129,44 +108,26 @@ def beside_a_leaf(m, x):
     return (m.inside(x.reshape(-1, D)[order]) + LEAF.view(-1, D))[order].view(x.shape)
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize(
-    ("run", "samples"),
-    [(gathered, B), (gathered, T), (gathered, 2), (beside_a_leaf, 4)],
+    ("run", "samples"), [*((gathered, samples) for samples in (B, T, 2)), (beside_a_leaf, 4)]
 )
 def test_another_order_is_refused_whatever_its_length(run, samples, way) -> None:
-    model = Inside(run)
-    del model.bias
-    clipping = way(model, 0.5)
-    x = torch.randn(samples, T, D, dtype=torch.float64)
-
+    model = build(run)
     with pytest.raises((BatchAxisError, UnsupportedError), match=r"inside.* saw"):
-        clipping.backward(model.losses(x))
+        way(model, 0.5).backward(squares(model, draw(samples)))
     assert is_clear(model)
 
 
 def test_samples_that_are_mixed_in_such_a_shape_are_refused() -> None:
-    model = Inside(lambda m, x: m.inside(x.reshape(-1, D).roll(1, 0).contiguous()).view(x.shape))
-    del model.bias
-    x = torch.randn(B, T, D, dtype=torch.float64)
-    mixed = FLAT[1](model, 0.5)
-
+    model = build(lambda m, x: m.inside(x.reshape(-1, D).roll(1, 0).contiguous()).view(x.shape))
     with pytest.raises(UnsupportedError, match="the loss of a sample depends on"):
-        mixed.backward(model.losses(x))
+        BookKeeping(model, 0.5).backward(squares(model, draw()))
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_swin_is_exact(way) -> None:
     """Its windows are on the first axis, where biases enter too."""
-    config = transformers.SwinConfig(
-        image_size=32,
-        patch_size=4,
-        embed_dim=8,
-        depths=[2],
-        num_heads=[2],
-        window_size=4,
-        drop_path_rate=0.0,
-    )
+    windows = {"image_size": 32, "patch_size": 4, "window_size": 4, "drop_path_rate": 0.0}
+    config = transformers.SwinConfig(**windows, embed_dim=8, depths=[2], num_heads=[2])
     with lift_float32():
         model = transformers.SwinForImageClassification(config).double()
         images = torch.randn(B, 3, 32, 32)
@@ -174,50 +135,34 @@ def test_swin_is_exact(way) -> None:
         assert_exact(way, model, (images,), losses_of, bound=0.1, tolerance=1e-8)
 
 
-class InChunks(nn.Module):
-    """Cuts long inputs into chunks, and puts chunks before samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.middle, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def losses(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.first(x).tanh()
-        B, T, d = y.shape
-        n = max(1, T // 4)
-        if n > 1:
-            y = y.view(B, n, T // n, d).transpose(0, 1).reshape(n * B, T // n, d)
-        y = self.middle(y)
-        if n > 1:
-            y = y.view(n, B, T // n, d).transpose(0, 1).reshape(B, T, d)
-        return self.last(y.tanh()).square().sum((1, 2))
+def in_chunks(m, x):
+    """Cut long inputs into chunks, and put chunks before samples."""
+    y = m.first(x).tanh()
+    B, T, d = y.shape
+    n = max(1, T // 4)
+    if n > 1:
+        y = y.view(B, n, T // n, d).transpose(0, 1).reshape(n * B, T // n, d)
+    y = m.middle(y)
+    if n > 1:
+        y = y.view(n, B, T // n, d).transpose(0, 1).reshape(B, T, d)
+    return m.last(y.tanh())
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("samples", [2, 3])
 def test_chunks_before_samples_are_exact_whatever_their_length(samples, way) -> None:
     """Of 2 samples there are as many chunks as samples."""
-    model = InChunks().double()
-    clipping = assert_exact(way, model, (torch.randn(samples, 3, 3).double(),), bound=1.0)
-    clipping.remove()
-    model.zero_grad()
+    layers = {"first": nn.Linear(3, 4), "middle": nn.Linear(4, 4), "last": nn.Linear(4, 4)}
+    model = Composed(in_chunks, **layers).double()
+    for tokens in (3, 8):
+        assert_samples_exact(way, model, torch.randn(samples, tokens, 3).double(), bound=1).remove()
+        model.zero_grad()
 
-    assert_exact(way, model, (torch.randn(samples, 8, 3).double(),), bound=1.0)
 
-
-class Sometimes(nn.Module):
-    """Mixes rows of samples in long inputs alone, by an operator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 4)
-
-    def losses(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.first(x.flatten(0, 1)).view(*x.shape[:2], 4)
-        y = y if x.shape[1] < 4 else Rolled.apply(y)
-        return self.last(y.tanh().flatten(0, 1)).square().sum(1).view(len(x), -1).sum(1)
+def mix_sometimes(m, x):
+    """Mix rows of samples in long inputs alone, by an operator of its own."""
+    y = m.first(x.flatten(0, 1)).view(*x.shape[:2], 4)
+    y = y if x.shape[1] < 4 else Rolled.apply(y)
+    return m.last(y.tanh().flatten(0, 1)).view(*x.shape[:2], 4)
 
 
 class Rolled(torch.autograd.Function):
@@ -232,34 +177,24 @@ class Rolled(torch.autograd.Function):
         return g.roll(-1, 0)
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_another_graph_is_verified_again(way) -> None:
-    model = Sometimes()
+    model = Composed(mix_sometimes, first=nn.Linear(3, 4), last=nn.Linear(4, 4))
     clipping = way(model, 1.0)
     for _ in range(2):
-        clipping.backward(model.losses(torch.randn(3, 3, 3)))
+        clipping.backward(squares(model, torch.randn(3, 3, 3)))
         model.zero_grad()
     assert clipping.first_batch_verified
 
     with pytest.raises(UnsupportedError, match="loss of a sample depends on what first"):
-        clipping.backward(model.losses(torch.randn(3, 8, 3)))
+        clipping.backward(squares(model, torch.randn(3, 8, 3)))
 
 
-class TokensFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 6), nn.Linear(6, 6)
-
-    def losses(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x).tanh().transpose(0, 1)).tanh().square().sum((0, 2))
-
-
-@pytest.mark.parametrize("way", FLAT)
 def test_a_batch_that_was_refused_verifies_nothing(way) -> None:
-    model = TokensFirst()
+    tokens_first = lambda m, x: m.last(m.first(x).tanh().transpose(0, 1)).tanh()  # noqa: E731
+    model = Composed(tokens_first, first=nn.Linear(3, 6), last=nn.Linear(6, 6))
     clipping = way(model, 1.0)
     with pytest.raises(UnsupportedError, match="saw 3 samples, and there are 4 losses"):
-        clipping.backward(model.losses(torch.randn(4, 3, 3)))
+        clipping.backward(model(torch.randn(4, 3, 3)).square().sum((0, 2)))
     assert not clipping.first_batch_verified
     with pytest.raises(UnsupportedError, match="last"):
-        clipping.backward(model.losses(torch.randn(4, 4, 3)))
+        clipping.backward(model(torch.randn(4, 4, 3)).square().sum((0, 2)))

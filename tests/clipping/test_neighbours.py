@@ -1,9 +1,7 @@
 """What a sample contributes depends on that sample alone, whatever else is in the batch.
 
-In each pair of batches the same samples have the same inputs X and output gradients G; the second
-batch has more samples, which contribute nothing because their losses are multiplied by zero, and
-may be longer, so that the others are padded before or after; or the first comes in parts. So the
-difference of the sums is what the others' contributions changed by.
+The same samples are clipped alone and among others, which contribute nothing because their losses
+are multiplied by zero, and may be longer; so the sums differ by what changed for the samples.
 """
 
 import functools
@@ -14,41 +12,32 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from small_models import EVERY, FLAT, NORMALISED, Conv1D, gradients, over_channels
+from small_models import EVERY, FLAT, NORMALISED, Composed, Conv1D, gradients, over_channels
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.private import linear_cross_entropy
-from dpprof.private.engine.flash_clipping import FlashClipping
-from dpprof.private.engine.per_layer import PerLayerClipping
+from dpprof.private import FlashClipping, PerLayerClipping, linear_cross_entropy
 
 WAYS = [*EVERY, *NORMALISED]
 NATURAL, CANCELLING = 1e-5, 1e-3
 """By how much of C a sample's contribution may change."""
 
 
-class Twice(nn.Module):
-    """A layer on the first and on the second half of the features."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x) + self.layer(x.flip(2))
+def on_both_halves(layer: nn.Module) -> nn.Module:
+    """Use a layer on the features, and on their reverse."""
+    return Composed(lambda m, x: m.layer(x) + m.layer(x.flip(2)), layer=layer)
 
 
-class Tied(nn.Module):
+def tie(d: int, p: int) -> nn.Module:
     """A table that is the head's weight too."""
 
-    def __init__(self, d: int, p: int) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(p, d), nn.Linear(d, p, bias=False)
-        self.head.weight = self.table.weight
+    def run(m, x):
+        ids = x[:, :, 0].abs().mul(1e3).long() % m.table.num_embeddings
+        return m.head(x) + m.table(ids).sum(2, keepdim=True)
 
-    def forward(self, x):
-        ids = x[:, :, 0].abs().mul(1e3).long() % self.table.num_embeddings
-        return self.head(x) + self.table(ids).sum(2, keepdim=True)
+    table, head = nn.Embedding(p, d), nn.Linear(d, p, bias=False)
+    head.weight = table.weight
+    return Composed(run, table=table, head=head)
 
 
 class Table(nn.Embedding):
@@ -73,10 +62,10 @@ LAYERS = {
     "rms norm": lambda d, _: nn.RMSNorm(d),
     "groups": lambda d, p: over_time(d, p, groups=math.gcd(d, p)),
     "table": Table,
-    "twice": lambda d, p: Twice(nn.Linear(d, p)),
-    "norm twice": lambda d, _: Twice(nn.LayerNorm(d)),
-    "convolution twice": lambda d, p: Twice(over_time(d, p)),
-    "tied": Tied,
+    "twice": lambda d, p: on_both_halves(nn.Linear(d, p)),
+    "norm twice": lambda d, _: on_both_halves(nn.LayerNorm(d)),
+    "convolution twice": lambda d, p: on_both_halves(over_time(d, p)),
+    "tied": tie,
 }
 USED_TWICE = ("twice", "norm twice", "convolution twice", "tied")
 
@@ -226,7 +215,6 @@ def test_cancelling_samples_contribute_the_same_with_others(dtype, kind, way) ->
 def test_squares_that_overflow_or_underflow_change_nothing(
     of_inputs, of_gradients, bound, way
 ) -> None:
-    torch.manual_seed(0)
     x, g = of_inputs * torch.randn(1, 4, 32), of_gradients * torch.randn(1, 4, 32)
     for kind in ("linear", "no bias", "convolution"):
         case = Case(way, kind, 32, 32, bound=bound)
@@ -234,10 +222,8 @@ def test_squares_that_overflow_or_underflow_change_nothing(
             assert find_change(case, x, g, more=more, before=0, after=after) <= 1e-6
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("ratio", [90.0, 120.0, 127.0, 129.0, 140.0, 1000.0])
 def test_nothing_jumps_where_samples_begin_to_be_measured_alone(ratio, way) -> None:
-    torch.manual_seed(0)
     x, g = torch.randn(1, 1, 64).expand(1, 8, -1), torch.randn(1, 8, 48)
     g = g - g.mean(1, keepdim=True)
     own = torch.einsum("btd,btp->bpd", x, g).norm() + x[:, :1].norm() * g[:, :1].norm()

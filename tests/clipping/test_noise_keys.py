@@ -8,16 +8,15 @@ import random
 
 import pytest
 import torch
-from small_models import FLAT, batch, build, private
+from small_models import batch, build, private
 from torch import nn
 
+from dpprof.private import BookKeeping, NoisyOptimizer
 from dpprof.private.capture import captured_step
-from dpprof.private.engine.book_keeping import BookKeeping
 from dpprof.private.noise import noise, noise_keys
 from dpprof.private.noise.digest import LANES, hash_words
 from dpprof.private.noise.noise import NoiseOfStep
 from dpprof.private.noise.noise_keys import NoiseKeys, make_generator
-from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.norms import triton_ops
 
 N = 2**17
@@ -131,7 +130,6 @@ class Run:
         return torch.cat([(size * one - summed).flatten() for one, summed in parts])
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_resumed_rolled_back_and_reordered_steps_have_independent_noise(way) -> None:
     run = Run(way)
     noises = [run.step(), run.step()]

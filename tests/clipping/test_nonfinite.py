@@ -6,12 +6,14 @@ from contextlib import nullcontext
 import pytest
 import small_models
 import torch
-from small_models import EVERY, NORMALISED, Scale, batch, gradients, private, sums_of
+from small_models import EVERY, NORMALISED, Scale, batch, each_of, gradients, private, sums_of
 from torch import nn
 
-from dpprof.private.engine.per_layer import PerLayerClipping
+from dpprof.private import PerLayerClipping
 from dpprof.private.norms import linear, triton_ops
 from dpprof.private.norms.placement import as_if_on_cuda
+
+way = each_of(EVERY)
 
 BAD = [math.nan, math.inf, -math.inf, 1e30]
 """The last is finite; its gradient's square is not, in float32."""
@@ -60,7 +62,6 @@ def test_a_sample_that_is_not_finite_adds_nothing_and_costs_the_others_nothing(
 
 
 @pytest.mark.parametrize("kind", ["layer norm", "tied"])
-@pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_so_does_a_loss_that_is_not_finite(value, way, kind) -> None:
     if kind == "tied" and way is PerLayerClipping:
@@ -78,7 +79,6 @@ def test_so_does_a_loss_that_is_not_finite(value, way, kind) -> None:
     assert torch.equal(found, clip(0.0)[1])
 
 
-@pytest.mark.parametrize("way", EVERY)
 def test_where_no_sample_is_finite_there_is_noise_alone(way) -> None:
     model = build()
     clipping = way(model, 0.1)

@@ -1,7 +1,4 @@
-"""Opacus's own cases of single layers: clipped as a loop over samples clips them.
-
-Opacus's tests hand a batch and a module to ``run_test``; here that compares both ways of clipping.
-"""
+"""Opacus's own cases of single layers: clipped as a loop over samples clips them."""
 
 import importlib
 from collections import Counter

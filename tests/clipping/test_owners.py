@@ -1,9 +1,6 @@
 """Random code between a layer and its losses: what the graph proves is what derivatives show.
 
-Code that mixes, reorders, repeats and leaves out rows is drawn; where rows are proven to be those
-of samples, no loss may depend on another's row.
-
-Shape legend: B samples, R rows.
+Where rows are proven to be those of samples, no loss may depend on another's row.
 """
 # ruff: noqa: S311 (draws are to be the same each time)
 

@@ -12,7 +12,7 @@ from products import one_in
 from rank_pool import RankPools
 from small_models import KINDS
 
-from dpprof.private.errors import UnsupportedError
+from dpprof.private import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

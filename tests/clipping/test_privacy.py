@@ -9,13 +9,23 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.data_loader import DPDataLoader
 from opacus.optimizers.optimizer import _generate_noise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from small_models import EVERY, Secure, Small, V, build, default_dtype, gradients, private, sums_of
+from small_models import (
+    EVERY,
+    Secure,
+    Small,
+    V,
+    build,
+    default_dtype,
+    gradients,
+    private,
+    sums_of,
+    take_step,
+)
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpprof.private.engine.book_keeping import BookKeeping
-from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private import BookKeeping, FlashClipping
 from dpprof.private.noise.noise import NoiseOfStep
 from dpprof.private.noise.noise_keys import StepKey
 
@@ -132,7 +142,7 @@ def test_noise_is_added_before_anything_is_rounded_to_16_bits(dtype) -> None:
 def test_epsilon_is_opacus_for_the_same_schedule(accountant_type) -> None:
     loader = DPDataLoader.from_data_loader(DataLoader(data(40), batch_size=4))
     model = build("linear")
-    clipping, optimizer = make_private(BookKeeping, model)
+    _, optimizer = make_private(BookKeeping, model)
     accountant = accountant_type()
     optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(loader.sample_rate))
     torch.manual_seed(3)
@@ -140,9 +150,7 @@ def test_epsilon_is_opacus_for_the_same_schedule(accountant_type) -> None:
     for _ in range(3):
         for ids, labels in loader:
             sizes.append(len(ids))
-            clipping.backward(sample_losses(model, ids.long(), labels.long()))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, sample_losses(model, ids.long(), labels.long()))
 
     expected = accountant_type()
     expected.history = [(SIGMA, loader.sample_rate, len(sizes))]
@@ -152,39 +160,34 @@ def test_epsilon_is_opacus_for_the_same_schedule(accountant_type) -> None:
     assert loader.sample_rate == 0.1
 
 
+def in_order(sampler):
+    """Have a Poisson sampler draw two batches of six, in order."""
+    batches = [list(range(6)), list(range(6, 12))]
+    sampler.__class__ = type("InOrder", (type(sampler),), {"__iter__": lambda _: iter(batches)})
+
+
 def test_opacus_batch_memory_manager_splits_a_batch_into_parts() -> None:
     loader = DataLoader(data(12), batch_size=6)
     whole, parts = build("linear"), build("linear")
-    clipping, optimizer = make_private(
-        FlashClipping, whole, generator=torch.Generator().manual_seed(1)
+    (_, optimizer), (_, in_parts) = (
+        make_private(FlashClipping, model, generator=torch.Generator().manual_seed(1))
+        for model in (whole, parts)
     )
     for ids, labels in loader:
-        clipping.backward(sample_losses(whole, ids, labels))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    clipping, optimizer = make_private(
-        FlashClipping, parts, generator=torch.Generator().manual_seed(1)
-    )
+        take_step(optimizer, sample_losses(whole, ids, labels))
     hooked = []
-    optimizer.attach_step_hook(hooked.append)
+    in_parts.attach_step_hook(hooked.append)
     poisson = DPDataLoader.from_data_loader(loader)
-    poisson.batch_sampler.__class__ = type(  # the same batches, in order
-        "InOrder",
-        (type(poisson.batch_sampler),),
-        {"__iter__": lambda _: iter([list(range(6)), list(range(6, 12))])},
-    )
+    in_order(poisson.batch_sampler)
     with BatchMemoryManager(
-        data_loader=poisson, max_physical_batch_size=2, optimizer=optimizer
+        data_loader=poisson, max_physical_batch_size=2, optimizer=in_parts
     ) as physical:
         for ids, labels in physical:
             assert len(ids) <= 2
-            clipping.backward(sample_losses(parts, ids, labels))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(in_parts, sample_losses(parts, ids, labels))
 
     assert len(hooked) == 2
-    assert optimizer.accumulated_iterations == 1
+    assert in_parts.accumulated_iterations == 1
     for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
 

@@ -6,12 +6,17 @@ from typing import Any
 import pytest
 import torch
 from one_call import D, Model, load, prepare, seeded, train
+from small_models import take_step
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from dpprof.private import UnsupportedError, suggest_max_grad_norm
 
 BUDGET = {"noise_multiplier": None, "epsilon": 5.0, "delta": 1e-3, "accountant": "rdp"}
+
+
+def model() -> Model:
+    return Model().double()
 
 
 class Stream(IterableDataset[Tensor]):
@@ -35,10 +40,10 @@ class Counting(Model):
 
 def step(change, **options: Any) -> None:
     """Take a step of a loop in which something is wrong."""
-    model = Model().double()
-    private = prepare(model, **options)
+    trained = model()
+    private = prepare(trained, **options)
     for batch in private.data_loader:
-        change(model, private.optimizer, batch)
+        change(trained, private.optimizer, batch)
         return
 
 
@@ -65,43 +70,43 @@ def after_backward(change):
 
 
 def thaw_later() -> None:
-    model = Model().double()
-    model.layers[0].requires_grad_(False)
-    private = prepare(model, optimizer=torch.optim.SGD(model.layers[2].parameters()))
-    model.layers[0].requires_grad_(True)
-    train(private, model)
+    trained = model()
+    trained.layers[0].requires_grad_(False)
+    private = prepare(trained, optimizer=torch.optim.SGD(trained.layers[2].parameters()))
+    trained.layers[0].requires_grad_(True)
+    train(private, trained)
 
 
 def make_private_twice() -> None:
-    model = Model().double()
-    prepare(model)
-    prepare(model)
+    trained = model()
+    for _ in range(2):
+        prepare(trained)
 
 
 def replace_after_the_optimizer() -> None:
-    model = Model().double()
-    optimizer = torch.optim.SGD(model.parameters())
-    model.layers[2] = nn.Linear(7, 1).double()
-    prepare(model, optimizer=optimizer)
+    trained = model()
+    optimizer = torch.optim.SGD(trained.parameters())
+    trained.layers[2] = nn.Linear(7, 1).double()
+    prepare(trained, optimizer=optimizer)
 
 
 def wrap_by_accelerate() -> None:
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
-    model = Model().double()
-    prepare(model, optimizer=accelerator.prepare(torch.optim.SGD(model.parameters())))
+    trained = model()
+    prepare(trained, optimizer=accelerator.prepare(torch.optim.SGD(trained.parameters())))
 
 
 def let_accelerate_skip_steps() -> None:
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
-    model = Model().double()
-    private = prepare(model)
+    trained = model()
+    private = prepare(trained)
     optimizer = accelerator.prepare(private.optimizer)
     with pytest.MonkeyPatch.context() as patch:  # the state is one for the whole process
         patch.setattr(accelerator, "gradient_accumulation_steps", 2)
         patch.setattr(accelerator.gradient_state, "sync_gradients", True)
         for batch in private.data_loader:
-            with accelerator.accumulate(model):
-                private.optimizer.backward(model.losses(*batch))
+            with accelerator.accumulate(trained):
+                private.optimizer.backward(trained.losses(*batch))
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -117,12 +122,13 @@ def scale_losses() -> None:
 
 
 def lose_packed_samples() -> None:
-    model = Model().double()
+    trained = model()
 
     def losses_of(x: Tensor, y: Tensor) -> Tensor:
-        return (model.layers(x.view(len(x), -1, D))[:, :, 0] - y.view(len(y), -1)).square().mean(1)
+        outputs = trained.layers(x.view(len(x), -1, D))[:, :, 0]
+        return (outputs - y.view(len(y), -1)).square().mean(1)
 
-    private = prepare(model, check=False, data_loader=load(collate_fn=pack_rows))
+    private = prepare(trained, check=False, data_loader=load(collate_fn=pack_rows))
     for batch in private.data_loader:
         private.optimizer.backward(losses_of(*batch))
 
@@ -132,76 +138,56 @@ def pack_rows(rows) -> list[Tensor]:
     return [torch.cat(x)[None], torch.stack(y)[None]]
 
 
-def skip_a_step() -> None:
-    model = Model().double()
-    private = prepare(model)
-    for batch in private.data_loader:
-        private.optimizer.backward(model.losses(*batch))
+def skip_a_step(loader=None) -> None:
+    """Clip the batches of a loader, which is the private one by default, without a step."""
+    trained = model()
+    private = prepare(trained)
+    for batch in loader or private.data_loader:
+        private.optimizer.backward(trained.losses(*batch))
 
 
-def train_on_other_samples() -> None:
-    model = Model().double()
-    private = prepare(model)
-    for batch in load():
-        private.optimizer.backward(model.losses(*batch))
+def train_twice_on_a_batch(model, optimizer, batch) -> None:
+    for _ in range(2):
+        take_step(optimizer, model.losses(*batch))
 
 
-def train_twice_on_a_batch() -> None:
-    def run(model, optimizer, batch) -> None:
-        for _ in range(2):
-            optimizer.backward(model.losses(*batch))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    step(run)
+def train_for(steps: int, noise: float = 1.0) -> None:
+    """Train by a budget of so many steps, with so much of the noise that it needs."""
+    trained = model()
+    private = prepare(trained, **BUDGET, steps=steps)
+    private.optimizer.noise_multiplier *= noise
+    train(private, trained)
 
 
-def turn_noise_down() -> None:
-    model = Model().double()
-    private = prepare(model, **BUDGET, steps=4)
-    private.optimizer.noise_multiplier /= 2
-    train(private, model)
-
-
-def take_more_steps() -> None:
-    model = Model().double()
-    train(prepare(model, **BUDGET, steps=3), model)
-
-
-def draw_noise_like_samples() -> None:
-    prepare(Model().double(), sampling_generator=seeded(5), noise_generator=seeded(5))
-
-
-def draw_noise_after_samples() -> None:
-    one = seeded(5)
-    prepare(Model().double(), sampling_generator=one, noise_generator=one)
+def draw_from(of_samples: torch.Generator, of_noise: torch.Generator) -> None:
+    prepare(model(), sampling_generator=of_samples, noise_generator=of_noise)
 
 
 def weigh_samples() -> None:
     sampler = WeightedRandomSampler([1.0] * 24, 24)
-    prepare(Model().double(), data_loader=load(shuffle=False, sampler=sampler))
+    prepare(model(), data_loader=load(shuffle=False, sampler=sampler))
 
 
 def warn_of_delta() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        prepare(Model().double(), delta=0.1)
+        prepare(model(), delta=0.1)
 
 
 MISUSES = {
     "a sampler that is not Poisson": (weigh_samples, "a WeightedRandomSampler chooses samples in"),
     "a stream": (
-        lambda: prepare(Model().double(), data_loader=DataLoader(Stream(), batch_size=2)),
+        lambda: prepare(model(), data_loader=DataLoader(Stream(), batch_size=2)),
         "an IterableDataset has none",
     ),
     "drop_last": (
-        lambda: prepare(Model().double(), data_loader=load(drop_last=True)),
+        lambda: prepare(model(), data_loader=load(drop_last=True)),
         "drop_last=True leaves samples out",
     ),
     "a delta above one over the samples": (warn_of_delta, "delta 0.1 is at least 1/24"),
     "made private twice": (make_private_twice, "already replaced, maybe by another Clipping"),
     "an optimizer of a part": (
-        lambda: prepare(m := Model().double(), optimizer=torch.optim.SGD(m.layers[0].parameters())),
+        lambda: prepare(m := model(), optimizer=torch.optim.SGD(m.layers[0].parameters())),
         r"layers\.2\.weight is trained, and the optimizer does not have it",
     ),
     "an optimizer of other parameters": (
@@ -252,12 +238,24 @@ MISUSES = {
         ),
         r"call backward\(losses\) of this optimizer",
     ),
-    "samples of another loader": (train_on_other_samples, "not drawn by the private data loader"),
-    "a batch twice": (train_twice_on_a_batch, "or were clipped before"),
-    "less noise than planned": (turn_noise_down, "planned with a noise multiplier of"),
-    "more steps than planned": (take_more_steps, "planned for 3 steps, and these are done"),
-    "noise that follows from samples": (draw_noise_like_samples, "draw the same numbers"),
-    "noise of the samples' generator": (draw_noise_after_samples, "draw the same numbers"),
+    "samples of another loader": (
+        lambda: skip_a_step(load()),
+        "not drawn by the private data",
+    ),
+    "a batch twice": (lambda: step(train_twice_on_a_batch), "or were clipped before"),
+    "less noise than planned": (
+        lambda: train_for(4, noise=0.5),
+        "planned with a noise multiplier",
+    ),
+    "more steps than planned": (lambda: train_for(3), "planned for 3 steps, and these are done"),
+    "noise that follows from samples": (
+        lambda: draw_from(seeded(5), seeded(5)),
+        "draw the same numbers",
+    ),
+    "noise of the samples' generator": (
+        lambda: draw_from(one := seeded(5), one),
+        "draw the same numbers",
+    ),
     "a bound from private norms": (
         lambda: suggest_max_grad_norm(m := Model(), m.losses, *next(iter(load()))),
         "norms of private samples are private",

@@ -3,11 +3,13 @@
 import math
 import shutil
 import tempfile
+from contextlib import nullcontext
 
 import pytest
 import torch
+from one_call import seeded
 from opacus.accountants import RDPAccountant
-from small_models import one_by_one
+from small_models import TINY, one_by_one
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,8 +24,11 @@ from dpprof.private.loop.private_trainer import (  # noqa: E402 (it needs transf
 )
 
 SAMPLES, T, V, BOUND = 12, 6, 17, 0.3
-SIZES = {"vocab_size": V, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
-SIZES |= {"num_attention_heads": 2, "pad_token_id": 0}
+SIZES = TINY | {"vocab_size": V, "pad_token_id": 0}
+NAMES = ("input_ids", "labels", "attention_mask")
+CHOSEN = torch.rand(SAMPLES, generator=seeded(1)) < 0.5
+"""The samples of the first step."""
+
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -31,8 +36,7 @@ def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind == "llama, LoRA":
         peft = pytest.importorskip("peft")
-        config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2)
-        model = transformers.LlamaForCausalLM(config)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -45,25 +49,18 @@ def build(kind: str) -> nn.Module:
         return transformers.BertForSequenceClassification(config)
     if kind == "masked":
         return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **NO_DROPOUT))
-    config = transformers.T5Config(
-        vocab_size=V,
-        d_model=8,
-        d_kv=4,
-        d_ff=12,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        pad_token_id=0,
+    sizes = {"vocab_size": V, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
+    ids = {"decoder_start_token_id": 0, "pad_token_id": 0}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, **ids, dropout_rate=0.0)
     )
-    return transformers.T5ForConditionalGeneration(config)
 
 
 def load_qlora() -> nn.Module:
     """Load a model in 4 bits and add adapters, as users of QLoRA do."""
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2)
+    config = transformers.LlamaConfig(**SIZES)
     in_4_bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     with tempfile.TemporaryDirectory() as folder:
         transformers.LlamaForCausalLM(config).save_pretrained(folder)
@@ -78,7 +75,7 @@ def load_qlora() -> nn.Module:
 
 
 def draw(kind: str) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(4)
+    generator = seeded(4)
     ids = torch.randint(1, V, (SAMPLES, T), generator=generator)
     labels = ids.clone()
     labels[::2, :3] = -100
@@ -96,33 +93,36 @@ def one_loss(model: nn.Module, ids: Tensor, labels: Tensor, mask: Tensor) -> Ten
 
 def make(kind: str, folder, *, model: nn.Module | None = None, **options) -> PrivateTrainer:
     given = {"max_grad_norm": BOUND, "noise_multiplier": 0.0}
-    given |= {"sampling_generator": torch.Generator().manual_seed(1)}
-    given |= {"noise_generator": torch.Generator().manual_seed(2)}
+    given |= {"sampling_generator": seeded(1)}
+    given |= {"noise_generator": seeded(2)}
     given |= options.pop("privacy", {})
-    losses_of, data = options.pop("losses_of", None), options.pop("data", None)
-    collate = options.pop("data_collator", None)
-    settings = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 3,
-        "max_steps": 1,
-        "optim": "sgd",
-        "learning_rate": 1.0,
-        "lr_scheduler_type": "constant",
-        "use_cpu": True,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_steps": 1,
-    }
-    args = transformers.TrainingArguments(output_dir=str(folder), **settings | options)
-    return PrivateTrainer(
+    own = {name: options.pop(name, None) for name in ("losses_of", "data_collator")}
+    data, kind_of_trainer = options.pop("data", None), options.pop("trainer", PrivateTrainer)
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 1}
+    settings |= {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
+    settings |= {"save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+    settings |= {"output_dir": str(folder), "use_cpu": True, "report_to": []}
+    return kind_of_trainer(
         model=build(kind) if model is None else model,
-        args=args,
+        args=transformers.TrainingArguments(**settings | options),
         train_dataset=draw(kind) if data is None else data,
         privacy=PrivacyArguments(**given),
-        losses_of=losses_of,
-        data_collator=collate,
+        **own,
     )
+
+
+def of_first_step(kind: str, model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the trained weights, and the clipped sum of the samples that are drawn first."""
+    rows = draw(kind)
+    batch = [torch.stack([row[name] for row in rows])[CHOSEN] for name in NAMES]
+    _, total, _ = one_by_one(lambda *one: one_loss(model, *one), model, batch, bound=BOUND)
+    return trained(model), total
+
+
+def stack(count: int) -> dict[str, Tensor]:
+    """Return the first samples of tokens as a batch."""
+    rows = draw("llama")[:count]
+    return {name: torch.stack([row[name] for row in rows]) for name in NAMES}
 
 
 def trained(model: nn.Module) -> Tensor:
@@ -161,23 +161,17 @@ def test_after_training_model_and_optimizer_train_as_before(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("kind", "head"),
     [
-        ("llama, LoRA", "logits"),
         ("llama, LoRA", "kept"),
-        ("llama, QLoRA", "logits"),
-        *((kind, "logits") for kind in ("bert", "masked", "t5")),
+        *((kind, "logits") for kind in ("llama, LoRA", "llama, QLoRA", "bert", "masked", "t5")),
     ],
 )
 def test_a_step_in_parts_sums_the_clipped_gradients_of_single_samples(kind, head, tmp_path) -> None:
-    model, rows = build(kind), draw(kind)
-    drawn = torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1)) < 0.5
-    names = ("input_ids", "labels", "attention_mask")
-    batch = [torch.stack([row[name] for row in rows])[drawn] for name in names]
-    _, expected, _ = one_by_one(lambda *one: one_loss(model, *one), model, batch, bound=BOUND)
-    before = trained(model)
+    model = build(kind)
+    before, expected = of_first_step(kind, model)
     trainer = make(kind, tmp_path, model=model, privacy={"head": head})
     trainer.train()
 
-    assert drawn.sum() > 3  # two parts or more
+    assert CHOSEN.sum() > 3  # two parts or more
     found = (before - trained(model)) * (SAMPLES / 2)
     assert (found - expected).norm() <= 1e-5 * expected.norm()
     assert trainer.private_optimizer.steps == 1
@@ -185,17 +179,9 @@ def test_a_step_in_parts_sums_the_clipped_gradients_of_single_samples(kind, head
 
 def test_float16_with_a_fixed_scale_trains_what_the_definition_says(tmp_path) -> None:
     """Within the rounding of 11 bits; the losses of all samples are those of float32."""
-    model, rows = build("bert"), draw("bert")
-    drawn = torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1)) < 0.5
-    batch = [
-        torch.stack([row[name] for row in rows])[drawn]
-        for name in ("input_ids", "labels", "attention_mask")
-    ]
-    _, expected, _ = one_by_one(lambda *one: one_loss(model, *one), model, batch, bound=BOUND)
-    before = trained(model)
-    trainer = make("bert", tmp_path, model=model, privacy={"loss_scale": 65536.0})
-    trainer.train()
-
+    model = build("bert")
+    before, expected = of_first_step("bert", model)
+    make("bert", tmp_path, model=model, privacy={"loss_scale": 65536.0}).train()
     found = (before - trained(model)) * (SAMPLES / 2)
     assert 0 < (found - expected).norm() <= 0.01 * expected.norm()
 
@@ -214,19 +200,17 @@ def test_padded_samples_stay_apart(clipping, tmp_path) -> None:
     kind, gamma = "llama, LoRA", 0.05
     model = build(kind)
     rows = [{n: x[: 3 + at % 4] for n, x in row.items()} for at, row in enumerate(draw(kind))]
-    drawn = torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1)) < 0.5
     before, expected = trained(model), 0
-    for row in (row for row, chosen in zip(rows, drawn, strict=True) if chosen):
-        sample = [row[name][None] for name in ("input_ids", "labels", "attention_mask")]
+    for row in (row for row, chosen in zip(rows, CHOSEN, strict=True) if chosen):
+        sample = [row[name][None] for name in NAMES]
         if (sample[1][:, 1:] == -100).all():
             continue
         (norm,), own, _ = one_by_one(lambda *one: one_loss(model, *one), model, sample, math.inf)
         divisor = norm + gamma if clipping == "normalised" else max(norm + 1e-6, BOUND)
         expected = expected + own * BOUND / divisor
     privacy = {"clipping": clipping, "stability": gamma if clipping == "normalised" else None}
-    privacy["log_private"] = True
-    trainer = make(kind, tmp_path, model=model, data=rows, privacy=privacy)
-    trainer.data_collator = pad
+    options = {"model": model, "data": rows, "data_collator": pad}
+    trainer = make(kind, tmp_path, **options, privacy=privacy | {"log_private": True})
     trainer.train()
 
     found = (before - trained(model)) * (SAMPLES / 2)
@@ -253,19 +237,16 @@ PACKED = {
 @pytest.mark.parametrize("case", PACKED)
 def test_packed_samples_are_refused(case, tmp_path) -> None:
     collate, message = PACKED[case]
-    trainer = make("llama, LoRA", tmp_path, per_device_train_batch_size=6)
-    trainer.data_collator = collate
+    options = {"per_device_train_batch_size": 6, "data_collator": collate}
     with pytest.raises((ValueError, WrongTrainingError), match=message):
-        trainer.train()
+        make("llama, LoRA", tmp_path, **options).train()
 
 
 @pytest.mark.parametrize("left", [False, True])
 def test_positions_of_padded_samples_are_not_taken_for_packed_ones(left, tmp_path) -> None:
-    trainer = make("llama, LoRA", tmp_path)
-    batch = {name: torch.stack([r[name] for r in draw("")[:2]]) for name in draw("")[0]}
+    trainer, batch = make("llama, LoRA", tmp_path), stack(2)
     batch["attention_mask"][0, slice(0, 2) if left else slice(4, None)] = 0
     positions = (batch["attention_mask"].cumsum(1) - 1).masked_fill(batch["attention_mask"] == 0, 1)
-
     assert len(trainer.compute_sample_losses(trainer.model, batch | {"position_ids": positions}))
 
 
@@ -348,21 +329,16 @@ def test_evaluation_and_bfloat16_run_as_usual(tmp_path) -> None:
 
 
 def test_checkpointed_layers_train_the_same(tmp_path) -> None:
-    weights = []
+    weights, options = [], {"privacy": {"log_private": True}}
     for checkpointing in (False, True):
-        privacy = {"log_private": True}
-        trainer = make(
-            "llama, LoRA", tmp_path, gradient_checkpointing=checkpointing, privacy=privacy
-        )
+        trainer = make("llama, LoRA", tmp_path, gradient_checkpointing=checkpointing, **options)
         trainer.train()
         weights.append(trained(trainer.model))
 
     torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
     model = trainer.model.get_base_model()
     tokens = trainer.state.total_flos / 6 / model.num_parameters(exclude_embeddings=True)
-    assert (
-        tokens == T * (torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1)) < 0.5).sum()
-    )
+    assert tokens == T * CHOSEN.sum()
 
 
 def test_losses_may_be_ones_own(tmp_path) -> None:
@@ -432,7 +408,7 @@ def build_long(kind: str = "longrope") -> nn.Module:
     torch.manual_seed(0)
     rope = {"rope_type": kind, "short_factor": [1.0, 1.0], "long_factor": [2.0, 4.0]}
     rope |= {"original_max_position_embeddings": 4, "factor": 2.0, "rope_theta": 1e4}
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, rope_parameters=rope)
+    config = transformers.LlamaConfig(**SIZES, rope_parameters=rope)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -466,15 +442,8 @@ def test_verifying_at_every_step_changes_no_bits(kind, tmp_path) -> None:
 
 
 class OwnLoss(PrivateTrainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-
-def test_a_compute_loss_of_ones_own_is_refused(tmp_path) -> None:
-    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    privacy = PrivacyArguments(max_grad_norm=1.0, noise_multiplier=1.0)
-    with pytest.raises(ValueError, match="compute_loss is not allowed in private training: train"):
-        OwnLoss(build("bert"), args, train_dataset=draw("bert"), privacy=privacy)
+    def compute_loss(self, *inputs, **named):
+        return super().compute_loss(*inputs, **named)
 
 
 class OwnLoader(PrivateTrainer):
@@ -482,10 +451,12 @@ class OwnLoader(PrivateTrainer):
         return super().get_train_dataloader()
 
 
-def test_a_loader_of_ones_own_is_refused(tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(globals(), "PrivateTrainer", OwnLoader)
-    with pytest.raises(ValueError, match="get_train_dataloader is not allowed in private training"):
-        make("bert", tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "told"), [(OwnLoss, "compute_loss"), (OwnLoader, "get_train_dataloader")]
+)
+def test_a_loss_or_a_loader_of_ones_own_is_refused(kind, told, tmp_path) -> None:
+    with pytest.raises(ValueError, match=f"{told} is not allowed in private training"):
+        make("bert", tmp_path, trainer=kind)
 
 
 class Masked(transformers.GPT2LMHeadModel):
@@ -502,24 +473,17 @@ class Masked(transformers.GPT2LMHeadModel):
 
 @pytest.mark.parametrize("scale", [1.0, 1.1])
 def test_losses_are_the_models_own_or_refused(scale, tmp_path) -> None:
-    config = transformers.GPT2Config(
-        vocab_size=V, n_embd=8, n_layer=1, n_head=2, n_positions=T, pad_token_id=0
-    )
-    model = Masked(config)
+    sizes = {"vocab_size": V, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": T}
+    model = Masked(transformers.GPT2Config(**sizes, pad_token_id=0))
     model.scale = scale
-    trainer = make("masked", tmp_path, model=model)
-    if scale == 1:
-        trainer.train()
-        return
-    with pytest.raises(ValueError, match="Masked computes its loss otherwise than as the cross"):
-        trainer.train()
+    told = pytest.raises(ValueError, match="Masked computes its loss otherwise than as the cross")
+    with nullcontext() if scale == 1 else told:
+        make("masked", tmp_path, model=model).train()
 
 
 def test_padding_on_the_left_is_refused_without_positions(tmp_path) -> None:
-    data = draw("bert")
-    data[0]["attention_mask"][0] = 0
-    trainer = make("bert", tmp_path)
-    batch = {name: torch.stack([row[name] for row in data[:2]]) for name in data[0]}
+    trainer, batch = make("bert", tmp_path), stack(2)
+    batch["attention_mask"][0, 0] = 0
     with pytest.raises(ValueError, match="attention_mask begins with padding"):
         trainer.compute_sample_losses(trainer.model, batch)
 
@@ -539,21 +503,18 @@ class Disturbing(transformers.TrainerCallback):
 
 
 def test_callbacks_do_not_part_the_noise_from_its_samples(tmp_path) -> None:
-    weights = []
-    for saves in (None, False):
+    def disturb(*, saves: bool) -> PrivateTrainer:
         trainer = make("bert", tmp_path, max_steps=3)
-        if saves is not None:
-            trainer.add_callback(watch := Disturbing(saves=saves))
-            watch.trainer = trainer
-        trainer.train()
-        weights.append(trained(trainer.model))
-    assert torch.equal(*weights)
+        trainer.add_callback(watch := Disturbing(saves=saves))
+        watch.trainer = trainer
+        return trainer
 
-    trainer = make("bert", tmp_path, max_steps=3)
-    trainer.add_callback(watch := Disturbing(saves=True))
-    watch.trainer = trainer
-    with pytest.raises(RuntimeError, match="saved after a step alone, and here a batch was drawn"):
+    trainers = make("bert", tmp_path, max_steps=3), disturb(saves=False)
+    for trainer in trainers:
         trainer.train()
+    assert torch.equal(*(trained(trainer.model) for trainer in trainers))
+    with pytest.raises(RuntimeError, match="saved after a step alone, and here a batch was drawn"):
+        disturb(saves=True).train()
 
 
 def test_a_trainer_trains_once_and_leaves_a_plain_model(tmp_path) -> None:
@@ -572,7 +533,6 @@ def test_arguments_stay_as_they_were_given(tmp_path) -> None:
     )
     privacy = PrivacyArguments(max_grad_norm=1.0, noise_multiplier=1.0)
     PrivateTrainer(build("bert"), args, train_dataset=draw("bert"), privacy=privacy)
-
     assert args.gradient_accumulation_steps == 3
 
 
@@ -580,9 +540,7 @@ def test_label_smoothing_reaches_a_head_without_logits(tmp_path) -> None:
     losses = []
     for head in ("logits", "kept"):
         trainer = make("llama, LoRA", tmp_path, label_smoothing_factor=0.2, privacy={"head": head})
-        batch = {name: torch.stack([r[name] for r in draw("")[:3]]) for name in draw("")[0]}
-        losses.append(trainer.compute_sample_losses(trainer.model.eval(), batch).detach())
-
+        losses.append(trainer.compute_sample_losses(trainer.model.eval(), stack(3)).detach())
     torch.testing.assert_close(*losses)
 
 
@@ -607,9 +565,7 @@ def test_a_checkpoint_of_two_runs_is_refused(saved, tmp_path) -> None:
     checkpoint = shutil.copytree(saved, tmp_path / "checkpoint-1")
     state = checkpoint / "trainer_state.json"
     state.write_text(state.read_text().replace('"global_step": 1', '"global_step": 0'))
-    with pytest.raises(
-        ValueError, match=r"is of 1 private steps, and its trainer_state\.json of 0"
-    ):
+    with pytest.raises(ValueError, match=r"of 1 private steps, and its trainer_state\.json of 0"):
         make("bert", tmp_path, max_steps=2).train(resume_from_checkpoint=str(checkpoint))
 
 
@@ -644,10 +600,8 @@ def test_what_makes_the_guarantee_false_is_refused_by_name(name, tmp_path) -> No
 
 
 def test_a_sample_without_labels_has_the_loss_zero() -> None:
-    labels = torch.tensor([[-100, -100, -100], [1, 0, 2]])
-    logits = torch.randn(2, 3, 4)
+    labels, logits = torch.tensor([[-100, -100, -100], [1, 0, 2]]), torch.randn(2, 3, 4)
     losses = read_losses(logits, labels, shifts=False, smoothing=0.1)
-
     assert losses[0] == 0
     expected = functional.cross_entropy(logits[1], labels[1], label_smoothing=0.1)
     torch.testing.assert_close(losses[1], expected)

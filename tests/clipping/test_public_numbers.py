@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 from documents import find_all_code
+from one_call import seeded
 from opacus import PrivacyEngine
 from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.data_loader import DPDataLoader
 from scipy.special import log_ndtr, ndtr
+from small_models import take_step
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,8 +20,6 @@ from dpprof.private import UnsupportedError, make_private, numbers_of_opacus
 from dpprof.private.loop import private_training
 
 D = 50
-
-
 PUBLIC = {"max_grad_norm": 1.0, "delta": 1e-5, "check": False}
 
 
@@ -34,6 +34,10 @@ def load(length: int):
     return DataLoader(TensorDataset(torch.ones(length, D)), batch_size=4)
 
 
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
 def prepare(length: int, *, batch_size: int = 4, missing: int | None = None, **options):
     """Make the training of a linear model private, on samples of which one may be missing."""
     kept = [at for at in range(length) if at != missing]
@@ -41,17 +45,15 @@ def prepare(length: int, *, batch_size: int = 4, missing: int | None = None, **o
     model = nn.Linear(D, 1, bias=False)
     nn.init.zeros_(model.weight)
     options = PUBLIC | {"noise_multiplier": 8.0} | options
-    options.setdefault("noise_generator", torch.Generator().manual_seed(7))
+    options.setdefault("noise_generator", seeded(7))
     loader = DataLoader(TensorDataset(x), batch_size=batch_size, shuffle=True)
-    return make_private(model, torch.optim.SGD(model.parameters(), lr=1.0), loader, **options)
+    return make_private(model, sgd(model), loader, **options)
 
 
 def release(private) -> torch.Tensor:
     """Return what one step of losses that are all zero releases: the averaged noise."""
     for (x,) in private.data_loader:
-        private.optimizer.backward(private.model(x)[:, 0] * 0)
-        private.optimizer.step()
-        private.optimizer.zero_grad()
+        take_step(private.optimizer, private.model(x)[:, 0] * 0)
         return private.model.weight.detach().clone()
     raise AssertionError("no batch")
 
@@ -154,19 +156,15 @@ def test_a_batch_smaller_than_one_sample_has_a_public_number_of_samples() -> Non
 
 
 def test_a_dataset_without_samples_is_refused() -> None:
-    model = nn.Linear(D, 1)
-    nothing = DataLoader(TensorDataset(torch.zeros(0, D)), batch_size=2)
+    model, nothing = nn.Linear(D, 1), DataLoader(TensorDataset(torch.zeros(0, D)), batch_size=2)
     with pytest.raises(ValueError, match="the dataset has no samples"):
-        make_private(
-            model, torch.optim.SGD(model.parameters()), nothing, noise_multiplier=1.0, **PUBLIC
-        )
+        make_private(model, sgd(model), nothing, noise_multiplier=1.0, **PUBLIC)
 
 
 def make_from_opacus_loader(**given):
     model = nn.Linear(D, 1)
     loader = DPDataLoader(TensorDataset(torch.zeros(8, D)), sample_rate=0.25)
-    sgd = torch.optim.SGD(model.parameters())
-    return make_private(model, sgd, loader, noise_multiplier=1.0, **PUBLIC, **given)
+    return make_private(model, sgd(model), loader, noise_multiplier=1.0, **PUBLIC, **given)
 
 
 def test_numbers_of_opacus_own_loader_follow_from_the_data_unless_both_are_given() -> None:
@@ -186,14 +184,14 @@ def test_opacus_own_loader_needs_a_public_batch_size_beside_a_public_rate(given)
 def test_opacus_numbers_are_those_that_opacus_takes(samples, batch_size) -> None:
     loader = DataLoader(TensorDataset(torch.zeros(samples, 2)), batch_size=batch_size)
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    sgd, theirs = (torch.optim.SGD(one.parameters()) for one in (model, other))
+    theirs = sgd(other)
     options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
     with pytest.warns(UserWarning, match="Secure RNG"):
         _, theirs, drawn = PrivacyEngine().make_private(
             module=other, optimizer=theirs, data_loader=loader, **options
         )
     numbers = numbers_of_opacus(loader)
-    private = make_private(model, sgd, loader, check=False, **options, **numbers)
+    private = make_private(model, sgd(model), loader, check=False, **options, **numbers)
 
     assert private.optimizer.expected_batch_size == theirs.expected_batch_size
     assert private.data_loader.sample_rate == drawn.sample_rate
@@ -239,7 +237,6 @@ def test_next_to_no_noise_spends_more_than_the_signal_tells(noise) -> None:
 
 
 def test_removed_training_leaves_model_and_optimizer_as_before() -> None:
-    torch.manual_seed(0)
     x = torch.randn(8, D)
     private = prepare(8)
     inner, model = private.optimizer.original_optimizer, private.model
@@ -249,7 +246,7 @@ def test_removed_training_leaves_model_and_optimizer_as_before() -> None:
     private.optimizer.backward(model(part)[:, 0])  # its sums are thrown away
     private.remove()
     other = copy.deepcopy(model)
-    plain = torch.optim.SGD(other.parameters(), lr=1.0)
+    plain = sgd(other)
     schedule = torch.optim.lr_scheduler.StepLR(inner, 1)
     for one, steps in ((model, inner), (other, plain)):
         one(x).square().mean().backward()
@@ -264,7 +261,7 @@ def test_removed_training_leaves_model_and_optimizer_as_before() -> None:
 def test_a_second_private_training_names_what_removes_the_first() -> None:
     private = prepare(8)
     loader = load(8)
-    again = torch.optim.SGD(private.model.parameters())
+    again = sgd(private.model)
     options = PUBLIC | {"noise_multiplier": 1.0}
     with pytest.raises(UnsupportedError, match=r"remove\(\) of that, or of what make_private"):
         make_private(private.model, again, loader, **options)
@@ -363,7 +360,6 @@ def test_rounds_of_other_terms_are_refused(options, said) -> None:
 
 
 def test_the_rounds_of_the_page_run_as_they_stand(searched_once) -> None:
-    torch.manual_seed(0)
     model = nn.Linear(3, 2)
     before = model.weight.detach().clone()
     clients = {
@@ -374,8 +370,6 @@ def test_the_rounds_of_the_page_run_as_they_stand(searched_once) -> None:
     exec("\n".join(find_all_code("how-to/rounds.md")), names)  # noqa: S102 (the page's code)
 
     assert not torch.equal(model.weight, before)
-    assert {name: spent.steps for name, spent in names["spent"].items()} == {
-        "north": 12,
-        "south": 12,
-    }
+    steps = {name: spent.steps for name, spent in names["spent"].items()}
+    assert steps == {"north": 12, "south": 12}
     assert all(one.epsilon() <= 3.0 for one in names["spent"].values())

@@ -6,15 +6,17 @@ import peft
 import pytest
 import torch
 from quantized_models import B, bitsandbytes, build_qlora, losses_of, quantized_layers, step_of_rank
-from small_models import assert_exact, one_by_one
+from small_models import FLAT, assert_exact, gradients, one_by_one, take_step
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpprof.private import make_private
-from dpprof.private.engine.book_keeping import BookKeeping
-from dpprof.private.engine.flash_clipping import FlashClipping
-from dpprof.private.engine.per_layer import PerLayerClipping
-from dpprof.private.errors import UnsupportedError
+from dpprof.private import (
+    BookKeeping,
+    FlashClipping,
+    PerLayerClipping,
+    UnsupportedError,
+    make_private,
+)
 from dpprof.private.layers.quantized_layers import refuse_quantized
 
 QUICK = [("llama", "nf4-double", BookKeeping), ("gemma2", "int8", FlashClipping)]
@@ -22,7 +24,7 @@ SLOW = [
     pytest.param(name, quantization, way, marks=pytest.mark.slow)
     for name in ("llama", "qwen2", "gemma2", "opt")
     for quantization in ("nf4", "nf4-double", "fp4", "fp4-double", "int8")
-    for way in (BookKeeping, FlashClipping)
+    for way in FLAT
     if (name, quantization, way) not in QUICK
 ]
 
@@ -57,10 +59,9 @@ def test_samples_of_any_size_stay_within_the_bound(quantization) -> None:
     norms, _, _ = one_by_one(partial(losses_of, model), model, batch)
     clipping = BookKeeping(model, bound)
     clipping.backward(losses_of(model, *batch) * sizes)
-    grads = [p.grad.double().flatten() for p in model.parameters() if p.requires_grad]
 
     assert clipping.nonfinite_samples == 0
-    assert torch.cat(grads).norm() <= 3 * bound * (1 + 1e-6)  # of the three that are large
+    assert gradients(model).norm() <= 3 * bound * (1 + 1e-6)  # of the three that are large
     expected = norms.float()[2:] * sizes[2:]
     assert torch.allclose(clipping.sample_norms[2:], expected, rtol=1e-5)
 
@@ -116,10 +117,7 @@ def frozen(layer: nn.Module) -> nn.Module:
     ("make", "said"),
     [
         (lambda: frozen(int8(6.0)), "Linear8bitLt has a threshold of 6.0: columns of its input"),
-        (
-            lambda: int8(has_fp16_weights=True),
-            "of Linear8bitLt is trained, and a layer with a quan",
-        ),
+        (lambda: int8(has_fp16_weights=True), "of Linear8bitLt is trained, and a layer with a"),
         (lambda: nf4().to("cpu"), "bias of Linear4bit is trained, and a layer with a quantised"),
     ],
 )
@@ -153,9 +151,8 @@ def test_adapters_that_compute_with_the_quantised_weight_itself_are_refused(quan
     peft.inject_adapter_in_model(dora, model.model, adapter_name="dora")
     clipping = BookKeeping(model, 1.0)
 
-    with pytest.raises(
-        UnsupportedError, match=r"o_proj computes with .* of a Linear[48]bit"
-    ) as told:
+    said = r"o_proj computes with .* of a Linear[48]bit"
+    with pytest.raises(UnsupportedError, match=said) as told:
         clipping.backward(losses_of(model, *batch))
     assert "\n" not in str(told.value)
 
@@ -199,11 +196,8 @@ def test_make_private_trains_adapters_over_a_quantised_base() -> None:
     private = make_private(
         model, optimizer, loader, of_model, noise_multiplier=1.0, max_grad_norm=1.0
     )
-    model, optimizer, loader = private
-    for rows in loader:
-        optimizer.backward(of_model(*rows))
-        optimizer.step()
-        optimizer.zero_grad()
+    for rows in private.data_loader:
+        take_step(private.optimizer, of_model(*rows))
 
     assert all(not torch.equal(p, old) for p, old in zip(trained, before, strict=True))
 

@@ -9,14 +9,21 @@ import torch
 from opacus.layers import DPGRU, DPLSTM, DPRNN
 from opacus.layers.dp_rnn import DPLSTMCell, DPRNNBase
 from products import one_in
-from small_models import FLAT, assert_exact, assert_exact_in_every_way, assert_excluded, gradients
+from small_models import (
+    FLAT,
+    assert_exact,
+    assert_exact_in_every_way,
+    assert_excluded,
+    default_dtype,
+    gradients,
+    is_clear,
+)
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.private import BookKeeping, PerLayerClipping
-from dpprof.private.errors import UnsupportedError
+from dpprof.private import BookKeeping, PerLayerClipping, UnsupportedError
 
 B = T = 4  # of the same length: nothing may depend on lengths
 D, H = 3, 5
@@ -28,11 +35,6 @@ CASES = [
     *itertools.product([nn.LSTM], [WITH_PROJECTION], (True, False), (True, False)),
     (nn.RNN, {"nonlinearity": "relu"}, True, False),
 ]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def draw_states(model, rows: int):
@@ -58,25 +60,26 @@ def losses_of(model, x, lengths, *states, packed: bool):
 
 @pytest.mark.parametrize(("kind", "form", "batch_first", "packed"), CASES)
 def test_every_layer_is_exact(kind, form, batch_first, packed) -> None:
-    if packed and kind in KINDS[3:]:  # Opacus rounds last states of packed sequences
-        torch.set_default_dtype(torch.float64)
-    try:
+    is_opacus = kind in KINDS[3:]
+    rounds = packed and is_opacus  # last states of packed sequences
+    with default_dtype(torch.float64 if rounds else torch.float32):
         model = kind(D, H, batch_first=batch_first, **form).double()
         x = torch.randn(B, T, D, dtype=torch.float64)
         rows = model.num_layers * (1 + model.bidirectional)
         batch = x, torch.tensor([2, 4, 1, 3]), *draw_states(model, rows)
         run = functools.partial(losses_of, model, packed=packed)
-        if kind in KINDS[:3]:
-            assert_exact_in_every_way(model, batch, run)
-        else:
+        if is_opacus:
             for way in FLAT:
                 assert_exact(way, model, batch, run, tolerance=1e-10).remove()
                 model.zero_grad()
-    finally:
-        torch.set_default_dtype(torch.float32)
+        else:
+            assert_exact_in_every_way(model, batch, run)
 
 
-@pytest.mark.parametrize("way", FLAT)
+def draw():
+    return torch.randn(B, T, D, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_a_cell_that_is_used_for_each_step_is_exact(kind, way) -> None:
     cell = kind(D, H).double()
@@ -88,10 +91,9 @@ def test_a_cell_that_is_used_for_each_step_is_exact(kind, way) -> None:
             losses = losses + tree_leaves(state)[0].square().sum(1)
         return losses
 
-    assert_exact(way, cell, (torch.randn(B, T, D, dtype=torch.float64),), run, tolerance=1e-10)
+    assert_exact(way, cell, (draw(),), run, tolerance=1e-10)
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_a_layer_that_is_used_twice_frozen_in_part_and_checkpointed_is_exact(way) -> None:
     model = nn.LSTM(D, D, 2).double()
     model.weight_hh_l0.requires_grad_(False)
@@ -101,7 +103,7 @@ def test_a_layer_that_is_used_twice_frozen_in_part_and_checkpointed_is_exact(way
         y, last = checkpoint(model, x.transpose(0, 1), use_reentrant=False)
         return model(y.tanh(), last)[0].square().sum((0, 2))
 
-    assert_exact(way, model, (torch.randn(B, T, D, dtype=torch.float64),), run, tolerance=1e-10)
+    assert_exact(way, model, (draw(),), run, tolerance=1e-10)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, DPLSTM])
@@ -126,19 +128,18 @@ def test_dropout_is_differentiated_as_it_was_drawn(kind) -> None:
     assert (found[0] - found[1]) / 2 == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_batch_without_samples_leaves_nothing() -> None:
-    for kind in (nn.GRU, DPLSTM):
-        model = kind(D, H, batch_first=True)
-        clipping = BookKeeping(model, 1.0)
-        y, _ = model(torch.zeros(0, T, D))
-        clipping.backward(y.sum((1, 2)))
-        assert y.shape == (0, T, H)
-        assert all(p.grad is None for p in model.parameters())
+@pytest.mark.parametrize("kind", [nn.GRU, DPLSTM])
+def test_a_batch_without_samples_leaves_nothing(kind) -> None:
+    model = kind(D, H, batch_first=True)
+    clipping = BookKeeping(model, 1.0)
+    y, _ = model(torch.zeros(0, T, D))
+    clipping.backward(y.sum((1, 2)))
+    assert y.shape == (0, T, H)
+    assert is_clear(model)
 
 
 def test_a_sample_that_is_not_finite_is_excluded_alone() -> None:
-    model = nn.LSTM(D, H).double()
-    x = torch.randn(B, T, D, dtype=torch.float64)
+    model, x = nn.LSTM(D, H).double(), draw()
     run = lambda x: model(x.transpose(0, 1))[0].square().sum((0, 2))  # noqa: E731
     x[0, 1] = torch.nan
     assert_excluded(BookKeeping, model, (x,), run, at=0)
@@ -188,8 +189,7 @@ class Outputs(nn.LSTM):
 
 def test_a_subclass_may_call_the_layer_by_super() -> None:
     model = Outputs(D, H, batch_first=True).double()
-    batch = (torch.randn(B, T, D, dtype=torch.float64),)
-    assert_exact(BookKeeping, model, batch, lambda x: model(x).square().sum((1, 2)))
+    assert_exact(BookKeeping, model, (draw(),), lambda x: model(x).square().sum((1, 2)))
 
 
 @pytest.mark.parametrize(

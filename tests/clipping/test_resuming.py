@@ -10,10 +10,9 @@ from documents import PRIVATE_TRAINING, find_code
 from opacus.schedulers import ExponentialNoise
 from products import one_in
 from rank_pool import FORKS
-from small_models import FLAT, Secure, batch, build
+from small_models import FLAT, Secure, batch, build, take_step
 
-from dpprof.private.engine.book_keeping import BookKeeping
-from dpprof.private.noise.optimizer import NoisyOptimizer
+from dpprof.private import BookKeeping, NoisyOptimizer
 
 INNER = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -35,9 +34,7 @@ class Run:
         for _ in range(steps):
             for at in range(parts):
                 self.optimizer.signal_skip_step(at < parts - 1)
-                self.clipping.backward(self.losses(at, parts))
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                take_step(self.optimizer, self.losses(at, parts))
         return self
 
     def losses(self, at: int = 0, parts: int = 1) -> torch.Tensor:
@@ -235,13 +232,7 @@ def left_after_backward(run: Run) -> None:
 
 def left_after_a_part(run: Run) -> None:
     run.optimizer.signal_skip_step()
-    run.clipping.backward(run.losses(0, 2))
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-
-
-def left_before_a_part(run: Run) -> None:
-    run.optimizer.signal_skip_step()
+    take_step(run.optimizer, run.losses(0, 2))
 
 
 def left_before_it_was_applied(run: Run) -> None:
@@ -252,7 +243,12 @@ def left_before_it_was_applied(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "leave",
-    [left_after_backward, left_after_a_part, left_before_a_part, left_before_it_was_applied],
+    [
+        left_after_backward,
+        left_after_a_part,
+        lambda run: run.optimizer.signal_skip_step(),  # before a part
+        left_before_it_was_applied,
+    ],
 )
 def test_within_a_batch_a_state_is_neither_saved_nor_loaded(leave) -> None:
     run = Run().train(1)

@@ -1,16 +1,13 @@
 """Several rows for each sample: pairs, negatives, augmentations; exact where the graph proves it.
 
-The reference computes each sample's loss alone. What the graph does not prove is refused, whatever
-a first batch shows: no batch is verified here unless a test says so.
-
-Shape legend: B samples, N rows of each, T tokens, D width.
+B samples, N rows of each, T tokens, D width. No batch is verified here unless a test says so.
 """
 
 import pytest
 import torch
 from small_models import (
     EVERY,
-    FLAT,
+    Composed,
     Scale,
     assert_exact,
     assert_exact_by_layer,
@@ -21,9 +18,8 @@ from small_models import (
 from torch import nn
 from torch.nn import functional
 
-from dpprof.private import linear_cross_entropy
+from dpprof.private import UnsupportedError, linear_cross_entropy
 from dpprof.private.contributions.sample_norms import BatchAxisError
-from dpprof.private.errors import UnsupportedError
 
 B, N, T, D = 4, 3, 2, 5
 
@@ -48,6 +44,10 @@ def pairs_of(m, x):
 def prefer(scores):
     chosen, rejected = scores.chunk(2)
     return -functional.logsigmoid(chosen - rejected)
+
+
+def draw(samples: int = B):
+    return torch.randn(samples, N, T, D, dtype=torch.float64)
 
 
 def prefer_by_logits(m, x):
@@ -193,90 +193,59 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("samples", [B, N, 2, 1])
 @pytest.mark.parametrize("form", EXACT)
 def test_it_is_exact(form, samples, way) -> None:
-    model, x = make_model(), torch.randn(samples, N, T, D, dtype=torch.float64)
+    model = make_model()
+    assert_exact(way, model, (draw(samples),), lambda x: EXACT[form](model, x))
 
-    assert_exact(way, model, (x,), lambda x: EXACT[form](model, x))
 
-
-@pytest.mark.parametrize("form", ["a mean over rows", "rows after samples", "pairs", "negatives"])
+@pytest.mark.parametrize(
+    "form", ["a mean over rows", "rows after samples", "pairs", "anchors, then negatives"]
+)
 def test_each_layer_is_clipped_exactly(form) -> None:
-    model, x = make_model(), torch.randn(B, N, T, D, dtype=torch.float64)
-    if form == "negatives":  # in one call
-        losses = lambda x: by_anchor_and_blocks(model, x)  # noqa: E731
-    else:
-        losses = lambda x: EXACT[form](model, x)  # noqa: E731
-    assert_exact_by_layer(model, (x,), losses, bound=0.1)
+    model = make_model()
+    assert_exact_by_layer(model, (draw(),), lambda x: EXACT[form](model, x), bound=0.1)
 
 
-class Transposed(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x.transpose(1, 2)).transpose(1, 2)
-
-
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(3, 1, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x)[0]
-
-
-class Returns(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x)[0]
-
-
-class AddsPositions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(T, 3)
-
-    def forward(self, x):
-        return x + self.table(torch.arange(T))
-
-
-class Scales(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.scale = nn.Linear(3, 3), nn.Parameter(torch.randn(T, 3))
-
-    def forward(self, x):
-        return self.inner(x) * self.scale
+def transposed(layer):
+    return Composed(lambda m, x: m.layer(x.transpose(1, 2)).transpose(1, 2), layer=layer)
 
 
 LAYERS = {
     "no rule": lambda: Scale(3),
-    "a table of positions": AddsPositions,
-    "convolution": lambda: Transposed(nn.Conv1d(3, 3, 2, padding=1)),
-    "group norm": lambda: Transposed(nn.GroupNorm(1, 3)),
-    "attention": Attends,
-    "recurrent": lambda: Returns(nn.GRU(3, 3, batch_first=True)),
-    "a scale outside of layers": Scales,
+    "a table of positions": lambda: Composed(
+        lambda m, x: x + m.table(torch.arange(T)), table=nn.Embedding(T, 3)
+    ),
+    "convolution": lambda: transposed(nn.Conv1d(3, 3, 2, padding=1)),
+    "group norm": lambda: transposed(nn.GroupNorm(1, 3)),
+    "attention": lambda: Composed(
+        lambda m, x: m.attention(x, x, x)[0],
+        attention=nn.MultiheadAttention(3, 1, batch_first=True),
+    ),
+    "recurrent": lambda: Composed(lambda m, x: m.gru(x)[0], gru=nn.GRU(3, 3, batch_first=True)),
+    "a scale outside of layers": lambda: Composed(
+        lambda m, x: m.inner(x) * m.scale, inner=nn.Linear(3, 3), scale=torch.randn(T, 3)
+    ),
+    "complex": lambda: Composed(
+        lambda m, x: torch.fft.irfft(m.weight(torch.fft.rfft(x, dim=1)), n=x.shape[1], dim=1),
+        weight=nn.Linear(3, 3, bias=False, dtype=torch.complex128),
+    ),
 }
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("form", ["a mean over rows", "rows after samples", "pairs by logits"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_every_kind_of_layer_is_exact(layer, form, way) -> None:
-    model = make_model()
-    model.extend([LAYERS[layer]().double(), nn.Tanh(), nn.Linear(3, 3).double()])
-    x = torch.randn(B, N, T, D, dtype=torch.float64)
-
-    assert_exact(way, model, (x,), lambda x: EXACT[form](model, x), bound=0.1)
+    model = make_model().append(LAYERS[layer]().double())
+    model.extend([nn.Tanh(), nn.Linear(3, 3).double()])
+    assert_exact(way, model, (draw(),), lambda x: EXACT[form](model, x), bound=0.1)
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_pairs_through_a_head_without_logits_are_exact(tied, keep, way) -> None:
     """As in preference training, where nothing keeps the logits."""
-    torch.manual_seed(0)
     table, body, head = nn.Embedding(7, D), nn.Linear(D, D), nn.Linear(D, 7, bias=not tied)
     if tied:
         head.weight = table.weight
@@ -297,7 +266,6 @@ def ragged(m, x, sizes):
     return torch.stack([part.sum() for part in parts])
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_another_number_of_rows_of_each_sample_is_exact(way) -> None:
     """Also where there are as many rows as samples, after a batch that has one of each."""
     model = make_model()
@@ -321,13 +289,8 @@ def test_another_number_of_rows_of_each_sample_is_exact(way) -> None:
 class Unknown(torch.autograd.Function):
     """The identity, as far as anybody can see nothing."""
 
-    @staticmethod
-    def forward(ctx, x):  # noqa: ARG004
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):  # noqa: ARG004
-        return g
+    forward = staticmethod(lambda _, x: x.clone())
+    backward = staticmethod(lambda _, g: g)
 
 
 def against(first, second):
@@ -360,6 +323,12 @@ def by_rows(change):
     return lambda m, x: change(rows_of(m, x)).view(-1, N).mean(1)
 
 
+def by_outputs(change):
+    """Of what the model returns for each row, changed."""
+    outputs_of = lambda m, x: change(m(x.flatten(0, 1)).flatten(1))  # noqa: E731
+    return lambda m, x: outputs_of(m, x).square().mean(1).view(-1, N).mean(1)
+
+
 REFUSED = {
     "flip": (by_rows(lambda y: y.flip(0)), "Flip"),
     "roll": (by_rows(lambda y: y.roll(1, 0)), "Roll"),
@@ -375,41 +344,18 @@ REFUSED = {
     "centred": (by_rows(lambda y: y - y.mean(0)), "Sub"),
     "the largest": (by_rows(lambda y: y / y.max()), "Div"),
     "batch statistics": (
-        lambda m, x: (
-            functional.batch_norm(m(x.flatten(0, 1)).flatten(1), None, None, training=True)
-            .square()
-            .mean(1)
-            .view(-1, N)
-            .mean(1)
-        ),
+        by_outputs(lambda y: functional.batch_norm(y, None, None, training=True)),
         "NativeBatchNorm",
     ),
     "a product over rows": (
-        lambda m, x: (
-            (torch.ones(len(x) * N, len(x) * N).double() @ m(x.flatten(0, 1)).flatten(1))
-            .square()
-            .mean(1)
-            .view(-1, N)
-            .mean(1)
-        ),
+        by_outputs(lambda y: torch.ones(len(y), len(y)).double() @ y),
         "Mm",
     ),
     "attention over rows": (
-        lambda m, x: (
-            functional.scaled_dot_product_attention(
-                *[m(x.flatten(0, 1)).flatten(1)[None, None]] * 3
-            )[0, 0]
-            .square()
-            .mean(1)
-            .view(-1, N)
-            .mean(1)
-        ),
+        by_outputs(lambda y: functional.scaled_dot_product_attention(*[y[None, None]] * 3)[0, 0]),
         "ScaledDotProduct",
     ),
-    "negatives of others": (
-        lambda m, x: against(*pairs_of(m, x).flatten(1).chunk(2)),
-        "Mm",
-    ),
+    "negatives of others": (lambda m, x: against(*pairs_of(m, x).flatten(1).chunk(2)), "Mm"),
     "pairs of others": (flipped_pairs, "Flip"),
     "pairs of the next": (shifted_pairs, "another order"),
     "windows that overlap": (
@@ -418,10 +364,7 @@ REFUSED = {
     ),
     "one of another sample": (with_the_first, "Add"),
     "code that is not known": (by_rows(Unknown.apply), "Unknown"),
-    "a view in place": (
-        by_rows(change_in_place),
-        "changes a view in place",
-    ),
+    "a view in place": (by_rows(change_in_place), "changes a view in place"),
     "code in place": (
         by_rows(lambda y: y.clone().index_fill_(0, torch.tensor([0]), 0.0).flip(0)),
         "Flip",
@@ -433,7 +376,7 @@ REFUSED = {
 @pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize("form", REFUSED)
 def test_what_the_graph_does_not_prove_is_refused_by_name(form, way, first_batch) -> None:
-    model, x = make_model(), torch.randn(B, N, T, D, dtype=torch.float64)
+    model, x = make_model(), draw()
     losses_of, message = REFUSED[form]
     clipping = way(model, 0.1, first_batch=first_batch)
     for _ in range(2):
@@ -446,54 +389,36 @@ def test_what_the_graph_does_not_prove_is_refused_by_name(form, way, first_batch
 
 def influences(losses_of, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Which samples' losses depend on each row of the first layer's output, by differences."""
-    rows = model[0](torch.zeros(1, T, D, dtype=x.dtype)).new_zeros(0)
-    shift = {"at": None}
+    sizes, shift = [], {"at": None}
 
     def move(_module, _inputs, y):
-        nonlocal rows
-        rows = y
-        if shift["at"] is None:
-            return y
-        moved = y.clone()
-        moved[shift["at"]] += 1e-3
-        return moved
+        sizes.append(len(y))
+        moved = torch.arange(len(y)) == shift["at"]
+        return y if shift["at"] is None else y + 1e-3 * moved[:, None, None]
 
-    handle = model[0].register_forward_hook(move)
-    with torch.no_grad():
+    def differ(row: int) -> torch.Tensor:
+        shift["at"] = row
+        return (losses_of(model, x) - plain).abs() > 1e-12
+
+    with torch.no_grad(), model[0].register_forward_hook(move):
         plain = losses_of(model, x)
-        found = []
-        for row in range(len(rows)):
-            shift["at"] = row
-            found.append((losses_of(model, x) - plain).abs() > 1e-12)
-    handle.remove()
-    return torch.stack(found)
+        return torch.stack([differ(row) for row in range(sizes[0])])
 
 
-ONE_CALL = [
-    form
-    for form in EXACT
-    if form
-    not in (
-        "pairs, two calls",
-        "pairs, two calls joined",
-        "negatives",
-        "anchors that are repeated",
-        "a call for each",
-    )
-]
+SEVERAL_CALLS = ("pairs, two calls", "pairs, two calls joined", "negatives", "a call for each")
+SEVERAL_CALLS += ("anchors that are repeated",)
 
 
-@pytest.mark.parametrize("form", ONE_CALL)
+@pytest.mark.parametrize("form", [form for form in EXACT if form not in SEVERAL_CALLS])
 def test_what_is_proven_is_what_differences_show(form) -> None:
     """Each row of a layer moves the loss of one sample at most, whose gradient it joins."""
-    model, x = make_model(), torch.randn(B, N, T, D, dtype=torch.float64)
+    model, x = make_model(), draw()
     moved = influences(EXACT[form], model, x)
 
     assert (moved.sum(1) <= 1).all()
     assert moved.any(0).all()
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_as_many_rows_as_samples_in_another_order_are_refused_later_too(way) -> None:
     """An index by data keeps the order of the first batch, and not of the second."""
     model = make_model()
@@ -512,45 +437,15 @@ def test_as_many_rows_as_samples_in_another_order_are_refused_later_too(way) -> 
     assert is_clear(model)
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_a_layer_without_a_rule_that_mixes_rows_of_pairs_is_refused(way) -> None:
-    class Centred(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3).double())
-
-        def forward(self, x):
-            return (x - x.mean(0)) * self.weight
-
-    model = make_model().append(Centred())
-    x = torch.randn(B, N, T, D, dtype=torch.float64)
+    centred = Composed(lambda m, x: (x - x.mean(0)) * m.weight, weight=torch.ones(3).double())
+    model = make_model().append(centred)
     with pytest.raises((UnsupportedError, RuntimeError), match=r"gave another output|depends on"):
-        way(model, 1.0).backward(prefer(pairs_of(model, x).square().mean((1, 2))))
+        way(model, 1.0).backward(prefer(pairs_of(model, draw()).square().mean((1, 2))))
     assert is_clear(model)
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_a_sample_that_is_not_finite_is_excluded_with_all_its_rows(way) -> None:
-    model, x = make_model(), torch.randn(B, N, T, D, dtype=torch.float64)
+    model, x = make_model(), draw()
     x[1, 1] = torch.inf
     assert_excluded(way, model, (x,), lambda x: EXACT["rows after samples"](model, x), at=1)
-
-
-class Fourier(nn.Module):
-    """A complex weight between two Fourier transforms over tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Linear(3, 3, bias=False, dtype=torch.complex128)
-
-    def forward(self, x):
-        return torch.fft.irfft(self.weight(torch.fft.rfft(x, dim=1)), n=x.shape[1], dim=1)
-
-
-@pytest.mark.parametrize("way", FLAT)
-@pytest.mark.parametrize("form", ["a mean over rows", "pairs by logits"])
-def test_complex_layers_are_exact(form, way) -> None:
-    model = make_model().append(Fourier())
-    x = torch.randn(B, N, T, D, dtype=torch.float64)
-
-    assert_exact(way, model, (x,), lambda x: EXACT[form](model, x), bound=0.1)

@@ -16,6 +16,7 @@ from documents import PRIVATE_TRAINING, find_code
 from one_call import BATCH, SAMPLES, Model, load, prepare, scheduled_weights, train, weights
 from opacus.data_loader import DPDataLoader
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from small_models import take_step
 from torch.optim import SGD, lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel
 
@@ -155,14 +156,18 @@ def _no_warnings():
         yield
 
 
+def make_private(max_batch_size: int | None = 2, **options):
+    """Return a model, and its private training in parts."""
+    model = Model().double()
+    return model, prepare(model, max_batch_size=max_batch_size, **options)
+
+
 def parts_of(private, model: Model, epochs: int = 2) -> Iterable[None]:
     """Train in the documented loop, and do the rest of its body once for each part."""
     _, optimizer, loader = private
     for _ in range(epochs):
         for batch in loader:
-            optimizer.backward(model.losses(*batch))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model.losses(*batch))
             yield
 
 
@@ -193,8 +198,7 @@ def test_schedulers_step_once_for_each_batch(name, place) -> None:
 
 @pytest.mark.parametrize("max_batch_size", [None, 1, 4])
 def test_a_linear_schedule_of_12_steps_falls_to_a_twelfth(max_batch_size) -> None:
-    model = Model().double()
-    private = prepare(model, max_batch_size=max_batch_size)
+    model, private = make_private(max_batch_size)
     seen = watch(private.optimizer.original_optimizer)
     schedule = lr_scheduler.LambdaLR(private.optimizer, lambda at: 1 - at / 12)
     for _ in parts_of(private, model, epochs=3):
@@ -205,14 +209,12 @@ def test_a_linear_schedule_of_12_steps_falls_to_a_twelfth(max_batch_size) -> Non
 
 
 def test_batches_without_samples_count() -> None:
-    model = Model().double()
     few = load(batch_size=1)  # a third of the batches have no samples
-    private = prepare(model, data_loader=few, check=False, max_batch_size=1)
+    model, private = make_private(1, data_loader=few, check=False)
     seen = watch(private.optimizer.original_optimizer)
     schedule = lr_scheduler.ExponentialLR(private.optimizer, 0.9)
     for _ in parts_of(private, model, epochs=1):
         schedule.step()
-
     assert [rate for rate, _ in seen] == pytest.approx([0.1 * 0.9**at for at in range(SAMPLES)])
 
 
@@ -244,7 +246,7 @@ def test_the_order_of_a_loop_changes_no_number_of_steps(order) -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_step_before_the_first_batch_is_warned_of(inside) -> None:
-    _, optimizer, _ = prepare(Model().double(), max_batch_size=2)
+    _, (_, optimizer, _) = make_private()
     scheduled = optimizer.original_optimizer if inside else optimizer
     schedule = lr_scheduler.ExponentialLR(scheduled, 0.5)
     with pytest.warns(UserWarning, match=r"before `optimizer\.step\(\)`"):
@@ -253,8 +255,7 @@ def test_a_step_before_the_first_batch_is_warned_of(inside) -> None:
 
 @pytest.mark.parametrize("make", [one_in_another, lambda o: lr_scheduler.StepLR(o, 1)])
 def test_a_scheduler_that_is_made_within_a_batch_begins_as_any(make) -> None:
-    model = Model().double()
-    private = prepare(model, max_batch_size=1)
+    model, private = make_private(1)
     schedule = None
     for _ in parts_of(private, model, epochs=1):
         if schedule is None:
@@ -288,7 +289,7 @@ def test_two_trainings_at_once_keep_their_own_batches() -> None:
 
 
 def test_an_older_loop_that_ends_late_changes_nothing() -> None:
-    _, _, loader = prepare(Model().double(), max_batch_size=1)
+    _, (_, _, loader) = make_private(1)
     older, newer = iter(loader), iter(loader)
     next(older)
     next(newer)
@@ -320,17 +321,14 @@ def test_schedulers_step_as_before_once_the_privacy_is_removed_within_a_batch() 
 
 @pytest.mark.parametrize("stop", ["never", "at once", "after a step"])
 def test_schedulers_of_epochs_step_after_a_loop_that_was_left_within_a_batch(stop) -> None:
-    model = Model().double()
-    _, optimizer, loader = prepare(model, max_batch_size=1)
+    model, (_, optimizer, loader) = make_private(1)
     schedule = lr_scheduler.StepLR(optimizer, 1, 0.5)
     for epoch in range(3):
         for number, batch in enumerate(loader):
             if epoch > 0 and stop == "at once" and number == 2:
                 assert not loader.is_last_part
                 break
-            optimizer.backward(model.losses(*batch))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model.losses(*batch))
             if epoch > 0 and stop == "after a step":
                 assert not loader.is_last_part
                 break
@@ -339,8 +337,7 @@ def test_schedulers_of_epochs_step_after_a_loop_that_was_left_within_a_batch(sto
 
 
 def test_one_part_by_hand_is_no_batch() -> None:
-    model = Model().double()
-    private = prepare(model, max_batch_size=1)
+    model, private = make_private(1)
     train(private, model, epochs=1)
     _, optimizer, loader = private
     schedule = lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -356,14 +353,12 @@ def test_one_part_by_hand_is_no_batch() -> None:
 
 
 def test_a_scheduler_that_is_made_within_a_batch_begins_with_its_first_rate() -> None:
-    model = Model().double()
-    private = prepare(model, max_batch_size=1)
+    model, private = make_private(1)
     schedule = None
     for _ in parts_of(private, model, epochs=1):
         schedule = schedule or lr_scheduler.LambdaLR(private.optimizer, lambda at: 2.0**-at)
         assert schedule.get_last_lr() == [0.1 * 2.0**-schedule.last_epoch]
         schedule.step()
-
     assert schedule.last_epoch == 4
 
 
@@ -403,33 +398,32 @@ NOISE = {
 
 @pytest.mark.parametrize("name", NOISE)
 def test_the_noise_falls_once_for_each_batch(name) -> None:
-    model = Model().double()
-    private = prepare(model, max_batch_size=2)
+    model, private = make_private()
     schedule = NOISE[name](private.optimizer)
     for _ in parts_of(private, model):
         schedule.step()
-
     found = [noise for noise, _, steps in private.spent.history for _ in range(steps)]
     assert found == pytest.approx([0.9**at for at in range(STEPS)])
 
 
 def test_the_bound_falls_once_for_each_batch() -> None:
-    model = Model().double()
-    private = prepare(model, max_batch_size=2)
+    model, private = make_private()
     schedule = opacus.schedulers.ExponentialGradClip(private.optimizer, gamma=0.9)
     for _ in parts_of(private, model):
         schedule.step()
-
     assert private.optimizer.max_grad_norm == pytest.approx(0.5 * 0.9**STEPS)
+
+
+def make_noisy(model: Model) -> NoisyOptimizer:
+    clipping, options = BookKeeping(model, 1.0), {"expected_batch_size": BATCH}
+    return NoisyOptimizer(make_sgd(model), clipping, noise_multiplier=1.0, **options)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_schedulers_follow_the_batches_of_opacus_batch_memory_manager(workers) -> None:
     """Workers draw parts ahead of the one at hand."""
     model = Model().double()
-    optimizer = NoisyOptimizer(
-        make_sgd(model), BookKeeping(model, 1.0), noise_multiplier=1.0, expected_batch_size=BATCH
-    )
+    optimizer = make_noisy(model)
     seen = watch(optimizer.original_optimizer)
     schedule = SCHEDULERS["OneCycleLR"](optimizer)
     loader = DPDataLoader.from_data_loader(load(num_workers=workers))
@@ -437,16 +431,15 @@ def test_schedulers_follow_the_batches_of_opacus_batch_memory_manager(workers) -
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
     ) as split:
-        for _ in range(2):
-            for x, y in split:
-                optimizer.clipping.backward(model.losses(x, y) if len(x) else torch.zeros(0))
-                is_last = optimizer.is_last_part
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-                assert optimizer.is_last_part == is_last
-                parts += 1
-                ends += is_last
+        for x, y in itertools.chain(split, split):
+            optimizer.clipping.backward(model.losses(x, y) if len(x) else torch.zeros(0))
+            is_last = optimizer.is_last_part
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            assert optimizer.is_last_part == is_last
+            parts += 1
+            ends += is_last
 
     assert parts > STEPS == ends
     assert seen == train_plainly("OneCycleLR")[0]
@@ -454,9 +447,7 @@ def test_schedulers_follow_the_batches_of_opacus_batch_memory_manager(workers) -
 
 def test_captured_steps_are_whole_batches() -> None:
     model = Model().double()
-    optimizer = NoisyOptimizer(
-        make_sgd(model), BookKeeping(model, 1.0), noise_multiplier=1.0, expected_batch_size=BATCH
-    )
+    optimizer = make_noisy(model)
     seen = watch(optimizer.original_optimizer)
     step, schedule = CapturedStep(model.losses, optimizer, 2), SCHEDULERS["OneCycleLR"](optimizer)
     x, y = load().dataset.tensors
@@ -464,7 +455,6 @@ def test_captured_steps_are_whole_batches() -> None:
         step(x[:7], y[:7])
         assert optimizer.is_last_part
         schedule.step()
-
     assert seen == train_plainly("OneCycleLR")[0]
 
 
@@ -499,9 +489,8 @@ def test_the_loop_in_the_documents_follows_batches(capsys) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_says_before_backward_which_part_is_the_last(workers) -> None:
-    model = Model().double()
-    data = load(num_workers=workers)
-    _, optimizer, loader = prepare(model, data_loader=data, max_batch_size=2, check=False)
+    model, private = make_private(data_loader=load(num_workers=workers), check=False)
+    _, optimizer, loader = private
     assert loader.is_last_part
     steps = 0
     for batch in loader:
@@ -513,21 +502,18 @@ def test_a_loader_says_before_backward_which_part_is_the_last(workers) -> None:
         steps += is_last
         assert optimizer.steps == steps
         assert loader.is_last_part == is_last
-
     assert steps == 4
 
 
 def test_other_optimizers_and_their_schedulers_stay_as_they_are() -> None:
-    model, other = Model().double(), Model()
-    private = prepare(model, max_batch_size=1)
-    plain = make_sgd(other)
+    model, private = make_private(1)
+    plain = make_sgd(Model())
     schedule = lr_scheduler.ExponentialLR(plain, 0.9)
     parts = 0
     for _ in parts_of(private, model, epochs=1):
         plain.step()
         schedule.step()
         parts += 1
-
     assert schedule.last_epoch == parts > 4
 
 

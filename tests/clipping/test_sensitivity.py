@@ -1,8 +1,7 @@
 """No sample moves the sum by more than the bound: over random models, and inputs drawn to cancel.
 
-A sample is taken out of the batch in float64. In fewer bits its gradient is made zero instead, in
-a batch of the same shape: the layers before round the other samples otherwise in a batch of another
-shape.
+A sample is taken out of the batch in float64. In fewer bits its gradient is made zero instead,
+since the layers before round the others otherwise in a batch of another shape.
 """
 
 from collections import namedtuple
@@ -11,12 +10,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from small_models import BODIES, EVERY, Around
+from small_models import BODIES, EVERY, Around, gradients
 from torch import nn
 
+from dpprof.private import FlashClipping, PerLayerClipping
 from dpprof.private.engine.factor import LEAST_STABILITY, STABILITY
-from dpprof.private.engine.flash_clipping import FlashClipping
-from dpprof.private.engine.per_layer import PerLayerClipping
 
 BOUND = {torch.float64: 1e-6, torch.float32: 0.01, torch.bfloat16: 0.01}
 """Beyond C: more than the 2^-34 and 2^-8 that ``norms.rounding`` derives for one sample's rounding,
@@ -125,10 +123,7 @@ def clipped_sum(case: Case, model, clipping, batch) -> torch.Tensor:
         logits = model(given)
     losses = (logits.to(real) * coefficients[:, : logits.shape[1]].to(real)).sum((1, 2))
     clipping.backward(losses * weights.to(real))
-    parts = [
-        (torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in clipping.parameters
-    ]
-    return torch.cat(parts).double()
+    return gradients(model)
 
 
 def assert_bounded(case: Case) -> None:

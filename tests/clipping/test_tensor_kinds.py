@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from small_models import FLAT, assert_exact, squares
+from small_models import Composed, assert_exact, squares
 from torch import Tensor, nn
 from torch.masked import masked_tensor
 from torch.nn.parameter import UninitializedParameter
 
-from dpprof.private.engine.book_keeping import BookKeeping
-from dpprof.private.engine.flash_clipping import FlashClipping
-from dpprof.private.errors import UnsupportedError
+from dpprof.private import BookKeeping, FlashClipping, UnsupportedError
 
 D = 4
 
@@ -63,26 +61,20 @@ OF_PARAMETERS = {
 }
 
 
-class Beside(nn.Module):
-    """A linear layer with a parameter or buffer beside it that is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+def beside() -> nn.Module:
+    """A linear layer, beside which a parameter or buffer will be that is not used."""
+    return Composed(lambda m, x: m.linear(x), linear=nn.Linear(D, 3))
 
 
-def with_parameter(value: Tensor, *, trained: bool = True) -> Beside:
-    model = Beside()
+def with_parameter(value: Tensor, *, trained: bool = True) -> nn.Module:
+    model = beside()
     is_one = isinstance(value, nn.Parameter)
     model.own = value if is_one else nn.Parameter(value, requires_grad=trained)
     return model
 
 
-def with_buffer(value: Tensor, *, persistent: bool = True) -> Beside:
-    model = Beside()
+def with_buffer(value: Tensor, *, persistent: bool = True) -> nn.Module:
+    model = beside()
     model.register_buffer("own", value, persistent=persistent)
     return model
 
@@ -93,7 +85,6 @@ def clip(way, model: nn.Module, **options) -> BookKeeping | FlashClipping:
     return clipping
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("kind", OF_PARAMETERS)
 def test_a_trained_parameter_is_refused_by_name_when_a_clipping_is_made(kind, way) -> None:
     make, sentence = OF_PARAMETERS[kind]
@@ -125,7 +116,6 @@ def test_other_parameters_are_taken(kind) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
-@pytest.mark.parametrize("way", FLAT)
 def test_strides_of_a_parameter_change_no_gradient(way, dtype) -> None:
     found = []
     for lies in (lambda x: x, lambda x: x.t().contiguous().t(), lambda x: x.repeat(1, 2)[:, :D]):
@@ -148,15 +138,9 @@ def test_a_parameter_that_becomes_float8_later_is_refused() -> None:
         clipping.backward(losses)
 
 
-class Product(nn.Module):
+def product() -> nn.Module:
     """A layer without a rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix = nn.Parameter(torch.randn(D, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.matrix
+    return Composed(lambda m, x: x @ m.matrix, matrix=torch.randn(D, 3))
 
 
 SPARSE = {
@@ -169,10 +153,8 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("kind", SPARSE)
 def test_a_linear_layer_takes_a_sparse_batch_as_the_dense_one(kind, way) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(D, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     x = torch.randn(6, D, dtype=torch.float64).relu()
 
@@ -184,7 +166,7 @@ def test_a_linear_layer_takes_a_sparse_batch_as_the_dense_one(kind, way) -> None
 
 
 @pytest.mark.parametrize("kind", [*UNUSUAL, *EIGHT_BITS])
-@pytest.mark.parametrize("build", [Product, lambda: nn.LayerNorm(D), lambda: nn.GroupNorm(2, D)])
+@pytest.mark.parametrize("build", [product, lambda: nn.LayerNorm(D), lambda: nn.GroupNorm(2, D)])
 def test_a_layer_refuses_other_inputs_by_name(build, kind) -> None:
     make, sentence = {**UNUSUAL, **EIGHT_BITS}[kind]
     layer = build()
@@ -245,25 +227,11 @@ THROUGH = {
 }
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("kind", THROUGH)
 def test_activations_after_a_layer_may_be_of_any_kind(kind, way) -> None:
-    torch.manual_seed(0)
     model = nn.Linear(D, 3).double()
     x = torch.randn(6, D, dtype=torch.float64)
     assert_exact(way, model, (x,), lambda x: THROUGH[kind](model(x)).square().flatten(1).sum(1))
-
-
-class SparseGradients(nn.Module):
-    """A layer without a rule whose parameter autograd gives a sparse gradient."""
-
-    def __init__(self, use) -> None:
-        super().__init__()
-        self.own = nn.Parameter(torch.randn(D, D))
-        self.use = use
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(self.own, x)
 
 
 USES = {
@@ -274,11 +242,10 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("kind", USES)
 def test_sparse_gradients_of_parameters_are_summed_as_dense_ones(kind, way) -> None:
-    torch.manual_seed(0)
-    model = SparseGradients(USES[kind]).double()
+    """Those of a layer without a rule, whose parameter autograd gives a sparse gradient."""
+    model = Composed(lambda m, x: USES[kind](m.own, x), own=torch.randn(D, D)).double()
     x = torch.randn(6, D, dtype=torch.float64)
     assert_exact(way, model, (x,), lambda x: squares(model, x), bound=0.5)
     assert model.own.grad.layout == torch.strided
@@ -288,9 +255,8 @@ def test_sparse_gradients_of_parameters_are_summed_as_dense_ones(kind, way) -> N
 @pytest.mark.parametrize("kind", UNUSUAL)
 def test_a_buffer_that_cannot_be_compared_is_refused_unless_it_is_public(kind, persistent) -> None:
     make, sentence = UNUSUAL[kind]
-    with pytest.raises(
-        UnsupportedError, match=f"own must not change, .*{sentence}.*public_buffers"
-    ):
+    said = f"own must not change, .*{sentence}.*public_buffers"
+    with pytest.raises(UnsupportedError, match=said):
         BookKeeping(with_buffer(make(), persistent=persistent), 1.0)
     clip(BookKeeping, with_buffer(make(), persistent=persistent), public_buffers=["own"])
 

@@ -1,13 +1,15 @@
-"""RMS norms are recognised by what they compute, and run as before."""
+"""RMS norms are recognised by what they compute; frozen batch norms mix nothing."""
+
+import copy
 
 import pytest
 import torch
-from small_models import FLAT
+from small_models import assert_exact
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpprof.predict.memory.recorder import Recorder
-from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private import BookKeeping, PerLayerClipping, UnsupportedError
 from dpprof.private.layers.layers_without_rule import run_any_layer
 from dpprof.private.layers.normalisations import recognise
 from dpprof.private.layers.rules import find_rule
@@ -19,37 +21,40 @@ def normalise(x, eps: float):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
-class Llama(nn.Module):
+class Norm(nn.Module):
+    """The parameter and the epsilon of an RMS norm."""
+
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(D))
-        self.variance_epsilon = eps
+        self.weight, self.variance_epsilon = nn.Parameter(torch.randn(D)), eps
 
+
+class Llama(Norm):
     def forward(self, hidden_states):
         x = normalise(hidden_states.to(torch.float32), self.variance_epsilon)
         return self.weight * x.to(hidden_states.dtype)
 
 
-class Olmo(Llama):
+class Olmo(Norm):
     def forward(self, hidden_states):
         x = normalise(hidden_states.to(torch.float32), self.variance_epsilon)
         return (self.weight * x).to(hidden_states.dtype)
 
 
-class Gemma(Llama):
+class Gemma(Norm):
     def forward(self, x):
         y = normalise(x.float(), self.variance_epsilon)
         return (y * (1.0 + self.weight.float())).type_as(x)
 
 
-class OfFloat64(Llama):
+class OfFloat64(Norm):
     """It casts nothing, so float64 stays float64."""
 
     def forward(self, x):
         return normalise(x, self.variance_epsilon) * self.weight
 
 
-class Fixed(Llama):
+class Fixed(Norm):
     """Its epsilon is not the attribute."""
 
     def forward(self, x):
@@ -93,16 +98,12 @@ OTHERS = [OfFloat64, Fixed, Centred, MixesSamples, Gated, Dropping, Fails, Buffe
 
 @pytest.mark.parametrize("kind", KNOWN)
 def test_a_norm_is_recognised_with_its_order_of_casts(kind) -> None:
-    found = recognise(kind(1e-5))
-
-    assert found == ("weight", "variance_epsilon", *KNOWN[kind])
+    assert recognise(kind(1e-5)) == ("weight", "variance_epsilon", *KNOWN[kind])
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_anything_else_stays_with_torch_func(kind) -> None:
-    layer = kind().eval()  # where dropout is off
-
-    assert find_rule(layer) == (run_any_layer, kind)
+    assert find_rule(kind().eval()) == (run_any_layer, kind)  # in eval() dropout is off
 
 
 def test_the_probe_leaves_no_trace() -> None:
@@ -142,7 +143,6 @@ def test_a_norm_of_fake_tensors_is_recognised() -> None:
 @pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("of_input", [torch.float32, torch.bfloat16, torch.float16])
 def test_values_and_dtypes_are_those_of_the_layer_itself(kind, of_input, of_weight) -> None:
-    torch.manual_seed(0)
     layer = kind().to(of_weight)
     x = torch.randn(2, 3, 4, D).to(of_input).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -159,20 +159,16 @@ def test_values_and_dtypes_are_those_of_the_layer_itself(kind, of_input, of_weig
     torch.testing.assert_close(own, gradient, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("kind", KNOWN)
 @pytest.mark.parametrize("shape", [(3, D), (3, 5, D), (3, 2, 5, D)])
 def test_norms_of_samples_are_exact_with_heads_in_between(kind, shape, way) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(D, D), kind(), nn.Linear(D, D))
     checked = way(model, 0.5).check(lambda x: model(x).tanh().flatten(1).sum(1), torch.randn(shape))
 
     assert checked.max_relative_error < 1e-5
 
 
-@pytest.mark.parametrize("way", FLAT)
 def test_a_norm_that_is_used_twice_or_changes_its_epsilon(way) -> None:
-    torch.manual_seed(0)
     norm = Llama()
     model = nn.Sequential(nn.Linear(D, D), norm, nn.Tanh(), norm)
     clipping = way(model, 0.5)
@@ -180,3 +176,70 @@ def test_a_norm_that_is_used_twice_or_changes_its_epsilon(way) -> None:
     checked = clipping.check(lambda x: model(x).tanh().sum((1, 2)), torch.randn(3, 5, D))
 
     assert checked.max_relative_error < 1e-5
+
+
+def build(**options) -> nn.Sequential:
+    norm = nn.BatchNorm2d(4, **options).requires_grad_(requires_grad=False)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+    model.double()(torch.randn(8, 3, 6, 6, dtype=torch.float64))  # has statistics then
+    norm.eval()
+    return model
+
+
+IMAGES = torch.randn(5, 3, 6, 6, dtype=torch.float64)
+
+
+def losses_of(model):
+    return lambda images: model(images).square().sum(1)
+
+
+def test_samples_are_exact_through_a_frozen_norm(way) -> None:
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    assert_exact(way, model, (IMAGES,), losses_of(model), bound=0.5, tolerance=1e-9)
+
+    for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked", "1.weight"):
+        assert torch.equal(model.state_dict()[name], before[name])
+
+
+def test_it_counts_as_no_layer() -> None:
+    assert PerLayerClipping(build(), 1.0).bound == pytest.approx(1 / 2**0.5)
+
+
+def test_training_mode_is_refused_whenever_it_comes() -> None:
+    model = build()
+    clipping = BookKeeping(model, 0.5)
+    clipping.backward(losses_of(model)(IMAGES))
+    model.zero_grad()
+    model.train()
+
+    with pytest.raises(UnsupportedError, match=r"BatchNorm2d mixes samples.*call eval\(\)"):
+        model(IMAGES)
+    copy.deepcopy(model)(IMAGES)  # a copy is a plain model
+    model[1].eval()
+    clipping.backward(losses_of(model)(IMAGES))
+    clipping.remove()
+    model.train()
+    model(IMAGES)
+
+
+@pytest.mark.parametrize("change", [nn.Module.train, nn.Module.requires_grad_])
+def test_what_is_not_frozen_is_refused(change) -> None:
+    model = build()
+    change(model[1])
+    with pytest.raises(UnsupportedError, match="mixes samples; use GroupNorm"):
+        BookKeeping(model, 0.5)
+
+
+def test_a_norm_without_statistics_mixes_in_any_mode() -> None:
+    with pytest.raises(UnsupportedError, match="keeps no statistics"):
+        BookKeeping(build(track_running_stats=False), 0.5)
+
+
+def test_one_that_is_thawed_is_refused() -> None:
+    model = build()
+    clipping = BookKeeping(model, 0.5)
+    model[1].requires_grad_(requires_grad=True)
+
+    with pytest.raises((RuntimeError, UnsupportedError), match="mixes samples"):
+        clipping.backward(losses_of(model)(IMAGES))
