@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan, Schedule, describe_noise
+from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan, describe_noise
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.mechanisms import FLAT
 from dpprof.experiments.config.privacy import Privacy
@@ -17,6 +17,7 @@ from dpprof.experiments.records.record import write_record
 from dpprof.experiments.records.result import Attempt, Failure, Result, result_path
 from dpprof.experiments.records.terms import COMPONENTS, EVIDENCE
 from dpprof.experiments.records.verdict import TOLERANCE, Verdict, verdict_path
+from dpprof.private.accounting.schedule import Schedule
 from dpprof.results.analysis.advice.budget import Planned
 from dpprof.results.analysis.collection import collect
 from dpprof.results.analysis.tables.build import build_tables

@@ -3,7 +3,6 @@
 import pytest
 
 from dpprof.experiments.accounting.plan import (
-    Schedule,
     batches_around,
     choose_batch,
     describe_noise,
@@ -11,6 +10,7 @@ from dpprof.experiments.accounting.plan import (
     schedule,
 )
 from dpprof.experiments.config.privacy import Privacy
+from dpprof.private.accounting.schedule import Schedule
 
 
 def make_privacy(**fields) -> Privacy:

@@ -18,8 +18,9 @@ from snapshots import assert_sentences
 
 from dpprof.ask.budget import explain_choice, format_budget
 from dpprof.experiments.accounting.noise import plan_noise
-from dpprof.experiments.accounting.plan import Schedule, describe_noise
+from dpprof.experiments.accounting.plan import describe_noise
 from dpprof.experiments.launch import accounting_run
+from dpprof.private.accounting.schedule import Schedule
 from dpprof.results.analysis.advice.budget import make_budget
 from dpprof.results.analysis.tables.frames import read_table
 

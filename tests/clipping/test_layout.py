@@ -10,7 +10,7 @@ from torch import nn
 
 from dpprof.measure.verification.float32_islands import lift_float32
 from dpprof.private import BookKeeping, UnsupportedError
-from dpprof.private.contributions.sample_norms import BatchAxisError
+from dpprof.private.errors import BatchAxisError
 
 B, T, D = 3, 4, 6
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from dpprof.private import PerLayerClipping
-from dpprof.private.contributions.contributions import Lookup, Product, SampleGradients
+from dpprof.private.contributions.contributions import Lookup, Product
+from dpprof.private.contributions.sample_gradients import SampleGradients
 from dpprof.private.contributions.uses import merge_uses
 from dpprof.private.engine.factor import LEAST_STABILITY
 from dpprof.private.norms.linear import WAYS, GramSums

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from dpprof.private import UnsupportedError, linear_cross_entropy
-from dpprof.private.contributions.sample_norms import BatchAxisError
+from dpprof.private.errors import BatchAxisError
 
 B, N, T, D = 4, 3, 2, 5
 

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dpprof.private import BookKeeping, FlashClipping
 from dpprof.private.contributions import projections
-from dpprof.private.contributions.contributions import Lookup, Product, SampleGradients
+from dpprof.private.contributions.contributions import Lookup, Product
 from dpprof.private.contributions.projections import Projections
+from dpprof.private.contributions.sample_gradients import SampleGradients
 
 C, D, T = 0.1, 8, 6
 REFUSED = (

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from dpprof.private import BookKeeping, FlashClipping, NoisyOptimizer, UnsupportedError
-from dpprof.private.contributions.sample_norms import BatchAxisError
+from dpprof.private.errors import BatchAxisError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "what-is-clipped.md"
 TITLES = "Exact", "Refused"

@@ -11,7 +11,7 @@ from dpprof.experiments.config import registry
 from dpprof.experiments.records.terms import COMPONENTS
 from dpprof.predict.memory.recorder import Recorder
 from dpprof.private.allocation_marks import MARKED, allocates, codes_of, components_by_code
-from dpprof.private.contributions.contributions import SampleGradients
+from dpprof.private.contributions.sample_gradients import SampleGradients
 from dpprof.private.engine.batch import sum_whole
 from dpprof.private.engine.book_keeping import BookKeeping
 from dpprof.private.noise.digest import LANES, hash_rows

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpprof.experiments.config import registry
-from dpprof.experiments.records.result import Memory
+from dpprof.experiments.records.step_costs import Memory
 from dpprof.predict import plain_step
 from dpprof.predict import tracing as tracing_module
 from dpprof.predict.estimate import estimate, trace_steps

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from dpprof.experiments.config.target import Target
-from dpprof.experiments.records.result import Phase
+from dpprof.experiments.records.terms import Phase
 from dpprof.predict.memory.caching_allocator import CachingAllocator
 from dpprof.predict.memory.events import Allocated, Freed, Op
 from dpprof.predict.memory.recorder import Recorder

@@ -2,7 +2,8 @@
 
 from dpprof.measure.monitor.metrics import Metrics
 from dpprof.measure.monitor.monitor import Monitor
-from dpprof.measure.monitor.sinks import Sink, TensorBoard, WeightsAndBiases
+from dpprof.measure.monitor.sinks import Sink, WeightsAndBiases
+from dpprof.measure.traces.tensorboard_events import TensorBoard
 from dpprof.predict.flops.model_flops import model_flops_per_token
 
 __all__ = ["Metrics", "Monitor", "Sink", "TensorBoard", "WeightsAndBiases", "model_flops_per_token"]

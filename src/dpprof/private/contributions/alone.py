@@ -20,15 +20,17 @@ from dpprof.private.contributions.contributions import (
     ChunkedProduct,
     Contribution,
     Convolution,
-    GradientsInParts,
     Kept,
     Lookup,
     Product,
+)
+from dpprof.private.contributions.deferral import Deferral
+from dpprof.private.contributions.sample_gradients import (
+    GradientsInParts,
     SampleGradients,
     Scale,
     Shift,
 )
-from dpprof.private.contributions.deferral import Deferral
 from dpprof.private.contributions.uses import Merged, Several
 from dpprof.private.norms.convolution import crop
 from dpprof.private.norms.rounding import Squares, is_unsure

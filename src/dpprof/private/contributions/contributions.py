@@ -9,7 +9,6 @@ one sample contributes.
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -18,11 +17,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpprof.private.allocation_marks import allocates_for_its_caller
+from dpprof.private.contributions.sample_gradients import (
+    GradientsInParts,
+    SampleGradients,
+    Scale,
+    Shift,
+)
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.norms import placement, triton_ops
 from dpprof.private.norms.convolution import Kernel, sample_gradients, sum_weighted
 from dpprof.private.norms.float32_products import allows_tf32, convolutions_allow_tf32
-from dpprof.private.norms.scale import scale_gradients
 from dpprof.private.norms.tiles import (
     REDUCED_SLICE,
     accumulator_of,
@@ -277,131 +281,6 @@ class Lookup(NamedTuple):
         return summed
 
 
-class BesideScale:
-    """What is computed together with the per-sample gradients of a scale.
-
-    Args:
-        is_shifted: Whether the same layer has a shift.
-    """
-
-    def __init__(self, *, is_shifted: bool) -> None:
-        self.is_shifted = is_shifted
-        self.gradients: Tensor | None = None
-        """The per-sample gradients of the shift, where the scale's were computed with them."""
-
-        self.squares_B: Tensor | None = None
-        """The squares of all terms that were added up, where they are known."""
-
-
-class Shift(NamedTuple):
-    """The use of a vector that is added to every token, (p,)."""
-
-    g_BTp: Tensor
-    beside: BesideScale | None = None
-    """Shared with the scale of the same layer, if there is one."""
-
-    def materialise(self, g_BTp: Tensor, beside: BesideScale | None = None) -> Tensor:
-        """Compute the per-sample gradients; (B, p)."""
-        if beside is not None and beside.gradients is not None:
-            gradients, beside.gradients = beside.gradients, None
-            return gradients
-        return g_BTp.sum(1, dtype=accumulator_of(g_BTp.dtype))
-
-
-class Scale(NamedTuple):
-    """The use of a vector that scales every normalised token, (d,)."""
-
-    x_BTd: Tensor
-    mean_BT1: Tensor | None
-    rstd_BT1: Tensor
-    g_BTd: Tensor
-    beside: BesideScale | None = None
-    """Shared with the shift of the same layer."""
-
-    def materialise(
-        self,
-        x_BTd: Tensor,
-        mean_BT1: Tensor | None,
-        rstd_BT1: Tensor,
-        g_BTd: Tensor,
-        beside: BesideScale | None = None,
-    ) -> Tensor:
-        """Compute the per-sample gradients; (B, d)."""
-        is_shifted = beside is not None and beside.is_shifted
-        gradients, of_shift, squares_B = scale_gradients(
-            x_BTd, g_BTd, mean_BT1, rstd_BT1, shifted=is_shifted
-        )
-        if beside is not None:
-            beside.gradients, beside.squares_B = of_shift, squares_B
-        return gradients
-
-
-class SampleGradients(NamedTuple):
-    """The per-sample gradients themselves."""
-
-    gradients: Tensor
-    """(B, *shape of the parameter)."""
-
-    is_own: bool = False
-    """Whether nothing else has the tensor, so that it may be overwritten."""
-
-    @staticmethod
-    def materialise(gradients: Tensor, is_own: bool = False) -> Tensor:  # noqa: ARG004 (as a field)
-        """Return them."""
-        return gradients
-
-    @allocates_for_its_caller
-    def sum(self, weights_B: Tensor) -> Tensor:
-        """Compute the weighted sum over samples; the gradient of a single sample may become it."""
-        flat = self.gradients.flatten(1)
-        weights_B = weights_B.to(torch.promote_types(weights_B.dtype, flat.dtype))
-        if self.is_own and len(flat) == 1 and flat.dtype == weights_B.dtype:
-            return self.gradients[0].mul_(weights_B[0])
-        if flat.dtype == weights_B.dtype:
-            return (weights_B @ flat).view(self.gradients.shape[1:])
-        summed = weights_B.new_empty(flat.shape[1])
-        for some in spans(len(summed), REDUCED_SLICE**2):
-            summed[some] = weights_B @ flat[:, some].to(weights_B.dtype)
-        return summed.view(self.gradients.shape[1:])
-
-
-class GradientsInParts(NamedTuple):
-    """The per-sample gradients themselves, in tensors of some samples each."""
-
-    parts: tuple[SampleGradients, ...]
-
-    @allocates_for_its_caller
-    def sum(self, weights_B: Tensor) -> Tensor:
-        """Compute the weighted sum over samples."""
-        return _add_up(part.sum(weights_B[some]) for some, part in self._spans())
-
-    def take(self, place: int) -> SampleGradients:
-        """Return the gradient of one sample."""
-        some, part = next(pair for pair in self._spans() if place < pair[0].stop)
-        return SampleGradients(part.gradients[place - some.start : place - some.start + 1])
-
-    def without(self, excluded_B: Tensor) -> "GradientsInParts":
-        """Return the gradients with some samples set to zero."""
-        excluded_B11 = excluded_B.to(self.parts[0].gradients.device)[:, None, None]
-        filled = [
-            SampleGradients(part.gradients.masked_fill(excluded_B11[some], 0))
-            for some, part in self._spans()
-        ]
-        return GradientsInParts(tuple(filled))
-
-    def _spans(self) -> Iterator[tuple[slice, SampleGradients]]:
-        """Yield the samples of each part, and the part."""
-        start = 0
-        for part in self.parts:
-            yield slice(start, start := start + len(part.gradients)), part
-
-
-@allocates_for_its_caller
-def _add_up(parts: Iterable[Tensor]) -> Tensor:
-    """Add parts up in the memory of the first; there is at least one."""
-    return functools.reduce(Tensor.add_, parts)
-
-
 Direct = Shift | Scale | SampleGradients
 """Contributions that are always materialised: their gradients are small, or known no other way."""
 
@@ -434,11 +313,6 @@ def materialise_vector(contribution: Contribution) -> Summable:
     if isinstance(contribution, Shift | Scale):
         return SampleGradients(contribution.materialise(*contribution))
     return contribution
-
-
-def may_join(parameter: Tensor, gradients: Tensor) -> bool:
-    """Tell whether per-sample gradients are worth a copy beside others: on CUDA, of a vector."""
-    return parameter.dim() == 1 and placement.is_cuda(gradients)
 
 
 def zero_samples(contribution: Kept, excluded_B: Tensor) -> Kept:

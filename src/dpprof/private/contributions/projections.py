@@ -37,9 +37,9 @@ from dpprof.private.contributions.contributions import (
     Convolution,
     Lookup,
     Product,
-    SampleGradients,
     Summable,
 )
+from dpprof.private.contributions.sample_gradients import SampleGradients
 from dpprof.private.norms.convolution import project_rows
 from dpprof.private.norms.tiles import accumulator_of, may_weigh, multiply
 

@@ -8,6 +8,7 @@ Shape legend: B samples, T tokens, d width of an input, p width of an output.
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,22 +22,26 @@ from dpprof.private.contributions.contributions import (
     Contributions,
     Convolution,
     Direct,
-    GradientsInParts,
     Kept,
     Lookup,
     Product,
+    storage_of,
+)
+from dpprof.private.contributions.sample_gradients import (
+    GradientsInParts,
     SampleGradients,
     may_join,
-    storage_of,
 )
 from dpprof.private.contributions.uses import (
     Merged,
     Several,
     SharedSquares,
+    cross,
     find_size,
+    join_parts,
     merge_uses,
 )
-from dpprof.private.errors import UnsupportedError
+from dpprof.private.errors import BatchAxisError, UnsupportedError
 from dpprof.private.norms import convolution, placement
 from dpprof.private.norms.code_paths import Watch, Way
 from dpprof.private.norms.float32_products import exact_products
@@ -48,7 +53,7 @@ from dpprof.private.norms.linear import (
     gram_of_given,
     tiled_gram,
 )
-from dpprof.private.norms.rounding import LEAST_NORM, Squares, cross_slack, is_unsure, size_of
+from dpprof.private.norms.rounding import LEAST_NORM, Squares, cross_slack, is_unsure
 from dpprof.private.norms.table import inner_product, square_lookup
 from dpprof.private.norms.tiles import square
 
@@ -58,20 +63,6 @@ if TYPE_CHECKING:
     from dpprof.private.contributions.deferral import Deferral
 
 Keep = Callable[[nn.Parameter, Kept], None]
-
-
-class BatchAxisError(UnsupportedError, ValueError):
-    """The first axis of a layer's input is not the batch."""
-
-    @classmethod
-    def of(cls, name: str, samples: int, losses: int, why: str = "") -> "BatchAxisError":
-        """Return the error of a layer or parameter that saw another number of samples."""
-        return cls(
-            f"{name} saw {samples} samples, and there are {losses} losses; the first axis of every "
-            "layer's input must be the batch, or the second where batch_second says so, or hold "
-            f"rows of each sample, which the graph must show{why and f' ({why})'}; name a module "
-            "around it that gets and returns samples in as_one=[...], or freeze it"
-        )
 
 
 class _Kind(NamedTuple):
@@ -297,7 +288,7 @@ class SampleNorms:
             of_grams: GramSums = self._run(layer, Way.TILED_GRAM, gram_of_given, inputs)
             return of_grams
         parts = [self._run(layer, way, WAYS[way], part[:2]) for _, part in product.parts()]
-        joined: GramSums | Squares = _join(parts)
+        joined: GramSums | Squares = join_parts(parts)
         return joined
 
     def _materialise_chunks(
@@ -392,7 +383,7 @@ class SampleNorms:
         }
         match merged:
             case [Product() | ChunkedProduct() as weight, Lookup() as table]:
-                both = self._cross(layer, weight, table)
+                both = cross(partial(self._run, layer, Way.CROSSED, inner_product), weight, table)
                 assert both.slack_B is not None
                 assert both.size_B is not None
                 T, S = table.g_BTd.shape[1], weight.x_BTd.shape[1]
@@ -405,33 +396,11 @@ class SampleNorms:
                 self._added.append(Squares(2 * both.found_B, slack_B, None))
                 self._tell(parameter, 2 * both.found_B)
 
-    def _cross(self, layer: nn.Module, weight: Product | ChunkedProduct, table: Lookup) -> Squares:
-        """Compute the inner product of both gradients of each sample; size is the weight's."""
-        ids_BT, e_BTd = table.ids_BT, table.trained_BTd
-        whole = slice(0, len(ids_BT))
-        parts = [(whole, weight)] if isinstance(weight, Product) else weight.parts()
-        crossed = []
-        for some, (x_BTd, g_BTp, _) in parts:
-            operands = (ids_BT[some], e_BTd[some], x_BTd, g_BTp)
-            product = self._run(layer, Way.CROSSED, inner_product, operands)
-            crossed.append(product._replace(size_B=size_of(square(x_BTd), square(g_BTp))))
-        joined: Squares = _join(crossed)
-        return joined
-
     def _tell(self, parameter: nn.Parameter, found_B: Tensor) -> None:
         """Add to the squared norms of a parameter, if they are asked for."""
         squares = self._squares
         if squares is not None:
             squares[parameter] = squares[parameter] + found_B if parameter in squares else found_B
-
-
-def _join(parts: Sequence[Any]) -> Any:
-    """Join what was measured of parts of the samples."""
-    first = parts[0]
-    if isinstance(first, GramSums):
-        return first._replace(sums_5B=torch.cat([part.sums_5B for part in parts], dim=-1))
-    columns = zip(*parts, strict=True)
-    return type(first)(*(None if column[0] is None else torch.cat(column) for column in columns))
 
 
 def _add_up(parts: Sequence[Tensor]) -> Tensor | None:

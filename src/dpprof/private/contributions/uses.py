@@ -10,21 +10,19 @@ import torch
 from torch import Tensor
 
 from dpprof.private.contributions.contributions import (
-    BesideScale,
     ChunkedProduct,
     Contribution,
     Convolution,
     Direct,
     Lookup,
     Product,
-    SampleGradients,
-    Scale,
-    Shift,
     storage_of,
 )
+from dpprof.private.contributions.sample_gradients import BesideScale, SampleGradients, Scale, Shift
 from dpprof.private.norms import placement
 from dpprof.private.norms.convolution import bound_size
-from dpprof.private.norms.rounding import size_of
+from dpprof.private.norms.linear import GramSums
+from dpprof.private.norms.rounding import Squares, size_of
 from dpprof.private.norms.tiles import square
 
 
@@ -157,3 +155,32 @@ def _find_size(
         case Scale(x_BTd, beside=BesideScale(squares_B=Tensor() as squares_B)):
             return x_BTd.shape[1] * squares_B
     return None
+
+
+def cross(
+    multiply: Callable[[tuple[Tensor, ...]], Squares],
+    weight: Product | ChunkedProduct,
+    table: Lookup,
+) -> Squares:
+    """Find the inner product of both gradients of each sample; the size is the weight's.
+
+    ``multiply`` computes it from ids and gradients of the table, inputs and output gradients.
+    """
+    ids_BT, e_BTd = table.ids_BT, table.trained_BTd
+    whole = slice(0, len(ids_BT))
+    parts = [(whole, weight)] if isinstance(weight, Product) else weight.parts()
+    crossed = []
+    for some, (x_BTd, g_BTp, _) in parts:
+        product = multiply((ids_BT[some], e_BTd[some], x_BTd, g_BTp))
+        crossed.append(product._replace(size_B=size_of(square(x_BTd), square(g_BTp))))
+    joined: Squares = join_parts(crossed)
+    return joined
+
+
+def join_parts(parts: Sequence[Any]) -> Any:
+    """Join what was measured of parts of the samples."""
+    first = parts[0]
+    if isinstance(first, GramSums):
+        return first._replace(sums_5B=torch.cat([part.sums_5B for part in parts], dim=-1))
+    columns = zip(*parts, strict=True)
+    return type(first)(*(None if column[0] is None else torch.cat(column) for column in columns))

@@ -11,12 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.private.allocation_marks import allocates
 from dpprof.private.contributions.alone import Alone, Taken
-from dpprof.private.contributions.contributions import (
-    Kept,
-    SampleGradients,
-    device_of,
-    zero_samples,
-)
+from dpprof.private.contributions.contributions import Kept, device_of, zero_samples
+from dpprof.private.contributions.sample_gradients import SampleGradients
 from dpprof.private.contributions.sample_norms import SampleNorms
 from dpprof.private.contributions.sums import dtype_of_sum
 from dpprof.private.engine.factor import LEAST_FACTOR, clip_factor

@@ -27,9 +27,8 @@ from dpprof.private.contributions.contributions import (
     Kept,
     Lookup,
     Product,
-    SampleGradients,
-    may_join,
 )
+from dpprof.private.contributions.sample_gradients import SampleGradients, may_join
 from dpprof.private.engine.batch import Batch, Enter
 from dpprof.private.engine.engine import Clipping
 

@@ -31,11 +31,11 @@ from dpprof.private.contributions.alone import Alone, Taken
 from dpprof.private.contributions.contributions import (
     Contribution,
     Contributions,
-    GradientsInParts,
     Kept,
     materialise_vector,
 )
 from dpprof.private.contributions.projections import Projections
+from dpprof.private.contributions.sample_gradients import GradientsInParts
 from dpprof.private.engine.batch import Batch, Enter
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.graph.first_batch import Handler

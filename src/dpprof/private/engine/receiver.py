@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from dpprof.private.contributions.contributions import (
     Contributions,
-    SampleGradients,
     refuse_computed_again,
     refuse_float16,
 )
+from dpprof.private.contributions.sample_gradients import SampleGradients
 from dpprof.private.graph.first_batch import Handler
 from dpprof.private.norms.complex_numbers import interleave
 from dpprof.private.ranks.ranks import Ranks

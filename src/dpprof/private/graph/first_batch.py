@@ -34,12 +34,9 @@ from dpprof.private.contributions.contributions import (
     Convolution,
     Lookup,
     Product,
-    SampleGradients,
-    Scale,
-    Shift,
 )
-from dpprof.private.contributions.sample_norms import BatchAxisError
-from dpprof.private.errors import UnsupportedError
+from dpprof.private.contributions.sample_gradients import SampleGradients, Scale, Shift
+from dpprof.private.errors import BatchAxisError, UnsupportedError
 from dpprof.private.graph.layout import Layout
 from dpprof.private.ranks.ranks import Ranks
 

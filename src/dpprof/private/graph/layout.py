@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from dpprof.private.contributions.contributions import Contributions, Receive, receive_turned
-from dpprof.private.contributions.sample_norms import BatchAxisError
+from dpprof.private.errors import BatchAxisError
 from dpprof.private.graph.nodes import (
     find_users,
     nodes_behind,

@@ -14,12 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpprof.private.contributions.contributions import (
-    ChunkedProduct,
-    Contribution,
-    Convolution,
-    SampleGradients,
-)
+from dpprof.private.contributions.contributions import ChunkedProduct, Contribution, Convolution
+from dpprof.private.contributions.sample_gradients import SampleGradients
 from dpprof.private.graph.owners import FREE, Owners, is_complete
 from dpprof.private.norms.tiles import accumulator_of
 

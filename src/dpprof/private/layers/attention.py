@@ -15,13 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpprof.private.contributions.contributions import (
-    Contribution,
-    Product,
-    Receive,
-    SampleGradients,
-    Shift,
-)
+from dpprof.private.contributions.contributions import Contribution, Product, Receive
+from dpprof.private.contributions.sample_gradients import SampleGradients, Shift
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.layers import apply, autocast_dtype, cast_weight
 

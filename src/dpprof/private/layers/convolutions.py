@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpprof.private.contributions.contributions import Contribution, Convolution, Receive, Shift
+from dpprof.private.contributions.contributions import Contribution, Convolution, Receive
+from dpprof.private.contributions.sample_gradients import Shift
 from dpprof.private.layers.layers import apply, autocast_dtype, cast_weight
 from dpprof.private.norms.convolution import Kernel, differentiate_input
 

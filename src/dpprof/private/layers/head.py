@@ -30,9 +30,9 @@ from dpprof.private.contributions.contributions import (
     ChunkedProduct,
     Contribution,
     Receive,
-    SampleGradients,
     samples_in_a_chunk,
 )
+from dpprof.private.contributions.sample_gradients import SampleGradients
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.head_losses import HeadLoss, Operands, find_losses
 from dpprof.private.layers.layers import apply, autocast_dtype

@@ -19,15 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
 
-from dpprof.private.contributions.contributions import (
-    BesideScale,
-    Contribution,
-    Lookup,
-    Product,
-    Receive,
-    Scale,
-    Shift,
-)
+from dpprof.private.contributions.contributions import Contribution, Lookup, Product, Receive
+from dpprof.private.contributions.sample_gradients import BesideScale, Scale, Shift
 from dpprof.private.norms import placement
 from dpprof.private.norms.complex_numbers import interleave, split_product
 from dpprof.private.refusals.tensor_kinds import is_sparse

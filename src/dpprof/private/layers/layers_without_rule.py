@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpprof.private.contributions.contributions import Receive, SampleGradients, storage_of
-from dpprof.private.contributions.sample_norms import BatchAxisError
-from dpprof.private.errors import UnsupportedError
+from dpprof.private.contributions.contributions import Receive, storage_of
+from dpprof.private.contributions.sample_gradients import SampleGradients
+from dpprof.private.errors import BatchAxisError, UnsupportedError
 from dpprof.private.layers.batch_axis import Settings, is_second
 from dpprof.private.layers.layers import apply, as_own
 from dpprof.private.layers.patching import PatchedLayer

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dpprof.private.contributions.contributions import Receive, SampleGradients
+from dpprof.private.contributions.contributions import Receive
+from dpprof.private.contributions.sample_gradients import SampleGradients
 from dpprof.private.layers.layers import (
     RmsFormula,
     RmsNorm,

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from dpprof.private.contributions.contributions import Contribution, Product, Receive, Shift
+from dpprof.private.contributions.contributions import Contribution, Product, Receive
+from dpprof.private.contributions.sample_gradients import Shift
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.layers import apply, autocast_dtype, refuse_other_numbers
 
