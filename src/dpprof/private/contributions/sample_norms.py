@@ -5,6 +5,7 @@
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
@@ -179,9 +180,12 @@ class SampleNorms:
         if not added:
             raise RuntimeError("the losses depend on no trained parameter")
         device = added[0].found_B.device
-        found_B, slack_B, size_B = (
-            _add_up([part.to(device) for part in parts if part is not None])
+        columns = [
+            [part.to(device) for part in parts if part is not None]
             for parts in zip(*added, strict=True)
+        ]
+        found_B, slack_B, size_B = (
+            functools.reduce(Tensor.add, parts) if parts else None for parts in columns
         )
         assert found_B is not None
         unsure_B = is_unsure(Squares(found_B, slack_B, size_B), least * self._loss_scale)
@@ -401,8 +405,3 @@ class SampleNorms:
         squares = self._squares
         if squares is not None:
             squares[parameter] = squares[parameter] + found_B if parameter in squares else found_B
-
-
-def _add_up(parts: Sequence[Tensor]) -> Tensor | None:
-    """Add up (B,) each; None for none."""
-    return sum(parts[1:], parts[0]) if parts else None

@@ -464,7 +464,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             if self.privacy.log_private and not part.is_empty:
                 total += losses.detach().sum()
                 samples += len(losses)
-                self._note_norms(optimizer.clipping.sample_norms)
+                norms_B = optimizer.clipping.sample_norms
+                if norms_B is not None and self.args.logging_strategy != "no":
+                    self._norms.append(norms_B)  # until they are logged
             if not part.is_last:
                 optimizer.step()  # which only adds up
                 optimizer.zero_grad()
@@ -567,11 +569,6 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             return False
         is_last = self.state.global_step >= self.state.max_steps
         return is_last or time.monotonic() - self._told_at >= 100 * self._telling_took_s
-
-    def _note_norms(self, norms_B: Tensor | None) -> None:
-        """Keep norms until they are logged; a run that never logs keeps none."""
-        if norms_B is not None and self.args.logging_strategy != "no":
-            self._norms.append(norms_B)
 
     def _describe_norms(self) -> dict[str, float]:
         if not self._norms:

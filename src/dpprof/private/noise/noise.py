@@ -61,7 +61,8 @@ class NoiseOfStep:
             self._count += 1
             return
         generator = self._key.generator_on(summed.device)
-        if _is_long(summed):
+        is_on_cpu = summed.is_cpu and not placement.is_cuda(summed)
+        if is_on_cpu and summed.is_contiguous() and summed.numel() > DRAWN_IN_TURN:
             count = -(-summed.numel() // DRAWN_IN_TURN)
             states = draw_states(count, summed.device, generator)
             room = make_room(count, summed)
@@ -69,12 +70,6 @@ class NoiseOfStep:
         else:
             noise = draw_noise(self._std, summed, generator)
             torch.add(noise, summed, alpha=1 / self._size, out=summed)
-
-
-def _is_long(summed: Tensor) -> bool:
-    """Tell whether several threads of a CPU draw a sum's noise."""
-    is_on_cpu = summed.is_cpu and not placement.is_cuda(summed)
-    return is_on_cpu and summed.is_contiguous() and summed.numel() > DRAWN_IN_TURN
 
 
 @allocates("noise")
