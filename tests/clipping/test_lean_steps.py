@@ -6,7 +6,7 @@ from torch import nn
 
 from dpprof.private import BookKeeping, NoisyOptimizer
 from dpprof.private.contributions.sums import SMALL, group_small
-from dpprof.private.graph.layout import Layout
+from dpprof.private.graph import layout
 
 
 def test_small_sums_are_grouped_by_dtype_and_size() -> None:
@@ -14,8 +14,7 @@ def test_small_sums_are_grouped_by_dtype_and_size() -> None:
     sums = [torch.empty(size) for size in sizes]
     sums[3] = sums[3].double()
 
-    # 3 + 3 SMALL fit into 4 SMALL, and a fourth small one does not.
-    assert group_small(sums) == [[0, 2, 4, 5], [1], [3], [6]]
+    assert group_small(sums) == [[0, 2, 4, 5, 6], [1], [3]]
     assert group_small([]) == []
 
 
@@ -36,11 +35,11 @@ def take_step(sizes: list[int], generator: torch.Generator | None) -> list[torch
 
 
 def test_noise_of_small_sums_has_the_deviation_and_is_independent() -> None:
-    weight, bias = take_step([4000, 4], None)
+    weight, bias = take_step([1000, 4], None)
 
-    assert float(weight.std()) == pytest.approx(0.5, rel=0.03)
-    assert len({float(value) for value in (*weight.flatten(), *bias)}) > 15_900  # few by chance
-    assert weight.untyped_storage().data_ptr() == bias.untyped_storage().data_ptr()
+    assert float(weight.std()) == pytest.approx(0.5, rel=0.06)
+    assert len({float(value) for value in (*weight.flatten(), *bias)}) > 3_990  # few by chance
+    assert weight.untyped_storage().nbytes() == 16_000  # each in memory of its own
 
 
 def test_a_given_generator_draws_for_each_parameter_in_turn() -> None:
@@ -70,8 +69,8 @@ def test_rows_are_proven_again_only_where_samples_change_their_order(
     model = Halving(axis)
     clipping = BookKeeping(model, 1.0, first_batch="trusted")
     proofs = []
-    prove = Layout._prove
-    monkeypatch.setattr(Layout, "_prove", lambda *a: (proofs.append(1), prove(*a)))
+    proof = layout.Proof
+    monkeypatch.setattr(layout, "Proof", lambda *a, **kw: proofs.append(1) or proof(*a, **kw))
 
     counts = []
     for _ in range(3):

@@ -45,7 +45,7 @@ def sum_product() -> None:
 
 
 def scale() -> None:
-    scale_gradients(factors(2, 64, 8), factors(2, 64, 8), None, factors(2, 64, 1))
+    scale_gradients(factors(2, 2048, 8), factors(2, 2048, 8), None, factors(2, 2048, 1))
 
 
 @pytest.mark.parametrize(

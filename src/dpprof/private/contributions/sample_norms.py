@@ -43,9 +43,9 @@ from dpprof.private.contributions.uses import (
     merge_uses,
 )
 from dpprof.private.errors import BatchAxisError, UnsupportedError
-from dpprof.private.norms import convolution, placement
+from dpprof.private.norms import convolution
 from dpprof.private.norms.code_paths import Watch, Way
-from dpprof.private.norms.float32_products import exact_products
+from dpprof.private.norms.float32_products import allows_tf32, exact_products
 from dpprof.private.norms.linear import (
     WAYS,
     GramSums,
@@ -332,8 +332,7 @@ class SampleNorms:
         self, layer: nn.Module, way: Way, function: Callable[..., Any], inputs: tuple[Any, ...]
     ) -> Any:
         """Find squared norms with float32 products, even where training itself uses TF32."""
-        is_exact = not placement.is_cuda(inputs[0])
-        with nullcontext() if is_exact else exact_products():
+        with exact_products() if allows_tf32() else nullcontext():
             squares = self._watch(layer, way, function, inputs)
         if function is tiled_gram:
             self._shared.note(inputs[1], squares.sums_5B[2])

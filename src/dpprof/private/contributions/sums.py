@@ -27,29 +27,27 @@ def dtype_of_sum(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-SMALL = 2**14
+SMALL = 2**12
 """The most elements of a sum that is processed together with others."""
-
-_TOGETHER = 2**16
-"""The most elements that are processed together, beyond a single sum."""
 
 
 def group_small(sums: Sequence[Tensor]) -> list[list[int]]:
     """Group sums, by their places, so that each small one is not a launch of its own.
 
-    Large ones stay alone; those of a group have one dtype and device.
+    Large ones stay alone; all small ones of a dtype and device are one group, so that its size
+    grows evenly with the blocks of a model.
     """
     groups: list[list[int]] = []
-    open_groups: dict[Any, tuple[list[int], int]] = {}
+    small: dict[Any, list[int]] = {}
     for place, summed in enumerate(sums):
-        kind, size = (summed.dtype, summed.device), summed.numel()
-        group, before = open_groups.get(kind, ([], _TOGETHER))
-        if size > SMALL or before + size > _TOGETHER:
-            group, before = [], 0
-            groups.append(group)
-        group.append(place)
-        if size <= SMALL:
-            open_groups[kind] = group, before + size
+        kind = summed.dtype, summed.device
+        if summed.numel() > SMALL:
+            groups.append([place])
+        elif kind in small:
+            small[kind].append(place)
+        else:
+            small[kind] = [place]
+            groups.append(small[kind])
     return groups
 
 

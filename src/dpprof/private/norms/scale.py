@@ -29,13 +29,13 @@ def scale_gradients(
         the kernel gives them without another pass; and the squares of all terms, (B,), except on
         CUDA.
     """
-    B, _, d = x_BTd.shape
+    B, T, d = x_BTd.shape
     if triton_ops.is_fused(x_BTd):
         mean_BT = None if mean_BT1 is None else mean_BT1.squeeze(2)
         made_BRd = triton_ops.scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT1.squeeze(2), shifted)
         return made_BRd[:, 0], made_BRd[:, 1] if shifted else None, None
     on_gpu = placement.is_cuda(x_BTd)
-    parts_of_T = 1 if on_gpu or x_BTd.numel() <= UNDIVIDED else TOKEN_PARTS
+    parts_of_T = 1 if on_gpu or T * d <= UNDIVIDED else TOKEN_PARTS
     accumulator = accumulator_of(x_BTd.dtype)
     means = None if mean_BT1 is None else mean_BT1.chunk(parts_of_T, dim=1)
     parts = zip(x_BTd.chunk(parts_of_T, dim=1), rstd_BT1.chunk(parts_of_T, dim=1), strict=True)

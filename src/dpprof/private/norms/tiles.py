@@ -21,8 +21,8 @@ TOKEN_PARTS = 4
 """Parts into which the tokens of a normalisation are split; one needs one or two parts of its
 input as workspace."""
 
-UNDIVIDED = 2**16
-"""The most elements of a normalisation's input that is not split."""
+UNDIVIDED = 2**13
+"""The most elements of a sample of a normalisation's input that is not split."""
 
 REDUCED_SLICE = 512
 """Terms of a sum of products that are cast to float32 at a time."""

@@ -175,7 +175,7 @@ class Ranks:
             if len(together) == 1:
                 add_noise(own_part(together[0]))
             else:
-                together = _add_noise_together(together, add_noise)
+                _add_noise_together(together, add_noise)
             yield from zip([parameters[place] for place in group], together, strict=True)
 
 
@@ -199,15 +199,14 @@ def release_among(group: Any, sums: list[Tensor], add_noise: AddNoise) -> list[T
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-@allocates("gradients")
-def _add_noise_together(sums: list[Tensor], add_noise: AddNoise) -> list[Tensor]:
-    """Return the noised averages of small sums, which lie in one tensor."""
-    shapes = [summed.shape for summed in sums]
+@allocates("noise")
+def _add_noise_together(sums: list[Tensor], add_noise: AddNoise) -> None:
+    """Add noise to small sums, in place, and average them, side by side in one tensor."""
     flat = torch.cat([summed.reshape(-1) for summed in sums])
-    sums.clear()
     add_noise(flat)
-    parts = torch.split(flat, [shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    parts = torch.split(flat, [summed.numel() for summed in sums])
+    averages = [part.view(summed.shape) for part, summed in zip(parts, sums, strict=True)]
+    torch._foreach_copy_(sums, averages)
 
 
 def gather(rows: Tensor, group: Any) -> Tensor:
