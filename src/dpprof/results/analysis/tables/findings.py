@@ -11,9 +11,11 @@ from dpprof.experiments.records.ceilings import CEILINGS, Ceilings, device_name
 from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.conditions import (
-    Usual,
+    Surroundings,
     find_shared_hosts,
     find_usual_machines,
+    find_usual_settings,
+    list_unusual,
     machine_of,
 )
 from dpprof.results.analysis.groups import RECORDERS
@@ -42,7 +44,7 @@ def find_caveats(
     for run, result in collected.runs:
         if result.outcome == "ok":
             groups[run.id, run.instrument].append(result)
-    machines, usual = find_usual_machines(every), Usual(every)
+    machines, usual = find_usual_machines(every), find_usual_settings(every)
     rows = [
         Finding(kind, name, instrument, finding)
         for (name, instrument), results in groups.items()
@@ -116,7 +118,7 @@ def _tell_shared_gpu(result: Result) -> str:
 
 
 def _compare_conditions(
-    results: Sequence[Result], machines: Mapping[str, str], usual: Usual
+    results: Sequence[Result], machines: Mapping[str, str], usual: Mapping[str, Surroundings]
 ) -> Iterator[tuple[str, str]]:
     """Yield how replicates were measured unlike most of the sweep."""
     most = machines.get(results[0].experiment.device)
@@ -125,7 +127,7 @@ def _compare_conditions(
         listed = ", ".join(f"r{r.replicate} on {machine}" for r, machine in others)
         finding = f"it was measured {listed}, and most of the sweep on {most}"
         yield "devices-differ", f"{finding}: its times and peaks do not count"
-    unusual = [(r, facts) for r in results if (facts := usual.list_unusual(r))]
+    unusual = [(r, facts) for r in results if (facts := list_unusual(r, usual))]
     if unusual:
         listed = ", ".join(f"r{r.replicate} with {' and '.join(facts)}" for r, facts in unusual)
         finding = f"it was measured {listed}, as most of the sweep was"
