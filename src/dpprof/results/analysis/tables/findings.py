@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from dpprof.experiments.config.privacy import Privacy
-from dpprof.experiments.records.ceilings import CEILINGS, Ceilings, device_name
+from dpprof.experiments.records.ceilings import CEILINGS, device_name
 from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.conditions import (
@@ -50,11 +50,7 @@ def find_caveats(
         for (name, instrument), results in groups.items()
         for kind, finding in (*_look_at(results), *_compare_conditions(results, machines, usual))
     ]
-    rows += _not_reconciled(tables["peaks"])
-    rows += _beyond_peak(tables["costs"])
-    rows += _shared_hosts(every)
-    rows += _contended_ceilings(collected.ceilings)
-    rows += _exceeded_ceilings(tables["kernels"])
+    rows += _look_at_sweep(collected, tables, every)
     warnings = privacy.warnings if privacy else []
     rows += [Finding("weak-privacy-budget", "privacy", "", warning) for warning in warnings]
     return rows
@@ -134,16 +130,23 @@ def _compare_conditions(
         yield "settings-differ", f"{finding}: compare it with care"
 
 
-def _beyond_peak(costs: pd.DataFrame) -> Iterator[Finding]:
+def _look_at_sweep(
+    collected: Collected, tables: Mapping[str, pd.DataFrame], results: Iterable[Result]
+) -> Iterator[Finding]:
+    """Yield what is to know of several runs together, and of ceilings."""
+    peaks, costs = tables["peaks"], tables["costs"]
+    judged = peaks[peaks["instrument"].isin(RECORDERS) & peaks["valid"].eq(False)]
+    for _, row in judged.drop_duplicates(["experiment_id", "instrument"]).iterrows():
+        gap = int(row["gap_bytes"])
+        apart = f"{abs(gap):,} bytes {'more' if gap > 0 else 'less'} than recorded"
+        finding = f"the allocator's peak is {apart}, beyond the bound of {row['bound_bytes']:,.0f}"
+        yield Finding("memory-unreconciled", row["experiment_id"], row["instrument"], finding)
     for _, row in costs[costs["beyond_peak"].eq(True)].iterrows():
         finding = (
             f"MFU is {row['mfu']:.2f} and HFU {row['hfu']:.2f}, which is impossible: the peak is "
             f"too low ({row['peak_source']}), or the time or the FLOPs are wrong"
         )
         yield Finding("beyond-peak", row["experiment_id"], row["instrument"], finding)
-
-
-def _shared_hosts(results: Iterable[Result]) -> Iterator[Finding]:
     for device, is_gpu, shared, measured, most in find_shared_hosts(results):
         where = "on other GPUs of their host" if is_gpu else "in other slots of the processor"
         what = "the host's cores, its PCIe and its power" if is_gpu else "its caches and memory"
@@ -152,10 +155,7 @@ def _shared_hosts(results: Iterable[Result]) -> Iterator[Finding]:
             f"most {most} at once: they share {what}, so their times may be too long"
         )
         yield Finding("shared-host", device, "", finding)
-
-
-def _contended_ceilings(measured: Iterable[Ceilings]) -> Iterator[Finding]:
-    for ceilings in measured:
+    for ceilings in collected.ceilings:
         busy = ceilings.others_busy_cores or 0.0
         if ceilings.device.get("type") == "cpu" and busy > TOLERATED_CORES:
             finding = (
@@ -163,25 +163,13 @@ def _contended_ceilings(measured: Iterable[Ceilings]) -> Iterator[Finding]:
                 "the ceilings are too low, MFU and shares of the ceilings too high"
             )
             yield Finding("ceilings-contended", device_name(ceilings.device), CEILINGS, finding)
-
-
-def _exceeded_ceilings(kernels: pd.DataFrame) -> Iterator[Finding]:
-    """Check compute-bound kernels only: caches can lift memory-bound ones above bandwidth."""
-    bound = kernels[kernels["bound"].eq("compute")]
+    # Compute-bound kernels alone: caches can lift memory-bound ones above the bandwidth.
+    bound = tables["kernels"].loc[lambda rows: rows["bound"].eq("compute")]
     share = bound["flops_per_s"].astype(float) / bound["ceiling_flops_per_s"].astype(float)
-    for device, shares in share[share > 1].groupby(bound["ceilings_of"]):
+    for name, shares in share[share > 1].groupby(bound["ceilings_of"]):
         finding = (
             f"kernels ran at up to {shares.max():.1f} times the fastest measured matrix product, "
             "so the device was slower while its ceilings were measured: shares of its ceilings, "
             "MFU and HFU are too high"
         )
-        yield Finding("ceilings-exceeded", str(device), CEILINGS, finding)
-
-
-def _not_reconciled(peaks: pd.DataFrame) -> Iterator[Finding]:
-    judged = peaks[peaks["instrument"].isin(RECORDERS) & peaks["valid"].eq(False)]
-    for _, row in judged.drop_duplicates(["experiment_id", "instrument"]).iterrows():
-        gap = int(row["gap_bytes"])
-        apart = f"{abs(gap):,} bytes {'more' if gap > 0 else 'less'} than recorded"
-        finding = f"the allocator's peak is {apart}, beyond the bound of {row['bound_bytes']:,.0f}"
-        yield Finding("memory-unreconciled", row["experiment_id"], row["instrument"], finding)
+        yield Finding("ceilings-exceeded", str(name), CEILINGS, finding)
