@@ -5,14 +5,8 @@ from dpprof.results.report.content import build_document
 
 
 def observed(step_s, rss, allocated=None):
-    return {
-        "observed": {
-            "step_s": step_s,
-            "steps": 1,
-            "peak_rss_bytes": rss,
-            "peak_allocated_bytes": allocated,
-        }
-    }
+    peaks = {"peak_rss_bytes": rss, "peak_allocated_bytes": allocated}
+    return {"observed": {"step_s": step_s, "steps": 1} | peaks}
 
 
 def test_instruments_are_compared_with_clean(tmp_path) -> None:

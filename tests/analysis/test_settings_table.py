@@ -1,7 +1,6 @@
 """Which method is smallest and which fastest, and what cannot be told."""
 
-import math
-
+import pandas as pd
 import pytest
 from factory import make_experiment, tables_of_runs
 
@@ -22,13 +21,9 @@ def tables_of(root, times, peaks=None):
     return tables_of_runs(root, *runs)
 
 
-def settings_of(root, times, peaks=None):
-    return tables_of(root, times, peaks)["settings"]
-
-
-def only_row(table):
-    assert len(table) == 1
-    return table.iloc[0]
+def only_row(root, times, peaks=None):
+    [row] = tables_of(root, times, peaks)["settings"].to_dict("records")
+    return row
 
 
 def test_smallest_fastest_and_their_ratios(tmp_path) -> None:
@@ -38,12 +33,12 @@ def test_smallest_fastest_and_their_ratios(tmp_path) -> None:
         HOOKS: [2.0, 2.01, 1.99],
         EW: [2.02, 2.0, 2.01],
     }
-    row = only_row(settings_of(tmp_path, times, {STANDARD: 100, GHOST: 150, HOOKS: 400, EW: 401}))
+    row = only_row(tmp_path, times, {STANDARD: 100, GHOST: 150, HOOKS: 400, EW: 401})
 
     assert (row["methods"], row["noise_known"]) == (3, True)
-    smallest = row[["smallest", "smallest_peak_bytes", "smallest_ratio"]].tolist()
+    smallest = [row[name] for name in ("smallest", "smallest_peak_bytes", "smallest_ratio")]
     assert smallest == ["opacus-ghost", 150, 1.5]
-    fastest = row[["fastest", "fastest_step_s", "fastest_ratio"]].tolist()
+    fastest = [row[name] for name in ("fastest", "fastest_step_s", "fastest_ratio")]
     assert fastest == ["opacus-hooks", 2.0, 2.0]
     assert row["not_slower"] == "opacus-ew"
     assert row["fastest_ratio_low"] < 2.0 < row["fastest_ratio_high"]
@@ -51,27 +46,25 @@ def test_smallest_fastest_and_their_ratios(tmp_path) -> None:
 
 
 def test_without_replicates_the_noise_is_unknown(tmp_path) -> None:
-    times = {STANDARD: [1.0], GHOST: [3.0], HOOKS: [2.0]}
-    row = only_row(settings_of(tmp_path, times))
+    row = only_row(tmp_path, {STANDARD: [1.0], GHOST: [3.0], HOOKS: [2.0]})
 
     assert not row["noise_known"]
-    assert row["not_slower"] is None or math.isnan(row["not_slower"])
+    assert pd.isna(row["not_slower"])
     assert row["fastest_verdict"] is None
 
 
 def test_without_standard_there_is_no_ratio(tmp_path) -> None:
-    row = only_row(settings_of(tmp_path, {GHOST: [3.0]}, {GHOST: 10}))
+    row = only_row(tmp_path, {GHOST: [3.0]}, {GHOST: 10})
 
     assert (row["smallest"], row["fastest"]) == ("opacus-ghost", "opacus-ghost")
-    assert all(row[name] is None or math.isnan(row[name]) for name in ("smallest_ratio",))
-    assert row["fastest_ratio"] is None or math.isnan(row["fastest_ratio"])
+    assert pd.isna(row["smallest_ratio"])
+    assert pd.isna(row["fastest_ratio"])
 
 
 def test_peaks_of_two_kinds_have_no_smallest(tmp_path) -> None:
-    times = {GHOST: [3.0], HOOKS: [2.0]}
-    row = only_row(settings_of(tmp_path, times, {GHOST: 10}))
+    row = only_row(tmp_path, {GHOST: [3.0], HOOKS: [2.0]}, {GHOST: 10})
 
-    assert row["smallest"] is None or math.isnan(row["smallest"])
+    assert pd.isna(row["smallest"])
     assert row["fastest"] == "opacus-hooks"
 
 

@@ -22,44 +22,39 @@ def tables_of(root, *experiments):
     return tables_of_runs(root, *((experiment, "clean", {}) for experiment in experiments))
 
 
-def verified(tables, name="experiments"):
-    return dict(zip(tables[name]["method"], tables[name]["verified"], strict=True))
-
-
 def test_experiments_and_methods_have_the_verdict_and_the_error(tmp_path) -> None:
     write_synthetic_verdict(tmp_path, GHOST, False, reason="it differs", max_relative_error=0.5)
     tables = tables_of(tmp_path, GHOST, HOOKS)
 
     for name in ("experiments", "methods"):
-        assert verified(tables, name) == {"opacus-ghost": False, "opacus-hooks": True}
+        verdicts = dict(zip(tables[name]["method"], tables[name]["verified"], strict=True))
+        assert verdicts == {"opacus-ghost": False, "opacus-hooks": True}
         assert set(tables[name]["max_relative_error"]) == {0.5, 1e-16}
     assert name_unverified(tables["verification"]) == {"opacus-ghost": "it differs"}
 
 
+PLAIN = "its verdict is about steps with execution eager and head logits"
+
+
 @pytest.mark.parametrize(
-    ("other", "is_verified"),
-    [({}, True), ({"execution": "compiled"}, None), ({"head": "chunked"}, None)],
+    ("other", "passed", "verified", "reason"),
+    [
+        ({}, True, True, None),
+        ({"execution": "compiled"}, True, None, PLAIN),
+        ({"head": "chunked"}, True, None, PLAIN),
+        ({"head": "chunked"}, False, False, "it differs"),
+    ],
 )
-def test_a_verdict_says_nothing_of_steps_that_run_in_another_way(
-    other, is_verified, tmp_path
+def test_a_failed_verdict_alone_holds_for_steps_that_run_in_another_way(
+    other, passed, verified, reason, tmp_path
 ) -> None:
-    write_synthetic_verdict(tmp_path, GHOST, mechanism="adaptive flat clipping")
+    said = {"reason": None if passed else "it differs", "mechanism": "adaptive flat clipping"}
+    write_synthetic_verdict(tmp_path, GHOST, passed, **said)
     experiment = make_experiment(method="opacus-ghost", **other)
-    [found] = read_standings(tmp_path, [experiment], lambda *_: None).values()
+    [standing] = read_standings(tmp_path, [experiment], lambda *_: None).values()
 
-    assert found.verified is is_verified
-    assert found.mechanism == "adaptive flat clipping"
-    assert found.reason == (
-        None if is_verified else "its verdict is about steps with execution eager and head logits"
-    )
-
-
-def test_a_failed_verdict_holds_however_steps_run(tmp_path) -> None:
-    write_synthetic_verdict(tmp_path, GHOST, False, reason="it differs")
-    experiment = make_experiment(method="opacus-ghost", head="chunked")
-    [found] = read_standings(tmp_path, [experiment], lambda *_: None).values()
-
-    assert (found.verified, found.reason) == (False, "it differs")
+    assert (standing.verified, standing.reason) == (verified, reason)
+    assert standing.mechanism == "adaptive flat clipping"
 
 
 def test_the_mechanism_is_in_every_table_that_compares_methods(tmp_path) -> None:

@@ -4,14 +4,8 @@ from dpprof.results.analysis.difference.waterfall import Bar, fold_blocks, subtr
 
 
 def held(component, layer, op, size, phase="backward"):
-    return {
-        "component": component,
-        "layer": layer,
-        "op": op,
-        "phase": phase,
-        "bytes": size,
-        "storages": 1,
-    }
+    owner = {"component": component, "layer": layer, "op": op, "phase": phase}
+    return owner | {"bytes": size, "storages": 1}
 
 
 A = [

@@ -53,14 +53,6 @@ def test_a_tick_marks_the_allocators_peak_where_it_is_known(tmp_path) -> None:
     assert axis.texts[0].xy == (41.0, 0)
 
 
-def test_what_is_predicted_for_another_device_is_no_part_of_it(tmp_path) -> None:
-    elsewhere = make_experiment(method="standard", device="cuda", target="l4")
-    tables = tables_of_runs(tmp_path, (elsewhere, "estimate", {"recorded": make_memory(OWNED)}))
-
-    with pytest.raises(NothingToDrawError, match="succeeded without a target"):
-        draw_breakdown(tables)
-
-
 @pytest.mark.parametrize("lengths", [[4], [4, 8]])
 def test_even_with_every_component_no_legend_is_cut(lengths, tmp_path) -> None:
     recorded = make_memory(dict.fromkeys(COMPONENT_COLOURS, MIB))
@@ -121,8 +113,15 @@ def test_this_machine_is_a_target_without_a_line(tmp_path) -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["parameters", "noise"]
 
 
-def test_without_a_target_there_is_nothing_to_draw(tmp_path) -> None:
-    tables = tables_of_runs(tmp_path, estimate(device="cpu", target=None))
-
-    with pytest.raises(NothingToDrawError, match="for a target"):
-        draw_predicted(tables)
+@pytest.mark.parametrize(
+    ("draw", "on", "missing"),
+    [
+        (draw_breakdown, {}, "succeeded without a target"),
+        (draw_predicted, {"device": "cpu", "target": None}, "for a target"),
+    ],
+)
+def test_what_runs_here_and_what_is_predicted_elsewhere_are_apart(
+    draw, on, missing, tmp_path
+) -> None:
+    with pytest.raises(NothingToDrawError, match=missing):
+        draw(tables_of_runs(tmp_path, estimate(**on)))

@@ -24,27 +24,24 @@ def points_of(axis) -> dict[str, tuple[float, float]]:
     return {text.get_text(): tuple(text.xy) for text in axis.texts}
 
 
-def test_points_are_multiples_of_standard_and_named(tmp_path) -> None:
-    [axis] = tradeoff.draw(tables_of(tmp_path)).axes
+RATIOS = {"standard": (1.0, 1.0), "opacus-ghost": (2.5, 1.5), "flash-bk": (1.2, 1.0)}
+OWN_UNITS = {"opacus-ghost": (25.0, 3.0), "flash-bk": (12.0, 2.0)}
 
-    assert points_of(axis) == {
-        "standard": (1.0, 1.0),
-        "opacus-ghost": (pytest.approx(2.5), 1.5),
-        "flash-bk": (pytest.approx(1.2), 1.0),
-    }
+
+@pytest.mark.parametrize(
+    ("points", "time", "memory"),
+    [(RATIOS, "times standard", "times standard"), (OWN_UNITS, "ms", "MiB")],
+)
+def test_points_are_named_multiples_of_standard_if_it_is_there(
+    points, time, memory, tmp_path
+) -> None:
+    methods = {name: METHODS[name] for name in points}
+    [axis] = tradeoff.draw(tables_of(tmp_path, methods)).axes
+
+    assert points_of(axis) == {name: pytest.approx(point) for name, point in points.items()}
     assert axis.get_title() == "V16-d8-L1-H2, T = 4, B = 2"
-    assert axis.get_xlabel() == "step time (times standard)"
-
-
-def test_without_standard_points_have_their_own_units(tmp_path) -> None:
-    private = {name: METHODS[name] for name in ("opacus-ghost", "flash-bk")}
-    [axis] = tradeoff.draw(tables_of(tmp_path, private)).axes
-
-    assert points_of(axis) == {
-        "opacus-ghost": (pytest.approx(25.0), 3.0),
-        "flash-bk": (pytest.approx(12.0), 2.0),
-    }
-    assert (axis.get_xlabel(), axis.get_ylabel()) == ("step time (ms)", "peak allocated (MiB)")
+    labels = axis.get_xlabel(), axis.get_ylabel()
+    assert labels == (f"step time ({time})", f"peak allocated ({memory})")
 
 
 def test_error_bars_are_the_intervals_of_the_ratios(tmp_path) -> None:

@@ -96,30 +96,32 @@ def _packages_of(result: Result) -> tuple[str, ...]:
     return ("torch", "opacus", "dpprof", *model_libraries(result.experiment))
 
 
-class Usual:
-    """The versions and settings of most measurements of a sweep, by requested device.
+Surroundings = tuple[tuple[Fact, str], ...]
+
+
+def find_usual_settings(results: Iterable[Result]) -> Mapping[str, Surroundings]:
+    """Return the versions and settings of most measurements, by requested device.
 
     Versions of torch, Opacus and what builds a model are not compared: results of others are
     measured again.
     """
-
-    def __init__(self, results: Iterable[Result]) -> None:
-        self._usual = _find_usual(results, _surroundings)
-
-    def list_unusual(self, result: Result) -> list[str]:
-        """Return how a measurement differs from most, each fact with both values."""
-        told, usual = _surroundings(result), self._usual.get(result.experiment.device)
-        if told is None or usual is None:
-            return []
-        own, others = dict(told), dict(usual)
-        return [
-            f"{fact.name} {own.get(fact, 'none')} instead of {others.get(fact, 'none')}"
-            for fact in sorted({*own, *others})
-            if own.get(fact) != others.get(fact)
-        ]
+    return _find_usual(results, _surroundings)
 
 
-def _surroundings(result: Result) -> tuple[tuple[Fact, str], ...] | None:
+def list_unusual(result: Result, usual: Mapping[str, Surroundings]) -> list[str]:
+    """Return how a measurement differs from most, each fact with both values."""
+    told = _surroundings(result)
+    if told is None or result.experiment.device not in usual:
+        return []
+    own, others = dict(told), dict(usual[result.experiment.device])
+    return [
+        f"{fact.name} {own.get(fact, 'none')} instead of {others.get(fact, 'none')}"
+        for fact in sorted({*own, *others})
+        if own.get(fact) != others.get(fact)
+    ]
+
+
+def _surroundings(result: Result) -> Surroundings | None:
     """Return a measurement's facts, without its device; None for a prediction."""
     if result.instrument in PREDICTIONS:
         return None

@@ -117,7 +117,13 @@ def draw_ranks(tables: Mapping[str, pd.DataFrame]) -> Figure:
     GPUs.
     """
     advice = tables["advice"].loc[lambda rows: rows["verdict"].ne("wrong")]
-    options = _add_hours(with_size(advice, tables["runs"]))
+    sized = with_size(advice, tables["runs"]).rename(columns={"model_size": "parameters_total"})
+    ranks = advice["parallel"].map(read_world_size)
+    kinds = [name_kind(row) for _, row in advice.iterrows()]
+    options = sized.assign(ranks=ranks, kind=kinds, parallel=None, batch_size=1)
+    for end, speed in (("", ""), ("_low", "_high"), ("_high", "_low")):  # slow is dear
+        each = advice[f"tokens_per_s{speed}"].astype(float) / ranks
+        options[f"gpu_hours{end}"] = hours_of_billion(each)
     keys = [options[name].map(str) for name in (*TRAINING, "target") if name in options]
     on_several = options["ranks"].where(options["safe_batch_size"].notna()).groupby(keys)
     compared = options[on_several.transform("nunique") > 1]
@@ -145,18 +151,6 @@ def draw_ranks(tables: Mapping[str, pd.DataFrame]) -> Figure:
 def _split(compared: pd.DataFrame, most: int) -> Panels:
     missing = "no training was asked about on several numbers of GPUs"
     return split(compared, missing, but=["batch_size", "parallel"], most=most)
-
-
-def _add_hours(advice: pd.DataFrame) -> pd.DataFrame:
-    """Add GPU hours for a billion tokens; the number of GPUs gets a column of its own."""
-    ranks = advice["parallel"].map(read_world_size)
-    kinds = [name_kind(row) for _, row in advice.iterrows()]
-    speeds = ("tokens_per_s", "tokens_per_s_high", "tokens_per_s_low")  # slow is dear
-    hours = [hours_of_billion(advice[name].astype(float) / ranks) for name in speeds]
-    names = ("gpu_hours", "gpu_hours_low", "gpu_hours_high")
-    added = dict(zip(names, hours, strict=True))
-    sized = advice.rename(columns={"model_size": "parameters_total"})
-    return sized.assign(ranks=ranks, kind=kinds, parallel=None, batch_size=1, **added)
 
 
 def _draw_methods(axis: Axes, rows: pd.DataFrame, name: str) -> None:

@@ -92,8 +92,15 @@ def draw_cost(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """
     along = "seq_len"
     parameters = tables["experiments"][["experiment_id", "parameters_total"]]
-    records = _per_token(choose_runs(tables["costs"]).merge(parameters, on="experiment_id"))
-    here = records["target"].isna()
+    records = choose_runs(tables["costs"]).merge(parameters, on="experiment_id")
+    tokens, here = records.apply(count_tokens, axis=1), records["target"].isna()
+    step_s = records["median_step_s"].astype(float)
+    records = records.assign(
+        executed_flops=records["executed_flops"] / tokens,
+        bytes_moved=(records["bytes_read"] + records["bytes_written"]) / tokens,
+        step_s=step_s.fillna(records["roofline_step_s"].where(~here).astype(float)) / tokens,
+        bare=step_s.isna(),
+    )
     halves = [_find_panels(rows, along).shown for rows in (records[here], records[~here])]
     panels = [*halves[0], *halves[1]][:_ROWS]
     if not panels:
@@ -152,17 +159,6 @@ def _draw_method(memory: Axes, time: Axes, method: str, points: pd.DataFrame, al
     bars: dict[str, Any] = {"fmt": "none", "ecolor": style["color"], "elinewidth": 0.8}
     reach = [step_ms - low_ms, high_ms - step_ms]
     time.errorbar(points[along], step_ms, yerr=reach, capsize=2, **bars)
-
-
-def _per_token(rows: pd.DataFrame) -> pd.DataFrame:
-    tokens = rows.apply(count_tokens, axis=1)
-    least = rows["roofline_step_s"].where(rows["target"].notna())
-    return rows.assign(
-        executed_flops=rows["executed_flops"] / tokens,
-        bytes_moved=(rows["bytes_read"] + rows["bytes_written"]) / tokens,
-        step_s=rows["median_step_s"].astype(float).fillna(least.astype(float)) / tokens,
-        bare=rows["median_step_s"].isna(),
-    )
 
 
 def _draw_cost(axis: Axes, method: str, points: pd.DataFrame, cost: str, unit: float) -> None:

@@ -65,17 +65,12 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
             axis.set_ylabel(f"live memory ({unit})")
     figure.suptitle(f"{focus.title} ({', '.join(sorted(set(rows['instrument'])))})", fontsize=8)
     share_legend(figure, COMPONENT_COLOURS)
-    tell(figure, _say_peaks(rows))
-    return figure
-
-
-def _say_peaks(rows: pd.DataFrame) -> str:
-    """Say in which phase each method has its peak."""
-    said = [
+    peaks = "; ".join(
         f"in {str(phase).replace('_', ' ')} with {', '.join(methods.index)}"
         for phase, methods in rows.groupby("phase", sort=False)
-    ]
-    return f"The peak is {'; '.join(said)}."
+    )
+    tell(figure, f"The peak is {peaks}.")
+    return figure
 
 
 def draw_step(axis: Axes, step: pd.DataFrame, unit: str, highest: float, letter: float) -> None:

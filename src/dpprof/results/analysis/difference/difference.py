@@ -131,14 +131,10 @@ def _describe(result: Result, name: str) -> Side:
     return Side(
         name=name,
         method=result.experiment.method,
-        experiment_id=result.experiment_id,
-        instrument=result.instrument,
-        replicate=result.replicate,
         predicted=_is_predicted(result),
         peak_bytes=peak_bytes(memory),
-        phase=memory.at_peak.phase,
-        module=memory.at_peak.module,
-        op=memory.at_peak.op,
+        **result.model_dump(include={"experiment_id", "instrument", "replicate"}),
+        **memory.at_peak.model_dump(include={"phase", "module", "op"}),
     )
 
 

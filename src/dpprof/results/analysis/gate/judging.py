@@ -24,7 +24,7 @@ from dpprof.results.analysis.groups import ExperimentRuns
 from dpprof.results.analysis.statistics import NO_DIFFERENCE, Comparison, can_differ
 
 Number = int | float
-Unit = Literal["bytes", "FLOPs", "launches", "samples", "seconds"]
+_MORE_IS_BETTER = {"fits", "largest batch", "largest safe batch"}
 
 
 class RunKey(NamedTuple):
@@ -38,11 +38,10 @@ class ExactFigure(NamedTuple):
     """A figure that any run of an instrument has."""
 
     metric: Metric
-    name: FigureName
-    unit: Unit | None = "bytes"
+    figure: FigureName
+    unit: Literal["bytes", "FLOPs", "launches", "samples", "seconds"] | None = "bytes"
     part: str | None = None
     phase: str | None = None
-    more_is_better: bool = False
 
 
 class FamilyKey(NamedTuple):
@@ -74,9 +73,9 @@ def list_families(
 def _exact_figures(result: Result) -> Iterator[tuple[str, ExactFigure, Number | None]]:
     """Yield every exact figure with the name of its family; None where it is unknown."""
     if (capacity := result.capacity) is not None:
-        batch = ExactFigure("memory", "largest batch", "samples", more_is_better=True)
+        batch = ExactFigure("memory", "largest batch", "samples")
+        safe = batch._replace(figure="largest safe batch")
         yield "largest batches", batch, capacity.batch_size
-        safe = batch._replace(name="largest safe batch")
         yield "largest batches", safe, capacity.safe_batch_size or 0
     if (memory := result.memory) is not None:
         peaks: dict[FigureName, int | None] = {
@@ -85,7 +84,7 @@ def _exact_figures(result: Result) -> Iterator[tuple[str, ExactFigure, Number | 
         }
         if (simulated := memory.allocator) is not None:
             fits = None if simulated.fits is None else int(simulated.fits)
-            yield "fits", ExactFigure("memory", "fits", None, more_is_better=True), fits
+            yield "fits", ExactFigure("memory", "fits", None), fits
             peaks["reserved"] = simulated.reserved_bytes
             peaks["reserved with expandable segments"] = simulated.expandable_reserved_bytes
         for name, size in peaks.items():
@@ -176,7 +175,7 @@ def judge_exact(
     if set(baseline) == set(candidate):
         judgement = "same"
     elif max(candidate) < min(baseline) or min(candidate) > max(baseline):
-        gets_worse = (now < was) if figure.more_is_better else (now > was)
+        gets_worse = (now < was) if figure.figure in _MORE_IS_BETTER else (now > was)
         judgement = "worse" if gets_worse else "better"
         change, share = Decimal(now) - Decimal(was), Decimal(repr(threshold))  # without rounding
         if gets_worse and abs(change) <= share * Decimal(was):
@@ -191,9 +190,9 @@ def judge_exact(
 def _find_threshold(figure: ExactFigure, thresholds: Thresholds) -> float:
     """Return the threshold of a figure, as a share of the baseline."""
     if figure.metric == "memory":
-        fallback = 0.0 if figure.name == "fits" else thresholds.memory
+        fallback = 0.0 if figure.figure == "fits" else thresholds.memory
         return thresholds.components.get(figure.part or "", fallback)
-    if figure.name in ("bytes moved", "bytes sent"):
+    if figure.figure in ("bytes moved", "bytes sent"):
         return thresholds.bytes_moved
     return float(getattr(thresholds, figure.metric))
 
@@ -213,15 +212,8 @@ def _compare(
     """Return both sides' values of a figure, of which nothing is decided by itself."""
     ratio = candidate / baseline if baseline and candidate is not None else None
     values: dict[str, Any] = {"baseline": baseline, "candidate": candidate, "ratio": ratio}
-    return ComparedFigure(
-        **key._asdict(),
-        metric=figure.metric,
-        figure=figure.name,
-        part=figure.part,
-        phase=figure.phase,
-        unit=figure.unit,
-        **values | {"judgement": "undecided"} | decided,
-    )
+    values["judgement"] = "undecided"
+    return ComparedFigure(**key._asdict(), **figure._asdict(), **values | decided)
 
 
 def judge_step_times(

@@ -262,7 +262,7 @@ def _judge(pair: _Pair, noise: Noise, options: Options) -> Iterator[ComparedFigu
         for figure in dict.fromkeys(figure for side in figures for figure in side or ()):
             was, now = (None if side is None else side.get(figure, [0]) for side in figures)
             compared = judging.judge_exact(pair.key, figure, was, now, options.thresholds)
-            if moved and figure.name == "component" and compared.judgement != "same":
+            if moved and figure.figure == "component" and compared.judgement != "same":
                 compared = compared.model_copy(update={"reason": compared.reason or moved})
             yield compared
     if "time" in options.metrics:

@@ -68,7 +68,11 @@ def list_experiments(
         row = _experiment_row(group, interval)
         row |= {name: getattr(standing, name) for name in _OF_STANDING}
         if base := standard.bases.get(group.setting):
-            row |= _compare_steps(group, base, standard.compared.get(group.experiment.id))
+            if comparison := standard.compared.get(group.experiment.id):
+                row |= _tell("step", comparison)
+                row |= {"step_p_value": comparison.p_value, "step_floor": comparison.floor}
+            elif group.step_s and base.step_s:  # a baseline
+                row["step_ratio"] = median(group.step_s) / median(base.step_s)
             # Peaks of two kinds are not compared; allocator's peaks repeat exactly.
             if group.peaks.kind is not None and group.peaks.kind == base.peaks.kind:
                 row["peak_ratio"] = median(group.peaks.sizes) / median(base.peaks.sizes)
@@ -112,17 +116,6 @@ def _spread(name: str, values: Sequence[int]) -> dict[str, Any]:
     if not values:
         return {}
     return {f"{name}_min_bytes": min(values), f"{name}_max_bytes": max(values)}
-
-
-def _compare_steps(
-    group: ExperimentRuns, base: ExperimentRuns, comparison: Comparison | None
-) -> dict[str, Any]:
-    if not group.step_s or not base.step_s:
-        return {}
-    if comparison is None:  # a baseline
-        return {"step_ratio": median(group.step_s) / median(base.step_s)}
-    significance = {"step_p_value": comparison.p_value, "step_floor": comparison.floor}
-    return _tell("step", comparison) | significance
 
 
 def _tell(name: str, comparison: Comparison) -> dict[str, Any]:

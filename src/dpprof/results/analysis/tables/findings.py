@@ -7,13 +7,15 @@ from typing import NamedTuple
 import pandas as pd
 
 from dpprof.experiments.config.privacy import Privacy
-from dpprof.experiments.records.ceilings import CEILINGS, Ceilings, device_name
+from dpprof.experiments.records.ceilings import CEILINGS, device_name
 from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.conditions import (
-    Usual,
+    Surroundings,
     find_shared_hosts,
     find_usual_machines,
+    find_usual_settings,
+    list_unusual,
     machine_of,
 )
 from dpprof.results.analysis.groups import RECORDERS
@@ -42,17 +44,13 @@ def find_caveats(
     for run, result in collected.runs:
         if result.outcome == "ok":
             groups[run.id, run.instrument].append(result)
-    machines, usual = find_usual_machines(every), Usual(every)
+    machines, usual = find_usual_machines(every), find_usual_settings(every)
     rows = [
         Finding(kind, name, instrument, finding)
         for (name, instrument), results in groups.items()
         for kind, finding in (*_look_at(results), *_compare_conditions(results, machines, usual))
     ]
-    rows += _not_reconciled(tables["peaks"])
-    rows += _beyond_peak(tables["costs"])
-    rows += _shared_hosts(every)
-    rows += _contended_ceilings(collected.ceilings)
-    rows += _exceeded_ceilings(tables["kernels"])
+    rows += _look_at_sweep(collected, tables, every)
     warnings = privacy.warnings if privacy else []
     rows += [Finding("weak-privacy-budget", "privacy", "", warning) for warning in warnings]
     return rows
@@ -116,7 +114,7 @@ def _tell_shared_gpu(result: Result) -> str:
 
 
 def _compare_conditions(
-    results: Sequence[Result], machines: Mapping[str, str], usual: Usual
+    results: Sequence[Result], machines: Mapping[str, str], usual: Mapping[str, Surroundings]
 ) -> Iterator[tuple[str, str]]:
     """Yield how replicates were measured unlike most of the sweep."""
     most = machines.get(results[0].experiment.device)
@@ -125,23 +123,30 @@ def _compare_conditions(
         listed = ", ".join(f"r{r.replicate} on {machine}" for r, machine in others)
         finding = f"it was measured {listed}, and most of the sweep on {most}"
         yield "devices-differ", f"{finding}: its times and peaks do not count"
-    unusual = [(r, facts) for r in results if (facts := usual.list_unusual(r))]
+    unusual = [(r, facts) for r in results if (facts := list_unusual(r, usual))]
     if unusual:
         listed = ", ".join(f"r{r.replicate} with {' and '.join(facts)}" for r, facts in unusual)
         finding = f"it was measured {listed}, as most of the sweep was"
         yield "settings-differ", f"{finding}: compare it with care"
 
 
-def _beyond_peak(costs: pd.DataFrame) -> Iterator[Finding]:
+def _look_at_sweep(
+    collected: Collected, tables: Mapping[str, pd.DataFrame], results: Iterable[Result]
+) -> Iterator[Finding]:
+    """Yield what is to know of several runs together, and of ceilings."""
+    peaks, costs = tables["peaks"], tables["costs"]
+    judged = peaks[peaks["instrument"].isin(RECORDERS) & peaks["valid"].eq(False)]
+    for _, row in judged.drop_duplicates(["experiment_id", "instrument"]).iterrows():
+        gap = int(row["gap_bytes"])
+        apart = f"{abs(gap):,} bytes {'more' if gap > 0 else 'less'} than recorded"
+        finding = f"the allocator's peak is {apart}, beyond the bound of {row['bound_bytes']:,.0f}"
+        yield Finding("memory-unreconciled", row["experiment_id"], row["instrument"], finding)
     for _, row in costs[costs["beyond_peak"].eq(True)].iterrows():
         finding = (
             f"MFU is {row['mfu']:.2f} and HFU {row['hfu']:.2f}, which is impossible: the peak is "
             f"too low ({row['peak_source']}), or the time or the FLOPs are wrong"
         )
         yield Finding("beyond-peak", row["experiment_id"], row["instrument"], finding)
-
-
-def _shared_hosts(results: Iterable[Result]) -> Iterator[Finding]:
     for device, is_gpu, shared, measured, most in find_shared_hosts(results):
         where = "on other GPUs of their host" if is_gpu else "in other slots of the processor"
         what = "the host's cores, its PCIe and its power" if is_gpu else "its caches and memory"
@@ -150,10 +155,7 @@ def _shared_hosts(results: Iterable[Result]) -> Iterator[Finding]:
             f"most {most} at once: they share {what}, so their times may be too long"
         )
         yield Finding("shared-host", device, "", finding)
-
-
-def _contended_ceilings(measured: Iterable[Ceilings]) -> Iterator[Finding]:
-    for ceilings in measured:
+    for ceilings in collected.ceilings:
         busy = ceilings.others_busy_cores or 0.0
         if ceilings.device.get("type") == "cpu" and busy > TOLERATED_CORES:
             finding = (
@@ -161,25 +163,13 @@ def _contended_ceilings(measured: Iterable[Ceilings]) -> Iterator[Finding]:
                 "the ceilings are too low, MFU and shares of the ceilings too high"
             )
             yield Finding("ceilings-contended", device_name(ceilings.device), CEILINGS, finding)
-
-
-def _exceeded_ceilings(kernels: pd.DataFrame) -> Iterator[Finding]:
-    """Check compute-bound kernels only: caches can lift memory-bound ones above bandwidth."""
-    bound = kernels[kernels["bound"].eq("compute")]
+    # Compute-bound kernels alone: caches can lift memory-bound ones above the bandwidth.
+    bound = tables["kernels"].loc[lambda rows: rows["bound"].eq("compute")]
     share = bound["flops_per_s"].astype(float) / bound["ceiling_flops_per_s"].astype(float)
-    for device, shares in share[share > 1].groupby(bound["ceilings_of"]):
+    for name, shares in share[share > 1].groupby(bound["ceilings_of"]):
         finding = (
             f"kernels ran at up to {shares.max():.1f} times the fastest measured matrix product, "
             "so the device was slower while its ceilings were measured: shares of its ceilings, "
             "MFU and HFU are too high"
         )
-        yield Finding("ceilings-exceeded", str(device), CEILINGS, finding)
-
-
-def _not_reconciled(peaks: pd.DataFrame) -> Iterator[Finding]:
-    judged = peaks[peaks["instrument"].isin(RECORDERS) & peaks["valid"].eq(False)]
-    for _, row in judged.drop_duplicates(["experiment_id", "instrument"]).iterrows():
-        gap = int(row["gap_bytes"])
-        apart = f"{abs(gap):,} bytes {'more' if gap > 0 else 'less'} than recorded"
-        finding = f"the allocator's peak is {apart}, beyond the bound of {row['bound_bytes']:,.0f}"
-        yield Finding("memory-unreconciled", row["experiment_id"], row["instrument"], finding)
+        yield Finding("ceilings-exceeded", str(name), CEILINGS, finding)

@@ -237,7 +237,12 @@ def list_kernels(collected: Collected) -> dict[str, list[dict[str, Any]]]:
             continue
         common = key_of(run) | axes_of(result.experiment) | pick("kernels", result.model)
         ceilings = find_ceilings(collected.ceilings, result.device)
-        roof = _find_roof(ceilings, result.experiment.dtype)
+        roof: dict[str, Any] = {}
+        if ceilings is not None:
+            products, copies = ceilings.matmul.get(result.experiment.dtype), ceilings.bandwidth
+            roof["ceiling_flops_per_s"] = products and products.flops_per_s
+            roof["ceiling_bytes_per_s"] = copies and copies.bytes_per_s
+            roof["ceilings_of"] = device_name(ceilings.device)
         work: dict[Any, Work] = recorded.get(run.id, {})
         rows = [
             _kernel_row(part, work.get((part.phase, part.op_kind)), roof)
@@ -259,18 +264,6 @@ def list_kernels(collected: Collected) -> dict[str, list[dict[str, Any]]]:
             }
         )
     return {"kernels": kernels, "traces": traces}
-
-
-def _find_roof(ceilings: Ceilings | None, dtype: Dtype) -> dict[str, Any]:
-    """Return the device's measured ceilings for a dtype, as columns."""
-    if ceilings is None:
-        return {}
-    products, copies = ceilings.matmul.get(dtype), ceilings.bandwidth
-    return {
-        "ceiling_flops_per_s": products and products.flops_per_s,
-        "ceiling_bytes_per_s": copies and copies.bytes_per_s,
-        "ceilings_of": device_name(ceilings.device),
-    }
 
 
 def _kernel_row(launched: Launched, work: Work | None, roof: dict[str, Any]) -> dict[str, Any]:
