@@ -7,9 +7,17 @@ from torch import nn
 from dpprof.private import BookKeeping, NoisyOptimizer
 from dpprof.private.contributions.sums import SMALL, group_small
 from dpprof.private.graph import layout
+from dpprof.private.norms import placement, triton_ops
 
 
-def test_small_sums_are_grouped_by_dtype_and_size() -> None:
+@pytest.fixture
+def on_cuda():
+    """Treat tensors as if they were on CUDA, but for Triton's kernels."""
+    with placement.as_if_on_cuda():
+        yield
+
+
+def test_small_sums_are_grouped_by_dtype_and_size(on_cuda) -> None:
     sizes = [3, SMALL + 1, SMALL, 5, SMALL, SMALL, SMALL]
     sums = [torch.empty(size) for size in sizes]
     sums[3] = sums[3].double()
@@ -34,7 +42,8 @@ def take_step(sizes: list[int], generator: torch.Generator | None) -> list[torch
     return [parameter.grad for parameter in layer.parameters()]
 
 
-def test_noise_of_small_sums_has_the_deviation_and_is_independent() -> None:
+def test_noise_of_small_sums_has_the_deviation_and_is_independent(on_cuda, monkeypatch) -> None:
+    monkeypatch.setattr(triton_ops, "is_fused", lambda _: False)
     weight, bias = take_step([1000, 4], None)
 
     assert float(weight.std()) == pytest.approx(0.5, rel=0.06)

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from dpprof.private.norms import placement
+
 
 def own_part(gradient: Tensor) -> Tensor:
     """Return this rank's shard of a ``DTensor``, or the whole of another gradient."""
@@ -32,16 +34,16 @@ SMALL = 2**12
 
 
 def group_small(sums: Sequence[Tensor]) -> list[list[int]]:
-    """Group sums, by their places, so that each small one is not a launch of its own.
+    """Group sums, by their places, so that each small one on CUDA is not a launch of its own.
 
-    Large ones stay alone; all small ones of a dtype and device are one group, so that its size
-    grows evenly with the blocks of a model.
+    Others stay alone; all small ones of a dtype and device are one group, so that its size grows
+    evenly with the blocks of a model.
     """
     groups: list[list[int]] = []
     small: dict[Any, list[int]] = {}
     for place, summed in enumerate(sums):
         kind = summed.dtype, summed.device
-        if summed.numel() > SMALL:
+        if summed.numel() > SMALL or not placement.is_cuda(summed):
             groups.append([place])
         elif kind in small:
             small[kind].append(place)

@@ -35,7 +35,7 @@ def hash_words(sums: Sequence[Tensor], table: Tensor) -> list[int]:
         table: Secret numbers, (2, LANES) int64.
 
     Returns:
-        Two numbers of 64 bits for each ``2 LANES`` words of each sum; none of fake tensors.
+        Two numbers of 64 bits for each ``2 LANES`` words, small sums joined; none of fake tensors.
     """
     if isinstance(table, FakeTensor):
         return []
@@ -43,7 +43,12 @@ def hash_words(sums: Sequence[Tensor], table: Tensor) -> list[int]:
         parts = (part for words in sums for part in torch.split(words, _ROWS * 2 * LANES))
         return [value for part in parts for value in hash_rows(part, table).flatten().tolist()]
     with _disable_current_modes():
-        arrays = [part.numpy() for words in sums for part in torch.split(words, _PART)]
+        small = [words.numpy() for words in sums if len(words) < LANES]
+        large = [words for words in sums if len(words) >= LANES]
+        arrays = [part.numpy() for words in large for part in torch.split(words, _PART)]
+        if small:
+            joined = np.concatenate(small)
+            arrays += [joined[some] for some in spans(len(joined), _PART)]
         hash_part, count = partial(_hash_part, table.numpy()), torch.get_num_threads()
         if count == 1 or sum(map(len, arrays)) <= _PART:  # a thread takes as long to begin
             return [value for array in arrays for value in hash_part(array)]
