@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from functools import reduce
 from operator import getitem
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -200,80 +201,17 @@ ADVISE = "advise --model=tiny --methods=standard --target=cpu --seq-len=4"
 BUDGET = ADVISE.replace("advise", "budget") + "".join(
     f" --{k}={v}" for k, v in RIGHT_BUDGET.items()
 )
-COMMANDS = f"""\
-{PROFILE} FIELD
-estimate {ONCE} FIELD
-advise --methods=standard --target=cpu --seq-len=4 --model=MAPPING
-{ADVISE} --target=MAPPING
-{ADVISE} --model TEXT
-{ADVISE} --seq-len TEXT
-{ADVISE} --dtype float32 TEXT
-{ADVISE} --checkpointing=TEXT
-profile {ONCE} --output=OUTPUT
-verify --model=tiny --method=standard --output=OUTPUT
-ceilings --device=cpu --output=OUTPUT
-{ADVISE} --json=OUTPUT
-{BUDGET} --json=OUTPUT
-figure --figure=tradeoff --tables=folder --output=OUTPUT
-compare folder folder --output=OUTPUT
-explain cut binary --output=OUTPUT
-tables --manifest=cut --output-dir=OUTPUT
-report --tables=folder --output-dir=OUTPUT
-profile --spec=INPUT --output=x.json
-tables --manifest=INPUT --output-dir=t
-report --tables=INPUT --output-dir=r
-figure --figure=tradeoff --tables=INPUT --output=x.png
-prune --delete INPUT
-compare folder INPUT
-compare folder folder --thresholds=INPUT
-explain INPUT cut
-explain cut INPUT --format=json
-watch --results=INPUT
-watch --results=INPUT/results
-verify --stand-in=INPUT --method=standard --output=x.json
-ceilings --device=cpu --output=x.json --operators-of=INPUT
-tables --manifest=cut --output-dir=t --ceilings INPUT
-{PROFILE} --TEXT
-{PROFILE} TEXT
-{PROFILE} --replicate=TEXT
-{PROFILE} --instrument=TEXT
-verify --model=TEXT --method=standard --output=x.json
-verify --model=tiny --method=TEXT --output=x.json
-ceilings --device=TEXT --output=x.json
-figure --figure=TEXT --tables=folder --output=x.png
-figure --figure=tradeoff --tables=folder --output=TEXT.xyz
-{ADVISE} --methods standard TEXT
-{ADVISE} --target=TEXT
-{BUDGET} --samples=TEXT
-{BUDGET} --tokens=TEXT
-{BUDGET} --epsilon=TEXT
-{BUDGET} --delta=TEXT
-forget --outcome=TEXT
-compare folder folder --metrics=TEXT
-compare folder folder --across=TEXT
-compare folder folder --format=TEXT
-compare TEXT folder
-explain TEXT cut
-explain cut binary --depth=TEXT
-explain cut binary --top=TEXT
-explain cut binary --format=TEXT
-explain cut binary --output=TEXT.xyz
-watch --results=TEXT
-ceilings --device=cpu --output=x.json --operators-s=TEXT
-estimate {ONCE} --target=TEXT
-TEXT {ONCE}
-profile {ONCE}
-forget
-prune --delete
-
-"""
-"""Command lines that must be refused, the last without even a command."""
+_LINES = Path(__file__).with_name("commands.txt").read_text(encoding="utf-8")
+_LINES = _LINES.format(ONCE=ONCE, PROFILE=PROFILE, ADVISE=ADVISE, BUDGET=BUDGET)
+COMMANDS = [*_LINES.splitlines(), ""]
+"""Command lines that must be refused, one without even a command."""
 
 
 def make_command(draw: random.Random) -> list[str]:
     """Make a command line that must be refused: a subcommand and its arguments."""
     hole = draw.choice(["FIELD", *HOLES, ""])
-    lines = COMMANDS.splitlines()
-    fitting = [line for line in lines if hole in line and (hole or not any(map(line.count, HOLES)))]
+    fitting = [
+        line for line in COMMANDS if hole in line and (hole or not any(map(line.count, HOLES)))
+    ]
     value = draw.choice(HOLES[hole]) if hole else ""
     return [part.replace(hole, value) for part in draw.choice(fitting).split()]

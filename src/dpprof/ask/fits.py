@@ -173,11 +173,8 @@ def fits(
                 "Hugging Face; dpprof advise answers for others"
             )
     results = find_capacities(experiments, Path(), again=again)
-    cells = [
-        _fill(key, fields, result, tokens, price_per_hour)
-        for key, fields, result in zip(keys, questions, results, strict=True)
-    ]
-    return Fits(cells, tokens)
+    answers = zip(keys, questions, results, strict=True)
+    return Fits([_fill(*answer, tokens, price_per_hour) for answer in answers], tokens)
 
 
 def _ask(target: str, model: str, way: str, seq_len: int) -> dict[str, Any]:
