@@ -21,14 +21,18 @@ STANDARD, GHOST, HOOKS, SHORT = (make_experiment(method=name) for name in METHOD
 DAGGER, DOUBLE_DAGGER = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 
 
+def document_of(root, *experiments):
+    runs = [(experiment, "clean", {}) for experiment in experiments]
+    return build_document(tables_of_runs(root, *runs), [])
+
+
 @pytest.fixture
 def document(tmp_path):
     """Of four methods two are verified; one's name is the beginning of another's."""
     wrong = {"max_relative_error": 0.0312, "reason": "relative error of the gradient: 3.1e-02"}
     write_synthetic_verdict(tmp_path, GHOST, False, **wrong)
     write_synthetic_verdict(tmp_path, HOOKS, None, reason="the process ended")
-    runs = [(experiment, "clean", {}) for experiment in (STANDARD, GHOST, HOOKS)]
-    return build_document(tables_of_runs(tmp_path, *runs), [])
+    return document_of(tmp_path, STANDARD, GHOST, HOOKS)
 
 
 def captions_of(document):
@@ -57,6 +61,7 @@ def test_a_section_tells_error_reference_and_verdict(document) -> None:
         ("opacus-hooks", *flat, "1.0e-16", *reference, "not verified", "the process ended"),
         ("standard", *flat, "1.0e-16", *reference, "verified", "-"),
     ]
+    assert [block.kind for block in section_of(document, TITLE).blocks] == ["table"]  # no holes
 
 
 def test_tables_and_the_answer_mark_them(document) -> None:
@@ -69,16 +74,14 @@ def test_tables_and_the_answer_mark_them(document) -> None:
 
 def test_a_name_within_a_name_is_left_alone(tmp_path) -> None:
     write_synthetic_verdict(tmp_path, SHORT, False, reason="x")
-    runs = [(experiment, "clean", {}) for experiment in (STANDARD, GHOST, SHORT)]
-    document = build_document(tables_of_runs(tmp_path, *runs), [])
+    document = document_of(tmp_path, STANDARD, GHOST, SHORT)
 
     names = {row[3] for row in rows_of(document, "Comparison")}
     assert names == {"standard", "opacus-ghost", f"opacus{DAGGER}"}
 
 
 def test_where_all_are_verified_there_is_no_dagger(tmp_path) -> None:
-    runs = [(experiment, "clean", {}) for experiment in (STANDARD, GHOST)]
-    document = build_document(tables_of_runs(tmp_path, *runs), [])
+    document = document_of(tmp_path, STANDARD, GHOST)
 
     assert DAGGER not in render_markdown(document)
     assert "The gradients of 2 of 2 methods (standard included) were verified" in trust_of(document)
@@ -90,8 +93,7 @@ def test_groups_say_how_far_the_sum_can_move(tmp_path) -> None:
     for experiment, sensitivity in ((GHOST, 1.0), (HOOKS, 3.7417)):
         cases = [case | {"sensitivity": sensitivity}]
         write_synthetic_verdict(tmp_path, experiment, cases=cases)
-    runs = [(experiment, "clean", {}) for experiment in (GHOST, HOOKS)]
-    rows = rows_of(build_document(tables_of_runs(tmp_path, *runs), []), TITLE)
+    rows = rows_of(document_of(tmp_path, GHOST, HOOKS), TITLE)
 
     assert [row[2] for row in rows] == ["14 groups", "14 groups, to 3.74 C in all"]
 
@@ -104,8 +106,7 @@ def mixed(tmp_path):
     told = {"mechanism": "adaptive flat clipping", "reason": "the process ended"}
     write_synthetic_verdict(tmp_path, GHOST, None, holes=[thawed, ill], **told)
     write_synthetic_verdict(tmp_path, HOOKS, holes=[ill])
-    runs = [(experiment, "clean", {}) for experiment in (STANDARD, GHOST, HOOKS)]
-    return build_document(tables_of_runs(tmp_path, *runs), [])
+    return document_of(tmp_path, STANDARD, GHOST, HOOKS)
 
 
 def test_another_mechanism_is_named_and_marked_wherever_methods_are_compared(mixed) -> None:
@@ -131,10 +132,6 @@ def test_holes_are_told_once_each_with_the_methods(mixed) -> None:
         "a layer thawed after set-up: the gradient is not the reference's (opacus-ghost)",
         "one non-finite sample: the gradient is not finite (opacus-ghost, opacus-hooks)",
     )
-
-
-def test_without_holes_nothing_is_said_of_them(document) -> None:
-    assert [block.kind for block in section_of(document, TITLE).blocks] == ["table"]
 
 
 def test_every_format_has_both_signs(mixed, tmp_path) -> None:

@@ -13,23 +13,11 @@ from dpprof.results.analysis.tables.axes import SETTING, name_kind, name_model, 
 from dpprof.results.analysis.tables.frames import varying_axes
 from dpprof.system.numbers import three_digits
 
-ALIKE = 0.005
-"""A ratio this near to 1 is 1.00 in two digits."""
-
 THIS_MACHINE = "this machine"
 
 ENDS = ("min", "max")
 
 GIB, MIB, MS = 2**30, 2**20, 1e-3
-
-
-def name_training(row: Any) -> str:
-    """Return the model, and what of it is trained where that is not everything."""
-    parts = {"lora": " with LoRA ({})", "parallel": ", {}", "trainable": ", training {}"}
-    told = (
-        form.format(row[name]) for name, form in parts.items() if isinstance(row.get(name), str)
-    )
-    return str(row["model"]) + "".join(told)
 
 
 def name_trained(row: Any) -> str:
@@ -113,16 +101,6 @@ def count_failures(runs: pd.DataFrame) -> str:
     """Return how many runs had each outcome but ok; nothing where all were ok."""
     counts = {name: int((runs["outcome"] == name).sum()) for name in OUTCOMES[1:]}
     return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
-
-
-def times(ratio: float) -> str:
-    """Return a ratio as a factor in words: ``1.55 times``."""
-    return f"{number(ratio, digits=2)} times"
-
-
-def is_alike(ratio: float) -> bool:
-    """Return whether a ratio is 1 in the two digits that are shown."""
-    return abs(ratio - 1) < ALIKE
 
 
 def rounded(value: float | None) -> str:

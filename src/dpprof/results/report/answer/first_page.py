@@ -44,7 +44,6 @@ from dpprof.results.report.wording import (
     rounded,
     rows_in,
     spell_large,
-    text_of,
 )
 
 TRUST = "Can I believe this?"
@@ -169,7 +168,7 @@ def _tell_here(tables: Tables) -> Blocks:
     columns |= {heading: or_outcome(each) for heading, each in figures.items()}
     caption = (
         f"Measured on {THIS_MACHINE}, {name_setting(setting)}: the median step time and the "
-        f"{_PEAKS.get(text_of(setting['peak_kind']), '')}peak"
+        f"{_PEAKS.get(setting['peak_kind'], '')}peak"
         + (", over those of standard" if over else "")
         + (" (95 % intervals over processes)" if rows["step_ratio_low"].notna().any() else "")
         + "."

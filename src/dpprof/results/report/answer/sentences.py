@@ -17,7 +17,6 @@ from dpprof.results.analysis.statistics import NO_DIFFERENCE
 from dpprof.results.analysis.tables.axes import BASELINE, name_model, name_speed
 from dpprof.results.analysis.tables.frames import least_of
 from dpprof.results.report.wording import (
-    ALIKE,
     ENDS,
     GIB,
     MIB,
@@ -25,7 +24,6 @@ from dpprof.results.report.wording import (
     THIS_MACHINE,
     count_batch,
     count_failures,
-    is_alike,
     listed,
     name_gpus,
     name_setting,
@@ -39,8 +37,10 @@ from dpprof.results.report.wording import (
     rows_in,
     significant,
     span,
-    times,
 )
+
+_ALIKE = 0.005
+"""A ratio this near to 1 is 1.00 in two digits."""
 
 _MOST = 3
 """The most sentences of an answer."""
@@ -220,7 +220,7 @@ def _tell_speed(best: Any, same: pd.DataFrame) -> str:
     plain = same.loc[same["method"] == BASELINE, "tokens_per_s"].dropna()
     if plain.empty:
         return said
-    return f"{said}, {times(best['tokens_per_s'] / plain.iloc[0])} the speed of plain training"
+    return f"{said}, {_times(best['tokens_per_s'] / plain.iloc[0])} the speed of plain training"
 
 
 def _tell_price(best: Any) -> str:
@@ -231,7 +231,7 @@ def _tell_price(best: Any) -> str:
     ratio = best["hours_ratio"]
     if pd.isna(ratio):
         return said
-    much = "the same" if is_alike(ratio) else f"{times(ratio)} as much"
+    much = "the same" if _is_alike(ratio) else f"{_times(ratio)} as much"
     return f"{said}, {much} as without privacy"
 
 
@@ -244,13 +244,21 @@ def _tell_here(rows: pd.DataFrame, tables: Tables) -> str:
     if timed.empty:
         least = least_of(private, "peak_bytes")
         ratio = least["peak_ratio"]
-        over = f", {times(ratio)} plain training" if pd.notna(ratio) else ""
+        over = f", {_times(ratio)} plain training" if pd.notna(ratio) else ""
         return f"{where} {_absolute(least)} with {least['method']}{over}; no time was measured."
     fastest = least_of(timed, "median_step_s")
     said = f"{where} {_tell_fastest(fastest)}"
     if len(timed) > 1:
         said += f"; {_tell_rest(timed, fastest, tables)}"
     return f"{said}.{_tell_elsewhere(fastest, tables)}"
+
+
+def _times(ratio: float) -> str:
+    return f"{number(ratio, digits=2)} times"
+
+
+def _is_alike(ratio: float) -> bool:
+    return abs(ratio - 1) < _ALIKE
 
 
 def _absolute(row: Any) -> str:
@@ -272,11 +280,11 @@ def _tell_fastest(row: Any) -> str:
     else:
         interval = span(row["step_ratio_low"], row["step_ratio_high"], digits=2)
         sure = "not replicated" if interval == "-" else f"95 % interval {interval}"
-        said = f"takes {times(ratio)} as long with {method} as without privacy ({sure})"
+        said = f"takes {_times(ratio)} as long with {method} as without privacy ({sure})"
     peak = row["peak_ratio"]
     if pd.isna(peak):
         return said
-    memory = "the same peak memory" if is_alike(peak) else f"{times(peak)} the peak memory"
+    memory = "the same peak memory" if _is_alike(peak) else f"{_times(peak)} the peak memory"
     return f"{said}, at {memory}"
 
 
@@ -296,13 +304,13 @@ def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
     peaks = timed["peak_bytes"].dropna().astype(float)
     if peaks.empty or len(set(timed["peak_kind"])) > 1:
         return said
-    lowest = timed.loc[peaks.index[peaks / peaks.min() < 1 + ALIKE]]
+    lowest = timed.loc[peaks.index[peaks / peaks.min() < 1 + _ALIKE]]
     if fastest["method"] in set(lowest["method"]):
         return said
     least = least_of(lowest, "median_step_s")
     ratio, step = least["peak_ratio"], least["step_ratio"]
     if pd.notna(ratio) and pd.notna(step):
-        peak = f"{times(ratio)} plain training's, at {times(step)} the time"
+        peak = f"{_times(ratio)} plain training's, at {_times(step)} the time"
     else:
         peak = f"{number(least['peak_bytes'], MIB)} MiB"
     return f"{said}, and {least['method']} has the lowest peak, {peak}"
@@ -332,7 +340,7 @@ def _tell_predicted(target: str, rows: pd.DataFrame) -> str:
     said += str(least["method"])
     ratio = least["peak_ratio"]
     if pd.notna(ratio) and least["method"] != BASELINE:
-        said += ", as plain training" if is_alike(ratio) else f", {times(ratio)} plain training"
+        said += ", as plain training" if _is_alike(ratio) else f", {_times(ratio)} plain training"
     others = private[private["method"] != least["method"]]
     if len(others):
         sizes = reach(*(significant(others["peak_bytes"].agg(end), GIB) for end in ENDS))

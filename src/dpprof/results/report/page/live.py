@@ -17,7 +17,7 @@ from dpprof.results.analysis.selection import Tables
 from dpprof.results.analysis.tables.build import build_tables
 from dpprof.results.report.content import build_document
 from dpprof.results.report.page.write import SweepStatus, embed_contents, render_page
-from dpprof.system.console import say
+from dpprof.system.console import printable, say
 from dpprof.system.files import write_atomically
 
 LIVE_PAGE = RESULTS / "live.html"
@@ -200,7 +200,8 @@ def describe_sweep(tables: Tables, progress: Progress | None, *, is_live: bool) 
         lines.append("No sweep runs; snakemake continues it.")
     renewal = "it is renewed while the sweep runs" if is_live else "it is not renewed any more"
     lines.append(f"This page was written at {_clock(time.time())}; {renewal}.")
-    return SweepStatus(is_live, len(done) + len(failed), len(planned), tuple(lines))
+    shown = tuple(map(printable, lines))
+    return SweepStatus(is_live, len(done) + len(failed), len(planned), shown)
 
 
 def _name(rows: pd.DataFrame) -> set[str]:

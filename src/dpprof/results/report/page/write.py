@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
+import markupsafe
 import vl_convert
 
 from dpprof.results.analysis.selection import Tables
@@ -17,7 +17,8 @@ from dpprof.results.analysis.tables.axes import RUN_KEY, name_speed
 from dpprof.results.analysis.tables.frames import rows_of
 from dpprof.results.report.page import data
 from dpprof.results.report.rendering.document import Document
-from dpprof.system.console import printable, say
+from dpprof.results.report.rendering.templates import make_environment
+from dpprof.system.console import say
 from dpprof.system.files import write_atomically
 from dpprof.system.paths import TEMPLATES
 
@@ -197,11 +198,8 @@ def render_page(title: str, content: str, sweep: SweepStatus | None = None) -> s
     live = [_join(["live.js"])] if sweep is not None and sweep.is_live else []
     scripts = [*live, bundle_charts(), read_scripts()]
     style = (_FOLDER / "page.css").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER), undefined=jinja2.StrictUndefined, autoescape=True
-    )
-    environment.filters["printable"] = printable
-    return environment.get_template("page.html.j2").render(
+    template = make_environment(markupsafe.escape).get_template("page/page.html.j2")
+    return template.render(
         title=title,
         policy=(
             f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src "

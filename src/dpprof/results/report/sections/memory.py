@@ -19,7 +19,6 @@ from dpprof.results.report.wording import (
     MIB,
     THIS_MACHINE,
     count_batch,
-    name_training,
     number,
     percent,
     text_of,
@@ -113,7 +112,7 @@ def tell_capacity(advice: pd.DataFrame) -> Blocks:
     """Return the largest batch of each method that fits; nothing without capacity results."""
     rows = advice.assign(target=advice["target"].fillna(THIS_MACHINE))
     columns = {
-        "model": column.words(name_training),
+        "model": column.words(_name_training),
         "target": column.text("target"),
         "dtype": column.text("dtype"),
         "T": column.SIZE,
@@ -136,6 +135,15 @@ def tell_capacity(advice: pd.DataFrame) -> Blocks:
         "ended before the memory was full. FLOPs x is executed FLOPs over model FLOPs."
     )
     return tabulate(caption, columns, rows, "advice.csv")
+
+
+def _name_training(row: Any) -> str:
+    """Return the model, and what of it is trained where that is not everything."""
+    parts = {"lora": " with LoRA ({})", "parallel": ", {}", "trainable": ", training {}"}
+    told = (
+        form.format(row[name]) for name, form in parts.items() if isinstance(row.get(name), str)
+    )
+    return str(row["model"]) + "".join(told)
 
 
 def tell_budget(noise: pd.DataFrame, budget: pd.DataFrame) -> Blocks:
