@@ -72,8 +72,7 @@ IN_PLACE = {torch.ops.aten.baddbmm_: lambda _, a, b, **__: 2 * math.prod(a) * b[
 
 @pytest.mark.parametrize(("T", "d", "p"), [(100, 30, 40), (600, 30, 40), (300, 700, 1100)])
 def test_flops_are_those_of_the_formulas(T, d, p) -> None:
-    formulas = {"tiled gram": price_gram, "tiled product": price_product}
-    for way, price in formulas.items():
+    for way, price in {"tiled gram": price_gram, "tiled product": price_product}.items():
         with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
             WAYS[way](draw(2, T, d), draw(2, T, p))
 
@@ -170,10 +169,10 @@ def test_gradients_of_a_scale(with_mean) -> None:
     normalised = ((x - mean) if with_mean else x) * rstd
 
     mean = mean if with_mean else None
-    found, of_shift, squares_B = scale_gradients(x, g, mean, rstd, shifted=True)
+    sums_Bd, of_shift, squares_B = scale_gradients(x, g, mean, rstd, shifted=True)
 
     assert of_shift is None  # another pass costs no more here
-    torch.testing.assert_close(found, (g * normalised).sum(1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(sums_Bd, (g * normalised).sum(1), rtol=1e-12, atol=0)
     torch.testing.assert_close(squares_B, (g * normalised).square().sum((1, 2)))
 
 
@@ -185,6 +184,5 @@ def test_inner_product_of_two_uses_of_a_matrix() -> None:
         of_table[b, ids[b, t]] += e[b, t]
     of_matrix = g.transpose(1, 2) @ x
 
-    expected = (of_table * of_matrix).sum((1, 2))
-    found = inner_product(ids, e, x, g).found_B
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    products_B = inner_product(ids, e, x, g).found_B
+    torch.testing.assert_close(products_B, (of_table * of_matrix).sum((1, 2)), rtol=1e-9, atol=0)

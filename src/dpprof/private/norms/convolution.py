@@ -190,10 +190,10 @@ def sample_gradients(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
 def _differentiate_in_groups(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
     """Compute per-sample gradients as those of one sample with more groups."""
     B, accumulator = len(x), accumulator_of(x.dtype)
-    joined = (each.to(accumulator).reshape(1, -1, *each.shape[2:]) for each in (x, g))
+    joined_x, joined_g = (each.to(accumulator).reshape(1, -1, *each.shape[2:]) for each in (x, g))
     shape = (B * kernel.shape[0], *kernel.shape[1:])
     of_all = kernel._replace(shape=shape, groups=B * kernel.groups)
-    return differentiate_weight(*joined, of_all).view(B, *kernel.shape)
+    return differentiate_weight(joined_x, joined_g, of_all).view(B, *kernel.shape)
 
 
 @allocates_for_its_caller

@@ -266,9 +266,11 @@ def _write(part: _Part, summed: Tensor, buffer_NS: Tensor, *, adds: bool) -> Non
 def _as_shard(parameter: nn.Parameter, own: Tensor) -> DTensor:
     """Return a tensor of which this rank has a shard, sharded as a parameter is."""
     assert isinstance(parameter, DTensor)
-    like = {"shape": parameter.shape, "stride": parameter.stride()}
     sharded: DTensor = DTensor.from_local(
-        own, parameter.device_mesh, parameter.placements, run_check=False, **like
+        *(own, parameter.device_mesh, parameter.placements),
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
     return sharded
 
