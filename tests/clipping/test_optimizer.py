@@ -60,10 +60,13 @@ REFUSED = {
     r"head\.weight has a gradient, such as .* leave \.grad alone before it": write_a_gradient,
     "max_grad_norm changed from 1.0 to 0.25 between": change_the_bound,
     "4 batches were added up before a step": add_batches_up,
-    "SGD was asked to step on gradients without noise": lambda *given: given[
-        2
-    ].original_optimizer.step(),
-    r"no batch was clipped.*torch\.zeros\(0\)": lambda *given: (given[2].step(), given[2].step()),
+    "SGD was asked to step on gradients without noise": (
+        lambda _, __, optimizer: optimizer.original_optimizer.step()
+    ),
+    r"no batch was clipped.*torch\.zeros\(0\)": lambda _, __, optimizer: (
+        optimizer.step(),
+        optimizer.step(),
+    ),
     "GradScaler does not work with clipping": scale_losses,
 }
 
