@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, Field
 
+from dpprof.experiments.config.quantities import optional
 from dpprof.experiments.config.quantization import Quantization, read_quantization
 from dpprof.experiments.config.tasks import IMAGE_SIZE, Task, usual_task
 from dpprof.experiments.config.validation import one_of
@@ -49,10 +50,9 @@ class Architecture(BaseModel, frozen=True, extra="allow"):
     """
 
     hf: str = Field(description="the model's name in ids and reports")
-    task: Task | None = Field(
-        None,
-        description="what it is trained for; null: image-classification for architectures that "
-        "read images, seq2seq-lm for those with an encoder and a decoder, else causal-lm",
+    task: Task | None = optional(
+        "what it is trained for; null: image-classification for architectures that "
+        "read images, seq2seq-lm for those with an encoder and a decoder, else causal-lm"
     )
     model_type: str = Field(description="the architecture, by the name that transformers gives it")
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Self
 
 from dpprof.experiments.config.architecture import Architecture
-from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.experiment import Experiment, Spec
 from dpprof.experiments.config.fine_tuning import Lora, Padding, Trainable
-from dpprof.experiments.config.spec import Spec
 from dpprof.experiments.config.validation import InputError, read_model
 from dpprof.experiments.planning.shrinking import can_shrink, shrink
 from dpprof.experiments.records.verdict import STAND_IN_PREFIX
