@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 from children import wait_for
-from dpprof.experiments.launch.device_lock import scheduler_job
 from factory import make_experiment
 from fake_gpus import profile_command
 
+from dpprof.experiments.launch.device_lock import scheduler_job
 from dpprof.experiments.launch.isolated import Ended, Isolation, Terminated
 from dpprof.experiments.launch.supervisor import supervise
 from dpprof.experiments.launch.worker_report import WorkerAnswer
