@@ -92,7 +92,7 @@ def import_method(experiment: Experiment) -> type[TrainingStep]:
     if experiment.optimizer == "adamw-8bit":
         import_bitsandbytes()
     find_attention(experiment.attention)
-    if experiment.is_sharded:
+    if experiment.parallel is not None and experiment.parallel.is_sharded:
         importlib.import_module("torch.distributed.fsdp")
     # The first optimizer of a process imports torch._dynamo: 800 modules, 70 MiB.
     SGD([torch.zeros(1)], lr=1.0)

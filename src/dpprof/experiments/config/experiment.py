@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from dpprof.experiments.config.architecture import Architecture, resolve
+from dpprof.experiments.config.architecture import NONE, Architecture, Quantization, resolve
 from dpprof.experiments.config.fine_tuning import AsLora, AsPadding, Trainable
 from dpprof.experiments.config.naming import (
     Dimensions,
@@ -29,7 +29,6 @@ from dpprof.experiments.config.naming import (
 )
 from dpprof.experiments.config.parallel import AsParallel
 from dpprof.experiments.config.quantities import Count, NotNegative, Positive, Seed, Size, optional
-from dpprof.experiments.config.quantization import NONE, Quantization
 from dpprof.experiments.config.refusals import refuse_combinations
 from dpprof.experiments.config.target import Dtype
 from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES, Task
@@ -295,11 +294,6 @@ class Experiment(Spec):
     def world_size(self) -> int:
         """The number of ranks that train the model."""
         return 1 if self.parallel is None else self.parallel.world_size
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ranks have parts of parameters."""
-        return self.parallel is not None and self.parallel.kind != "ddp"
 
     @property
     def shards(self) -> int:

@@ -47,6 +47,11 @@ class Parallel(BaseModel, frozen=True, extra="forbid"):
         return self
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether ranks have parts of parameters."""
+        return self.kind != "ddp"
+
+    @property
     def shards(self) -> int:
         """Ranks that have a part of each parameter."""
         of = {"ddp": 1, "fsdp": self.world_size, "hsdp": min(self.world_size, self.gpus_per_node)}

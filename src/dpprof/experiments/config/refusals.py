@@ -19,6 +19,10 @@ def refuse_combinations(experiment: "Experiment") -> None:
         raise ValueError(sentence)
 
 
+def _is_sharded(experiment: "Experiment") -> bool:
+    return experiment.parallel is not None and experiment.parallel.is_sharded
+
+
 def _in_execution(experiment: "Experiment") -> Iterator[str]:
     target, device = experiment.target, experiment.device
     if target is not None and device != device_of(target):
@@ -62,7 +66,7 @@ def _in_quantization(experiment: "Experiment") -> Iterator[str]:
         )
     if experiment.dtype == "float64":
         yield "quantization requires a dtype of at most 32 bits, and dtype is float64"
-    if experiment.is_sharded:
+    if _is_sharded(experiment):
         yield (
             "quantization works with parallel ddp, and not with fsdp: shards of a quantised "
             "weight lose its scales"
@@ -77,7 +81,7 @@ def _in_optimizer(experiment: "Experiment") -> Iterator[str]:
             f"optimizer {experiment.optimizer} counts its steps on the host, which a CUDA graph "
             "would not repeat; use adamw or sgd with execution graph"
         )
-    if experiment.is_sharded:
+    if _is_sharded(experiment):
         yield (
             f"optimizer {experiment.optimizer} keeps states of whole parameters, and fsdp shards "
             "them; use adamw or sgd with fsdp"
@@ -108,7 +112,7 @@ def _in_formats(experiment: "Experiment") -> Iterator[str]:
 
 def _without_autocast(experiment: "Experiment") -> Iterator[str]:
     dtype = experiment.dtype
-    if experiment.is_sharded:
+    if _is_sharded(experiment):
         yield "autocast false does not work with fsdp, which casts by its policy"
     if dtype not in SHORT:
         yield f"autocast false requires dtype {' or '.join(SHORT)}"

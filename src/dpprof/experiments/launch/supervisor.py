@@ -203,9 +203,8 @@ def supervise(
             same, with the outcome killed.
     """
     slots = _slots(experiment, instrument, threads)
-    why_not = gpu_contention.judge_use(
-        [slot.uuid for slot in slots], experiment.wait_for_idle_gpu_s, experiment.busy_gpu
-    )
+    uuids = [slot.uuid for slot in slots]
+    why_not = gpu_contention.judge_use(uuids, experiment.wait_for_idle_gpu_s, experiment.busy_gpu)
     digest = partial(code_digest, instrument, experiment)
     with (
         isolate(

@@ -100,7 +100,8 @@ def apply_dtype(model: nn.Module, experiment: Experiment, device: torch.device) 
     """
     if experiment.dtype == "float64":
         return model.double()
-    is_short = experiment.dtype in SHORT and not experiment.is_sharded
+    is_sharded = experiment.parallel is not None and experiment.parallel.is_sharded
+    is_short = experiment.dtype in SHORT and not is_sharded
     if is_short or experiment.keep_logits:
         forward = model.forward
         kept: list[Tensor] = []
