@@ -15,7 +15,7 @@ import tempfile
 import torch
 
 import bare_loop
-from dpprof.experiments.launch.protocol import PhaseMark
+from dpprof.experiments.launch.worker_report import PhaseMark
 from dpprof.measure.devices.selection import open_device
 from dpprof.subjects.models.presets import TINY
 from dpprof.system.console import say

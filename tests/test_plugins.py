@@ -198,7 +198,7 @@ for case in sys.argv[1:]:
     experiments[case] = make_experiment(**{key: name}, **others)
     code_digest("clean", experiments[case])
 assert "torch" not in sys.modules and "broken" not in sys.modules
-from dpprof.experiments.launch.protocol import PhaseMark
+from dpprof.experiments.launch.worker_report import PhaseMark
 from dpprof.experiments.launch.worker import run
 file = tempfile.TemporaryFile()
 mark = PhaseMark(file.fileno())

@@ -14,7 +14,7 @@ from small_models import FLAT, assert_exact, is_clear
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
-from dpprof.experiments.planning.shrinking import shrink
+from dpprof.experiments.planning.stand_ins import shrink
 from dpprof.measure.verification.float32_islands import lift_float32
 from dpprof.private import UnsupportedError
 from dpprof.private.layers.rules import BATCH_NORM

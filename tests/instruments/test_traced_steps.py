@@ -10,7 +10,7 @@ from factory import make_experiment
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from dpprof.experiments.config import registry
-from dpprof.experiments.launch.protocol import TRACES
+from dpprof.experiments.launch.worker_report import TRACES
 from dpprof.experiments.records.result import Measurement
 from dpprof.measure.instruments import kernels as kernels_module
 from dpprof.measure.instruments.kernels import measure

@@ -38,9 +38,11 @@ def test_if_the_child_fails_nulls_have_the_reason(tmp_path, failing) -> None:
 def test_without_cuda_nothing_is_measured_and_the_reason_is_there(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(ceilings_run, "why_no_cuda", lambda: "the NVIDIA driver shows no GPU")
     monkeypatch.setattr(ceilings_run, "gpu_slots", lambda _threads: [])
-    ceilings = ceilings_run.measure_apart("cuda", tmp_path / "x.json")
+    ceilings = ceilings_run.measure_apart("cuda", tmp_path / "x.json", [tmp_path / "a.json"])
 
-    assert set(ceilings.reasons.values()) == {"the NVIDIA driver shows no GPU", UNNAMED}
+    operators = ceilings.reasons.pop("operators")
+    assert (ceilings.operators, operators) == (None, "operators are timed on processors alone")
+    assert set(ceilings.reasons.values()) == {"the NVIDIA driver shows no GPU"}
     assert (ceilings.device["type"], ceilings.device["name"]) == ("cuda", None)
 
 
@@ -62,15 +64,6 @@ def test_predictions_for_this_processor_rest_on_operators_that_were_timed_on_it(
     assert {"addmm", "mm", "native_layer_norm"} <= {one.op for one in table.operators}
     assert step.rests_on["measured at this shape"] == pytest.approx(1)
     assert 0 < step.low < step.median < step.high < 10
-
-
-def test_operators_of_a_gpu_are_not_timed_and_the_reason_is_there(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(ceilings_run, "why_no_cuda", lambda: "the NVIDIA driver shows no GPU")
-    monkeypatch.setattr(ceilings_run, "gpu_slots", lambda _threads: [])
-    found = ceilings_run.measure_apart("cuda", tmp_path / "x.json", [tmp_path / "a.json"])
-
-    assert found.operators is None
-    assert found.reasons["operators"] == "operators are timed on processors alone"
 
 
 def test_it_waits_for_a_prediction_too(tmp_path, failing) -> None:

@@ -11,8 +11,8 @@ from fake_gpus import fake_driver
 from dpprof.experiments.launch import device_lock, gpu_contention
 from dpprof.experiments.launch.device_slots import gpu_slots
 from dpprof.experiments.launch.isolated import Ended, Isolation
-from dpprof.experiments.launch.protocol import WorkerAnswer
 from dpprof.experiments.launch.supervisor import supervise
+from dpprof.experiments.launch.worker_report import WorkerAnswer
 from dpprof.experiments.records.result import Failure, Others, read_result
 from dpprof.system import hardware
 

@@ -10,7 +10,7 @@ from dpprof.experiments.config import registry
 
 RUN = """
 import gc, json, sys, tempfile
-from dpprof.experiments.launch.protocol import PhaseMark
+from dpprof.experiments.launch.worker_report import PhaseMark
 from dpprof.experiments.launch.worker import run
 from dpprof.experiments.config.experiment import Experiment
 

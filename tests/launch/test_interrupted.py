@@ -11,11 +11,11 @@ from children import wait_for
 from factory import make_experiment
 from fake_gpus import profile_command
 
+from dpprof.experiments.launch.device_lock import scheduler_job
 from dpprof.experiments.launch.isolated import Ended, Isolation, Terminated
-from dpprof.experiments.launch.protocol import WorkerAnswer
-from dpprof.experiments.launch.scheduler import drop_copies, scheduler_job
 from dpprof.experiments.launch.supervisor import supervise
-from dpprof.experiments.records.result import Result, interrupted_path, read_result
+from dpprof.experiments.launch.worker_report import WorkerAnswer
+from dpprof.experiments.records.result import Result, drop_copies, interrupted_path, read_result
 
 
 class Job:

@@ -14,8 +14,8 @@ from documents import validate
 from factory import make_experiment
 from fake_gpus import profile_command
 
-from dpprof.experiments.launch.exit_status import judge_death
 from dpprof.experiments.launch.supervisor import supervise
+from dpprof.experiments.launch.worker_report import judge_death
 from dpprof.experiments.records.result import read_result
 
 pytestmark = pytest.mark.usefixtures("plugin")

@@ -26,15 +26,12 @@ def never(_: float) -> None:
     raise AssertionError("told of a wait that there was not")
 
 
-def test_what_is_there_at_the_second_look_is_found_without_a_word(clock) -> None:
-    looks = iter([None, 7])
+@pytest.mark.parametrize("looks", [[7], [None, 7]])
+def test_what_is_there_at_the_second_look_is_found_without_a_word(clock, looks) -> None:
+    seen = iter(looks)
 
-    assert wait_for(lambda: next(looks), never, longest_s=math.inf, every_s=1.0) == 7
-
-
-def test_what_is_there_is_found_without_a_word(clock) -> None:
-    assert wait_for(lambda: 7, never, longest_s=math.inf, every_s=1.0) == 7
-    assert clock.s == 0.0
+    assert wait_for(lambda: next(seen), never, longest_s=math.inf, every_s=1.0) == 7
+    assert clock.s == len(looks) - 1
 
 
 def test_what_comes_in_time_is_found(clock) -> None:

@@ -69,6 +69,6 @@ def test_a_model_of_another_package_is_not_built_to_be_compared(monkeypatch) -> 
     def build(_experiment):
         raise AssertionError("it may read elements, and there are none yet")
 
-    monkeypatch.setattr("dpprof.subjects.models.blocks.registry.load", lambda *_: build)
+    monkeypatch.setattr("dpprof.subjects.models.build.registry.load", lambda *_: build)
     with pytest.raises(NotAlikeError, match="a function builds the model"):
         find_blocks(make_experiment(model="foreign"))

@@ -8,8 +8,13 @@ from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.planning.artifacts import VERDICT
 from dpprof.experiments.planning.code_digest import verdict_digest, verified_as
 from dpprof.experiments.planning.planner import files_beyond, make_plan, write_plan
-from dpprof.experiments.planning.shrinking import WINDOW, shrink
-from dpprof.experiments.planning.stand_ins import StandIn, libraries_of, read_stand_in
+from dpprof.experiments.planning.stand_ins import (
+    WINDOW,
+    StandIn,
+    libraries_of,
+    read_stand_in,
+    shrink,
+)
 from dpprof.experiments.records.verdict import is_stand_in
 
 

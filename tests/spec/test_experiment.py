@@ -239,19 +239,18 @@ def test_a_spec_file_is_read_back(tmp_path) -> None:
     assert read_spec(path) == experiment
 
 
-def test_an_edited_spec_file_is_refused(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (make_experiment(batch_size=3).canonical, "was edited: its content belongs to custom-stan"),
+        ('{"model": "small"}', r"\.json: is not the spec of an experiment \(missing"),
+    ],
+)
+def test_an_edited_file_and_no_spec_at_all_are_refused(tmp_path, text, said) -> None:
     path = tmp_path / f"{make_experiment().id}.json"
-    path.write_text(make_experiment(batch_size=3).canonical)
+    path.write_text(text)
 
-    with pytest.raises(InputError, match=r"was edited: its content belongs to custom-standard-b3"):
-        read_spec(path)
-
-
-def test_a_spec_that_is_no_spec_is_refused(tmp_path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text('{"model": "small"}')
-
-    with pytest.raises(InputError, match=r"x\.json: is not the spec of an experiment \(missing"):
+    with pytest.raises(InputError, match=said):
         read_spec(path)
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from factory import make_experiment
 
-from dpprof.experiments.config.quantization import read_quantization
+from dpprof.experiments.config.architecture import read_quantization
 
 IN_4_BITS, IN_8_BITS = {"load_in_4bit": True}, {"load_in_8bit": True}
 ZERO = {"llm_int8_threshold": 0.0}

@@ -1,6 +1,6 @@
 import pytest
 
-from dpprof.system.out_of_memory import is_out_of_memory, requested_bytes
+from dpprof.system.messages import is_out_of_memory, requested_bytes
 
 CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "

@@ -49,7 +49,7 @@ def make_batch(
     batch = _draw_text(model, experiment, count, device)
     if not isinstance(experiment.model, Architecture):
         return batch
-    return _pad(batch, experiment, _find_padding_id(model))
+    return _pad(batch, experiment, model)
 
 
 def _draw_images(
@@ -92,8 +92,15 @@ def _draw(bound: int, shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.randint(bound, tuple(shape)).to(device)
 
 
-def _pad(batch: Batch, experiment: Experiment, padding_id: int) -> Batch:
-    """Return the batch with a mask, and with padding where a sample is shorter."""
+def _pad(batch: Batch, experiment: Experiment, model: nn.Module) -> Batch:
+    """Return the batch with a mask, and with padding where a sample is shorter.
+
+    Padding has the id that the config says, by which a class is found to be that of the last token.
+    """
+    config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
+    padding_id = getattr(config, "pad_token_id", None)
+    if not isinstance(padding_id, int) or padding_id < 0:
+        padding_id = 0
     device = batch.x.device
     batch = batch.map(Tensor.clone)  # of one sample ids and labels would share memory
     mask_BT = torch.ones_like(batch.x)
@@ -106,13 +113,6 @@ def _pad(batch: Batch, experiment: Experiment, padding_id: int) -> Batch:
             batch.labels.masked_fill_(is_padding, UNLABELLED)
         mask_BT.masked_fill_(is_padding, 0)
     return Batch(batch.x, batch.labels, mask_BT, batch.decoder_BT)
-
-
-def _find_padding_id(model: nn.Module) -> int:
-    """Return the id of padding: what the config says where a class is that of the last token."""
-    config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
-    padding_id = getattr(config, "pad_token_id", None)
-    return padding_id if isinstance(padding_id, int) and padding_id >= 0 else 0
 
 
 def _count_classes(model: nn.Module) -> int:

@@ -65,16 +65,13 @@ class Output:
                 with self._turn:
                     if self._finished:
                         return
-                    self._take(chunk)
-
-    def _take(self, chunk: bytes) -> None:
-        room = max(0, HEAD_BYTES - self._bytes)
-        if room:
-            self._sink.write(self._decode(chunk[:room]))
-        self._bytes += len(chunk)
-        self._end += chunk
-        if len(self._end) > 2 * TAIL_BYTES:
-            del self._end[:-TAIL_BYTES]
+                    room = max(0, HEAD_BYTES - self._bytes)
+                    if room:
+                        self._sink.write(self._decode(chunk[:room]))
+                    self._bytes += len(chunk)
+                    self._end += chunk
+                    if len(self._end) > 2 * TAIL_BYTES:
+                        del self._end[:-TAIL_BYTES]
 
     def finish(self) -> str:
         """Return the output's tail, after waiting a while for its end and forwarding the rest."""

@@ -130,22 +130,16 @@ NVIDIA, "CUDA Compatibility", minor version compatibility.
 """
 
 
-def _driver() -> tuple[str, int, int] | None:
-    """Return the driver's version and its CUDA version; None where unknown."""
-    with nvml() as driver:
-        if driver:
-            cuda = int(driver.nvmlSystemGetCudaDriverVersion_v2())
-            name = driver.nvmlSystemGetDriverVersion()
-            return name, cuda // 1000, cuda % 1000 // 10
-    return None
-
-
 def _why_driver_is_too_old(version: str, cuda: str) -> str | None:
     """Return why torch cannot use the driver; None if it is newer or of the same major version."""
-    driver, built_for = _driver(), int(cuda.partition(".")[0])
-    if driver is None or driver[1] >= built_for:
+    built_for = int(cuda.partition(".")[0])
+    name, major, minor = "", built_for, 0  # what cannot be asked will do
+    with nvml() as driver:
+        if driver:
+            name = driver.nvmlSystemGetDriverVersion()
+            major, minor = divmod(int(driver.nvmlSystemGetCudaDriverVersion_v2()) // 10, 100)
+    if major >= built_for:
         return None
-    name, major, minor = driver
     oldest = _DRIVERS.get(built_for)
     needed = f"driver {oldest} or newer" if oldest else f"a driver for CUDA {built_for}"
     return (

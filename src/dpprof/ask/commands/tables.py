@@ -6,9 +6,9 @@ from pathlib import Path
 from dpprof.ask.commands.common import Parser, ending_in_a_sentence, path
 from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.launch.accounting_run import account_once
-from dpprof.experiments.launch.scheduler import drop_copies
 from dpprof.experiments.planning.artifacts import RESULTS
 from dpprof.experiments.planning.planner import Manifest, read_manifest
+from dpprof.experiments.records.result import drop_copies
 from dpprof.results.analysis.advice.budget import Planned
 from dpprof.results.analysis.collection import Collected, collect
 from dpprof.results.analysis.tables.build import TimelineFile, build_tables

@@ -89,9 +89,9 @@ def plan_noise(privacy: Privacy, tokens_per_sample: float) -> NoisePlan:
 def _noise_of(privacy: Privacy, of: Schedule, epsilon: float) -> NoiseOfBatch:
     try:
         multiplier = find_noise_multiplier(of, epsilon, privacy.delta, privacy.accountant)
+        return describe_noise(of, multiplier, None)
     except BeyondReachError as error:
         return describe_noise(of, None, str(error))
-    return describe_noise(of, multiplier, None)
 
 
 def _plan_other(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel, Field
 
 from dpprof.experiments.config.privacy import Privacy
+from dpprof.experiments.config.quantities import optional
 from dpprof.private.accounting.schedule import Schedule
 
 ENOUGH = 1.05
@@ -37,7 +38,7 @@ class NoiseOfBatch(BaseModel, frozen=True, extra="forbid"):
     training_noise: float | None = Field(
         description="the same of the average over all steps: step_noise over the root of steps"
     )
-    reason: str | None = Field(None, description="why there is no noise multiplier")
+    reason: str | None = optional("why there is no noise multiplier")
 
 
 def describe_noise(
@@ -99,7 +100,7 @@ class AtEpsilon(BaseModel, frozen=True, extra="forbid"):
     )
     noise_multiplier: float | None = Field(description="noise multiplier with that batch")
     tokens: float | None = Field(description="that the steps of that batch take")
-    reason: str | None = Field(None, description="why a figure is null")
+    reason: str | None = optional("why a figure is null")
 
 
 class NoisePlan(BaseModel, frozen=True, extra="forbid"):

@@ -1,7 +1,7 @@
 """Hugging Face models by name: from ``hf:llama-3.2-1b`` to the whole config.
 
-A config holds the shape of a model. Weights are never read: they are random. Nothing here imports
-transformers, so planning stays fast.
+A config holds the shape of a model, and may say how its weights are quantised. No weights are read:
+they are random. Nothing here imports transformers or bitsandbytes, so planning stays fast.
 """
 
 import functools
@@ -10,12 +10,12 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, Field
 
-from dpprof.experiments.config.quantization import Quantization, read_quantization
+from dpprof.experiments.config.quantities import optional
 from dpprof.experiments.config.tasks import IMAGE_SIZE, Task, usual_task
 from dpprof.experiments.config.validation import one_of
 from dpprof.system.files import canonical_json, read_json
@@ -34,12 +34,15 @@ _ABOUT_FILES = {
 }
 """Keys of a config that say how a checkpoint was saved, and nothing about the model's shape."""
 
-_REFUSED = {
-    "auto_map": "its config names code of its own, and dpprof runs no code from a config",
-}
-"""Keys of a config that make a model one that cannot be built from the config alone."""
-
 _MAX_NAME = 40
+
+Quantization = Literal["nf4", "nf4-double", "fp4", "fp4-double", "int8"]
+"""Formats of bitsandbytes; ``-double`` quantises the scales of blocks too (Dettmers et al. 2023,
+"QLoRA")."""
+
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+NONE = "none"
+"""How weights that are not quantised are spelled."""
 
 
 class Architecture(BaseModel, frozen=True, extra="allow"):
@@ -49,10 +52,9 @@ class Architecture(BaseModel, frozen=True, extra="allow"):
     """
 
     hf: str = Field(description="the model's name in ids and reports")
-    task: Task | None = Field(
-        None,
-        description="what it is trained for; null: image-classification for architectures that "
-        "read images, seq2seq-lm for those with an encoder and a decoder, else causal-lm",
+    task: Task | None = optional(
+        "what it is trained for; null: image-classification for architectures that "
+        "read images, seq2seq-lm for those with an encoder and a decoder, else causal-lm"
     )
     model_type: str = Field(description="the architecture, by the name that transformers gives it")
 
@@ -142,9 +144,8 @@ def _last_part(name: str) -> str:
 
 
 def _make(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    for key, why in _REFUSED.items():
-        if config.get(key):
-            raise ValueError(why)
+    if config.get("auto_map"):
+        raise ValueError("its config names code of its own, and dpprof runs no code from a config")
     read_quantization(config.get("quantization_config"))
     if not isinstance(config.get("model_type"), str):
         why = "its config has no model_type, which names the architecture"
@@ -216,3 +217,57 @@ def _fetch(name: str) -> Path:
     except (ValueError, OSError) as error:
         why = f"its config cannot be fetched ({json.dumps(str(error)[:100])})"
     raise ValueError(f"{why}; {otherwise}")
+
+
+def read_quantization(stated: Any) -> Quantization | None:
+    """Return the format that a config's ``quantization_config`` states.
+
+    Raises:
+        ValueError: It is another method, or an option by which samples would be mixed.
+    """
+    if not stated:
+        return None
+    if not isinstance(stated, Mapping):
+        raise ValueError("quantization_config must be a mapping")  # noqa: TRY004 (pydantic's way)
+    is_8bit, is_4bit = (bool(stated.get(f"load_in_{bits}bit")) for bits in (8, 4))
+    method = stated.get("quant_method", "bitsandbytes" if is_8bit or is_4bit else "another method")
+    if method != "bitsandbytes" or is_8bit == is_4bit:
+        raise ValueError(
+            f"its weights are quantised by {method}, and adapters are trained here over nf4, fp4 "
+            "and int8 of bitsandbytes alone (load_in_4bit or load_in_8bit in quantization_config)"
+        )
+    skipped = stated.get("llm_int8_skip_modules") or []
+    if not (isinstance(skipped, list | tuple) and all(isinstance(name, str) for name in skipped)):
+        raise ValueError("its llm_int8_skip_modules must be a list of modules' names")
+    return _read_8bit(stated) if is_8bit else _read_4bit(stated)
+
+
+def _read_8bit(stated: Mapping[str, Any]) -> Quantization:
+    threshold = stated.get("llm_int8_threshold", 6.0)  # which transformers takes
+    if threshold != 0:
+        raise ValueError(
+            f"its llm_int8_threshold is {threshold}: columns of a layer's input are then computed "
+            "in 16 bits if one sample of the batch exceeds it, so samples depend on each other; "
+            "write llm_int8_threshold: 0 in its quantization_config"
+        )
+    if stated.get("llm_int8_has_fp16_weight"):
+        raise ValueError(
+            "its llm_int8_has_fp16_weight keeps weights in 16 bits; write false, or leave "
+            "quantization_config out"
+        )
+    return "int8"
+
+
+def _read_4bit(stated: Mapping[str, Any]) -> Quantization:
+    kind = stated.get("bnb_4bit_quant_type", "fp4")
+    double = "-double" if stated.get("bnb_4bit_use_double_quant") else ""
+    quantization = next((name for name in QUANTIZATIONS if name == f"{kind}{double}"), None)
+    if quantization is None:
+        raise ValueError(f"its bnb_4bit_quant_type is {kind!r}, and nf4 and fp4 are known")
+    storage = stated.get("bnb_4bit_quant_storage", "uint8")
+    if storage not in ("uint8", None):
+        raise ValueError(
+            f"its bnb_4bit_quant_storage is {storage}, which FullyShardedDataParallel needs alone; "
+            "write uint8"
+        )
+    return quantization

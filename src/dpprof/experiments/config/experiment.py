@@ -1,11 +1,13 @@
 """One point of a sweep: frozen, validated, and named by a digest of its content."""
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    BaseModel,
     BeforeValidator,
     Field,
     ValidationInfo,
@@ -14,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from dpprof.experiments.config.architecture import Architecture, resolve
+from dpprof.experiments.config.architecture import NONE, Architecture, Quantization, resolve
 from dpprof.experiments.config.fine_tuning import AsLora, AsPadding, Trainable
 from dpprof.experiments.config.naming import (
     Dimensions,
@@ -26,28 +28,36 @@ from dpprof.experiments.config.naming import (
     refuse_code,
 )
 from dpprof.experiments.config.parallel import AsParallel
-from dpprof.experiments.config.quantities import (
-    Count,
-    NotNegative,
-    Positive,
-    Seed,
-    Size,
-)
-from dpprof.experiments.config.quantization import NONE, Quantization
+from dpprof.experiments.config.quantities import Count, NotNegative, Positive, Seed, Size, optional
 from dpprof.experiments.config.refusals import refuse_combinations
-from dpprof.experiments.config.spec import Spec
 from dpprof.experiments.config.target import Dtype
 from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES, Task
-from dpprof.experiments.config.validation import (
-    InputError,
-    read_model,
-)
+from dpprof.experiments.config.validation import InputError, read_model
 from dpprof.private.number_formats import SHORT
+from dpprof.system.files import canonical_json, sha256_hex
 
 ID_PATTERN = r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}"
 
 
-_None = Literal["none"]
+class Spec(BaseModel, frozen=True, extra="forbid"):
+    """A description with one spelling, so that a digest of its content can name it."""
+
+    @cached_property
+    def canonical(self) -> str:
+        """The content of its file: its fields as canonical JSON."""
+        return canonical_json(self.model_dump(mode="json"))
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256 of the canonical JSON, 64 hex digits."""
+        return sha256_hex(self.canonical)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with other fields, which does not keep what followed from these."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in vars(copied).keys() - type(copied).model_fields.keys():
+            del vars(copied)[name]
+        return copied
 
 
 class Experiment(Spec):
@@ -66,17 +76,15 @@ class Experiment(Spec):
     batch_size: Count = Field(
         description="samples (sequences) in a batch; where parallel is given, in each rank's"
     )
-    image_size: Count | None = Field(
-        None,
-        validate_default=True,
-        description="height and width of an image, in pixels, for a model that reads images; null: "
+    image_size: Count | None = optional(
+        "height and width of an image, in pixels, for a model that reads images; null: "
         "its usual size",
-    )
-    seq_len: Count = Field(
-        None,
         validate_default=True,
-        description="tokens in a sample; required for text, and left out for images, of which "
+    )
+    seq_len: Count = optional(
+        "tokens in a sample; required for text, and left out for images, of which "
         "each counts as one token",
+        validate_default=True,
     )
     dtype: Dtype = Field(
         "float32",
@@ -100,11 +108,10 @@ class Experiment(Spec):
         "computed again in backward, with PyTorch's newer or older implementation)",
     )
     device: Literal["cpu", "cuda"] = Field(description="where the experiment runs")
-    target: For | None = Field(
-        None,
-        description="the device that the instrument estimate predicts for: a target's name, cpu "
+    target: For | None = optional(
+        "the device that the instrument estimate predicts for: a target's name, cpu "
         "(this machine), or a mapping of memory_bytes, flops_per_s and bandwidth_bytes_per_s; "
-        "null: the device of this experiment",
+        "null: the device of this experiment"
     )
     max_grad_norm: Positive = Field(1.0, description="clipping bound C of a sample's gradient")
     noise_multiplier: NotNegative = Field(
@@ -114,16 +121,13 @@ class Experiment(Spec):
     seed: Seed = Field(0, description="seed of weights, tokens and noise")
     warmup_steps: Count = Field(3, description="steps before the timed ones; reported separately")
     timed_steps: Count = Field(10, description="steps whose times are reported")
-    cpu_threads: Count | None = Field(
-        None, description="number of PyTorch's threads; null: every core it may use"
-    )
+    cpu_threads: Count | None = optional("number of PyTorch's threads; null: every core it may use")
     timeout_s: Positive = Field(
         900.0, description="seconds after which an attempt ends with outcome timeout"
     )
-    memory_limit_bytes: Size | None = Field(
-        None,
-        description="memory the experiment may use, such as 4GiB; more ends with outcome oom. On "
-        "cpu: private writable memory of the process; on cuda: the allocator's share of the device",
+    memory_limit_bytes: Size | None = optional(
+        "memory the experiment may use, such as 4GiB; more ends with outcome oom. On "
+        "cpu: private writable memory of the process; on cuda: the allocator's share of the device"
     )
 
     wait_for_idle_gpu_s: NotNegative = Field(
@@ -136,21 +140,18 @@ class Experiment(Spec):
         description="if other processes still use the GPU after that time, run beside them, or "
         "refuse: the outcome is then unsupported",
     )
-    lora: AsLora | None = Field(
-        None,
-        description="adapters for a Hugging Face model: a mapping of rank, alpha, target_modules "
-        "and dropout, or rank=16,alpha=32,target_modules=q_proj+v_proj; null: none",
+    lora: AsLora | None = optional(
+        "adapters for a Hugging Face model: a mapping of rank, alpha, target_modules "
+        "and dropout, or rank=16,alpha=32,target_modules=q_proj+v_proj; null: none"
     )
-    trainable: Trainable | None = Field(
-        None,
-        description="the parameters that are trained: all, lora, bias, head, or a regular "
-        "expression that is searched in their names; null: lora where there are adapters, else all",
+    trainable: Trainable | None = optional(
+        "the parameters that are trained: all, lora, bias, head, or a regular "
+        "expression that is searched in their names; null: lora where there are adapters, else all"
     )
-    padding: AsPadding | None = Field(
-        None,
-        description="samples of different lengths, for a Hugging Face model: the mean share of "
+    padding: AsPadding | None = optional(
+        "samples of different lengths, for a Hugging Face model: the mean share of "
         "padding in a batch, or a mapping with the key fraction; null: every sample has seq_len "
-        "tokens",
+        "tokens"
     )
     parameters_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="dtype of parameters that are not trained: float32, or that of dtype"
@@ -175,10 +176,9 @@ class Experiment(Spec):
         description="whether logits, as the model computed them, live until the next step, as in "
         "out = model(...); false: they are freed in forward, as in loss = model(...).loss",
     )
-    parallel: AsParallel | None = Field(
-        None,
-        description="several ranks that train one model: a mapping of kind (ddp, fsdp or hsdp) and "
-        "world_size, or kind=fsdp,world_size=8; null: one process",
+    parallel: AsParallel | None = optional(
+        "several ranks that train one model: a mapping of kind (ddp, fsdp or hsdp) and "
+        "world_size, or kind=fsdp,world_size=8; null: one process"
     )
     execution: Literal["eager", "graph", "compiled"] = Field(
         "eager",
@@ -189,12 +189,13 @@ class Experiment(Spec):
 
     quantization: Annotated[
         Quantization | None,
-        BeforeValidator(lambda name: None if name == NONE else name, Quantization | _None | None),
-    ] = Field(
-        None,
-        description="format of a Hugging Face model's frozen linear layers, by bitsandbytes: nf4, "
+        BeforeValidator(
+            lambda name: None if name == NONE else name, Quantization | Literal["none"] | None
+        ),
+    ] = optional(
+        "format of a Hugging Face model's frozen linear layers, by bitsandbytes: nf4, "
         "nf4-double (the scales are quantised too), fp4, fp4-double or int8; none, or null: as the "
-        "config's quantization_config says, else not quantised",
+        "config's quantization_config says, else not quantised"
     )
 
     @field_validator("image_size", mode="before")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from dpprof.experiments.config.quantities import read_pairs, refuse_bool
+from dpprof.experiments.config.quantities import optional, read_pairs, refuse_bool
 
 MOST_RANKS = 65_536
 
@@ -23,18 +23,16 @@ class Parallel(BaseModel, frozen=True, extra="forbid"):
         description="number of ranks, one on each GPU, or together on this machine's CPU"
     )
 
-    reshard_after_forward: bool | None = Field(
-        None,
-        description="whether fsdp frees gathered parameters after forward and gathers them again "
-        "in backward; null: those of blocks, PyTorch's default",
+    reshard_after_forward: bool | None = optional(
+        "whether fsdp frees gathered parameters after forward and gathers them again "
+        "in backward; null: those of blocks, PyTorch's default"
     )
     gpus_per_node: Annotated[int, Field(ge=1, le=72), BeforeValidator(refuse_bool)] = Field(
         GPUS_PER_NODE, description="ranks that share a node; times and hsdp depend on it"
     )
-    network_gb_per_s: Annotated[float, Field(gt=0, le=1e4)] | None = Field(
-        None,
-        description="GB/s between nodes for each GPU, one way: an InfiniBand port of 400 Gb/s for "
-        "each GPU is 50; null: as nodes with such GPUs usually have",
+    network_gb_per_s: Annotated[float, Field(gt=0, le=1e4)] | None = optional(
+        "GB/s between nodes for each GPU, one way: an InfiniBand port of 400 Gb/s for "
+        "each GPU is 50; null: as nodes with such GPUs usually have"
     )
 
     @model_validator(mode="after")

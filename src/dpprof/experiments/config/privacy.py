@@ -9,6 +9,7 @@ from dpprof.experiments.config.quantities import (
     Positive,
     Whole,
     one_or_many,
+    optional,
     refuse_bool,
 )
 from dpprof.experiments.config.validation import refuse
@@ -27,9 +28,8 @@ class Privacy(BaseModel, frozen=True, extra="forbid"):
         description="the epsilon to spend; of several the first is the one to plan for",
     )
     delta: Share = Field(description="the delta to spend; less than 1 / samples")
-    batch_size: Whole | None = Field(
-        None,
-        description="expected samples of a step, over all its micro-batches; null: chosen by noise",
+    batch_size: Whole | None = optional(
+        "expected samples of a step, over all its micro-batches; null: chosen by noise"
     )
     least_steps: Whole = Field(1000, description="a batch that is chosen leaves at least so many")
     accountant: Accountant = Field(
@@ -37,9 +37,7 @@ class Privacy(BaseModel, frozen=True, extra="forbid"):
         description="Opacus's accountant: prv (tight, slow for 10,000 steps and more) or rdp "
         "(fast, asks for a little more noise)",
     )
-    price_per_hour: NotNegative | None = Field(
-        None, description="price of a GPU for an hour, in any currency"
-    )
+    price_per_hour: NotNegative | None = optional("price of a GPU for an hour, in any currency")
 
     @field_validator("batch_size")
     @classmethod

@@ -43,6 +43,11 @@ def read_pairs(example: str) -> Callable[[Any], Any]:
     return read
 
 
+def optional(description: str, **settings: Any) -> Any:
+    """Describe a field that may be left out, or not be known: it is null then."""
+    return Field(None, description=description, **settings)
+
+
 class _OneOrMany:
     """Schema of a key whose value may be a scalar or a list."""
 
@@ -101,6 +106,7 @@ def _read_whole(value: Any) -> int:
 Count = Annotated[int, Field(ge=1, le=10**9), BeforeValidator(refuse_bool)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(refuse_bool)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(refuse_bool)]
+Fraction = Annotated[float, Field(ge=0, lt=1), BeforeValidator(refuse_bool)]
 Seed = Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(refuse_bool)]
 Replicates = Annotated[int, Field(ge=1, le=1000), BeforeValidator(refuse_bool)]
 _SIZE_SCHEMA = {

@@ -6,19 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    create_model,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.naming import Name
 from dpprof.experiments.config.privacy import Privacy
-from dpprof.experiments.config.quantities import Replicates, one_or_many
+from dpprof.experiments.config.quantities import Replicates, one_or_many, optional
 from dpprof.experiments.config.target import settle_device
 from dpprof.experiments.config.validation import InputError, explain, refuse
 
@@ -34,8 +27,8 @@ class Run(NamedTuple):
     replicate: int
 
 
-def _grid_fields() -> dict[str, Any]:
-    """Return every field of an experiment as a key that takes one value or a list of values."""
+def _make_grid(kind: str, doc: str, **others: Any) -> type[BaseModel]:
+    """Make a mapping of every field of an experiment, for one value or a list, and of others."""
     fields: dict[str, Any] = {}
     for name, info in Experiment.model_fields.items():
         item = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
@@ -43,40 +36,25 @@ def _grid_fields() -> dict[str, Any]:
             item = Annotated[item, Field(discriminator=info.discriminator)]
         if name == "device":
             item = Literal["auto", "cpu", "cuda"]
-        fields[name] = (one_or_many(item), Field(None, description=info.description))
-    return fields
+        fields[name] = (one_or_many(item), optional(str(info.description)))
+    strict = ConfigDict(extra="forbid")
+    model = create_model(kind, __config__=strict, __doc__=doc, **fields, **others)
+    return cast("type[BaseModel]", model)
 
 
-_WATCH_FIELDS: dict[str, Any] = {
-    "instruments": (
-        one_or_many(Name),
-        Field(None, description="the instruments to run each experiment under, one process each"),
-    ),
-    "replicates": (
-        Replicates,
-        Field(None, description="number of fresh processes for each experiment and instrument"),
-    ),
-}
-
-_STRICT = ConfigDict(extra="forbid")
-
-Exclude = cast(
-    "type[BaseModel]",
-    create_model(
-        "Exclude",
-        __config__=_STRICT,
-        __doc__="Combinations to drop: an experiment matches if all keys given here match.",
-        **_grid_fields(),
-    ),
+Exclude = _make_grid(
+    "Exclude", "Combinations to drop: an experiment matches if all keys given here match."
 )
-Sweep = cast(
-    "type[BaseModel]",
-    create_model(
-        "Sweep",
-        __config__=_STRICT,
-        __doc__="A grid of experiments: every combination of the values in lists.",
-        **_grid_fields(),
-        **_WATCH_FIELDS,
+Sweep = _make_grid(
+    "Sweep",
+    "A grid of experiments: every combination of the values in lists.",
+    instruments=(
+        one_or_many(Name),
+        optional("the instruments to run each experiment under, one process each"),
+    ),
+    replicates=(
+        Replicates,
+        optional("number of fresh processes for each experiment and instrument"),
     ),
 )
 
@@ -99,15 +77,13 @@ class Config(BaseModel, extra="forbid"):
     exclude: list[Exclude] = Field(  # type: ignore[valid-type]
         default_factory=list, description="combinations to drop from every sweep"
     )
-    privacy: Privacy | None = Field(
-        None, description="a privacy budget, whose price the report tells from capacity results"
+    privacy: Privacy | None = optional(
+        "a privacy budget, whose price the report tells from capacity results"
     )
     partial: bool = Field(
         False, description="report on the results that exist, list missing ones and run nothing"
     )
-    container: Image | None = Field(
-        None, description="the image that jobs run in under snakemake --sdm apptainer"
-    )
+    container: Image | None = optional("the image that jobs run in under snakemake --sdm apptainer")
 
     @field_validator("sweeps", mode="before")
     @classmethod

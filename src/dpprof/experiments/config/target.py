@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from dpprof.experiments.config.quantities import Positive, Size
+from dpprof.experiments.config.quantities import Positive, Size, optional
 from dpprof.experiments.config.validation import refuse
 from dpprof.system.files import canonical_json
 
@@ -53,10 +53,9 @@ class Target(BaseModel, frozen=True, extra="forbid"):
     compute_capability: Annotated[str, Field(pattern=r"^[0-9]{1,2}\.[0-9]$")] = Field(
         "8.0", description="of the CUDA device; decides how much memory libraries allocate"
     )
-    multiprocessors: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        None,
-        description="of the CUDA device; decides what reductions allocate while they run, which is "
-        "left out where this is not given",
+    multiprocessors: Annotated[int, Field(ge=1, le=1024)] | None = optional(
+        "of the CUDA device; decides what reductions allocate while they run, which is "
+        "left out where this is not given"
     )
     source: str = Field("the config", description="source of the figures")
 

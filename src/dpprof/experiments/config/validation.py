@@ -75,11 +75,10 @@ def _keys(location: Sequence[int | str]) -> list[str]:
 
 def _key(location: Sequence[int | str]) -> str:
     """Return a pydantic location as a dotted key."""
-    return ".".join(_cut(ascii(part)[1:-1]) for part in _keys(location))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
+    keys = (ascii(part)[1:-1] for part in _keys(location))
+    return ".".join(
+        key if len(key) <= _MAX_LENGTH else f"{key[: _MAX_LENGTH - 3]}..." for key in keys
+    )
 
 
 def _allowed_keys(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:

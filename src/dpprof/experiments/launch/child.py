@@ -18,7 +18,7 @@ from pydantic_core import to_jsonable_python
 from dpprof.experiments.launch.device_lock import keep_to_this_process
 from dpprof.system.imports import collecting_no_garbage
 from dpprof.system.messages import escape_all
-from dpprof.system.process_groups import die_with, end_group_with
+from dpprof.system.processes import die_with, end_group_with
 
 
 class Assignment(BaseModel, frozen=True, extra="forbid"):

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dpprof.experiments.config.validation import refuse
-from dpprof.experiments.launch.scheduler import scheduler_job
 from dpprof.experiments.planning.job_resources import WAIT_UNDER_A_SCHEDULER_S
-from dpprof.system.lock_holders import name_holders
+from dpprof.system.processes import name_holders
 
 _POLL_S = 0.1
 _LOOK_S = 1.0
@@ -74,6 +73,19 @@ def keep_to_this_process(descriptors: Iterable[int]) -> None:
             os.close(held.pop())
 
     os.register_at_fork(after_in_child=let_go)
+
+
+def scheduler_job(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the scheduler's job that this process belongs to; None outside of one.
+
+    Example:
+        >>> scheduler_job({"SLURM_JOB_ID": "17"})
+        'Slurm job 17'
+        >>> scheduler_job({}) is None
+        True
+    """
+    number = environment.get("SLURM_JOB_ID")
+    return f"Slurm job {number}" if number else None
 
 
 def longest_wait_s(stated: str | None = None) -> float:

@@ -32,7 +32,7 @@ from dpprof.system.child_output import Output, Sink
 from dpprof.system.console import say
 from dpprof.system.files import check_writable
 from dpprof.system.paths import PACKAGE
-from dpprof.system.process_groups import end_group, no_survivors
+from dpprof.system.processes import end_group, no_survivors
 
 Answer = TypeVar("Answer")
 

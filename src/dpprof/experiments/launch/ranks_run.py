@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.launch import child
-from dpprof.experiments.launch.exit_status import judge_death
-from dpprof.experiments.launch.protocol import PhaseMark, WorkerAnswer
+from dpprof.experiments.launch.worker_report import PhaseMark, WorkerAnswer, judge_death
 from dpprof.experiments.records.result import Measurement, RankPart
 from dpprof.system.child_output import Output, Sink
 
@@ -70,8 +69,8 @@ def run_ranks(experiment: Experiment, instrument: str, phase_fd: int) -> WorkerA
         try:
             for number in range(experiment.world_size):
                 own_fd = make_file().fileno() if number else phase_fd
-                run = (experiment, instrument, number)
-                ranks.append(_start(*run, store_fd=store_fd, phase_fd=own_fd, answer=make_file()))
+                fds = (own_fd, store_fd)
+                ranks.append(_start(experiment, instrument, number, fds, make_file()))
             failed = _wait(ranks)
         finally:
             for rank in ranks:
@@ -84,14 +83,10 @@ def run_ranks(experiment: Experiment, instrument: str, phase_fd: int) -> WorkerA
 
 
 def _start(
-    experiment: Experiment,
-    instrument: str,
-    number: int,
-    *,
-    store_fd: int,
-    phase_fd: int,
-    answer: IO[bytes],
+    experiment: Experiment, instrument: str, number: int, fds: tuple[int, int], answer: IO[bytes]
 ) -> _Rank:
+    """Start a rank; ``fds`` are the files of its phase, and by which ranks find each other."""
+    phase_fd, store_fd = fds
     assignment = child.Assignment(
         function=_WORK,
         arguments=[experiment.model_dump_json(), instrument, phase_fd, number, store_fd],
@@ -99,17 +94,11 @@ def _start(
         lock_fds=[],
         answer_fd=answer.fileno(),
     )
-    environment = os.environ | _share_cores(experiment)
-    inherited = (phase_fd, store_fd)
-    process, printed = child.start(assignment, inherited, environment, new_session=False)
+    environment = dict(os.environ)
+    for name in environment.keys() & {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}:  # ranks share them
+        environment[name] = str(max(1, int(environment[name]) // experiment.world_size))
+    process, printed = child.start(assignment, fds, environment, new_session=False)
     return _Rank(number, process, Output(printed, Sink(None)), phase_fd, answer)
-
-
-def _share_cores(experiment: Experiment) -> dict[str, str]:
-    """Divide the threads that this process may use among the ranks."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    limits = {name: os.environ[name] for name in names if name in os.environ}
-    return {name: str(max(1, int(n) // experiment.world_size)) for name, n in limits.items()}
 
 
 def _wait(ranks: list[_Rank]) -> _Rank | None:

@@ -3,10 +3,12 @@
 It imports no torch, so it starts fast, and a crash of a measurement does not affect it.
 """
 
+import datetime as dt
 import pkgutil
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -14,30 +16,17 @@ from typing import Any, NamedTuple
 
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.registry import PREDICTIONS, is_lent
+from dpprof.experiments.launch import gpu_contention
+from dpprof.experiments.launch.device_lock import scheduler_job
 from dpprof.experiments.launch.device_slots import DeviceSlot, cpu_slot, gpu_slots
-from dpprof.experiments.launch.exit_status import judge_death
 from dpprof.experiments.launch.forks import Forks
-from dpprof.experiments.launch.gpu_contention import (
-    judge_use,
-    look_afterwards,
-    look_at,
-    refuse_busy,
-    tell_others,
-)
 from dpprof.experiments.launch.isolated import Ended, Isolation, Terminated, isolate
-from dpprof.experiments.launch.protocol import TRACES, PhaseMark, WorkerAnswer
-from dpprof.experiments.launch.scheduler import (
-    MAX_ATTEMPTS,
-    RETRIED,
-    describe_end,
-    is_interrupted,
-    read_earlier,
-    scheduler_job,
-)
+from dpprof.experiments.launch.worker_report import TRACES, PhaseMark, WorkerAnswer, judge_death
 from dpprof.experiments.planning.code_digest import code_digest, model_libraries
+from dpprof.experiments.planning.job_resources import MAX_ATTEMPTS
 from dpprof.experiments.records.provenance import package_versions
 from dpprof.experiments.records.reconciliation import JOINED
-from dpprof.experiments.records.record import write_record
+from dpprof.experiments.records.record import ResultError, write_record
 from dpprof.experiments.records.result import (
     SCHEMA_VERSION,
     Attempt,
@@ -45,6 +34,7 @@ from dpprof.experiments.records.result import (
     Measurement,
     Result,
     interrupted_path,
+    read_result,
 )
 from dpprof.experiments.records.terms import Outcome, Phase
 from dpprof.system.child_output import Sink
@@ -52,13 +42,15 @@ from dpprof.system.console import say
 from dpprof.system.files import write_atomically
 from dpprof.system.hardware import available_cores
 
-_WORK, _WORK_HERE = (
-    "dpprof.experiments.launch.worker:work",
-    "dpprof.experiments.launch.worker:work_here",
-)
+_WORK = "dpprof.experiments.launch.worker:work"
+_WORK_HERE = "dpprof.experiments.launch.worker:work_here"
 
 _SIGNALS_SPREAD_S = 2.0
 """A scheduler signals every process of a job, the worker perhaps before its supervisor."""
+
+RETRIED: tuple[Outcome, ...] = ("crashed", "killed")
+"""A run that ends so is tried again in a fresh process, up to ``MAX_ATTEMPTS``; other outcomes are
+final."""
 
 
 def _slots(experiment: Experiment, instrument: str, threads: int | None) -> list[DeviceSlot]:
@@ -104,9 +96,9 @@ def _attempt(isolation: Isolation, run: _Run, sink: Sink, forks: Forks | None) -
         Terminated: This process is to end, and no scheduler has said so.
     """
     experiment, uuid = run.experiment, isolation.slot.uuid
-    before, start = look_at(uuid), time.monotonic()
+    before, start = gpu_contention.look_at(uuid), time.monotonic()
     if experiment.busy_gpu == "refuse" and before.matter:
-        refusal = refuse_busy(before, experiment.wait_for_idle_gpu_s)
+        refusal = gpu_contention.refuse_busy(before, experiment.wait_for_idle_gpu_s)
         return _Tried(
             Attempt(outcome="unsupported", error=refusal, wall_s=0.0, others_before=before)
         )
@@ -114,7 +106,9 @@ def _attempt(isolation: Isolation, run: _Run, sink: Sink, forks: Forks | None) -
         mark = PhaseMark(phase_file.fileno())
         try:
             if is_lent(experiment.model):
-                ended = _run_here(experiment, run.instrument, mark)
+                # Only this process can build it.
+                answer = pkgutil.resolve_name(_WORK_HERE)(experiment, run.instrument, mark)
+                ended = Ended(answer, 0, False, "", time.monotonic() - start, 0.0)
             else:
                 ended = isolation.run(
                     WorkerAnswer,
@@ -131,14 +125,14 @@ def _attempt(isolation: Isolation, run: _Run, sink: Sink, forks: Forks | None) -
             job, wall_s = scheduler_job(), time.monotonic() - start
             if job is None:
                 raise
-            error = describe_end(job, terminated.number, mark.read())
+            error = _describe_end(job, terminated.number, mark.read())
             attempt = Attempt(outcome="killed", error=error, wall_s=wall_s, others_before=before)
             return _Tried(attempt, terminated=terminated)
         phase = mark.read()
-    after = look_afterwards(uuid)
+    after = gpu_contention.look_afterwards(uuid)
     outcome, failure = _judge(ended, experiment, phase)
     if failure is not None and outcome == "oom":
-        failure = tell_others(failure, before, after)
+        failure = gpu_contention.tell_others(failure, before, after)
     attempt = Attempt(
         outcome=outcome,
         error=failure,
@@ -148,6 +142,16 @@ def _attempt(isolation: Isolation, run: _Run, sink: Sink, forks: Forks | None) -
         others_after=after,
     )
     return _Tried(attempt, ended.answer.measurement if ended.answer else None)
+
+
+def _describe_end(job: str, number: int, phase: Phase) -> Failure:
+    """Return the failure of an attempt whose job the scheduler has ended with a signal."""
+    return Failure(
+        kind="Scheduler",
+        message=f"the scheduler ended {job}: it was cancelled or preempted, or its time was over",
+        phase=phase,
+        signal=signal.Signals(number).name,
+    )
 
 
 def _judge(
@@ -161,13 +165,6 @@ def _judge(
         return "timeout", Failure(kind="Timeout", message=message, phase=phase)
     limited = experiment.memory_limit_bytes is not None
     return judge_death(ended.returncode, phase, ended.output, limited=limited)
-
-
-def _run_here(experiment: Experiment, instrument: str, mark: PhaseMark) -> Ended[WorkerAnswer]:
-    """Run a prediction of a model that only this process can build."""
-    start = time.monotonic()
-    answer = pkgutil.resolve_name(_WORK_HERE)(experiment, instrument, mark)
-    return Ended(answer, 0, False, "", time.monotonic() - start, 0.0)
 
 
 def supervise(
@@ -207,7 +204,7 @@ def supervise(
     """
     slots = _slots(experiment, instrument, threads)
     uuids = [slot.uuid for slot in slots]
-    why_not = judge_use(uuids, experiment.wait_for_idle_gpu_s, experiment.busy_gpu)
+    why_not = gpu_contention.judge_use(uuids, experiment.wait_for_idle_gpu_s, experiment.busy_gpu)
     digest = partial(code_digest, instrument, experiment)
     with (
         isolate(
@@ -216,9 +213,9 @@ def supervise(
         closing(Sink(log_path)) as sink,
     ):
         asked = (experiment.digest, instrument, replicate)
-        earlier = read_earlier(output, asked, digest, since_s) if keep else None
+        earlier = _read_earlier(output, asked, digest, since_s) if keep else None
         attempts = _tell_earlier(earlier, sink)
-        if earlier and not is_interrupted(earlier):
+        if earlier and not _is_interrupted(earlier):
             say("this code has already measured this run; its result is kept")
             interrupted_path(output).unlink(missing_ok=True)
             return earlier
@@ -230,6 +227,45 @@ def supervise(
             say("the scheduler has ended this job; the attempt is recorded")
             raise tried.terminated
     return result
+
+
+def _is_interrupted(result: Result) -> bool:
+    """Return whether a run has attempts left."""
+    return result.outcome in RETRIED and len(result.attempts) < MAX_ATTEMPTS
+
+
+def _read_earlier(
+    output: Path, asked: tuple[str, str, int], digest: Callable[[], str], since_s: float
+) -> Result | None:
+    """Return the result of an earlier job, from its file or its copy; None if there is none.
+
+    Snakemake deletes the result of a job that failed, and for a scheduler a job that it has ended
+    has failed, whatever the job still did. So a copy of the result stays beside it until a job ends
+    well. A copy that has no attempts left takes the place of the deleted result.
+
+    ``asked`` is what the result must be of: spec digest, instrument and replicate; ``digest``
+    returns the present code's. What was interrupted before ``since_s``, in seconds since 1970, does
+    not count.
+    """
+    interrupted = None
+    for path in (output, interrupted_path(output)):
+        try:
+            result = read_result(path)
+        except (FileNotFoundError, ResultError):
+            continue
+        run = (result.spec_digest, result.instrument, result.replicate)
+        if run != asked or result.code_digest != digest():
+            continue
+        is_final = not _is_interrupted(result)
+        if path == output and is_final:
+            return result
+        if dt.datetime.fromisoformat(result.started_at).timestamp() < since_s:
+            continue
+        if is_final:
+            path.replace(output)
+            return result
+        interrupted = interrupted or result
+    return interrupted
 
 
 def _tell_earlier(earlier: Result | None, sink: Sink) -> list[Attempt]:

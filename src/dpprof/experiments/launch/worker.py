@@ -18,14 +18,13 @@ from functools import partial
 
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.launch.protocol import PhaseMark, WorkerAnswer
 from dpprof.experiments.launch.ranks_run import run_ranks
+from dpprof.experiments.launch.worker_report import PhaseMark, WorkerAnswer
 from dpprof.experiments.records.result import Failure
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.substitutes import substitute
 from dpprof.system.imports import collecting_no_garbage
-from dpprof.system.messages import KIND_LIMIT, shorten
-from dpprof.system.out_of_memory import is_out_of_memory, requested_bytes
+from dpprof.system.messages import KIND_LIMIT, is_out_of_memory, requested_bytes, shorten
 
 _IMPORT = "dpprof.subjects.setup:import_method"
 """Imports all that an experiment needs."""
@@ -108,25 +107,18 @@ def _lift_memory_limit() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
-def _allocator_state() -> dict[str, int]:
-    """Return what the CUDA allocator holds at the time of a failure; empty without CUDA."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return {}
-    return {
-        "allocated_bytes": torch.cuda.memory_allocated(),
-        "reserved_bytes": torch.cuda.memory_reserved(),
-    }
-
-
 def _describe(error: BaseException, mark: PhaseMark, *, memory: bool = False) -> Failure:
-    message = str(error)
+    message, torch = str(error), sys.modules.get("torch")
+    held: dict[str, int] = {}
+    if memory and torch is not None and torch.cuda.is_initialized():
+        held["allocated_bytes"] = torch.cuda.memory_allocated()
+        held["reserved_bytes"] = torch.cuda.memory_reserved()
     return Failure(
         kind=shorten(type(error).__name__, KIND_LIMIT),
         message=shorten(message),
         phase=mark.read(),
         requested_bytes=requested_bytes(message) if memory else None,
-        **(_allocator_state() if memory else {}),
+        **held,
     )
 
 

@@ -18,7 +18,8 @@ PREDICTION_MB = 8_000
 _START_S = 90
 """Starting Python and its libraries, once for each attempt, on a slow file system."""
 
-_ATTEMPTS = 2
+MAX_ATTEMPTS = 2
+"""A run is attempted so many times at most."""
 
 WAIT_UNDER_A_SCHEDULER_S = 600.0
 """How long a scheduler's job waits for its device where nobody says: an allocation costs money."""
@@ -35,7 +36,7 @@ def host_memory_mb(experiment: Experiment) -> int:
 
 def runtime_minutes(experiment: Experiment) -> int:
     """Return the minutes within which a job ends in any case: waiting, and both attempts."""
-    tried_s = _ATTEMPTS * (experiment.timeout_s + _START_S)
+    tried_s = MAX_ATTEMPTS * (experiment.timeout_s + _START_S)
     return math.ceil((WAIT_UNDER_A_SCHEDULER_S + tried_s) / 60)
 
 

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from dpprof.experiments.config.quantities import optional
 from dpprof.experiments.records.record import Part
 from dpprof.experiments.records.terms import Component, Phase
 
@@ -18,27 +19,27 @@ class Option(Part):
     method: str = Field(description="the method")
     verdict: Recommendation = Field(description="its rank among the methods, or why it has none")
     private: bool = Field(description="whether it is private")
-    mechanism: str | None = Field(None, description="what makes it private; null: no verdict")
-    verified: bool | None = Field(None, description="whether its gradient is right; null: unknown")
-    largest_batch_size: int | None = Field(None, description="largest that is predicted to fit")
-    largest_peak_bytes: int | None = Field(None, description="predicted peak of that batch")
-    smallest_batch_size: int | None = Field(None, description="fewest samples that a step takes")
-    safe_batch_size: int | None = Field(None, description="largest that never releases the cache")
-    safe_peak_bytes: int | None = Field(None, description="predicted peak of that batch")
-    tokens_per_s: float | None = Field(None, description="predicted at the safe batch")
-    tokens_per_s_low: float | None = Field(None, description="lower end of the 90 % interval")
-    tokens_per_s_high: float | None = Field(None, description="upper end of the 90 % interval")
-    sample_s: float | None = Field(None, description="predicted seconds of a sample in that batch")
-    update_s: float | None = Field(
-        None, description="predicted seconds of noise and optimizer, which run once in a step"
+    mechanism: str | None = optional("what makes it private; null: no verdict")
+    verified: bool | None = optional("whether its gradient is right; null: unknown")
+    largest_batch_size: int | None = optional("largest that is predicted to fit")
+    largest_peak_bytes: int | None = optional("predicted peak of that batch")
+    smallest_batch_size: int | None = optional("fewest samples that a step takes")
+    safe_batch_size: int | None = optional("largest that never releases the cache")
+    safe_peak_bytes: int | None = optional("predicted peak of that batch")
+    tokens_per_s: float | None = optional("predicted at the safe batch")
+    tokens_per_s_low: float | None = optional("lower end of the 90 % interval")
+    tokens_per_s_high: float | None = optional("upper end of the 90 % interval")
+    sample_s: float | None = optional("predicted seconds of a sample in that batch")
+    update_s: float | None = optional(
+        "predicted seconds of noise and optimizer, which run once in a step"
     )
-    tokens_per_s_at_most: float | None = Field(None, description="same at every operator's ceiling")
-    dp_flop_multiplier: float | None = Field(None, description="executed FLOPs over model FLOPs")
-    limited_by: str | None = Field(None, description="memory, fragmentation or search")
-    message: str | None = Field(None, description="why it is not advised, or has no batch")
-    checkpointing: str | None = Field(None, description="how blocks are checkpointed")
-    tokens_per_s_by_checkpointing: dict[str, float | None] | None = Field(
-        None, description="predicted for each way that was tried, where several were"
+    tokens_per_s_at_most: float | None = optional("same at every operator's ceiling")
+    dp_flop_multiplier: float | None = optional("executed FLOPs over model FLOPs")
+    limited_by: str | None = optional("memory, fragmentation or search")
+    message: str | None = optional("why it is not advised, or has no batch")
+    checkpointing: str | None = optional("how blocks are checkpointed")
+    tokens_per_s_by_checkpointing: dict[str, float | None] | None = optional(
+        "predicted for each way that was tried, where several were"
     )
 
 

@@ -120,16 +120,11 @@ def device_name(description: Mapping[str, Any]) -> str:
     """
     parts = [str(description.get("type") or "unknown")]
     if description.get("name"):
-        parts.append(_slug(description["name"]))
+        name = re.sub(r"\((?:R|TM|C)\)", " ", description["name"], flags=re.IGNORECASE)
+        parts.append(re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"))
     if description.get("cores"):
         parts.append(f"{description['cores']}-cores")
     return "-".join(parts)
-
-
-def _slug(name: str) -> str:
-    """Return a name in lower-case letters, digits and single hyphens."""
-    without_marks = re.sub(r"\((?:R|TM|C)\)", " ", name, flags=re.IGNORECASE)
-    return re.sub(r"[^a-z0-9]+", "-", without_marks.lower()).strip("-")
 
 
 def ceilings_path(root: Path, name: str) -> Path:

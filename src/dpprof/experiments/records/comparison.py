@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 from pydantic import Field
 
+from dpprof.experiments.config.quantities import optional
 from dpprof.experiments.records.record import Part
 from dpprof.experiments.records.thresholds import Thresholds
 
@@ -66,19 +67,17 @@ class ComparedFigure(Part):
     instrument: str
     metric: Literal["outcome"] | Metric
     figure: FigureName
-    part: str | None = Field(
-        None, description="of component the component; of FLOPs and bytes moved the op kind"
-    )
-    phase: str | None = Field(None, description="of FLOPs and bytes moved, with part")
+    part: str | None = optional("of component the component; of FLOPs and bytes moved the op kind")
+    phase: str | None = optional("of FLOPs and bytes moved, with part")
     unit: Literal["bytes", "FLOPs", "launches", "samples", "seconds"] | None = None
-    baseline: int | float | str | None = Field(
-        None, description="median over replicates; of outcome a text; null: not known"
+    baseline: int | float | str | None = optional(
+        "median over replicates; of outcome a text; null: not known"
     )
     candidate: int | float | str | None = None
-    ratio: float | None = Field(None, description="candidate over baseline; null where that is 0")
-    threshold: float | None = Field(None, description="a share of the baseline")
+    ratio: float | None = optional("candidate over baseline; null where that is 0")
+    threshold: float | None = optional("a share of the baseline")
     judgement: Judgement
-    reason: str | None = Field(None, description="what else is to know of it")
+    reason: str | None = optional("what else is to know of it")
     statistics: TimeStatistics | None = None
 
 

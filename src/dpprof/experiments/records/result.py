@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.config.quantities import Positive
+from dpprof.experiments.config.quantities import Positive, optional
 from dpprof.experiments.records.record import Device, Part, Provenance, ResultError, read_record
 from dpprof.experiments.records.step_costs import Compute, Exchange, Io, Memory
 from dpprof.experiments.records.terms import Basis, OpKind, Outcome, Phase
@@ -22,29 +22,26 @@ class Failure(Part):
 
     kind: str = Field(description="the exception's type, the signal's name, or what ended it")
     message: str = Field(description="its message, shortened")
-    phase: Phase | None = Field(None, description="the phase of the step in which it happened")
-    signal: str | None = Field(None, description="the signal that ended the process")
-    exit_code: int | None = Field(None, description="the process's exit code")
-    requested_bytes: int | None = Field(None, description="size of the failed allocation")
-    allocated_bytes: int | None = Field(None, description="allocated by the allocator then")
-    reserved_bytes: int | None = Field(None, description="reserved by the allocator then")
-    others_bytes: int | None = Field(
-        None,
-        description="device memory that other processes held before or after, the larger value",
+    phase: Phase | None = optional("the phase of the step in which it happened")
+    signal: str | None = optional("the signal that ended the process")
+    exit_code: int | None = optional("the process's exit code")
+    requested_bytes: int | None = optional("size of the failed allocation")
+    allocated_bytes: int | None = optional("allocated by the allocator then")
+    reserved_bytes: int | None = optional("reserved by the allocator then")
+    others_bytes: int | None = optional(
+        "device memory that other processes held before or after, the larger value"
     )
-    log: str | None = Field(None, description="the log file of the run")
-    rank: int | None = Field(None, description="the rank that failed first, of several")
+    log: str | None = optional("the log file of the run")
+    rank: int | None = optional("the rank that failed first, of several")
 
 
 class Others(Part):
     """Other processes' use of a GPU, at a moment when dpprof did not use it."""
 
-    memory_bytes: int | None = Field(None, description="GPU memory in use")
-    load: float | None = Field(
-        None, description="share of the last second or less in which a kernel ran"
-    )
-    processes: int | None = Field(None, description="computing on it, by the driver's count")
-    reason: str | None = Field(None, description="why a figure is null")
+    memory_bytes: int | None = optional("GPU memory in use")
+    load: float | None = optional("share of the last second or less in which a kernel ran")
+    processes: int | None = optional("computing on it, by the driver's count")
+    reason: str | None = optional("why a figure is null")
 
     @property
     def matter(self) -> bool:
@@ -57,11 +54,11 @@ class Attempt(Part):
 
     outcome: Outcome
     wall_s: float
-    others_busy_cores: float | None = Field(
-        None, description="average number of cores that other processes kept busy meanwhile"
+    others_busy_cores: float | None = optional(
+        "average number of cores that other processes kept busy meanwhile"
     )
-    others_before: Others | None = Field(None, description="on the GPU, before the attempt")
-    others_after: Others | None = Field(None, description="on the GPU, after the attempt")
+    others_before: Others | None = optional("on the GPU, before the attempt")
+    others_after: Others | None = optional("on the GPU, after the attempt")
     error: Failure | None = None
 
 
@@ -74,11 +71,9 @@ class Capacity(Part):
     budget_bytes: int = Field(description="memory that training may allocate")
     batch_size: int = Field(description="the largest batch found to fit")
     peak_bytes: int = Field(description="predicted peak of that batch; on CUDA in whole blocks")
-    reserved_bytes: int | None = Field(
-        None, description="what its allocator would reserve without a limit; CUDA"
-    )
-    retries: int | None = Field(
-        None, description="how often a step of that batch releases the cache to find room; CUDA"
+    reserved_bytes: int | None = optional("what its allocator would reserve without a limit; CUDA")
+    retries: int | None = optional(
+        "how often a step of that batch releases the cache to find room; CUDA"
     )
     next_peak_bytes: int | None = Field(
         description="predicted peak of one sample more, by the timeline; null where that was not "
@@ -87,11 +82,11 @@ class Capacity(Part):
     limited_by: Literal["memory", "fragmentation", "search"] = Field(
         description="memory; free memory that no segment holds together; or the end of the search"
     )
-    unfragmented_batch_size: int | None = Field(
-        None, description="the largest batch if free memory were always in one piece; CUDA"
+    unfragmented_batch_size: int | None = optional(
+        "the largest batch if free memory were always in one piece; CUDA"
     )
-    expandable_batch_size: int | None = Field(
-        None, description="the largest batch with expandable_segments:True; CUDA"
+    expandable_batch_size: int | None = optional(
+        "the largest batch with expandable_segments:True; CUDA"
     )
     extrapolated: bool = Field(
         description="whether peaks beyond three samples are extrapolated linearly, because the "
@@ -120,10 +115,9 @@ class PredictedTime(Part):
     median: Positive
     low: Positive
     high: Positive
-    without_update: float | None = Field(
-        None,
-        description="median of the same step without its phases noise and step, which run once "
-        "where gradients of several batches are accumulated",
+    without_update: float | None = optional(
+        "median of the same step without its phases noise and step, which run once "
+        "where gradients of several batches are accumulated"
     )
     rests_on: dict[Basis, float] = Field(
         description="shares of the device's time by what its prediction rests on"
@@ -131,10 +125,8 @@ class PredictedTime(Part):
     waiting_share: float = Field(
         description="share of the step in which the device waits for the host"
     )
-    communication_share: float | None = Field(
-        None,
-        description="share of the step in which a rank waits for what ranks exchange; null: one "
-        "rank",
+    communication_share: float | None = optional(
+        "share of the step in which a rank waits for what ranks exchange; null: one rank"
     )
 
     @property
@@ -153,12 +145,10 @@ class Time(Part):
     step_s: list[Positive] = Field(description="empty where nothing was timed")
     warmup_step_s: list[float] | None = None
     median_s: Positive | None = None
-    phases_s: dict[Phase, list[float]] | None = Field(
-        None, description="seconds of each phase, one value per timed step"
+    phases_s: dict[Phase, list[float]] | None = optional(
+        "seconds of each phase, one value per timed step"
     )
-    predicted_step_s: PredictedTime | None = Field(
-        None, description="by estimate and capacity, for a GPU"
-    )
+    predicted_step_s: PredictedTime | None = optional("by estimate and capacity, for a GPU")
 
 
 class Throughput(Part):
@@ -270,10 +260,9 @@ class NormChoice(Part):
     outputs: int = Field(description="width of the matrix's output")
     flops: int = Field(description="FLOPs of matrix products for the norm of one sample")
     prices: dict[str, int] = Field(description="cost of each way: FLOPs, and bytes as FLOPs")
-    tiles: dict[str, int] | None = Field(
-        None,
-        description="tile sizes that tuning chose for the Triton kernel; null where PyTorch's "
-        "operators computed the norm, or nothing ran",
+    tiles: dict[str, int] | None = optional(
+        "tile sizes that tuning chose for the Triton kernel; null where PyTorch's "
+        "operators computed the norm, or nothing ran"
     )
 
 
@@ -294,10 +283,9 @@ class Measurement(Part):
     model: ModelFacts | None = None
     samplers: dict[str, str] | None = None
     norm_plan: dict[str, NormChoice] | None = None
-    nonfinite_samples: int | None = Field(
-        None,
-        description="samples left out in all steps together because their loss or gradient was "
-        "not finite; null where the method does not count them",
+    nonfinite_samples: int | None = optional(
+        "samples left out in all steps together because their loss or gradient was "
+        "not finite; null where the method does not count them"
     )
     capacity: Capacity | None = None
     memory: Memory | None = None
@@ -311,13 +299,12 @@ class Measurement(Part):
     observed: Observed | None = None
     verification: None = None
     privacy: None = None
-    communication: list[Exchange] | None = Field(
-        None, description="what a rank exchanges with others in a step; null without parallel"
+    communication: list[Exchange] | None = optional(
+        "what a rank exchanges with others in a step; null without parallel"
     )
-    ranks: list[RankPart] | None = Field(
-        None,
-        description="every rank's part, where several ranks ran; what is above is rank 0's, whose "
-        "shards are the largest, and throughput is that of all",
+    ranks: list[RankPart] | None = optional(
+        "every rank's part, where several ranks ran; what is above is rank 0's, whose "
+        "shards are the largest, and throughput is that of all"
     )
     reasons: dict[str, str] = Field(
         default_factory=dict,
@@ -385,3 +372,10 @@ def read_run(root: Path, instrument: str, experiment_id: str, replicate: int) ->
     if run != (instrument, experiment_id, replicate):
         raise ResultError(path, f"holds another run, {run[1]} {run[0]} r{run[2]}")
     return result
+
+
+def drop_copies(results: Path) -> None:
+    """Delete the copies of results that are there, since their jobs did end well after all."""
+    for copy in results.glob(str(interrupted_path(Path("*/*.json")))):
+        if copy.with_suffix("").exists():
+            copy.unlink()

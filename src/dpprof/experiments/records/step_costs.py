@@ -5,6 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from dpprof.experiments.config.quantities import optional
 from dpprof.experiments.records.record import Natural, Part
 from dpprof.experiments.records.terms import Component, Evidence, OpKind, Phase
 
@@ -16,12 +17,12 @@ class Snapshot(Part):
     """The allocator's counts at a named moment."""
 
     name: str = Field(description="the moment")
-    allocated_bytes: int | None = Field(None, description="bytes allocated then")
-    reserved_bytes: int | None = Field(None, description="bytes reserved then")
-    rss_bytes: int | None = Field(None, description="resident memory of the process then")
+    allocated_bytes: int | None = optional("bytes allocated then")
+    reserved_bytes: int | None = optional("bytes reserved then")
+    rss_bytes: int | None = optional("resident memory of the process then")
     elapsed_s: float = Field(description="time since the libraries were imported")
-    components: dict[str, int] | None = Field(
-        None, description="bytes by owner; with unattributed they sum to allocated_bytes"
+    components: dict[str, int] | None = optional(
+        "bytes by owner; with unattributed they sum to allocated_bytes"
     )
 
 
@@ -69,9 +70,7 @@ class AtPeak(Part):
     module: str | None
     op: str | None
     largest: list[LiveAllocation] = Field(description="the largest holdings, largest first")
-    holdings: Holdings | None = Field(
-        None, description="all of them, by component, layer, operator and phase"
-    )
+    holdings: Holdings | None = optional("all of them, by component, layer, operator and phase")
 
     @model_validator(mode="after")
     def _refuse_another_sum(self) -> Self:
@@ -90,9 +89,7 @@ class Timeline(Part):
     ops: list[int] = Field(description="number of operators run since the step began")
     elapsed_s: list[float] | None = Field(description="time since then, including the instrument")
     phase: list[Phase]
-    op: list[str | None] | None = Field(
-        None, description="operator that ran last, null before the first one"
-    )
+    op: list[str | None] | None = optional("operator that ran last, null before the first one")
     components: dict[Component, list[Natural]]
 
     @model_validator(mode="after")
@@ -194,7 +191,7 @@ class Io(Part):
 
     bytes_read: int = Field(description="bytes that the operators of a step must read")
     bytes_written: int = Field(description="bytes that they must write")
-    launches: int | None = Field(None, description="kernels that the operators of a step start")
+    launches: int | None = optional("kernels that the operators of a step start")
     by_phase: dict[Phase, Moved]
     by_op_kind: dict[OpKind, Moved]
     by_module: dict[str, Moved]
@@ -232,27 +229,23 @@ def find_unknown_workspaces(assumed: Mapping[str, str]) -> dict[str, str]:
 class Memory(Part):
     """Peaks of the steady state (the timed steps), and of the first step where it differs."""
 
-    peak_allocated_bytes: Peak | None = Field(
-        None, description="the allocator's peak in the steady state"
+    peak_allocated_bytes: Peak | None = optional("the allocator's peak in the steady state")
+    first_step_peak_allocated_bytes: Peak | None = optional(
+        "the allocator's peak in the first step"
     )
-    first_step_peak_allocated_bytes: Peak | None = Field(
-        None, description="the allocator's peak in the first step"
+    peak_reserved_bytes: Peak | None = optional("most that the allocator reserved")
+    peak_rss_bytes: Peak | None = optional(
+        "largest resident memory of the whole process, including imports"
     )
-    peak_reserved_bytes: Peak | None = Field(None, description="most that the allocator reserved")
-    peak_rss_bytes: Peak | None = Field(
-        None, description="largest resident memory of the whole process, including imports"
+    peak_device_used_bytes: int | None = optional(
+        "device memory in use by all processes after the timed steps"
     )
-    peak_device_used_bytes: int | None = Field(
-        None, description="device memory in use by all processes after the timed steps"
-    )
-    alloc_retries: int | None = Field(
-        None, description="how often the allocator freed its cache to go on"
-    )
+    alloc_retries: int | None = optional("how often the allocator freed its cache to go on")
     snapshots: list[Snapshot] = Field(default_factory=list)
     at_peak: AtPeak | None = None
     timeline: Timeline | None = None
     attribution: Attribution | None = None
-    allocator: Allocator | None = Field(None, description="CUDA alone")
+    allocator: Allocator | None = optional("CUDA alone")
     assumed: dict[str, str] = Field(
         default_factory=dict,
         description="what is assumed about the device, and why",

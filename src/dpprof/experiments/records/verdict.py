@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field
 
 from dpprof.experiments.config.mechanisms import FLAT, NO_CLIPPING
+from dpprof.experiments.config.quantities import optional
 from dpprof.experiments.records.record import Part, ResultError, read_record
 
 SCHEMA_VERSION: Literal[2] = 2
@@ -65,31 +66,27 @@ class Case(Part):
         description="unsupported: the method refuses the case; unknown: the case has no "
         "reference or was not tried"
     )
-    reason: str | None = Field(None, description="why it did not pass")
-    max_grad_norm: float | None = Field(None, description="clipping bound of the method")
-    groups: int | None = Field(
-        None,
-        description="number of parameter groups, each clipped by its own norm; 0 where nothing is "
-        "clipped",
+    reason: str | None = optional("why it did not pass")
+    max_grad_norm: float | None = optional("clipping bound of the method")
+    groups: int | None = optional(
+        "number of parameter groups, each clipped by its own norm; 0 where nothing is clipped"
     )
-    norms_clipped: int | None = Field(
-        None, description="how many of the batch_size x groups norms exceed their bound"
+    norms_clipped: int | None = optional(
+        "how many of the batch_size x groups norms exceed their bound"
     )
-    sensitivity: float | None = Field(
-        None,
-        description="square root of the sum of the groups' squared bounds, over the bound that "
-        "the noise is a multiple of",
+    sensitivity: float | None = optional(
+        "square root of the sum of the groups' squared bounds, over the bound that "
+        "the noise is a multiple of"
     )
     references: list[str] = Field(
         default_factory=list, description="the references it was compared with"
     )
-    max_relative_error: float | None = Field(
-        None, description="of the gradient: L2 norm of the difference over that of the reference"
+    max_relative_error: float | None = optional(
+        "of the gradient: L2 norm of the difference over that of the reference"
     )
-    max_relative_error_of_norms: float | None = Field(
-        None,
-        description="of the per-sample norms before clipping, over the sample's whole norm; null "
-        "where the method does not store them",
+    max_relative_error_of_norms: float | None = optional(
+        "of the per-sample norms before clipping, over the sample's whole norm; null "
+        "where the method does not store them"
     )
 
 

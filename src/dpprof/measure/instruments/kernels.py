@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.launch.protocol import traces_folder
+from dpprof.experiments.launch.worker_report import traces_folder
 from dpprof.experiments.records.result import Kernels, Measurement, Observed
 from dpprof.measure.devices.device import Device
 from dpprof.measure.instruments.opening import open_experiment

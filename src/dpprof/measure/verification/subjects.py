@@ -18,8 +18,7 @@ from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.naming import Dimensions
 from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES
-from dpprof.experiments.planning.shrinking import shrink
-from dpprof.experiments.planning.stand_ins import StandIn
+from dpprof.experiments.planning.stand_ins import StandIn, shrink
 from dpprof.experiments.records.verdict import BUILT_IN, Scenario
 from dpprof.measure.verification import reference
 from dpprof.private.errors import UnsupportedError

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.naming import Dimensions
-from dpprof.subjects.models.build import build_model
+from dpprof.subjects.models.build import build_model, find_recipe
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_POSITION = ("layer_idx", "layer_id", "layer_number")
@@ -122,8 +121,7 @@ def with_blocks(experiment: Experiment, count: int) -> Experiment:
 
 
 def _dimensions(experiment: Experiment) -> Dimensions | None:
-    model = experiment.model
-    recipe = registry.load("models", model) if isinstance(model, str) else model
+    recipe = find_recipe(experiment)
     return recipe if isinstance(recipe, Dimensions) else None
 
 

@@ -60,7 +60,11 @@ def _choose_trainable(model: nn.Module, experiment: Experiment) -> None:
         UnsupportedError: Nothing would be trained.
     """
     part = experiment.trained
-    trained = _find_trained(model, part)
+    if part == "head":
+        trained = set(find_head(model).parameters())
+    else:
+        pattern = _PATTERNS.get(part, part)
+        trained = {p for name, p in model.named_parameters() if re.search(pattern, name)}
     if not trained:
         allowed = f"allowed: {', '.join(PARTS)}, or a regular expression that matches a name"
         raise UnsupportedError(f"trainable {part!r} matches no parameter; {allowed}")
@@ -71,13 +75,6 @@ def _choose_trainable(model: nn.Module, experiment: Experiment) -> None:
                 "adapters, by trainable lora, or leave quantization out"
             )
         parameter.requires_grad_(parameter in trained)
-
-
-def _find_trained(model: nn.Module, part: str) -> set[nn.Parameter]:
-    if part == "head":
-        return set(find_head(model).parameters())
-    pattern = _PATTERNS.get(part, part)
-    return {p for name, p in model.named_parameters() if re.search(pattern, name)}
 
 
 def _store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
@@ -129,7 +126,7 @@ def autocasting(experiment: Experiment, device_type: str) -> torch.autocast:
 
 
 def _build(experiment: Experiment, *, is_reduced: bool) -> nn.Module:
-    recipe = _find_recipe(experiment)
+    recipe = find_recipe(experiment)
     if is_reduced:
         recipe = getattr(recipe, "reduce", lambda: recipe)()
     if isinstance(recipe, Architecture):
@@ -160,7 +157,7 @@ def find_attention_size(experiment: Experiment, model: nn.Module) -> tuple[int, 
         None if another package builds the model, or if it has experts, convolutions, or no
         attention.
     """
-    recipe = _find_recipe(experiment)
+    recipe = find_recipe(experiment)
     if isinstance(recipe, Dimensions):
         return recipe.layers, recipe.d_model
     if not isinstance(recipe, Architecture):
@@ -178,6 +175,7 @@ def find_attention_size(experiment: Experiment, model: nn.Module) -> tuple[int, 
     return config.num_hidden_layers, heads * head
 
 
-def _find_recipe(experiment: Experiment) -> Any:
+def find_recipe(experiment: Experiment) -> Any:
+    """Return what the registry has for an experiment's model, or the model's own description."""
     model = experiment.model
     return registry.load("models", model) if isinstance(model, str) else model

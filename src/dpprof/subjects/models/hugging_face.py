@@ -278,19 +278,15 @@ def read_config(architecture: Architecture) -> Any:
         raise UnsupportedError(
             f"transformers refuses the config of {kind}: {_one_line(error)}"
         ) from error
-    if task == "causal-lm" and _is_encoder(config):
+    is_masked = kind in _architectures_of("masked-lm")
+    is_encoder = is_masked and not getattr(config, "is_decoder", False)
+    if task == "causal-lm" and (is_encoder or getattr(config, "is_encoder_decoder", False)):
         raise UnsupportedError(f"{kind} is an encoder, and no causal-lm; {_tell_tasks(kind, task)}")
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
         raise UnsupportedError(f"{kind} reads more than text; give the config of its text model")
     if task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # a decoder's class is that of the last token that is no padding
     return config
-
-
-def _is_encoder(config: Any) -> bool:
-    is_masked = config.model_type in _architectures_of("masked-lm")
-    is_encoder = is_masked and not getattr(config, "is_decoder", False)
-    return is_encoder or getattr(config, "is_encoder_decoder", False)
 
 
 def _tell_tasks(kind: str, refused: Task) -> str:
@@ -349,22 +345,21 @@ class _BatchFirstOPTBlock(OPTDecoderLayer):  # type: ignore[misc]
     def forward(self, hidden_states: Tensor, use_cache: bool = False, **others: Any) -> Tensor:
         """Apply the block; (B, T, D) to (B, T, D)."""
         del use_cache  # of generation
-        x_BTD = self._add(hidden_states, self.self_attn_layer_norm, self._attend, others)
-        return self._add(x_BTD, self.final_layer_norm, self._run_mlp, {})
 
-    def _add(self, x_BTD: Tensor, norm: nn.Module, part: Any, others: dict[str, Any]) -> Tensor:
+        def attend(x_BTD: Tensor) -> Any:
+            return self.self_attn(hidden_states=x_BTD, **others)[0]
+
+        def run_mlp(x_BTD: Tensor) -> Any:
+            return self.fc2(self.activation_fn(self.fc1(x_BTD)))
+
+        x_BTD = self._add(hidden_states, self.self_attn_layer_norm, attend)
+        return self._add(x_BTD, self.final_layer_norm, run_mlp)
+
+    def _add(self, x_BTD: Tensor, norm: nn.Module, part: Callable[[Tensor], Any]) -> Tensor:
         """Add a part to the residual stream; the norm is before the part, or after the sum."""
-        y_BTD = part(norm(x_BTD) if self.do_layer_norm_before else x_BTD, **others)
+        y_BTD = part(norm(x_BTD) if self.do_layer_norm_before else x_BTD)
         x_BTD = x_BTD + functional.dropout(y_BTD, p=self.dropout, training=self.training)
         return x_BTD if self.do_layer_norm_before else norm(x_BTD)
-
-    def _attend(self, x_BTD: Tensor, **others: Any) -> Tensor:
-        y_BTD: Tensor = self.self_attn(hidden_states=x_BTD, **others)[0]
-        return y_BTD
-
-    def _run_mlp(self, x_BTD: Tensor) -> Tensor:
-        y_BTD: Tensor = self.fc2(self.activation_fn(self.fc1(x_BTD)))
-        return y_BTD
 
 
 def _keep_batch_first(model: nn.Module) -> None:

@@ -9,10 +9,11 @@ back.
 Shape legend: B batch, T tokens, D d_model.
 """
 
+from collections.abc import Callable
+
+import torch
 from opacus.layers import DPMultiheadAttention
 from torch import Tensor, nn
-
-from dpprof.subjects.models.transformer import causal_mask
 
 
 class _BatchFirst(nn.Module):
@@ -29,11 +30,16 @@ class _BatchFirst(nn.Module):
 
 
 class OpacusAttention(nn.Module):
-    """Multi-head attention with separate projections for queries, keys and values."""
+    """Multi-head attention with separate projections for queries, keys and values.
 
-    def __init__(self, d_model: int, heads: int, *, is_causal: bool = True) -> None:
+    ``make_mask`` returns what a number of tokens must not see on a device; (T, T) bool.
+    """
+
+    def __init__(
+        self, d_model: int, heads: int, make_mask: Callable[[int, torch.device], Tensor] | None
+    ) -> None:
         super().__init__()
-        self.is_causal = is_causal
+        self.make_mask = make_mask
         self.attention = DPMultiheadAttention(d_model, heads)
         for name, layer in list(self.attention.named_children()):
             if isinstance(layer, nn.Linear):
@@ -42,7 +48,7 @@ class OpacusAttention(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Apply attention; (B, T, D) to (B, T, D)."""
         x_TBD = x_BTD.transpose(0, 1)
-        mask = causal_mask(x_BTD.shape[1], x_BTD.device) if self.is_causal else None
+        mask = self.make_mask and self.make_mask(x_BTD.shape[1], x_BTD.device)
         y_TBD: Tensor
         y_TBD, _ = self.attention(x_TBD, x_TBD, x_TBD, attn_mask=mask, need_weights=False)
         return y_TBD.transpose(0, 1)

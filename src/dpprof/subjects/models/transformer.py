@@ -144,7 +144,7 @@ def find_attention(name: str, *, is_causal: bool = True) -> Callable[[int, int],
     """
     if name == "opacus":
         module = importlib.import_module("dpprof.subjects.models.opacus_attention")
-        return partial(module.OpacusAttention, is_causal=is_causal)
+        return partial(module.OpacusAttention, make_mask=causal_mask if is_causal else None)
     mix = partial(MIXES[name], is_causal=is_causal)
     return lambda d_model, heads: Attention(d_model, heads, mix)
 

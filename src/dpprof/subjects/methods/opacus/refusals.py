@@ -35,7 +35,9 @@ def tell_refusals() -> Iterator[None]:
             f"Opacus: a trained layer takes an argument of type {kind}"
         ) from error
     except (NotImplementedError, RuntimeError) as error:
-        words = _spell(error)
+        (content,) = error.args if len(error.args) == 1 else (error,)
+        errors = content if isinstance(content, list) else [content]  # of Opacus's validation
+        words = " ".join(str(reason).strip() for reason in errors)
         if _UNEQUAL in words:
             raise UnsupportedError(
                 "Opacus: not every layer's input begins with the batch, so not all of its "
@@ -61,10 +63,3 @@ def _raising_module(error: Exception) -> str:
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
     return str(traceback.tb_frame.f_globals.get("__name__", ""))
-
-
-def _spell(error: Exception) -> str:
-    """Return the words of an error; Opacus's validation puts a list of errors into one."""
-    (content,) = error.args if len(error.args) == 1 else (error,)
-    errors = content if isinstance(content, list) else [content]
-    return " ".join(str(reason).strip() for reason in errors)

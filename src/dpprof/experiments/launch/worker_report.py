@@ -1,12 +1,55 @@
-"""Judges how a process without a report ended, by its exit status and last output."""
+"""A worker's report to its parent, and the judgement of one that ended without a report."""
 
+import mmap
+import os
 import re
 import signal
+from pathlib import Path
 
-from dpprof.experiments.records.result import Failure
-from dpprof.experiments.records.terms import Outcome, Phase
-from dpprof.system.messages import shorten
-from dpprof.system.out_of_memory import requested_bytes, says_out_of_memory
+from pydantic import BaseModel
+
+from dpprof.experiments.records.result import Failure, Measurement
+from dpprof.experiments.records.terms import PHASES, Outcome, Phase
+from dpprof.system.messages import requested_bytes, says_out_of_memory, shorten
+
+TRACES = "DPPROF_TRACES"
+"""The environment variable that holds the folder for traces."""
+
+
+def traces_folder() -> Path | None:
+    """Return the folder in which a worker's instrument may write traces; None if there is none."""
+    folder = os.environ.get(TRACES)
+    return Path(folder) if folder else None
+
+
+class WorkerAnswer(BaseModel, frozen=True, extra="forbid"):
+    """The outcome of a run, which a worker writes at its end."""
+
+    outcome: Outcome
+    measurement: Measurement | None = None
+    error: Failure | None = None
+
+
+class PhaseMark:
+    """One byte, shared by two processes, that holds the present phase.
+
+    Setting it is a store to memory, so it adds no time to a step. The file behind it survives the
+    process, so the last phase of a killed worker is known.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        if os.fstat(descriptor).st_size == 0:
+            os.write(descriptor, b"\0")
+        self._byte = mmap.mmap(descriptor, 1)
+
+    def enter(self, phase: Phase) -> None:
+        """Mark the beginning of a phase."""
+        self._byte[0] = PHASES.index(phase)
+
+    def read(self) -> Phase:
+        """Return the phase marked last; ``setup`` before the first mark."""
+        return PHASES[self._byte[0]]
+
 
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -28,8 +71,12 @@ def judge_death(
     ``returncode`` is as in ``subprocess``, negative for a signal; ``tail`` is the end of the
     output.
     """
-    number = -returncode
-    name = _signal_name(number) if number > 0 else None
+    number, name = -returncode, None
+    if number > 0:
+        try:
+            name = signal.Signals(number).name
+        except ValueError:  # a real-time signal
+            name = f"signal {number}"
     outcome: Outcome = "crashed"
     kind, message = name or f"exit code {returncode}", _last_words(tail, number)
     if "std::bad_alloc" in tail:
@@ -69,10 +116,3 @@ def _last_words(tail: str, number: int) -> str:
         return "ended without output"
     frame = _FRAME.search(dump)
     return dump.partition("\n")[0].strip() + (f", {frame.group(1).strip()}" if frame else "")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
