@@ -14,7 +14,7 @@ underflow: the gradient is then shorter than about 1e-6 2^-9. A gamma of ``LEAST
 less than 2^-8 C of it.
 
 A factor below ``LEAST_FACTOR`` would make numbers of which float32 has few digits, or none. Such a
-sample is computed by itself in float64 (``clipping.alone``), so C may be any number from
+sample is computed by itself in float64 (``contributions.alone``), so C may be any number from
 ``LEAST_BOUND`` to ``LARGEST_BOUND``.
 """
 
