@@ -215,8 +215,8 @@ def test_what_is_not_exact_is_refused_by_name(what, way) -> None:
     assert is_clear(model)
 
 
-def first_of(found):
-    return found[0] if isinstance(found, tuple) else found
+def first_of(outputs):
+    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def test_objects_that_may_hold_samples_are_refused() -> None:

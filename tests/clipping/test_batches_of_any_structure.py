@@ -132,8 +132,8 @@ def test_a_training_is_checked_and_trains_what_it_does_without(kind) -> None:
     found = []
     for checks in (True, False):
         model = build()
-        given = of_model(function, model)
-        private = prepare(model, collate, given, batch_size=1, max_batch_size=None, check=checks)
+        own = of_model(function, model)
+        private = prepare(model, collate, own, batch_size=1, max_batch_size=None, check=checks)
         found.append(train(private, function, model))
         assert private.optimizer.steps == SAMPLES
     assert torch.equal(*found)
@@ -219,9 +219,9 @@ def of_trainer(collate, losses_of, folder, model, **options):
 
     settings = {"max_steps": 2, "use_cpu": True, "report_to": [], "optim": "sgd"}
     args = transformers.TrainingArguments(output_dir=str(folder), **settings)
-    given = {"train_dataset": Data(), "data_collator": collate, "losses_of": losses_of}
-    given["privacy"] = PrivacyArguments(**privacy(**options))
-    return PrivateTrainer(model=model, args=args, **given)
+    parts = {"train_dataset": Data(), "data_collator": collate, "losses_of": losses_of}
+    parts["privacy"] = PrivacyArguments(**privacy(**options))
+    return PrivateTrainer(model=model, args=args, **parts)
 
 
 @pytest.mark.parametrize("kind", ["a dataclass", "a BatchEncoding", "nested"])
