@@ -516,6 +516,7 @@ def test_a_page_of_many_experiments_is_small_and_soon_there(browser, count, tmp_
     session = context.new_cdp_session(page)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})
     page.goto(file.as_uri())
+    page.locator("#tradeoff figure").scroll_into_view_if_needed()  # charts are drawn when near
     page.wait_for_selector("#tradeoff figure[data-drawn=yes]", timeout=120_000)
     metrics = {
         one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]

@@ -96,7 +96,8 @@ function showCompare() {
   if (runs.length < 2) return view.append(nothing("Two runs of the instruments memory or estimate are needed."));
   const label = (run) => `${run.method}, ${run.how}`;
   const groups = [...bySetting(runs)].map(([setting, ofIt]) => [setting, ofIt.sort(byMethod).map((run) => [String(run.number), label(run)])]);
-  const common = runs.filter((run) => run.setting === fullest(runs)).sort((one, other) => peakOf(other) - peakOf(one));
+  const usual = fullest(runs);
+  const common = runs.filter((run) => run.setting === usual).sort((one, other) => peakOf(other) - peakOf(one));
   let [a, b] = [common[0], common.find((run) => run.method === style.baseline && run.number !== common[0].number) ?? common.at(-1)];
   if (a === b) b = runs.find((run) => run !== a);
   const panel = make("div");

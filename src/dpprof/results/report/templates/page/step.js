@@ -111,7 +111,8 @@ function showRun(run) {
 function showStep() {
   const view = addView("experiment", "One experiment", "Memory over one step in the steady state, by what it is for. Point at an instant to read the operator that ran last, the phase and what holds most.");
   if (!experiments.length) return view.append(nothing("There is no experiment with a result."));
-  const common = runs.filter((run) => run.setting === fullest(runs));
+  const usual = fullest(runs);
+  const common = runs.filter((run) => run.setting === usual);
   const first = common.reduce((high, run) => (run.peak_bytes > (high?.peak_bytes ?? 0) ? run : high), null)?.experiment_id ?? experiments[0].experiment_id;
   const place = new Map(experiments.map((one, at) => [one.experiment_id, at]));
   const groups = [...bySetting(experiments)].map(([setting, ofIt]) => [setting, ofIt.sort(byMethod).map((one) => [String(place.get(one.experiment_id)), one.method])]);
