@@ -1,13 +1,21 @@
-"""What tests of clipping share: the ways of flat clipping, and a seed."""
+"""What tests of clipping share: the ways of flat clipping, and a seed.
+
+Torch is imported late: pytest loads this file before the settings of threads are made.
+"""
 
 import pytest
-import torch
-from small_models import FLAT, each_of
 
-way = each_of(FLAT)
-"""A module that clips by layer too, or otherwise, has a ``way`` of its own."""
+
+@pytest.fixture(params=["FlashClipping", "BookKeeping"])
+def way(request):
+    """A way of flat clipping; a module that clips by layer too has a ``way`` of its own."""
+    import dpprof.private  # noqa: PLC0415
+
+    return getattr(dpprof.private, request.param)
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
+    import torch  # noqa: PLC0415
+
     torch.default_generator.manual_seed(0)  # torch.manual_seed takes milliseconds
