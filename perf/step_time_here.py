@@ -27,9 +27,11 @@ from dpprof.experiments.config import registry
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.records.operators import OperatorTable
 from dpprof.measure.devices.selection import open_device
-from dpprof.measure.instruments.operator_timer import ROUNDS, OperatorTimer, list_ops
 from dpprof.measure.instruments.operators import (
+    ROUNDS,
     BesideOperators,
+    OperatorTimer,
+    list_ops,
     time_beside_operators,
     time_in_turn,
 )

@@ -3,6 +3,6 @@
 from dpprof.measure.monitor.metrics import Metrics
 from dpprof.measure.monitor.monitor import Monitor
 from dpprof.measure.monitor.sinks import Sink, TensorBoard, WeightsAndBiases
-from dpprof.predict.flops.model_flops import model_flops_per_token
+from dpprof.predict.flops.counter import model_flops_per_token
 
 __all__ = ["Metrics", "Monitor", "Sink", "TensorBoard", "WeightsAndBiases", "model_flops_per_token"]
