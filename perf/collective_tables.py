@@ -24,7 +24,7 @@ import yaml
 
 from dpprof.experiments.config import datasheets
 from dpprof.experiments.config.parallel import Parallel
-from dpprof.predict.flops.collectives import Collective, bytes_each_way
+from dpprof.predict.memory.exchanges import Collective, bytes_each_way
 from dpprof.predict.step_time.collective_time import FILE, CollectiveModel, interpolate_s
 from product_tables import DEVICES, SOURCE, TABLES, find_spread, find_systems
 from script import lay_out, make_parser, publish

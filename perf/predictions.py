@@ -14,7 +14,7 @@ from dpprof.predict.estimate import estimate, trace_steps
 from dpprof.predict.flops.cost import Cost
 from dpprof.predict.memory.caching_allocator import CachingAllocator, OutOfMemoryError
 from dpprof.predict.memory.events import Op
-from dpprof.predict.memory.streams import COPIES_OUT, JOINS
+from dpprof.predict.memory.exchanges import COPIES_OUT, JOINS
 from dpprof.predict.step_time.gpu_model import GpuModel
 from dpprof.predict.step_time.op_time import Z_90, OpTime
 from dpprof.predict.step_time.predict import predict_step

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
-from dpprof.predict.flops.collectives import COLLECTIVES
+from dpprof.predict.memory.exchanges import COLLECTIVES
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.norms import rounding

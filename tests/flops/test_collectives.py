@@ -8,7 +8,7 @@ from factory import make_experiment
 
 from dpprof.experiments.records.step_costs import Exchange
 from dpprof.predict.estimate import estimate
-from dpprof.predict.flops.collectives import bytes_each_way
+from dpprof.predict.memory.exchanges import bytes_each_way
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from dpprof.predict.flops.model_flops import model_flops_per_token
+from dpprof.predict.flops.counter import model_flops_per_token
 
 
 def make(*, shared: bool = False, frozen: bool = False) -> nn.Sequential:

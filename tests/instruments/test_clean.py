@@ -7,7 +7,7 @@ from fresh_process import run_fresh
 from dpprof.experiments.records.result import Measurement
 from dpprof.measure.instruments import clean
 from dpprof.measure.instruments.clean import measure
-from dpprof.measure.instruments.process_counters import count_io
+from dpprof.measure.instruments.opening import count_io
 
 
 @pytest.fixture(scope="module")

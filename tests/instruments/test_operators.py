@@ -9,8 +9,13 @@ import torch
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.measure.devices.cpu import Cpu
 from dpprof.measure.instruments import operators
-from dpprof.measure.instruments.operator_timer import ROUNDS, OperatorTimer, list_ops
-from dpprof.measure.instruments.operators import time_beside_operators, time_in_turn
+from dpprof.measure.instruments.operators import (
+    ROUNDS,
+    OperatorTimer,
+    list_ops,
+    time_beside_operators,
+    time_in_turn,
+)
 from dpprof.measure.instruments.replay import Replayer
 from dpprof.predict.flops.cost import Cost
 from dpprof.predict.flops.op_call import Layout, describe_call

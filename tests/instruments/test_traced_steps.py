@@ -16,9 +16,7 @@ from dpprof.measure.instruments import kernels as kernels_module
 from dpprof.measure.instruments.kernels import measure
 from dpprof.measure.instruments.memory import measure as record_timelines
 from dpprof.measure.traces.kernel_summary import state_kernels
-from dpprof.measure.traces.launching_ops import find_steps
-from dpprof.measure.traces.spans import STEP, read_trace
-from dpprof.measure.traces.trace_files import TRACE_NAME, write_trace
+from dpprof.measure.traces.trace_files import STEP, TRACE_NAME, find_steps, read_trace, write_trace
 
 
 @pytest.fixture(scope="module")

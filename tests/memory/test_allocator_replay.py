@@ -7,7 +7,7 @@ from factory import make_experiment
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.records.step_costs import Memory
-from dpprof.predict.memory.allocator_replay import MOST_STEPS, place
+from dpprof.predict.memory.allocator_replay import MOST_STEPS, Footprint
 from dpprof.predict.memory.caching_allocator import (
     EXPANDABLE,
     MIB,
@@ -15,11 +15,11 @@ from dpprof.predict.memory.caching_allocator import (
     OutOfMemoryError,
 )
 from dpprof.predict.memory.events import Allocated, Freed
-from dpprof.predict.memory.summary import simulate_allocator, state_memory
+from dpprof.predict.memory.summary import state_memory
 from dpprof.predict.tracing import TimelineRecorder, record_timelines, tracing
 from dpprof.subjects.setup import import_method, set_up
 
-SIZES = {0: 100 * MIB, 1: 30 * MIB, 2: 40 * MIB, 3: 30 * MIB, 4: 40 * MIB, 5: 30 * MIB}
+SIZES = [100 * MIB, 30 * MIB, 40 * MIB, 30 * MIB, 40 * MIB, 30 * MIB]
 """Weights, then gradients of 30 and activations of 40 MiB."""
 
 
@@ -43,7 +43,7 @@ SIZES = {0: 100 * MIB, 1: 30 * MIB, 2: 40 * MIB, 3: 30 * MIB, 4: 40 * MIB, 5: 30
     ],
 )
 def test_a_step_is_repeated_until_it_needs_no_more(before, step, peak) -> None:
-    placed = place(before, step, SIZES.__getitem__)
+    placed = Footprint(before, step, SIZES).place()
 
     assert placed.peaks.requested_bytes == peak * MIB
     assert placed.peaks.reserved_bytes == max(peak, 140) * MIB
@@ -51,23 +51,23 @@ def test_a_step_is_repeated_until_it_needs_no_more(before, step, peak) -> None:
 
 
 def test_a_leak_ends_the_repetition() -> None:
-    placed = place([Allocated(0)], [Allocated(1)], SIZES.__getitem__)
+    placed = Footprint([Allocated(0)], [Allocated(1)], SIZES).place()
     assert placed.steps == MOST_STEPS
     assert placed.peaks.reserved_bytes == (100 + MOST_STEPS * 30) * MIB
 
 
 def test_retries_are_counted_and_memory_ends() -> None:
     step = [Allocated(1), Freed(1), Allocated(2), Freed(2)]
-    held = [Allocated(0)]
-    placed = place(held, step, SIZES.__getitem__, 150 * MIB)
+    footprint = Footprint([Allocated(0)], step, SIZES)
+    placed = footprint.place(150 * MIB)
     # 40 MiB do not fit beside the cached 30, nor 30 in what is left of 50 beside the cached 40.
     assert placed.retries_in_last_step == 0
-    assert place(held, step, SIZES.__getitem__, 150 * MIB, most_steps=1).retries_in_last_step == 1
-    assert place(held, step, SIZES.__getitem__).peaks.reserved_bytes == 170 * MIB
-    growing = place(held, step, SIZES.__getitem__, settings=EXPANDABLE)
+    assert footprint.place(150 * MIB, most_steps=1).retries_in_last_step == 1
+    assert footprint.place().peaks.reserved_bytes == 170 * MIB
+    growing = footprint.place(settings=EXPANDABLE)
     assert growing.peaks.reserved_bytes == 140 * MIB
     with pytest.raises(OutOfMemoryError):
-        place(held, step, SIZES.__getitem__, 139 * MIB)
+        footprint.place(139 * MIB)
 
 
 def measured_on(target: str, experiment: Experiment) -> tuple[Memory, int, int]:
@@ -82,12 +82,12 @@ def measured_on(target: str, experiment: Experiment) -> tuple[Memory, int, int]:
         )
         runner = TimelineRecorder(recorder, step, lambda _: None)
         first, second = record_timelines(runner, batch, 2)
-    simulated, allocator = simulate_allocator(second, None), CachingAllocator(None)
+    simulated, allocator = second.footprint.simulate(None), CachingAllocator(None)
     for event in (*second.before, None, *second.events):
         if event is None:
             allocator.reset_peaks()
         elif isinstance(event, Allocated):
-            allocator.allocate((0, event.number), second.requested_bytes(event.number))
+            allocator.allocate((0, event.number), second.footprint.requested[event.number])
         elif isinstance(event, Freed):
             allocator.free((0, event.number))
     peak = allocator.peaks.allocated_bytes

@@ -10,10 +10,16 @@ from dpprof.experiments.config.parallel import Parallel
 from dpprof.measure.instruments import memory
 from dpprof.predict import tracing
 from dpprof.predict.estimate import trace_steps
-from dpprof.predict.flops.collectives import Collective
 from dpprof.predict.flops.cost import Cost
 from dpprof.predict.memory.events import Op
-from dpprof.predict.memory.streams import COMMUNICATION, COMPUTE, COPY_IN, REPLICATION, place
+from dpprof.predict.memory.exchanges import (
+    COMMUNICATION,
+    COMPUTE,
+    COPY_IN,
+    REPLICATION,
+    Collective,
+    place,
+)
 from dpprof.private.substitutes import substitute
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -26,7 +26,7 @@ def test_a_steady_step_sums_to_its_peak_and_hardly_anything_is_guessed(method) -
     assert peak["optimizer_state"] == 2 * P * 4 + TENSORS * 4
     assert peak["inputs"] == 2 * B * T * 8
     assert step.totals[0] == step.totals[-1]
-    live = step.live_storages_at_peak()
+    live = step.live_at_peak
     guessed = sum(one.storage.nbytes for one in live if one.owner.evidence == "phase")
     assert guessed <= 0.1 * sum(one.storage.nbytes for one in live)
 

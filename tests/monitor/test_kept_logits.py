@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from dpprof.measure.monitor import Monitor
-from dpprof.measure.monitor.kept_logits import LogitsWatch
+from dpprof.measure.monitor.monitor import LogitsWatch
 
 TOKENS, WIDTH, VOCABULARY = 64, 8, 5000
 MIB = TOKENS * VOCABULARY * 4 / 2**20

@@ -7,7 +7,7 @@ import pytest
 
 from dpprof.experiments.config.datasheets import A100, A100_40GB, H100, L4
 from dpprof.experiments.config.parallel import Parallel
-from dpprof.predict.flops.collectives import Collective
+from dpprof.predict.memory.exchanges import Collective
 from dpprof.predict.step_time.collective_time import FILE, CollectiveModel, interpolate_s
 from dpprof.predict.step_time.op_time import UnknownTimeError
 

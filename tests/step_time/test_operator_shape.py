@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dpprof.predict.flops.op_call import describe_call
-from dpprof.predict.step_time.operator_shape import outline
+from dpprof.predict.step_time.own_table import outline
 
 aten = torch.ops.aten
 

@@ -12,8 +12,7 @@ from dpprof.predict.flops.cost import Cost
 from dpprof.predict.flops.op_call import describe_call
 from dpprof.predict.memory.events import Op
 from dpprof.predict.step_time.op_time import UnknownTimeError
-from dpprof.predict.step_time.operator_shape import shape_of
-from dpprof.predict.step_time.own_table import OwnTable, read_own_table
+from dpprof.predict.step_time.own_table import OwnTable, read_own_table, shape_of
 from dpprof.predict.step_time.predict import predict_step_here
 from dpprof.system.hardware import available_cores, cpu_name
 

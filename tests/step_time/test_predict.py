@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from dpprof.predict.flops.collectives import Collective
-from dpprof.predict.memory.streams import COMMUNICATION, COMPUTE, REPLICATION, Placed
+from dpprof.predict.memory.exchanges import COMMUNICATION, COMPUTE, REPLICATION, Collective, Placed
 from dpprof.predict.step_time.op_time import OpTime
 from dpprof.predict.step_time.predict import Issued, combine
 

@@ -7,7 +7,7 @@ import yaml
 
 from dpprof.measure.traces.kernel_summary import NoKernelsError, state_kernels
 from dpprof.measure.traces.launching_ops import attribute, family_by_kernel
-from dpprof.measure.traces.spans import NORMS, PHASE, STEP, cover_s, parse_trace, read_trace
+from dpprof.measure.traces.trace_files import NORMS, PHASE, STEP, cover_s, parse_trace, read_trace
 from dpprof.predict.flops.op_families import family_of
 
 KERNELS = yaml.safe_load(Path(__file__).with_name("kernel_names.yaml").read_text())

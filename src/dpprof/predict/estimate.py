@@ -12,8 +12,8 @@ import numpy as np
 
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.records.result import Measurement, ModelFacts, NormChoice
+from dpprof.predict.memory.allocator_replay import Footprint
 from dpprof.predict.memory.atoms import Recording
-from dpprof.predict.memory.footprint import Footprint
 from dpprof.predict.memory.pattern import Pattern, Sizes, interpolate
 from dpprof.predict.tracing import Facts, Traced, state_estimate, trace_whole
 from dpprof.subjects.methods.training_step import Enter

@@ -1,6 +1,6 @@
 """Counts the model FLOPs of an experiment: what a step of it needs without privacy.
 
-Of a causal language model they follow from a formula (``flops.model_flops``). Of other models a
+Of a causal language model they follow from a formula (``flops.counter``). Of other models a
 plain step of one sample is counted under fake tensors, with attention that computes nothing again
 and without checkpointing. Of a transformer with a label for each token both ways agree.
 """
@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.experiment import Experiment
-from dpprof.predict.flops.counter import FlopCounter
-from dpprof.predict.flops.model_flops import model_flops_per_token
+from dpprof.predict.flops.counter import FlopCounter, model_flops_per_token
 from dpprof.predict.memory.fake_tensors import fake_tensors
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.sample_losses import sample_losses

@@ -23,6 +23,7 @@ from dpprof.experiments.records.result import Measurement, ModelFacts, NormChoic
 from dpprof.experiments.records.step_costs import Memory
 from dpprof.experiments.records.terms import Component
 from dpprof.predict.memory import simulated_cuda
+from dpprof.predict.memory.allocator_replay import Footprint
 from dpprof.predict.memory.atoms import Recording, around_launches, sort_frees
 from dpprof.predict.memory.attribution import StepObserver
 from dpprof.predict.memory.caching_allocator import MIN_BLOCK
@@ -33,7 +34,6 @@ from dpprof.predict.memory.fake_tensors import fake_ranks, fake_tensors
 from dpprof.predict.memory.quantized_operators import optimizer_workspaces
 from dpprof.predict.memory.recorder import Recorder
 from dpprof.predict.memory.summary import (
-    simulate_allocator,
     state_communication,
     state_compute,
     state_io,
@@ -235,7 +235,7 @@ def state_estimate(traced: Traced, experiment: Experiment) -> Measurement:
     allocator = None
     if target is not None:
         limit = int(experiment.memory_limit_bytes or target.memory_bytes)
-        allocator = simulate_allocator(steady, limit, as_graph=traced.recording.is_graph)
+        allocator = Footprint.of(traced.recording).simulate(limit)
     memory = state_memory(experiment, traced.first, steady, None, real=False, allocator=allocator)
     if traced.recording.is_graph:
         memory.assumed["graph"] = _GRAPH

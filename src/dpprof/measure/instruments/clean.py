@@ -18,8 +18,12 @@ from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.records.result import Energy, Measurement, Observed, Throughput, Time
 from dpprof.experiments.records.step_costs import Memory
 from dpprof.measure.devices.device import Device, NoEnergyError
-from dpprof.measure.instruments.opening import open_experiment
-from dpprof.measure.instruments.process_counters import count_io, peak_rss_bytes, read_counts
+from dpprof.measure.instruments.opening import (
+    count_io,
+    open_experiment,
+    peak_rss_bytes,
+    read_counts,
+)
 from dpprof.measure.instruments.snapshots import Snapshots
 from dpprof.subjects.methods.training_step import Enter
 from dpprof.subjects.samplers import SamplerPaths

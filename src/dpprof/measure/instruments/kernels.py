@@ -18,15 +18,18 @@ from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.launch.worker_report import traces_folder
 from dpprof.experiments.records.result import Kernels, Measurement, Observed
 from dpprof.measure.devices.device import Device
-from dpprof.measure.instruments.opening import open_experiment
-from dpprof.measure.instruments.process_counters import peak_rss_bytes
+from dpprof.measure.instruments.opening import open_experiment, peak_rss_bytes
 from dpprof.measure.traces.kernel_summary import NoKernelsError, state_kernels
-from dpprof.measure.traces.launching_ops import find_steps
-from dpprof.measure.traces.spans import NORMS, PHASE, STEP, parse_trace, read_trace
 from dpprof.measure.traces.trace_files import (
+    NORMS,
+    PHASE,
+    STEP,
     TRACE_LIMIT_BYTES,
     TRACE_NAME,
     Written,
+    find_steps,
+    parse_trace,
+    read_trace,
     write_events,
     write_trace,
 )

@@ -7,14 +7,13 @@ import torch
 from dpprof.experiments.config.datasheets import find_by_device_name
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.records.result import Measurement, Observed
-from dpprof.measure.devices.gloo_threads import settled_collectives
-from dpprof.measure.instruments.opening import open_experiment
-from dpprof.measure.instruments.process_counters import peak_rss_bytes
+from dpprof.measure.devices.cpu import settled_collectives
+from dpprof.measure.instruments.opening import open_experiment, peak_rss_bytes
 from dpprof.predict.memory import simulated_cuda
 from dpprof.predict.memory.caching_allocator import MIN_BLOCK
 from dpprof.predict.memory.cuda_workspaces import Processors, cuda_workspaces
 from dpprof.predict.memory.recorder import Recorder
-from dpprof.predict.memory.summary import simulate_allocator, state_memory
+from dpprof.predict.memory.summary import state_memory
 from dpprof.predict.tracing import (
     TimelineRecorder,
     find_facts,
@@ -50,7 +49,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     allocator_peak, resident_bytes = device.peaks().allocated_bytes, peak_rss_bytes()
     ceilings = find_by_device_name(torch.cuda.get_device_name()) if on_cuda else None
     total = int(torch.cuda.get_device_properties().total_memory) if on_cuda else None
-    allocator = simulate_allocator(steady, total) if on_cuda else None
+    allocator = steady.footprint.simulate(total) if on_cuda else None
     memory = state_memory(experiment, first, steady, allocator_peak, real=True, allocator=allocator)
     facts = find_facts(experiment, training, timeline_recorder.paths)
     measurement = state(experiment, facts, steady, memory=memory, ceilings=ceilings)

@@ -17,8 +17,7 @@ from dpprof.experiments.records.step_costs import Memory, Snapshot
 from dpprof.experiments.records.terms import Phase
 from dpprof.measure.devices.device import Device
 from dpprof.measure.instruments.census import take_census
-from dpprof.measure.instruments.opening import open_experiment
-from dpprof.measure.instruments.process_counters import peak_rss_bytes
+from dpprof.measure.instruments.opening import open_experiment, peak_rss_bytes
 from dpprof.measure.instruments.snapshots import Snapshots
 from dpprof.subjects.methods.training_step import Enter
 from dpprof.subjects.samplers import SamplerPaths

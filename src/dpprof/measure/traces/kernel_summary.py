@@ -7,8 +7,8 @@ from typing import Any
 
 from dpprof.experiments.records.result import Copied, Kernel, Launched
 from dpprof.experiments.records.terms import OP_KINDS, PHASES
-from dpprof.measure.traces.launching_ops import FamilyOf, Ran, attribute, find_steps
-from dpprof.measure.traces.spans import Trace, cover_s
+from dpprof.measure.traces.launching_ops import FamilyOf, Ran, attribute
+from dpprof.measure.traces.trace_files import Trace, cover_s, find_steps
 
 LARGEST_KERNELS = 15
 """The number of kernels that are listed individually."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from dpprof.experiments.records.terms import PHASES, OpKind, Phase
-from dpprof.measure.traces.spans import NORMS, PHASE, STEP, Span, Trace
+from dpprof.measure.traces.trace_files import NORMS, PHASE, Span, Trace
 from dpprof.predict.flops.cost import EINSUMS, OpFamily, Scope, kind_of_op
 
 FamilyOf = Callable[[str], OpFamily | None]
@@ -106,11 +106,6 @@ class Phases:
 def _start(span: Span) -> tuple[float, float]:
     """Return a sort key: earlier start first, then longer duration."""
     return span.start_s, -span.end_s
-
-
-def find_steps(trace: Trace) -> list[tuple[float, float]]:
-    """Return the start and end of each step, in order."""
-    return sorted((span.start_s, span.end_s) for span in trace.host if span.name == STEP)
 
 
 def attribute(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> list[Ran]:

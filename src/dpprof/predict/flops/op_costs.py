@@ -4,7 +4,7 @@ A multiplication and an addition are two FLOPs. Matrix products and attention ar
 from other operators, because steps are compared by the FLOPs of these two alone. Bytes are counted
 as if each operator read each input once and wrote each output once.
 
-Sources: matrix products, 2 m n k; convolutions as in ``flops.convolutions``. Attention over S
+Sources: matrix products, 2 m n k; convolutions as in ``flops.products``. Attention over S
 queries and R keys of width D, for each head of each sample: 2 products of 2 S R D forward; 5
 products backward, which recomputes the scores (Dao et al. 2022, "FlashAttention", algorithm 4; a
 causal mask is not discounted). One FLOP for each element that an elementwise operator writes or a
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from dpprof.predict.flops.convolutions import CONVOLUTIONS
 from dpprof.predict.flops.cost import (
     COUNTED,
     AttentionShape,
@@ -38,7 +37,7 @@ from dpprof.predict.flops.op_families import (
     find_functional,
     is_free,
 )
-from dpprof.predict.flops.products import PRODUCTS, PRODUCTS_OF_BITSANDBYTES
+from dpprof.predict.flops.products import CONVOLUTIONS, PRODUCTS, PRODUCTS_OF_BITSANDBYTES
 from dpprof.subjects.methods.tensors import tensors_in
 
 aten = torch.ops.aten

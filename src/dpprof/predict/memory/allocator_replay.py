@@ -1,4 +1,4 @@
-"""Recorded allocations, placed by the simulated caching allocator from the first one on.
+"""What a training allocates and frees, placed by the simulated caching allocator.
 
 The last step is repeated until the allocator reserves nothing more for it. That is the pattern
 that a long training shows. A step that is captured as a CUDA graph is played once, into a pool of
@@ -6,10 +6,12 @@ its own: its replays allocate nothing.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple, Self
 
 from dpprof.experiments.records.step_costs import Allocator
+from dpprof.predict.memory.atoms import Recording
 from dpprof.predict.memory.caching_allocator import (
     DEFAULT,
     EXPANDABLE,
@@ -43,106 +45,145 @@ class Placement(NamedTuple):
     """Whether the last step found all that it needed in what was reserved before it."""
 
 
-def place(
-    before: Iterable[Event],
-    step: Sequence[Event],
-    size_of: Callable[[int], int],
-    limit_bytes: int | None = None,
-    *,
-    settings: Settings = DEFAULT,
-    most_steps: int = MOST_STEPS,
-    as_graph: bool = False,
-) -> Placement:
-    """Play a training's events into a new allocator.
+class Footprint(NamedTuple):
+    """The allocations of a training, from its set-up to a step in the steady state."""
 
-    ``before`` has the events up to the last step, ``step`` those of it; ``size_of`` returns the
-    bytes that a storage requested, by its number. Without ``limit_bytes`` there is no limit. The
-    step is played ``most_steps`` times at most, and once ``as_graph``: captured as a CUDA graph.
+    before: Sequence[Event]
+    step: Sequence[Event]
+    requested: Sequence[int]
+    """The bytes of each storage."""
 
-    Raises:
-        OutOfMemoryError: The allocator finds no room for a request.
-    """
-    allocator = CachingAllocator(limit_bytes, settings)
-    player = _Player(allocator, size_of)
-    player.play(before, {})
-    predecessors = _match(step, size_of)
-    if as_graph:
-        allocator.begin_graph()
-        most_steps = 1
-    steps, retries, settled = 0, 0, False
-    while steps < most_steps and not settled:
-        reserved, retries = allocator.reserved_bytes, allocator.retries
-        allocator.reset_peaks()
-        keys = player.keys
-        player.play(step, {n: keys[left] for n, left in predecessors.items() if left in keys})
-        steps += 1
-        now = allocator.reserved_bytes, allocator.retries
-        settled = steps > 1 and now == (reserved, retries)
-    in_last_step = allocator.retries - retries
-    return Placement(allocator.peaks, in_last_step, allocator.retries, steps, settled or as_graph)
+    block_bytes: int = 1
+    """The allocator rounds sizes up to multiples of this."""
 
+    is_graph: bool = False
+    """Whether the step is captured as a CUDA graph."""
 
-def summarise_allocator(place_step: Callable[..., Placement], limit_bytes: int | None) -> Allocator:
-    """Simulate the allocator with and without expandable segments, and within the device's memory.
+    @classmethod
+    def of(cls, recording: Recording) -> Self:
+        """Return the footprint of a recording, of allocations and releases alone."""
 
-    ``place_step`` is ``place`` of a training, without a limit and settings. The limit is what the
-    device can give; None where that is not known.
-    """
-    free = place_step()
-    expandable = place_step(settings=EXPANDABLE)
-    fits: bool | None = None if limit_bytes is None else True
-    retries: int | None = 0
-    if limit_bytes is not None and free.peaks.reserved_bytes > limit_bytes:
-        try:
-            retries = place_step(limit_bytes).retries_in_last_step
-        except OutOfMemoryError:
-            fits, retries = False, None
-    return Allocator(
-        requested_bytes=free.peaks.requested_bytes,
-        allocated_bytes=free.peaks.allocated_bytes,
-        reserved_bytes=free.peaks.reserved_bytes,
-        expandable_reserved_bytes=expandable.peaks.reserved_bytes,
-        limit_bytes=limit_bytes,
-        fits=fits,
-        retries=retries,
-        settled=free.settled,
-    )
+        def keep(events: Sequence[Event]) -> list[Event]:
+            return [event for event in events if isinstance(event, Allocated | Freed)]
+
+        steady, end = recording.marks[2:]
+        return cls(
+            keep(recording.events[:steady]),
+            keep(recording.events[steady:end]),
+            [storage.requested for storage in recording.storages],
+            recording.block_bytes,
+            recording.is_graph,
+        )
+
+    @property
+    def totals(self) -> list[int]:
+        """Live bytes before the step and after each of its events."""
+        before = sum(map(self._change, self.before))
+        return [*accumulate(map(self._change, self.step), initial=before)]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes at once in the step."""
+        return max(self.totals)
+
+    def _change(self, event: Event) -> int:
+        if not isinstance(event, Allocated | Freed):
+            return 0
+        blocks = -(-self.requested[event.number] // self.block_bytes)
+        return (blocks if isinstance(event, Allocated) else -blocks) * self.block_bytes
+
+    def place(
+        self,
+        limit_bytes: int | None = None,
+        settings: Settings = DEFAULT,
+        most_steps: int = MOST_STEPS,
+    ) -> Placement:
+        """Play the training into a new allocator.
+
+        Without ``limit_bytes`` there is no limit. The step is played ``most_steps`` times at most.
+
+        Raises:
+            OutOfMemoryError: It finds no room for a request within the limit.
+        """
+        allocator = CachingAllocator(limit_bytes, settings)
+        player = _Player(allocator, self.requested)
+        player.play(self.before, {})
+        predecessors = _match(self.step, self.requested)
+        if self.is_graph:
+            allocator.begin_graph()
+            most_steps = 1
+        steps, retries, settled = 0, 0, False
+        while steps < most_steps and not settled:
+            reserved, retries = allocator.reserved_bytes, allocator.retries
+            allocator.reset_peaks()
+            keys = player.keys
+            inherited = {n: keys[left] for n, left in predecessors.items() if left in keys}
+            player.play(self.step, inherited)
+            steps += 1
+            now = allocator.reserved_bytes, allocator.retries
+            settled = steps > 1 and now == (reserved, retries)
+        return Placement(
+            peaks=allocator.peaks,
+            retries_in_last_step=allocator.retries - retries,
+            retries=allocator.retries,
+            steps=steps,
+            settled=settled or self.is_graph,
+        )
+
+    def simulate(self, limit_bytes: int | None) -> Allocator:
+        """State the allocator with and without expandable segments, and within a device's memory.
+
+        The limit is what the device can give; None where that is not known.
+        """
+        free = self.place()
+        fits: bool | None = None if limit_bytes is None else True
+        retries: int | None = 0
+        if limit_bytes is not None and free.peaks.reserved_bytes > limit_bytes:
+            try:
+                retries = self.place(limit_bytes).retries_in_last_step
+            except OutOfMemoryError:
+                fits, retries = False, None
+        return Allocator(
+            **free.peaks._asdict(),
+            expandable_reserved_bytes=self.place(settings=EXPANDABLE).peaks.reserved_bytes,
+            limit_bytes=limit_bytes,
+            fits=fits,
+            retries=retries,
+            settled=free.settled,
+        )
 
 
 class _Player:
     """Plays events; a storage that is allocated again gets a new key."""
 
-    def __init__(self, allocator: CachingAllocator, size_of: Callable[[int], int]) -> None:
+    def __init__(self, allocator: CachingAllocator, requested: Sequence[int]) -> None:
         self.keys: dict[int, tuple[int, int]] = {}
         """The allocator's latest key of each storage, by the storage's number."""
 
         self._allocator = allocator
-        self._size_of = size_of
+        self._requested = requested
         self._turn = 0
 
     def play(self, events: Iterable[Event], inherited: Mapping[int, tuple[int, int]]) -> None:
         """Play events once.
 
-        Args:
-            events: The events.
-            inherited: Keys that the previous turn left, by the number whose release frees them.
+        ``inherited`` has keys that the previous turn left, by the number whose release frees them.
         """
         self._turn += 1
-        turn, keys, size_of = self._turn, self.keys, self._size_of
+        turn, keys, requested = self._turn, self.keys, self._requested
         allocate, free = self._allocator.allocate, self._allocator.free
         for event in events:
             if isinstance(event, Allocated):
                 number = event.number
                 key = keys[number] = turn, number
-                allocate(key, size_of(number))
+                allocate(key, requested[number])
             elif isinstance(event, Freed):
-                number = event.number
-                left = inherited.get(number) or keys.get(number)
+                left = inherited.get(event.number) or keys.get(event.number)
                 if left is not None:
                     free(left)
 
 
-def _match(step: Sequence[Event], size_of: Callable[[int], int]) -> dict[int, int]:
+def _match(step: Sequence[Event], requested: Sequence[int]) -> dict[int, int]:
     """Match storages that a step frees without having allocated them with those that it leaves."""
     left = {event.number: None for event in step if isinstance(event, Allocated)}
     freed = []
@@ -154,9 +195,9 @@ def _match(step: Sequence[Event], size_of: Callable[[int], int]) -> dict[int, in
                 freed.append(event.number)
     by_size: defaultdict[int, deque[int]] = defaultdict(deque)
     for number in left:
-        by_size[size_of(number)].append(number)
+        by_size[requested[number]].append(number)
     return {
-        number: by_size[size_of(number)].popleft()
+        number: by_size[requested[number]].popleft()
         for number in sorted(freed)
-        if by_size[size_of(number)]
+        if by_size[requested[number]]
     }

@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules import module as every_module
 
 from dpprof.experiments.records.terms import Phase
-from dpprof.predict.memory.exchanged_tensors import find_gathered
+from dpprof.predict.memory.exchanges import find_gathered
 from dpprof.predict.memory.owners import BACKPROPS, DP_ACTIVATIONS, LOGITS, SAVED
 from dpprof.predict.memory.recorder import Recorder
 from dpprof.private.graph.nodes import nodes_behind

@@ -5,26 +5,105 @@ makes the peak. Source: aten/src/ATen/native/cpu (FlashAttentionKernel.cpp, laye
 ScatterGatherKernel.cpp) and ProcessGroupGloo.cpp of PyTorch; tests/memory compares with the
 allocator's events. Where only a lower bound is known, ``explain_unknown`` says so.
 
+Element-wise operators compute in the dtype that their operands are promoted to, and reductions in
+the dtype that they are asked for; both copy an operand of another dtype first (``compute_types`` in
+aten/src/ATen/TensorIterator.cpp). Some kernels read contiguous tensors alone. Products copy an
+operand that BLAS cannot read in place, a batch of them one matrix for each thread at a time
+(``addmm_impl_cpu_`` and ``bmm_out_or_baddbmm_`` in aten/src/ATen/native/LinearAlgebra.cpp). Of a
+Python number, as in ``x / 3.0``, they make a tensor (``wrapped_scalar_tensor`` in
+ATen/ScalarOps.h), and a copy in the dtype in which they compute.
+
 Left out, because it depends on the processor's instructions: what oneDNN allocates for a bfloat16
 product, up to a few hundred KiB.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from dpprof.predict.memory.convolution_workspaces import CONVOLUTION_WORKSPACES
 from dpprof.predict.memory.events import Workspace
-from dpprof.predict.memory.fourier_workspaces import FOURIER_WORKSPACES
-from dpprof.predict.memory.operand_copies import OPERAND_COPIES
-from dpprof.predict.memory.recurrent_workspaces import RECURRENT_WORKSPACES
-from dpprof.predict.memory.wrapped_numbers import with_numbers
+from dpprof.predict.memory.library_workspaces import LIBRARY_WORKSPACES
 
 aten = torch.ops.aten
 _REDUCED = (torch.bfloat16, torch.float16)
+_LEAST_FOR_BLAS = 400
+"""Smaller products of a batch are computed without BLAS."""
+
+_ARITHMETIC = ("add", "sub", "mul", "div", "atan2", "copysign", "fmod", "remainder", "pow")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "hypot", "logaddexp")
+
+
+def _promote(operands: Sequence[Any]) -> tuple[list[Tensor], torch.dtype]:
+    """Return the tensors with axes, and the dtype that they are promoted to."""
+    tensors = [x for x in operands if isinstance(x, Tensor) and x.dim()]
+    return tensors, reduce(torch.promote_types, {x.dtype for x in tensors}, torch.bool)
+
+
+def _cast(*operands: Any, **_: Any) -> Sequence[int]:
+    tensors, dtype = _promote(operands)
+    return (sum(x.numel() for x in tensors if x.dtype != dtype) * dtype.itemsize,)
+
+
+def _cast_in_place(x: Tensor, *others: Any, **_: Any) -> Sequence[int]:
+    """Return the casts, and the result before it is cast back."""
+    dtype = _promote((x, *others))[1]
+    back = x.numel() * dtype.itemsize if x.dim() and x.dtype != dtype else 0
+    return (*_cast(x, *others), back)
+
+
+def _reduce_as(x: Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Sequence[int]:
+    return (x.numel() * dtype.itemsize,) if dtype not in (None, x.dtype) else ()
+
+
+def _sum_as(x: Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Sequence[int]:
+    is_whole = not (x.is_floating_point() or x.is_complex())
+    return _reduce_as(x, dtype=torch.int64 if dtype is None and is_whole else dtype)
+
+
+def _make_contiguous(*operands: Any, **_: Any) -> Sequence[int]:
+    return tuple(x.nbytes for x in operands if isinstance(x, Tensor) and not x.is_contiguous())
+
+
+def _copied(matrix: Tensor) -> int:
+    """Return the bytes of the copy of a matrix, or of one of a batch; 0 where BLAS reads it."""
+    (rows, columns), (of_row, of_column) = matrix.shape[-2:], matrix.stride()[-2:]
+    by_columns = of_row == 1 and of_column >= max(1, rows)
+    is_read = by_columns or (of_column == 1 and of_row >= max(1, columns))
+    return 0 if is_read else rows * columns * matrix.element_size()
+
+
+def _multiply(x: Tensor, y: Tensor, *_: Any, **__: Any) -> Sequence[int]:
+    return (_copied(x) + _copied(y),)
+
+
+def _multiply_batch(x: Tensor, y: Tensor, *_: Any, **__: Any) -> Sequence[int]:
+    batch, rows, inner = x.shape
+    conjugated = sum(tensor.nbytes for tensor in (x, y) if tensor.is_conj())
+    if rows * inner * y.shape[2] < _LEAST_FOR_BLAS:
+        return (conjugated,)
+    return (conjugated + min(batch, torch.get_num_threads()) * (_copied(x) + _copied(y)),)
+
+
+OPERAND_COPIES: Mapping[Any, Workspace] = {
+    **{getattr(aten, name): _cast for name in (*_ARITHMETIC, *_COMPARISONS)},
+    **{getattr(aten, f"{name}_"): _cast_in_place for name in _ARITHMETIC},
+    aten.where: lambda _, x, y: _cast(x, y),
+    # Of a complex result the real part is kept.
+    **dict.fromkeys((aten.abs, aten.angle), lambda x, *_: (x.nbytes,) if x.is_complex() else ()),
+    **dict.fromkeys((aten.mean, aten.linalg_vector_norm), _reduce_as),
+    **dict.fromkeys((aten.sum, aten.prod, aten.cumsum, aten.cumprod), _sum_as),
+    **dict.fromkeys((aten._softmax, aten._softmax_backward_data), _make_contiguous),  # noqa: SLF001
+    **dict.fromkeys((aten._log_softmax, aten._log_softmax_backward_data), _make_contiguous),  # noqa: SLF001
+    aten.native_layer_norm: _make_contiguous,
+    aten.mm: _multiply,
+    aten.addmm: lambda _, x, y, **__: _multiply(x, y),
+    aten.bmm: _multiply_batch,
+}
+"""What operators copy because of dtypes and strides. Most calls copy nothing."""
 
 
 def _split(queries: int, keys: int) -> tuple[int, int]:
@@ -97,10 +176,8 @@ def _all_gather(_out: Any, inputs: Any, *_: Any, **__: Any) -> Sequence[int]:
 
 
 _WORKSPACES: Mapping[Any, Workspace] = {
-    **CONVOLUTION_WORKSPACES,
-    **FOURIER_WORKSPACES,
+    **LIBRARY_WORKSPACES,
     **OPERAND_COPIES,
-    **RECURRENT_WORKSPACES,
     aten._scaled_dot_product_flash_attention_for_cpu: _flash,  # noqa: SLF001
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,  # noqa: SLF001
     aten.native_layer_norm_backward: _layer_norm_backward,
@@ -114,10 +191,41 @@ _WORKSPACES: Mapping[Any, Workspace] = {
     torch.ops.c10d._reduce_scatter_base_: lambda _, x, *__, **___: (x.nbytes,),
 }
 
-CPU_WORKSPACES: Mapping[Any, Workspace] = with_numbers(_WORKSPACES)
+_WRAPPING = (
+    *("add", "sub", "mul", "div", "rsub", "floor_divide", "fmod", "remainder"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or", "bitwise_xor"),
+)
+WRAPPING = frozenset(
+    getattr(aten, name + end)
+    for name in _WRAPPING
+    for end in ("", "_")
+    if hasattr(aten, name + end)
+)
+"""The overload packets of operators that make a tensor of a Python number."""
+
+_DTYPES = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: torch.complex128}
+
+
+def _with_number(others: Workspace) -> Workspace:
+    """Return the bytes of a number as a tensor, and of its copy in the result's dtype, too."""
+
+    def find(x: Any, *args: Any, **kwargs: Any) -> Sequence[int]:
+        taken = others(x, *args, **kwargs)
+        wrapped = _DTYPES.get(type(args[0])) if args else None
+        if wrapped is None or not isinstance(x, Tensor):
+            return taken
+        computed = torch.result_type(x, args[0])
+        return wrapped.itemsize, 0 if computed is wrapped else computed.itemsize, *taken
+
+    return find
+
+
+CPU_WORKSPACES: Mapping[Any, Workspace] = {
+    **_WORKSPACES,
+    **{p: _with_number(_WORKSPACES.get(p, lambda *_, **__: ())) for p in WRAPPING},
+}
 """Functions from an operator's arguments to bytes, by overload packet."""
 
-_RECURRENT = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
 _LAPACK = ("linalg_", "_linalg_", "cholesky_", "geqrf", "ormqr", "triangular_solve", "lu_")
 _LOWER_BOUNDS = {
     **dict.fromkeys(
@@ -138,15 +246,14 @@ _LOWER_BOUNDS = {
         "not counted: it computes in several steps, each with a result of its own",
     ),
 }
-_UPSAMPLING = ("upsample_", "_upsample_")
 
 
 def explain_unknown(op: str, dtype: str) -> str | None:
     """Return why an operator may allocate and free more than is counted; None if it does not."""
-    if op in _RECURRENT and dtype != "float32":
+    if op.startswith("mkldnn_rnn_layer") and dtype != "float32":
         return "a lower bound: oneDNN's copies and scratch memory depend on the processor"
     if op.startswith(_LAPACK) and op != "linalg_vector_norm":
         return "not counted: what LAPACK works in, and copies in its layout"
-    if op.startswith(_UPSAMPLING):
+    if op.startswith(("upsample_", "_upsample_")):
         return "not counted: copies with the channels last, which few threads or channels need"
     return _LOWER_BOUNDS.get(op)

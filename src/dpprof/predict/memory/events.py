@@ -1,12 +1,17 @@
-"""Records of a training: its storages, and its events in order."""
+"""Records of a training: its storages, its events in order, and the journal that has both."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from dpprof.experiments.records.terms import OpKind, Phase
 from dpprof.predict.flops.cost import Cost
+from dpprof.private.contributions.sums import own_part
 from dpprof.private.norms.code_paths import CodePath
 
 Workspace = Callable[..., Sequence[int]]
@@ -118,3 +123,104 @@ class TensorKind(NamedTuple):
 
 
 Event = Allocated | Freed | Saved | Unsaved | Entered | Op
+
+
+EMPTY = -1
+"""The number of a storage that has no bytes at present."""
+
+
+class Life(weakref.ref[torch.UntypedStorage]):
+    """Says when a storage is freed, and which number it has until then."""
+
+    __slots__ = ("key", "last", "layer", "number")
+    key: int
+    number: int
+    last: int
+    """The last number, which it keeps while it is empty."""
+
+    layer: str | None
+    """The layer whose parameter is gathered into it."""
+
+
+class Journal:
+    """Numbers storages, and writes down what happens to them; keeps none of them alive.
+
+    Args:
+        block_bytes: The allocator rounds sizes up to multiples of this.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self.storages: list[Storage] = []
+        self.events: list[Event] = []
+        self.phase: Phase = "setup"
+        self.block_bytes = block_bytes
+        self.alive: dict[int, Life] = {}
+        """Storages that are not freed yet, by address."""
+
+    def enter(self, phase: Phase) -> None:
+        """Record that a phase begins."""
+        self.phase = phase
+        self.events.append(Entered(phase))
+
+    def find(self, tensor: Tensor) -> int | None:
+        """Return the number of the storage under a tensor, or None if it is not known.
+
+        For a ``DTensor`` this is the storage of this rank's shard.
+        """
+        try:
+            life = self.alive.get(own_part(tensor).untyped_storage()._cdata)  # noqa: SLF001
+        except (RuntimeError, NotImplementedError):  # a wrapper without a storage of its own
+            return None
+        return None if life is None or life.number == EMPTY else life.number
+
+    def give_role(self, tensor: Tensor, role: str, layer: str | None = None) -> None:
+        """Record that a tensor was seen in a role, and with which module's parameter."""
+        number = self.find(tensor)
+        if number is not None:
+            storage = self.storages[number]
+            storage.roles.add(role)
+            storage.layer = storage.layer or layer
+
+    def give_layer(self, gathered: Tensor, layer: str) -> None:
+        """Record with which module's parameter a tensor is gathered, now and after it is freed."""
+        life = self.alive.get(gathered.untyped_storage()._cdata)  # noqa: SLF001 (as above)
+        if life is not None:
+            life.layer = self.storages[life.last].layer = layer
+
+    def number_of(self, tensor: Tensor) -> int:
+        """Return the number of the storage under a tensor, or -1 if it is not known."""
+        number = self.find(tensor)
+        return -1 if number is None else number
+
+    def note_saved(self, number: int, saved: bool) -> None:
+        """Record that autograd keeps a storage for backward, or releases it."""
+        self.events.append(Saved(number) if saved else Unsaved(number))
+
+    def move(self, old: Tensor, new: Tensor) -> None:
+        """Give a new storage the number of an old one, as if both were one."""
+        storage = old.untyped_storage()
+        life = self.alive.pop(storage._cdata)  # noqa: SLF001 (as below)
+        self.follow(new.untyped_storage(), life.number)
+
+    def follow(self, storage: torch.UntypedStorage, number: int) -> None:
+        """Record from now on what happens to a storage, under a number."""
+        life = Life(storage, self._note_freed)
+        life.key = storage._cdata  # noqa: SLF001 (what StorageWeakRef uses too)
+        life.number = life.last = number
+        life.layer = None
+        self.alive[life.key] = life
+
+    def allocate(self, op: str, nbytes: int, module: str | None, **details: Any) -> Storage:
+        """Record that a storage is allocated, as the next number."""
+        rounded = -(-nbytes // self.block_bytes) * self.block_bytes
+        storage = Storage(rounded, op, self.phase, module, nbytes, **details)
+        self.storages.append(storage)
+        self.events.append(Allocated(len(self.storages) - 1))
+        return storage
+
+    def _note_freed(self, life: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(life, Life)
+        if self.alive.get(life.key) is life:
+            del self.alive[life.key]
+        if life.number != EMPTY:
+            self.events.append(Freed(life.number))

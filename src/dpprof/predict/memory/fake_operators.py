@@ -11,7 +11,7 @@ from torch import Tensor, _meta_registrations
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from dpprof.predict.memory.recurrent_workspaces import run_layer, run_layer_backward
+from dpprof.predict.memory.library_workspaces import run_layer, run_layer_backward
 from dpprof.private.norms.placement import is_simulated
 
 aten = torch.ops.aten

@@ -12,20 +12,14 @@ batch confirms it.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from dpprof.predict.memory.atom_writers import Outline, SettledAtom, Writer
+from dpprof.predict.memory.allocator_replay import Footprint
 from dpprof.predict.memory.atoms import Atom, Place, Recording, Vocabulary, read_atoms
-from dpprof.predict.memory.events import Allocated, Event, Freed, Launched
-from dpprof.predict.memory.footprint import Footprint
-from dpprof.predict.memory.launches import find_workspaces
+from dpprof.predict.memory.layout import Integers, Layout, SettledAtom
 from dpprof.subjects.models.blocks import Blocks, NotAlikeError
-
-Integers = npt.NDArray[np.int64]
 
 
 class Sizes(NamedTuple):
@@ -36,10 +30,6 @@ class Sizes(NamedTuple):
 
     growth: Integers
     """What each further block adds to them."""
-
-    def of(self, further: int) -> Integers:
-        """Return the sizes with so many further blocks."""
-        return self.least + further * self.growth
 
 
 class Pattern:
@@ -57,7 +47,7 @@ class Pattern:
         self._blocks = blocks
         self._like = recordings[0]
         self._vocabulary = Vocabulary()
-        self._layouts: dict[int, _Layout] = {}
+        self._layouts: dict[int, Layout] = {}
         few, more, most = (self._read(record, number) for number, record in enumerate(recordings))
         self._few, self._more = few, more
         # The last part has the atoms after the last added block, and adds none.
@@ -151,108 +141,28 @@ class Pattern:
 
     def assemble(self, count: int, sizes: Sizes) -> Recording:
         """Assemble the record of a model with so many blocks."""
-        further = count - self._blocks.count
-        writer = Writer(
-            self._vocabulary.examples,
-            replace(self._blocks, count=count),
-            sizes.of(further).tolist(),
-            self._like,
-        )
-        self._write(writer, further)
-        first, first_end, steady, end = writer.marks
-        return self._like._replace(
-            storages=writer.storages,
-            events=writer.events,
-            marks=(first, first_end, steady, end),
-            launches=(),
-        )
-
-    def _write(self, outline: Outline, further: int) -> None:
-        for shared, added in self._parts:
-            outline.write(shared)
-            for _ in range(further):
-                outline.write(added)
-
-    def _lay_out(self, count: int) -> "_Layout":
-        """Lay out what a model with so many blocks allocates and frees."""
-        if count not in self._layouts:
-            outline = Outline(self._vocabulary.examples, replace(self._blocks, count=count))
-            self._write(outline, count - self._blocks.count)
-            self._layouts[count] = _Layout.of(outline)
-        return self._layouts[count]
+        return self._lay_out(count).record(self._values(count, sizes).tolist(), self._like)
 
     def footprint(self, count: int, sizes: Sizes) -> Footprint:
         """Return what the training of a model with so many blocks allocates."""
-        layout = self._lay_out(count)
-        values = sizes.of(count - self._blocks.count)
-        requested = dict(enumerate(values[layout.places].tolist()))
-        number = len(requested)
-        steps: list[list[Event]] = []
-        # Most launches repeat those of another block, so what they allocate is found once.
-        workspaces: dict[tuple[int, ...], list[int]] = {}
-        for parts in layout.steps:
-            events: list[Event] = []
-            for part in parts:
-                if isinstance(part, list):
-                    events += part
-                    continue
-                launched, start = part
-                shapes = tuple(values[start : start + len(launched.sizes)].tolist())
-                key = id(launched), *shapes
-                if key not in workspaces:
-                    workspaces[key] = find_workspaces(launched, shapes, self._like.workspaces)
-                # Storages of kernels have the numbers after those of all others.
-                until = number + len(workspaces[key])
-                requested |= zip(range(number, until), workspaces[key], strict=True)
-                events += map(Allocated, range(number, until))
-                events += map(Freed, range(number, until))
-                number = until
-            steps.append(events)
-        *before, step, _ = steps
-        like = self._like
-        return Footprint([*chain(*before)], step, requested, like.block_bytes, like.is_graph)
+        return self._lay_out(count).footprint(self._values(count, sizes).tolist(), self._like)
 
     def footprint_sizes(self, count: int, sizes: Sizes) -> Integers:
         """Return the sizes on which a footprint rests."""
-        layout = self._lay_out(count)
-        values = sizes.of(count - self._blocks.count)
-        launches = [
-            values[part[1] : part[1] + len(part[0].sizes)]
-            for part in chain.from_iterable(layout.steps)
-            if isinstance(part, tuple)
-        ]
-        return np.concatenate([values[layout.places], *launches])
+        return self._values(count, sizes)[self._lay_out(count).places]
 
+    def _values(self, count: int, sizes: Sizes) -> Integers:
+        return sizes.least + (count - self._blocks.count) * sizes.growth
 
-class _Layout(NamedTuple):
-    """The allocations of a model with so many blocks, without their sizes."""
-
-    steps: list[list[list[Event] | tuple[Launched, int]]]
-    """For the set-up and each step, events and launches of kernels in their order. A launch has the
-    place of its sizes."""
-
-    places: Integers
-    """The place of the size of each storage, without those that kernels allocate."""
-
-    @classmethod
-    def of(cls, outline: Outline) -> Self:
-        """Lay out an outline."""
-        steps: list[list[list[Event] | tuple[Launched, int]]] = [[[]]]
-        places: list[int] = []
-        for item in outline.outline:
-            if item is None:
-                steps.append([[]])
-                continue
-            event, place = item
-            if isinstance(event, Launched):
-                steps[-1] += (event, place), []
-                continue
-            if isinstance(event, Allocated):
-                places.append(place)
-            events = steps[-1][-1]
-            assert isinstance(events, list)
-            events.append(event)
-        return cls(steps, np.array(places, dtype=np.int64))
+    def _lay_out(self, count: int) -> Layout:
+        if count not in self._layouts:
+            layout = Layout(self._vocabulary.examples, replace(self._blocks, count=count))
+            for shared, added in self._parts:
+                layout.write(shared)
+                for _ in range(count - self._blocks.count):
+                    layout.write(added)
+            self._layouts[count] = layout
+        return self._layouts[count]
 
 
 def _settle(start: int, first: Atom, *others: Atom) -> SettledAtom:

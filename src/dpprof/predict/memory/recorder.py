@@ -18,19 +18,17 @@ from dpprof.experiments.records.terms import Phase
 from dpprof.predict.flops.cost import kind_of_op
 from dpprof.predict.flops.op_call import describe_call
 from dpprof.predict.flops.op_costs import OperatorRule, learn_rule
+from dpprof.predict.memory.call_sizes import describe_arguments
 from dpprof.predict.memory.callers import Callers
-from dpprof.predict.memory.events import Freed, Launched, Op, Workspace
-from dpprof.predict.memory.exchanged_tensors import around_propagation, find_roles, takes_dtensors
+from dpprof.predict.memory.cpu_workspaces import OPERAND_COPIES, WRAPPING
+from dpprof.predict.memory.events import EMPTY, Freed, Journal, Launched, Op, Workspace
+from dpprof.predict.memory.exchanges import around_propagation, find_roles, takes_dtensors
 from dpprof.predict.memory.in_place_backward import (
     INTO_FRESH,
     count_engines_references,
     find_in_place,
 )
-from dpprof.predict.memory.journal import EMPTY, Journal
-from dpprof.predict.memory.launches import describe_arguments
-from dpprof.predict.memory.operand_copies import OPERAND_COPIES
 from dpprof.predict.memory.quantized_operators import PARTS
-from dpprof.predict.memory.wrapped_numbers import WRAPPING
 from dpprof.private.contributions.sums import own_part
 from dpprof.private.substitutes import substitute
 from dpprof.subjects.methods.tensors import tensors_in

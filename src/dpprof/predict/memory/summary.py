@@ -1,8 +1,7 @@
 """Summarises a step for a result: peak memory, timeline, FLOPs and bytes moved."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -36,14 +35,12 @@ from dpprof.experiments.records.terms import (
     OpKind,
     Phase,
 )
-from dpprof.predict.flops.collectives import sum_exchanges
 from dpprof.predict.flops.cost import COUNTED
-from dpprof.predict.memory.allocator_replay import place, summarise_allocator
 from dpprof.predict.memory.attention_backends import LOWER_BOUNDS
 from dpprof.predict.memory.cpu_workspaces import explain_unknown
 from dpprof.predict.memory.cuda_workspaces import UNKNOWN_WORKSPACES
 from dpprof.predict.memory.events import Op
-from dpprof.predict.memory.streams import place as place_on_streams
+from dpprof.predict.memory.exchanges import place, sum_exchanges
 from dpprof.predict.memory.timeline import LiveStorage, MemoryTimeline
 from dpprof.private.norms.triton_ops import LAUNCHES
 
@@ -54,6 +51,12 @@ TIMELINE_POINTS = 300
 """A timeline is divided into this many equal parts; each keeps its highest instant."""
 
 OUTSIDE_MODEL = "(outside the model)"
+
+_OF_RANKS = {
+    "buffers of NCCL": "0 bytes: PyTorch's allocator does not know them",
+    "streams of ranks": "one: FSDP's own streams have pools of their own, so more may be reserved",
+}
+"""The assumptions about several ranks on GPUs."""
 
 
 def state_memory(
@@ -72,10 +75,12 @@ def state_memory(
     """
     peak, first_peak, recorded_peak = steady.peak_bytes, first.peak_bytes, steady.peak_bytes
     if allocator is not None:
-        peak, first_peak = allocator.allocated_bytes, _place_once(first)
-        # Blocks are divided otherwise in later steps, and this one's peak was measured.
-        recorded_peak = _place_once(steady) if real else peak
+        peak = recorded_peak = allocator.allocated_bytes
+        first_peak = first.footprint.place(most_steps=1).peaks.allocated_bytes
+        if real:  # blocks are divided otherwise in later steps, and this one's peak was measured
+            recorded_peak = steady.footprint.place(most_steps=1).peaks.allocated_bytes
     assumed = _list_assumptions(steady, experiment.device)
+    of_ranks = experiment.parallel is not None and experiment.device == "cuda" and not real
     return Memory(
         peak_allocated_bytes=peak,
         first_step_peak_allocated_bytes=first_peak,
@@ -92,33 +97,8 @@ def state_memory(
             unknown=find_unknown_workspaces(assumed),
         ),
         allocator=allocator,
-        assumed=assumed | (_of_ranks(experiment) if not real else {}),
+        assumed=assumed | (_OF_RANKS if of_ranks else {}),
     )
-
-
-def _place_once(step: MemoryTimeline) -> int:
-    """Return the allocator's peak of a step that runs once after all before it."""
-    once = place(step.before, step.events, step.requested_bytes, most_steps=1)
-    return once.peaks.allocated_bytes
-
-
-def simulate_allocator(
-    steady: MemoryTimeline, limit_bytes: int | None, *, as_graph: bool = False
-) -> Allocator:
-    """Play the training up to a step in the steady state, and that step, into the allocator."""
-    training = (steady.before, steady.events, steady.requested_bytes)
-    return summarise_allocator(partial(place, *training, as_graph=as_graph), limit_bytes)
-
-
-def _of_ranks(experiment: Experiment) -> dict[str, str]:
-    """Return the assumptions about several ranks on GPUs."""
-    if experiment.parallel is None or experiment.device != "cuda":
-        return {}
-    return {
-        "buffers of NCCL": "0 bytes: PyTorch's allocator does not know them",
-        "streams of ranks": "one: FSDP's own streams have pools of their own, so more may be "
-        "reserved",
-    }
 
 
 def _list_assumptions(step: MemoryTimeline, device: str) -> dict[str, str]:
@@ -135,46 +115,50 @@ def _list_assumptions(step: MemoryTimeline, device: str) -> dict[str, str]:
 def _at_peak(step: MemoryTimeline) -> AtPeak:
     row = step.peak_row
     storage = step.peak_storage
-    live = step.live_storages_at_peak()
     return AtPeak(
         components=dict(zip(COMPONENTS, step.balances[row].tolist(), strict=True)),
         phase=step.phases[row],
         module=storage and storage.module,
         op=storage and storage.op,
-        largest=_list_largest(live),
-        holdings=_list_holdings(live),
+        largest=_list_largest(step.live_at_peak),
+        holdings=_list_holdings(step.live_at_peak),
     )
+
+
+def _sum_live(
+    live: Iterable[LiveStorage], key: Callable[[LiveStorage], tuple[Any, ...]]
+) -> list[tuple[tuple[Any, ...], int, int]]:
+    """Return the keys of live storages with their bytes and their number, the largest first."""
+    sizes: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for part in live:
+        sizes[key(part)].append(part.storage.nbytes)
+    groups = [(name, sum(group), len(group)) for name, group in sizes.items()]
+    return sorted(groups, key=lambda group: group[1], reverse=True)
 
 
 def _list_holdings(live: Iterable[LiveStorage]) -> Holdings:
-    """Sum what is live by component, layer, operator and phase, the largest first."""
-    sizes: dict[tuple[Component, str | None, str, Phase], list[int]] = defaultdict(list)
-    for storage, owner in live:
-        layer = storage.layer or storage.module
-        sizes[owner.component, layer, storage.op, storage.phase].append(storage.nbytes)
-    groups = sorted(sizes.items(), key=lambda group: sum(group[1]), reverse=True)
-    keys = [key for key, _ in groups]
-    return Holdings(
-        component=[component for component, _, _, _ in keys],
-        layer=[layer for _, layer, _, _ in keys],
-        op=[op for _, _, op, _ in keys],
-        phase=[phase for _, _, _, phase in keys],
-        bytes=[sum(group) for _, group in groups],
-        storages=[len(group) for _, group in groups],
-    )
+    """Sum what is live by component, layer, operator and phase."""
+
+    def key(part: LiveStorage) -> tuple[Any, ...]:
+        storage, owner = part
+        return owner.component, storage.layer or storage.module, storage.op, storage.phase
+
+    names = ("component", "layer", "op", "phase", "bytes", "storages")
+    rows = [(*values, nbytes, number) for values, nbytes, number in _sum_live(live, key)]
+    columns: dict[str, Any] = {name: [row[i] for row in rows] for i, name in enumerate(names)}
+    return Holdings(**columns)
 
 
 def _list_largest(live: Iterable[LiveStorage]) -> list[LiveAllocation]:
-    sizes: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for storage, owner in live:
-        key = (*owner, storage.op, storage.phase, storage.module, storage.function)
-        sizes[key].append(storage.nbytes)
+    def key(part: LiveStorage) -> tuple[Any, ...]:
+        storage, owner = part
+        return *owner, storage.op, storage.phase, storage.module, storage.function
+
     names = ("component", "evidence", "op", "phase", "module", "function")
-    groups = [
-        LiveAllocation(bytes=sum(group), storages=len(group), **dict(zip(names, key, strict=True)))
-        for key, group in sizes.items()
+    return [
+        LiveAllocation(bytes=nbytes, storages=number, **dict(zip(names, values, strict=True)))
+        for values, nbytes, number in _sum_live(live, key)[:LARGEST_ALLOCATIONS]
     ]
-    return sorted(groups, key=lambda group: group.bytes, reverse=True)[:LARGEST_ALLOCATIONS]
 
 
 def _timeline(step: MemoryTimeline, *, real: bool) -> Timeline:
@@ -221,7 +205,7 @@ def _elapsed_s(step: MemoryTimeline, rows: list[int]) -> list[float]:
 
 def _sum_by_evidence(step: MemoryTimeline) -> dict[Evidence, int]:
     sums = dict.fromkeys(EVIDENCE, 0)
-    for storage, owner in step.live_storages_at_peak():
+    for storage, owner in step.live_at_peak:
         if owner.evidence is not None:
             sums[owner.evidence] += storage.nbytes
     return sums
@@ -311,59 +295,39 @@ def bound_step_s(ops: Iterable[Op], dtype: Dtype, ceilings: Target) -> float:
 
 def state_io(step: MemoryTimeline, executed_flops: int) -> Io:
     """Summarise the bytes that a step's operators had to read and write."""
-    sums: dict[str, dict[Any, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
-    for op in step.ops:
-        keys = {
-            "by_phase": op.phase,
-            "by_op_kind": op.op_kind,
-            "by_module": op.module or OUTSIDE_MODEL,
-        }
-        for way, sized in (("read", op.reads), ("written", op.writes)):
-            for number, size in sized:
-                keys["by_component"] = step.component_of(number)
-                for name, key in keys.items():
-                    sums[name][key][way] += size
     names = ("by_phase", "by_op_kind", "by_module", "by_component")
-    moved: dict[str, Any] = {
-        name: {
-            key: Moved(read=ways["read"], written=ways["written"])
-            for key, ways in sums[name].items()
-        }
-        for name in names
+    sums: dict[str, dict[Any, dict[str, int]]] = {
+        name: defaultdict(lambda: {"read": 0, "written": 0}) for name in names
     }
-    read = sum(ways["read"] for ways in sums["by_phase"].values())
-    written = sum(ways["written"] for ways in sums["by_phase"].values())
+    work: dict[tuple[Phase, OpKind], Counter[str]] = defaultdict(Counter)
+    for op in step.ops:
+        work[op.phase, op.op_kind].update(ops=1, flops=op.cost.flops)
+        for way, sized in (("read", op.reads), ("written", op.writes)):
+            work[op.phase, op.op_kind][way] += sum(size for _, size in sized)
+            for number, size in sized:
+                module, component = op.module or OUTSIDE_MODEL, step.component_of(number)
+                for name, key in zip(names, (op.phase, op.op_kind, module, component), strict=True):
+                    sums[name][key][way] += size
+    moved: dict[str, Any] = {
+        name: {key: Moved(**ways) for key, ways in groups.items()} for name, groups in sums.items()
+    }
+    read, written = (sum(each[way] for each in work.values()) for way in ("read", "written"))
     return Io(
         bytes_read=read,
         bytes_written=written,
         launches=sum(LAUNCHES.get(op.name, 1) for op in step.ops),
-        by_phase_and_op_kind=_work(step),
+        by_phase_and_op_kind=[
+            Work(phase=phase, op_kind=op_kind, **each) for (phase, op_kind), each in work.items()
+        ],
         arithmetic_intensity=executed_flops / (read + written) if read + written else None,
         **moved,
     )
-
-
-def _work(step: MemoryTimeline) -> list[Work]:
-    groups: dict[tuple[Phase, OpKind], list[Op]] = defaultdict(list)
-    for op in step.ops:
-        groups[op.phase, op.op_kind].append(op)
-    return [
-        Work(
-            phase=phase,
-            op_kind=op_kind,
-            ops=len(ops),
-            flops=sum(op.cost.flops for op in ops),
-            read=sum(size for op in ops for _, size in op.reads),
-            written=sum(size for op in ops for _, size in op.writes),
-        )
-        for (phase, op_kind), ops in groups.items()
-    ]
 
 
 def state_communication(step: MemoryTimeline, parallel: Parallel | None) -> list[Exchange] | None:
     """Summarise a rank's exchanges in a step; None where there is one rank."""
     if parallel is None:
         return None
-    placed = (spot.collective for spot in place_on_streams(step.ops, parallel))
+    placed = (spot.collective for spot in place(step.ops, parallel))
     called = zip(placed, step.ops, strict=True)
     return sum_exchanges((call, op.phase) for call, op in called if call is not None)

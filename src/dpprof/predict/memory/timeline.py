@@ -1,7 +1,7 @@
 """The memory timeline: live bytes by component after every event of a step."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import CodeType
 from typing import NamedTuple
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpprof.experiments.records.terms import COMPONENTS, Component, Phase
+from dpprof.predict.memory.allocator_replay import Footprint
 from dpprof.predict.memory.atoms import Recording
 from dpprof.predict.memory.events import (
     Allocated,
@@ -25,6 +26,8 @@ from dpprof.predict.memory.owners import Owner, find_owner
 from dpprof.predict.memory.recorder import Recorder
 
 _COLUMN = {component: column for column, component in enumerate(COMPONENTS)}
+
+Bytes = npt.NDArray[np.int64]
 
 
 class LiveStorage(NamedTuple):
@@ -56,11 +59,9 @@ class MemoryTimeline:
         """What was recorded before the step, from the first allocation on."""
 
         self.events: Sequence[Event] = recorded.events[window[0] : window[1]]
+        requested = [storage.requested for storage in self._storages]
+        self.footprint = Footprint(self.before, self.events, requested, recorded.block_bytes)
         self._owners: dict[tuple[int, bool], Owner] = {}
-
-    def requested_bytes(self, number: int) -> int:
-        """Return the bytes that a storage requested from the allocator."""
-        return self._storages[number].requested
 
     def owner(self, number: int, *, saved: bool) -> Owner:
         """Return the owner of a storage while autograd keeps it, or while it does not."""
@@ -90,29 +91,46 @@ class MemoryTimeline:
                     temporary.add(number)
         return temporary
 
+    def _play(self, events: Iterable[Event]) -> Iterator[tuple[dict[int, Owner], Bytes]]:
+        """Yield the owners of all live storages, and bytes by component, after each event."""
+        alive: dict[int, Owner] = {}
+        saved: Counter[int] = Counter()
+        sums = np.zeros(len(COMPONENTS), dtype=np.int64)
+
+        def end(number: int) -> None:
+            owner = alive.pop(number)
+            sums[_COLUMN[owner.component]] -= self._storages[number].nbytes
+
+        def begin(number: int) -> None:
+            owner = alive[number] = self.owner(number, saved=saved[number] > 0)
+            sums[_COLUMN[owner.component]] += self._storages[number].nbytes
+
+        for event in events:
+            match event:
+                case Allocated(number):
+                    begin(number)
+                case Freed(number):
+                    end(number)
+                case Saved(number) | Unsaved(number):
+                    saved[number] += 1 if isinstance(event, Saved) else -1
+                    if number in alive:
+                        end(number)
+                        begin(number)
+            yield alive, sums
+
     @cached_property
-    def balances(self) -> npt.NDArray[np.int64]:
+    def balances(self) -> Bytes:
         """Live bytes of each component (columns) before the step and after each event (rows)."""
         rows = np.zeros((len(self.events) + 1, len(COMPONENTS)), dtype=np.int64)
-        state = _State(self)
-        state.follow(self.before)
-        rows[0] = state.sums
-        for row, event in enumerate(self.events, start=1):
-            state.apply(event)
-            rows[row] = state.sums
+        states = self._play((*self.before, *self.events))
+        for row, (_, sums) in enumerate(states, start=1 - len(self.before)):
+            rows[max(row, 0)] = sums
         return rows
 
     @cached_property
-    def totals(self) -> npt.NDArray[np.int64]:
+    def totals(self) -> Bytes:
         """Live bytes before the step and after each event."""
-        signs = {Allocated: 1, Freed: -1}
-        changes = [
-            signs[type(event)] * self._storages[event.number].nbytes
-            if isinstance(event, Allocated | Freed)
-            else 0
-            for event in (*self.before, *self.events)
-        ]
-        return np.cumsum([0, *changes])[len(self.before) :]
+        return np.array(self.footprint.totals)
 
     @property
     def peak_row(self) -> int:
@@ -137,21 +155,17 @@ class MemoryTimeline:
     @property
     def peak_storage(self) -> Storage | None:
         """The storage whose allocation made the peak; None if the step began at its peak."""
-        row = self.peak_row
-        if not row:
+        if not self.peak_row:
             return None
-        event = self.events[row - 1]
+        event = self.events[self.peak_row - 1]
         assert isinstance(event, Allocated)  # nothing else adds live bytes
         return self._storages[event.number]
 
-    def live_storages_at_peak(self) -> list[LiveStorage]:
-        """Return the storages that are live at the peak."""
-        state = _State(self)
-        state.follow((*self.before, *self.events[: self.peak_row]))
-        return [
-            LiveStorage(self._storages[number], self.owner(number, saved=state.saved[number] > 0))
-            for number in state.alive
-        ]
+    @cached_property
+    def live_at_peak(self) -> list[LiveStorage]:
+        """The storages that are live at the peak."""
+        *_, (alive, _) = self._play((*self.before, *self.events[: self.peak_row]))
+        return [LiveStorage(self._storages[number], owner) for number, owner in alive.items()]
 
     @property
     def ops(self) -> list[Op]:
@@ -167,40 +181,3 @@ class MemoryTimeline:
     def _ever_saved(self) -> set[int]:
         events = (*self.before, *self.events)
         return {event.number for event in events if isinstance(event, Saved)}
-
-
-class _State:
-    """The live storages, and the bytes of each component."""
-
-    def __init__(self, step: MemoryTimeline) -> None:
-        self._step = step
-        self.alive: dict[int, Component] = {}
-        self.saved: Counter[int] = Counter()
-        self.sums = np.zeros(len(COMPONENTS), dtype=np.int64)
-
-    def follow(self, events: Iterable[Event]) -> None:
-        """Apply events in their order."""
-        for event in events:
-            self.apply(event)
-
-    def apply(self, event: Event) -> None:
-        """Apply one event."""
-        match event:
-            case Allocated(number):
-                self._add(number)
-            case Freed(number):
-                self._remove(number)
-            case Saved(number) | Unsaved(number):
-                self.saved[number] += 1 if isinstance(event, Saved) else -1
-                if number in self.alive:
-                    self._remove(number)
-                    self._add(number)
-
-    def _add(self, number: int) -> None:
-        component = self._step.owner(number, saved=self.saved[number] > 0).component
-        self.alive[number] = component
-        self.sums[_COLUMN[component]] += self._step._storages[number].nbytes  # noqa: SLF001
-
-    def _remove(self, number: int) -> None:
-        component = self.alive.pop(number)
-        self.sums[_COLUMN[component]] -= self._step._storages[number].nbytes  # noqa: SLF001

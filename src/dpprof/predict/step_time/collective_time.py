@@ -21,7 +21,7 @@ from dpprof.experiments.config import datasheets
 from dpprof.experiments.config.parallel import Parallel
 from dpprof.experiments.config.target import Target
 from dpprof.experiments.records.terms import Basis
-from dpprof.predict.flops.collectives import Collective, bytes_each_way
+from dpprof.predict.memory.exchanges import Collective, bytes_each_way
 from dpprof.predict.step_time.gpu_model import MEASURED
 from dpprof.predict.step_time.op_time import OpTime, UnknownTimeError
 

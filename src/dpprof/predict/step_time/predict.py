@@ -4,9 +4,9 @@ The host issues one operator after another, and a GPU runs each as soon as it wa
 before it in its stream has ended. So a step of many small operators takes the host's time, and one
 of large operators the device's. A CUDA graph issues all at once. A processor does both in turn.
 Several ranks have a stream of collectives beside the stream that computes, and an operator also
-waits for what it needs of the other stream (``dpprof.predict.memory.streams``). While a collective
-runs, it takes processors from the kernels beside it. Errors of operators of one kind that rest on
-the same data are taken to be one error; errors of different kinds to be independent.
+waits for what it needs of the other stream (``dpprof.predict.memory.exchanges``). While a
+collective runs, it takes processors from the kernels beside it. Errors of operators of one kind
+that rest on the same data are taken to be one error; errors of different kinds to be independent.
 """
 
 import math
@@ -26,7 +26,7 @@ from dpprof.experiments.records.record import ResultError
 from dpprof.experiments.records.result import PredictedTime, Time
 from dpprof.experiments.records.terms import BASES, Basis
 from dpprof.predict.memory.events import Op
-from dpprof.predict.memory.streams import (
+from dpprof.predict.memory.exchanges import (
     COMMUNICATION,
     COMPUTE,
     COPIES_IN,
@@ -38,8 +38,7 @@ from dpprof.predict.memory.streams import (
 from dpprof.predict.step_time.collective_time import CollectiveModel
 from dpprof.predict.step_time.gpu_model import MEMORY, NO_HOST, GpuModel
 from dpprof.predict.step_time.op_time import Z_90, OpTime, UnknownTimeError
-from dpprof.predict.step_time.operator_shape import moved_bytes, shape_of
-from dpprof.predict.step_time.own_table import OwnTable, read_own_table
+from dpprof.predict.step_time.own_table import OwnTable, moved_bytes, read_own_table, shape_of
 
 CHANNELS = {"8.0": 24}
 """Multiprocessors that a collective inside a node takes, by compute capability: 24 rings on eight

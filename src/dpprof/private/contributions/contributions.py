@@ -104,7 +104,7 @@ class Product(NamedTuple):
 def _weigh(x_BTd: Tensor, weights_B: Tensor) -> Tensor:
     """Multiply samples by their weights, and round to their dtype."""
     if triton_ops.is_fused(x_BTd) and x_BTd.stride()[1:] == (x_BTd.shape[2], 1):
-        weighed_BTd: Tensor = triton_ops.weigh(x_BTd, weights_B)
+        weighed_BTd: Tensor = triton_ops.launch(triton_ops.weigh, x_BTd, weights_B)
         return weighed_BTd
     return torch.mul(x_BTd, weights_B[:, None, None], out=torch.empty_like(x_BTd))
 

@@ -254,7 +254,15 @@ class Clipping(ABC):
         }
         for layer, (rule, replaced) in (*rules.items(), *choices.items()):
             receive = partial(self._receiver.receive, layer)
-            run = partial(_run_uncompiled, self.ranks, self._forwards, rule, layer, receive)
+            run = partial(
+                _run_uncompiled,
+                _make_uncompiled(),
+                self.ranks,
+                self._forwards,
+                rule,
+                layer,
+                receive,
+            )
             around = [choice for choice in self._choices.values() if layer in choice.inside]
             patch_layer(layer, run, replaced, partial(self._is_on, around))
         rewritten = find_rewritten(self.model)
@@ -603,11 +611,11 @@ def _run(
     return y
 
 
-def _run_uncompiled(*arguments: Any, **named: Any) -> Any:
+def _run_uncompiled(uncompiled: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Run a layer where ``torch.compile`` leaves it alone, which costs time where it is at work."""
     callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # noqa: SLF001 (no public name)
     is_at_work = torch.compiler.is_dynamo_compiling() or callback() is not None
-    return (_make_uncompiled() if is_at_work else _run)(*arguments, **named)
+    return (uncompiled if is_at_work else _run)(*arguments, **named)
 
 
 @functools.cache

@@ -58,7 +58,13 @@ from dpprof.private.norms.tiles import (
     spans,
     square,
 )
-from dpprof.private.norms.triton_ops import gram_squares, is_faster, is_fused, product_squares
+from dpprof.private.norms.triton_ops import (
+    gram_squares,
+    is_faster,
+    is_fused,
+    launch,
+    product_squares,
+)
 
 PRODUCT_TILE = (256, 512)
 """Rows (of d) and columns (of p) of a product's tile."""
@@ -129,7 +135,7 @@ def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> GramSums:
     """Multiply Gram matrices panel by panel."""
     by_products = partial(_sum_gram_panels, x_BTd, g_BTp, _multiply_panel)
     if is_fused(x_BTd) and is_faster(Way.TILED_GRAM, x_BTd, g_BTp, by_products):
-        sums_5B = gram_squares(x_BTd, g_BTp)
+        sums_5B = launch(gram_squares, x_BTd, g_BTp)
     else:
         sums_5B = by_products()
     return GramSums(sums_5B, x_BTd.shape[2], g_BTp.shape[2], _panel_size(x_BTd.shape[1]))
@@ -236,7 +242,7 @@ def tiled_product(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
     """Materialise the gradients tile by tile."""
     by_products = partial(_square_product_tiles, x_BTd, g_BTp)
     if is_fused(x_BTd) and is_faster(Way.TILED_PRODUCT, x_BTd, g_BTp, by_products):
-        squares_B = product_squares(x_BTd, g_BTp)
+        squares_B = launch(product_squares, x_BTd, g_BTp)
     else:
         squares_B = by_products()
     return Squares(squares_B, None, size_of(square(x_BTd), square(g_BTp)))

@@ -32,7 +32,8 @@ def scale_gradients(
     B, T, d = x_BTd.shape
     if triton_ops.is_fused(x_BTd):
         mean_BT = None if mean_BT1 is None else mean_BT1.squeeze(2)
-        made_BRd = triton_ops.scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT1.squeeze(2), shifted)
+        operands = (x_BTd, g_BTd, mean_BT, rstd_BT1.squeeze(2), shifted)
+        made_BRd = triton_ops.launch(triton_ops.scale_gradients, *operands)
         return made_BRd[:, 0], made_BRd[:, 1] if shifted else None, None
     on_gpu = placement.is_cuda(x_BTd)
     parts_of_T = 1 if on_gpu or T * d <= UNDIVIDED else TOKEN_PARTS
