@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpprof.private import BookKeeping, NoisyOptimizer
+from dpprof.private import BookKeeping, NoisyOptimizer, UnsupportedError
 from dpprof.private.contributions.sums import SMALL, group_small
 from dpprof.private.graph import layout
 from dpprof.private.norms import placement, triton_ops
@@ -128,3 +128,28 @@ def test_a_call_may_change_attributes_to_equal_ones() -> None:
 
     clipping.backward(losses)
     assert layer.weight.grad is not None
+
+
+class Sorting(nn.Module):
+    """Puts samples into another order, and back, once there is one."""
+
+    def __init__(self, orders: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.find_order = lambda: orders[0] if orders else None
+
+    def forward(self, x):
+        y, order = self.first(x), self.find_order()
+        return self.second(y) if order is None else self.second(y[order])[order.argsort()]
+
+
+def test_samples_that_change_their_order_in_a_later_batch_alone_are_refused() -> None:
+    orders: list[torch.Tensor] = []
+    model = Sorting(orders)
+    clipping = BookKeeping(model, 0.1)
+    for _ in range(2):
+        clipping.backward(model(torch.randn(3, 2)).square().sum(1))
+
+    orders.append(torch.tensor([2, 0, 1]))
+    with pytest.raises(UnsupportedError, match="an index picks its rows"):
+        clipping.backward(model(torch.randn(3, 2)).square().sum(1))

@@ -47,6 +47,7 @@ from dpprof.private.substitutes import substitute
 
 if TYPE_CHECKING:
     from dpprof.private.contributions.deferral import Deferral
+    from dpprof.private.graph.nodes import Outline
     from dpprof.private.norms.linear import WayChoice
     from dpprof.private.samples.repeated_checks import RepeatedChecks
 
@@ -121,9 +122,6 @@ class Clipping(ABC):
     keeps = False
     """Whether contributions are kept until the norms are known."""
 
-    _has_orders: bool | None = None
-    """Whether batches had orders of rows that lengths do not tell; None before the first."""
-
     batches = 0
     """How many batches were clipped: every ``backward`` that was not refused."""
 
@@ -187,6 +185,9 @@ class Clipping(ABC):
         self._first_batches = FirstBatches(
             first_batch, self._loss_scale, self.ranks, self.name_of_layer
         )
+        self._in_order: set[Outline] = set()
+        """The outlines of graphs that keep samples in order; others are proven in each batch."""
+
         self._batch_second = find_batch_second(model, batch_second)
         rules = find_rules(
             model, self.ranks.wrapper, self._batch_second, is_sharded=self.ranks.is_sharded
@@ -511,8 +512,8 @@ class Clipping(ABC):
         def name_of(leaf: nn.Parameter) -> str:
             return self.name_of(self.ranks.own(leaf))
 
-        proves, reads = self._has_orders is not False, self.deferral is None
-        layout = Layout(losses, name_of, proves=proves, reads=reads)
+        reads = self.deferral is None
+        layout = Layout(losses, name_of, in_order=self._in_order, reads=reads)
         for node in layout.nodes:
             leaf = getattr(node, "variable", None)
             if isinstance(leaf, nn.Parameter) and not self.clips(self.ranks.own(leaf)):
@@ -525,8 +526,8 @@ class Clipping(ABC):
         broadcasts = Broadcasts(layout, leaves, name_of)
         try:
             layout.group()
-            if len(losses) > 1:
-                self._has_orders = layout.has_orders or bool(self._has_orders)
+            if len(losses) > 1 and not layout.has_orders:
+                self._in_order.add(layout.outline)
             ways = broadcasts.ways | layout.describe() | describe(self._batch_second)
             self._first_batches.expect(ways)
             reused = self._find_reused(layout.nodes, broadcasts)

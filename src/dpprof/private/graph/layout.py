@@ -11,7 +11,7 @@ Shape legend: B samples, R rows.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,9 +22,11 @@ from torch.autograd.function import BackwardCFunction
 from dpprof.private.contributions.contributions import Contributions, Receive, receive_turned
 from dpprof.private.errors import BatchAxisError
 from dpprof.private.graph.nodes import (
+    Outline,
     find_users,
     nodes_behind,
     operator_of,
+    outline,
     past_identities,
     shape_of,
     shapes_of,
@@ -43,7 +45,8 @@ class Layout:
     Args:
         losses: (B,); None for no batch.
         name_of: Names a parameter.
-        proves: Whether tensors with one entry for each loss are looked at too.
+        in_order: Outlines of graphs that were proven to keep samples in order, where lengths tell
+            the rows of a layer.
         reads: Whether an index may be read; where a graph is captured, others will be there later.
     """
 
@@ -52,7 +55,7 @@ class Layout:
         losses: Tensor | None = None,
         name_of: Callable[[nn.Parameter], str] = str,
         *,
-        proves: bool = False,
+        in_order: Collection[Outline] = (),
         reads: bool = True,
     ) -> None:
         self.samples = 0 if losses is None else len(losses)
@@ -61,7 +64,9 @@ class Layout:
 
         start = (None, 0) if losses is None else (losses.grad_fn, losses.output_nr)
         self._losses: Output = past_identities(*start)
-        self._name_of, self._proves, self._reads = name_of, proves, reads
+        self.outline = outline(self.nodes)
+        self._proves = self.outline not in in_order
+        self._name_of, self._reads = name_of, reads
         self._proof: Proof | None = None
         """What the graph proves, once somebody asks for rows that lengths do not tell."""
 

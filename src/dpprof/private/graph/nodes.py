@@ -1,6 +1,6 @@
 """Walks the autograd graph, and reads its nodes."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -25,6 +25,16 @@ def nodes_behind(*tensors: Tensor, until: Collection[Any] = ()) -> Iterator[Any]
         seen.add(node)
         waiting += [before for before, _ in node.next_functions]
         yield node
+
+
+Outline = frozenset[Any]
+"""How often each operator is in a graph, with the axes that it has saved."""
+
+
+def outline(nodes: Iterable[Any]) -> Outline:
+    """Return the outline of a graph: batches of other lengths have the same."""
+    axes = ((node.name(), getattr(node, "_saved_dim", None)) for node in nodes)
+    return frozenset(Counter(axes).items())
 
 
 def kind_of(node: Any) -> str:
