@@ -14,9 +14,12 @@ from dpprof.private.allocation_marks import MARKED, allocates, codes_of, compone
 from dpprof.private.contributions.sample_gradients import SampleGradients
 from dpprof.private.engine.batch import sum_whole
 from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.noise import noise_keys
 from dpprof.private.noise.digest import LANES, hash_rows
 from dpprof.private.noise.noise import NoiseOfStep, draw_secure_noise
 from dpprof.private.noise.noise_keys import NoiseKeys
+from dpprof.private.norms.placement import as_if_on_cuda
+from dpprof.private.ranks import ranks
 from dpprof.private.ranks.shards import make_buffer
 
 
@@ -42,6 +45,9 @@ def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
         hash_rows(torch.zeros(8, dtype=torch.int32), torch.zeros(2, LANES, dtype=torch.int64))
         sum_whole(SampleGradients(torch.ones(2, 3)), torch.ones(2))  # ranks with shards do
         make_buffer(torch.ones(2), 2, 3)
+        with as_if_on_cuda():  # where small sums are joined
+            noise_keys._as_words([torch.zeros(2), torch.zeros(3)])
+        ranks._add_noise_together([torch.zeros(2), torch.zeros(3)], lambda flat: flat.add_(1))
         convolution = nn.Conv2d(64, 64, 3)  # no method's model has one
         convolution.register_buffer("offset", torch.ones(2))  # nor what must not change
         clipping = BookKeeping(convolution, 1.0)

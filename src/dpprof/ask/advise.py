@@ -126,7 +126,7 @@ class Advised(BatchAnswer):
         """
         lengths = {advice.seq_len for advice in self.advices}
         if self.gpus:
-            return load_figure("ranks", "plot")({"advice": self.table()})
+            return load_figure("prices:draw_ranks", "plot")({"advice": self.table()})
         if len(lengths) == 1:
             raise refuse_short_figure("plot", *lengths)
         draw = load_figure("advice", "plot")

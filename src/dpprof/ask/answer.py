@@ -75,14 +75,16 @@ def tabulate(rows: Iterable[Any], columns: tuple[str, ...] | None = None) -> "pd
 
 
 def load_figure(name: str, key: str) -> "Callable[..., Figure]":
-    """Return what draws a figure.
+    """Return what draws a figure: ``draw`` of a module, or ``module:function``.
 
     Raises:
         InputError: Matplotlib is not installed; ``key`` asked for the figure.
     """
+    module, _, function = name.partition(":")
     try:
-        draw: Callable[..., Figure] = importlib.import_module(f"dpprof.results.figures.{name}").draw
+        figures = importlib.import_module(f"dpprof.results.figures.{module}")
     except ModuleNotFoundError as error:
         why = f"{error.name} is not installed; pip install 'dpprof[report]'"
         raise InputError(f"{key}: {why}") from None
+    draw: Callable[..., Figure] = getattr(figures, function or "draw")
     return draw

@@ -78,7 +78,7 @@ class Priced(BatchAnswer):
         table = self.table()
         setting = {k: v for k, v in axes_of(self._asked).items() if k not in table}
         budget = table.assign(**setting, parameters_total=1)
-        return load_figure("budget", "plot")({"budget": budget})
+        return load_figure("prices:draw_budget", "plot")({"budget": budget})
 
     def to_json(self) -> str:
         """Return the budget and its price with each method."""
