@@ -107,8 +107,10 @@ class Checkout:
     def draw_one_figure(self) -> None:
         """Leave one figure for all."""
         declared = self.path / "pyproject.toml"
-        others = re.compile(r'.* = "dpprof\.figures\.(?!tradeoff:).*\n')
-        declared.write_text(others.sub("", declared.read_text()))
+        others = re.compile(r'.* = "dpprof\.results\.figures\.(?!tradeoff:draw").*\n')
+        text = declared.read_text()
+        assert others.search(text)
+        declared.write_text(others.sub("", text))
 
     def config(self) -> dict[str, object]:
         """The content of the default config."""

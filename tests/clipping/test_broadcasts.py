@@ -208,6 +208,8 @@ FORMS = {
     "table, moved": ((D,), lambda m, x: x + m.own + m.table(positions(x)).unsqueeze(0)),
     # These make the model run as one layer.
     "as the base of a power": ((D,), lambda m, x: (m.own.abs() + 1) ** x),
+    "one number as the base of a power": ((), lambda m, x: (m.own.abs() + 1) ** x),
+    "one number, repeated": ((), lambda m, x: x * m.own.repeat(len(x))[:, None, None]),
     "in a product of matrices": ((D, D), lambda m, x: x @ m.own),
     "after another operator": ((T, D), lambda m, x: x + torch.atan2(m.own, m.own + 2)),
     "on another axis": ((T, 1, D), lambda m, x: (x.transpose(0, 1) + m.own).transpose(0, 1)),

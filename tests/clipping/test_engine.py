@@ -301,3 +301,27 @@ def test_a_state_dict_fits_a_model_with_and_without_a_clipping() -> None:
     clipping.backward(clipped.losses(*batch()))
     clipping.remove()
     assert list(clipped.state_dict()) == list(before)
+
+
+def test_a_removed_clipping_clips_nothing_more(way) -> None:
+    model = build("linear")
+    clipping = way(model, 1.0)
+    losses = model.losses(*batch())
+    clipping.remove()
+
+    with pytest.raises(RuntimeError, match="this clipping was removed"):
+        clipping.backward(losses)
+    assert is_clear(model)
+
+
+def test_a_clipping_that_could_not_be_made_leaves_a_plain_model(way) -> None:
+    model = build("linear")
+    kinds = [type(module) for module in model.modules()]
+    *_, last = model.parameters()
+    last.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(UnsupportedError, match="hook"):
+        way(model, 1.0)
+
+    assert [type(module) for module in model.modules()] == kinds
+    model.losses(*batch()).sum().backward()
+    assert not is_clear(model)

@@ -319,6 +319,30 @@ def test_parts_of_a_batch_with_a_failed_part_are_not_joined_with_the_next(traini
     assert optimizer.steps == 1
 
 
+def fail(model, clipping) -> None:
+    """Let a backward pass begin, and raise."""
+    losses = model.losses(*batch())
+    with pytest.raises(RuntimeError, match="the losses depend on a parameter of shape"):
+        clipping.backward(losses + nn.Parameter(torch.ones(len(losses))))
+
+
+def test_a_batch_whose_sums_a_later_backward_threw_away_is_not_stepped_on(training) -> None:
+    model, clipping, optimizer = training
+    fail(model, clipping)
+    clipping.backward(model.losses(*batch()))
+    optimizer.step()  # what failed before the batch took nothing of it
+    optimizer.zero_grad()
+
+    clipping.backward(model.losses(*batch()))
+    fail(model, clipping)
+    with pytest.raises(RuntimeError, match=r"a part of this batch may be missing; call discard"):
+        optimizer.step()
+    optimizer.discard()
+    clipping.backward(model.losses(*batch()))
+    optimizer.step()
+    assert optimizer.steps == 2
+
+
 def test_the_sums_of_a_clipping_are_those_of_one_optimizer() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     clipping = BookKeeping(model, 1.0)

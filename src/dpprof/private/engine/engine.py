@@ -131,6 +131,12 @@ class Clipping(ABC):
     failures = 0
     """How many times ``backward`` raised."""
 
+    batches_at_loss = 0
+    """How many batches were clipped when sums were last thrown away, because it raised."""
+
+    is_removed = False
+    """Whether ``remove`` was called."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -219,7 +225,11 @@ class Clipping(ABC):
             why_no_gradients=lambda: self._why_no_gradients,
         )
         self._rewritten = self._patch_layers(rules)
-        self._receiver.watch()
+        try:
+            self._receiver.watch()
+        except BaseException:
+            self._let_go()  # nobody else has this clipping
+            raise
         self.ranks.take_over()
 
     @property
@@ -391,11 +401,15 @@ class Clipping(ABC):
 
     def remove(self) -> None:
         """Restore the model's layers, and remove all hooks."""
+        self._let_go()
+        self.ranks.release()
+
+    def _let_go(self) -> None:
         for layer in (*self._layers, *self._rewritten, self.model):
             unpatch_layer(layer)
         self._receiver.remove()
         self._layers.clear()
-        self.ranks.release()
+        self.is_removed = True
 
     def __reduce_ex__(self, _: Any) -> Any:
         """Refuse a copy: it would clip the layers of the model that this one clips."""
@@ -428,9 +442,11 @@ class Clipping(ABC):
                 layer, or was not trained when this was made. Or a ``.grad`` is where the
                 ``NoisyOptimizer`` will put its own, such as the last step's. Or a layer changed, or
                 a tensor that a module holds, or forward wrote a trained parameter. Or ranks
-                disagree, or another ``backward`` is under way.
+                disagree, or another ``backward`` is under way, or ``remove`` was called.
             UnsupportedError: Samples are mixed, or a hook or a transform would see gradients.
         """
+        if self.is_removed:
+            raise RuntimeError("this clipping was removed, and clips nothing; make a new one")
         if not self._is_running.acquire(blocking=False):
             raise RuntimeError("another backward of this clipping is under way")
         try:
@@ -452,6 +468,7 @@ class Clipping(ABC):
                 self.repeated.compare()
         except BaseException:
             self.sums.forget_part()  # part of a batch must not be applied
+            self.batches_at_loss = self.batches
             self.shard_sums.forget()
             if not self.ranks.is_sharded:  # whose ranks verify together
                 self._first_batches.undo()

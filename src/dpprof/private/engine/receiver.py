@@ -197,7 +197,7 @@ class Receiver:
         assert gradients is not None
         if parameter.requires_grad:  # it may have been frozen after forward
             # A copy: a hook may write what autograd still has.
-            own = gradients.reshape(len(gradients), *parameter.shape or (1,)).clone()
+            own = gradients.reshape(len(gradients), *parameter.shape).clone()
             self._pass_on(self._loose[parameter], [(parameter, SampleGradients(interleave(own)))])
 
     def forget_batch(self) -> None:

@@ -260,7 +260,8 @@ def follow(
             if kind == "Repeat":
                 is_repeated &= out[1:] == shape[1:]
             rows = rows_of(user) if is_repeated else None
-            if kind == "Repeat" and rows is not None and (not rows.each or rows.each % shape[0]):
+            has_parts = rows is None or not rows.each or not shape or rows.each % shape[0]
+            if kind == "Repeat" and has_parts:
                 rows = None  # a sample has parts of the value
             if rows is not None:
                 entries.append(_Entry(user, operand, shape, dtype_of(node).is_complex, rows, moves))

@@ -3,6 +3,8 @@
 The key of a step is SHAKE-256 of a secret of 256 bits, a nonce of the run, the rank, the number of
 the step and a digest of the clipped sums: noise is bound to what it hides, as nonces are in
 deterministic signatures (RFC 6979) and in encryption that withstands their misuse (RFC 5297).
+Where kernels add the noise on one GPU, SHAKE-256 of all but the digest seeds Philox, and the
+digest, which stays on the device, is 64 bits of its counter.
 Whatever is resumed, rolled back, forked or repeated, other sums get independent noise.
 
 What is assumed: SHAKE-256 of a secret is a pseudorandom function, and nobody knows the secret. The

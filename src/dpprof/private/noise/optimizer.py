@@ -567,7 +567,9 @@ class NoisyOptimizer(Optimizer):
     def _refuse_failed_part(self) -> None:
         """Refuse to add a part to those of a batch of which another part failed."""
         has_other_parts = bool(self._step_skip_queue) or bool(self.clipping.sums.total)
-        if has_other_parts and self.clipping.failures != self._failures_before:
+        was_lost = self.clipping.batches_at_loss > self._batches_before
+        has_failed = self.clipping.failures != self._failures_before
+        if has_failed and (has_other_parts or was_lost):
             raise RuntimeError(
                 "a backward pass failed since the last step, and with it a part of this batch may "
                 "be missing; call discard(), and begin the batch again"

@@ -19,10 +19,12 @@ def as_real(x: Tensor) -> Tensor:
 def interleave(x: Tensor) -> Tensor:
     """Return complex numbers as twice as many real ones on the last axis; real ones as given.
 
-    The first axis stays: (B,) complex numbers become (B, 2) real ones.
+    The first axis stays: (B,) complex numbers become (B, 2) real ones, and real ones (B, 1).
     """
+    if x.dim() == 1:
+        x = x[:, None]
     real = as_real(x.resolve_conj())
-    return real.flatten(-2) if x.is_complex() and x.dim() > 1 else real
+    return real.flatten(-2) if x.is_complex() else real
 
 
 def as_parameter(real: Tensor, parameter: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ PanelOf = Callable[[Tensor, slice, slice], Tensor]
 """Returns a panel of a Gram matrix, (B, rows, columns)."""
 
 
-@functools.cache
+@functools.lru_cache(64)  # of long sequences there are many panels
 def _gram_panels(T: int) -> list[tuple[slice, slice]]:
     """List rows and columns of panels: up to and with the block on the diagonal."""
     panels = []
@@ -313,7 +313,7 @@ def price_product(T: int, d: int, p: int) -> Price:
     return Price(2 * T * d * p, T * (d * stripes + p * bands) + 2 * d * p)
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def choose_way(
     T: int,
     d: int,

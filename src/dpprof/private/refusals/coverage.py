@@ -94,11 +94,13 @@ class Coverage:
         return self._shared
 
     def _look(self) -> tuple[list[Any], list[Any]]:
-        """List what modules hold, and what parameters are set to."""
-        held = chain.from_iterable(module._parameters.values() for module in self._modules)  # noqa: SLF001
-        parameters = [parameter for parameter in held if parameter is not None]
+        """List what modules hold, and then their classes, names and what parameters are set to."""
+        own = [module._parameters for module in self._modules]  # noqa: SLF001
+        parameters = [*chain.from_iterable(by_name.values() for by_name in own)]
         modules = chain.from_iterable(module._modules.values() for module in self._modules)  # noqa: SLF001
-        return [*parameters, *modules], [(p.requires_grad, p.dtype) for p in parameters]
+        settings = [(p.requires_grad, p.dtype) for p in parameters if p is not None]
+        flags = [*map(type, self._modules), *chain.from_iterable(own), *settings]
+        return [*parameters, *modules], flags
 
     def _verify_all(self, model: nn.Module) -> set[nn.Parameter]:
         owners: Counter[nn.Parameter] = Counter()
