@@ -132,8 +132,19 @@ class Cluster:
         self._call("scancel", job)
 
     def end_by_time_limit(self, job: str) -> None:
-        """Let a job's time be over: its limit counts in minutes, its end does not."""
-        self._call("scontrol", "update", f"JobId={job}", "EndTime=now")
+        """Let a job's time be over: its limit counts in minutes, its end does not.
+
+        On a busy machine Slurm has refused it of a job that had just begun: then a second later.
+        """
+        for seconds_left in range(10, -1, -1):
+            try:
+                self._call("scontrol", "update", f"JobId={job}", "EndTime=now")
+            except subprocess.CalledProcessError as error:
+                if not seconds_left:
+                    raise AssertionError(error.stderr) from error
+                time.sleep(1)
+            else:
+                return
 
     def requeue(self, job: str) -> None:
         """What preemption does to a job that may be requeued."""

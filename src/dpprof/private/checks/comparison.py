@@ -251,9 +251,7 @@ class Comparison:
 
     def _compare(self, samples: Samples, taken: StepEffects) -> None:
         loop = self.loop
-        expected = clip(
-            samples, loop.settings.groups, loop.settings.divisor, stability=loop.settings.stability
-        )
+        expected = self._clip(samples)
         first, worst = find_difference(taken.gradients, expected, self.limit)
         if self.hides_layers and first is not None:
             raise ValueError(
@@ -325,9 +323,7 @@ class Comparison:
             with loop.dropout_on():
                 taken = self._take(self.batch)
         self._compare_norms(samples, taken, _DRAWN_AGAIN)
-        expected = clip(
-            samples, loop.settings.groups, loop.settings.divisor, stability=loop.settings.stability
-        )
+        expected = self._clip(samples)
         first, worst = find_difference(taken.gradients, expected, self.limit)
         if first is not None:
             raise WrongTrainingError(
