@@ -25,7 +25,7 @@ import yaml
 from dpprof.experiments.config import datasheets
 from dpprof.experiments.config.parallel import Parallel
 from dpprof.predict.memory.exchanges import Collective, bytes_each_way
-from dpprof.predict.step_time.collective_time import FILE, CollectiveModel, interpolate_s
+from dpprof.predict.step_time.collective_time import TABLE, CollectiveModel, interpolate_s
 from product_tables import DEVICES, SOURCE, TABLES, find_spread, find_systems
 from script import lay_out, make_parser, publish
 
@@ -145,7 +145,7 @@ def main() -> None:
     document = {"spread": find_spread(errors["error"]), **document}
     text = json.dumps(document, separators=(",", ":"))
     text = text.replace('},"', '},\n"').replace('],"', '],\n"')
-    (TABLES / FILE).write_text(text + "\n", encoding="utf-8")
+    (TABLES / f"{TABLE}.json").write_text(text + "\n", encoding="utf-8")
     lines = [*describe(errors), "", "## Between nodes", "", *compare_between_nodes()]
     publish(__doc__ or "", "\n".join(lines), arguments.output)
 

@@ -13,4 +13,4 @@ def test_functions_files_and_classes_stay_small() -> None:
     assert len(house.long_functions) <= 6, house.long_functions
     assert len(house.long_files) <= 8, house.long_files
     assert len(house.large_classes) <= 4, house.large_classes
-    assert len(house.one_use_helpers) <= 70, house.one_use_helpers
+    assert len(house.one_use_helpers) <= 50, house.one_use_helpers

@@ -45,7 +45,7 @@ def test_a_card_without_units_for_bfloat16_is_asked_in_float16_with_a_scale() ->
 
 
 def test_what_one_sample_needs_is_read_from_the_sentence_that_refuses_it() -> None:
-    batches = SimpleNamespace(find_need=lambda: 31_000 * 2**20, budget=14 * 2**20, least=1)
+    batches = SimpleNamespace(peaks={1: 31_000 * 2**20}, budget=14 * 2**20, least=1)
     refused = _explain(make_experiment(), batches, 0)
 
     assert tell_need(refused) == "needs 31,000 MiB"

@@ -11,13 +11,7 @@ from scripts import call
 from dpprof.experiments.launch import verification_run
 from dpprof.experiments.launch.device_lock import hold_one
 from dpprof.experiments.records.record import read_record
-from dpprof.experiments.records.verdict import (
-    SCHEMA_VERSION,
-    Verdict,
-    judged,
-    read_verdict,
-    verdict_path,
-)
+from dpprof.experiments.records.verdict import Verdict, judged, read_verdict, verdict_path
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
@@ -51,7 +45,7 @@ def test_a_method_that_dies_leaves_a_verdict_on_the_model_of_every_size(
 ) -> None:
     done = verify(tmp_path, "test-dies", model="1b")
     (path,) = (tmp_path / "results" / "verify").iterdir()
-    verdict = read_record(path, Verdict, SCHEMA_VERSION)
+    verdict = read_record(path, Verdict)
 
     assert done.returncode == 0, done.stderr
     assert verdict.model == "built-in"

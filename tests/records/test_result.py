@@ -3,10 +3,10 @@ import json
 import pytest
 from factory import make_experiment, tables_of_runs, write_synthetic
 
-from dpprof.experiments.records.record import ResultError
-from dpprof.experiments.records.record import _content_digest as content_digest
+from dpprof.experiments.records.record import ResultError, _canonical
 from dpprof.experiments.records.result import read_result, read_run, result_path
 from dpprof.results.analysis.tables.frames import write_frame
+from dpprof.system.files import sha256_hex
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_what_cannot_have_been_measured_is_refused_although_its_digest_fits(
     _, path = written
     document = json.loads(path.read_text())
     FORGED[name](document)
-    document["content_digest"] = content_digest(document)
+    document["content_digest"] = sha256_hex(_canonical(document))
     path.write_text(json.dumps(document))
 
     with pytest.raises(ResultError, match="does not fit the schema"):
@@ -111,7 +111,7 @@ def test_text_without_an_encoding_is_spelled_where_it_is_written_and_where_it_is
     assert json.loads(path.read_text())["error"]["message"] == "half a \\ud800 character"
     document = json.loads(path.read_text())
     document["error"]["message"] = "half a \ud800 character"  # as an older dpprof would
-    document["content_digest"] = content_digest(document)
+    document["content_digest"] = sha256_hex(_canonical(document))
     path.write_text(json.dumps(document))
     assert read_result(path).error.message == "half a \\ud800 character"
 

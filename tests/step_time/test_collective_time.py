@@ -1,17 +1,15 @@
 """How long collectives take: tables inside a node, latency and bandwidth between nodes."""
 
-import json
-from importlib.resources import files
-
 import pytest
 
 from dpprof.experiments.config.datasheets import A100, A100_40GB, H100, L4
 from dpprof.experiments.config.parallel import Parallel
 from dpprof.predict.memory.exchanges import Collective
-from dpprof.predict.step_time.collective_time import FILE, CollectiveModel, interpolate_s
+from dpprof.predict.step_time.collective_time import CollectiveModel, interpolate_s
 from dpprof.predict.step_time.op_time import UnknownTimeError
+from dpprof.predict.step_time.product_table import read_document
 
-TABLE = json.loads(files("dpprof.predict.step_time").joinpath("tables", FILE).read_text("utf-8"))
+TABLE = read_document("collectives")
 NODE = Parallel(kind="fsdp", world_size=8)
 
 

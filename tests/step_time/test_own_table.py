@@ -7,7 +7,7 @@ import pytest
 import torch
 from factory import write_synthetic_ceilings
 
-from dpprof.experiments.records.operators import OperatorShape, OperatorTable, OperatorTime
+from dpprof.experiments.records.ceilings import OperatorShape, OperatorTable, OperatorTime
 from dpprof.predict.flops.cost import Cost
 from dpprof.predict.flops.op_call import describe_call
 from dpprof.predict.memory.events import Op

@@ -13,6 +13,7 @@ that takes one sample at a time, a batch is safe if it leaves a tenth of the mem
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 
@@ -51,17 +52,10 @@ def search(
     least: int = 1,
     most: int = MOST,
 ) -> int | None:
-    """Find the largest batch whose peak is within a budget.
+    """Find the largest batch whose peak is within a budget; None if not even the smallest fits.
 
-    Args:
-        peak: Predicts the peak of a batch size; called as rarely as possible.
-        budget: Bytes.
-        peaks: By batch size, as far as known; new ones are added.
-        least: The smallest batch to try.
-        most: The largest.
-
-    Returns:
-        The batch; None if not even the smallest fits.
+    ``peak`` predicts the peak of a batch size in bytes, and is called as rarely as possible;
+    ``peaks`` has those that are known, and gets the new ones.
     """
 
     def fits(batch: int) -> bool:
@@ -106,16 +100,10 @@ def back_off(
     *,
     least: int = 1,
 ) -> int | None:
-    """Find a batch for which something holds and for the next one does not.
+    """Find a batch for which something holds and for the next one does not; None for none.
 
-    Args:
-        holds: Called as rarely as possible; mostly holds for a batch if it does for a larger one.
-        most: The largest batch to try.
-        guess: Says where to look if it does not hold for that one; in the middle by default.
-        least: The smallest batch to try.
-
-    Returns:
-        The batch; None if it does not even hold for the smallest.
+    ``holds`` is called as rarely as possible, and mostly holds for a batch if it does for a larger
+    one. Where it does not hold for ``most``, ``guess`` says where to look, else in the middle.
     """
     if holds(most):
         return most
@@ -206,20 +194,14 @@ class _Batches:
 
     def place(self, batch_size: int) -> Placement:
         """Place a training with this batch size without a limit."""
-        if self.is_safe(batch_size):
-            placed = self.place_within(batch_size)
-        else:
-            placed = self._place(batch_size, limited=False)
+        placed = self.place_within(batch_size, limited=self.is_safe(batch_size))
         assert placed is not None
         return placed
 
-    def place_within(self, batch_size: int, settings: Settings = DEFAULT) -> Placement | None:
-        """Place a training with this batch size within the budget; None if it does not fit."""
-        return self._place(batch_size, limited=True, settings=settings)
-
-    def _place(
-        self, batch_size: int, *, limited: bool, settings: Settings = DEFAULT
+    def place_within(
+        self, batch_size: int, settings: Settings = DEFAULT, *, limited: bool = True
     ) -> Placement | None:
+        """Place a training with this batch size within the budget; None if it does not fit."""
         key = batch_size, limited, settings
         if key not in self._placed:
             footprint = self._traces.footprint(batch_size)
@@ -246,13 +228,6 @@ class _Batches:
 
         return back_off(fits, batch_size, guess, least=self.least)
 
-    def find_need(self) -> int:
-        """Return the smallest batch's peak, or if that is free, what would be reserved."""
-        if self.peaks.get(self.least, 0) > self.budget:
-            return self.peaks[self.least]
-        peak, reserved = self.measure_need(self.least)
-        return reserved or peak
-
     def measure_need(self, batch_size: int) -> tuple[int, int | None]:
         """Return the peak of a batch, and what the allocator would reserve for it on CUDA."""
         if not self.on_cuda:
@@ -260,26 +235,35 @@ class _Batches:
         peaks = self.place(batch_size).peaks
         return peaks.allocated_bytes, peaks.reserved_bytes
 
+    def state(
+        self, largest: int, safe: int | None, peak: Callable[[int], int], **others: Any
+    ) -> Capacity:
+        """State the largest and the safe batch; ``peak`` returns the peak of each."""
+        fields: dict[str, Any] = {
+            "next_peak_bytes": self.peaks.get(largest + 1),
+            "limited_by": "memory" if largest < MOST else "search",
+            "extrapolated": False,
+            "safe_share": SAFE_SHARE,
+            "stated_batch_size": safe or largest,
+            "estimates": dict(sorted(self.peaks.items())),
+        }
+        return Capacity(
+            budget_bytes=self.budget,
+            batch_size=largest,
+            peak_bytes=peak(largest),
+            safe_batch_size=safe,
+            safe_peak_bytes=None if safe is None else peak(safe),
+            smallest_batch_size=self.least,
+            **fields | others,
+        )
+
 
 def _search_by_size(batches: _Batches) -> Capacity | None:
     """Search on a CPU, whose allocator has no pool."""
     largest, safe = batches.find_largest(1, SAFE_SHARE)
     if largest is None:
         return None
-    return Capacity(
-        budget_bytes=batches.budget,
-        batch_size=largest,
-        peak_bytes=batches.peaks[largest],
-        next_peak_bytes=batches.peaks.get(largest + 1),
-        limited_by="memory" if largest < MOST else "search",
-        extrapolated=False,
-        safe_share=SAFE_SHARE,
-        safe_batch_size=safe,
-        safe_peak_bytes=None if safe is None else batches.peaks[safe],
-        stated_batch_size=safe or largest,
-        smallest_batch_size=batches.least,
-        estimates=dict(sorted(batches.peaks.items())),
-    )
+    return batches.state(largest, safe, batches.peaks.__getitem__)
 
 
 def _search_by_placement(batches: _Batches) -> Capacity | None:
@@ -302,25 +286,16 @@ def _search_by_placement(batches: _Batches) -> Capacity | None:
         lambda: by_size - 1,
         least=batches.least,
     )
-    limited_by = "memory" if largest == by_size else "fragmentation"
-    peaks = batches.place(largest).peaks
-    return Capacity(
-        budget_bytes=batches.budget,
-        batch_size=largest,
-        peak_bytes=peaks.allocated_bytes,
-        reserved_bytes=peaks.reserved_bytes,
+    return batches.state(
+        largest,
+        safe,
+        lambda batch_size: batches.place(batch_size).peaks.allocated_bytes,
+        **({"limited_by": "fragmentation"} if largest < by_size else {}),
+        reserved_bytes=batches.place(largest).peaks.reserved_bytes,
         retries=placed.retries_in_last_step,
-        next_peak_bytes=batches.peaks.get(largest + 1),
-        limited_by="search" if largest == MOST else limited_by,
         unfragmented_batch_size=by_size,
         expandable_batch_size=expandable,
-        extrapolated=False,
         safe_share=None,
-        safe_batch_size=safe,
-        safe_peak_bytes=None if safe is None else batches.place(safe).peaks.allocated_bytes,
-        stated_batch_size=safe or largest,
-        smallest_batch_size=batches.least,
-        estimates=dict(sorted(batches.peaks.items())),
     )
 
 
@@ -346,19 +321,14 @@ def _extrapolate(batches: _Batches) -> Capacity | None:
     if largest is None:
         return None
     safe = search(needs, int(SAFE_SHARE * batches.budget), searched, least=batches.least)
-    return Capacity(
-        budget_bytes=batches.budget,
-        batch_size=largest,
-        peak_bytes=peaks(largest),
+    return batches.state(
+        largest,
+        safe,
+        peaks,
         reserved_bytes=needs(largest) if batches.on_cuda else None,
         next_peak_bytes=peaks(largest + 1) if largest + 1 in searched else None,
-        limited_by="memory" if largest < MOST else "search",
         extrapolated=True,
-        safe_share=SAFE_SHARE,
-        safe_batch_size=safe,
-        safe_peak_bytes=None if safe is None else peaks(safe),
         stated_batch_size=min(batches.least + 1, largest),
-        smallest_batch_size=batches.least,
         estimates={size: peaks(size) for size in sorted(searched)},
     )
 
@@ -379,8 +349,12 @@ def _find_budget(experiment: Experiment, target: Target | None) -> int:
 
 
 def _explain(experiment: Experiment, batches: _Batches, parameters_bytes: int) -> str:
-    needed, there = (f"{size / 2**20:,.0f} MiB" for size in (batches.find_need(), batches.budget))
-    least = batches.least
+    least, budget = batches.least, batches.budget
+    need = batches.peaks.get(least, 0)
+    if need <= budget:  # then it is what would be reserved that is too much
+        peak, reserved = batches.measure_need(least)
+        need = reserved or peak
+    needed, there = (f"{size / 2**20:,.0f} MiB" for size in (need, budget))
     samples = "one sample" if least == 1 else f"its smallest batch, {least:,} samples"
     return (
         f"{experiment.model_name} with {experiment.method} needs {needed} for {samples} of "
@@ -388,7 +362,7 @@ def _explain(experiment: Experiment, batches: _Batches, parameters_bytes: int) -
         + (
             f"; its parameters alone take {parameters_bytes / 2**20:,.0f} MiB: store them in 16 "
             "bits (parameters_dtype), or take a larger card or several (parallel)"
-            if parameters_bytes > batches.budget
+            if parameters_bytes > budget
             else ""
         )
     )

@@ -6,6 +6,7 @@ Where the blocks of a model are equal, few of them are traced, and the whole fol
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -53,10 +54,7 @@ def trace_steps(experiment: Experiment, enter: Enter) -> Traced:
 class Traces:
     """Traces of one experiment with any batch size.
 
-    Args:
-        experiment: Its batch size does not matter.
-        enter: Called as each phase begins.
-        describing: Whether calls of operators are described, as the times of a processor need.
+    With ``describing`` calls of operators are described, as the times of a processor need.
     """
 
     def __init__(self, experiment: Experiment, enter: Enter, *, describing: bool = True) -> None:
@@ -157,10 +155,9 @@ class Traces:
         return self.state_bytes + of_samples * batch_size // further > budget
 
     def frame(self, batch_size: int, budget: int) -> int:
-        """Trace a batch, and guess the sizes of one that is a little too large for a budget.
+        """Trace a batch, and return one that may need about the budget.
 
-        Returns:
-            A batch that may need about the budget.
+        The sizes of one that is a little too large are guessed.
         """
         try:
             family = self._measure(batch_size)
@@ -288,7 +285,11 @@ class _Family:
 
     def footprint(self, batch_size: int) -> Footprint:
         """Return the footprint of a batch that was traced, or that lies between traced ones."""
-        sizes = self.sizes.get(batch_size) or self._interpolate(batch_size)
+        sizes = self.sizes.get(batch_size)
+        if sizes is None:
+            low = max(batch for batch in self.sizes if batch < batch_size)
+            high = min(batch for batch in self.sizes if batch > batch_size)
+            sizes = self._interpolate(low, batch_size, high)
         return self.pattern.footprint(self._count, sizes)
 
     def reaches(self, batch_size: int) -> bool:
@@ -298,8 +299,14 @@ class _Family:
 
     def is_line(self) -> bool:
         """Return whether every batch is on the line between its neighbours."""
-        batches = sorted(self.sizes)
-        return all(map(self._is_line, batches, batches[1:], batches[2:]))
+        batches, find = sorted(self.sizes), partial(self.pattern.footprint_sizes, self._count)
+        return all(
+            np.array_equal(find(self._interpolate(low, middle, high)), find(self.sizes[middle]))
+            for low, middle, high in zip(batches, batches[1:], batches[2:], strict=False)
+        )
+
+    def _interpolate(self, low: int, middle: int, high: int) -> Sizes:
+        return interpolate(low, high, middle, self.sizes[low], self.sizes[high])
 
     def guess_batch(self, batch_size: int, budget: int) -> int:
         """Guess which batch needs so many bytes, from one that was traced.
@@ -312,17 +319,6 @@ class _Family:
             self.pattern.footprint(self._count, each).peak_bytes for each in (sizes, doubled)
         )
         return batch_size + (batch_size * (budget - low) // (high - low) if high > low else 0)
-
-    def _is_line(self, low: int, middle: int, high: int) -> bool:
-        between = interpolate(low, high, middle, self.sizes[low], self.sizes[high])
-        size = self.pattern.footprint_sizes
-        traced = size(self._count, self.sizes[middle])
-        return np.array_equal(size(self._count, between), traced)
-
-    def _interpolate(self, batch_size: int) -> Sizes:
-        low = max(batch for batch in self.sizes if batch < batch_size)
-        high = min(batch for batch in self.sizes if batch > batch_size)
-        return interpolate(low, high, batch_size, self.sizes[low], self.sizes[high])
 
 
 def extend_facts(few: Sequence[Facts], blocks: Blocks, count: int) -> Facts:

@@ -33,12 +33,7 @@ from dpprof.predict.memory.fake_operators import FakeOperators
 from dpprof.predict.memory.fake_tensors import fake_ranks, fake_tensors
 from dpprof.predict.memory.quantized_operators import optimizer_workspaces
 from dpprof.predict.memory.recorder import Recorder
-from dpprof.predict.memory.summary import (
-    state_communication,
-    state_compute,
-    state_io,
-    state_memory,
-)
+from dpprof.predict.memory.summary import state_communication, state_compute, state_io, state_memory
 from dpprof.predict.memory.timeline import MemoryTimeline
 from dpprof.predict.plain_step import count_model_flops
 from dpprof.predict.step_time.predict import predict_time

@@ -175,12 +175,9 @@ def _naming(path: Path, written: str | None = None) -> Iterator[None]:
 
 
 def write_if_changed(path: Path, text: str, *, durable: bool = True) -> bool:
-    """Write a file only if its content differs, so that its age shows when it last changed.
+    """Write a file only if its content differs, and return whether it was written.
 
-    ``durable`` is as for ``write_atomically``.
-
-    Returns:
-        Whether the file was written.
+    So its age shows when it last changed. ``durable`` is as for ``write_atomically``.
 
     Raises:
         OSError: As ``write_atomically``.

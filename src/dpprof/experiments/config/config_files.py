@@ -187,7 +187,10 @@ def _measure(node: yaml.Node, counted: dict[int, int], depth: int = 1) -> int:
                     "reads it as an octal number or as minutes and seconds, so write a plain number"
                 )
         elif isinstance(node, yaml.MappingNode):
-            _refuse_twice((_key_of(key) for key, _ in node.value), node.start_mark.line + 1)
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise InputError(f"line {key.start_mark.line + 1}: a key must be a name")
+            _refuse_twice((key.value for key, _ in node.value), node.start_mark.line + 1)
             below += sum(_measure(value, counted, depth + 1) for _, value in node.value)
         else:
             below += sum(_measure(value, counted, depth + 1) for value in node.value)
@@ -195,9 +198,3 @@ def _measure(node: yaml.Node, counted: dict[int, int], depth: int = 1) -> int:
         if below > 2 * MAX_VALUES:
             raise InputError(_TOO_LONG)
     return counted[id(node)]
-
-
-def _key_of(node: yaml.Node) -> str:
-    if not isinstance(node, yaml.ScalarNode):
-        raise InputError(f"line {node.start_mark.line + 1}: a key must be a name")
-    return str(node.value)

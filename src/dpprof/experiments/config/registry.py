@@ -189,8 +189,7 @@ def load(group: Group, name: str) -> Any:
 def source_file(group: Group, name: str) -> Path | None:
     """Return the file of a name's module, without importing it.
 
-    Returns:
-        The path; None where the module is not a plain Python file or is not installed.
+    None where the module is not a plain Python file or is not installed.
 
     Raises:
         InputError: Nothing has this name here, as where the package of a result is not installed.

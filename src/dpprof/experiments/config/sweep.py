@@ -121,12 +121,9 @@ def stated_keys(grid: BaseModel) -> dict[str, Any]:
 
 
 def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[Run]]:
-    """Return the runs of every sweep.
+    """Return the runs of each sweep, by its name; the same run may be in several.
 
     ``resolve_device`` returns the device for ``device: auto``; it is called at most once.
-
-    Returns:
-        The runs of each sweep, by sweep name. The same run may be in several sweeps.
 
     Raises:
         InputError: A sweep leaves out a required key, or has too many runs.

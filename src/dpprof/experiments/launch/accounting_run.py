@@ -49,7 +49,7 @@ def account_once(
     if not again:
         take_kept(path)
         try:
-            return read_record(path, _Kept, 1).plans
+            return read_record(path, _Kept).plans
         except (FileNotFoundError, ResultError):
             pass  # found anew
     plans = account_apart(privacy, tokens_per_sample)

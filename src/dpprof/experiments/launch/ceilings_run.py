@@ -7,8 +7,7 @@ from typing import Literal
 from dpprof.experiments.launch.device_slots import DeviceSlot, cpu_slot, gpu_slots
 from dpprof.experiments.launch.isolated import Isolation, isolate
 from dpprof.experiments.planning.code_digest import ceilings_digest
-from dpprof.experiments.records.ceilings import SCHEMA_VERSION, Ceilings, Limits, nothing_measured
-from dpprof.experiments.records.operators import OperatorTable
+from dpprof.experiments.records.ceilings import Ceilings, Limits, OperatorTable, nothing_measured
 from dpprof.experiments.records.record import write_record
 from dpprof.system.hardware import available_cores, why_no_cuda
 
@@ -49,7 +48,7 @@ def measure_apart(
         facts = isolation.finish()
     fields = facts | limits.model_dump() | {"others_busy_cores": others, "operators": operators}
     fields["reasons"] |= why_not
-    return write_record(output, Ceilings, fields | {"schema_version": SCHEMA_VERSION})
+    return write_record(output, Ceilings, fields)
 
 
 def _measure(device: str, isolation: Isolation) -> tuple[Limits, float | None]:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
@@ -181,22 +180,22 @@ def isolate(
     if output is not None:
         check_writable(output)
     code = CodeInUse(digest, module)
-    limit_s = longest_wait_s() if longest_s is None else longest_s
+    device = "the CPU" if "cpu" in slots[0].locks else "every visible GPU"
+
+    def tell_wait(whom: str, waited_s: float) -> None:
+        minutes = int(waited_s // 60)
+        still = f" after {minutes} min still" if minutes else ""
+        say(f"{device} is taken;{still} waiting for {whom}")
+
     held = hold_one(
         [slot.locks for slot in slots],
-        partial(_tell_wait, "the CPU" if "cpu" in slots[0].locks else "every visible GPU"),
+        tell_wait,
         shared=slots[0].shared,
-        longest_s=limit_s,
+        longest_s=longest_wait_s() if longest_s is None else longest_s,
         why_not=why_not,
     )
     with ended_by_signals(), held as (position, lock_fds):
         yield Isolation(slots[position], lock_fds, code)
-
-
-def _tell_wait(device: str, whom: str, waited_s: float) -> None:
-    minutes = int(waited_s // 60)
-    still = f" after {minutes} min still" if minutes else ""
-    say(f"{device} is taken;{still} waiting for {whom}")
 
 
 @contextmanager

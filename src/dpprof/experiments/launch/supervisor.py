@@ -28,7 +28,6 @@ from dpprof.experiments.records.provenance import package_versions
 from dpprof.experiments.records.reconciliation import JOINED
 from dpprof.experiments.records.record import ResultError, write_record
 from dpprof.experiments.records.result import (
-    SCHEMA_VERSION,
     Attempt,
     Failure,
     Measurement,
@@ -306,7 +305,6 @@ def _write(
     fields = {
         **measured,
         **facts,
-        "schema_version": SCHEMA_VERSION,
         "experiment_id": experiment.id,
         "experiment": experiment,
         "spec_digest": experiment.digest,

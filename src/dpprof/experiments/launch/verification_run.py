@@ -9,7 +9,6 @@ from dpprof.experiments.planning.code_digest import verdict_digest
 from dpprof.experiments.planning.stand_ins import StandIn
 from dpprof.experiments.records.record import write_record
 from dpprof.experiments.records.verdict import (
-    SCHEMA_VERSION,
     TOLERANCE,
     Findings,
     Verdict,
@@ -55,7 +54,6 @@ def verify_apart(model: str | StandIn, method: str, output: Path) -> Verdict:
             "reason": reason
             if ended.answer
             else ended.explain("verification", VERIFICATION_TIMEOUT_S),
-            "schema_version": SCHEMA_VERSION,
             "tolerance": TOLERANCE,
             "holes": name_holes(cases),
             "max_relative_error": _largest([case.max_relative_error for case in deciding]),

@@ -20,13 +20,7 @@ from dpprof.experiments.planning.code_digest import (
 from dpprof.experiments.records.ceilings import CEILINGS, ceilings_path, read_ceilings
 from dpprof.experiments.records.record import read_record
 from dpprof.experiments.records.result import read_result
-from dpprof.experiments.records.verdict import (
-    BUILT_IN,
-    SCHEMA_VERSION,
-    VERDICTS,
-    Verdict,
-    verdict_path,
-)
+from dpprof.experiments.records.verdict import BUILT_IN, VERDICTS, Verdict, verdict_path
 
 RESULTS = Path("results")
 PLAN = RESULTS / "plan"
@@ -109,7 +103,7 @@ class RecordKind(NamedTuple):
 RUN = RecordKind("*/*.r*", read_result, lambda run: code_of_run(run.instrument, run.experiment))
 VERDICT = RecordKind(
     f"{VERDICTS}/*",
-    lambda path: read_record(path, Verdict, SCHEMA_VERSION),
+    lambda path: read_record(path, Verdict),
     lambda verdict: code_of_verdict(verdict.model, verdict.method),
 )
 LIMITS = RecordKind(f"{CEILINGS}/*", read_ceilings, lambda _: CODE_OF_CEILINGS)

@@ -1,4 +1,4 @@
-"""A device's ceilings, measured on it: one JSON file per device.
+"""A device's ceilings, and times of operators, measured on it: one JSON file per device.
 
 The speeds of matrix products, copies and launches are upper bounds of every step (Williams et al.
 2009, "Roofline"). No program reaches a data sheet's figure. The fastest measured product can be
@@ -14,10 +14,7 @@ from pydantic import Field
 
 from dpprof.experiments.config.quantities import Positive
 from dpprof.experiments.config.target import DTYPES, Dtype
-from dpprof.experiments.records.operators import OperatorTable
 from dpprof.experiments.records.record import Device, Part, read_record
-
-SCHEMA_VERSION: Literal[4] = 4
 
 CEILINGS = "ceilings"
 """The name of the folder for ceilings in ``results``."""
@@ -93,10 +90,62 @@ def nothing_measured(reason: str) -> Limits:
     )
 
 
+class OperatorShape(Part):
+    """What the time of an operator depends on."""
+
+    op: str = Field(description="its name, such as addmm")
+    call: str = Field(description="digest of its overload, and of the layouts of its arguments")
+    layout: str = Field(
+        description="its overload, and how its arguments lie in memory, whatever their sizes"
+    )
+    family: str = Field(description="what kind of work it does")
+    dtype: str = Field(description="of its first tensor")
+    flops: int
+    read_bytes: int = Field(description="what it reads, each once; of a table what it looks up")
+    written_bytes: int
+    row: int = Field(description="elements of the last axis of its largest tensor")
+    product: tuple[int, int, int, int] | None = Field(
+        description="batch, m, n and k of a matrix product"
+    )
+
+
+class OperatorTime(OperatorShape):
+    """The time of one operator at one set of arguments."""
+
+    seconds: float = Field(description="the median of the rounds, with calling it from Python")
+    spread: float = Field(
+        description="standard deviation of the logarithm of rounds, beyond the drift of all"
+    )
+
+
+class OperatorTable(Part):
+    """Operators of training steps that were timed one by one."""
+
+    operators: list[OperatorTime]
+    threads: int = Field(description="that computed")
+    rounds: int = Field(description="how many times each was timed, one after all others")
+    drift: float | None = Field(
+        description="standard deviation of the logarithm of the machine's speed between rounds; "
+        "null after one"
+    )
+    host_s: float = Field(
+        description="what a step takes besides its operators, for each: Python, hooks, autograd"
+    )
+    host_spread: float = Field(description="standard deviation of its logarithm")
+    step_factor: float = Field(
+        description="how many times as long operators take in a step as alone, by one step of small"
+    )
+    experiments: list[str] = Field(description="ids of the experiments whose operators these are")
+    left_out: dict[str, str] = Field(
+        description="experiments and operators that were not timed, and why"
+    )
+    wall_s: float
+
+
 class Ceilings(Limits):
     """One JSON file per device. Every key is always present; unknown values are null."""
 
-    schema_version: Literal[4] = SCHEMA_VERSION
+    schema_version: Literal[4] = 4
     device: Device = Field(description="the device, as results describe it")
     started_at: str = Field(description="start of the measurement: UTC, ISO 8601")
     wall_s: float
@@ -139,7 +188,7 @@ def read_ceilings(path: Path) -> Ceilings:
         ResultError: The file is cut, edited, or of another schema version.
         FileNotFoundError: There is no such file.
     """
-    return read_record(path, Ceilings, SCHEMA_VERSION)
+    return read_record(path, Ceilings)
 
 
 def find_ceilings(measured: Iterable[Ceilings], description: Mapping[str, Any]) -> Ceilings | None:

@@ -92,10 +92,6 @@ def _canonical(document: dict[str, Any]) -> str:
     return canonical_json({key: value for key, value in document.items() if key != _DIGEST})
 
 
-def _content_digest(document: dict[str, Any]) -> str:
-    return sha256_hex(_canonical(document))
-
-
 def write_record(path: Path, kind: type[Record], fields: Mapping[str, Any]) -> Record:
     """Write a record with its content digest, as a whole.
 
@@ -109,12 +105,12 @@ def write_record(path: Path, kind: type[Record], fields: Mapping[str, Any]) -> R
     # Identity first, measurements after: the order in which a person reads.
     document = {key: value for key, value in dumped.items() if key in kind.__annotations__}
     document |= dumped
-    document[_DIGEST] = _content_digest(document)
+    document[_DIGEST] = sha256_hex(_canonical(document))
     write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     return kind.model_validate(document)
 
 
-def read_record(path: Path, kind: type[Record], version: int) -> Record:
+def read_record(path: Path, kind: type[Record]) -> Record:
     """Read and check a record.
 
     Raises:
@@ -127,7 +123,7 @@ def read_record(path: Path, kind: type[Record], version: int) -> Record:
         raise ResultError(path, f"is not complete JSON: it was cut or damaged ({error})") from None
     if not isinstance(document, dict) or "schema_version" not in document:
         raise ResultError(path, "is not a result file: it has no schema_version")
-    stated = document["schema_version"]
+    stated, version = document["schema_version"], kind.model_fields["schema_version"].default
     if stated != version:
         raise ResultError(path, f"has schema version {stated!r}, and this dpprof reads {version}")
     try:

@@ -11,7 +11,6 @@ from dpprof.experiments.records.record import Device, Part, Provenance, ResultEr
 from dpprof.experiments.records.step_costs import Compute, Exchange, Io, Memory
 from dpprof.experiments.records.terms import Basis, OpKind, Outcome, Phase
 
-SCHEMA_VERSION: Literal[2] = 2
 _OF_A_SCREEN_BYTES = 2**30
 _OF_A_SCREEN = 0.05
 """The most that a desktop uses of a GPU's memory and time."""
@@ -315,7 +314,7 @@ class Measurement(Part):
 class Result(Measurement):
     """One JSON file per run. Every key is always present; unknown values are null."""
 
-    schema_version: Literal[2] = SCHEMA_VERSION
+    schema_version: Literal[2] = 2
     experiment_id: str
     experiment: Experiment
     spec_digest: str = Field(description="sha256 of the experiment's canonical JSON")
@@ -343,7 +342,7 @@ def read_result(path: Path) -> Result:
             its experiment's.
         FileNotFoundError: There is no such file.
     """
-    result = read_record(path, Result, SCHEMA_VERSION)
+    result = read_record(path, Result)
     if result.spec_digest != result.experiment.digest:
         raise ResultError(path, "has a spec digest that is not its experiment's")
     return result

@@ -15,8 +15,6 @@ from dpprof.experiments.config.mechanisms import FLAT, NO_CLIPPING
 from dpprof.experiments.config.quantities import optional
 from dpprof.experiments.records.record import Part, ResultError, read_record
 
-SCHEMA_VERSION: Literal[2] = 2
-
 TOLERANCE = 1e-9
 """The largest relative error in float64 that counts as rounding."""
 
@@ -93,7 +91,7 @@ class Case(Part):
 class Verdict(Part):
     """One JSON file per model and method. Every key is always present; unknown values are null."""
 
-    schema_version: Literal[2] = SCHEMA_VERSION
+    schema_version: Literal[2] = 2
     model: str = Field(
         description=f"a name; {BUILT_IN}: dpprof's own transformer of any size; or "
         f"{STAND_IN_PREFIX}...: the small model that stands for a Hugging Face model of any size"
@@ -221,7 +219,7 @@ def read_verdict(root: Path, model: str, method: str) -> Verdict:
         FileNotFoundError: There is no verdict yet.
     """
     path = verdict_path(root, model, method)
-    verdict = read_record(path, Verdict, SCHEMA_VERSION)
+    verdict = read_record(path, Verdict)
     if (verdict.model, verdict.method) != (model, method):
         raise ResultError(path, f"is about another pair, {verdict.method} on {verdict.model}")
     return verdict

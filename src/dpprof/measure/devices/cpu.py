@@ -68,14 +68,13 @@ class _SettledCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _wait_for_threads() -> None:
     """Wait until all of gloo's threads sleep: they do when they have dropped their last work."""
     end = time.monotonic() + _PATIENCE_S
-    while any(map(_runs, Path("/proc/self/task").glob("*/stat"))) and time.monotonic() < end:
+    while time.monotonic() < end:
+        stats = (stat.read_text() for stat in Path("/proc/self/task").glob("*/stat"))
+        # proc(5): a number, the thread's name in brackets, and its state.
+        threads = (stat.partition("(")[2].rpartition(")") for stat in stats)
+        if all(name != _THREAD or rest.split()[0] == "S" for name, _, rest in threads):
+            return
         time.sleep(_POLL_S)
-
-
-def _runs(stat: Path) -> bool:
-    """Return whether the thread of a ``stat`` file (proc(5)) is one of gloo's, and not asleep."""
-    name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
-    return name == _THREAD and rest.split()[0] != "S"
 
 
 _WINDOW = "dpprof window:"

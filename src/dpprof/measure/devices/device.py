@@ -136,18 +136,10 @@ class Device(ABC):
 def time_repeats(
     time: Callable[[int], list[float]], budget_s: float, most: int = 1_000
 ) -> list[float]:
-    """Time repeats of an action, after one to warm up, until the budget is used.
+    """Time repeats of an action, after one to warm up, until the budget is used, or ``most``.
 
-    The number of repeats doubles between reads of the clock, because a read makes the host wait
-    for the device.
-
-    Args:
-        time: Times a number of repeats.
-        budget_s: About how long all repeats may take.
-        most: No more repeats are begun after this many.
-
-    Returns:
-        The seconds of each repeat; at least one.
+    ``time`` returns the seconds of each of a number of repeats. The number doubles between reads of
+    the clock, because a read makes the host wait for the device.
     """
     time(1)
     seconds = time(1)

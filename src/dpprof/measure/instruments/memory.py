@@ -14,13 +14,7 @@ from dpprof.predict.memory.caching_allocator import MIN_BLOCK
 from dpprof.predict.memory.cuda_workspaces import Processors, cuda_workspaces
 from dpprof.predict.memory.recorder import Recorder
 from dpprof.predict.memory.summary import state_memory
-from dpprof.predict.tracing import (
-    TimelineRecorder,
-    find_facts,
-    record_cpu,
-    record_timelines,
-    state,
-)
+from dpprof.predict.tracing import TimelineRecorder, find_facts, record_cpu, record_timelines, state
 from dpprof.subjects.methods.training_step import Enter
 from dpprof.subjects.setup import set_up
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dpprof.experiments.config.experiment import Experiment, read_spec
-from dpprof.experiments.records.operators import OperatorShape, OperatorTable, OperatorTime
+from dpprof.experiments.records.ceilings import OperatorShape, OperatorTable, OperatorTime
 from dpprof.experiments.records.terms import Phase
 from dpprof.measure.devices.device import Device
 from dpprof.measure.devices.selection import open_device
@@ -133,13 +133,10 @@ class BesideOperators(NamedTuple):
 def time_in_turn(
     experiment: Experiment, ops: list[Op], steps: int, *, small: bool = False
 ) -> tuple[list[float], OperatorTimer]:
-    """Time a step on the CPU and its operators in turn.
+    """Time a step on the CPU and its operators in turn; return each step's seconds, and these.
 
     ``steps`` steps run after each round of the operators; ``small`` says whether their data stay in
     a cache.
-
-    Returns:
-        The seconds of each step; and the operators.
     """
     method, device = open_experiment(experiment)
     training = set_up(experiment, method, device.torch_device, lambda *_: None)

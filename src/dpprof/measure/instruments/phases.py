@@ -84,11 +84,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
 
 
 def _time_phases(training: Training, device: Device, enter: Enter) -> dict[Phase, float]:
-    """Run one step, and wait for the device where a phase ends.
-
-    Returns:
-        The seconds of each phase, summed if it is entered repeatedly.
-    """
+    """Run one step; return the seconds of each phase, summed if it is entered repeatedly."""
     seconds: dict[Phase, float] = defaultdict(float)
 
     @contextmanager

@@ -160,7 +160,10 @@ class Monitor:
             with counter or nullcontext():
                 yield
             if counter:
-                self._warn_of_logits(counter)
+                held = None if self._told_of_logits else counter.tell_held()
+                if held is not None:  # the loop needs as much more memory
+                    self._told_of_logits = True
+                    warnings.warn(held, stacklevel=3)
                 self._measure(number, counter, elapsed_s, samples, tokens)
             elif self._window is not None:
                 self._window.update(steps=1, samples=samples, tokens=tokens)
@@ -168,13 +171,6 @@ class Monitor:
             self._window = None
             raise
         self._write(number)
-
-    def _warn_of_logits(self, watch: LogitsWatch) -> None:
-        """Warn once where the loop keeps logits: it needs as much more memory."""
-        held = None if self._told_of_logits else watch.tell_held()
-        if held is not None:
-            self._told_of_logits = True
-            warnings.warn(held, stacklevel=4)
 
     def close(self) -> None:
         """Close the sinks that have a ``close``; later steps are measured but not written."""

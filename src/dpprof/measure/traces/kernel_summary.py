@@ -41,7 +41,11 @@ def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[s
     total_s = _seconds(ran) / count
     by_op_kind = _sum_by(ran, count, attrgetter("op_kind"))
     by_phase = _sum_by(ran, count, attrgetter("phase"))
-    idle_s = [end - start - _busy_s(ran, start, end) for start, end in steps]
+    spans = [(kernel.start_s, kernel.end_s) for kernel in ran]
+    idle_s = [
+        end - start - cover_s([(max(began, start), min(ended, end)) for began, ended in spans])
+        for start, end in steps
+    ]
     return {
         "steps": count,
         "step_s": sum(end - start for start, end in steps) / count,
@@ -58,11 +62,6 @@ def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[s
         "largest": _largest(ran, count),
         "copies": _copies(ran, count) if on_cuda else {},
     }
-
-
-def _busy_s(ran: Sequence[Ran], start_s: float, end_s: float) -> float:
-    clipped = ((max(kernel.start_s, start_s), min(kernel.end_s, end_s)) for kernel in ran)
-    return cover_s([(start, end) for start, end in clipped if start < end])
 
 
 def _waiting_s(ran: Sequence[Ran], steps: Sequence[tuple[float, float]]) -> float:

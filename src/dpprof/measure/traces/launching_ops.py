@@ -109,12 +109,10 @@ def _start(span: Span) -> tuple[float, float]:
 
 
 def attribute(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> list[Ran]:
-    """Return the kernels or operators that ran, with their op kinds, in order of start.
+    """Return what ran, with its op kind, in order of start.
 
-    With ``on_cuda`` a GPU did the work, and operators on the host do not count.
-
-    Returns:
-        Kernels of a GPU, empty if the tracer recorded none; else operators of the CPU.
+    These are the kernels of a GPU with ``on_cuda``, of which the tracer may have recorded none;
+    else operators of the CPU.
     """
     phases = Phases(trace.host)
     launches: dict[int | None, tuple[_Caller, float]] = {}
@@ -136,11 +134,7 @@ def attribute(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> list[Ran]:
 
 
 def _walk(spans: Iterable[Span], family_of: FamilyOf) -> Iterator[tuple[Span, _Caller, bool]]:
-    """Walk through one thread's spans in order.
-
-    Yields:
-        A span, the active operator, and whether the span is the operator that does the work.
-    """
+    """Yield each span of a thread, the active operator, and whether the span is its work."""
     stack: list[tuple[float, _Caller]] = []
     for span in spans:
         while stack and stack[-1][0] <= span.start_s:

@@ -8,7 +8,7 @@ launched it carry the same ``correlation``. Written are files for Perfetto and T
 import gzip
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,8 +94,11 @@ def find_steps(trace: Trace) -> list[tuple[float, float]]:
     return sorted((span.start_s, span.end_s) for span in trace.host if span.name == STEP)
 
 
-def cover_s(spans: "list[tuple[float, float]]") -> float:
-    """Return the seconds in which at least one of the spans, sorted by start, was active."""
+def cover_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds in which at least one of the spans, sorted by start, was active.
+
+    A span that ends before it starts never was.
+    """
     covered, until = 0.0, float("-inf")
     for start, end in spans:
         covered += max(0.0, end - max(start, until))
@@ -132,19 +135,16 @@ def write_trace(
     steps = find_steps(read_trace(document))
     cuts = [(document, len(steps))]
     if len(steps) > 1:
-        cuts.append((_cut(document, steps[0][1]), 1))
+        events, end_us = document["traceEvents"], steps[0][1] * _US_PER_S
+        # Those without a time name processes and threads.
+        kept = [event for event in events if event["ph"] == "M" or event["ts"] <= end_us]
+        cuts.append(({**document, "traceEvents": kept}, 1))
     for cut, count in cuts:
         packed = gzip.compress(json.dumps(cut, allow_nan=False).encode(), compresslevel=6, mtime=0)
         if len(packed) <= limit_bytes:
             write_atomically(path, packed)
             return Written(len(packed), count)
     return None
-
-
-def _cut(document: Mapping[str, Any], end_s: float) -> dict[str, Any]:
-    """Return a trace without later events, except those that name processes and threads."""
-    kept = [e for e in document["traceEvents"] if e["ph"] == "M" or e["ts"] <= end_s * _US_PER_S]
-    return {**document, "traceEvents": kept}
 
 
 def write_events(folder: Path, kernels: Kernels) -> None:

@@ -148,11 +148,7 @@ class OperatorRule(NamedTuple):
         return self.family in COUNTED
 
     def count_products(self, args: Any, kwargs: Any, out: Any) -> int | None:
-        """Return the FLOPs of a matrix product or of attention.
-
-        Returns:
-            None for other operators, and for a product without a formula.
-        """
+        """Return the FLOPs of a product or attention; None for others, or without a formula."""
         if self.shape_of is not None:
             return 2 * math.prod(self.shape_of(*args, **kwargs))
         if self.functional in CONVOLUTIONS:

@@ -119,8 +119,7 @@ def fills_out(func: Any) -> bool:
 def family_of(name: str) -> OpFamily | None:
     """Return an operator's family by its name in a trace, such as ``aten::addmm``.
 
-    Returns:
-        None for views, for operators that only call others, and for other names.
+    None for views, for operators that only call others, and for other names.
     """
     namespace, _, called = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace, None), called, None) if called else None

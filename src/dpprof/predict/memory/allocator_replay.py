@@ -106,8 +106,21 @@ class Footprint(NamedTuple):
             OutOfMemoryError: It finds no room for a request within the limit.
         """
         allocator = CachingAllocator(limit_bytes, settings)
-        player = _Player(allocator, self.requested)
-        player.play(self.before, {})
+        keys: dict[int, tuple[int, int]] = {}  # the latest of each storage; each turn has its own
+
+        def play(events: Iterable[Event], turn: int, left: Mapping[int, tuple[int, int]]) -> None:
+            """Play events; ``left`` has keys of the turn before, by whose release frees them."""
+            for event in events:
+                if isinstance(event, Allocated):
+                    number = event.number
+                    key = keys[number] = turn, number
+                    allocator.allocate(key, self.requested[number])
+                elif isinstance(event, Freed):
+                    freed = left.get(event.number) or keys.get(event.number)
+                    if freed is not None:
+                        allocator.free(freed)
+
+        play(self.before, 0, {})
         predecessors = _match(self.step, self.requested)
         if self.is_graph:
             allocator.begin_graph()
@@ -116,10 +129,9 @@ class Footprint(NamedTuple):
         while steps < most_steps and not settled:
             reserved, retries = allocator.reserved_bytes, allocator.retries
             allocator.reset_peaks()
-            keys = player.keys
-            inherited = {n: keys[left] for n, left in predecessors.items() if left in keys}
-            player.play(self.step, inherited)
             steps += 1
+            left = {n: keys[before] for n, before in predecessors.items() if before in keys}
+            play(self.step, steps, left)
             now = allocator.reserved_bytes, allocator.retries
             settled = steps > 1 and now == (reserved, retries)
         return Placement(
@@ -151,36 +163,6 @@ class Footprint(NamedTuple):
             retries=retries,
             settled=free.settled,
         )
-
-
-class _Player:
-    """Plays events; a storage that is allocated again gets a new key."""
-
-    def __init__(self, allocator: CachingAllocator, requested: Sequence[int]) -> None:
-        self.keys: dict[int, tuple[int, int]] = {}
-        """The allocator's latest key of each storage, by the storage's number."""
-
-        self._allocator = allocator
-        self._requested = requested
-        self._turn = 0
-
-    def play(self, events: Iterable[Event], inherited: Mapping[int, tuple[int, int]]) -> None:
-        """Play events once.
-
-        ``inherited`` has keys that the previous turn left, by the number whose release frees them.
-        """
-        self._turn += 1
-        turn, keys, requested = self._turn, self.keys, self._requested
-        allocate, free = self._allocator.allocate, self._allocator.free
-        for event in events:
-            if isinstance(event, Allocated):
-                number = event.number
-                key = keys[number] = turn, number
-                allocate(key, requested[number])
-            elif isinstance(event, Freed):
-                left = inherited.get(event.number) or keys.get(event.number)
-                if left is not None:
-                    free(left)
 
 
 def _match(step: Sequence[Event], requested: Sequence[int]) -> dict[int, int]:

@@ -175,12 +175,9 @@ READ, WRITTEN, ENDED = "read", "written", "ended"
 SIZES_OF_ATTENTION = 4
 
 
-def read_atoms(recording: Recording, vocabulary: Vocabulary, blocks: Blocks) -> Sequence[Atom]:
-    """Read a recording of a model with these blocks as atoms."""
-    return _Reader(vocabulary, blocks).read(recording)
+class AtomReader:
+    """Reads one recording of a model with these blocks."""
 
-
-class _Reader:
     def __init__(self, vocabulary: Vocabulary, blocks: Blocks) -> None:
         self._vocabulary = vocabulary
         self._blocks = blocks
@@ -189,13 +186,16 @@ class _Reader:
         self._atoms: list[Atom] = []
 
     def read(self, recording: Recording) -> Sequence[Atom]:
+        """Return the atoms of the recording."""
         launches = deque(recording.launches)
         skipped = 0
         for index, event in enumerate(recording.events):
             self._mark(index, recording.marks)
             while launches and launches[0][0] == index:
                 _, launched = launches.popleft()
-                self._launch(launched)
+                module, block = self._blocks.split(launched.module)
+                key = ("launched", *launched[:3], launched.phase, module, block is None)
+                self._add(key, (launched, module), (block,), sizes=launched.sizes)
                 skipped = 2 * launched.storages
             if skipped:
                 skipped -= 1
@@ -224,15 +224,13 @@ class _Reader:
         storage: Place | None = None,
         sizes: tuple[int, ...] = (),
     ) -> int:
-        number = self._vocabulary.number(key, example)
-        places = tuple(self._go_to(block) for block in blocks if block is not None)
-        self._atoms.append(Atom(number, places, storage, sizes))
+        number, places = self._vocabulary.number(key, example), []
+        for block in blocks:
+            if block is not None:
+                places.append(Place((block - self._block, block, block - self._blocks.count)))
+                self._block = block
+        self._atoms.append(Atom(number, tuple(places), storage, sizes))
         return number
-
-    def _go_to(self, block: int) -> Place:
-        place = Place((block - self._block, block, block - self._blocks.count))
-        self._block = block
-        return place
 
     def _allocate(self, number: int, storage: Storage) -> None:
         module, in_module = self._blocks.split(storage.module)
@@ -248,11 +246,6 @@ class _Reader:
         sizes = (storage.requested, *storage.shape)
         kind = self._add(key, (storage, module, layer), (in_module, in_layer), sizes=sizes)
         self._alike.add(number, kind, in_module if in_layer is None else in_layer)
-
-    def _launch(self, launched: Launched) -> None:
-        module, block = self._blocks.split(launched.module)
-        key = ("launched", *launched[:3], launched.phase, module, block is None)
-        self._add(key, (launched, module), (block,), sizes=launched.sizes)
 
     def _touch(self, what: Any, number: int, *sizes: int) -> None:
         if number < 0:

@@ -16,11 +16,7 @@ _NUMBER = re.compile(r"(?<=[\[ ])-?\d+(?=[,\]}])")
 
 
 def take_sizes(call: str) -> tuple[str, tuple[int, ...], list[int]]:
-    """Return a description without sizes: lengths of lists of equal tensors, and whole numbers.
-
-    Returns:
-        The description, the lengths and the numbers.
-    """
+    """Return a description without sizes, lengths of lists of equal tensors, and whole numbers."""
     call, lengths = _fold(call)
     return _NUMBER.sub(_GAP, call), lengths, [*map(int, _NUMBER.findall(call))]
 

@@ -172,18 +172,16 @@ _VALUE_AND_INDEX = 16
 """Bytes of a partial maximum with its index (ReduceMinValuesKernel.cu)."""
 
 
-def _accumulator(x: Tensor, _dim: Any) -> int:
-    """Return the size of a partial sum: at least float32, or int64."""
-    return max(x.element_size(), 4) if x.is_floating_point() else 8
-
-
 def _welford(x: Tensor, _dim: Any) -> int:
     """Return the size of a mean, a sum of squares and two counts (SharedReduceOps.h)."""
     return 4 * max(x.element_size(), 4)
 
 
 _PARTIAL_RESULTS: dict[Any, Callable[[Tensor, Any], int]] = {
-    **dict.fromkeys((aten.sum, aten.mean, aten.prod, aten.linalg_vector_norm), _accumulator),
+    **dict.fromkeys(
+        (aten.sum, aten.mean, aten.prod, aten.linalg_vector_norm),
+        lambda x, _: max(x.element_size(), 4) if x.is_floating_point() else 8,
+    ),
     **dict.fromkeys((aten.amax, aten.amin), lambda x, _: x.element_size()),
     **dict.fromkeys((aten.any, aten.all), lambda *_: 1),
     **dict.fromkeys((aten.argmax, aten.argmin), lambda *_: _VALUE_AND_INDEX),
@@ -211,12 +209,17 @@ def cuda_workspaces(processors: Processors | None) -> Mapping[Any, Workspace]:
     """
     always: dict[Any, Workspace] = {
         **attention_backends.WORKSPACES,
-        aten.convolution: _convolution,
-        aten.convolution_backward: _convolution_backward,
-        aten.native_group_norm: _group_norm,
-        aten.native_group_norm_backward: _group_norm_backward,
+        aten.convolution: lambda x, weight, *_: _copies(_find_layout(x, weight), x, weight),
+        aten.convolution_backward: lambda gradient, x, weight, *_: _copies(
+            _find_layout(x, weight), gradient, x, weight
+        ),
+        aten.native_group_norm: lambda x, *_: _copies(torch.contiguous_format, x),
+        aten.native_group_norm_backward: lambda gradient, x, *_: _copies(
+            torch.contiguous_format, gradient, x
+        ),
         aten.embedding_dense_backward: _embedding_backward,
-        aten._softmax_backward_data: _softmax_backward,  # noqa: SLF001
+        # The product of gradient and result, which is summed (SoftMax.cu).
+        aten._softmax_backward_data: lambda gradient, *_, **__: (gradient.nbytes,),  # noqa: SLF001
     }
     if processors is None:
         return always
@@ -228,29 +231,11 @@ def cuda_workspaces(processors: Processors | None) -> Mapping[Any, Workspace]:
 
 def _copies(layout: torch.memory_format, *tensors: Tensor) -> Sequence[int]:
     """Return the bytes of copies of the tensors that are laid out otherwise."""
-    return [
-        x.numel() * x.element_size() for x in tensors if not x.is_contiguous(memory_format=layout)
-    ]
+    return [x.nbytes for x in tensors if not x.is_contiguous(memory_format=layout)]
 
 
-def _group_norm(x: Tensor, *_: Any) -> Sequence[int]:
-    return _copies(torch.contiguous_format, x)
-
-
-def _group_norm_backward(gradient: Tensor, x: Tensor, *_: Any) -> Sequence[int]:
-    return _copies(torch.contiguous_format, gradient, x)
-
-
-def _convolution(x: Tensor, weight: Tensor, *_: Any) -> Sequence[int]:
-    return _copies(_layout_of_convolution(x, weight), x, weight)
-
-
-def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *_: Any) -> Sequence[int]:
-    return _copies(_layout_of_convolution(x, weight), gradient, x, weight)
-
-
-def _layout_of_convolution(x: Tensor, weight: Tensor) -> torch.memory_format:
-    """Return the layout with the channels last where the input or the weight has it."""
+def _find_layout(x: Tensor, weight: Tensor) -> torch.memory_format:
+    """Return a convolution's layout: channels last where the input or the weight has it."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if last is None or torch.float64 in {x.dtype, weight.dtype}:
         return torch.contiguous_format
@@ -274,11 +259,6 @@ def _reduction(
     is_all = dim is None or isinstance(dim, bool)  # a flag may stand in place of axes
     dims = () if is_all else (dim,) if isinstance(dim, int) else dim
     return reduction_buffers(x, dims, size(x, dim), processors, vector)
-
-
-def _softmax_backward(gradient: Tensor, *_: Any, **__: Any) -> Sequence[int]:
-    """Return the product of gradient and result, which is summed (SoftMax.cu)."""
-    return (gradient.numel() * gradient.element_size(),)
 
 
 def _embedding_backward(

@@ -3,7 +3,7 @@
 ``FakeTensorMode`` remembers them too, but takes five times as long to look one up.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -264,18 +264,10 @@ def _learn_tensor(out: FakeTensor, tensors: list[FakeTensor]) -> _Recipe | None:
         return None
     if numbers:
         return _Argument(*numbers)
-    if not sharing and storage.nbytes() != _needed_bytes(out):
-        return None
     shape, stride = tuple(out.shape), out.stride()
+    with _WithoutModes():
+        least = torch.empty_strided(shape, stride, dtype=out.dtype, device="meta")
+    if not sharing and storage.nbytes() != least.untyped_storage().nbytes():
+        return None
     of = next(iter(sharing), None)
     return _New(shape, stride, out.dtype, out.fake_device, int(out.storage_offset()), of)
-
-
-def _needed_bytes(tensor: Tensor) -> int:
-    """Return the size of the smallest storage that holds a tensor without an offset."""
-    if not tensor.numel():
-        return 0
-    steps: Iterator[int] = (
-        (length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return (1 + sum(steps)) * tensor.element_size()

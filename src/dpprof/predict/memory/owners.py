@@ -69,7 +69,12 @@ def find_owner(
     is_other = storage.op in _PRODUCTS or len(storage.shape) > 2  # noqa: PLR2004 (a matrix)
     if declared is not None and not (declared == "dequantized_weights" and is_other):
         return Owner(declared, "identity" if declared in storage.roles else "birthplace")
-    component = _by_identity(storage.roles, storage.module, saved=saved)
+    roles = storage.roles
+    component = next((component for component in _FIRST if component in roles), None)
+    if saved and component is None:
+        is_outside = LOGITS in roles or storage.module is None
+        component = "logits_and_loss" if is_outside else "saved_activations"
+    component = component or next((_THEN[role] for role in _THEN if role in roles), None)
     if component is not None:
         return Owner(component, "identity")
     component = _by_origin(storage, temporary=temporary)
@@ -79,16 +84,12 @@ def find_owner(
     return Owner(guess, "phase") if guess is not None else Owner("unattributed", None)
 
 
-def _by_identity(roles: set[str], module: str | None, *, saved: bool) -> Component | None:
-    first = next((component for component in _FIRST if component in roles), None)
-    if saved and first is None:
-        return "logits_and_loss" if LOGITS in roles or module is None else "saved_activations"
-    return first or next((_THEN[role] for role in _THEN if role in roles), None)
-
-
 def _by_origin(storage: Storage, *, temporary: bool) -> Component | None:
     if storage.sampler is not None:
-        return "gram_matrices" if _is_gram(storage) else "workspace"
+        shape = storage.shape
+        is_square = len(shape) >= 3 and shape[-1] == shape[-2]  # noqa: PLR2004 (samples x T x T)
+        finds_norms = storage.sampler is OpacusPath.NORM_SAMPLER and storage.op in _PRODUCTS
+        return "gram_matrices" if finds_norms and is_square else "workspace"
     if storage.node is not None:
         return "output_gradients"
     if storage.phase == "forward" or storage.recomputed:
@@ -98,12 +99,6 @@ def _by_origin(storage: Storage, *, temporary: bool) -> Component | None:
             return "saved_activations"
         return "workspace" if temporary else None
     return "workspace" if temporary and storage.function is not None else None
-
-
-def _is_gram(storage: Storage) -> bool:
-    shape = storage.shape
-    square = len(shape) >= 3 and shape[-1] == shape[-2]  # noqa: PLR2004 (samples x T x T)
-    return storage.sampler is OpacusPath.NORM_SAMPLER and storage.op in _PRODUCTS and square
 
 
 def _by_phase(storage: Storage, *, temporary: bool) -> Component | None:

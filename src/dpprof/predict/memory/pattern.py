@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpprof.predict.memory.allocator_replay import Footprint
-from dpprof.predict.memory.atoms import Atom, Place, Recording, Vocabulary, read_atoms
+from dpprof.predict.memory.atoms import Atom, AtomReader, Place, Recording, Vocabulary
 from dpprof.predict.memory.layout import Integers, Layout, SettledAtom
 from dpprof.subjects.models.blocks import Blocks, NotAlikeError
 
@@ -74,7 +74,7 @@ class Pattern:
 
     def _read(self, recording: Recording, further: int) -> Sequence[Atom]:
         blocks = replace(self._blocks, count=self._blocks.count + further)
-        return read_atoms(recording, self._vocabulary, blocks)
+        return AtomReader(self._vocabulary, blocks).read(recording)
 
     def _split(
         self, few: Sequence[Atom], more: Sequence[Atom]

@@ -47,10 +47,6 @@ _current_node = torch._C._current_autograd_node  # noqa: SLF001
 _resize = torch.UntypedStorage.resize_
 
 
-def _call(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
-
-
 class Recorder(Journal, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records events while it is active.
 
@@ -92,7 +88,7 @@ class Recorder(Journal, TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether anything is recorded; not while a model is built that is loaded afterwards."""
 
         self._is_there = is_there
-        self._call = call or _call
+        self._call = call or (lambda func, args, kwargs: func(*args, **kwargs))
         self.workspaces = dict(workspaces or {})
         self._roles = find_roles()
         count_engines_references()  # before this mode is active

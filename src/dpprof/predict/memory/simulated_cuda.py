@@ -103,15 +103,18 @@ class _CudaFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _RECURRENT:
             self._notes[f"{WORKSPACE_OF}{func.__name__}"] = _OF_CUDNN
-        if func in _FUSED and _is_widened(args[0], kwargs.get("dtype")):
-            dim = args[1] if len(args) > 1 else kwargs["dim"]
-            return _FUSED[func](args[0], dim, half_to_float=True)
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
+        dtype = kwargs.get("dtype")
         is_reduced = isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
-        if func in _CONVERTING and torch.is_autocast_enabled("cpu") and is_reduced:
-            if func in _IN_FLOAT32:
-                args = (args[0].float(), *args[1:])
-            elif kwargs.get("dtype") is None:
+        if func in _CONVERTING and is_reduced:
+            is_autocast = torch.is_autocast_enabled("cpu")
+            is_widened = dtype is torch.float32 or (dtype is None and is_autocast)
+            if func in _FUSED and is_widened and x.dtype is torch.float16:
+                dim = args[1] if len(args) > 1 else kwargs["dim"]
+                return _FUSED[func](x, dim, half_to_float=True)
+            if is_autocast and func in _IN_FLOAT32:
+                args = (x.float(), *args[1:])
+            elif is_autocast and dtype is None:
                 kwargs = {**kwargs, "dtype": torch.float32}
         return self._instead.get(func, func)(*args, **kwargs)
 
@@ -150,12 +153,6 @@ def _cast(x: Any) -> Any:
     if not (is_cast and torch.is_autocast_enabled("cpu")):
         return x
     return x.to(torch.get_autocast_dtype("cpu"))
-
-
-def _is_widened(x: Tensor, dtype: torch.dtype | None) -> bool:
-    """Tell whether a function of float16 has a result in float32, which autocast asks for too."""
-    asks = dtype is torch.float32 or (dtype is None and torch.is_autocast_enabled("cpu"))
-    return x.dtype is torch.float16 and asks
 
 
 @contextmanager

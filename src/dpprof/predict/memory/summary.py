@@ -39,8 +39,9 @@ from dpprof.predict.flops.cost import COUNTED
 from dpprof.predict.memory.attention_backends import LOWER_BOUNDS
 from dpprof.predict.memory.cpu_workspaces import explain_unknown
 from dpprof.predict.memory.cuda_workspaces import UNKNOWN_WORKSPACES
-from dpprof.predict.memory.events import Op
+from dpprof.predict.memory.events import Op, Storage
 from dpprof.predict.memory.exchanges import place, sum_exchanges
+from dpprof.predict.memory.owners import Owner
 from dpprof.predict.memory.timeline import LiveStorage, MemoryTimeline
 from dpprof.private.norms.triton_ops import LAUNCHES
 
@@ -126,38 +127,31 @@ def _at_peak(step: MemoryTimeline) -> AtPeak:
 
 
 def _sum_live(
-    live: Iterable[LiveStorage], key: Callable[[LiveStorage], tuple[Any, ...]]
+    live: Iterable[LiveStorage], key: Callable[[Storage, Owner], tuple[Any, ...]]
 ) -> list[tuple[tuple[Any, ...], int, int]]:
     """Return the keys of live storages with their bytes and their number, the largest first."""
     sizes: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for part in live:
-        sizes[key(part)].append(part.storage.nbytes)
+    for storage, owner in live:
+        sizes[key(storage, owner)].append(storage.nbytes)
     groups = [(name, sum(group), len(group)) for name, group in sizes.items()]
     return sorted(groups, key=lambda group: group[1], reverse=True)
 
 
 def _list_holdings(live: Iterable[LiveStorage]) -> Holdings:
     """Sum what is live by component, layer, operator and phase."""
-
-    def key(part: LiveStorage) -> tuple[Any, ...]:
-        storage, owner = part
-        return owner.component, storage.layer or storage.module, storage.op, storage.phase
-
     names = ("component", "layer", "op", "phase", "bytes", "storages")
-    rows = [(*values, nbytes, number) for values, nbytes, number in _sum_live(live, key)]
+    sums = _sum_live(live, lambda s, owner: (owner.component, s.layer or s.module, s.op, s.phase))
+    rows = [(*values, nbytes, number) for values, nbytes, number in sums]
     columns: dict[str, Any] = {name: [row[i] for row in rows] for i, name in enumerate(names)}
     return Holdings(**columns)
 
 
 def _list_largest(live: Iterable[LiveStorage]) -> list[LiveAllocation]:
-    def key(part: LiveStorage) -> tuple[Any, ...]:
-        storage, owner = part
-        return *owner, storage.op, storage.phase, storage.module, storage.function
-
     names = ("component", "evidence", "op", "phase", "module", "function")
+    sums = _sum_live(live, lambda s, owner: (*owner, s.op, s.phase, s.module, s.function))
     return [
         LiveAllocation(bytes=nbytes, storages=number, **dict(zip(names, values, strict=True)))
-        for values, nbytes, number in _sum_live(live, key)[:LARGEST_ALLOCATIONS]
+        for values, nbytes, number in sums[:LARGEST_ALLOCATIONS]
     ]
 
 
@@ -179,10 +173,11 @@ def _timeline(step: MemoryTimeline, *, real: bool) -> Timeline:
     ran = [isinstance(event, Op) for event in step.events]
     ops = [0, *accumulate(ran)]
     names = [None, *(op.name for op in step.ops)]
+    instants = [op.at_s for op in step.ops]
     return Timeline(
         ops=[ops[row] for row in rows],
         op=[names[ops[row]] for row in rows],
-        elapsed_s=_elapsed_s(step, rows) if real else None,
+        elapsed_s=[instants[max(ops[row] - 1, 0)] - instants[0] for row in rows] if real else None,
         phase=[phases[row] for row in rows],
         components={
             component: balances[rows, column].tolist()
@@ -190,17 +185,6 @@ def _timeline(step: MemoryTimeline, *, real: bool) -> Timeline:
             if balances[:, column].any()
         },
     )
-
-
-def _elapsed_s(step: MemoryTimeline, rows: list[int]) -> list[float]:
-    instants = [op.at_s for op in step.ops]
-    start = instants[0]
-    ran = 0
-    elapsed = [0.0]
-    for event in step.events:
-        ran += isinstance(event, Op)
-        elapsed.append(instants[max(ran - 1, 0)] - start)
-    return [elapsed[row] for row in rows]
 
 
 def _sum_by_evidence(step: MemoryTimeline) -> dict[Evidence, int]:

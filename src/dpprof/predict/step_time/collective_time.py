@@ -8,12 +8,10 @@ latencies are those of earlier releases: with later ones the times that others m
 nodes are 24 % off in the median, not 12.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from functools import cache
-from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +22,10 @@ from dpprof.experiments.records.terms import Basis
 from dpprof.predict.memory.exchanges import Collective, bytes_each_way
 from dpprof.predict.step_time.gpu_model import MEASURED
 from dpprof.predict.step_time.op_time import OpTime, UnknownTimeError
+from dpprof.predict.step_time.product_table import read_document
 
-FILE = "collectives.json"
+TABLE = "collectives"
+_read_document = cache(read_document)
 
 _TABLES = {**MEASURED, datasheets.A100_40GB: "a100"}
 """The table of each device. The A100 with 40 GB has the links of the one with 80 GB."""
@@ -89,7 +89,7 @@ class CollectiveModel:
                 f"{', '.join(sorted((*MEASURED.values(), 'a100-40gb')))}"
             )
         self._is_own = target in MEASURED
-        document = _read_document()
+        document = _read_document(TABLE)
         self._sizes: list[int] = document["bytes"]
         self._times: dict[str, dict[str, list[int]]] = document["times"][name]
         self._spread: float = document["spread"]
@@ -163,10 +163,3 @@ class CollectiveModel:
                 hops_s = (in_node - 1) * way.inside_s + math.log2(nodes) * way.between_s
                 times_s.append(way.start_s + 2 * hops_s + 2 * payload / (way.share * busbw))
         return min(times_s)
-
-
-@cache
-def _read_document() -> dict[str, Any]:
-    text = files("dpprof.predict.step_time").joinpath("tables", FILE).read_text("utf-8")
-    document: dict[str, Any] = json.loads(text)
-    return document

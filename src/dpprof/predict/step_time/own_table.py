@@ -20,8 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dpprof.experiments.records.ceilings import ceilings_path, device_name, read_ceilings
-from dpprof.experiments.records.operators import OperatorShape, OperatorTable, OperatorTime
+from dpprof.experiments.records.ceilings import (
+    OperatorShape,
+    OperatorTable,
+    OperatorTime,
+    ceilings_path,
+    device_name,
+    read_ceilings,
+)
 from dpprof.predict.memory.events import Op
 from dpprof.predict.step_time.op_time import Z_90, OpTime, UnknownTimeError
 from dpprof.predict.step_time.plane import Floats, fit_plane, log2
@@ -179,11 +185,7 @@ class OwnTable:
         return float(np.quantile(errors, 0.9)) / Z_90 if errors else _UNKNOWN_SPREAD
 
     def hold_out(self) -> list[tuple[float, float, OperatorTime]]:
-        """Predict each timed operator from those of other sizes.
-
-        Returns:
-            Predicted and timed seconds; operators that were timed at one size only are left out.
-        """
+        """Return predicted and timed seconds of each operator, predicted from its other sizes."""
         pairs = []
         for timed in self._known.values():
             group = self._groups[timed.op, timed.dtype]

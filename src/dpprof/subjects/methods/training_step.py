@@ -244,8 +244,7 @@ class TrainingStep(ABC):
     def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:  # noqa: ARG002
         """Watch which code path each layer takes in the steps inside the context.
 
-        Args:
-            watch: Called instead of each sampler; never if the method has none.
+        ``watch`` is called instead of each sampler; never if the method has none.
         """
         return nullcontext()
 

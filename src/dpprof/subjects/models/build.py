@@ -153,9 +153,7 @@ def _build(experiment: Experiment, *, is_reduced: bool) -> nn.Module:
 def find_attention_size(experiment: Experiment, model: nn.Module) -> tuple[int, int] | None:
     """Return the number of layers with attention, and its width, of an experiment's model.
 
-    Returns:
-        None if another package builds the model, or if it has experts, convolutions, or no
-        attention.
+    None if another package builds the model, or if it has experts, convolutions, or no attention.
     """
     recipe = find_recipe(experiment)
     if isinstance(recipe, Dimensions):
