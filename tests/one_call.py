@@ -58,7 +58,7 @@ def train(private: Any, model: Model, epochs: int = 2) -> int:
     _, optimizer, loader = private
     for _ in range(epochs):
         for batch in loader:
-            optimizer.backward(model.losses(*batch))
+            optimizer.backward(model.losses, *batch)
             optimizer.step()
             optimizer.zero_grad()
             parts += 1

@@ -9,14 +9,17 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from dpprof.private.loop.private_optimizer import Part, PrivateOptimizer
+from dpprof.private.loop.captured_parts import Part
 from dpprof.private.loop.public_numbers import PublicNumbers
 from dpprof.private.noise.noise_keys import make_generator
+
+if TYPE_CHECKING:
+    from dpprof.private.loop.private_optimizer import PrivateOptimizer
 
 _LEAST_IN_FLOAT32 = 2.0**-12
 """The least rate that is drawn in float32: to at most 2^-12 of it, and never more often."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import BatchEncoding, Trainer
 from transformers.debug_utils import DebugOption
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -33,8 +33,9 @@ from dpprof.private.engine.factor import find_stability
 from dpprof.private.layers.causal_lm import causal_lm_losses, evaluated, is_same_loss
 from dpprof.private.layers.rotary_positions import refuse_positions
 from dpprof.private.layers.sample_losses import sample_losses, shift_labels
+from dpprof.private.loop.captured_parts import Part, capture_parts, refuse_execution
 from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
-from dpprof.private.loop.private_optimizer import Part, PrivateOptimizer
+from dpprof.private.loop.private_optimizer import PrivateOptimizer
 from dpprof.private.loop.private_training import METHODS
 from dpprof.private.loop.public_numbers import find_public_numbers
 from dpprof.private.loop.secret_files import (
@@ -85,6 +86,7 @@ class PrivacyArguments:
         method: ``flash-bk`` (``auto``) or ``flash``, which needs less memory.
         clipping: ``flat`` or ``normalised``, as of ``make_private``.
         stability: Of normalised clipping, by default 0.01.
+        execution: ``auto`` or ``eager``, as of ``make_private``.
         accountant: ``prv`` or ``rdp``.
         head: Of causal language models: ``logits``, or ``chunked`` or ``kept`` for
             ``causal_lm_losses``.
@@ -119,6 +121,7 @@ class PrivacyArguments:
     method: str = "auto"
     clipping: str = "flat"
     stability: float | None = None
+    execution: str = "auto"
     accountant: str = "prv"
     head: str = "logits"
     loss_scale: float | None = None
@@ -223,6 +226,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         if privacy.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, not {privacy.method!r}")
         find_stability(privacy.clipping, privacy.stability)
+        refuse_execution(privacy.execution)
         if privacy.head not in ("logits", "chunked", "kept"):
             raise ValueError(f"head must be logits, chunked or kept, and is {privacy.head!r}")
         if privacy.loss_scale is not None:
@@ -366,6 +370,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         )
         self.optimizer.planned_steps = None if privacy.epsilon is None else self.state.max_steps
         self.optimizer.spent = self.spent
+        most = self.args.per_device_train_batch_size
+        self.optimizer.captured = capture_parts(self.optimizer, privacy.execution, most)
         self._steps.loader.optimizer = self.optimizer
         return self.optimizer
 
@@ -459,10 +465,13 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         samples = 0
         for batch, part in inputs["parts"]:
             optimizer.take_part(part)
-            losses = self.compute_sample_losses(model, self._prepare_inputs(batch))
-            optimizer.backward(losses)
+            losses_of = partial(self.compute_sample_losses, model)
+            inputs = self._prepare_inputs(batch)
+            if isinstance(inputs, BatchEncoding):  # whose tensors a graph would not see
+                losses_of, inputs = partial(_encoded, losses_of), dict(inputs)
+            losses = optimizer.backward(losses_of, inputs)
             if self.privacy.log_private and not part.is_empty:
-                total += losses.detach().sum()
+                total += losses.sum()
                 samples += len(losses)
                 norms_B = optimizer.clipping.sample_norms
                 if norms_B is not None and self.args.logging_strategy != "no":
@@ -689,6 +698,10 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         """Name a file that each of several ranks has, as ``Trainer`` does."""
         rank = f"_{self._ranks.rank}" if self._ranks.size > 1 else ""
         return f"{stem}{rank}.{suffix}"
+
+
+def _encoded(losses_of: Callable[[Any], Tensor], inputs: dict[str, Any]) -> Tensor:
+    return losses_of(BatchEncoding(inputs))
 
 
 def read_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: float = 0.0) -> Tensor:

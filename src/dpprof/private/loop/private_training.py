@@ -14,6 +14,7 @@ from dpprof.private.engine.book_keeping import BookKeeping
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.engine.factor import find_stability
 from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private.loop.captured_parts import capture_parts, refuse_execution
 from dpprof.private.loop.method_choice import FirstBatch, choose_method
 from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
 from dpprof.private.loop.private_optimizer import PrivateOptimizer
@@ -149,6 +150,7 @@ def make_private(
     clipping: str = "flat",
     stability: float | None = None,
     max_batch_size: int | None = None,
+    execution: str = "auto",
     accountant: str = "prv",
     check: bool = True,
     verify_every: int | None = None,
@@ -189,6 +191,9 @@ def make_private(
             (AUTO-S, ``factor``): another mechanism with the same noise and accounting.
         stability: The gamma of normalised clipping, by default 0.01.
         max_batch_size: The most samples at a time; a batch with more comes in parts.
+        execution: ``auto`` runs steps as CUDA graphs on a GPU, where ``backward`` is given the
+            function of the losses (``PrivateOptimizer.backward``) and nothing prevents it; a
+            warning says once what does. ``eager`` never does.
         accountant: ``prv``, or ``rdp``, which spends more.
         check: Whether the clipped gradient of a first batch is compared with those of its single
             samples (``Clipping.check``), and the losses of some samples of different lengths alone
@@ -231,7 +236,7 @@ def make_private(
         ... )
         >>> model, optimizer, loader = private
         >>> for batch in loader:
-        ...     optimizer.backward(losses_of(*batch))
+        ...     losses = optimizer.backward(losses_of, *batch)
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         >>> optimizer.steps
@@ -239,6 +244,7 @@ def make_private(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, and is {method!r}")
+    refuse_execution(execution)
     stability = find_stability(clipping, stability)
     verify_budget(noise_multiplier, epsilon, delta, accountant=accountant)
     if losses_of is None and (check or verify_every is not None):
@@ -304,6 +310,7 @@ def make_private(
             ranks=clipped.ranks.size,
         )
         loader.optimizer = private
+        private.captured = capture_parts(private, execution, max_batch_size)
     except BaseException:
         clipped.remove()
         raise
