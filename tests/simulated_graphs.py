@@ -120,6 +120,11 @@ class SimulatedGraphs:
         return replay, output
 
 
+def _bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Multiply with a result of another dtype, which PyTorch does on CUDA alone."""
+    return torch.ops.aten.bmm(a.to(out_dtype or a.dtype), b.to(out_dtype or b.dtype))
+
+
 @contextmanager
 def simulated_graphs(monkeypatch) -> Iterator[None]:
     """Let steps be captured inside the context, on the CPU as if it was a GPU without Triton."""
@@ -129,6 +134,7 @@ def simulated_graphs(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(captured_step, "CudaGraphs", SimulatedGraphs)
     monkeypatch.setattr(standard, "CudaGraphs", SimulatedGraphs)
     monkeypatch.setattr(SimulatedGraphs, "captured", 0)
+    monkeypatch.setattr(torch, "bmm", _bmm)
     for module in (linear, triton_ops):
         monkeypatch.setattr(module, "is_fused", lambda _: False)
     with as_if_on_cuda():

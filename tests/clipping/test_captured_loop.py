@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from one_call import D, Model, load, prepare, seeded, train, weights
+from one_call import D, Model, load, prepare, seeded, weights
 from simulated_graphs import SimulatedGraphs, simulated_graphs
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -51,7 +51,7 @@ def assert_trains_as_a_loop(make=Model, losses_of=None, after=None, **options) -
         replayed[execution] = loop(private, compute, after=change)
         states[execution] = private
     captured, eager = states["auto"], states["eager"]
-    torch.testing.assert_close(weights(captured.model), weights(eager.model), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(weights(captured.model), weights(eager.model), rtol=1e-5, atol=1e-7)
     for name in ("steps", "is_within_a_batch", "is_last_part"):
         assert getattr(captured.optimizer, name) == getattr(eager.optimizer, name)
     clippings = [one.optimizer.clipping for one in (captured, eager)]
@@ -109,7 +109,7 @@ def test_noise_that_changes_between_backward_and_step_is_that_of_the_step() -> N
             optimizer.step()
             optimizer.zero_grad()
         trained.append(weights(model))
-    torch.testing.assert_close(*trained, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-7)
 
 
 def reads_numbers(model):
@@ -226,7 +226,7 @@ def test_losses_and_their_function_may_alternate_between_batches() -> None:
                 private.optimizer.zero_grad()
                 number += 1
         trained.append(weights(model))
-    torch.testing.assert_close(*trained, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-7)
 
 
 def test_losses_beside_parts_that_were_replayed_are_refused() -> None:
@@ -333,7 +333,8 @@ def test_no_step_follows_the_last_one_that_was_planned() -> None:
     assert private.spent.steps == 5
 
 
-def test_a_resumed_run_ends_with_the_same_bits() -> None:
+@pytest.mark.parametrize("stop", [1, 2, 6])
+def test_a_resumed_run_ends_with_the_same_bits(stop) -> None:
     def run(stop: int | None) -> Tensor:
         model = Model().double()
         private = prepare(model, max_batch_size=2)
@@ -352,7 +353,7 @@ def test_a_resumed_run_ends_with_the_same_bits() -> None:
                     break
         return weights(model)
 
-    torch.testing.assert_close(run(None), run(6), rtol=1e-9, atol=1e-12)
+    assert torch.equal(run(None), run(stop))
 
 
 def test_graphs_outlive_an_epoch() -> None:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from dpprof.private.capture.captured_step import CapturedStep
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.norms import placement
+from dpprof.private.samples.random_state import random_state_kept
 
 _log = logging.getLogger("dpprof")
 
@@ -76,6 +77,9 @@ class CapturedParts:
         """Whether no batch is replayed any more, or this one is not."""
 
         self._replays = 0
+        self._resumes_after: Any = None
+        """The shapes of the batch before a state that was loaded, if one like it is replayed."""
+
         self.waits_for_step = False
         """Whether the last part was added, and had no step yet."""
 
@@ -101,6 +105,7 @@ class CapturedParts:
             return None
         count = 0 if given.part.is_empty else None
         try:
+            self._rehearse(given)
             losses_B = self._step.add(self._tensors, count)
         except Exception as error:  # noqa: BLE001 (the ordinary loop raises it again)
             self._turn_off(str(error))
@@ -168,6 +173,35 @@ class CapturedParts:
         self.take_parts()
         self._is_ordinary = False
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides whether the next batch is replayed: that rounds otherwise."""
+        return {
+            "is_off": self._is_off,
+            "shapes": _describe(self._tensors),
+            "captures": self._step.captures - self.is_captured,
+            "replays": self._replays,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the next batch as the run that was saved does."""
+        self._step.forget()
+        self._is_off, self._resumes_after = state["is_off"], state["shapes"]
+        self._step.captures, self._replays = state["captures"], state["replays"]
+
+    def _rehearse(self, given: ToClip) -> None:
+        """Verify the first batch after a state as an ordinary loop does, so that it is replayed."""
+        shapes, self._resumes_after = self._resumes_after, None
+        if not shapes or shapes != _describe(self._tensors):
+            return
+        clipping = self._optimizer.clipping
+        counts = clipping.batches, clipping.nonfinite_samples_total
+        with random_state_kept():
+            losses_B = given.compute_losses()
+            clipping.backward(losses_B[:0] if given.part.is_empty else losses_B)
+        clipping.batches, clipping.nonfinite_samples_total = counts
+        self._optimizer.clear_sums()
+        self._step.note(self._tensors)
+
     def _find_tensors(self, given: ToClip) -> list[Tensor]:
         """Return the tensors of a part, and let the step compute the losses of such ones."""
         leaves, structure = pytree.tree_flatten((given.inputs, dict(given.named)))
@@ -188,6 +222,10 @@ class CapturedParts:
         self._is_off = True
         self._step.forget()
         _log.warning("steps run as an ordinary loop, and not as CUDA graphs: %s", why)
+
+
+def _describe(tensors: Sequence[Tensor]) -> list[tuple[list[int], str]]:
+    return [(list(tensor.shape[1:]), str(tensor.dtype)) for tensor in tensors]
 
 
 def _call(losses_of: Callable[..., Tensor], structure: pytree.TreeSpec, *tensors: Tensor) -> Tensor:

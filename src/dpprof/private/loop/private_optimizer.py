@@ -150,6 +150,8 @@ class PrivateOptimizer(NoisyOptimizer):
         state = super().state_dict()
         if self.spent is not None:
             state["privacy"]["spent"] = self.spent.state_dict()
+        if self.captured is not None:
+            state["privacy"]["secrets"]["captured"] = self.captured.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], *, exact: bool = False) -> None:
@@ -158,6 +160,9 @@ class PrivateOptimizer(NoisyOptimizer):
         spent = state_dict["privacy"].get("spent")
         if self.spent is not None and spent is not None:
             self.spent.load_state_dict(spent, exact=exact)
+        captured = state_dict["privacy"].get("secrets", {}).get("captured")
+        if exact and self.captured is not None and captured is not None:
+            self.captured.load_state_dict(captured)
 
     def _refuse_beyond_plan(self) -> None:
         if self.planned_steps is None:
