@@ -177,6 +177,7 @@ class CapturedParts:
         """Return what decides whether the next batch is replayed: that rounds otherwise."""
         return {
             "is_off": self._is_off,
+            "part_size": self._step.part_size,
             "shapes": _describe(self._tensors),
             "captures": self._step.captures - self.is_captured,
             "replays": self._replays,
@@ -185,6 +186,7 @@ class CapturedParts:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the next batch as the run that was saved does."""
         self._step.forget()
+        self._step.part_size = state["part_size"]
         self._is_off, self._resumes_after = state["is_off"], state["shapes"]
         self._step.captures, self._replays = state["captures"], state["replays"]
 
