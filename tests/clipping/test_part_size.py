@@ -61,9 +61,8 @@ def test_a_size_that_does_not_fit_is_halved_once_and_says_so(caplog) -> None:
 @pytest.mark.parametrize("method", ["flash-bk", "flash"])
 def test_tries_leave_nothing_behind(method, monkeypatch) -> None:
     """The training is that of the number that was found, to the bit."""
-    monkeypatch.setattr(
-        part_size, "_measure_s", lambda run, size: run(size) or abs(size - 3) * size
-    )
+    best = lambda run, size: run(size) or (1 + abs(size - 4)) * size  # noqa: E731
+    monkeypatch.setattr(part_size, "_measure_s", best)
     trained = []
     for most in ("auto", 4):
         torch.manual_seed(5)
@@ -108,13 +107,10 @@ def test_memory_of_a_gpu_is_asked_for_beside_what_is_held(monkeypatch) -> None:
     for name, value in zip(names, values, strict=True):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(part_size, "_is_on_gpu", lambda _: True)
-    monkeypatch.setattr(
-        part_size,
-        "choose_largest",
-        lambda peak, room, most: asked.update(r=room, p=peak(3)) or most,
-    )
+    choose = lambda peak, room, most: asked.update(room=room, peak=peak(3)) or most  # noqa: E731
+    monkeypatch.setattr(part_size, "choose_largest", choose)
     model = Model().double()
-    sgd = torch.optim.AdamW(model.parameters())
-    private = prepare(model, optimizer=sgd, max_batch_size="auto", data_loader=load(batch_size=4))
-    assert asked == {"r": 1000 + 300 - 2 * 8 * 50, "p": 7}
+    adamw = torch.optim.AdamW(model.parameters())
+    private = prepare(model, optimizer=adamw, max_batch_size="auto", data_loader=load(batch_size=4))
+    assert asked == {"room": 1000 + 300 - 2 * 8 * 50, "peak": 7}
     assert private.data_loader.max_batch_size == 4 + 4 * 2

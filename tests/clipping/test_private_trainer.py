@@ -203,6 +203,18 @@ def test_models_of_transformers_are_captured(kind, tmp_path, monkeypatch) -> Non
     torch.testing.assert_close(trained(auto.model), trained(eager.model), rtol=1e-4, atol=1e-6)
 
 
+def test_parts_have_the_size_that_is_given_or_found(tmp_path, monkeypatch) -> None:
+    fastest = lambda measure, _: measure(1) and 4  # noqa: E731
+    monkeypatch.setattr("dpprof.private.loop.part_size.choose_fastest", fastest)
+    results = []
+    for most in ("auto", 4):
+        trainer = make("bert", tmp_path, privacy={"max_batch_size": most}, max_steps=2)
+        trainer.train()
+        assert trainer._steps.loader.max_batch_size == 4
+        results.append(trained(trainer.model))
+    assert torch.equal(*results)
+
+
 def test_float16_with_a_fixed_scale_trains_what_the_definition_says(tmp_path) -> None:
     """Within the rounding of 11 bits; the losses of all samples are those of float32."""
     model = build("bert")

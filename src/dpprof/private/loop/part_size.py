@@ -68,8 +68,8 @@ def find_max_batch_size(
         if not _is_on_gpu(device):
             return choose_fastest(partial(_measure_s, run), most)
         free, _ = torch.cuda.mem_get_info(device)
-        held = torch.cuda.memory_reserved(device) - _bytes_of_state(clipping, optimizer)
-        return choose_largest(partial(_measure_peak, run, device), free + held, most)
+        room = free + torch.cuda.memory_reserved(device) - _bytes_of_state(clipping, optimizer)
+        return choose_largest(partial(_measure_peak, run, device), room, most)
 
 
 def choose_fastest(measure_s: Callable[[int], float], most: int) -> int:

@@ -86,8 +86,8 @@ class PrivacyArguments:
         sample_rate: In place of ``samples``.
         expected_batch_size: By default ``per_device_train_batch_size *
             gradient_accumulation_steps * world_size``.
-        max_batch_size: Samples at a time, by default ``per_device_train_batch_size``; or ``auto``, as
-            of ``make_private``.
+        max_batch_size: Samples at a time, by default ``per_device_train_batch_size``; or ``auto``,
+            as of ``make_private``.
         method: ``flash-bk`` (``auto``) or ``flash``, which needs less memory.
         clipping: ``flat`` or ``normalised``, as of ``make_private``.
         stability: Of normalised clipping, by default 0.01.
