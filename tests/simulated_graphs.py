@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpprof.private.capture import captured_step
+from dpprof.private.capture import step_graphs
 from dpprof.private.norms import linear, triton_ops
 from dpprof.private.norms.placement import as_if_on_cuda
 from dpprof.subjects.methods import standard
@@ -131,7 +131,7 @@ def simulated_graphs(monkeypatch) -> Iterator[None]:
 
     adam = importlib.import_module("torch.optim.adam")
     monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
-    monkeypatch.setattr(captured_step, "CudaGraphs", SimulatedGraphs)
+    monkeypatch.setattr(step_graphs, "CudaGraphs", SimulatedGraphs)
     monkeypatch.setattr(standard, "CudaGraphs", SimulatedGraphs)
     monkeypatch.setattr(SimulatedGraphs, "captured", 0)
     monkeypatch.setattr(torch, "bmm", _bmm)

@@ -1,4 +1,4 @@
-"""Lets a graph go on where Python reads an answer from the device, such as whether a mask is full.
+"""What Python does in a step beside starting kernels: it reads answers, and draws numbers.
 
 A model that asks ``mask.all()`` to choose a kernel waits for the device, which no graph can. So the
 answer is kept, and each replay compares it on the device with its own. A batch with another answer
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dpprof.private.samples.random_state import OtherGenerators
 from dpprof.private.substitutes import substitute
 
 _READS = {Tensor.__bool__, Tensor.__int__, Tensor.__index__, Tensor.item}
@@ -80,6 +81,30 @@ class _Keeping(TorchFunctionMode):
     def _is_kept(self, function: Callable[..., Any], tensor: Tensor) -> bool:
         is_whole = not (tensor.is_floating_point() or tensor.is_complex())
         return tensor.device == self._device and (function is Tensor.__bool__ or is_whole)
+
+
+@contextmanager
+def refusing_draws_on_host(others: OtherGenerators, *, is_cuda: bool) -> Iterator[None]:
+    """Refuse what draws numbers on the host: each replay would repeat them.
+
+    Args:
+        others: The generators of NumPy and Python.
+        is_cuda: Whether PyTorch's default generator is the host's, and not the step's.
+
+    Raises:
+        RuntimeError: Something did.
+    """
+
+    def read() -> tuple[list[bytes], bytes]:
+        return others.read(), torch.get_rng_state().numpy().tobytes() if is_cuda else b""
+
+    before = read()
+    yield
+    if read() != before:
+        raise RuntimeError(
+            "the step draws random numbers on the host, and a graph would repeat them; draw them "
+            "on the device, or use the ordinary loop"
+        )
 
 
 def _as_if_not_captured() -> AbstractContextManager[None]:

@@ -93,19 +93,19 @@ class CapturedParts:
         """Whether a batch like the last one is replayed."""
         return self._step.is_captured
 
-    def add(self, given: ToClip) -> Tensor | None:
+    def add(self, to_clip: ToClip) -> Tensor | None:
         """Clip a part by replaying graphs.
 
         Returns:
             Its losses, (B,), detached; or None, where the whole batch is to run as an ordinary
             loop, first what ``take_parts`` returns.
         """
-        self._tensors = [] if self._is_off else self._find_tensors(given)
+        self._tensors = [] if self._is_off else self._find_tensors(to_clip)
         if self._is_off or self._is_ordinary:
             return None
-        count = 0 if given.part.is_empty else None
+        count = 0 if to_clip.part.is_empty else None
         try:
-            self._rehearse(given)
+            self._rehearse(to_clip)
             losses_B = self._step.add(self._tensors, count)
         except Exception as error:  # noqa: BLE001 (the ordinary loop raises it again)
             self._turn_off(str(error))
@@ -114,7 +114,7 @@ class CapturedParts:
             self._is_ordinary = True
             return None
         self._replays += 1
-        self._added.append(given)
+        self._added.append(to_clip)
         self.waits_for_step = True
         return losses_B
 
@@ -190,7 +190,7 @@ class CapturedParts:
         self._is_off, self._resumes_after = state["is_off"], state["shapes"]
         self._step.captures, self._replays = state["captures"], state["replays"]
 
-    def _rehearse(self, given: ToClip) -> None:
+    def _rehearse(self, to_clip: ToClip) -> None:
         """Verify the first batch after a state as an ordinary loop does, so that it is replayed."""
         shapes, self._resumes_after = self._resumes_after, None
         if not shapes or shapes != _describe(self._tensors):
@@ -198,26 +198,26 @@ class CapturedParts:
         clipping = self._optimizer.clipping
         counts = clipping.batches, clipping.nonfinite_samples_total
         with random_state_kept():
-            losses_B = given.compute_losses()
-            clipping.backward(losses_B[:0] if given.part.is_empty else losses_B)
+            losses_B = to_clip.compute_losses()
+            clipping.backward(losses_B[:0] if to_clip.part.is_empty else losses_B)
         clipping.batches, clipping.nonfinite_samples_total = counts
         self._optimizer.clear_sums()
         self._step.note(self._tensors)
 
-    def _find_tensors(self, given: ToClip) -> list[Tensor]:
+    def _find_tensors(self, to_clip: ToClip) -> list[Tensor]:
         """Return the tensors of a part, and let the step compute the losses of such ones."""
-        leaves, structure = pytree.tree_flatten((given.inputs, dict(given.named)))
+        leaves, structure = pytree.tree_flatten((to_clip.inputs, dict(to_clip.named)))
         for leaf in leaves:
-            if not (isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == given.part.size):
+            if not (isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == to_clip.part.size):
                 shape = f" of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else ""
                 self._turn_off(
-                    f"graphs take tensors with one row for each of {given.part.size} samples, and "
-                    f"a batch has a {type(leaf).__name__}{shape}"
+                    "graphs take tensors with one row for each sample, and a batch of "
+                    f"{to_clip.part.size} has a {type(leaf).__name__}{shape}"
                 )
                 return []
         if structure != self._structure:
             self._structure = structure
-        self._step.losses_of = partial(_call, given.losses_of, self._structure)
+        self._step.losses_of = partial(_call, to_clip.losses_of, self._structure)
         return leaves
 
     def _turn_off(self, why: str) -> None:

@@ -39,6 +39,7 @@ class PrivateOptimizer(NoisyOptimizer):
     captured: CapturedParts | None = None
     """Runs steps as CUDA graphs; None for an ordinary loop."""
 
+    _clips_failed_parts_again = True
     _part: Part | None = None
     _clipped: int | None = None
     """The clipping's count of batches after the last ``backward`` of this."""
@@ -101,8 +102,7 @@ class PrivateOptimizer(NoisyOptimizer):
             if captured is not None and not self._is_last_step_skipped:
                 captured.end_ordinary()
             return done
-        self._refuse_own_backward()
-        self._refuse_beyond_plan()
+        self._refuse()
         if self._begin_step():
             captured.waits_for_step = False
         elif not captured.finish():
@@ -113,9 +113,9 @@ class PrivateOptimizer(NoisyOptimizer):
 
     def _repeat(self, captured: CapturedParts) -> None:
         """Clip the parts that were replayed as an ordinary loop does."""
-        for given in captured.take_parts():
-            self._step_skip_queue.insert(0, not given.part.is_last)
-            self._clip(given.part, given.compute_losses())
+        for to_clip in captured.take_parts():
+            self._step_skip_queue.insert(0, not to_clip.part.is_last)
+            self._clip(to_clip.part, to_clip.compute_losses())
             super().accumulate()
             self._step_skip_queue.pop(0)
 
@@ -125,19 +125,8 @@ class PrivateOptimizer(NoisyOptimizer):
         Raises:
             RuntimeError: It was clipped otherwise than by ``backward``; or the budget is spent.
         """
-        self._refuse_own_backward()
-        self._refuse_beyond_plan()
+        self._refuse()
         super().accumulate()
-
-    def _refuse_own_backward(self) -> None:
-        if self.clipping.batches not in (self._batches_before, self._clipped):
-            raise RuntimeError(
-                "a batch was clipped by the clipping's own backward; call backward(losses) of this "
-                "optimizer, which knows batches without samples"
-            )
-
-    def _refuse_failed_part(self) -> None:
-        """Do nothing: a part that failed stays the one to clip next."""
 
     def begin_noise(self) -> None:
         """Count the step, where its noise begins."""
@@ -164,7 +153,13 @@ class PrivateOptimizer(NoisyOptimizer):
         if exact and self.captured is not None and captured is not None:
             self.captured.load_state_dict(captured)
 
-    def _refuse_beyond_plan(self) -> None:
+    def _refuse(self) -> None:
+        """Refuse a batch that was clipped otherwise than by ``backward``, or beyond the budget."""
+        if self.clipping.batches not in (self._batches_before, self._clipped):
+            raise RuntimeError(
+                "a batch was clipped by the clipping's own backward; call backward(losses) of this "
+                "optimizer, which knows batches without samples"
+            )
         if self.planned_steps is None:
             return
         done = max(self.steps, 0 if self.spent is None else self.spent.steps)
@@ -211,21 +206,21 @@ class PrivateOptimizer(NoisyOptimizer):
                 "these samples were not drawn by the private data loader, or were clipped before; "
                 "iterate over the data loader that make_private returned"
             )
-        self._refuse_beyond_plan()
+        self._refuse()
         if isinstance(losses, Tensor):
             if inputs or named:
                 raise TypeError("backward takes either losses, or their function and its arguments")
             if captured is not None:
                 captured.run_ordinary()
             return self._clip(part, losses)
-        given = ToClip(part, losses, inputs, named)
-        losses_B = None if captured is None else captured.add(given)
+        to_clip = ToClip(part, losses, inputs, named)
+        losses_B = None if captured is None else captured.add(to_clip)
         if losses_B is not None:
             self._part = None
             return losses_B
         if captured is not None:
             self._repeat(captured)
-        return self._clip(part, given.compute_losses())
+        return self._clip(part, to_clip.compute_losses())
 
     def _clip(self, part: Part, losses: Tensor) -> Tensor:
         """Clip a part as an ordinary loop does; return its losses, (B,), detached."""

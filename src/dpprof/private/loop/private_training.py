@@ -251,7 +251,7 @@ def make_private(
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, and is {method!r}")
     refuse_execution(execution)
-    given, is_auto = read_max_batch_size(max_batch_size), max_batch_size == AUTO
+    part_size, is_auto = read_max_batch_size(max_batch_size), max_batch_size == AUTO
     stability = find_stability(clipping, stability)
     verify_budget(noise_multiplier, epsilon, delta, accountant=accountant)
     if losses_of is None and (check or verify_every is not None or is_auto):
@@ -275,11 +275,11 @@ def make_private(
         planned = _plan_steps(epochs, steps, numbers.steps_of_epoch)
         noise_multiplier = _find_noise(counted, epsilon, planned)
     assert noise_multiplier is not None
-    most = max(2, given or (_TRIED if is_auto else numbers.samples))  # one shows nothing
+    most = max(2, part_size or (_TRIED if is_auto else numbers.samples))  # one shows nothing
     draw = None if losses_of is None else cache(partial(_draw_first, losses_of, data_loader, most))
     if method == "auto":
         usual = max(1, round(numbers.expected_batch_size))
-        method = choose_method(model, optimizer, draw, given or usual)
+        method = choose_method(model, optimizer, draw, part_size or usual)
     clipped = METHODS[method](
         model,
         max_grad_norm,
@@ -305,17 +305,17 @@ def make_private(
             secure_mode=secure_mode,
         )
         if is_auto and draw is not None:
-            given = find_max_batch_size(clipped, optimizer, draw(), numbers.expected_batch_size)
+            part_size = find_max_batch_size(clipped, optimizer, draw(), numbers.expected_batch_size)
         loader = PoissonLoader(
             data_loader,
             numbers,
-            max_batch_size=given,
+            max_batch_size=part_size,
             generator=sampling_generator,
             rank=clipped.ranks.rank,
             ranks=clipped.ranks.size,
         )
         loader.optimizer = private
-        private.captured = capture_parts(private, execution, given)
+        private.captured = capture_parts(private, execution, part_size)
     except BaseException:
         clipped.remove()
         raise

@@ -102,6 +102,9 @@ class NoisyOptimizer(Optimizer):
         >>> optimizer.zero_grad()
     """
 
+    _clips_failed_parts_again = False
+    """Whether a part whose ``backward`` failed stays the one to clip next."""
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -584,7 +587,7 @@ class NoisyOptimizer(Optimizer):
         has_other_parts = bool(self._step_skip_queue) or bool(self.clipping.sums.total)
         was_lost = self.clipping.batches_at_loss > self._batches_before
         has_failed = self.clipping.failures != self._failures_before
-        if has_failed and (has_other_parts or was_lost):
+        if has_failed and (has_other_parts or was_lost) and not self._clips_failed_parts_again:
             raise RuntimeError(
                 "a backward pass failed since the last step, and with it a part of this batch may "
                 "be missing; call discard(), and begin the batch again"
