@@ -8,6 +8,7 @@ from one_call import Model, load, prepare, train, weights
 
 from dpprof.private.loop import part_size
 from dpprof.private.loop.part_size import choose_fastest, choose_largest
+from dpprof.private.norms.placement import as_if_on_cuda
 
 
 @pytest.mark.parametrize(
@@ -106,11 +107,13 @@ def test_memory_of_a_gpu_is_asked_for_beside_what_is_held(monkeypatch) -> None:
     values = ((1000, 2000), 300, None, 7)
     for name, value in zip(names, values, strict=True):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(part_size, "_is_on_gpu", lambda _: True)
     choose = lambda peak, room, most: asked.update(room=room, peak=peak(3)) or most  # noqa: E731
     monkeypatch.setattr(part_size, "choose_largest", choose)
     model = Model().double()
     adamw = torch.optim.AdamW(model.parameters())
-    private = prepare(model, optimizer=adamw, max_batch_size="auto", data_loader=load(batch_size=4))
+    with as_if_on_cuda():
+        private = prepare(
+            model, optimizer=adamw, max_batch_size="auto", data_loader=load(batch_size=4)
+        )
     assert asked == {"room": 1000 + 300 - 2 * 8 * 50, "peak": 7}
     assert private.data_loader.max_batch_size == 4 + 4 * 2

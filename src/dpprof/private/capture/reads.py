@@ -66,7 +66,9 @@ class _Keeping(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], _: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function not in _READS or not self._is_kept(function, args[0]):
+        is_truth = function is Tensor.__bool__
+        is_kept = function in _READS and args[0].device == self._device
+        if not is_kept or (not is_truth and args[0].dtype.is_floating_point):
             return function(*args, **(kwargs or {}))
         if self._coming is None:
             self.answers.append(function(*args))
@@ -75,12 +77,8 @@ class _Keeping(TorchFunctionMode):
         if answer is None:
             raise RuntimeError("the step reads other numbers of tensors than in its first run")
         read = args[0].detach().reshape(())
-        self.differ.append((read.bool() if function is Tensor.__bool__ else read) != answer)
+        self.differ.append((read.bool() if is_truth else read) != answer)
         return answer
-
-    def _is_kept(self, function: Callable[..., Any], tensor: Tensor) -> bool:
-        is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-        return tensor.device == self._device and (function is Tensor.__bool__ or is_whole)
 
 
 @contextmanager

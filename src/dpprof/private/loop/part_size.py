@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer
 
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.loop.method_choice import FirstBatch
+from dpprof.private.norms import placement
 from dpprof.private.samples.batches import take
 from dpprof.private.samples.random_state import random_state_kept
 
@@ -57,19 +58,25 @@ def find_max_batch_size(
         The number. A line of the logger ``dpprof`` says why.
     """
     most = math.ceil(expected + 4 * math.sqrt(expected))  # more are drawn once in 30,000 steps
-    device = next(clipping.model.parameters()).device
+    parameter = next(clipping.model.parameters())
+    device = parameter.device
 
     def run(size: int) -> None:
         places = [at % first.samples for at in range(size)]
         clipping.backward(first.losses_of(*take(list(first.batch), first.samples, places)))
         clipping.sums.forget()
 
+    def measure_peak(size: int) -> int:
+        torch.cuda.reset_peak_memory_stats(device)
+        run(size)
+        return torch.cuda.max_memory_allocated(device)
+
     with _unnoticed(clipping):
-        if not _is_on_gpu(device):
+        if not placement.is_cuda(parameter):
             return choose_fastest(partial(_measure_s, run), most)
         free, _ = torch.cuda.mem_get_info(device)
         room = free + torch.cuda.memory_reserved(device) - _bytes_of_state(clipping, optimizer)
-        return choose_largest(partial(_measure_peak, run, device), room, most)
+        return choose_largest(measure_peak, room, most)
 
 
 def choose_fastest(measure_s: Callable[[int], float], most: int) -> int:
@@ -116,10 +123,6 @@ def choose_largest(measure_peak: Callable[[int], int], room: int, most: int) -> 
     return chosen
 
 
-def _is_on_gpu(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
 def _measure_s(run: Callable[[int], None], size: int) -> float:
     """Return the least seconds of two runs, after one that allocates."""
     times = []
@@ -128,12 +131,6 @@ def _measure_s(run: Callable[[int], None], size: int) -> float:
         run(size)
         times.append(time.perf_counter() - begun)
     return min(times[1:])
-
-
-def _measure_peak(run: Callable[[int], None], device: torch.device, size: int) -> int:
-    torch.cuda.reset_peak_memory_stats(device)
-    run(size)
-    return torch.cuda.max_memory_allocated(device)
 
 
 def _bytes_of_state(clipping: Clipping, optimizer: Optimizer) -> int:

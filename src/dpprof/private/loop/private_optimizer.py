@@ -103,7 +103,7 @@ class PrivateOptimizer(NoisyOptimizer):
                 captured.end_ordinary()
             return done
         self._refuse()
-        if self._begin_step():
+        if self.begin_step():
             captured.waits_for_step = False
         elif not captured.finish():
             self._repeat(captured)

@@ -486,11 +486,10 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         samples = 0
         for batch, part in inputs["parts"]:
             optimizer.take_part(part)
-            losses_of = partial(self.compute_sample_losses, model)
-            inputs = self._prepare_inputs(batch)
-            if isinstance(inputs, BatchEncoding):  # whose tensors a graph would not see
-                losses_of, inputs = partial(_encoded, losses_of), dict(inputs)
-            losses = optimizer.backward(losses_of, inputs)
+            tensors = self._prepare_inputs(batch)
+            is_encoding = isinstance(tensors, BatchEncoding)  # of which a graph sees no tensors
+            losses_of = partial(self.compute_sample_losses, model, is_encoding=is_encoding)
+            losses = optimizer.backward(losses_of, dict(tensors) if is_encoding else tensors)
             if self.privacy.log_private and not part.is_empty:
                 total += losses.sum()
                 samples += len(losses)
@@ -502,8 +501,12 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 optimizer.zero_grad()
         return total / max(1, samples)
 
-    def compute_sample_losses(self, model: nn.Module, inputs: Any) -> Tensor:
+    def compute_sample_losses(
+        self, model: nn.Module, inputs: Any, *, is_encoding: bool = False
+    ) -> Tensor:
         """Compute one loss for each sample, by autocast where ``bf16`` or a scale is set; (B,)."""
+        if is_encoding:
+            inputs = BatchEncoding(inputs)
         if isinstance(inputs, Mapping):
             _refuse_packed(inputs)
         with self._autocast():
@@ -719,10 +722,6 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         """Name a file that each of several ranks has, as ``Trainer`` does."""
         rank = f"_{self._ranks.rank}" if self._ranks.size > 1 else ""
         return f"{stem}{rank}.{suffix}"
-
-
-def _encoded(losses_of: Callable[[Any], Tensor], inputs: dict[str, Any]) -> Tensor:
-    return losses_of(BatchEncoding(inputs))
 
 
 def read_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: float = 0.0) -> Tensor:

@@ -265,9 +265,9 @@ class NoisyOptimizer(Optimizer):
             with torch.enable_grad():
                 closure()
         self.accumulate()
-        return None if self._begin_step() else self.step_on_batch()
+        return None if self.begin_step() else self.step_on_batch()
 
-    def _begin_step(self) -> bool:
+    def begin_step(self) -> bool:
         """Tell whether other parts of the batch follow, so that this step is skipped."""
         self._is_last_step_skipped = bool(self._step_skip_queue) and self._step_skip_queue.pop(0)
         self._is_last_part = not self._is_last_step_skipped
