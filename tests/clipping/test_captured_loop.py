@@ -8,10 +8,12 @@ import pytest
 import torch
 from one_call import D, Model, load, prepare, seeded, weights
 from simulated_graphs import SimulatedGraphs, simulated_graphs
+from small_models import TINY
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from dpprof.private import causal_lm_losses
 from dpprof.private.loop.captured_parts import find_part_size
 
 
@@ -44,7 +46,7 @@ def assert_trains_as_a_loop(make=Model, losses_of=None, after=None, **options) -
     for execution in ("auto", "eager"):
         torch.manual_seed(4)
         model = make().double()
-        compute = model.losses if losses_of is None else losses_of(model)
+        compute = losses_of(model) if losses_of else model.losses
         given = {"execution": execution, "losses_of": compute, "check": False} | options
         private = prepare(model, **given)
         change = (lambda _: None) if after is None else after(private)
@@ -413,3 +415,50 @@ def test_arguments_beside_losses_are_refused() -> None:
 )
 def test_the_size_of_a_graph(expected, most, size) -> None:
     assert find_part_size(expected, most) == size
+
+
+def read_images(model):
+    return lambda x, y: (model(x.reshape(-1, 1, 1, D).expand(-1, 2, 4, D))[:, 0] - y).square()
+
+
+def read_tokens(head: bool | None):
+    def losses_of(model):
+        def compute(x: Tensor, y: Tensor) -> Tensor:
+            ids = (3 * x).long() % 17
+            if head is not None:
+                return causal_lm_losses(model, ids, ids, keep=head)
+            return (model(input_ids=ids).logits[:, 0] - y).square()
+
+        return compute
+
+    return losses_of
+
+
+def convolutions() -> nn.Module:
+    layers = nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 1)
+    return nn.Sequential(*layers)
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, vocab_size=17))
+
+
+def bert() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(**TINY, vocab_size=17, num_labels=1)
+    return transformers.BertForSequenceClassification(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "losses_of"),
+    [
+        (convolutions, read_images),
+        (bert, read_tokens(None)),
+        (llama, read_tokens(head=False)),
+        (llama, read_tokens(head=True)),
+    ],
+    ids=["convolutions", "encoder", "head in chunks", "head in chunks, kept"],
+)
+def test_models_of_many_kinds_are_captured(make, losses_of) -> None:
+    assert assert_trains_as_a_loop(make, losses_of=losses_of) > 4
