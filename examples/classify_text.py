@@ -71,7 +71,7 @@ def main() -> None:
     for epoch in range(arguments.epochs):
         model.train()
         for batch in data_loader:
-            optimizer.backward(losses_of(*batch))
+            optimizer.backward(losses_of, *batch)
             optimizer.step()
             optimizer.zero_grad()
         model.eval()

@@ -43,7 +43,7 @@ def main() -> None:
     model, optimizer, data_loader = private
     for epoch in range(EPOCHS):
         for batch in data_loader:
-            optimizer.backward(losses_of(*batch))
+            optimizer.backward(losses_of, *batch)
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():

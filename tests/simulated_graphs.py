@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpprof.private.capture import captured_step
+from dpprof.private.capture import step_graphs
 from dpprof.private.norms import linear, triton_ops
 from dpprof.private.norms.placement import as_if_on_cuda
 from dpprof.subjects.methods import standard
@@ -120,15 +120,21 @@ class SimulatedGraphs:
         return replay, output
 
 
+def _bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Multiply with a result of another dtype, which PyTorch does on CUDA alone."""
+    return torch.ops.aten.bmm(a.to(out_dtype or a.dtype), b.to(out_dtype or b.dtype))
+
+
 @contextmanager
 def simulated_graphs(monkeypatch) -> Iterator[None]:
     """Let steps be captured inside the context, on the CPU as if it was a GPU without Triton."""
 
     adam = importlib.import_module("torch.optim.adam")
     monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
-    monkeypatch.setattr(captured_step, "CudaGraphs", SimulatedGraphs)
+    monkeypatch.setattr(step_graphs, "CudaGraphs", SimulatedGraphs)
     monkeypatch.setattr(standard, "CudaGraphs", SimulatedGraphs)
     monkeypatch.setattr(SimulatedGraphs, "captured", 0)
+    monkeypatch.setattr(torch, "bmm", _bmm)
     for module in (linear, triton_ops):
         monkeypatch.setattr(module, "is_fused", lambda _: False)
     with as_if_on_cuda():

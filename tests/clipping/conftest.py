@@ -3,6 +3,8 @@
 Torch is imported late: pytest loads this file before the settings of threads are made.
 """
 
+import os
+
 import pytest
 
 
@@ -19,3 +21,15 @@ def seed() -> None:
     import torch  # noqa: PLC0415
 
     torch.default_generator.manual_seed(0)  # torch.manual_seed takes milliseconds
+
+
+@pytest.fixture(autouse=True)
+def graphs_everywhere(monkeypatch):
+    """Capture every private loop, if the variable asks for it: as on a GPU."""
+    if not os.environ.get("DPPROF_TEST_GRAPHS"):
+        yield
+        return
+    from simulated_graphs import simulated_graphs  # noqa: PLC0415
+
+    with simulated_graphs(monkeypatch):
+        yield

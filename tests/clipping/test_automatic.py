@@ -41,7 +41,9 @@ class Loop:
 
     def draw(self) -> FirstBatch:
         tokens = torch.randint(V, (2, T + 1))
-        return FirstBatch(self.losses_of, [tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()])
+        return FirstBatch(
+            self.losses_of, [tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()], len(tokens)
+        )
 
 
 @pytest.fixture
@@ -129,7 +131,9 @@ def test_it_takes_the_faster_one_that_fits(case, monkeypatch) -> None:
     found, expected = FOUND[case]
     monkeypatch.setattr(automatic, "_predict", lambda _, fields: found[fields["method"]])
 
-    assert compare(nn.Linear(1, 1), FirstBatch(torch.sum, [torch.ones(1)]), **HERE)[0] == expected
+    assert (
+        compare(nn.Linear(1, 1), FirstBatch(torch.sum, [torch.ones(1)], 1), **HERE)[0] == expected
+    )
 
 
 def ask_elements(x):
@@ -137,10 +141,13 @@ def ask_elements(x):
 
 
 REASONS = {
-    "elements": (FirstBatch(ask_elements, [torch.ones(2, 1)]), "cannot be traced (UnsupportedErr"),
-    "a list": (FirstBatch(ask_elements, [["a", "b"]]), "a batch has other parts than tensors"),
-    "a mean": (FirstBatch(torch.mean, [torch.ones(2, 1)]), "return one loss for each sample"),
-    "time": (FirstBatch(torch.sum, [torch.ones(2)]), "a prediction takes more than 0 s"),
+    "elements": (
+        FirstBatch(ask_elements, [torch.ones(2, 1)], 2),
+        "cannot be traced (UnsupportedErr",
+    ),
+    "a list": (FirstBatch(ask_elements, [["a", "b"]], 2), "a batch has other parts than tensors"),
+    "a mean": (FirstBatch(torch.mean, [torch.ones(2, 1)], 2), "return one loss for each sample"),
+    "time": (FirstBatch(torch.sum, [torch.ones(2)], 2), "a prediction takes more than 0 s"),
     "no losses": (None, "without losses_of there is no step to trace"),
 }
 
@@ -154,7 +161,7 @@ def test_where_nothing_is_predicted_the_default_is_taken_and_the_reason_logged(
     monkeypatch.setattr(automatic, "_find_gpu", lambda _: (L4, "NVIDIA L4", 2**30))
     if case == "time":
         monkeypatch.setattr(automatic, "MOST_S", 0)
-        first = FirstBatch(lambda x: model(x[:, None])[:, 0], first.batch)
+        first = FirstBatch(lambda x: model(x[:, None])[:, 0], first.batch, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with caplog.at_level(logging.INFO, "dpprof"):
         chosen = choose_method(model, optimizer, None if first is None else lambda: first, B)

@@ -12,7 +12,7 @@ from small_models import batch, build, private
 from torch import nn
 
 from dpprof.private import BookKeeping, NoisyOptimizer
-from dpprof.private.capture import captured_step
+from dpprof.private.capture import step_graphs
 from dpprof.private.noise import noise, noise_keys
 from dpprof.private.noise.digest import LANES, hash_words
 from dpprof.private.noise.noise import NoiseOfStep
@@ -191,7 +191,7 @@ def digest_by_bytes(words, sums, _table) -> None:
 @pytest.fixture
 def kernels(monkeypatch):
     """As where Triton's kernels run."""
-    for module in (noise, noise_keys, captured_step):
+    for module in (noise, noise_keys, step_graphs):
         monkeypatch.setattr(module, "takes_kernel", lambda _: True)
     monkeypatch.setattr(triton_ops, "add_noise_", draw_by_words)
     monkeypatch.setattr(triton_ops, "digest_", digest_by_bytes)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from one_call import seeded
 from opacus.accountants import RDPAccountant
+from simulated_graphs import simulated_graphs
 from small_models import TINY, one_by_one
 from torch import Tensor, nn
 from torch.nn import functional
@@ -175,6 +176,43 @@ def test_a_step_in_parts_sums_the_clipped_gradients_of_single_samples(kind, head
     found = (before - trained(model)) * (SAMPLES / 2)
     assert (found - expected).norm() <= 1e-5 * expected.norm()
     assert trainer.private_optimizer.steps == 1
+
+
+def some_padded(rows) -> list[dict[str, Tensor]]:
+    """Pad every third sample on the right, so that masks of batches are full, or are not."""
+    for row in rows[::3]:
+        row["attention_mask"] = torch.tensor([1] * (T - 2) + [0] * 2)
+        if row["labels"].dim():
+            row["labels"] = row["labels"].masked_fill(row["attention_mask"] == 0, -100)
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["llama, LoRA", "llama, QLoRA", "bert", "masked", "t5"])
+def test_models_of_transformers_are_captured(kind, tmp_path, monkeypatch) -> None:
+    """Which masks they make they read in Python: a batch with another answer is another one."""
+    options = {"max_steps": 8, "learning_rate": 0.1, "data": some_padded(draw(kind))}
+    with simulated_graphs(monkeypatch):
+        auto, eager = (
+            make(kind, tmp_path, privacy={"execution": execution}, **options)
+            for execution in ("auto", "eager")
+        )
+        auto.train()
+        eager.train()
+        assert auto.private_optimizer.captured.state_dict()["replays"] > 3
+    assert eager.private_optimizer.captured is None
+    torch.testing.assert_close(trained(auto.model), trained(eager.model), rtol=1e-4, atol=1e-6)
+
+
+def test_parts_have_the_size_that_is_given_or_found(tmp_path, monkeypatch) -> None:
+    fastest = lambda measure, _: measure(1) and 4  # noqa: E731
+    monkeypatch.setattr("dpprof.private.loop.part_size.choose_fastest", fastest)
+    results = []
+    for most in ("auto", 4):
+        trainer = make("bert", tmp_path, privacy={"max_batch_size": most}, max_steps=2)
+        trainer.train()
+        assert trainer._steps.loader.max_batch_size == 4
+        results.append(trained(trainer.model))
+    assert torch.equal(*results)
 
 
 def test_float16_with_a_fixed_scale_trains_what_the_definition_says(tmp_path) -> None:

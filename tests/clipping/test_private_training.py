@@ -10,7 +10,7 @@ from opacus import GradSampleModule, PrivacyEngine
 from opacus.data_loader import DPDataLoader
 from opacus.optimizers import DPOptimizer
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
-from small_models import is_clear, take_step
+from small_models import is_clear
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
@@ -172,7 +172,9 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(stop_after) -> None:
     saved = None
     while saved is None:
         for batch in loader:
-            take_step(optimizer, other.losses(*batch))
+            optimizer.backward(other.losses, *batch)
+            optimizer.step()
+            optimizer.zero_grad()
             if optimizer.steps == stop_after and not optimizer.is_within_a_batch:
                 saved = copy.deepcopy(first.state_dict())
                 break

@@ -7,13 +7,17 @@ These are the objects, addresses and numbers that a graph has taken in:
 * C, noise and expected batch size;
 * the optimizer's state, and its options and hooks, but for a learning rate that it reads from the
   device;
+* the code of the function that computes losses, and the variables that it names;
 * autocast and TF32; shapes and dtypes of the batch.
 """
 
 import copy
 import importlib
+import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import CellType, CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +27,12 @@ from torch.optim import SGD, Adam, AdamW
 from dpprof.private.layers.patching import patch_of
 from dpprof.private.noise.optimizer import HOOK, NoisyOptimizer
 from dpprof.private.norms.float32_products import allows_tf32
-from dpprof.private.refusals.calls import read_settings
+from dpprof.private.refusals.calls import is_setting, read_settings
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+_EMPTY = CellType()
 _ON_DEVICE = (Adam, AdamW, SGD)
 """Optimizers whose state is tensors that each step writes in place. Others count steps in Python or
 on the host, or make new tensors."""
@@ -51,8 +56,10 @@ class Surroundings(NamedTuple):
         )
 
 
-def look_around(optimizer: NoisyOptimizer, batch: Sequence[Tensor]) -> Surroundings:
-    """Describe the surroundings of a step on a batch."""
+def look_around(
+    optimizer: NoisyOptimizer, losses_of: Callable[..., Tensor], batch: Sequence[Tensor]
+) -> Surroundings:
+    """Describe the surroundings of a step on a batch, whose losses a function computes."""
     objects: list[Any] = []
     values: list[Any] = []
     for module in optimizer.clipping.model.modules():
@@ -73,11 +80,39 @@ def look_around(optimizer: NoisyOptimizer, batch: Sequence[Tensor]) -> Surroundi
     objects.append(getattr(optimizer.original_optimizer, HOOK, None))
     values += describe_options(optimizer)
     objects += optimizer.keys.on_devices
-    device = batch[0].device.type
+    for variable in _read_by(losses_of):
+        (values if is_setting(variable) else objects).append(variable)
+    device = next(optimizer.clipping.model.parameters()).device.type
     values += [optimizer.settings, torch.is_grad_enabled(), allows_tf32()]
     values += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
     values += [(tensor.shape[1:], tensor.dtype) for tensor in batch]
     return Surroundings(objects, values)
+
+
+def _read_by(function: Any) -> Iterator[Any]:
+    """List the code of a function, and the variables that it names: its own, and global ones."""
+    if isinstance(function, partial):
+        for part in (function.func, *function.args):
+            yield from _read_by(part)
+        for name in sorted(function.keywords):
+            yield from (name, function.keywords[name])
+    elif inspect.ismethod(function):
+        yield function.__self__
+        yield from _read_by(function.__func__)
+    elif inspect.isfunction(function):
+        yield function.__code__
+        yield from function.__defaults__ or ()
+        for cell in function.__closure__ or ():
+            yield cell.cell_contents if cell != _EMPTY else None
+        names = _names_in(function.__code__)
+        yield from (function.__globals__[name] for name in names if name in function.__globals__)
+    else:
+        yield function
+
+
+def _names_in(code: CodeType) -> list[str]:
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return [*code.co_names, *(name for const in inner for name in _names_in(const))]
 
 
 def describe_options(optimizer: NoisyOptimizer) -> list[Any]:

@@ -22,7 +22,7 @@ from dpprof.private.checks.settings import (
 )
 from dpprof.private.contributions.sums import dtype_of_sum
 from dpprof.private.engine.engine import Clipping
-from dpprof.private.loop import private_optimizer
+from dpprof.private.loop import captured_parts, private_optimizer
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.refusals.released_state import is_same
 from dpprof.private.samples.company import WrongTrainingError, find_dropout
@@ -210,8 +210,9 @@ class Loop:
         """Tell an optimizer of ``make_private`` that its data loader handed out a batch."""
         if isinstance(self.private, private_optimizer.PrivateOptimizer):
             self.private._part = None  # noqa: SLF001 (a batch may be under way, and is restored)
+            self.private.captured = None  # likewise: what is looked at runs in Python
             state = torch.get_rng_state()
-            self.private.take_part(private_optimizer.Part(samples, True, is_empty, state))
+            self.private.take_part(captured_parts.Part(samples, True, is_empty, state))
 
     def take(
         self, batch: TrainingBatch, *, silent: bool, times: int = 1, is_empty: bool = False

@@ -27,6 +27,8 @@ class FirstBatch(NamedTuple):
     batch: Sequence[Any]
     """Its parts, samples first."""
 
+    samples: int
+
 
 def choose_method(
     model: nn.Module, optimizer: Optimizer, draw: Callable[[], FirstBatch] | None, batch_size: int

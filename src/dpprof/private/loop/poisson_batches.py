@@ -9,14 +9,17 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from dpprof.private.loop.private_optimizer import Part, PrivateOptimizer
+from dpprof.private.loop.captured_parts import Part
 from dpprof.private.loop.public_numbers import PublicNumbers
 from dpprof.private.noise.noise_keys import make_generator
+
+if TYPE_CHECKING:
+    from dpprof.private.loop.private_optimizer import PrivateOptimizer
 
 _LEAST_IN_FLOAT32 = 2.0**-12
 """The least rate that is drawn in float32: to at most 2^-12 of it, and never more often."""
@@ -37,7 +40,7 @@ class _Parts(Sampler[list[int]]):
         bits = 24 if sample_rate >= _LEAST_IN_FLOAT32 else 53
         self._dtype = torch.float32 if bits == 24 else torch.float64  # noqa: PLR2004
         self._threshold = math.floor(sample_rate * 2**bits) / 2**bits
-        self._most = max_batch_size or len(indices)
+        self.most = max_batch_size or len(indices)
         self.generator = generator
         self.steps = 0
         """How many batches the next iteration draws."""
@@ -50,7 +53,7 @@ class _Parts(Sampler[list[int]]):
             chosen = drawn < self._threshold
             batch = [self._indices[at] for at in chosen.nonzero()[:, 0].tolist()]
             state = self.generator.get_state()
-            parts = [batch[at : at + self._most] for at in range(0, len(batch), self._most)]
+            parts = [batch[at : at + self.most] for at in range(0, len(batch), self.most)]
             for at, part in enumerate(parts or [[self._indices[0]]], start=1):
                 self.drawn.append(Part(len(part), at >= len(parts), not batch, state))
                 yield part
@@ -123,6 +126,15 @@ class PoissonLoader:
         return self.numbers.sample_rate
 
     @property
+    def max_batch_size(self) -> int:
+        """The most samples of a part."""
+        return self._parts.most
+
+    @max_batch_size.setter
+    def max_batch_size(self, most: int) -> None:
+        self._parts.most = most
+
+    @property
     def is_last_part(self) -> bool:
         """Whether what was handed out last ends a batch (``NoisyOptimizer.is_last_part``)."""
         return self.optimizer is None or self.optimizer.is_last_part
@@ -173,7 +185,11 @@ class PoissonLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return where the next batch begins; ``secrets`` tell which samples follow."""
         return {
-            "secrets": {"generator": self._state, "samples": self.samples},
+            "secrets": {
+                "generator": self._state,
+                "samples": self.samples,
+                "max_batch_size": self.max_batch_size,
+            },
             "steps of the epoch": self._done,
             "steps in an epoch": len(self),
             "sample rate": self.sample_rate,
@@ -184,8 +200,8 @@ class PoissonLoader:
 
         Args:
             state: Of ``state_dict``.
-            exact: Whether the samples are those that would have been drawn; by default they are
-                drawn anew, as accountants suppose.
+            exact: Whether the samples are those that would have been drawn, in parts of the same
+                size; by default they are drawn anew, as accountants suppose.
 
         Raises:
             ValueError: It is of other data, or of batches of another size; or it has no secrets for
@@ -208,6 +224,7 @@ class PoissonLoader:
         self._done = state["steps of the epoch"]
         if exact:
             self._state = state["secrets"]["generator"].cpu()
+            self.max_batch_size = state["secrets"]["max_batch_size"]
         elif not self._is_given:
             self._state = make_generator(rank=self._rank).get_state()
 

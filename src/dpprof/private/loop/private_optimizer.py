@@ -1,27 +1,18 @@
 """The optimizer of ``make_private``: a loop calls its ``backward``, and it keeps to a budget."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dpprof.private.accounting.budget import Spent
 from dpprof.private.engine.engine import Clipping
+from dpprof.private.loop.captured_parts import CapturedParts, Part, ToClip
 from dpprof.private.noise.inner_optimizers import refuse_optimizer
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.noise.schedules import NOISY
-
-
-class Part(NamedTuple):
-    """A part of a Poisson batch."""
-
-    size: int
-    is_last: bool
-    is_empty: bool
-    """Whether its one sample stands for a batch without samples."""
-
-    state: Tensor
-    """Of the generator, once the batch was drawn."""
 
 
 class PrivateOptimizer(NoisyOptimizer):
@@ -45,6 +36,10 @@ class PrivateOptimizer(NoisyOptimizer):
     spent: Spent | None = None
     """Counts the steps."""
 
+    captured: CapturedParts | None = None
+    """Runs steps as CUDA graphs; None for an ordinary loop."""
+
+    _clips_failed_parts_again = True
     _part: Part | None = None
     _clipped: int | None = None
     """The clipping's count of batches after the last ``backward`` of this."""
@@ -81,6 +76,48 @@ class PrivateOptimizer(NoisyOptimizer):
         """Throw away the sums of a batch that is not finished, and forget its part."""
         super().discard()
         self._part, self._clipped = None, None
+        if self.captured is not None:
+            self.captured.drop()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free gradients as PyTorch does; sums survive only a skipped step."""
+        if self.captured is not None and not self._is_last_step_skipped:
+            self.captured.drop()
+        super().zero_grad(set_to_none)
+
+    @property
+    def is_within_a_batch(self) -> bool:
+        """Whether there are sums that no step has applied."""
+        is_replayed = self.captured is not None and self.captured.is_open
+        return is_replayed or super().is_within_a_batch
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make the gradient private and step, unless other parts of the batch follow."""
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        captured = self.captured
+        if captured is None or not captured.waits_for_step:
+            done = super().step()
+            if captured is not None and not self._is_last_step_skipped:
+                captured.end_ordinary()
+            return done
+        self._refuse()
+        if self.begin_step():
+            captured.waits_for_step = False
+        elif not captured.finish():
+            self._repeat(captured)
+            self.step_on_batch()
+            captured.end_ordinary()
+        return None
+
+    def _repeat(self, captured: CapturedParts) -> None:
+        """Clip the parts that were replayed as an ordinary loop does."""
+        for to_clip in captured.take_parts():
+            self._step_skip_queue.insert(0, not to_clip.part.is_last)
+            self._clip(to_clip.part, to_clip.compute_losses())
+            super().accumulate()
+            self._step_skip_queue.pop(0)
 
     def accumulate(self) -> None:
         """Add up a part.
@@ -88,16 +125,8 @@ class PrivateOptimizer(NoisyOptimizer):
         Raises:
             RuntimeError: It was clipped otherwise than by ``backward``; or the budget is spent.
         """
-        if self.clipping.batches not in (self._batches_before, self._clipped):
-            raise RuntimeError(
-                "a batch was clipped by the clipping's own backward; call backward(losses) of this "
-                "optimizer, which knows batches without samples"
-            )
-        self._refuse_beyond_plan()
+        self._refuse()
         super().accumulate()
-
-    def _refuse_failed_part(self) -> None:
-        """Do nothing: a part that failed stays the one to clip next."""
 
     def begin_noise(self) -> None:
         """Count the step, where its noise begins."""
@@ -110,6 +139,8 @@ class PrivateOptimizer(NoisyOptimizer):
         state = super().state_dict()
         if self.spent is not None:
             state["privacy"]["spent"] = self.spent.state_dict()
+        if self.captured is not None:
+            state["privacy"]["secrets"]["captured"] = self.captured.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], *, exact: bool = False) -> None:
@@ -118,8 +149,17 @@ class PrivateOptimizer(NoisyOptimizer):
         spent = state_dict["privacy"].get("spent")
         if self.spent is not None and spent is not None:
             self.spent.load_state_dict(spent, exact=exact)
+        captured = state_dict["privacy"].get("secrets", {}).get("captured")
+        if exact and self.captured is not None and captured is not None:
+            self.captured.load_state_dict(captured)
 
-    def _refuse_beyond_plan(self) -> None:
+    def _refuse(self) -> None:
+        """Refuse a batch that was clipped otherwise than by ``backward``, or beyond the budget."""
+        if self.clipping.batches not in (self._batches_before, self._clipped):
+            raise RuntimeError(
+                "a batch was clipped by the clipping's own backward; call backward(losses) of this "
+                "optimizer, which knows batches without samples"
+            )
         if self.planned_steps is None:
             return
         done = max(self.steps, 0 if self.spent is None else self.spent.steps)
@@ -135,31 +175,64 @@ class PrivateOptimizer(NoisyOptimizer):
                 f"{self.noise_multiplier:g} now; give noise_multiplier in place of epsilon"
             )
 
-    def backward(self, losses: Tensor) -> None:
+    def backward(
+        self, losses: Tensor | Callable[..., Tensor], *inputs: Any, **named: Any
+    ) -> Tensor:
         """Clip and add up the gradients of a part, in place of ``losses.mean().backward()``.
 
+        Give the function that computes the losses, and not the losses, and steps run as CUDA graphs
+        where that is possible (``execution`` of ``make_private``). A graph runs what the function
+        did in the first two batches: not what it prints, or appends to a list.
+
         Args:
-            losses: (B,) the loss of each sample, which depends on that sample alone.
+            losses: (B,) the loss of each sample, which depends on that sample alone; or a function
+                that returns them.
+            inputs: The function's arguments.
+            named: Its arguments by name.
+
+        Returns:
+            The losses, (B,), detached.
 
         Raises:
             RuntimeError: As of ``Clipping.backward``; the samples are not those of a part that the
-                data loader handed out; or the budget is spent.
+                data loader handed out; the budget is spent; or the function is given for some
+                parts of a batch only.
             ValueError: There are more or fewer losses than samples.
+            TypeError: There are arguments, and no function.
         """
-        part = self._part
+        part, captured = self._part, self.captured
         if part is None:
             raise RuntimeError(
                 "these samples were not drawn by the private data loader, or were clipped before; "
                 "iterate over the data loader that make_private returned"
             )
+        self._refuse()
+        if isinstance(losses, Tensor):
+            if inputs or named:
+                raise TypeError("backward takes either losses, or their function and its arguments")
+            if captured is not None:
+                captured.run_ordinary()
+            return self._clip(part, losses)
+        to_clip = ToClip(part, losses, inputs, named)
+        losses_B = None if captured is None else captured.add(to_clip)
+        if losses_B is not None:
+            self._part = None
+            return losses_B
+        if captured is not None:
+            self._repeat(captured)
+        return self._clip(part, to_clip.compute_losses())
+
+    def _clip(self, part: Part, losses: Tensor) -> Tensor:
+        """Clip a part as an ordinary loop does; return its losses, (B,), detached."""
         if losses.shape != (part.size,):
             raise ValueError(
                 f"there must be one loss for each of {part.size} samples, and losses have shape "
                 f"{tuple(losses.shape)}; a collator that packs samples joins them"
             )
-        self._refuse_beyond_plan()
-        self.clipping.backward(losses[:0] if part.is_empty else losses)
+        losses_B = losses[:0] if part.is_empty else losses
+        self.clipping.backward(losses_B)
         self._part, self._clipped = None, self.clipping.batches
+        return losses_B.detach()
 
 
 def _refuse_other_parameters(optimizer: Optimizer, clipping: Clipping) -> None:

@@ -11,14 +11,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import BatchEncoding, Trainer
 from transformers.debug_utils import DebugOption
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -33,8 +34,11 @@ from dpprof.private.engine.factor import find_stability
 from dpprof.private.layers.causal_lm import causal_lm_losses, evaluated, is_same_loss
 from dpprof.private.layers.rotary_positions import refuse_positions
 from dpprof.private.layers.sample_losses import sample_losses, shift_labels
+from dpprof.private.loop.captured_parts import Part, capture_parts, refuse_execution
+from dpprof.private.loop.method_choice import FirstBatch
+from dpprof.private.loop.part_size import AUTO, find_max_batch_size, read_max_batch_size
 from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
-from dpprof.private.loop.private_optimizer import Part, PrivateOptimizer
+from dpprof.private.loop.private_optimizer import PrivateOptimizer
 from dpprof.private.loop.private_training import METHODS
 from dpprof.private.loop.public_numbers import find_public_numbers
 from dpprof.private.loop.secret_files import (
@@ -82,9 +86,12 @@ class PrivacyArguments:
         sample_rate: In place of ``samples``.
         expected_batch_size: By default ``per_device_train_batch_size *
             gradient_accumulation_steps * world_size``.
+        max_batch_size: Samples at a time, by default ``per_device_train_batch_size``; or ``auto``,
+            as of ``make_private``.
         method: ``flash-bk`` (``auto``) or ``flash``, which needs less memory.
         clipping: ``flat`` or ``normalised``, as of ``make_private``.
         stability: Of normalised clipping, by default 0.01.
+        execution: ``auto`` or ``eager``, as of ``make_private``.
         accountant: ``prv`` or ``rdp``.
         head: Of causal language models: ``logits``, or ``chunked`` or ``kept`` for
             ``causal_lm_losses``.
@@ -116,9 +123,11 @@ class PrivacyArguments:
     samples: int | None = None
     sample_rate: float | None = None
     expected_batch_size: float | None = None
+    max_batch_size: int | Literal["auto"] | None = None
     method: str = "auto"
     clipping: str = "flat"
     stability: float | None = None
+    execution: str = "auto"
     accountant: str = "prv"
     head: str = "logits"
     loss_scale: float | None = None
@@ -223,6 +232,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         if privacy.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, not {privacy.method!r}")
         find_stability(privacy.clipping, privacy.stability)
+        refuse_execution(privacy.execution)
+        read_max_batch_size(privacy.max_batch_size)
         if privacy.head not in ("logits", "chunked", "kept"):
             raise ValueError(f"head must be logits, chunked or kept, and is {privacy.head!r}")
         if privacy.loss_scale is not None:
@@ -306,7 +317,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         poisson = PoissonLoader(
             loader,
             numbers,
-            max_batch_size=part,
+            max_batch_size=read_max_batch_size(privacy.max_batch_size) or part,
             generator=None if self._draws_anew else privacy.sampling_generator,
             rank=self._ranks.rank,
             ranks=self._ranks.size,
@@ -366,7 +377,13 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         )
         self.optimizer.planned_steps = None if privacy.epsilon is None else self.state.max_steps
         self.optimizer.spent = self.spent
-        self._steps.loader.optimizer = self.optimizer
+        loader = self._steps.loader
+        if privacy.max_batch_size == AUTO:
+            self._find_max_batch_size(inner, loader)
+        self.optimizer.captured = capture_parts(
+            self.optimizer, privacy.execution, loader.max_batch_size
+        )
+        loader.optimizer = self.optimizer
         return self.optimizer
 
     def _check_losses(self) -> None:
@@ -377,6 +394,16 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         with random_state_kept():  # a collator may draw
             inputs = self._prepare_inputs(self._steps.loader.load(range(2)))
         self._clipping.check(partial(self.compute_sample_losses, self.model), inputs)
+
+    def _find_max_batch_size(self, optimizer: Optimizer, loader: PoissonLoader) -> None:
+        if self._ranks.size > 1:
+            raise ValueError("on several ranks max_batch_size must be a number, and is 'auto'")
+        count = min(loader.samples, self.args.per_device_train_batch_size)
+        with random_state_kept():  # a collator may draw
+            inputs = self._prepare_inputs(loader.load(range(count)))
+        first = FirstBatch(partial(self.compute_sample_losses, self.model), [inputs], count)
+        expected = loader.numbers.expected_batch_size
+        loader.max_batch_size = find_max_batch_size(self._clipping, optimizer, first, expected)
 
     def _compare_samples(self) -> None:
         """Compare samples alone and in company, now and at random steps."""
@@ -459,10 +486,12 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         samples = 0
         for batch, part in inputs["parts"]:
             optimizer.take_part(part)
-            losses = self.compute_sample_losses(model, self._prepare_inputs(batch))
-            optimizer.backward(losses)
+            tensors = self._prepare_inputs(batch)
+            is_encoding = isinstance(tensors, BatchEncoding)  # of which a graph sees no tensors
+            losses_of = partial(self.compute_sample_losses, model, is_encoding=is_encoding)
+            losses = optimizer.backward(losses_of, dict(tensors) if is_encoding else tensors)
             if self.privacy.log_private and not part.is_empty:
-                total += losses.detach().sum()
+                total += losses.sum()
                 samples += len(losses)
                 norms_B = optimizer.clipping.sample_norms
                 if norms_B is not None and self.args.logging_strategy != "no":
@@ -472,8 +501,12 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 optimizer.zero_grad()
         return total / max(1, samples)
 
-    def compute_sample_losses(self, model: nn.Module, inputs: Any) -> Tensor:
+    def compute_sample_losses(
+        self, model: nn.Module, inputs: Any, *, is_encoding: bool = False
+    ) -> Tensor:
         """Compute one loss for each sample, by autocast where ``bf16`` or a scale is set; (B,)."""
+        if is_encoding:
+            inputs = BatchEncoding(inputs)
         if isinstance(inputs, Mapping):
             _refuse_packed(inputs)
         with self._autocast():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from dpprof.private.engine.book_keeping import BookKeeping
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.engine.factor import find_stability
 from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private.loop.captured_parts import capture_parts, refuse_execution
 from dpprof.private.loop.method_choice import FirstBatch, choose_method
+from dpprof.private.loop.part_size import AUTO, find_max_batch_size, read_max_batch_size
 from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
 from dpprof.private.loop.private_optimizer import PrivateOptimizer
 from dpprof.private.loop.public_numbers import find_public_numbers
@@ -28,6 +30,9 @@ METHODS: dict[str, type[Clipping]] = {
     "flash": FlashClipping,
 }
 """By their names in ``dpprof advise``; ``auto`` is the default, where nothing is predicted."""
+
+_TRIED = 4
+"""The samples that are checked where it is not known how many fit."""
 
 
 class PrivateTraining:
@@ -148,7 +153,8 @@ def make_private(
     method: str = "auto",
     clipping: str = "flat",
     stability: float | None = None,
-    max_batch_size: int | None = None,
+    max_batch_size: int | Literal["auto"] | None = None,
+    execution: str = "auto",
     accountant: str = "prv",
     check: bool = True,
     verify_every: int | None = None,
@@ -188,7 +194,12 @@ def make_private(
         clipping: ``flat`` scales long gradients to C, ``normalised`` all gradients to less than C
             (AUTO-S, ``factor``): another mechanism with the same noise and accounting.
         stability: The gamma of normalised clipping, by default 0.01.
-        max_batch_size: The most samples at a time; a batch with more comes in parts.
+        max_batch_size: The most samples at a time; a batch with more comes in parts. ``auto`` tries
+            which number is fastest on a CPU, and how many fit on a GPU (``part_size``); it needs
+            ``losses_of``.
+        execution: ``auto`` runs steps as CUDA graphs on a GPU, where ``backward`` is given the
+            function of the losses (``PrivateOptimizer.backward``) and nothing prevents it; a
+            warning says once what does. ``eager`` never does.
         accountant: ``prv``, or ``rdp``, which spends more.
         check: Whether the clipped gradient of a first batch is compared with those of its single
             samples (``Clipping.check``), and the losses of some samples of different lengths alone
@@ -231,7 +242,7 @@ def make_private(
         ... )
         >>> model, optimizer, loader = private
         >>> for batch in loader:
-        ...     optimizer.backward(losses_of(*batch))
+        ...     losses = optimizer.backward(losses_of, *batch)
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         >>> optimizer.steps
@@ -239,12 +250,14 @@ def make_private(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, and is {method!r}")
+    refuse_execution(execution)
+    part_size, is_auto = read_max_batch_size(max_batch_size), max_batch_size == AUTO
     stability = find_stability(clipping, stability)
     verify_budget(noise_multiplier, epsilon, delta, accountant=accountant)
-    if losses_of is None and (check or verify_every is not None):
+    if losses_of is None and (check or verify_every is not None or is_auto):
         raise ValueError(
             "give losses_of, so that a first batch can be checked; or check=False, and no "
-            "verify_every"
+            "verify_every, and no max_batch_size='auto'"
         )
     numbers = find_public_numbers(
         data_loader,
@@ -259,16 +272,14 @@ def make_private(
     refuse_related(sampling_generator, noise_generator)
     planned = None
     if epsilon is not None:
-        assert delta is not None
         planned = _plan_steps(epochs, steps, numbers.steps_of_epoch)
-        noise_multiplier = find_noise(epsilon, delta, planned, numbers.sample_rate, accountant)
-        counted.refuse_beyond(noise_multiplier, numbers.sample_rate, planned)
+        noise_multiplier = _find_noise(counted, epsilon, planned)
     assert noise_multiplier is not None
-    most = max(2, max_batch_size or numbers.samples)  # one shows nothing
+    most = max(2, part_size or (_TRIED if is_auto else numbers.samples))  # one shows nothing
     draw = None if losses_of is None else cache(partial(_draw_first, losses_of, data_loader, most))
     if method == "auto":
         usual = max(1, round(numbers.expected_batch_size))
-        method = choose_method(model, optimizer, draw, max_batch_size or usual)
+        method = choose_method(model, optimizer, draw, part_size or usual)
     clipped = METHODS[method](
         model,
         max_grad_norm,
@@ -277,15 +288,13 @@ def make_private(
         public_buffers=public_buffers,
     )
     try:
-        _refuse_parts_of_shards(clipped, max_batch_size)
-        if check:
-            assert draw is not None
-            first = draw()
-            clipped.check(first.losses_of, *first.batch)
-        if losses_of is not None:
+        _refuse_parts_of_ranks(clipped, max_batch_size)
+        if losses_of is not None and draw is not None:
             data = data_loader.dataset, data_loader.collate_fn
             checks = RepeatedChecks(clipped, losses_of, *data, most=most, every=verify_every)
             if check:
+                first = draw()
+                clipped.check(first.losses_of, *first.batch)
                 checks.compare_first()
         private = PrivateOptimizer(
             optimizer,
@@ -295,15 +304,18 @@ def make_private(
             generator=noise_generator,
             secure_mode=secure_mode,
         )
+        if is_auto and draw is not None:
+            part_size = find_max_batch_size(clipped, optimizer, draw(), numbers.expected_batch_size)
         loader = PoissonLoader(
             data_loader,
             numbers,
-            max_batch_size=max_batch_size,
+            max_batch_size=part_size,
             generator=sampling_generator,
             rank=clipped.ranks.rank,
             ranks=clipped.ranks.size,
         )
         loader.optimizer = private
+        private.captured = capture_parts(private, execution, part_size)
     except BaseException:
         clipped.remove()
         raise
@@ -311,7 +323,19 @@ def make_private(
     return PrivateTraining(model, private, loader, counted)
 
 
-def _refuse_parts_of_shards(clipping: Clipping, max_batch_size: int | None) -> None:
+def _find_noise(counted: Spent, epsilon: float, planned: int) -> float:
+    """Return the least noise multiplier with which all planned steps keep a budget."""
+    assert counted.delta is not None
+    assert counted.sample_rate is not None
+    rate = counted.sample_rate
+    multiplier = find_noise(epsilon, counted.delta, planned, rate, counted.accountant)
+    counted.refuse_beyond(multiplier, rate, planned)
+    return multiplier
+
+
+def _refuse_parts_of_ranks(clipping: Clipping, max_batch_size: int | str | None) -> None:
+    if clipping.ranks.size > 1 and max_batch_size == AUTO:
+        raise ValueError("on several ranks max_batch_size must be a number, and is 'auto'")
     if clipping.ranks.is_sharded and max_batch_size is not None:
         raise ValueError(
             "under fully_shard ranks draw other numbers of parts, and wait for each other; leave "
@@ -342,7 +366,9 @@ def _draw_first(
         batch = next(iter(few))
     arguments, named = give(losses_of, batch)
     by_name = lambda *parts: losses_of(**dict(zip(named, parts, strict=True)))  # noqa: E731
-    return FirstBatch(by_name, list(named.values())) if named else FirstBatch(losses_of, arguments)
+    if named:
+        return FirstBatch(by_name, list(named.values()), len(chosen))
+    return FirstBatch(losses_of, arguments, len(chosen))
 
 
 def _get_state(device: torch.device) -> Tensor:

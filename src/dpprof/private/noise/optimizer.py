@@ -102,6 +102,9 @@ class NoisyOptimizer(Optimizer):
         >>> optimizer.zero_grad()
     """
 
+    _clips_failed_parts_again = False
+    """Whether a part whose ``backward`` failed stays the one to clip next."""
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -262,10 +265,16 @@ class NoisyOptimizer(Optimizer):
             with torch.enable_grad():
                 closure()
         self.accumulate()
+        return None if self.begin_step() else self.step_on_batch()
+
+    def begin_step(self) -> bool:
+        """Tell whether other parts of the batch follow, so that this step is skipped."""
         self._is_last_step_skipped = bool(self._step_skip_queue) and self._step_skip_queue.pop(0)
         self._is_last_part = not self._is_last_step_skipped
-        if self._is_last_step_skipped:
-            return None
+        return self._is_last_step_skipped
+
+    def step_on_batch(self) -> Any:
+        """Add noise to the sums of a batch, whose parts were added up, and step."""
         self.add_noise()
         if self.step_hook is not None:
             self.step_hook(self)
@@ -274,6 +283,10 @@ class NoisyOptimizer(Optimizer):
     def accumulate(self) -> None:
         """Add the sums of a part to those of the parts before."""
         self._refuse_failed_part()
+        self.close_part()
+
+    def close_part(self) -> None:
+        """Add the sums of the last ``backward`` to those of the parts before."""
         self._require_one_clipped_batch()
         if not self._will_skip():
             self.clipping.shard_sums.reduce_waiting(self.max_grad_norm)
@@ -371,12 +384,17 @@ class NoisyOptimizer(Optimizer):
 
     def discard(self) -> None:
         """Throw away the sums of a batch that is not finished: nothing of it is applied."""
+        self.clear_sums()
+        self._step_skip_queue.clear()
+        self._is_last_step_skipped = False
+        self._is_last_part = True
+
+    def clear_sums(self) -> None:
+        """Throw away sums and gradients; which parts follow stays."""
         for parameter in self.params:
             parameter.grad = None
         self._forget_sums()
-        self._step_skip_queue.clear()
-        self._is_last_step_skipped = self._is_noised = False
-        self._is_last_part = True
+        self._is_noised = False
         self._batches_before = self.clipping.batches
         self._failures_before = self.clipping.failures
 
@@ -569,7 +587,7 @@ class NoisyOptimizer(Optimizer):
         has_other_parts = bool(self._step_skip_queue) or bool(self.clipping.sums.total)
         was_lost = self.clipping.batches_at_loss > self._batches_before
         has_failed = self.clipping.failures != self._failures_before
-        if has_failed and (has_other_parts or was_lost):
+        if has_failed and (has_other_parts or was_lost) and not self._clips_failed_parts_again:
             raise RuntimeError(
                 "a backward pass failed since the last step, and with it a part of this batch may "
                 "be missing; call discard(), and begin the batch again"

@@ -87,7 +87,12 @@ class LayerCall:
 
 def read_settings(attributes: Mapping[str, object]) -> dict[str, object]:
     """Return those attributes that are plain."""
-    return {name: value for name, value in attributes.items() if type(value) in _PLAIN}
+    return {name: value for name, value in attributes.items() if is_setting(value)}
+
+
+def is_setting(value: object) -> bool:
+    """Tell whether a value is plain: a number, a text, a flag or None."""
+    return type(value) in _PLAIN
 
 
 def _storage_of(parameter: nn.Parameter) -> torch.UntypedStorage | None:

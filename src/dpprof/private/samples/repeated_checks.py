@@ -59,12 +59,24 @@ class RepeatedChecks:
         self._clipping, self._losses_of = clipping, losses_of
         self._dataset, self._collate, self._most = dataset, collate, most
         self._goes_on = False
+        self._is_drawn: bool | None = None
+
+    def draw(self) -> bool:
+        """Draw already whether to verify in the coming step."""
+        self._is_drawn = self._draw()
+        return self._is_drawn
+
+    def _draw(self) -> bool:
+        assert self._every is not None
+        return random.SystemRandom().randrange(self._every) == 0
 
     def is_due(self, *, goes_on: bool) -> bool:
         """Draw whether to verify in a step, at its first part; ``goes_on`` says others follow."""
         is_first, self._goes_on = not self._goes_on, goes_on
-        assert self._every is not None
-        return is_first and random.SystemRandom().randrange(self._every) == 0
+        if not is_first:
+            return False
+        drawn, self._is_drawn = self._is_drawn, None
+        return self._draw() if drawn is None else drawn
 
     def compare(self, *, at_random: bool = True) -> list[str]:
         """Compare samples; every generator and the model are afterwards as before.

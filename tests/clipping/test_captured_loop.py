@@ -1,0 +1,464 @@
+"""``make_private`` runs steps as CUDA graphs by default, with the numbers of the ordinary loop."""
+
+import logging
+import math
+import random
+
+import pytest
+import torch
+from one_call import D, Model, load, prepare, seeded, weights
+from simulated_graphs import SimulatedGraphs, simulated_graphs
+from small_models import TINY
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpprof.private import causal_lm_losses
+from dpprof.private.loop.captured_parts import find_part_size
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch):
+    with simulated_graphs(monkeypatch):
+        yield
+
+
+def loop(private, losses_of, epochs: int = 2, after=lambda _: None) -> int:
+    """Train as the documents show; returns how many parts were replayed."""
+    _, optimizer, loader = private
+    replayed = number = 0
+    for _ in range(epochs):
+        for batch in loader:
+            losses_B = optimizer.backward(losses_of, *batch)
+            assert not losses_B.requires_grad
+            replayed += optimizer.captured is not None and optimizer.captured.is_open
+            optimizer.step()
+            optimizer.zero_grad()
+            number += 1
+            after(number)
+    return replayed
+
+
+def assert_trains_as_a_loop(make=Model, losses_of=None, after=None, **options) -> int:
+    """Train twice, captured and eagerly; returns how many parts were replayed."""
+    replayed = {}
+    states = {}
+    for execution in ("auto", "eager"):
+        torch.manual_seed(4)
+        model = make().double()
+        compute = losses_of(model) if losses_of else model.losses
+        given = {"execution": execution, "losses_of": compute, "check": False} | options
+        private = prepare(model, **given)
+        change = (lambda _: None) if after is None else after(private)
+        replayed[execution] = loop(private, compute, after=change)
+        states[execution] = private
+    captured, eager = states["auto"], states["eager"]
+    torch.testing.assert_close(weights(captured.model), weights(eager.model), rtol=1e-5, atol=1e-7)
+    for name in ("steps", "is_within_a_batch", "is_last_part"):
+        assert getattr(captured.optimizer, name) == getattr(eager.optimizer, name)
+    clippings = [one.optimizer.clipping for one in (captured, eager)]
+    assert len({one.nonfinite_samples_total for one in clippings}) == 1
+    assert captured.spent.history == eager.spent.history
+    assert replayed["eager"] == 0
+    return replayed["auto"]
+
+
+@pytest.mark.parametrize("method", ["flash-bk", "flash"])
+@pytest.mark.parametrize("max_batch_size", [None, 2, 4])
+def test_a_loop_is_captured_without_being_asked(method, max_batch_size) -> None:
+    options = {"max_batch_size": max_batch_size, "method": method}
+    assert assert_trains_as_a_loop(**options) > 4
+
+
+def test_batches_without_samples_are_replayed() -> None:
+    loader = load(batch_size=1)
+    assert assert_trains_as_a_loop(data_loader=loader) > 20
+
+
+CHANGES = {
+    "C": lambda p: setattr(p.optimizer, "max_grad_norm", 0.1),
+    "noise": lambda p: setattr(p.optimizer, "noise_multiplier", 3.0),
+    "rate": lambda p: p.optimizer.param_groups[0].update(lr=0.01),
+    "frozen": lambda p: p.model.layers[0].weight.requires_grad_(requires_grad=False),
+    "module": lambda p: p.model.layers.insert(1, nn.Dropout(0.0)),
+    "state": lambda p: p.load_state_dict(p.state_dict(), exact=True),
+}
+
+
+@pytest.mark.parametrize("max_batch_size", [None, 2])
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_change_between_steps_counts(change, max_batch_size) -> None:
+    def after(private):
+        def change_once(_: int) -> None:
+            if private.optimizer.steps == 4 and not done:
+                done.append(CHANGES[change](private))
+
+        done = []
+        return change_once
+
+    replayed = assert_trains_as_a_loop(after=after, max_batch_size=max_batch_size, epochs=None)
+    assert replayed > 2
+
+
+def test_noise_that_changes_between_backward_and_step_is_that_of_the_step() -> None:
+    trained = []
+    for execution in ("auto", "eager"):
+        model = Model().double()
+        _, optimizer, loader = prepare(model, execution=execution)
+        for batch in loader:
+            optimizer.backward(model.losses, *batch)
+            optimizer.noise_multiplier += 0.5
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(weights(model))
+    torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-7)
+
+
+def reads_numbers(model):
+    return lambda x, y: model.losses(x, y) * float(y.abs().max().item() > -1)
+
+
+def draws_by_python(model):
+    own = random.Random(0)  # noqa: S311 (no secret)
+    return lambda x, y: model.losses(x, y) * (1 + 0 * own.random())
+
+
+def lists_numbers(model):
+    return lambda x, y: model.losses(x, y) * len(y.tolist()) / len(y)
+
+
+@pytest.mark.parametrize("losses_of", [reads_numbers, draws_by_python, lists_numbers])
+def test_what_no_graph_can_do_goes_on_eagerly_and_says_so_once(losses_of, caplog) -> None:
+    with caplog.at_level(logging.WARNING, "dpprof"):
+        assert assert_trains_as_a_loop(losses_of=losses_of) == 0
+    [record] = caplog.records
+    assert record.message.startswith("steps run as an ordinary loop, and not as CUDA graphs: ")
+    assert len(record.message.splitlines()) == 1
+
+
+class Masked(Model):
+    """Reads in Python whether there is something to mask, as models of transformers do."""
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        if (x[:, 0] > -0.9).all():
+            return 2 * super().losses(x, y)
+        return super().losses(x.where(x > -0.9, x.new_zeros(())), y)
+
+
+def test_another_answer_that_python_reads_is_that_of_the_batch(caplog) -> None:
+    """Some batches have an answer, and others another: neither is taken for the other's."""
+    with caplog.at_level(logging.WARNING, "dpprof"):
+        replayed = assert_trains_as_a_loop(Masked, max_batch_size=2)
+    assert replayed > 4
+
+
+@pytest.mark.parametrize("kind", ["words", "number", "whole"])
+def test_a_batch_of_other_things_than_rows_goes_on_eagerly(kind, caplog) -> None:
+    other = {"words": ["a", "b"], "number": 1.0, "whole": torch.ones(D)}[kind]
+
+    def losses_of(model):
+        return lambda x, y, _=other: model.losses(x, y)
+
+    model = Model().double()
+    private = prepare(model, losses_of=model.losses)
+    _, optimizer, loader = private
+    compute = losses_of(model)
+    with caplog.at_level(logging.WARNING, "dpprof"):
+        for x, y in loader:
+            optimizer.backward(compute, x, y, other)
+            optimizer.step()
+            optimizer.zero_grad()
+    [record] = caplog.records
+    told = {"words": "has a str", "number": "has a float", "whole": r"Tensor of shape (5,)"}[kind]
+    assert told in record.message
+
+
+class Checkpointed(Model):
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = checkpoint(self.layers, x, use_reentrant=False)
+        return (hidden[:, 0] - y).square()
+
+
+def test_checkpointing_is_captured_or_goes_on_eagerly() -> None:
+    assert_trains_as_a_loop(Checkpointed)
+
+
+class Dropped(Model):
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().losses(nn.functional.dropout(x, 0.5), y)
+
+
+def test_dropout_is_drawn_in_each_replay() -> None:
+    model = Dropped().double()
+    _, optimizer, loader = prepare(model, noise_multiplier=0.0, check=False)
+    x, y = torch.ones(6, D).double(), torch.ones(6).double()
+    seen = []
+    for _ in range(3):
+        for _ in loader:
+            part = optimizer._part
+            optimizer._part = part._replace(size=6)
+            seen.append(tuple(optimizer.backward(model.losses, x, y).tolist()))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.captured.is_captured
+    assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_sample_that_is_not_finite_is_left_out_as_in_a_loop(value) -> None:
+    x = torch.randn(24, D, generator=seeded(1), dtype=torch.float64)
+    x[11, 2] = value
+    loader = DataLoader(TensorDataset(x, torch.zeros(24).double()), batch_size=6)
+    assert assert_trains_as_a_loop(data_loader=loader, max_batch_size=2) > 2
+
+
+def test_losses_and_their_function_may_alternate_between_batches() -> None:
+    trained = []
+    for is_function in (lambda number: number % 3 > 0, lambda _: False):
+        model = Model().double()
+        private = prepare(model)
+        number = 0
+        for _ in range(3):
+            for batch in private.data_loader:
+                if is_function(number):
+                    private.optimizer.backward(model.losses, *batch)
+                else:
+                    private.optimizer.backward(model.losses(*batch))
+                private.optimizer.step()
+                private.optimizer.zero_grad()
+                number += 1
+        trained.append(weights(model))
+    torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-7)
+
+
+def test_losses_beside_parts_that_were_replayed_are_refused() -> None:
+    model = Model().double()
+    private = prepare(model, max_batch_size=1)
+    loop(private, model.losses)
+    parts = iter(private.data_loader)
+    private.optimizer.backward(model.losses, *next(parts))
+    private.optimizer.step()
+    private.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="give backward the same for all parts"):
+        private.optimizer.backward(model.losses(*next(parts)))
+
+
+def test_a_batch_whose_parts_have_other_shapes_is_clipped_whole() -> None:
+    """Its first parts are replayed, then they are clipped again, with the others."""
+    x = torch.randn(24, D, generator=seeded(1), dtype=torch.float64)
+
+    def losses_of(model):
+        return lambda x, y: model.losses(x[:, :D], y)
+
+    def widen(samples):
+        x, y = torch.utils.data.default_collate(samples)
+        return (torch.cat([x, x], 1) if y.sum() > 4 else x), y
+
+    data = TensorDataset(x, x.sum(1))
+    loader = DataLoader(data, batch_size=6, collate_fn=widen)
+    assert_trains_as_a_loop(losses_of=losses_of, data_loader=loader, max_batch_size=2)
+
+
+@pytest.mark.parametrize("end", ["discard", "zero_grad", "iterate again"])
+def test_a_batch_that_is_left_is_forgotten(end) -> None:
+    model = Model().double()
+    private = prepare(model, max_batch_size=1, noise_multiplier=0.0)
+    loop(private, model.losses)
+    before = weights(model)
+    parts = iter(private.data_loader)
+    batch = next(parts)
+    private.optimizer.backward(model.losses, *batch)
+    assert private.optimizer.captured.is_open
+    with pytest.raises(RuntimeError, match="within a batch"):
+        private.state_dict()
+    if end == "iterate again":
+        next(iter(private.data_loader))
+    else:
+        getattr(private.optimizer, end)()
+    assert not private.optimizer.captured.is_open
+    assert not private.optimizer.clipping.sums.total
+    assert torch.equal(weights(model), before)
+
+
+def test_a_part_without_backward_is_refused() -> None:
+    model = Model().double()
+    private = prepare(model, max_batch_size=2)
+    loop(private, model.losses)
+    next(iter(private.data_loader))
+    with pytest.raises(RuntimeError, match="no batch was clipped"):
+        private.optimizer.step()
+
+
+def test_an_error_of_the_users_is_raised_and_the_part_is_clipped_next() -> None:
+    model, failing = Model().double(), []
+
+    def losses_of(x: Tensor, y: Tensor) -> Tensor:
+        if failing:
+            raise KeyError(failing.pop())
+        return model.losses(x, y)
+
+    private = prepare(model, max_batch_size=2, check=False)
+    _, optimizer, loader = private
+    for number, batch in enumerate(loader):
+        if number == 2:
+            optimizer.captured._step.forget()  # so that Python runs
+            failing += ["once", "once"]
+            with pytest.raises(KeyError, match="once"):
+                optimizer.backward(losses_of, *batch)
+        optimizer.backward(losses_of, *batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.steps == len(loader)
+
+
+def test_steps_are_verified_again_as_often_as_without_graphs(monkeypatch) -> None:
+    compared = []
+    monkeypatch.setattr(
+        "dpprof.private.samples.repeated_checks.RepeatedChecks.compare",
+        lambda *_, **__: compared.append(1) or [],
+    )
+    model = Model().double()
+    private = prepare(model, verify_every=2, check=False)
+    torch.manual_seed(0)
+    replayed = loop(private, model.losses, epochs=20)
+    assert 20 <= len(compared) <= 60  # of 80 steps
+    assert replayed > 10
+
+
+def test_no_step_follows_the_last_one_that_was_planned() -> None:
+    model = Model().double()
+    budget = {"epsilon": 5.0, "delta": 1e-3, "steps": 5, "accountant": "rdp"}
+    private = prepare(model, noise_multiplier=None, **budget)
+    with pytest.raises(RuntimeError, match="planned for 5 steps, and these are done"):
+        loop(private, model.losses)
+    assert private.optimizer.steps == 5
+    assert private.spent.steps == 5
+
+
+@pytest.mark.parametrize("stop", [1, 2, 6])
+def test_a_resumed_run_ends_with_the_same_bits(stop) -> None:
+    def run(stop: int | None) -> Tensor:
+        model = Model().double()
+        private = prepare(model, max_batch_size=2)
+        number = 0
+        while private.optimizer.steps < 12:
+            for batch in private.data_loader:
+                private.optimizer.backward(model.losses, *batch)
+                private.optimizer.step()
+                private.optimizer.zero_grad()
+                number += private.optimizer.is_last_part
+                if private.optimizer.is_last_part and private.optimizer.steps == stop:
+                    state, stop = private.state_dict(), None
+                    model = Model().double()
+                    private = prepare(model, max_batch_size=2)
+                    private.load_state_dict(state, exact=True)
+                    break
+        return weights(model)
+
+    assert torch.equal(run(None), run(stop))
+
+
+def test_graphs_outlive_an_epoch() -> None:
+    model = Model().double()
+    loop(prepare(model, max_batch_size=2), model.losses, epochs=6)
+    assert SimulatedGraphs.captured == 4
+
+
+def test_a_function_made_in_each_step_is_the_same() -> None:
+    model = Model().double()
+    _, optimizer, loader = prepare(model)
+    for batch in loader:
+
+        def losses_of(x: Tensor, y: Tensor) -> Tensor:
+            return model.losses(x, y)
+
+        optimizer.backward(losses_of, *batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.captured.is_captured
+
+
+SCALE = 1.0
+
+
+def scaled(model):
+    return lambda x, y: SCALE * model.losses(x, y)
+
+
+def test_a_variable_that_the_function_names_is_read_anew(monkeypatch) -> None:
+    def after(private):
+        def change(_: int) -> None:
+            monkeypatch.setitem(globals(), "SCALE", 1.0 if private.optimizer.steps < 4 else 5.0)
+
+        return change
+
+    assert assert_trains_as_a_loop(losses_of=scaled, after=after) > 2
+
+
+@pytest.mark.parametrize("execution", ["graph", None, "Auto"])
+def test_another_execution_is_refused(execution) -> None:
+    with pytest.raises(ValueError, match="execution must be one of auto, eager, and is"):
+        prepare(Model().double(), execution=execution)
+
+
+def test_arguments_beside_losses_are_refused() -> None:
+    model = Model().double()
+    _, optimizer, loader = prepare(model)
+    x, y = next(iter(loader))
+    with pytest.raises(TypeError, match="either losses, or their function"):
+        optimizer.backward(model.losses(x, y), x)
+
+
+@pytest.mark.parametrize(
+    ("expected", "most", "size"),
+    [(4, None, 6), (64, None, 23), (0.01, None, 1), (64, 8, 8), (8, 64, 8), (1e4, None, 283)],
+)
+def test_the_size_of_a_graph(expected, most, size) -> None:
+    assert find_part_size(expected, most) == size
+
+
+def read_images(model):
+    return lambda x, y: (model(x.reshape(-1, 1, 1, D).expand(-1, 2, 4, D))[:, 0] - y).square()
+
+
+def read_tokens(head: bool | None):
+    def losses_of(model):
+        def compute(x: Tensor, y: Tensor) -> Tensor:
+            ids = (3 * x).long() % 17
+            if head is not None:
+                return causal_lm_losses(model, ids, ids, keep=head)
+            return (model(input_ids=ids).logits[:, 0] - y).square()
+
+        return compute
+
+    return losses_of
+
+
+def convolutions() -> nn.Module:
+    layers = nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 1)
+    return nn.Sequential(*layers)
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, vocab_size=17))
+
+
+def bert() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(**TINY, vocab_size=17, num_labels=1)
+    return transformers.BertForSequenceClassification(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "losses_of"),
+    [
+        (convolutions, read_images),
+        (bert, read_tokens(None)),
+        (llama, read_tokens(head=False)),
+        (llama, read_tokens(head=True)),
+    ],
+    ids=["convolutions", "encoder", "head in chunks", "head in chunks, kept"],
+)
+def test_models_of_many_kinds_are_captured(make, losses_of) -> None:
+    assert assert_trains_as_a_loop(make, losses_of=losses_of) > 4
