@@ -43,7 +43,11 @@ def prepare(model: Model, **options: Any) -> PrivateTraining:
     """Make it private, with settings that the options replace."""
     given = {"max_grad_norm": 0.5, "noise_multiplier": 1.0, "sampling_generator": seeded(2)}
     given |= {"noise_generator": seeded(3)} | options
-    given = {"optimizer": None, "data_loader": None, "losses_of": getattr(model, "losses", None)} | given
+    given = {
+        "optimizer": None,
+        "data_loader": None,
+        "losses_of": getattr(model, "losses", None),
+    } | given
     names = ("optimizer", "data_loader", "losses_of")
     optimizer, loader, losses_of = (given.pop(name) for name in names)
     if optimizer is None:
