@@ -91,7 +91,7 @@ def estimate(
         'backward'
     """
     with naming({"model": model, "method": method, **experiment}) as fields:
-        asked = make_experiment(fields)
+        asked = make_experiment(fields, for_question=True)
         file = Path(output or result_path(Path(), INSTRUMENT, asked.id, 0))
         check_writable(file)
         result = predict(asked, INSTRUMENT, file, keep=True)
