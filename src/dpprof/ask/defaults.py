@@ -12,6 +12,13 @@ from dpprof.system.hardware import nvml, visible_gpus
 CAPTURED: tuple[str, ...] = ()
 """Methods whose steps are CUDA graphs where a private loop runs as it does by default."""
 
+DESCRIBED: Mapping[str, str] = {
+    "dtype": "on a GPU bfloat16, float16 before compute capability 8.0; else float32",
+    "optimizer": "on a GPU adamw-fused; else adamw",
+    "target": "the GPU here, with what others leave of it",
+}
+"""The defaults, as the help of commands says them."""
+
 LOSS_SCALE = 65_536
 """The scale of losses in float16: the first of ``torch.amp.GradScaler``."""
 

@@ -7,7 +7,7 @@ some tokens, or how much memory one sample needs. Each has a command that answer
 import itertools
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -260,8 +260,7 @@ def format_fits(cells: Sequence[Cell], tokens: float) -> str:
     execution = usual.get("execution", "eager")
     settings = name_settings(usual["dtype"], " or ".join(optimizers), execution)
     what = "price" if by_price else "hours"
-    asked = {"target": target, "checkpointing": CHECKPOINTING, "method": METHOD}
-    pattern = _spell_command({"model": "MODEL", "seq_len": "TOKENS", **asked})
+    pattern, *options = spell_pattern(target, ways)
     return fit_screen(
         [
             f"{fitting} of {len(cells)} fit on {target} with {METHOD} ({settings}).",
@@ -270,17 +269,21 @@ def format_fits(cells: Sequence[Cell], tokens: float) -> str:
         lay_out(table, texts=(0,)),
         [
             f"To ask for one: {pattern}",
-            *(f"  {way}: {_spell_way(target, way)}" for way in ways),
+            *(f"  {text}" for text in options),
             "All is predicted. Peaks, speeds and each command: --details.",
         ],
     )
 
 
-def _spell_way(target: str, way: str) -> str:
-    """Return the options of a way of training."""
-    fields = _ask(target, "", way, 1)
-    names = ("parameters_dtype", *WAYS[way])
-    return " ".join(f"{option_name(n)} {fields[n]}" for n in names if n in fields)
+def spell_pattern(target: str, ways: Iterable[str]) -> list[str]:
+    """Return the pattern of the commands that ask about one model, and the options of each way."""
+    asked = {"target": target, "checkpointing": CHECKPOINTING, "method": METHOD}
+    lines = [_spell_command({"model": "MODEL", "seq_len": "TOKENS", **asked})]
+    for way in ways:
+        fields = _ask(target, "", way, 1)
+        names = [name for name in ("parameters_dtype", *WAYS[way]) if name in fields]
+        lines.append(f"{way}: {' '.join(f'{option_name(n)} {fields[n]}' for n in names)}")
+    return lines
 
 
 def _tell_cell(cell: Cell, *, by_price: bool) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from dpprof.ask.answer import BatchAnswer
 from dpprof.ask.commands.common import FILE, Parser, positive
 from dpprof.ask.commands.options import add_experiment_options, read_given
+from dpprof.ask.defaults import DESCRIBED
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable, write_atomically
 
@@ -36,7 +37,7 @@ def make_parser(command: str, about: str | None, example: str = "", **of_fields:
     )
     add_output_options(parser)
     leave_out = ("method", "batch_size")
-    add_experiment_options(parser, leave_out=leave_out, **of_fields)
+    add_experiment_options(parser, leave_out=leave_out, defaults=DESCRIBED, **of_fields)
     return parser
 
 
