@@ -17,13 +17,18 @@ def detail_advice(advices: Sequence[Advice]) -> list[str]:
     sides = [side for advice in advices for side in advice.sides]
     lines: list[str] = []
     for side in sides:
-        lines += [recommend(side), *_lay_out(side)]
+        lines += [recommend(side)] if len(sides) > 1 else []
+        lines += _lay_out(side)
         lines += [] if side.one_more_sample is None else [_tell_sample(side.one_more_sample)]
         for option in side.options:
             least = option.smallest_batch_size or 1
             smallest = f"takes at least {least:,} samples" if least > 1 else None
             lines += group_messages((option.method, why) for why in (option.message, smallest))
-        lines += [*_tell_memory(side), f"Time: {side.sure_of_time}.", ""]
+        if side.budget_bytes is not None:
+            each = ", batches and peaks are those of each rank" if side.parallel else ""
+            room = f"{side.budget_bytes / 2**20:,.0f} MiB{each}"
+            lines.append(f"Memory: {room}; {side.sure_of_memory}.")
+        lines += [f"Time: {side.sure_of_time}.", ""]
     return lines
 
 
@@ -50,10 +55,3 @@ def _tell_sample(sample: OneMoreSample) -> str:
     )
     peak = f"at the peak ({sample.phase.replace('_', ' ')}), {held}"
     return f"One more sample costs {format_size(sample.sample_bytes)}; {peak}."
-
-
-def _tell_memory(advice: Advice) -> list[str]:
-    if advice.budget_bytes is None:
-        return []
-    each = ", batches and peaks are those of each rank" if advice.parallel else ""
-    return [f"Memory: {advice.budget_bytes / 2**20:,.0f} MiB{each}; {advice.sure_of_memory}."]

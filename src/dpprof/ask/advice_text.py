@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dpprof.ask.layout import (
+    WIDTH,
     explain_signs,
     explain_trust,
     fit_screen,
@@ -110,9 +111,15 @@ def recommend(advice: Advice) -> str:
 
 
 def _tell_speed(advice: Advice) -> list[str]:
-    """Say how fast the advised method is, and what is as fast as far as is predicted."""
+    """Say how fast the advised method is, and what is as fast as far as is predicted.
+
+    Where no method is advised, say what speaks against one.
+    """
     best = advice.best
-    if best is None or not best.tokens_per_s:
+    if best is None:
+        private = (o for o in advice.options if o.private and o.message)
+        return [f"{option.method}: {option.message}." for option in private][:1]
+    if not best.tokens_per_s:
         return []
     many, named = (_MANY, "billion") if advice.image_size is None else (_MANY // 1000, "million")
     ends = best.tokens_per_s_high, best.tokens_per_s, best.tokens_per_s_low
@@ -178,13 +185,17 @@ def format_winners(advices: Sequence[Advice], others: Sequence[str] = ()) -> str
             close[", ".join(names)].append(" ".join(row))
     found = [option for option in winners if option is not None]
     signs = find_signs(found)
-    figures = choose_columns(_OF_WINNERS, sides[0])
-    table = [
-        [*row, "none", *("" for _ in figures)]
-        if best is None
-        else [*row, best.method + sign(best.method, signs), *(CELLS[f](best) for f in figures)]
-        for row, best in zip(rows, winners, strict=True)
-    ]
+    for hidden in ("", "GiB at peak"):  # where there is no room for it
+        figures = [name for name in choose_columns(_OF_WINNERS, sides[0]) if name != hidden]
+        cells = [
+            [*row, "none", *("" for _ in figures)]
+            if best is None
+            else [*row, best.method + sign(best.method, signs), *(CELLS[f](best) for f in figures)]
+            for row, best in zip(rows, winners, strict=True)
+        ]
+        table = tabulate([*axes, "method", *figures], cells, sides[0])
+        if max(map(len, table)) <= WIDTH:
+            break
     after = []
     if close:
         said = "; ".join(f"{names} ({', '.join(where)})" for names, where in close.items())
@@ -195,8 +206,7 @@ def format_winners(advices: Sequence[Advice], others: Sequence[str] = ()) -> str
         after.append("none: no private method safely fits, or can be advised; --details says why.")
     timed = next((side.rests_on for side in sides if side.rests_on), {})
     after += [*tell_prices(sides), *others, *explain_signs(signs), explain_trust(timed)]
-    header = [*axes, "method", *figures]
-    return fit_screen([_name_winners(sides, winners)], tabulate(header, table, sides[0]), after)
+    return fit_screen([_name_winners(sides, winners)], table, after)
 
 
 def _name_winners(sides: Sequence[Advice], winners: Sequence[Option | None]) -> str:
@@ -289,12 +299,12 @@ def format_gpus(
     small = min(fastest, key=lambda option: option.gpus)
     where = [f"{o.method} on {o.gpus:,} {plural(o.gpus, 'GPU')}" for o in (cheap, fast, small)]
     hours = three_digits(cheap.gpu_hours_per_billion)
-    said = f"Cheapest: {where[0]}, {hours} GPU hours for a billion tokens. "
-    said += f"Fastest: {where[1]}, {fast.tokens_per_s:,.0f} tokens/s. Smallest: {where[2]}."
     first = advices[0]
     settings = name_settings(first.dtype, first.optimizer, _find_execution(first))
+    said = f"Cheapest: {where[0]} ({settings}), {hours} GPU hours for a billion tokens. "
+    said += f"Fastest: {where[1]}, {fast.tokens_per_s:,.0f} tokens/s. Smallest: {where[2]}."
     size = name_size(first.seq_len, first.image_size)
-    about = f"Asked ({settings}): {_name(first)}, {size}, {_name_target(first)}."
+    about = f"Asked: {_name(first)}, {size}, {_name_target(first)}."
     named = {option.method for option in fastest}
     signs = find_signs(o for advice in advices for o in advice.options if o.method in named)
     rows = [

@@ -49,8 +49,8 @@ def explain_trust(rests_on: Mapping[str, float]) -> str:
     sheet = rests_on.get("data sheet", 0.0)
     shares = {"measured kernels": 1 - sheet, "data sheet": sheet} if rests_on else {}
     told = ", ".join(f"{share:.0%} {what}" for what, share in shares.items() if round(share, 2))
-    times = f"times by {told}" if told else "no times"
-    return f"Predicted: peaks byte by byte, {times}. Why: --details."
+    times = f", times by {told}" if told else ""
+    return f"Predicted: peaks byte by byte{times}. Why: --details."
 
 
 def lay_out(rows: Sequence[Sequence[str]], texts: Container[int] = (0,)) -> list[str]:
