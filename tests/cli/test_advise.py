@@ -29,6 +29,7 @@ from dpprof.ask.commands.main import main
 from dpprof.ask.remedies import list_remedies
 from dpprof.experiments.config import registry
 from dpprof.experiments.planning.code_digest import verdict_digest
+from dpprof.experiments.records import answers
 from dpprof.experiments.records.advice import Advice, Option
 from dpprof.experiments.records.result import read_result
 from dpprof.predict.estimate import estimate
@@ -438,6 +439,28 @@ def test_a_verdict_is_respected(case, asked) -> None:
 
     for sentence in sentences:
         assert sentence in said
+
+
+def test_a_verdict_that_comes_with_the_package_counts_for_the_code_that_it_is_on(
+    asked, tmp_path, monkeypatch
+) -> None:
+    digest = verdict_digest("built-in", "flash-bk")
+    of_method = make_experiment(method="flash-bk")
+    write_synthetic_verdict(tmp_path, of_method, code_digest=digest)
+    [path] = (tmp_path / "results" / "verify").iterdir()
+    kept = {path.name: path.read_text()}
+    monkeypatch.setattr(answers, "kept_answers", lambda: kept)
+    here = asked / "results" / "verify" / path.name
+    write_synthetic_verdict(asked, of_method, code_digest="0" * 64)
+
+    said = call("advise", *ASKED, *HERE, cwd=asked).stdout
+    assert here.read_text() == kept.pop(path.name)
+    write_synthetic_verdict(asked, of_method, code_digest="0" * 64)
+    other = call("advise", *ASKED, *HERE, cwd=asked).stdout
+    here.unlink()
+
+    assert "flash-bk   first" in said
+    assert "flash-bk\N{DAGGER}  first" in other
 
 
 def test_bad_input_is_one_sentence(tmp_path) -> None:

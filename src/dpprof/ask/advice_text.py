@@ -211,14 +211,14 @@ def format_winners(advices: Sequence[Advice], others: Sequence[str] = ()) -> str
 
 def _name_winners(sides: Sequence[Advice], winners: Sequence[Option | None]) -> str:
     """Say which methods are the fastest, and what all rows have in common."""
-    names = {None if best is None else best.method for best in winners}
+    found = [best for best in winners if best is not None]
+    names = {best.method for best in found}
     executions = {_find_execution(side) for side in sides}
     shared = ", ".join([sides[0].optimizer, *(executions if len(executions) == 1 else ())])
     where = f"({shared}): {_name(sides[0])}, {_name_target(sides[0])}"
-    method = names.pop() if len(names) == 1 else None
-    if method is None or any(best is None or best.tokens_per_s is None for best in winners):
+    if len(names) != 1 or any(best.tokens_per_s is None for best in found):
         return f"The fastest private method with its largest safe batch {where}."
-    return f"Use {method}, the fastest private method in each row, with its batch {where}."
+    return f"Use {names.pop()}, the fastest private method in each row, with its batch {where}."
 
 
 def tabulate(header: Sequence[str], rows: Iterable[list[str]], advice: Advice) -> list[str]:

@@ -254,7 +254,10 @@ def format_fits(cells: Sequence[Cell], tokens: float) -> str:
         rows.setdefault(key, {})[where] = _tell_cell(cell, by_price=by_price)
     header = ["model", *(["tokens"] if is_wide else ())]
     header += [way if length is None else f"{way} {length:,}" for way, length in across]
-    table = [header, *([*key, *(found[where] for where in across)] for key, found in rows.items())]
+    table = [
+        header,
+        *([*key, *(found.get(where, "") for where in across)] for key, found in rows.items()),
+    ]
     usual = add_defaults({"target": target, "method": METHOD})
     optimizers = dict.fromkeys(WAYS[way].get("optimizer", usual["optimizer"]) for way in ways)
     execution = usual.get("execution", "eager")
