@@ -103,7 +103,7 @@ def test_ways_and_lengths_stand_side_by_side_where_there_are_few() -> None:
     ]
     assert lines[4].split() == ["b", "30", "GiB"]
     priced = str(Fits(cells[2:], 1e6)).splitlines()
-    assert priced[3].split() == ["b", "30", "GiB", "8", "5.68"]
+    assert priced[3].split() == ["b", "30", "GiB", "8", "12.3", "5.68"]
 
 
 def test_what_fits_on_each_gpu_fits_a_screen_however_much_is_asked() -> None:

@@ -247,11 +247,13 @@ def format_fits(cells: Sequence[Cell], tokens: float) -> str:
     ways, lengths = ({getattr(cell, name): None for cell in cells} for name in ("way", "seq_len"))
     is_wide = len(ways) * len(lengths) > _MOST_ACROSS
     across = list(itertools.product(ways, (None,) if is_wide else lengths))
+    is_narrow = len(across) <= _MOST_ACROSS // 2
+    shown = ["hours"] * (is_narrow or not by_price) + ["price"] * by_price
     rows: dict[tuple[str, ...], dict[tuple[str, int | None], str]] = {}
     for cell in cells:
         key = (cell.model.removeprefix("hf:"), *([f"{cell.seq_len:,}"] if is_wide else ()))
         where = (cell.way, None if is_wide else cell.seq_len)
-        rows.setdefault(key, {})[where] = _tell_cell(cell, by_price=by_price)
+        rows.setdefault(key, {})[where] = _tell_cell(cell, shown)
     header = ["model", *(["tokens"] if is_wide else ())]
     header += [way if length is None else f"{way} {length:,}" for way, length in across]
     table = [
@@ -262,12 +264,12 @@ def format_fits(cells: Sequence[Cell], tokens: float) -> str:
     optimizers = dict.fromkeys(WAYS[way].get("optimizer", usual["optimizer"]) for way in ways)
     execution = usual.get("execution", "eager")
     settings = name_settings(usual["dtype"], " or ".join(optimizers), execution)
-    what = "price" if by_price else "hours"
+    of_tokens = " and ".join(shown)
     pattern, *options = spell_pattern(target, ways)
     return fit_screen(
         [
             f"{fitting} of {len(cells)} fit on {target} with {METHOD} ({settings}).",
-            f"Largest safe batch, {what} of {tokens:,.0f} tokens; or GiB that one sample needs.",
+            f"Largest batch, {of_tokens} of {tokens:,.0f} tokens; or the GiB that a sample needs.",
         ],
         lay_out(table, texts=(0,)),
         [
@@ -289,14 +291,14 @@ def spell_pattern(target: str, ways: Iterable[str]) -> list[str]:
     return lines
 
 
-def _tell_cell(cell: Cell, *, by_price: bool) -> str:
-    """Return the batch with hours or a price; where nothing fits, what one sample needs."""
+def _tell_cell(cell: Cell, shown: Sequence[str]) -> str:
+    """Return the batch with hours and a price; where nothing fits, what one sample needs."""
     if not cell.batch_size:
         mib = tell_need(cell.message or "").removeprefix("needs ").partition(" MiB")[0]
         is_known = mib.replace(",", "").isdecimal()
         return f"{int(mib.replace(',', '')) / 1024:,.0f} GiB" if is_known else "none"
-    told = format_number(cell.price, ",.2f") if by_price else format_number(cell.hours, ",.1f")
-    return f"{cell.batch_size:,}{told:>7}"
+    texts = {"hours": format_number(cell.hours, ",.1f"), "price": format_number(cell.price, ",.2f")}
+    return f"{cell.batch_size:>5,}" + "".join(f"{texts[name]:>7}" for name in shown)
 
 
 def list_cells(cell: Cell) -> list[str]:
