@@ -183,8 +183,8 @@ def format_winners(advices: Sequence[Advice], others: Sequence[str] = ()) -> str
     for side, row in zip(sides, rows, strict=True):
         if names := [option.method for option in side.options if option.verdict == "close"]:
             close[", ".join(names)].append(" ".join(row))
-    found = [option for option in winners if option is not None]
-    signs = find_signs(found)
+    ranked = [option for option in winners if option is not None]
+    signs = find_signs(ranked)
     for hidden in ("", "GiB at peak"):  # where there is no room for it
         figures = [name for name in choose_columns(_OF_WINNERS, sides[0]) if name != hidden]
         cells = [
@@ -200,25 +200,25 @@ def format_winners(advices: Sequence[Advice], others: Sequence[str] = ()) -> str
     if close:
         said = "; ".join(f"{names} ({', '.join(where)})" for names, where in close.items())
         after.append(f"No difference predicted to: {said}.")
-    if any(option.tokens_per_s is None for option in found):
+    if any(option.tokens_per_s is None for option in ranked):
         after.append("unknown: no time is predicted; the method with the largest batch is named.")
     if None in winners:
         after.append("none: no private method safely fits, or can be advised; --details says why.")
-    timed = next((side.rests_on for side in sides if side.rests_on), {})
-    after += [*tell_prices(sides), *others, *explain_signs(signs), explain_trust(timed)]
+    after += [*tell_prices(sides), *others, *explain_signs(signs)]
+    after.append(explain_trust(*(side.rests_on for side in sides)))
     return fit_screen([_name_winners(sides, winners)], table, after)
 
 
 def _name_winners(sides: Sequence[Advice], winners: Sequence[Option | None]) -> str:
     """Say which methods are the fastest, and what all rows have in common."""
-    found = [best for best in winners if best is not None]
-    names = {best.method for best in found}
+    ranked = [best for best in winners if best is not None]
+    names = {best.method for best in ranked}
     executions = {_find_execution(side) for side in sides}
     shared = ", ".join([sides[0].optimizer, *(executions if len(executions) == 1 else ())])
     where = f"({shared}): {_name(sides[0])}, {_name_target(sides[0])}"
-    if len(names) != 1 or any(best.tokens_per_s is None for best in found):
+    if len(names) != 1 or any(best.tokens_per_s is None for best in ranked):
         return f"The fastest private method with its largest safe batch {where}."
-    return f"Use {names.pop()}, the fastest private method in each row, with its batch {where}."
+    return f"Use {names.pop()}, the fastest in each row, with its batch {where}."
 
 
 def tabulate(header: Sequence[str], rows: Iterable[list[str]], advice: Advice) -> list[str]:
@@ -314,10 +314,10 @@ def format_gpus(
         ]
         for option in fastest
     ]
+    bases = [advice.rests_on for advice in advices]
     efficiency = "Efficiency: tokens/s of a GPU over those with the fewest GPUs that train."
-    timed = next((advice.rests_on for advice in advices if advice.rests_on), {})
     return fit_screen(
         [said, about],
         lay_out([list(_OF_GPUS), *rows], texts=(1,)),
-        [efficiency, *others, *explain_signs(signs), explain_trust(timed)],
+        [efficiency, *others, *explain_signs(signs), explain_trust(*bases)],
     )

@@ -62,9 +62,9 @@ def _tell_assumed(privacy: Privacy, noise: NoisePlan) -> list[str]:
         "data": "batches: the largest power of two in the data",
         "steps": f"batches: the largest power of two with {privacy.least_steps:,} steps",
     }[_find_rule(privacy, noise)]
-    given = privacy.model_fields_set
-    delta = None if "delta" in given else "delta 0.1 / samples"
-    accountant = None if "accountant" in given else f"accountant {privacy.accountant}"
+    stated = privacy.model_fields_set
+    delta = None if "delta" in stated else "delta 0.1 / samples"
+    accountant = None if "accountant" in stated else f"accountant {privacy.accountant}"
     assumed = [text for text in (delta, why, accountant) if text]
     return [f"Assumed: {'; '.join(assumed)}."] if assumed else []
 
@@ -78,7 +78,7 @@ def _find_best(costs: Iterable[MethodCost]) -> MethodCost | None:
 
 def _list_first(budget: Budget) -> list[MethodCost]:
     """Return what methods cost at the epsilon to plan for."""
-    return [one for one in budget.methods if one.epsilon in (None, budget.privacy.epsilon[0])]
+    return [c for c in budget.methods if c.epsilon in (None, budget.privacy.epsilon[0])]
 
 
 def _name_price(cost: MethodCost) -> str:

@@ -33,7 +33,7 @@ def read_verdicts(experiments: Sequence[Experiment]) -> dict[str, Standing]:
 
     The verdicts are those here, and those on this code that come with the package.
     """
-    for label, method in dict.fromkeys((verified_as(one), one.method) for one in experiments):
+    for label, method in dict.fromkeys((verified_as(e), e.method) for e in experiments):
         digest = verdict_digest(label, method)
         take_kept(verdict_path(Path(), label, method), holding=f'"code_digest": "{digest}"')
     return read_standings(Path(), experiments, verdict_digest)

@@ -1,7 +1,10 @@
 """Predict the memory, FLOPs and least time of one experiment, without running it."""
 
+import itertools
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -9,7 +12,7 @@ from dpprof.ask.answer import Answer, load_figure, tabulate
 from dpprof.ask.commands.common import FILE, Parser, ending_in_a_sentence
 from dpprof.ask.commands.options import add_experiment_options, read_given
 from dpprof.ask.defaults import DESCRIBED
-from dpprof.ask.layout import name_settings
+from dpprof.ask.layout import WIDTH, name_settings
 from dpprof.ask.predictions import PredictionError, predict
 from dpprof.ask.questions import make_experiment, naming
 from dpprof.experiments.config.experiment import Experiment
@@ -144,7 +147,8 @@ def format_estimate(result: Result) -> str:
     where = f"{experiment.batch_size:,} x {size}, {settings}"
     if experiment.parallel is not None:
         where += f", {experiment.parallel.text}; all of this is rank 0's"
-    return "\n".join([f"{experiment.method}, {where}", *lines])
+    fill = partial(textwrap.wrap, width=WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False)
+    return "\n".join(itertools.chain([f"{experiment.method}, {where}"], *map(fill, lines)))
 
 
 def _format_exchange(result: Result) -> list[str]:

@@ -44,12 +44,16 @@ def name_settings(dtype: str, optimizer: str, execution: str) -> str:
     return f"{dtype}, {optimizer}, {_EXECUTIONS.get(execution, execution)}"
 
 
-def explain_trust(rests_on: Mapping[str, float]) -> str:
-    """Say in a line how far to trust an answer."""
-    sheet = rests_on.get("data sheet", 0.0)
-    shares = {"measured kernels": 1 - sheet, "data sheet": sheet} if rests_on else {}
-    told = ", ".join(f"{share:.0%} {what}" for what, share in shares.items() if round(share, 2))
-    times = f", times by {told}" if told else ""
+def explain_trust(*bases: Mapping[str, float]) -> str:
+    """Say in a line how far to trust an answer; ``bases`` are what predicted times rest on."""
+    sheets = sorted(basis.get("data sheet", 0.0) for basis in bases if basis)
+    times = ""
+    if sheets and round(sheets[0], 2) == round(sheets[-1], 2):
+        shares = {"measured kernels": 1 - sheets[0], "data sheet": sheets[0]}
+        told = ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if round(share, 2))
+        times = f", times by {told}"
+    elif sheets:
+        times = f", times by {sheets[0]:.0%} to {sheets[-1]:.0%} data sheet"
     return f"Predicted: peaks byte by byte{times}. Why: --details."
 
 
