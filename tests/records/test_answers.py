@@ -111,6 +111,15 @@ def test_each_answer_of_the_documentation_fits_a_screen(question, tmp_path) -> N
         assert max(map(len, lines)) <= WIDTH
 
 
+@pytest.mark.usefixtures("in_shipped_environment")
+def test_readme_shows_the_answer_to_its_first_question(tmp_path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = readme.partition("```text\n")[2].partition("```")[0]
+    assert {one.id for one in list_asked(QUESTIONS[0])} <= {kept.experiment_id for kept in KEPT}
+
+    assert call(*QUESTIONS[0], cwd=tmp_path).stdout.startswith(shown)
+
+
 def test_a_kept_file_takes_the_place_of_one_on_other_code_alone(tmp_path, monkeypatch) -> None:
     kept = {"a.json": '{"code_digest": "new"}'}
     monkeypatch.setattr(answers, "kept_answers", lambda: kept)
