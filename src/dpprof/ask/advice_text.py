@@ -143,7 +143,7 @@ def format_advice(advice: Advice, others: Sequence[str] = ()) -> str:
         cells = [CELLS[name](option) for name in columns]
         shown = cells if option.largest_batch_size is not None else cells[:1]
         blank = [""] * (len(columns) - len(shown))
-        rows.append([option.method + sign(option.method, signs), *shown, *blank])
+        rows.append([_mark(option), *shown, *blank])
     whole = [] if advice.whole is None else [f"Of the whole model: {recommend(advice.whole)}"]
     return fit_screen(
         [recommend(advice), *_tell_speed(advice)],
@@ -184,13 +184,12 @@ def format_winners(advices: Sequence[Advice], others: Sequence[str] = ()) -> str
         if names := [option.method for option in side.options if option.verdict == "close"]:
             close[", ".join(names)].append(" ".join(row))
     ranked = [option for option in winners if option is not None]
-    signs = find_signs(ranked)
     for hidden in ("", "GiB at peak"):  # where there is no room for it
         figures = [name for name in choose_columns(_OF_WINNERS, sides[0]) if name != hidden]
         cells = [
             [*row, "none", *("" for _ in figures)]
             if best is None
-            else [*row, best.method + sign(best.method, signs), *(CELLS[f](best) for f in figures)]
+            else [*row, _mark(best), *(CELLS[f](best) for f in figures)]
             for row, best in zip(rows, winners, strict=True)
         ]
         table = tabulate([*axes, "method", *figures], cells, sides[0])
@@ -204,9 +203,14 @@ def format_winners(advices: Sequence[Advice], others: Sequence[str] = ()) -> str
         after.append("unknown: no time is predicted; the method with the largest batch is named.")
     if None in winners:
         after.append("none: no private method safely fits, or can be advised; --details says why.")
-    after += [*tell_prices(sides), *others, *explain_signs(signs)]
+    after += [*tell_prices(sides), *others, *explain_signs(find_signs(ranked))]
     after.append(explain_trust(*(side.rests_on for side in sides)))
     return fit_screen([_name_winners(sides, winners)], table, after)
+
+
+def _mark(option: Option) -> str:
+    """Return the method with the signs that it bears in this row."""
+    return option.method + sign(option.method, find_signs([option]))
 
 
 def _name_winners(sides: Sequence[Advice], winners: Sequence[Option | None]) -> str:

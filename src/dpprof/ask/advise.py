@@ -25,7 +25,7 @@ from dpprof.ask.advice_text import (
 )
 from dpprof.ask.answer import BatchAnswer, load_figure, tabulate
 from dpprof.ask.capacities import LISTS, find_capacities, list_experiments, read_verdicts
-from dpprof.ask.capacity import explain_batches
+from dpprof.ask.capacity import explain_batches, explain_safety
 from dpprof.ask.commands.capacities import ask, make_parser, print_answer, read_question
 from dpprof.ask.commands.common import DRAWING, ending_in_a_sentence, save_figure
 from dpprof.ask.questions import naming
@@ -114,7 +114,9 @@ class Advised(BatchAnswer):
     @property
     def details(self) -> str:
         """Every column, why methods are missing, and what each number rests on."""
-        return "\n".join([*detail_advice(self.advices), *explain_batches(self.results)])
+        is_one = len(self.advices) == 1 and self.advices[0].checkpointing != BEST
+        explain = explain_batches if is_one else explain_safety
+        return "\n".join([*detail_advice(self.advices), *explain(self.results)])
 
     def table(self) -> "pd.DataFrame":
         """Return a row for each method of each question, the best first."""
