@@ -33,6 +33,7 @@ from dpprof.experiments.records import answers
 from dpprof.experiments.records.advice import Advice, Option
 from dpprof.experiments.records.result import read_result
 from dpprof.predict.estimate import estimate
+from dpprof.results.analysis.tables.frames import read_table
 
 SURE = {"sure_of_memory": "by sums", "sure_of_time": "by bounds"}
 
@@ -415,6 +416,26 @@ def test_advice_rests_on_results_that_are_kept(asked) -> None:
     )
     assert "flash-bk\N{DAGGER}  first" in said
     assert "\N{DAGGER} Not verified to compute the right gradient" in said
+
+
+def test_details_and_files_have_what_a_screen_has_no_room_for(asked) -> None:
+    done = call("advise", *ASKED, *HERE, "--details", "--csv=advice.csv", cwd=asked)
+    screen, _, details = done.stdout.partition("\n\n")
+
+    assert screen + "\n" == (asked / "said").read_text()
+    assert "FLOPs x  largest batch  its peak, MiB" in details
+    assert "\nTime: tokens per second are predicted, with 90 % intervals" in details
+    table = read_table(asked / "advice.csv")
+    assert list(table["method"]) == ["flash-bk", "standard"]
+    assert list(table["largest_batch_size"]) == [10, 10]
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_found(asked) -> None:
+    done = call("advise", *ASKED, *HERE, "--csv=results", cwd=asked)  # a folder
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ")
+    assert "results" in done.stderr
 
 
 VERDICTS = {
