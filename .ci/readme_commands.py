@@ -23,8 +23,9 @@ FIRST_LINES = ROOT / ".ci" / "first_lines.txt"
 def list_commands() -> list[str]:
     """Return the commands in the README's blocks of code, each on one line."""
     text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
-    blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    lines = [" ".join(line.split()) for block in blocks for line in block.splitlines()]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    commands = (block for language, block in blocks if not language)
+    lines = [" ".join(line.split()) for block in commands for line in block.splitlines()]
     return [line for line in lines if line.startswith("dpprof ")]
 
 

@@ -7,6 +7,7 @@ from scripts import ASKED, HERE, call
 from dpprof.ask.advise import list_questions, read_options
 from dpprof.ask.commands.capacities import read_question
 from dpprof.experiments.planning.code_digest import code_digest
+from dpprof.experiments.records import answers
 
 STEP_S = {"standard": 1.0, "flash-bk": 1.5}
 
@@ -28,13 +29,23 @@ def keep_capacities():
     return keep
 
 
+@pytest.fixture(scope="module", autouse=True)
+def without_kept():
+    """Take no answers and no verdicts from the package."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answers, "kept_answers", dict)
+        yield
+
+
 @pytest.fixture(scope="session")
 def asked(tmp_path_factory, keep_capacities):
     """Ask for two methods once, of which the present code has found the capacities."""
     path = tmp_path_factory.mktemp("asked")
     sizes = {"budget_bytes": 25 * 2**20, "unfragmented_batch_size": 12, "safe_share": None}
     keep_capacities(path, [*ASKED, *HERE], lambda one: make_capacity(STEP_S[one.method], **sizes))
-    done = call("advise", *ASKED, *HERE, "--json=advice.json", cwd=path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answers, "kept_answers", dict)
+        done = call("advise", *ASKED, *HERE, "--json=advice.json", cwd=path)
     assert done.returncode == 0, done.stderr
     (path / "said").write_text(done.stdout)
     return path

@@ -10,7 +10,7 @@ from factory import (
     write_synthetic,
 )
 
-from dpprof.ask.budget import format_budget
+from dpprof.ask.budget_text import format_budget
 from dpprof.experiments.accounting.plan import AtEpsilon
 from dpprof.experiments.records.budget import Budget
 from dpprof.experiments.records.verdict import Standing
@@ -68,7 +68,9 @@ def test_several_gpus_share_a_batch_and_all_their_hours_are_paid(tmp_path) -> No
     assert four.price == pytest.approx(2 * four.gpu_hours)
     text = format_budget(budget)
     assert "Fewest GPU hours: flash-bk on 1 GPU." in text
-    assert "hours" in text.split("GPU hours")[1].splitlines()[0]
+    [header] = [line for line in text.splitlines() if line.startswith("method ")]
+    assert header.split()[:2] == ["method", "GPUs"]
+    assert header.split()[-4:] == ["hours", "price", "x", "standard"]
 
 
 def test_a_method_that_failed_verification_takes_not_the_fewest_hours(tmp_path) -> None:

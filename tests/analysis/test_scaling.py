@@ -60,17 +60,21 @@ def test_the_cheapest_the_fastest_and_the_smallest_number_are_named() -> None:
         (2, "flash"),
         (4, "flash-bk"),
     ]
-    said, *rows = format_gpus(found)
-    assert said.startswith("Cheapest: flash on 2 GPUs, 556 GPU hours for a billion tokens.")
-    assert "Fastest: flash-bk on 4 GPUs, 2,000 tokens/s. Smallest: flash on 2 GPUs." in said
-    assert len(rows) == 4
-    assert rows[2].split()[:3] == ["4", "flash-bk", "8"]
+    said, others, about, header, *rows = format_gpus(found, advise()).splitlines()
+    assert said.startswith("Cheapest: flash on 2 GPUs (bfloat16, adamw, eager), 556 GPU hours for")
+    assert others.endswith("flash-bk on 4 GPUs, 2,000 tokens/s. Smallest: flash on 2 GPUs.")
+    assert about.startswith("Asked: ")
+    assert header.split()[:3] == ["GPUs", "method", "batch"]
+    assert rows[1].split()[:3] == ["4", "flash-bk\N{DAGGER}", "8"]
 
 
-def test_nothing_is_said_where_no_speed_is_predicted() -> None:
+def test_where_no_speed_is_predicted_batches_are_said() -> None:
     silent = [one.model_copy(update={"options": (option("flash", None),)}) for one in advise()]
 
-    assert format_gpus(compare_gpus(silent)) == []
+    first, header, *rows = format_gpus(compare_gpus(silent), silent).splitlines()
+    assert first.startswith("The fastest private method with its largest safe batch (")
+    assert header.split()[:4] == ["dtype", "tokens", "ranks", "method"]
+    assert rows
 
 
 def draw_of(advices):

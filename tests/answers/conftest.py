@@ -1,5 +1,5 @@
 """Capacities that several questions are asked about."""
 
-from asked import asked, keep_capacities
+from asked import asked, keep_capacities, without_kept
 
-__all__ = ["asked", "keep_capacities"]
+__all__ = ["asked", "keep_capacities", "without_kept"]

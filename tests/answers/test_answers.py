@@ -53,8 +53,10 @@ def test_advice_is_what_the_command_says(here) -> None:
     assert list(table["safe_batch_size"]) == [8, 8]
     # 8 samples of 8 tokens in 1.5 s and in 1 s
     assert list(table["tokens_per_s"]) == pytest.approx([64 / 1.5, 64.0])
+    assert "its peak, MiB" in advised.details
+    assert "Safe: the allocator never has to release its cache" in advised.details
     html = advised._repr_html_()
-    assert html.startswith("<p>Use flash-bk with batches of 8: custom, 8 tokens, ")
+    assert html.startswith("<p>Use flash-bk with batches of 8 (bfloat16, adamw-fused, eager): cust")
     assert "<td>42.7</td>" in html
     with pytest.raises(
         InputError, match="plot: 8 is not allowed; it shows sequence lengths; give "
@@ -69,6 +71,7 @@ def test_a_budget_is_what_the_command_says(here) -> None:
 
     assert str(priced) + "\n" == done.stdout
     assert priced.to_json() + "\n" == (here / "b.json").read_text()
+    assert "noise multiplier" in priced.details
     costs = priced.table()
     assert list(costs[costs["method"] == "flash-bk"]["epsilon"]) == [8, 6]
     steps = 400_000 / 8 / priced.budget.noise.batch_size
@@ -136,10 +139,10 @@ def test_questions_refuse_what_their_commands_refuse(tmp_path, monkeypatch) -> N
     fields = {"model": "tiny", "seq_len": 8, "target": "l4"}
     for question, given, sentence in (
         (dpprof.advise, fields | {"batch_size": 2}, "batch_size: 2 is not allowed; the largest is"),
-        (dpprof.advise, {"model": "tiny", "seq_len": 8}, "target: missing; a target's name"),
+        (dpprof.advise, {"model": "tiny", "seq_len": 8}, "target: missing, and there is no"),
         (dpprof.advise, fields | {"methods": ["flash"] * 2}, "methods: 'flash flash' is not allow"),
         (dpprof.capacity, fields | {"method": "flsh"}, "methods: 'flsh' is not allowed; did you"),
-        (dpprof.budget, fields, "missing: samples, tokens, epsilon, delta"),
+        (dpprof.budget, fields, "missing: samples, tokens, epsilon"),
         (dpprof.verify, {"model": "tinny", "method": "flash"}, "model: 'tinny' is not allowed"),
         (dpprof.verify, {"method": "flash"}, "missing: model, or stand_in"),
         (dpprof.verify, {"model": lambda _: None, "method": "flash"}, "model: 'here:"),

@@ -35,7 +35,7 @@ def test_the_page_runs_as_it_stands(tmp_path) -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     said = run_fresh(f"import os; os.chdir({str(tmp_path)!r})\n{code}")
 
-    assert "flash-bk, 4 x 64 tokens, float32" in said
+    assert "flash-bk, 4 x 64 tokens, bfloat16, adamw-fused, eager" in said
     assert "opacus-hooks needs" in said
 
 
@@ -67,5 +67,5 @@ def test_the_page_of_the_notebook_has_its_code_and_what_it_showed() -> None:
         assert "```python\n" + "".join(cell["source"]) + "\n```" in page
     shown = [cell for cell in code_cells(notebook) if cell["outputs"]]
     assert shown == code_cells(notebook)  # run_notebook.py --keep keeps it
-    assert "<p>Use flash-bk with batches of 34: 1b, 1,024 tokens, float32, on h200.</p>" in page
+    assert "<p>Use flash-bk with batches of 56 (bfloat16, adamw-fused, eager): 1b, " in page
     assert "epsilon 7.99 at delta 0.0001" in page

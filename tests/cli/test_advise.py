@@ -1,6 +1,8 @@
 """``dpprof advise``: what it says of invented results, and of real ones."""
 
+import contextlib
 import functools
+import io
 import json
 
 import pytest
@@ -14,20 +16,24 @@ from factory import (
 from scripts import ASKED, HERE, MODEL, ROOT, call
 from snapshots import assert_reviewed, assert_sentences
 
+from dpprof.ask.advice_details import detail_advice
 from dpprof.ask.advice_text import (
     compare_heads,
     format_advice,
     format_winners,
-    list_remedies,
     list_smallest_ranks,
 )
 from dpprof.ask.advise import list_questions
 from dpprof.ask.capacity import explain_batches, explain_safety
+from dpprof.ask.commands.main import main
+from dpprof.ask.remedies import list_remedies
 from dpprof.experiments.config import registry
 from dpprof.experiments.planning.code_digest import verdict_digest
+from dpprof.experiments.records import answers
 from dpprof.experiments.records.advice import Advice, Option
 from dpprof.experiments.records.result import read_result
 from dpprof.predict.estimate import estimate
+from dpprof.results.analysis.tables.frames import read_table
 
 SURE = {"sure_of_memory": "by sums", "sure_of_time": "by bounds"}
 
@@ -90,7 +96,9 @@ ADVICES |= {
 
 @pytest.mark.parametrize("name", ADVICES)
 def test_advice_reads_as_it_was_reviewed(name) -> None:
-    assert_reviewed(f"cli/{name}", format_advice(ADVICES[name]) + "\n")
+    advice = ADVICES[name]
+    details = "\n".join(detail_advice([advice]))
+    assert_reviewed(f"cli/{name}", f"{format_advice(advice)}\n\n{details}\n")
 
 
 FITS = {"safe_peak_bytes": 3 * 2**29, "checkpointing": "none"}
@@ -207,31 +215,38 @@ def test_a_larger_question_is_one_call(grid) -> None:
             "reentrant",
         ]
         assert one.one_more_sample.sample_bytes == 50  # from 890 to 990 bytes by two samples
-    table = [line.split() for line in done.stdout.splitlines()[1:8]]
+    table = [line.split() for line in done.stdout.splitlines()[2:9]]
+    assert table[0][:2] == ["dtype", "tokens"]
     assert table[1][:5] == ["float32", "8", "flash-bk\N{DAGGER}", "non-reentrant", "8"]
     assert table[3] == ["float32", "32", "none"]
-    assert "float32 8: One more sample costs 50 bytes; at the peak (backward)" in done.stdout
     assert (grid / "rows.svg").read_text().startswith("<?xml")
 
 
-def test_progress_is_one_aligned_row_as_soon_as_a_capacity_is_known(grid) -> None:
-    done = call("advise", *GRID, cwd=grid)
-    head, *rows = [line.removeprefix("dpprof: ") for line in done.stderr.splitlines()]
+class Terminal(io.StringIO):
+    """What stands on a terminal."""
 
-    assert head == (
-        "method    dtype     tokens  checkpointing  largest batch  safe batch       tokens/s"
-        "      after"
-    )
-    assert len(rows) == 3 * 2 * 3 * 3
-    assert (
-        "flash-bk  float32        8  none                      10           8             32"
-        "        2 s"
-    ) in rows
-    assert ("flash-bk  bfloat16      32  reentrant      oom: too large") in rows
-    assert (
-        "flash     bfloat16      32  none                      10        none               "
-        "        2 s"
-    ) in rows
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_one_line_of_a_terminal_that_goes_when_the_answer_comes(
+    grid, monkeypatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.chdir(grid)
+    terminal = Terminal()
+    with contextlib.redirect_stderr(terminal), pytest.raises(SystemExit):
+        main(["advise", *GRID])
+    begin, first, *others, last = terminal.getvalue().split("\r\x1b[2K")
+
+    assert (begin, first, last) == ("", "dpprof: 0 of 54 found", "")
+    assert [line.split()[1] for line in others] == [str(one) for one in range(1, 55)]
+    assert any(line.endswith(": flash-bk on custom, floa...") for line in others)
+    assert max(map(len, others)) == 59
+
+
+def test_without_a_terminal_there_is_no_progress(grid) -> None:
+    assert call("advise", *GRID, cwd=grid).stderr == ""
 
 
 def test_one_row_is_as_before_and_says_which_checkpointing(grid) -> None:
@@ -241,7 +256,7 @@ def test_one_row_is_as_before_and_says_which_checkpointing(grid) -> None:
 
     assert advice["options"][0]["checkpointing"] == "non-reentrant"
     assert done.stdout.startswith(
-        "Use flash-bk with batches of 8 and non-reentrant checkpointing: custom, 8 tokens, "
+        "Use flash-bk with batches of 8 and non-reentrant checkpointing (bfloat16, adamw-fused,"
     )
     assert "method     verdict   checkpointing" in done.stdout
 
@@ -304,8 +319,9 @@ STATED = {
     "quantization_config": {"load_in_8bit": True, "llm_int8_threshold": 0},
 }
 LACKING = {
-    "whole": (
-        LLAMA,
+    "whole": (LLAMA, "checkpointing best, head best, lora rank=16, world_sizes 2 4 8"),
+    "in float32": (
+        LLAMA | {"dtype": "float32"},
         "dtype bfloat16, checkpointing best, head best, lora rank=16, world_sizes 2 4 8",
     ),
     "adapters": (
@@ -316,20 +332,20 @@ LACKING = {
         LLAMA | LORA | {"model": STATED, "parameters_dtype": "bfloat16"},
         "checkpointing best, head best",
     ),
-    "on ranks": (LLAMA | {"world_sizes": [2]}, "dtype bfloat16, checkpointing best, lora rank=16"),
+    "on ranks": (LLAMA | {"world_sizes": [2]}, "checkpointing best, lora rank=16"),
     "Opacus's": (
         LLAMA | {"methods": ["opacus-hooks"], "dtype": "bfloat16"},
         "checkpointing best, lora rank=16, world_sizes 2 4 8",
     ),
     "as a graph": (
         LLAMA | PLAIN | {"execution": "graph"},
-        "dtype bfloat16, checkpointing best, head best",
+        "checkpointing best, head best",
     ),
     "a processor": (
         LLAMA | PLAIN | {"target": "cpu"},
         "dtype bfloat16, checkpointing best, head best",
     ),
-    "images": ({**LLAMA, "model": "vit-b16", "seq_len": None}, "dtype bfloat16, world_sizes 2 4 8"),
+    "images": ({**LLAMA, "model": "vit-b16", "seq_len": None}, "world_sizes 2 4 8"),
 }
 
 
@@ -377,7 +393,7 @@ def test_what_does_not_fit_says_how_much_it_needs_and_is_kept(tmp_path) -> None:
     options = ["--target", target, "--methods", "standard", "--json=c.json"]
     done = call("advise", "--model", MODEL, "--seq-len=8", *options, cwd=tmp_path)
 
-    assert "What may take less memory: --dtype bfloat16, --checkpointing best" in done.stdout
+    assert "What may take less memory: --checkpointing best, --head best" in done.stdout
     assert done.returncode == 1  # libraries alone take more than 1 MiB
     [found] = json.loads((tmp_path / "c.json").read_text())["options"]
     assert found["verdict"] == "does not fit"
@@ -395,9 +411,31 @@ def test_advice_rests_on_results_that_are_kept(asked) -> None:
     for one in advice["options"]:
         assert (one["safe_batch_size"], one["largest_batch_size"]) == (8, 10)
         assert (one["safe_peak_bytes"], one["largest_peak_bytes"]) == (890, 990)
-    assert said.startswith("Use flash-bk with batches of 8: custom, 8 tokens")
+    assert said.startswith(
+        "Use flash-bk with batches of 8 (bfloat16, adamw-fused, eager): custom, 8 tokens"
+    )
     assert "flash-bk\N{DAGGER}  first" in said
-    assert "\N{DAGGER} Not verified here to compute the right gradient" in said
+    assert "\N{DAGGER} Not verified to compute the right gradient" in said
+
+
+def test_details_and_files_have_what_a_screen_has_no_room_for(asked) -> None:
+    done = call("advise", *ASKED, *HERE, "--details", "--csv=advice.csv", cwd=asked)
+    screen, _, details = done.stdout.partition("\n\n")
+
+    assert screen + "\n" == (asked / "said").read_text()
+    assert "FLOPs x  largest batch  its peak, MiB" in details
+    assert "\nTime: tokens per second are predicted, with 90 % intervals" in details
+    table = read_table(asked / "advice.csv")
+    assert list(table["method"]) == ["flash-bk", "standard"]
+    assert list(table["largest_batch_size"]) == [10, 10]
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_found(asked) -> None:
+    done = call("advise", *ASKED, *HERE, "--csv=results", cwd=asked)  # a folder
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ")
+    assert "results" in done.stderr
 
 
 VERDICTS = {
@@ -407,7 +445,7 @@ VERDICTS = {
     ),
     "a wrong gradient": (
         {"passed": False, "reason": "it differs"},
-        ["No private method can be advised: ", "flash-bk: its gradient is wrong: it differs"],
+        ["No private method can be advised (", "flash-bk: its gradient is wrong: it differs"],
     ),
 }
 
@@ -422,6 +460,28 @@ def test_a_verdict_is_respected(case, asked) -> None:
 
     for sentence in sentences:
         assert sentence in said
+
+
+def test_a_verdict_that_comes_with_the_package_counts_for_the_code_that_it_is_on(
+    asked, tmp_path, monkeypatch
+) -> None:
+    digest = verdict_digest("built-in", "flash-bk")
+    of_method = make_experiment(method="flash-bk")
+    write_synthetic_verdict(tmp_path, of_method, code_digest=digest)
+    [path] = (tmp_path / "results" / "verify").iterdir()
+    kept = {path.name: path.read_text()}
+    monkeypatch.setattr(answers, "kept_answers", lambda: kept)
+    here = asked / "results" / "verify" / path.name
+    write_synthetic_verdict(asked, of_method, code_digest="0" * 64)
+
+    said = call("advise", *ASKED, *HERE, cwd=asked).stdout
+    assert here.read_text() == kept.pop(path.name)
+    write_synthetic_verdict(asked, of_method, code_digest="0" * 64)
+    other = call("advise", *ASKED, *HERE, cwd=asked).stdout
+    here.unlink()
+
+    assert "flash-bk   first" in said
+    assert "flash-bk\N{DAGGER}  first" in other
 
 
 def test_bad_input_is_one_sentence(tmp_path) -> None:

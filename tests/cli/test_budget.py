@@ -16,7 +16,7 @@ from factory import (
 from scripts import ASKED, HERE, call
 from snapshots import assert_sentences
 
-from dpprof.ask.budget import explain_choice, format_budget
+from dpprof.ask.budget_text import detail_budget, explain_choice, format_budget
 from dpprof.experiments.accounting.noise import plan_noise
 from dpprof.experiments.accounting.plan import describe_noise
 from dpprof.experiments.launch import accounting_run
@@ -55,9 +55,9 @@ def test_a_budget_is_printed_and_written_for_programs(asked) -> None:
     assert private["price"] == pytest.approx(3.5 * private["gpu_hours"])
     assert private["hours_ratio"] > rows["standard", None]["hours_ratio"] == 1
     assert rows["flash-bk", 6]["batch_size"] > 512
-    assert done.stdout.startswith(
-        "(8, 0.001)-DP by rdp: custom, 8 tokens, float32, on l4; 400,000 tokens"
-    )
+    first, second, *_ = done.stdout.splitlines()
+    assert first.startswith("flash-bk: 2.10 GPU hours (90 % interval 1.91 to 2.31), price 7.35, bf")
+    assert second.startswith("custom, 8 tokens, on l4, (8, 0.001)-DP: 98 steps with batches of 512")
     assert f"{private['noise_multiplier']:.3f}" in done.stdout
     assert "warning: delta 0.001 is above 1 / samples, 0.0001: publishing each" in done.stderr
     assert len(found["warnings"]) == 1
@@ -75,7 +75,17 @@ def test_bad_input_is_one_sentence_and_nothing_runs(tmp_path) -> None:
 def test_what_is_missing_is_named(tmp_path) -> None:
     done = call("budget", *ASKED, *HERE, "--samples=9", cwd=tmp_path)
 
-    assert done.stderr == "error: missing: --tokens, --epsilon, --delta\n"
+    assert done.stderr == "error: missing: --tokens, --epsilon\n"
+
+
+def test_without_a_delta_it_is_a_tenth_of_one_over_the_samples(asked) -> None:
+    spent = [text for text in SPENT if "delta" not in text]
+    done = call("budget", *ASKED, *HERE, *spent, "--accountant=rdp", "--json=d.json", cwd=asked)
+
+    assert json.loads((asked / "d.json").read_text())["privacy"]["delta"] == 1e-5
+    assert "\nAssumed: delta 0.1 / samples; batches: " in done.stdout
+    given = call("budget", *ASKED, *HERE, *SPENT, "--accountant=rdp", cwd=asked).stdout
+    assert [a for a, b in zip(done.stdout, given, strict=False) if a != b][:1] == ["d"]
 
 
 def make(tmp_path, noise=None, **step):
@@ -91,8 +101,27 @@ def make(tmp_path, noise=None, **step):
     return make_budget(results, "h200", {}, PRIVACY, noise or make_noise(8.0))
 
 
-def test_people_see_noise_over_batches_then_hours_by_method(tmp_path) -> None:
+def test_people_see_hours_by_method_on_a_screen(tmp_path) -> None:
     lines = format_budget(make(tmp_path)).splitlines()
+
+    assert lines[0] == (
+        "flash-bk: 183 GPU hours (90 % interval 167 to 202), price 366.67, float32, adamw, eager."
+    )
+    assert lines[1].startswith("custom, 8 tokens, on h200, (8, 1e-06)-DP: 100 steps with batches")
+    assert lines[1].endswith(" of 64 (8 x 8), noise 0.500.")
+    assert [" ".join(line.split()) for line in lines[3:6]] == [
+        "method micro-batch GPU hours 90 % interval price x standard",
+        "flash-bk\N{DAGGER} 8 x 8 183 167 to 202 366.67 2.00",
+        "standard\N{DAGGER} 8 x 8 91.7 83.3 to 101 183.33 1.00",
+    ]
+    assert lines[6] == (
+        "epsilon 2: 717 GPU hours, price 1,433.33, with batches of 256; or the same batch with "
+        "noise 1.000"
+    )
+
+
+def test_the_details_have_noise_over_batches_and_every_epsilon(tmp_path) -> None:
+    lines = detail_budget(make(tmp_path)).splitlines()
 
     assert lines[2].split("  ") == [
         *("batch", "sample rate", "steps", "noise multiplier", "of a step", "of the training")
@@ -112,10 +141,6 @@ def test_people_see_noise_over_batches_then_hours_by_method(tmp_path) -> None:
         *("method", "epsilon", "batch", "noise", "micro-batch", "GPU", "hours"),
         *("90", "%", "interval", "price", "x", "standard"),
     ]
-    assert (
-        "epsilon 2: batches of 256 in as many steps have the noise of epsilon 8 in each; with the "
-        "same batch, hours stay and the noise multiplier is 1.000"
-    ) in lines
 
 
 def test_tables_of_a_config_with_a_budget_price_its_capacities(tmp_path) -> None:

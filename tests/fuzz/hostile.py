@@ -58,7 +58,7 @@ BY_KEY: dict[str, list[Any]] = {
 PRIVACY: dict[str, list[Any]] = {
     **dict.fromkeys(("samples", "tokens", "least_steps"), NO_WHOLE),
     "epsilon": [*NO_NUMBER, 0, "0", [], [8, 0], None],
-    "delta": [*NO_NUMBER, 0, 1, "1", None],
+    "delta": [*NO_NUMBER, 0, 1, "1"],
     "batch_size": [*(one for one in NO_WHOLE if one is not None), 10_001],
     "accountant": [*NO_NAME, "gdp"],
     "price_per_hour": NO_NUMBER,

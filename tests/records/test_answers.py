@@ -1,5 +1,6 @@
 """The answers that the package holds: they are those of these sources, and to all questions."""
 
+import functools
 import importlib
 import itertools
 import json
@@ -10,16 +11,26 @@ from pathlib import Path
 
 import pytest
 from same_numbers import assert_same
-from scripts import ROOT
+from scripts import ROOT, call
 
 from dpprof.ask.advise import list_questions, read_options
 from dpprof.ask.commands.capacities import make_parser, read_question
+from dpprof.ask.layout import LINES, WIDTH
+from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.planning import job_environment
-from dpprof.experiments.planning.code_digest import _code_digest, code_digest
+from dpprof.experiments.planning.code_digest import (
+    code_digest,
+    read_anew,
+    verdict_digest,
+    verified_as,
+)
+from dpprof.experiments.records import answers
 from dpprof.experiments.records.answers import kept_answers
 from dpprof.experiments.records.result import Result
+from dpprof.experiments.records.verdict import Verdict
 from dpprof.predict.capacity import measure
 
+VERDICTS = [Verdict.model_validate_json(t) for t in kept_answers().values() if '"holes"' in t]
 KEPT = [Result.model_validate_json(t) for t in kept_answers().values() if "experiment_id" in t]
 SCRIPT = runpy.run_path(str(ROOT / "workflow" / "scripts" / "answers.py"))
 FITS = vars(importlib.import_module("dpprof.ask.fits"))
@@ -30,11 +41,11 @@ QUESTIONS = list(SCRIPT["find_questions"]())
 @pytest.fixture
 def in_shipped_environment(monkeypatch):
     """Take versions from the shipped environment, whichever are installed."""
-    _code_digest.cache_clear()
+    read_anew()
     monkeypatch.setattr(job_environment, "_pinned", {})  # undone afterwards
     job_environment.expect_environment(ROOT / "envs" / "dpprof.yaml")
     yield
-    _code_digest.cache_clear()
+    read_anew()
 
 
 @pytest.mark.usefixtures("in_shipped_environment")
@@ -56,25 +67,75 @@ def test_no_answer_names_a_file_of_where_it_was_found() -> None:
     assert {one.log for one in errors} == {None}
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=" ".join)
-def test_each_question_of_the_documentation_has_its_answers(question, capsys) -> None:
-    known = {kept.experiment_id for kept in KEPT}
+def list_asked(question: list[str]) -> list[Experiment]:
+    """Return the experiments that a question is about."""
     command, *options = question
     if command == "fits":
         target = options[options.index("--target") + 1]
         each = itertools.product(FITS["MODELS"], FITS["WAYS"], FITS["SEQ_LENS"])
-        experiments = [FITS["make_experiment"](FITS["_ask"](target, *one)) for one in each]
-        assert known >= {one.id for one in experiments}
-        return
+        make = functools.partial(FITS["make_experiment"], for_question=True)
+        return [make(FITS["_ask"](target, *one)) for one in each]
     if command == "advise":
         arguments = read_options(options)
     else:
         arguments, _ = make_parser(command, "").parse_known_args(options)
-
     asked = read_question(arguments)
     fields = {k: v for k, v in asked.items() if v is not None and k not in APART}
     fields.pop("batch_size", None)  # of a budget
-    assert known >= {one.id for one in list_questions(fields, *(asked[k] for k in APART[:2]))}
+    return list_questions(fields, *(asked[k] for k in APART[:2]))
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=" ".join)
+@pytest.mark.usefixtures("in_shipped_environment")
+def test_each_question_of_the_documentation_has_its_answers_and_verdicts(question) -> None:
+    known = {kept.experiment_id for kept in KEPT}
+    verified = {(v.model, v.method): v.code_digest for v in VERDICTS}
+
+    for one in list_asked(question):
+        assert one.id in known, "run make answers"
+        subject = verified_as(one), one.method
+        assert verified.get(subject) == verdict_digest(*subject), "run make answers"
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=" ".join)
+@pytest.mark.usefixtures("in_shipped_environment")
+def test_each_answer_of_the_documentation_fits_a_screen(question, tmp_path) -> None:
+    asked = {one.id for one in list_asked(question)}
+    assert asked <= {kept.experiment_id for kept in KEPT}, "run make answers"
+    done = call(*question, cwd=tmp_path)
+
+    assert done.stderr == ""
+    for answer in done.stdout.rstrip("\n").split("\n\n"):  # of fits one for each GPU
+        lines = answer.splitlines()
+        assert 3 <= len(lines) <= LINES
+        assert max(map(len, lines)) <= WIDTH
+
+
+@pytest.mark.usefixtures("in_shipped_environment")
+def test_readme_shows_the_answer_to_its_first_question(tmp_path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = readme.partition("```text\n")[2].partition("```")[0]
+    assert {one.id for one in list_asked(QUESTIONS[0])} <= {kept.experiment_id for kept in KEPT}
+
+    assert call(*QUESTIONS[0], cwd=tmp_path).stdout.startswith(shown)
+
+
+def test_a_kept_file_takes_the_place_of_one_on_other_code_alone(tmp_path, monkeypatch) -> None:
+    kept = {"a.json": '{"code_digest": "new"}'}
+    monkeypatch.setattr(answers, "kept_answers", lambda: kept)
+    path = tmp_path / "results" / "a.json"
+
+    def take(holding: str) -> str | None:
+        answers.take_kept(path, holding=holding)
+        return path.read_text() if path.exists() else None
+
+    assert take("older") is None
+    assert take("new") == kept["a.json"]
+    path.write_text('{"code_digest": "old"}')
+    assert take("older") == '{"code_digest": "old"}'
+    assert take("new") == kept["a.json"]
+    path.write_text('{"code_digest": "new", "mine": 1}')
+    assert take("new") == '{"code_digest": "new", "mine": 1}'
 
 
 def test_the_default_sweep_has_its_answers() -> None:

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpprof.ask.fits import Cell, fits, list_cells
+from dpprof.ask.fits import WAYS, Cell, fits, list_cells, spell_pattern
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "numbers" / "what-fits.md"
 PRICES = {"rtx-4090": 0.4, "t4": 0.35}
@@ -22,10 +22,12 @@ _TABLES = re.compile(r"(<!-- tables -->\n).*(<!-- end -->)", re.DOTALL)
 def render(target: str, price: float, cells: Sequence[Cell]) -> str:
     """Return the section of one GPU."""
     rows = [f"| {' | '.join(list_cells(cell))} |" for cell in cells]
-    commands = [f"* `{cell.command}`" for cell in cells]
+    pattern, *options = spell_pattern(target, WAYS)
+    ways = [f"* {way}: `{words}`" for way, words in (text.split(": ", 1) for text in options)]
     question = f"```bash\ndpprof fits --target {target} --price-per-hour {price:g}\n```\n"
     table = _HEADER + "\n".join(rows)
-    return f"## {target}\n\n{question}\n{table}\n\nEach row by itself:\n\n" + "\n".join(commands)
+    alone = f"A row by itself is `{pattern}` with"
+    return "\n".join([f"## {target}\n\n{question}\n{table}\n\n{alone}\n", *ways])
 
 
 def write(sections: Sequence[str]) -> str:

@@ -10,16 +10,16 @@ import argparse
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
+from dpprof.ask.advice_details import detail_advice
 from dpprof.ask.advice_text import (
     compare_heads,
     format_advice,
     format_gpus,
     format_winners,
-    list_remedies,
     list_smallest_ranks,
     recommend,
 )
@@ -29,6 +29,7 @@ from dpprof.ask.capacity import explain_batches, explain_safety
 from dpprof.ask.commands.capacities import ask, make_parser, print_answer, read_question
 from dpprof.ask.commands.common import DRAWING, ending_in_a_sentence, save_figure
 from dpprof.ask.questions import naming
+from dpprof.ask.remedies import list_remedies
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.tasks import name_size
@@ -82,7 +83,7 @@ class Advised(BatchAnswer):
     @property
     def sentence(self) -> str:
         """Which method to use, for each question."""
-        return " ".join(recommend(advice)[0] for advice in self.advices)
+        return " ".join(map(recommend, self.advices))
 
     @property
     def fits(self) -> bool:
@@ -98,16 +99,24 @@ class Advised(BatchAnswer):
 
     def __str__(self) -> str:
         advices, results = self.advices, self.results
-        if len(self._alike) == 1:
-            explain = explain_safety if advices[0].checkpointing == BEST else explain_batches
-            lines = [*format_gpus(self.gpus), *map(format_advice, advices), *explain(results)]
-            return "\n".join([*lines, *list_smallest_ranks(results), *list_remedies(results)])
-        lines = [format_winners(advices), *compare_heads(advices), *explain_safety(results)]
+        if len(advices) == 1:
+            return format_advice(advices[0], list_remedies(results))
+        others: list[str] = compare_heads(advices)
         for (dtype, size, *_), by_ranks in self._alike.items():
+            where = f"{dtype} {size}: " if len(self._alike) > 1 else ""  # one execution and head
             on_any = list(itertools.chain.from_iterable(by_ranks.values()))
-            where = f"{dtype} {size}"  # several ranks have one execution and head
-            lines += [f"{where}: {line}" for line in list_smallest_ranks(on_any)]
-        return "\n".join([*lines, *list_remedies(results)])
+            others += [f"{where}{line}" for line in list_smallest_ranks(on_any)]
+        others += list_remedies(results)
+        if len(self._alike) == 1:
+            return format_gpus(self.gpus, advices, others)
+        return format_winners(advices, others)
+
+    @property
+    def details(self) -> str:
+        """Every column, why methods are missing, and what each number rests on."""
+        is_one = len(self.advices) == 1 and self.advices[0].checkpointing != BEST
+        explain = explain_batches if is_one else explain_safety
+        return "\n".join([*detail_advice(self.advices), *explain(self.results)])
 
     def table(self) -> "pd.DataFrame":
         """Return a row for each method of each question, the best first."""
@@ -145,15 +154,21 @@ def refuse_short_figure(key: str, value: Any) -> Exception:
     return refuse(key, value, why)
 
 
-def _group(results: Iterable[Result]) -> Mapping[tuple[str, str, str, str], ByRanks]:
-    """Group results by what was asked, and those by the number of ranks."""
+def _group(results: Sequence[Result]) -> Mapping[tuple[str, str, str, str], ByRanks]:
+    """Group results by what was asked, and those by the number of ranks.
+
+    Where methods have executions of their own, by default, they are compared all the same.
+    """
+    ways = {(result.experiment.method, result.experiment.execution) for result in results}
+    are_asked = len(ways) > len({method for method, _ in ways})
     alike: dict[tuple[str, str, str, str], dict[int, list[Result]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for result in results:
         asked = result.experiment
         size = name_size(asked.seq_len, asked.image_size)
-        alike[asked.dtype, size, asked.execution, asked.head][asked.world_size].append(result)
+        execution = asked.execution if are_asked else ""
+        alike[asked.dtype, size, execution, asked.head][asked.world_size].append(result)
     return alike
 
 

@@ -54,6 +54,11 @@ class BatchAnswer(Answer):
     def fits(self) -> bool:
         """Whether any safely fits."""
 
+    @property
+    @abstractmethod
+    def details(self) -> str:
+        """What a screen has no room for: reasons, and what each number rests on."""
+
 
 def _format(value: Any) -> str:
     """Return a cell as text: whole numbers and large ones without decimals."""

@@ -78,7 +78,7 @@ def capacity(
         >>> import dpprof
         >>> room = {"target": "l4", "memory_limit_bytes": "100MiB"}
         >>> dpprof.capacity("tiny", "flash-bk", seq_len=64, **room).capacity.batch_size
-        57
+        65
     """
     with naming({"model": model, **experiment}) as fields:
         asked = list_experiments(fields, [method])

@@ -1,13 +1,18 @@
 """Predict the memory, FLOPs and least time of one experiment, without running it."""
 
+import itertools
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpprof.ask.answer import Answer, load_figure, tabulate
 from dpprof.ask.commands.common import FILE, Parser, ending_in_a_sentence
 from dpprof.ask.commands.options import add_experiment_options, read_given
+from dpprof.ask.defaults import DESCRIBED
+from dpprof.ask.layout import WIDTH, name_settings
 from dpprof.ask.predictions import PredictionError, predict
 from dpprof.ask.questions import make_experiment, naming
 from dpprof.experiments.config.experiment import Experiment
@@ -91,7 +96,7 @@ def estimate(
         'backward'
     """
     with naming({"model": model, "method": method, **experiment}) as fields:
-        asked = make_experiment(fields)
+        asked = make_experiment(fields, for_question=True)
         file = Path(output or result_path(Path(), INSTRUMENT, asked.id, 0))
         check_writable(file)
         result = predict(asked, INSTRUMENT, file, keep=True)
@@ -138,10 +143,12 @@ def format_estimate(result: Result) -> str:
             lines.append(f"time    {bound}")
     lines += _format_exchange(result)
     size = name_size(experiment.seq_len, experiment.image_size)
-    where = f"{experiment.batch_size:,} x {size}, {experiment.dtype}"
+    settings = name_settings(experiment.dtype, experiment.optimizer, experiment.execution)
+    where = f"{experiment.batch_size:,} x {size}, {settings}"
     if experiment.parallel is not None:
         where += f", {experiment.parallel.text}; all of this is rank 0's"
-    return "\n".join([f"{experiment.method}, {where}", *lines])
+    fill = partial(textwrap.wrap, width=WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False)
+    return "\n".join(itertools.chain([f"{experiment.method}, {where}"], *map(fill, lines)))
 
 
 def _format_exchange(result: Result) -> list[str]:
@@ -179,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--output", **FILE, help="the result file to write (default: results/estimate/ID.r0.json)"
     )
-    add_experiment_options(parser)
+    usual = {name: DESCRIBED[name] for name in ("dtype", "optimizer")}
+    add_experiment_options(parser, defaults=usual)
     arguments = parser.parse_args(argv)
     options = {"model": None, "method": None} | read_given(arguments)
     with ending_in_a_sentence("no result was written"):

@@ -116,8 +116,8 @@ def explain(a: Peak, b: Peak) -> Explained:
         >>> import dpprof
         >>> asked = {"batch_size": 4, "seq_len": 64, "target": "h100"}
         >>> told = dpprof.explain(
-        ...     dpprof.estimate("tiny", "opacus-hooks", **asked),
-        ...     dpprof.estimate("tiny", "flash-bk", **asked),
+        ...     dpprof.estimate("small", "opacus-hooks", **asked),
+        ...     dpprof.estimate("small", "flash-bk", **asked),
         ... )
         >>> told.table()["component"].iloc[0]
         'per_sample_gradients'

@@ -7,7 +7,7 @@ some tokens, or how much memory one sample needs. Each has a command that answer
 import itertools
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -15,9 +15,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from dpprof.ask.answer import BatchAnswer, tabulate
 from dpprof.ask.capacities import find_capacities
-from dpprof.ask.commands.capacities import add_output_options, ask, print_answer
+from dpprof.ask.commands.capacities import add_output_options, ask, check_outputs, print_answer
 from dpprof.ask.commands.common import Parser, ending_in_a_sentence, positive
-from dpprof.ask.layout import format_number, lay_out
+from dpprof.ask.defaults import add_defaults
+from dpprof.ask.layout import fit_screen, format_number, lay_out, name_settings
 from dpprof.ask.questions import make_experiment, refuse_repeated
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
@@ -27,7 +28,6 @@ from dpprof.experiments.config.validation import InputError, one_of, option_name
 from dpprof.experiments.planning.code_digest import read_anew
 from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.advice.advice import describe
-from dpprof.system.files import check_writable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +42,10 @@ MODELS = (
 """What is asked about where no models are named: 0.5 to 70 billion parameters."""
 
 SEQ_LENS = (1024, 4096)
-_SCALE = 65_536
+CHECKPOINTING = "non-reentrant"
+_MOST_ACROSS = 6
+"""The most columns of ways and lengths; of more, lengths are rows."""
+
 _ADAPTERS = {"lora": "rank=16,target_modules=all-linear"}
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "whole": {"optimizer": "adamw-8bit"},
@@ -98,13 +101,18 @@ class Fits(BatchAnswer):
         return f"{fitting} of {len(self.cells)} fit with {METHOD}."
 
     def __str__(self) -> str:
-        """Return a table for each GPU, and what would be needed where nothing fits."""
+        """Return a table for each GPU, and the pattern of the commands that answer one cell."""
+        groups = itertools.groupby(self.cells, lambda cell: cell.target)
+        return "\n\n".join(format_fits(list(cells), self.tokens) for _, cells in groups)
+
+    @property
+    def details(self) -> str:
+        """Every row with its peak and speed, and with the command that answers it alone."""
         lines: list[str] = []
         for target, group in itertools.groupby(self.cells, lambda cell: cell.target):
             cells = list(group)
-            told = f"the largest safe batches of {METHOD}; hours for {self.tokens:,.0f} tokens"
-            lines += [f"{target}: {told}", *lay_out([HEADER, *map(list_cells, cells)], (0, 1))]
-            lines += ["", "Each row by itself:", *(cell.command for cell in cells), ""]
+            lines += [f"{target}:", *lay_out([HEADER, *map(list_cells, cells)], (0, 1))]
+            lines += ["", *(cell.command for cell in cells), ""]
         return "\n".join(lines).rstrip()
 
     def table(self) -> "pd.DataFrame":
@@ -165,7 +173,7 @@ def fits(
     _check("price_per_hour", price_per_hour, NotNegative | None, "it must be a number from 0 on")
     keys = list(itertools.product(targets, models, ways, seq_lens))
     questions = [_ask(*key) for key in keys]
-    experiments = list(map(make_experiment, questions))
+    experiments = [make_experiment(question, for_question=True) for question in questions]
     for experiment in experiments:
         if not isinstance(experiment.model, Architecture) or experiment.task != "causal-lm":
             raise InputError(
@@ -183,12 +191,10 @@ def _ask(target: str, model: str, way: str, seq_len: int) -> dict[str, Any]:
     device = registry.load("targets", target)
     if not isinstance(device, Target):
         raise refuse(spell("target"), target, "give a GPU's name; dpprof advise answers for a CPU")
-    is_slow = device.price_of("bfloat16") is not None
-    dtype = "float16" if is_slow else "bfloat16"
     fields = {"model": model, "method": METHOD, "target": target, "seq_len": seq_len}
-    fields |= {"dtype": dtype, "checkpointing": "non-reentrant", "batch_size": 1}
-    fields |= {"loss_scale": _SCALE} if is_slow else {}
-    fields |= {"parameters_dtype": dtype} if way == "LoRA" else {}
+    fields |= {"checkpointing": CHECKPOINTING, "batch_size": 1}
+    in_16_bits = add_defaults({"target": target})["dtype"]
+    fields |= {"parameters_dtype": in_16_bits} if way == "LoRA" else {}
     return fields | dict(WAYS[way])
 
 
@@ -213,9 +219,6 @@ def _fill(
     message = option.message
     if option.largest_batch_size:
         message = f"{option.largest_batch_size:,}, with nothing to spare"
-    options = {option_name(k): v for k, v in fields.items() if k not in ("method", "batch_size")}
-    options["--methods"] = fields["method"]
-    words = [word for name, value in options.items() for word in (name, str(value))]
     return Cell(
         *key,
         batch_size=option.safe_batch_size,
@@ -224,8 +227,78 @@ def _fill(
         hours=hours,
         price=None if hours is None or price_per_hour is None else hours * price_per_hour,
         message=None if option.safe_batch_size else message,
-        command=shlex.join(["dpprof", "advise", *words]),
+        command=_spell_command(fields),
     )
+
+
+def _spell_command(fields: Mapping[str, Any]) -> str:
+    """Return the command that asks about a model alone."""
+    options = {option_name(k): v for k, v in fields.items() if k not in ("method", "batch_size")}
+    options["--methods"] = fields["method"]
+    words = [word for name, value in options.items() for word in (name, str(value))]
+    return shlex.join(["dpprof", "advise", *words])
+
+
+def format_fits(cells: Sequence[Cell], tokens: float) -> str:
+    """Return what fits on one GPU as text that fits a screen."""
+    target = cells[0].target
+    fitting = sum(bool(cell.batch_size) for cell in cells)
+    by_price = any(cell.price is not None for cell in cells)
+    ways, lengths = ({getattr(cell, name): None for cell in cells} for name in ("way", "seq_len"))
+    is_wide = len(ways) * len(lengths) > _MOST_ACROSS
+    across = list(itertools.product(ways, (None,) if is_wide else lengths))
+    is_narrow = len(across) <= _MOST_ACROSS // 2
+    shown = ["hours"] * (is_narrow or not by_price) + ["price"] * by_price
+    rows: dict[tuple[str, ...], dict[tuple[str, int | None], str]] = {}
+    for cell in cells:
+        key = (cell.model.removeprefix("hf:"), *([f"{cell.seq_len:,}"] if is_wide else ()))
+        where = (cell.way, None if is_wide else cell.seq_len)
+        rows.setdefault(key, {})[where] = _tell_cell(cell, shown)
+    header = ["model", *(["tokens"] if is_wide else ())]
+    header += [way if length is None else f"{way} {length:,}" for way, length in across]
+    table = [
+        header,
+        *([*key, *(found.get(where, "") for where in across)] for key, found in rows.items()),
+    ]
+    usual = add_defaults({"target": target, "method": METHOD})
+    optimizers = dict.fromkeys(WAYS[way].get("optimizer", usual["optimizer"]) for way in ways)
+    execution = usual.get("execution", "eager")
+    settings = name_settings(usual["dtype"], " or ".join(optimizers), execution)
+    of_tokens = " and ".join(shown)
+    pattern, *options = spell_pattern(target, ways)
+    return fit_screen(
+        [
+            f"{fitting} of {len(cells)} fit on {target} with {METHOD} ({settings}).",
+            f"Largest batch, {of_tokens} of {tokens:,.0f} tokens; or the GiB that a sample needs.",
+        ],
+        lay_out(table, texts=(0,)),
+        [
+            f"To ask for one: {pattern}",
+            *(f"  {text}" for text in options),
+            "All is predicted. Peaks, speeds and each command: --details.",
+        ],
+    )
+
+
+def spell_pattern(target: str, ways: Iterable[str]) -> list[str]:
+    """Return the pattern of the commands that ask about one model, and the options of each way."""
+    asked = {"target": target, "checkpointing": CHECKPOINTING, "method": METHOD}
+    lines = [_spell_command({"model": "MODEL", "seq_len": "TOKENS", **asked})]
+    for way in ways:
+        fields = _ask(target, "", way, 1)
+        names = [name for name in ("parameters_dtype", *WAYS[way]) if name in fields]
+        lines.append(f"{way}: {' '.join(f'{option_name(n)} {fields[n]}' for n in names)}")
+    return lines
+
+
+def _tell_cell(cell: Cell, shown: Sequence[str]) -> str:
+    """Return the batch with hours and a price; where nothing fits, what one sample needs."""
+    if not cell.batch_size:
+        mib = tell_need(cell.message or "").removeprefix("needs ").partition(" MiB")[0]
+        is_known = mib.replace(",", "").isdecimal()
+        return f"{int(mib.replace(',', '')) / 1024:,.0f} GiB" if is_known else "none"
+    texts = {"hours": format_number(cell.hours, ",.1f"), "price": format_number(cell.price, ",.2f")}
+    return f"{cell.batch_size:>5,}" + "".join(f"{texts[name]:>7}" for name in shown)
 
 
 def list_cells(cell: Cell) -> list[str]:
@@ -276,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_output_options(parser)
     arguments = parser.parse_args(argv)
     with ending_in_a_sentence():
-        if arguments.json is not None:
-            check_writable(arguments.json)
-        options = {name: value for name, value in vars(arguments).items() if name != "json"}
+        check_outputs(arguments)
+        of_output = ("json", "csv", "details")
+        options = {k: value for k, value in vars(arguments).items() if k not in of_output}
         print_answer(ask(fits, options), arguments)

@@ -1,8 +1,60 @@
 """Tables, numbers and notes as the commands print them."""
 
-from collections.abc import Container, Iterable, Sequence
+import textwrap
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from dpprof.results.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks
+
+WIDTH, LINES = 100, 20
+"""The most letters of a line, and the most lines, of an answer without its details."""
+
+_EXECUTIONS = {"graph": "as a CUDA graph"}
+
+
+def fit_screen(before: Iterable[str], table: Sequence[str], after: Iterable[str]) -> str:
+    """Return an answer that fits a screen: sentences, a table, and sentences.
+
+    A sentence takes two lines at most, and rows before the last of a long table are left out; the
+    details have them.
+    """
+    above, below = ([line for text in part for line in _wrap(text)] for part in (before, after))
+    cut = [row if len(row) <= WIDTH else f"{row[: WIDTH - 3]}..." for row in table]
+    room = LINES - len(above) - len(below)
+    if len(cut) > room:
+        hidden = len(cut) - room + 1
+        cut = [*cut[: room - 2], f"... {hidden} more: --details", cut[-1]]
+    return "\n".join([*above, *cut, *below])
+
+
+def _wrap(text: str) -> list[str]:
+    indent = text[: len(text) - len(text.lstrip())]
+    return textwrap.wrap(
+        text.strip(),
+        WIDTH,
+        max_lines=2,
+        placeholder=" ... (--details)",
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_on_hyphens=False,
+    )
+
+
+def name_settings(dtype: str, optimizer: str, execution: str) -> str:
+    """Say with which numbers, which optimizer and how a step runs."""
+    return f"{dtype}, {optimizer}, {_EXECUTIONS.get(execution, execution)}"
+
+
+def explain_trust(*bases: Mapping[str, float]) -> str:
+    """Say in a line how far to trust an answer; ``bases`` are what predicted times rest on."""
+    sheets = sorted(basis.get("data sheet", 0.0) for basis in bases if basis)
+    times = ""
+    if sheets and round(sheets[0], 2) == round(sheets[-1], 2):
+        shares = {"measured kernels": 1 - sheets[0], "data sheet": sheets[0]}
+        told = ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if round(share, 2))
+        times = f", times by {told}"
+    elif sheets:
+        times = f", times by {sheets[0]:.0%} to {sheets[-1]:.0%} data sheet"
+    return f"Predicted: peaks byte by byte{times}. Why: --details."
 
 
 def lay_out(rows: Sequence[Sequence[str]], texts: Container[int] = (0,)) -> list[str]:
@@ -20,8 +72,7 @@ def lay_out(rows: Sequence[Sequence[str]], texts: Container[int] = (0,)) -> list
 def explain_signs(signs: Marks) -> list[str]:
     """Return a line for each sign that a method bears."""
     meanings = {
-        DAGGER: f"{DAGGER} Not verified here to compute the right gradient; dpprof verify "
-        "--output results/verify/<model>-<method>.json does.",
+        DAGGER: f"{DAGGER} Not verified to compute the right gradient; dpprof verify does that.",
         DOUBLE_DAGGER: f"{DOUBLE_DAGGER} Another mechanism than flat clipping; docs/methods.md.",
     }
     return [meanings[mark] for mark, methods in signs.items() if methods]

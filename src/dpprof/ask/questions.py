@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dpprof.ask.defaults import add_defaults
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import PREFIX
 from dpprof.experiments.config.config_files import parse_config_text
@@ -37,8 +38,10 @@ def naming(keywords: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield fields | {"model": name}
 
 
-def make_experiment(options: Mapping[str, Any]) -> Experiment:
+def make_experiment(options: Mapping[str, Any], *, for_question: bool = False) -> Experiment:
     """Return an experiment from its fields, which may be texts as on the command line.
+
+    A question about a GPU takes what people train with there for granted, see ``add_defaults``.
 
     Raises:
         InputError: A value is not allowed, or a required one is missing.
@@ -52,7 +55,7 @@ def make_experiment(options: Mapping[str, Any]) -> Experiment:
             except InputError as error:
                 allowed = f"it must be a mapping, in YAML, and {error}"
                 raise refuse(spell(name), text, allowed) from None
-    fields = _move_task(fields)
+    fields = _move_task(add_defaults(fields) if for_question else fields)
     try:
         experiment = Experiment.model_validate(
             settle_device(fields, resolve_device, spell("device"))
@@ -88,7 +91,7 @@ def _move_task(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def multiply(fields: Mapping[str, Any], **axis: list[Any]) -> list[Experiment]:
-    """Return an experiment for every combination of the values of some fields.
+    """Return the experiment of a question for every combination of the values of some fields.
 
     ``axis`` holds these fields with their values; ``fields`` holds all others.
 
@@ -97,7 +100,7 @@ def multiply(fields: Mapping[str, Any], **axis: list[Any]) -> list[Experiment]:
     """
     combinations = itertools.product(*axis.values())
     experiments = [
-        make_experiment({**fields, **dict(zip(axis, values, strict=True))})
+        make_experiment({**fields, **dict(zip(axis, values, strict=True))}, for_question=True)
         for values in combinations
     ]
     for name, values in axis.items():

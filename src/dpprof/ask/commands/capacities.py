@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from dpprof.ask.answer import BatchAnswer
 from dpprof.ask.commands.common import FILE, Parser, positive
 from dpprof.ask.commands.options import add_experiment_options, read_given
+from dpprof.ask.defaults import DESCRIBED
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable, write_atomically
 
@@ -36,13 +37,19 @@ def make_parser(command: str, about: str | None, example: str = "", **of_fields:
     )
     add_output_options(parser)
     leave_out = ("method", "batch_size")
-    add_experiment_options(parser, leave_out=leave_out, **of_fields)
+    add_experiment_options(parser, leave_out=leave_out, defaults=DESCRIBED, **of_fields)
     return parser
 
 
 def add_output_options(parser: Parser) -> None:
-    """Add the options on where an answer goes, and on those that are kept."""
+    """Add the options on what is said of an answer, where it goes, and on those that are kept."""
+    parser.add_argument(
+        "--details",
+        action="store_true",
+        help="also print every column, why methods are missing, and what each number rests on",
+    )
     parser.add_argument("--json", **FILE, help="write the results as JSON to this file")
+    parser.add_argument("--csv", **FILE, help="write the table as CSV to this file")
     parser.add_argument(
         "--again", action="store_true", help="ignore what is kept, in results and the package"
     )
@@ -52,12 +59,22 @@ def read_question(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords of ``advise`` or ``budget`` that were given as options.
 
     Raises:
-        OSError: The file for JSON cannot be written.
+        OSError: A file cannot be written.
     """
-    if arguments.json is not None:
-        check_writable(arguments.json)
+    check_outputs(arguments)
     others = {name: getattr(arguments, name) for name in ("methods", "world_sizes", "again")}
     return {"model": None} | read_given(arguments) | others
+
+
+def check_outputs(arguments: argparse.Namespace) -> None:
+    """Check that the files of an answer can be written.
+
+    Raises:
+        OSError: One cannot.
+    """
+    for output in (arguments.json, arguments.csv):
+        if output is not None:
+            check_writable(output)
 
 
 def ask(question: Callable[..., BatchAnswer], options: Mapping[str, Any]) -> BatchAnswer:
@@ -69,12 +86,14 @@ def ask(question: Callable[..., BatchAnswer], options: Mapping[str, Any]) -> Bat
 
 
 def print_answer(answer: BatchAnswer, arguments: argparse.Namespace) -> NoReturn:
-    """Print an answer, write its JSON, and exit with status 1 where no batch safely fits.
+    """Print an answer, write its files, and exit with status 1 where no batch safely fits.
 
     Raises:
-        OSError: The JSON cannot be written.
+        OSError: A file cannot be written.
     """
     if arguments.json is not None:
         write_atomically(arguments.json, answer.to_json() + "\n")
-    print(printable(str(answer)))
+    if arguments.csv is not None:
+        write_atomically(arguments.csv, answer.table().to_csv(index=False))
+    print(printable(f"{answer}\n\n{answer.details}" if arguments.details else str(answer)))
     sys.exit(0 if answer.fits else 1)

@@ -26,18 +26,20 @@ def add_experiment_options(
     leave_out: Container[str] = (),
     several: Container[str] = (),
     notes: Mapping[str, str] | None = None,
+    defaults: Mapping[str, str] | None = None,
 ) -> None:
     """Add an option for every field of an experiment, described as in the schema.
 
     Those in ``several`` take one or more values, and collect those of every time they are given.
-    ``notes`` adds to the description of a field.
+    ``notes`` adds to the description of a field; ``defaults`` are those of a question.
     """
     notes = {"model": _CODE, **(notes or {})}
+    defaults = {"device": "auto", **(defaults or {})}
     group = parser.add_argument_group("experiment")
     for name, field in Experiment.model_fields.items():
         if name in leave_out:
             continue
-        default = "auto" if name == "device" else field.default
+        default = defaults.get(name, field.default)
         required = field.is_required() and name != "device"
         note = "required" if required else f"default: {default}"
         described = "; ".join(filter(None, [field.description, notes.get(name)]))

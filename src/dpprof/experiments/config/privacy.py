@@ -1,6 +1,6 @@
 """A privacy budget: what a training may spend, on which data and how many tokens."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 
@@ -27,7 +27,10 @@ class Privacy(BaseModel, frozen=True, extra="forbid"):
         max_length=32,
         description="the epsilon to spend; of several the first is the one to plan for",
     )
-    delta: Share = Field(description="the delta to spend; less than 1 / samples")
+    delta: Share = optional(
+        "the delta to spend, less than 1 / samples; null: a tenth of 1 / samples",
+        validate_default=True,
+    )
     batch_size: Whole | None = optional(
         "expected samples of a step, over all its micro-batches; null: chosen by noise"
     )
@@ -38,6 +41,14 @@ class Privacy(BaseModel, frozen=True, extra="forbid"):
         "(fast, asks for a little more noise)",
     )
     price_per_hour: NotNegative | None = optional("price of a GPU for an hour, in any currency")
+
+    @field_validator("delta", mode="before")
+    @classmethod
+    def _settle_delta(cls, value: Any, info: ValidationInfo) -> Any:
+        """Take a tenth of one over the samples where none is given."""
+        if value is not None:
+            return value
+        return 0.1 / info.data["samples"] if "samples" in info.data else 0.1  # its error is told
 
     @field_validator("batch_size")
     @classmethod

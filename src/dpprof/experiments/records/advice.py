@@ -38,13 +38,14 @@ class Option(Part):
     limited_by: str | None = optional("memory, fragmentation or search")
     message: str | None = optional("why it is not advised, or has no batch")
     checkpointing: str | None = optional("how blocks are checkpointed")
+    execution: str | None = optional("how kernels are started")
     tokens_per_s_by_checkpointing: dict[str, float | None] | None = optional(
         "predicted for each way that was tried, where several were"
     )
 
 
-OF_SEVERAL_WAYS = {"checkpointing", "tokens_per_s_by_checkpointing"}
-"""Fields that no table has as columns: checkpointing is an axis there."""
+OF_SEVERAL_WAYS = {"checkpointing", "execution", "tokens_per_s_by_checkpointing"}
+"""Fields that no table has as columns: checkpointing and execution are axes there."""
 
 
 class OnGpus(Part):
@@ -105,12 +106,14 @@ class Advice(Part):
     """Height and width of images; None for text. An image counts as one token."""
 
     dtype: str
+    optimizer: str = "adamw"
     checkpointing: str | None = None
     """The way that was asked for; ``best`` where several were tried, and each option has its
     fastest."""
 
     execution: str = "eager"
-    """How kernels are started: ``eager``, or ``graph`` for a CUDA graph."""
+    """How kernels are started: ``eager``, or ``graph`` for a CUDA graph; ``default`` where methods
+    differ, and each option has its own."""
 
     head: str = "logits"
     """How the loss is computed: from all ``logits``, ``chunked``, or ``kept``."""
@@ -121,6 +124,9 @@ class Advice(Part):
     one_more_sample: OneMoreSample | None = None
     """What a further sample costs with the advised method; None where no method is advised, or its
     peaks are not known."""
+
+    rests_on: dict[str, float] = Field(default_factory=dict)
+    """Shares of the device's time by what predicted speeds rest on, for the first method."""
 
     sure_of_memory: str
     sure_of_time: str

@@ -5,6 +5,7 @@ digest is that of the sources and library versions that are installed. The file 
 has that in its name.
 """
 
+import contextlib
 import functools
 import lzma
 from collections.abc import Iterable
@@ -17,10 +18,14 @@ _PRESET = 9 | lzma.PRESET_EXTREME
 
 
 def take_kept(path: Path, holding: str = "") -> None:
-    """Write a file that comes with the package, if there is none yet, and it holds a text."""
+    """Write a file that comes with the package and holds a text, if there is none that holds it."""
     text = kept_answers().get(path.name, "")
-    if text and holding in text and not path.exists():
-        write_atomically(path, text)
+    if not text or holding not in text:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        if holding.encode() in path.read_bytes():
+            return
+    write_atomically(path, text)
 
 
 def keep_answers(files: Iterable[Path]) -> None:

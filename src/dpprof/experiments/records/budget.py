@@ -51,10 +51,18 @@ class Budget(Part):
     seq_len: int
     image_size: int | None = None
     dtype: str
+    optimizer: str = "adamw"
+    execution: str = Field(
+        "eager", description="how kernels are started; default: as usual, which differs by method"
+    )
     target: str
     privacy: Privacy
     warnings: list[str] = Field(description="what the budget promises less than people mean")
     noise: NoisePlan
     methods: list[MethodCost]
+    rests_on: dict[str, float] = Field(
+        default_factory=dict,
+        description="shares of the device's time by what predicted speeds rest on",
+    )
     sure_of_memory: str
     sure_of_time: str

@@ -22,7 +22,7 @@ from dpprof.experiments.records.advice import (
     Option,
     Recommendation,
 )
-from dpprof.experiments.records.result import Result
+from dpprof.experiments.records.result import PredictedTime, Result
 from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.groups import setting_key
@@ -32,7 +32,8 @@ from dpprof.system.files import canonical_json
 
 BEST = "best"  # a value of `Advice.checkpointing`: the fastest of several ways, for each method
 _SHARED_AXES = (
-    *("lora", "parallel", "seq_len", "image_size", "dtype", "checkpointing", "execution", "head"),
+    *("lora", "parallel", "seq_len", "image_size", "dtype", "optimizer"),
+    *("checkpointing", "execution", "head"),
 )
 
 
@@ -51,9 +52,12 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
     judged.sort(key=lambda o: (not o.private, o.verdict == "wrong", -(o.tokens_per_s or 0.0)))
     advised = [result for result, option in zip(results, options, strict=True) if option is fastest]
     axes = axes_of(experiment)
+    step = _find_step(results, judged)
     shared = {name: axes[name] for name in _SHARED_AXES}
     if any(option.tokens_per_s_by_checkpointing for option in options):
         shared["checkpointing"] = BEST
+    if len({option.execution for option in options}) > 1:
+        shared["execution"] = "default"
     return Advice(
         model=experiment.model_name,
         gpus=experiment.world_size,
@@ -65,7 +69,8 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
             "peaks are sums over every storage of a traced step; on a CPU they equal the measured "
             "peak to the byte, on a GPU the memory of libraries is modelled"
         ),
-        sure_of_time=_explain_time(results, judged),
+        rests_on={} if step is None else dict(step.rests_on),
+        sure_of_time=_explain_time(results, step),
         **shared,
     )
 
@@ -157,7 +162,7 @@ def describe(result: Result, standing: Standing = UNKNOWN) -> Option:
     private = experiment.method != BASELINE and standing.mechanism != NO_CLIPPING
     fields: dict[str, Any] = {"method": experiment.method, "private": private}
     fields |= {"mechanism": standing.mechanism, "verified": standing.verified}
-    fields |= {"checkpointing": experiment.checkpointing}
+    fields |= {"checkpointing": experiment.checkpointing, "execution": experiment.execution}
     if capacity is None or compute is None:
         return Option(
             verdict="does not fit" if result.outcome == "oom" else "failed",
@@ -204,20 +209,24 @@ def _judge(option: Option, fastest: Option | None) -> Option:
     return option.model_copy(update={"verdict": verdict})
 
 
-def _explain_time(results: Sequence[Result], options: Sequence[Option]) -> str:
-    """Say what the predicted times rest on: for the first method, else for any."""
+def _find_step(results: Sequence[Result], options: Sequence[Option]) -> PredictedTime | None:
+    """Return the predicted step of the first method, else of any; None where there is none."""
     first = next((o.method for o in options if o.verdict == "first"), None)
     predicted = {
         r.experiment.method: r.time.predicted_step_s
         for r in results
         if r.time is not None and r.time.predicted_step_s is not None
     }
-    if not predicted and all(result.capacity is None for result in results):
+    return predicted.get(first or "") or next(iter(predicted.values()), None)
+
+
+def _explain_time(results: Sequence[Result], step: PredictedTime | None) -> str:
+    """Say what the predicted times rest on, or why there are none."""
+    if step is None and all(result.capacity is None for result in results):
         return "not predicted: nothing fits"
-    if not predicted:
+    if step is None:
         why = (result.reasons["time"] for result in results if "time" in result.reasons)
         return next(why, "not predicted: no speeds of this device are known")
-    step = predicted.get(first or "") or next(iter(predicted.values()))
     units = name_units(results[0].experiment.image_size)
     rests = ", ".join(f"{share:.0%} {basis}" for basis, share in step.rests_on.items())
     return (
