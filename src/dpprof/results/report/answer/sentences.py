@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.results.analysis.advice.ratios import compare_apart, find_spread
 from dpprof.results.analysis.selection import (
     Tables,
     find_fitting,
@@ -193,26 +194,30 @@ def _find_best(able: pd.DataFrame) -> Any:
 
 
 def _find_close(same: pd.DataFrame, best: Any) -> list[str]:
-    """Return the other private methods whose interval overlaps that of the best one."""
+    """Return the other private methods between which and the best one no difference is told."""
     others = same[same["fits"] & same["method"].ne(best["method"])]
-    if pd.notna(best["gpu_hours"]):
-        is_close = others["gpu_hours_low"] <= best["gpu_hours_high"]
-    else:
-        is_close = others["tokens_per_s_high"] >= best["tokens_per_s_low"]
-    return [str(method) for method in others.loc[is_close, "method"]]
+    verdict = "cost_verdict" if pd.notna(best["gpu_hours"]) else "verdict"
+    return [str(method) for method in others.loc[others[verdict].eq("close"), "method"]]
 
 
 def _find_cheap(able: pd.DataFrame, best: Any) -> list[str]:
-    """Return on which other GPUs the same method may cost as little: their intervals overlap."""
+    """Return on which other GPUs the same method may cost as little, by the ratio of prices."""
     others = able[able["method"].eq(best["method"]) & able["target"].ne(best["target"])]
     others = others.dropna(subset=["price"])
     if pd.isna(best["price"]) or others.empty:
         return []
-    hourly = (others["price"] / others["gpu_hours"]).astype(float)
-    most = best["gpu_hours_high"] * best["price"] / best["gpu_hours"]
-    close = others[others["gpu_hours_low"].astype(float) * hourly <= most]
-    cheapest = close.sort_values("price").drop_duplicates("target")
+    is_close = [
+        compare_apart(
+            row["price"] / best["price"], *map(_find_spread_of_hours, (row, best))
+        ).holds_one
+        for _, row in others.iterrows()
+    ]
+    cheapest = others[is_close].sort_values("price").drop_duplicates("target")
     return [name_gpus(row) for _, row in cheapest.iterrows()]
+
+
+def _find_spread_of_hours(row: Any) -> float:
+    return find_spread(row["gpu_hours_low"], row["gpu_hours_high"])
 
 
 def _tell_speed(best: Any, same: pd.DataFrame) -> str:
