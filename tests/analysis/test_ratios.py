@@ -38,8 +38,9 @@ def make_parts(
         for phase, some in ((PHASE, kernels), ("step", update or {}))
     )
     each = each._replace(host=host, seconds=max(each.seconds, host))
-    known = {"device": "h100", "method": "flash", "spread": 0.1, "of_products": 0.1}
-    return StepParts(**{**known, "of_python": 0.0, "each": each, "update": updating, **fields})
+    known = {"device": "h100", "method": "flash", "samples": 8, "spread": 0.1}
+    known |= {"of_products": 0.1, "of_python": 0.0}
+    return StepParts(**{**known, "each": each, "update": updating, **fields})
 
 
 PLAIN = make_parts({"gemm": 6.0, "attention": 2.0}, {"optimizer": 1.0})

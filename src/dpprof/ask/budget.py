@@ -23,7 +23,7 @@ from dpprof.experiments.records.budget import Budget, MethodCost
 from dpprof.results.analysis.advice.budget import make_budget
 from dpprof.results.analysis.standings import Marks, find_signs, sign
 from dpprof.results.analysis.tables.axes import axes_of, target_text
-from dpprof.results.report.wording import plural
+from dpprof.results.report.wording import listed, plural
 from dpprof.system.console import say
 from dpprof.system.numbers import three_digits
 
@@ -218,7 +218,12 @@ def _find_cheapest(budget: Budget) -> list[str]:
     if len({cost.gpus for cost in timed}) < 2:  # noqa: PLR2004
         return []
     cheap = min(timed, key=lambda cost: cost.gpu_hours or 0.0)
-    return [f"Fewest GPU hours: {cheap.method} on {cheap.gpus:,} {plural(cheap.gpus, 'GPU')}."]
+    as_few = [c for c in timed if (c.cost_verdict, c.epsilon) == ("close", cheap.epsilon)]
+    alike = [f"{cost.method} on {cost.gpus:,}" for cost in as_few]
+    may_be = f"; {listed(alike)} may take as few" if alike else ""
+    return [
+        f"Fewest GPU hours: {cheap.method} on {cheap.gpus:,} {plural(cheap.gpus, 'GPU')}{may_be}."
+    ]
 
 
 def format_budget(budget: Budget) -> str:

@@ -35,6 +35,9 @@ class StepParts(NamedTuple):
     """The device and the dtype; steps share errors where these are equal."""
 
     method: str
+    samples: int
+    """In a batch of one GPU."""
+
     spread: float
     """Standard deviation of the logarithm of the whole time."""
 

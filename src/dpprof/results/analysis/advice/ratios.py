@@ -79,13 +79,18 @@ _DEVICE = 0.1
 kernels alone, it cancels out."""
 
 _HOST = 0.35
-_PYTHON = 0.4
+_PYTHON = 0.5
 """Spread of the host's time of a private method: clipping runs more Python for an operator than a
-model does (perf/measured_steps.md)."""
+model does. A step of flash-bk that waits for its host took 1.6 times as long on an H100 as
+predicted (perf/measured_steps.md)."""
 
 _EXCHANGES = 0.2
 _RUN = 0.01
 """Spread of a step's time between runs: equal steps were measured 0.5 to 1.3 % apart."""
+
+_SHAPES = 0.03
+"""Spread of kernels that run with half the batch, or less: products of shapes between measured ones
+are 2.4 to 4.1 % off in the median (docs/numbers/step-time.md), and a step has some shapes."""
 
 
 class Ratio(NamedTuple):
@@ -123,13 +128,14 @@ def split(result: Result) -> StepParts | None:
     capacity = result.capacity
     batch = experiment.batch_size if capacity is None else capacity.stated_batch_size
     work = [] if result.io is None else result.io.by_phase_and_op_kind
-    return split_step(step, work, experiment, experiment.tokens_in(batch))
+    return split_step(step, work, experiment, batch)
 
 
 def split_step(
-    step: PredictedTime, work: Sequence[Work], experiment: Experiment, tokens: float
+    step: PredictedTime, work: Sequence[Work], experiment: Experiment, samples: int
 ) -> StepParts:
-    """Split a predicted step of so many tokens by its FLOPs and bytes."""
+    """Split a predicted step of so many samples by its FLOPs and bytes."""
+    tokens = experiment.tokens_in(samples)
     target = _find_target(experiment)
     rates = _Rates.of(target, experiment)
     exchange_share = step.communication_share or 0.0
@@ -163,6 +169,7 @@ def split_step(
     return StepParts(
         device=f"{target or 'this machine'}, {experiment.dtype}",
         method=experiment.method,
+        samples=samples,
         spread=find_spread(step.low, step.high),
         of_products=_find_spread_of_products(step, experiment),
         of_python=_PYTHON if is_own and target is not None else 0.0,
@@ -323,11 +330,18 @@ def _cut(one: StepParts, other: StepParts, side: str) -> list[_Pieces]:
     """Cut a step into what both run and what it alone runs, and name the errors of each."""
     cut = []
     run: dict[_Error, float] = {("run", side): _RUN}
+    halvings = min(abs(math.log2(one.samples / other.samples)), 1.0)
+    shapes: dict[_Error, float] = {("shapes", side): _SHAPES * halvings}
     for stretch, theirs in ((one.each, other.each), (one.update, other.update)):
         kernels = []
         for (phase, kind), seconds in stretch.kernels.items():
             spread = SPREADS.get(kind, one.of_products)
-            spreads = {**run, ("device",): _DEVICE, ("kind", _TABLES.get(kind, kind)): spread}
+            spreads = {
+                **run,
+                **shapes,
+                ("device",): _DEVICE,
+                ("kind", _TABLES.get(kind, kind)): spread,
+            }
             shared_s = min(seconds, theirs.kernels.get((phase, kind), 0.0))
             own = {**spreads, ("own", side, kind): _OWN * spread}
             kernels += [_Piece(shared_s, spreads), _Piece(seconds - shared_s, own)]
