@@ -1,13 +1,10 @@
 """Ratios of predicted times: what two steps share cancels out, what differs keeps its spread."""
 
 import math
-from collections.abc import Mapping
 
 import pytest
-from factory import make_capacity, make_experiment, make_memory, write_synthetic
+from factory import make_capacity, make_experiment, make_memory, make_parts, write_synthetic
 
-from dpprof.experiments.records.advice import StepParts, Stretch
-from dpprof.experiments.records.terms import OpKind, Phase
 from dpprof.predict.step_time.gpu_model import HOST_S as HOST
 from dpprof.results.analysis.advice import ratios
 from dpprof.results.analysis.advice.ratios import (
@@ -22,27 +19,6 @@ from dpprof.results.analysis.advice.ratios import (
 )
 
 Z_90 = 1.645
-NOTHING = Stretch(0.0, {}, 0.0, 0.0)
-PHASE: Phase = "backward"
-
-
-def make_parts(
-    kernels: Mapping[OpKind, float],
-    update: Mapping[OpKind, float] | None = None,
-    host: float = 0.0,
-    **fields: object,
-) -> StepParts:
-    """Invent a step that waits for the longer of its kernels and its host."""
-    each, updating = (
-        Stretch(math.fsum(some.values()), {(phase, kind): s for kind, s in some.items()}, 0.0, 0.0)
-        for phase, some in ((PHASE, kernels), ("step", update or {}))
-    )
-    each = each._replace(host=host, seconds=max(each.seconds, host))
-    known = {"device": "h100", "method": "flash", "samples": 8, "spread": 0.1}
-    known |= {"of_products": 0.1, "of_python": 0.0}
-    return StepParts(**{**known, "each": each, "update": updating, **fields})
-
-
 PLAIN = make_parts({"gemm": 6.0, "attention": 2.0}, {"optimizer": 1.0})
 PRIVATE = make_parts({"gemm": 6.0, "attention": 2.0, "norm": 1.0}, {"optimizer": 1.0, "random": 1})
 GRAMS = make_parts({"norm": 3.0})

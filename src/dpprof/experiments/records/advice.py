@@ -44,6 +44,9 @@ class StepParts(NamedTuple):
     of_products: float
     """The same of all matrix products together."""
 
+    own: float
+    """Spread of kernels that only this one of two steps runs, over that of all of their kind."""
+
     of_python: float
     """The same of what the method's own Python takes of the host's time."""
 

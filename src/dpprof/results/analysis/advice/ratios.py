@@ -69,10 +69,12 @@ _OF_A_PROCESSOR = 10.0
 """FLOPs for each byte that a processor moves in the same time, about."""
 
 _OWN = 1.0
+_OWN_OF_DATA_SHEET = 2.0
 """Spread of what one step runs more of a kind than the other, over that of the whole kind.
 
-Other shapes and another kernel of that kind may be off in another direction
-(docs/validation.md)."""
+Other shapes and other kernels of that kind may be off in another direction. Calibrated with
+measured pairs of steps, each GPU and source by those of the others (perf/ratios.md): products that
+rest on measured ones, and those that rest on the data sheet."""
 
 _DEVICE = 0.1
 """Spread of all kernels of a GPU together: clocks and cooling differ. Where both steps wait for
@@ -165,14 +167,16 @@ def split_step(
         )
         for of_update, seconds in ((False, step.median - step.update), (True, step.update))
     )
-    is_own = experiment.method != BASELINE and experiment.execution != "graph"
+    of_products = _find_spread_of_products(step, experiment)
+    has_python = experiment.method != BASELINE and experiment.execution != "graph"
     return StepParts(
         device=f"{target or 'this machine'}, {experiment.dtype}",
         method=experiment.method,
         samples=samples,
         spread=find_spread(step.low, step.high),
-        of_products=_find_spread_of_products(step, experiment),
-        of_python=_PYTHON if is_own and target is not None else 0.0,
+        of_products=of_products,
+        own=_OWN if of_products < _PRODUCTS["data sheet"] else _OWN_OF_DATA_SHEET,
+        of_python=_PYTHON if has_python and target is not None else 0.0,
         each=each,
         update=update,
     )
@@ -236,8 +240,8 @@ class _Piece(NamedTuple):
 
     def run(self, error: _Error | None, sigmas: float) -> float:
         """Return the seconds where an error is so many standard deviations."""
-        spread = self.spreads.get(error, 0.0) if error else 0.0
-        return self.seconds * math.exp(sigmas * spread)
+        spread = self.spreads.get(error) if error else None
+        return self.seconds * math.exp(sigmas * spread) if spread else self.seconds
 
 
 class _Pieces(NamedTuple):
@@ -343,8 +347,9 @@ def _cut(one: StepParts, other: StepParts, side: str) -> list[_Pieces]:
                 ("kind", _TABLES.get(kind, kind)): spread,
             }
             shared_s = min(seconds, theirs.kernels.get((phase, kind), 0.0))
-            own = {**spreads, ("own", side, kind): _OWN * spread}
-            kernels += [_Piece(shared_s, spreads), _Piece(seconds - shared_s, own)]
+            own = {**spreads, ("own", side, kind): one.own * spread}
+            pieces = _Piece(shared_s, spreads), _Piece(seconds - shared_s, own)
+            kernels += [piece for piece in pieces if piece.seconds]
         host = {**run, ("host",): _HOST, ("python", one.method): one.of_python}
         exchange = _Piece(stretch.exchange, {**run, ("exchanges",): _EXCHANGES})
         cut.append(_Pieces(stretch, kernels, _Piece(stretch.host, host), exchange))
