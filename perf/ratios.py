@@ -137,12 +137,13 @@ def pair_up(steps: Iterable[Step]) -> list[Pair]:
     settings: dict[tuple[str, ...], list[Step]] = defaultdict(list)
     for step in steps:
         settings[step.setting].append(step)
-    return [
+    pairs = (
         Pair(*two, compare(two[0].parts, two[1].parts))
         for alike in settings.values()
         for two in itertools.combinations(alike, 2)
         if two[0].varies != two[1].varies
-    ]
+    )
+    return sorted(pairs, key=lambda pair: (not pair.first.is_ours, pair.source))
 
 
 def find_rows() -> Iterator[tuple[Row, Callable[[Row], StepParts]]]:

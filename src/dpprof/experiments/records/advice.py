@@ -82,11 +82,11 @@ class Option(Part):
     update_s: float | None = optional(
         "predicted seconds of noise and optimizer, which run once in a step"
     )
-    over_first: float | None = optional("its time of a sample over that of the first method")
-    over_first_low: float | None = optional("lower end of the 90 % interval of that ratio")
+    over_first: float | None = optional("its time of a sample over the first method's")
+    over_first_low: float | None = optional("lower end of its 90 % interval")
     over_first_high: float | None = optional("upper end")
-    over_plain: float | None = optional("its time of a sample over that of standard")
-    over_plain_low: float | None = optional("lower end of the 90 % interval of that ratio")
+    over_plain: float | None = optional("the same over standard's")
+    over_plain_low: float | None = optional("lower end of its 90 % interval")
     over_plain_high: float | None = optional("upper end")
     ratio_reason: str | None = optional("why a ratio is null")
     tokens_per_s_at_most: float | None = optional("same at every operator's ceiling")
@@ -100,8 +100,7 @@ class Option(Part):
     parts: StepParts | None = optional("what its ratios are computed from", exclude=True)
 
 
-OF_SEVERAL_WAYS = {"checkpointing", "tokens_per_s_by_checkpointing"}
-WITHOUT_COLUMN = {*OF_SEVERAL_WAYS, "parts"}
+WITHOUT_COLUMN = {"checkpointing", "tokens_per_s_by_checkpointing", "parts", "ratio_reason"}
 """Fields that no table has as columns: checkpointing is an axis there."""
 
 

@@ -43,14 +43,13 @@ class MethodCost(Part):
     hours_ratio: float | None = optional(
         "these hours over those of standard with the planned batch"
     )
-    hours_ratio_low: float | None = optional("lower end of the 90 % interval of that ratio")
+    hours_ratio_low: float | None = optional("lower end of its 90 % interval")
     hours_ratio_high: float | None = optional("upper end")
-    over_cheapest: float | None = optional("these hours over the fewest of a private method")
-    over_cheapest_low: float | None = optional("lower end of the 90 % interval of that ratio")
+    over_cheapest: float | None = optional("these hours over those of first")
+    over_cheapest_low: float | None = optional("lower end of its 90 % interval")
     over_cheapest_high: float | None = optional("upper end")
     cost_verdict: Literal["first", "close", "slower"] | None = optional(
-        "first takes the fewest hours of private methods, at the same epsilon; no difference is "
-        "predicted between it and close"
+        "first takes the fewest hours at its epsilon; close: no difference is predicted"
     )
     message: str | None = optional("why a figure is null, or needs care")
     parts: StepParts | None = optional("what its ratios are computed from", exclude=True)
