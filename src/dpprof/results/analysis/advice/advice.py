@@ -289,4 +289,4 @@ def find_as_cheap(options: Sequence[OnGpus]) -> list[OnGpus]:
     """Return the cheapest of several numbers of GPUs, then those that may be as cheap."""
     cheapest = min(options, key=lambda option: option.gpu_hours_per_billion)
     others = (option for option in options if option is not cheapest)
-    return [cheapest, *(one for one in others if compare_options(one, cheapest).holds_one)]
+    return [cheapest, *filter(lambda other: compare_options(other, cheapest).holds_one, others)]

@@ -67,8 +67,8 @@ def _judge(costs: Sequence[MethodCost]) -> list[MethodCost]:
     able = [c for c in costs if c.private and c.verified is not False and c.gpu_hours is not None]
     judged = []
     for cost in costs:
-        alike = [one for one in able if one.epsilon == cost.epsilon]
-        cheapest = min(alike, key=lambda one: one.gpu_hours or 0.0, default=None)
+        alike = [other for other in able if other.epsilon == cost.epsilon]
+        cheapest = min(alike, key=lambda other: other.gpu_hours or 0.0, default=None)
         ratio = _compare(cost, cheapest)
         fields: dict[str, Any] = ratio.named("over_cheapest")
         if cost in able:

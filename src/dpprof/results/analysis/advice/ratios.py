@@ -330,16 +330,16 @@ def accumulate(parts: StepParts, batches: float) -> StepParts:
     return parts._replace(update=Stretch(fewer[0], kernels, *fewer[1:]))
 
 
-def _cut(one: StepParts, other: StepParts, side: str) -> list[_Pieces]:
+def _cut(step: StepParts, other: StepParts, side: str) -> list[_Pieces]:
     """Cut a step into what both run and what it alone runs, and name the errors of each."""
     cut = []
     run: dict[_Error, float] = {("run", side): _RUN}
-    halvings = min(abs(math.log2(one.samples / other.samples)), 1.0)
+    halvings = min(abs(math.log2(step.samples / other.samples)), 1.0)
     shapes: dict[_Error, float] = {("shapes", side): _SHAPES * halvings}
-    for stretch, theirs in ((one.each, other.each), (one.update, other.update)):
+    for stretch, theirs in ((step.each, other.each), (step.update, other.update)):
         kernels = []
         for (phase, kind), seconds in stretch.kernels.items():
-            spread = SPREADS.get(kind, one.of_products)
+            spread = SPREADS.get(kind, step.of_products)
             spreads = {
                 **run,
                 **shapes,
@@ -347,10 +347,10 @@ def _cut(one: StepParts, other: StepParts, side: str) -> list[_Pieces]:
                 ("kind", _TABLES.get(kind, kind)): spread,
             }
             shared_s = min(seconds, theirs.kernels.get((phase, kind), 0.0))
-            own = {**spreads, ("own", side, kind): one.own * spread}
+            own = {**spreads, ("own", side, kind): step.own * spread}
             pieces = _Piece(shared_s, spreads), _Piece(seconds - shared_s, own)
             kernels += [piece for piece in pieces if piece.seconds]
-        host = {**run, ("host",): _HOST, ("python", one.method): one.of_python}
+        host = {**run, ("host",): _HOST, ("python", step.method): step.of_python}
         exchange = _Piece(stretch.exchange, {**run, ("exchanges",): _EXCHANGES})
         cut.append(_Pieces(stretch, kernels, _Piece(stretch.host, host), exchange))
     return cut
