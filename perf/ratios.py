@@ -9,11 +9,12 @@ the method, the head or the execution; each has its own batch, and times are tho
 Predicted are the ratio and its 90 % interval as ``dpprof advise`` judges methods by them
 (``dpprof.results.analysis.advice.ratios``). What each step consists of is in ratios.jsonl.
 
-One number is calibrated with these pairs: how far off what only one of two steps runs may be, over
-what is known of all kernels of its kind, for products that rest on measured ones, and for those
-that rest on the data sheet. To see what that is worth, each GPU of ours and each source is also
-judged with the number that the others give alone: the least at which 9 of 10 of their pairs are
-inside.
+One factor is calibrated with these pairs: how far off what only one of two steps runs may be, over
+what is known of all kernels of its kind. It is the least of five at which 9 of 10 pairs are inside,
+by what products rest on: measured products, the data sheet, or, of convolutions, a guess. To see
+what that is worth, each GPU of ours and each source is also judged with the factor that the others
+give alone. Of the other spreads, that of Python is from one step of these, on the H100, and that
+between runs from repeated ones; the rest are those of predicted times.
 """
 
 import itertools
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpprof.experiments.records.advice import StepParts, Stretch
-from dpprof.results.analysis.advice.ratios import Ratio, compare
+from dpprof.results.analysis.advice.ratios import OWN, Ratio, compare
 from dpprof.system.console import say
 from evidence import Row, read_rows
 from predictions import split_measured, split_private
@@ -41,10 +42,8 @@ _VARIES = ("method", "head", "execution")
 _FREE = {*_VARIES, "batch_size", "timed_steps", "warmup_steps", "memory_limit_bytes"}
 """Settings that rows of one setting need not share."""
 
-FACTORS = (1.0, 1.5, 2.0, 3.0)
+FACTORS = (1.0, 1.5, 2.0, 2.5, 3.0)
 _ENOUGH = 0.9
-_BASES = {1.0: "measured products", 2.0: "data sheet"}
-"""What products rest on, by the factor that steps have."""
 
 
 class Step(NamedTuple):
@@ -207,9 +206,12 @@ class Judged(NamedTuple):
 
 
 def judge_by_others(pairs: Sequence[Pair]) -> list[Judged]:
-    """Judge each source with the least factor at which enough pairs of the others are inside."""
+    """Judge each source with the least factor at which enough pairs of the others are inside.
+
+    Where there are no others, that is the least factor.
+    """
     judged = []
-    for own, basis in _BASES.items():
+    for basis, own in OWN.items():
         alike = [pair for pair in pairs if pair.first.parts.own == own]
         inside = {factor: [pair.use(factor).is_inside for pair in alike] for factor in FACTORS}
         for source in dict.fromkeys(pair.source for pair in alike):

@@ -9,7 +9,9 @@ from fresh_process import ROOT
 
 import ratios
 from dpprof.experiments.records.advice import StepParts, Stretch
+from dpprof.results.analysis.advice.ratios import compare
 from evidence import Row, Source
+from predictions import split_measured
 from ratios import Step, judge_by_others, pair_up, read_steps, summarise, tabulate
 
 PAGE = Path(ratios.__file__).with_suffix(".md").read_text(encoding="utf-8")
@@ -63,6 +65,17 @@ def test_intervals_hold_enough_published_ratios(pairs) -> None:
     assert sum(pair.is_inside for pair in others) >= 0.85 * len(others)
 
 
+def test_what_is_kept_of_a_step_is_what_is_predicted(pairs) -> None:
+    kept = next(pair.first for pair in pairs if pair.first.row.id == "measured-043")
+    parts = split_measured(kept.row)
+
+    assert compare(parts, kept.parts._replace(device=parts.device)).value == pytest.approx(
+        1.0, 1e-4
+    )
+    assert parts.each.kernels == pytest.approx(kept.parts.each.kernels, 1e-4)
+    assert (parts.own, parts.of_products) == (kept.parts.own, pytest.approx(kept.parts.of_products))
+
+
 def test_steps_that_differ_in_the_batch_alone_are_no_pair() -> None:
     steps = [step(1.0, 1.0), step(1.1, 1.0, batch_size=4), step(2.0, 2.5, method="standard")]
     steps += [step(1.0, 1.0, size=64), step(1.0, 1.0, name="b")]
@@ -76,7 +89,7 @@ def test_steps_that_differ_in_the_batch_alone_are_no_pair() -> None:
     assert pairs[0].error == pytest.approx(1.0 / 2.5 / 0.5 - 1)
 
 
-@pytest.mark.parametrize(("off", "factor", "inside"), [(1.0, 1.0, 1), (1.1, 3.0, 1), (9.0, 3.0, 0)])
+@pytest.mark.parametrize(("off", "factor", "inside"), [(1.0, 1.0, 1), (1.1, 2.5, 1), (9.0, 3.0, 0)])
 def test_a_source_is_judged_with_what_the_others_need(off, factor, inside) -> None:
     """Both ratios are off alike, so what one needs helps the other, up to the largest factor."""
     steps = [

@@ -68,13 +68,11 @@ _CONVOLUTIONS = 0.4
 _OF_A_PROCESSOR = 10.0
 """FLOPs for each byte that a processor moves in the same time, about."""
 
-_OWN = 1.0
-_OWN_OF_DATA_SHEET = 2.0
+OWN: Mapping[str, float] = {"measured": 1.0, "data sheet": 2.0, "convolutions": 2.5}
 """Spread of what one step runs more of a kind than the other, over that of the whole kind.
 
-Other shapes and other kernels of that kind may be off in another direction. Calibrated with
-measured pairs of steps, each GPU and source by those of the others (perf/ratios.md): products that
-rest on measured ones, and those that rest on the data sheet."""
+Other shapes and other kernels of that kind may be off in another direction. By what products rest
+on, it is the least of some factors at which 9 of 10 measured ratios are inside (perf/ratios.md)."""
 
 _DEVICE = 0.1
 """Spread of all kernels of a GPU together: clocks and cooling differ. Where both steps wait for
@@ -167,7 +165,7 @@ def split_step(
         )
         for of_update, seconds in ((False, step.median - step.update), (True, step.update))
     )
-    of_products = _find_spread_of_products(step, experiment)
+    basis, of_products = _find_products(step, experiment)
     has_python = experiment.method != BASELINE and experiment.execution != "graph"
     return StepParts(
         device=f"{target or 'this machine'}, {experiment.dtype}",
@@ -175,7 +173,7 @@ def split_step(
         samples=samples,
         spread=find_spread(step.low, step.high),
         of_products=of_products,
-        own=_OWN if of_products < _PRODUCTS["data sheet"] else _OWN_OF_DATA_SHEET,
+        own=OWN[basis],
         of_python=_PYTHON if has_python and target is not None else 0.0,
         each=each,
         update=update,
@@ -214,18 +212,20 @@ class _Rates(NamedTuple):
         return max(moving_s, computing_s) + self.kernel_s * work.ops
 
 
-def _find_spread_of_products(step: PredictedTime, experiment: Experiment) -> float:
-    """Return the spread of all products together, by what their times rest on.
+def _find_products(step: PredictedTime, experiment: Experiment) -> tuple[str, float]:
+    """Return what products rest on, a key of ``OWN``, and the spread of all of them together.
 
-    Where anything rests on a table, products do.
+    Where anything rests on measured products, all do. Of image models most are convolutions, which
+    no GPU has a table of.
     """
-    if experiment.image_size is not None:
-        return _CONVOLUTIONS
-    tabled = {basis: share for basis, share in step.rests_on.items() if basis != "data sheet"}
-    total = math.fsum(tabled.values())
+    if experiment.image_size is not None and experiment.device == "cuda":
+        return "convolutions", _CONVOLUTIONS
+    shares = {basis: share for basis, share in step.rests_on.items() if basis != "data sheet"}
+    total = math.fsum(shares.values())
     if not total:
-        return _PRODUCTS["data sheet"]
-    return math.fsum(_PRODUCTS[basis] * share for basis, share in tabled.items()) / total
+        return "data sheet", _PRODUCTS["data sheet"]
+    spread = math.fsum(_PRODUCTS[basis] * share for basis, share in shares.items()) / total
+    return "measured", spread
 
 
 _Error = tuple[str, ...]
