@@ -33,7 +33,8 @@ def test_identical_kernels_have_a_ratio_of_exactly_one() -> None:
 def test_disjoint_kernels_are_as_far_apart_as_independent_errors() -> None:
     ratio = compare(GRAMS, PRODUCTS)
     spreads = (SPREADS["norm"], PRODUCTS.of_products)
-    each = [math.hypot(spread, ratios._OWN * spread, ratios._RUN) for spread in spreads]
+    run = 0.01
+    each = [math.hypot(spread, PRODUCTS.own * spread, run) for spread in spreads]
     expected = compare_apart(0.5, *each)
 
     assert ratio.value == pytest.approx(0.5)
@@ -70,7 +71,7 @@ def test_the_error_of_the_whole_device_does_not_matter(monkeypatch, spread) -> N
 def test_a_step_that_waits_for_python_is_as_unsure_as_python_is() -> None:
     ratio = compare(WAITING, PLAIN)
 
-    assert math.log(ratio.high / ratio.value) > Z_90 * math.hypot(ratios._HOST, 0.4)
+    assert math.log(ratio.high / ratio.value) > Z_90 * math.hypot(0.35, 0.4)
     assert compare(WAITING, WAITING._replace(method="other")).high == 1.0
 
 
@@ -114,3 +115,15 @@ def test_a_result_is_split_into_seconds_that_add_up(tmp_path, step_s, is_known) 
     assert (parts.seconds, parts.update.seconds) == pytest.approx((1 / tokens, 0.2 / tokens))
     assert parts.each.host == pytest.approx(HOST_S / tokens)
     assert parts.spread == pytest.approx(math.log(1.1) / Z_90)
+
+
+def test_a_target_that_is_not_known_here_is_split_too(tmp_path, monkeypatch) -> None:
+    """Results may come from a machine with a package that has the target."""
+    recorded = {**make_memory({"parameters": 8}), **make_capacity(1.0)}
+    experiment = make_experiment(method="flash", device="cuda", target="h100")
+    result = write_synthetic(tmp_path, experiment, instrument="capacity", recorded=recorded)
+    monkeypatch.setattr(ratios.registry, "names", lambda _: ["t4"])
+    parts = split(result)
+
+    assert parts.device.startswith("h100")
+    assert parts.seconds == pytest.approx(1.0 / (8 * 4))

@@ -22,7 +22,7 @@ from dpprof.experiments.records.advice import StepParts, Stretch
 from dpprof.experiments.records.result import PredictedTime, Result
 from dpprof.experiments.records.step_costs import Work
 from dpprof.experiments.records.terms import OpKind, Phase
-from dpprof.results.analysis.tables.axes import BASELINE
+from dpprof.results.analysis.tables.axes import BASELINE, target_text
 
 _Z_90 = 1.645
 """Standard deviations on each side of the median in a 90 % interval."""
@@ -168,7 +168,7 @@ def split_step(
     basis, of_products = _find_products(step, experiment)
     has_python = experiment.method != BASELINE and experiment.execution != "graph"
     return StepParts(
-        device=f"{target or 'this machine'}, {experiment.dtype}",
+        device=f"{target_text(experiment) or 'this machine'}, {experiment.dtype}",
         method=experiment.method,
         samples=samples,
         spread=find_spread(step.low, step.high),
@@ -181,9 +181,9 @@ def split_step(
 
 
 def _find_target(experiment: Experiment) -> Target | None:
-    """Return the GPU of a prediction; None for this machine's processor."""
+    """Return the GPU of a prediction; None for a processor, or a name that is not known here."""
     target = experiment.target
-    if isinstance(target, str):
+    if isinstance(target, str) and target in registry.names("targets"):
         target = registry.load("targets", target)
     return target if isinstance(target, Target) else None
 
