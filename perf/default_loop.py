@@ -33,8 +33,13 @@ from script import at_least, describe_place, end, make_parser, publish
 CLASSES = 4
 WARMUP = 4
 TINY: dict[str, Any] = {
-    "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 1000,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 1000,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
 }
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 LLAMA: dict[str, Any] = dict(zip(SIZES, (2048, 8192, 16, 32), strict=True))

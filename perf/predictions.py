@@ -1,6 +1,7 @@
 """Predicts the rows of evidence.csv: steps of one GPU and of many, and numbers of private runs."""
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib import import_module
@@ -8,7 +9,9 @@ from typing import Any, NamedTuple
 
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.parallel import GPUS_PER_NODE, Parallel
+from dpprof.experiments.records.advice import StepParts
 from dpprof.experiments.records.result import PredictedTime
+from dpprof.experiments.records.step_costs import Work
 from dpprof.predict import capacity
 from dpprof.predict.estimate import estimate, trace_steps
 from dpprof.predict.flops.cost import Cost
@@ -18,6 +21,7 @@ from dpprof.predict.memory.exchanges import COPIES_OUT, JOINS
 from dpprof.predict.step_time.gpu_model import GpuModel
 from dpprof.predict.step_time.op_time import Z_90, OpTime
 from dpprof.predict.step_time.predict import predict_step
+from dpprof.results.analysis.advice.ratios import split_step
 from evidence import MODELS, Row, Source, find_target
 from script import ignore
 
@@ -179,6 +183,9 @@ def _is_joined_first(ops: Sequence[Op], at: int) -> bool:
     return next((name for name in names if name in (JOINS, COPIES_OUT)), COPIES_OUT) == JOINS
 
 
+_OF_TEXT = ("bert", "gpt2", "roberta")
+"""How names of models begin whose samples are tokens; other samples are images."""
+
 _SMALLEST = {"bert": 16}
 """The batch from which a source doubles it; 64 for other models."""
 
@@ -194,6 +201,12 @@ class Training(NamedTuple):
     """Height and width of images, or tokens."""
 
     steps: int
+
+    @classmethod
+    def of(cls, row: Row) -> "Training":
+        """Return that of a row."""
+        sizes = row.settings["size"], row.settings["steps"]
+        return cls(row.source, row.target, row.model, row.method, *sizes)
 
     @property
     def is_experiment(self) -> bool:
@@ -231,14 +244,19 @@ def _record(training: Training, batch_size: int) -> Any:
 
 
 @cache
-def _find_milliseconds(training: Training, batch_size: int) -> float:
-    """Predict the time of a sample."""
+def _predict_training(training: Training, batch_size: int) -> tuple[PredictedTime, list[Work]]:
+    """Predict a step, and sum what its operators do."""
     if training.is_experiment:
         ops = trace_steps(training.experiment(batch_size), ignore).steady.ops
     else:
         ops = _record(training, batch_size).ops
-    target = find_target(training.target)
-    return 1e3 * predict_step(ops, training.source.dtype, target).median / batch_size
+    work: dict[tuple[Any, Any], Counter[str]] = defaultdict(Counter)
+    for op in ops:
+        moved = (sum(size for _, size in sized) for sized in (op.reads, op.writes))
+        sizes = dict(zip(("read", "written"), moved, strict=True))
+        work[op.phase, op.op_kind].update(ops=1, flops=op.cost.flops, **sizes)
+    step = predict_step(ops, training.source.dtype, find_target(training.target))
+    return step, [Work(phase=phase, op_kind=kind, **sums) for (phase, kind), sums in work.items()]
 
 
 @cache
@@ -292,18 +310,15 @@ def predict_private(row: Row) -> float:
 
     Where memory ran out while it was timed, the time is infinite if it is predicted to run out.
     """
-    settings = row.settings
-    training = Training(
-        *(row.source, row.target, row.model, row.method, settings["size"], settings["steps"])
-    )
+    training = Training.of(row)
     if row.quantity == "largest batch":
         return _find_largest(training)
-    batch_size = settings["batch_size"]
+    batch_size = int(row.settings["batch_size"])
     if row.quantity == "peak memory":
         return float(_record(training, batch_size).peak("allocated"))
     if row.value is None and not _fits(training, batch_size):
         return math.inf
-    return _find_milliseconds(training, batch_size)
+    return 1e3 * _predict_training(training, batch_size)[0].median / batch_size
 
 
 def describe_measured(row: Row) -> Experiment:
@@ -323,3 +338,31 @@ def predict_measured(row: Row) -> tuple[PredictedTime, dict[str, int]]:
         "reserved memory": int(estimated.memory.peak_reserved_bytes or 0),
     }
     return estimated.time.predicted_step_s, memory
+
+
+def split_private(row: Row) -> StepParts:
+    """Predict a private step that others published, and split it."""
+    batch_size = int(row.settings["batch_size"])
+    step, work = _predict_training(Training.of(row), batch_size)
+    is_of_text = row.model.startswith(_OF_TEXT)
+    like = Experiment(
+        model="small" if is_of_text else {"hf": "vit-base"},
+        method="standard" if row.method == "standard" else "opacus-hooks",
+        batch_size=batch_size,
+        dtype=row.source.dtype,
+        device="cuda",
+        target=find_target(row.target),
+        **{"seq_len" if is_of_text else "image_size": row.settings["size"]},
+    )
+    return split_step(step, work, like, batch_size)._replace(method=row.method)
+
+
+def split_measured(row: Row) -> StepParts:
+    """Predict a step that was measured for dpprof, and split it."""
+    experiment = describe_measured(row)
+    estimated = estimate(experiment, ignore)
+    assert estimated.time is not None
+    assert estimated.time.predicted_step_s is not None
+    assert estimated.io is not None
+    work = estimated.io.by_phase_and_op_kind
+    return split_step(estimated.time.predicted_step_s, work, experiment, experiment.batch_size)

@@ -11,6 +11,7 @@ from dpprof.experiments.config.mechanisms import FLAT
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.planning.code_digest import verified_as
 from dpprof.experiments.planning.planner import Manifest, PlannedRun
+from dpprof.experiments.records.advice import StepParts, Stretch
 from dpprof.experiments.records.ceilings import Ceilings, ceilings_path, device_name
 from dpprof.experiments.records.reconciliation import JOINED
 from dpprof.experiments.records.record import write_record
@@ -145,6 +146,23 @@ def make_predicted_time(step_s: float) -> dict[str, Any]:
     predicted |= {"without_update": 0.8 * step_s, "waiting_share": 0.0}
     predicted |= {"rests_on": {"interpolated": 0.75, "data sheet": 0.25}}
     return {"step_s": [], "predicted_step_s": predicted}
+
+
+def make_parts(
+    kernels: dict[str, float],
+    update: dict[str, float] | None = None,
+    host: float = 0.0,
+    **fields: Any,
+) -> StepParts:
+    """Invent a step that waits for the longer of its kernels and its host."""
+    each, updating = (
+        Stretch(sum(some.values()), {(phase, kind): s for kind, s in some.items()}, 0.0, 0.0)
+        for phase, some in (("backward", kernels), ("step", update or {}))
+    )
+    each = each._replace(host=host, seconds=max(each.seconds, host))
+    known: dict[str, Any] = {"device": "h100", "method": "flash", "samples": 8, "spread": 0.1}
+    known |= {"of_products": 0.1, "own": 1.0, "of_python": 0.0}
+    return StepParts(**{**known, "each": each, "update": updating, **fields})
 
 
 def make_noise(

@@ -2,6 +2,7 @@
 
 import pandas as pd
 import pytest
+from factory import make_parts
 
 from dpprof.ask.advice_text import format_gpus
 from dpprof.experiments.records.advice import Advice, Option
@@ -15,10 +16,10 @@ SPEEDS = {
 }
 
 
-def option(method: str, speed: float | None, verdict: str = "slower") -> Option:
+def option(method: str, speed: float | None, verdict: str = "slower", **others) -> Option:
     fits = {"safe_batch_size": 8, "tokens_per_s": speed} if speed else {}
     fits |= {"tokens_per_s_low": speed / 2, "tokens_per_s_high": speed * 2} if speed else {}
-    return Option(method=method, verdict=verdict, private=method != "standard", **fits)
+    return Option(method=method, verdict=verdict, private=method != "standard", **fits | others)
 
 
 def advise() -> list[Advice]:
@@ -66,6 +67,25 @@ def test_the_cheapest_the_fastest_and_the_smallest_number_are_named() -> None:
     assert about.startswith("Asked: ")
     assert header.split()[:3] == ["GPUs", "method", "batch"]
     assert rows[1].split()[:3] == ["4", "flash-bk\N{DAGGER}", "8"]
+
+
+@pytest.mark.parametrize(("exchange_s", "said"), [(0.1, "; 2 may be as cheap"), (1.0, "")])
+def test_numbers_of_gpus_that_may_be_as_cheap_are_named(exchange_s, said) -> None:
+    """The kernels are the same: only the wait for other ranks may be off, by a third."""
+    alone = make_parts({"gemm": 4.0})
+    waiting = alone.each._replace(exchange=exchange_s, seconds=4.0 + exchange_s)
+    one, two = (
+        advice.model_copy(update={"options": (option("flash", speed, parts=parts),)})
+        for advice, speed, parts in zip(
+            sorted(advise(), key=lambda one: one.gpus)[:2],
+            (1000.0, 2000.0 * alone.seconds / waiting.seconds),
+            (alone, alone._replace(each=waiting)),
+            strict=True,
+        )
+    )
+
+    told = format_gpus(compare_gpus([one, two]), [one, two]).replace("\n", " ")
+    assert f"278 GPU hours for a billion tokens{said}." in told
 
 
 def test_where_no_speed_is_predicted_batches_are_said() -> None:

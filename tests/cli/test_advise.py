@@ -10,6 +10,7 @@ from factory import (
     make_capacity,
     make_experiment,
     make_memory,
+    make_parts,
     write_synthetic,
     write_synthetic_verdict,
 )
@@ -33,6 +34,7 @@ from dpprof.experiments.records import answers
 from dpprof.experiments.records.advice import Advice, Option
 from dpprof.experiments.records.result import read_result
 from dpprof.predict.estimate import estimate
+from dpprof.results.analysis.advice.ratios import compare
 from dpprof.results.analysis.tables.frames import read_table
 
 SURE = {"sure_of_memory": "by sums", "sure_of_time": "by bounds"}
@@ -164,6 +166,19 @@ def test_what_a_head_without_logits_brings_is_said() -> None:
     assert line == (
         "bfloat16 64: head kept takes 12 samples for 6 with logits, at 2.00 times the speed."
     )
+
+
+@pytest.mark.parametrize(("of_logits", "sure"), [(4.0, ""), (2.02, ": no difference is predicted")])
+def test_the_speed_that_a_head_brings_has_an_interval(of_logits, sure) -> None:
+    logits, kept = (make_parts({"gemm": seconds}) for seconds in (of_logits, 2.0))
+    found = [
+        make(option("flash-bk", "first", 6, parts=logits)),
+        make(option("flash-bk", "first", 12, parts=kept), head="kept"),
+    ]
+
+    [line] = compare_heads(found)
+    ratio = compare(logits, kept)
+    assert line.endswith(f"speed (90 % interval {ratio.low:.2f} to {ratio.high:.2f}{sure}).")
 
 
 @pytest.mark.parametrize("given", [["best"], ["logits", "chunked", "kept"]])

@@ -174,7 +174,7 @@ SWEEPS = {
     ),
     "a budget": sweep(fits("standard", 1.0), fits("flash-bk", 1.25), budget=True),
     "another gpu as cheap": sweep(
-        *(fits("flash-bk", 1.0), fits("flash-bk", 1.15, "h100"), fits("flash", 1.3, "h100")),
+        *(fits("flash-bk", 1.0), fits("flash-bk", 1.12, "h100"), fits("flash", 1.3, "h100")),
         budget=True,
     ),
     "another gpu not as cheap": sweep(

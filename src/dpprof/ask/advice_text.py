@@ -16,9 +16,15 @@ from dpprof.experiments.config import registry
 from dpprof.experiments.config.tasks import name_size, name_units
 from dpprof.experiments.records.advice import Advice, OnGpus, Option
 from dpprof.experiments.records.result import Result
-from dpprof.results.analysis.advice.advice import BEST, find_fastest
+from dpprof.results.analysis.advice.advice import (
+    BEST,
+    compare_options,
+    find_as_cheap,
+    find_fastest,
+)
+from dpprof.results.analysis.advice.ratios import Ratio
 from dpprof.results.analysis.standings import find_signs, sign
-from dpprof.results.report.wording import plural
+from dpprof.results.report.wording import listed, plural
 from dpprof.system.numbers import three_digits
 
 SPEED = "tokens/s"
@@ -270,9 +276,18 @@ def compare_heads(advices: Sequence[Advice]) -> list[str]:
             ratio = best.tokens_per_s / usual.tokens_per_s
             lines.append(
                 f"{' '.join(where)}: head {head} takes {best.safe_batch_size:,} samples for "
-                f"{usual.safe_batch_size:,} with logits, at {ratio:.2f} times the speed."
+                f"{usual.safe_batch_size:,} with logits, at {ratio:.2f} times the speed"
+                f"{_tell_interval(compare_options(usual, best))}."
             )
     return lines
+
+
+def _tell_interval(ratio: Ratio) -> str:
+    """Say how sure a ratio is, where that is known."""
+    if ratio.low is None:
+        return ""
+    interval = f" (90 % interval {ratio.low:.2f} to {ratio.high:.2f}"
+    return f"{interval}: no difference is predicted)" if ratio.holds_one else f"{interval})"
 
 
 _OF_GPUS: Mapping[str, Callable[[OnGpus], str]] = {
@@ -298,14 +313,15 @@ def format_gpus(
     fastest = find_fastest(options)
     if not fastest:
         return format_winners(advices, others)
-    cheap = min(fastest, key=lambda option: option.gpu_hours_per_billion)
+    cheap, *as_cheap = find_as_cheap(fastest)
     fast = max(fastest, key=lambda option: option.tokens_per_s)
     small = min(fastest, key=lambda option: option.gpus)
     where = [f"{o.method} on {o.gpus:,} {plural(o.gpus, 'GPU')}" for o in (cheap, fast, small)]
     hours = three_digits(cheap.gpu_hours_per_billion)
     first = advices[0]
     settings = name_settings(first.dtype, first.optimizer, _find_execution(first))
-    said = f"Cheapest: {where[0]} ({settings}), {hours} GPU hours for a billion tokens. "
+    alike = f"; {listed(f'{o.gpus:,}' for o in as_cheap)} may be as cheap" if as_cheap else ""
+    said = f"Cheapest: {where[0]} ({settings}), {hours} GPU hours for a billion tokens{alike}. "
     said += f"Fastest: {where[1]}, {fast.tokens_per_s:,.0f} tokens/s. Smallest: {where[2]}."
     size = name_size(first.seq_len, first.image_size)
     about = f"Asked: {_name(first)}, {size}, {_name_target(first)}."

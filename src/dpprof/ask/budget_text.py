@@ -16,7 +16,7 @@ from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.tasks import name_size
 from dpprof.experiments.records.budget import Budget, MethodCost
 from dpprof.results.analysis.standings import Marks, find_signs, sign
-from dpprof.results.report.wording import plural
+from dpprof.results.report.wording import listed, plural
 from dpprof.system.numbers import three_digits
 
 _OF_NOISE = (
@@ -216,4 +216,9 @@ def _tell_cheapest(budget: Budget) -> list[str]:
     cheap = _find_best(budget.methods)
     if cheap is None or len({cost.gpus for cost in timed}) == 1:
         return []
-    return [f"Fewest GPU hours: {cheap.method} on {cheap.gpus:,} {plural(cheap.gpus, 'GPU')}."]
+    as_few = [c for c in timed if (c.cost_verdict, c.epsilon) == ("close", cheap.epsilon)]
+    alike = [f"{cost.method} on {cost.gpus:,}" for cost in as_few]
+    may_be = f"; {listed(alike)} may take as few" if alike else ""
+    return [
+        f"Fewest GPU hours: {cheap.method} on {cheap.gpus:,} {plural(cheap.gpus, 'GPU')}{may_be}."
+    ]

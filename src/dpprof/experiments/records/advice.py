@@ -1,16 +1,65 @@
 """What ``dpprof advise`` says: methods ranked for a target."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from dpprof.experiments.config.quantities import optional
 from dpprof.experiments.records.record import Part
-from dpprof.experiments.records.terms import Component, Phase
+from dpprof.experiments.records.terms import Component, OpKind, Phase
 
 Recommendation = Literal[
     "baseline", "first", "close", "slower", "tight", "unranked", "wrong", "does not fit", "failed"
 ]
+
+
+class Stretch(NamedTuple):
+    """A stretch of predicted steps: seconds of a GPU for a token, or an image."""
+
+    seconds: float
+    kernels: Mapping[tuple[Phase, OpKind], float]
+    """Seconds of the device by what its kernels do; empty where that is not known."""
+
+    host: float
+    """Seconds of the host, which issues them."""
+
+    exchange: float
+    """Seconds in which the GPU only waits for other ranks."""
+
+
+class StepParts(NamedTuple):
+    """What a predicted step consists of, so that two can be compared part by part."""
+
+    device: str
+    """The device and the dtype; steps share errors where these are equal."""
+
+    method: str
+    samples: int
+    """In a batch of one GPU."""
+
+    spread: float
+    """Standard deviation of the logarithm of the whole time."""
+
+    of_products: float
+    """The same of all matrix products together."""
+
+    own: float
+    """Spread of kernels that only this one of two steps runs, over that of all of their kind."""
+
+    of_python: float
+    """The same of what the method's own Python takes of the host's time."""
+
+    each: Stretch
+    """What runs for each batch whose gradients add up."""
+
+    update: Stretch
+    """Noise and optimizer, which run once for all of them."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a GPU for a token, or an image."""
+        return self.each.seconds + self.update.seconds
 
 
 class Option(Part):
@@ -33,6 +82,13 @@ class Option(Part):
     update_s: float | None = optional(
         "predicted seconds of noise and optimizer, which run once in a step"
     )
+    over_first: float | None = optional("its time of a sample over the first method's")
+    over_first_low: float | None = optional("lower end of its 90 % interval")
+    over_first_high: float | None = optional("upper end")
+    over_plain: float | None = optional("the same over standard's")
+    over_plain_low: float | None = optional("lower end of its 90 % interval")
+    over_plain_high: float | None = optional("upper end")
+    ratio_reason: str | None = optional("why a ratio is null")
     tokens_per_s_at_most: float | None = optional("same at every operator's ceiling")
     dp_flop_multiplier: float | None = optional("executed FLOPs over model FLOPs")
     limited_by: str | None = optional("memory, fragmentation or search")
@@ -42,9 +98,12 @@ class Option(Part):
     tokens_per_s_by_checkpointing: dict[str, float | None] | None = optional(
         "predicted for each way that was tried, where several were"
     )
+    parts: StepParts | None = optional("what its ratios are computed from", exclude=True)
 
 
-OF_SEVERAL_WAYS = {"checkpointing", "execution", "tokens_per_s_by_checkpointing"}
+WITHOUT_COLUMN = {
+    *("checkpointing", "execution", "tokens_per_s_by_checkpointing", "parts", "ratio_reason"),
+}
 """Fields that no table has as columns: checkpointing and execution are axes there."""
 
 
@@ -73,6 +132,9 @@ class OnGpus(Part):
     fewest_gpus: int
     gpu_hours_per_billion: float
     """GPU hours for a billion tokens."""
+
+    parts: StepParts | None = Field(None, exclude=True)
+    """What ratios are computed from."""
 
 
 class OneMoreSample(Part):

@@ -1,10 +1,13 @@
 """What ``dpprof budget`` says: the price of a privacy budget with each method."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from dpprof.experiments.accounting.plan import NoisePlan
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.quantities import optional
+from dpprof.experiments.records.advice import StepParts
 from dpprof.experiments.records.record import Part
 
 
@@ -40,7 +43,16 @@ class MethodCost(Part):
     hours_ratio: float | None = optional(
         "these hours over those of standard with the planned batch"
     )
+    hours_ratio_low: float | None = optional("lower end of its 90 % interval")
+    hours_ratio_high: float | None = optional("upper end")
+    over_cheapest: float | None = optional("these hours over those of first")
+    over_cheapest_low: float | None = optional("lower end of its 90 % interval")
+    over_cheapest_high: float | None = optional("upper end")
+    cost_verdict: Literal["first", "close", "slower"] | None = optional(
+        "first takes the fewest hours at its epsilon; close: no difference is predicted"
+    )
     message: str | None = optional("why a figure is null, or needs care")
+    parts: StepParts | None = optional("what its ratios are computed from", exclude=True)
 
 
 class Budget(Part):

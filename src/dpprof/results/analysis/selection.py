@@ -11,6 +11,7 @@ from dpprof.results.analysis.groups import RECORDERS
 from dpprof.results.analysis.tables.axes import BASELINE, RUN_KEY, SETTING, WITHOUT_BATCH
 
 PRICE = ["gpu_hours", "gpu_hours_low", "gpu_hours_high", "price", "hours_ratio", "steps"]
+PRICE += ["hours_ratio_low", "hours_ratio_high", "cost_verdict"]
 """The figures of the table ``budget`` that say what a training costs."""
 
 TRAINING = [name for name in WITHOUT_BATCH if name not in ("target", "device", "parallel")]

@@ -1,11 +1,11 @@
 """Which method to use: methods ranked by their predicted speed at the largest safe batch.
 
 The ranking uses capacity results only. Memory is predicted storage by storage, time operator by
-operator. No difference is predicted between methods whose 90 % intervals overlap: they are called
-close. A method with a wrong gradient is never advised. A method without a verdict, or with another
-mechanism than flat clipping, is advised and marked as such. Where several ways of checkpointing
-were tried, each method is judged by the one with which it trains fastest. What more GPUs bring is
-said of several such rankings.
+operator. No difference is predicted between methods where the 90 % interval of the ratio of their
+times holds 1: they are called close. A method with a wrong gradient is never advised. A method
+without a verdict, or with another mechanism than flat clipping, is advised and marked as such.
+Where several ways of checkpointing were tried, each method is judged by the one with which it
+trains fastest. What more GPUs bring is said of several such rankings.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ from typing import Any
 from dpprof.experiments.config.mechanisms import NO_CLIPPING
 from dpprof.experiments.config.tasks import name_units
 from dpprof.experiments.records.advice import (
-    OF_SEVERAL_WAYS,
+    WITHOUT_COLUMN,
     Advice,
     OneMoreSample,
     OnGpus,
@@ -24,6 +24,7 @@ from dpprof.experiments.records.advice import (
 )
 from dpprof.experiments.records.result import PredictedTime, Result
 from dpprof.experiments.records.verdict import Standing
+from dpprof.results.analysis.advice.ratios import Ratio, compare, split
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.groups import setting_key
 from dpprof.results.analysis.standings import UNKNOWN
@@ -48,7 +49,8 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
     results, options = _choose_checkpointing(described)
     ranked = [o for o in options if o.verdict == "unranked" and o.tokens_per_s is not None]
     fastest = max(ranked, key=lambda option: option.tokens_per_s or 0.0, default=None)
-    judged = [_judge(option, fastest) for option in options]
+    plain = next((option for option in options if option.method == BASELINE), None)
+    judged = [_judge(option, fastest, plain) for option in options]
     judged.sort(key=lambda o: (not o.private, o.verdict == "wrong", -(o.tokens_per_s or 0.0)))
     advised = [result for result, option in zip(results, options, strict=True) if option is fastest]
     axes = axes_of(experiment)
@@ -81,7 +83,7 @@ def list_advice(collected: Collected) -> list[dict[str, Any]]:
     for setting, results in group_capacities(collected):
         advice = advise(results, setting["target"] or "this machine", collected.standings)
         common = setting | {"budget_bytes": advice.budget_bytes}
-        rows += [common | option.model_dump(exclude=OF_SEVERAL_WAYS) for option in advice.options]
+        rows += [common | option.model_dump(exclude=WITHOUT_COLUMN) for option in advice.options]
     return rows
 
 
@@ -185,6 +187,7 @@ def describe(result: Result, standing: Standing = UNKNOWN) -> Option:
         verdict=verdict,
         largest_batch_size=capacity.batch_size,
         largest_peak_bytes=capacity.peak_bytes,
+        parts=None if tight else split(result),
         sample_s=step and step.each_sample(capacity.stated_batch_size),
         update_s=step and step.update,
         tokens_per_s=step and tokens / step.median,
@@ -198,15 +201,23 @@ def describe(result: Result, standing: Standing = UNKNOWN) -> Option:
     )
 
 
-def _judge(option: Option, fastest: Option | None) -> Option:
-    if option.verdict != "unranked" or option.tokens_per_s is None or fastest is None:
-        return option
-    verdict: Recommendation = "slower"
-    if option == fastest:
-        verdict = "first"
-    elif (option.tokens_per_s_high or 0.0) >= (fastest.tokens_per_s_low or 0.0):
-        verdict = "close"
-    return option.model_copy(update={"verdict": verdict})
+def _judge(option: Option, fastest: Option | None, plain: Option | None) -> Option:
+    """Add the ratios of a method's time to those of the fastest and of plain training."""
+    over_first, over_plain = (compare_options(option, other) for other in (fastest, plain))
+    ratios: dict[str, Any] = over_first.named("over_first") | over_plain.named("over_plain")
+    ratios["ratio_reason"] = over_first.reason or over_plain.reason
+    if option.verdict == "unranked" and over_first.value is not None:
+        differs: Recommendation = "close" if over_first.holds_one else "slower"
+        ratios["verdict"] = "first" if option is fastest else differs
+    return option.model_copy(update=ratios)
+
+
+def compare_options(option: Option | OnGpus, other: Option | OnGpus | None) -> Ratio:
+    """Return a method's time of a token, or an image, on one GPU over that of another option."""
+    if other is None:
+        return Ratio(None, reason="there is nothing to compare with")
+    unknown = [each.method for each in (option, other) if each.parts is None]
+    return compare(option.parts, other.parts, f"no time is predicted of {' and '.join(unknown)}")
 
 
 def _find_step(results: Sequence[Result], options: Sequence[Option]) -> PredictedTime | None:
@@ -231,8 +242,9 @@ def _explain_time(results: Sequence[Result], step: PredictedTime | None) -> str:
     rests = ", ".join(f"{share:.0%} {basis}" for basis, share in step.rests_on.items())
     return (
         f"{units} per second are predicted, with 90 % intervals; no difference is predicted "
-        f"between methods whose intervals overlap. Of the device's time, {rests}. Published steps "
-        "of plain training took longer than predicted: docs/numbers/step-time.md"
+        "between methods where that of the ratio of their times holds 1. Of the device's time, "
+        f"{rests}. Published steps of plain training took longer than predicted: "
+        "docs/numbers/step-time.md"
     )
 
 
@@ -261,6 +273,7 @@ def compare_gpus(advices: Iterable[Advice]) -> list[OnGpus]:
                     efficiency=each / reference,
                     fewest_gpus=fewest,
                     gpu_hours_per_billion=hours_of_billion(each),
+                    parts=option.parts,
                     **option.model_dump(include=same),
                 )
             )
@@ -279,3 +292,10 @@ def find_fastest(options: Sequence[OnGpus]) -> list[OnGpus]:
         max((o for o in private if o.gpus == size), key=lambda option: option.tokens_per_s)
         for size in dict.fromkeys(option.gpus for option in private)
     ]
+
+
+def find_as_cheap(options: Sequence[OnGpus]) -> list[OnGpus]:
+    """Return the cheapest of several numbers of GPUs, then those that may be as cheap."""
+    cheapest = min(options, key=lambda option: option.gpu_hours_per_billion)
+    others = (option for option in options if option is not cheapest)
+    return [cheapest, *filter(lambda other: compare_options(other, cheapest).holds_one, others)]

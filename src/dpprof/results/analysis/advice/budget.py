@@ -17,6 +17,7 @@ from dpprof.experiments.records.budget import Budget, MethodCost
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.advice.advice import advise, group_capacities
+from dpprof.results.analysis.advice.ratios import Ratio, accumulate, compare
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.tables.axes import BASELINE
 
@@ -57,8 +58,32 @@ def make_budget(
         privacy=privacy,
         warnings=privacy.warnings,
         noise=noise,
-        methods=costs,
+        methods=_judge(costs),
     )
+
+
+def _judge(costs: Sequence[MethodCost]) -> list[MethodCost]:
+    """Add the ratios of hours to the fewest hours of a private method, at the same epsilon."""
+    able = [c for c in costs if c.private and c.verified is not False and c.gpu_hours is not None]
+    judged = []
+    for cost in costs:
+        alike = [other for other in able if other.epsilon == cost.epsilon]
+        cheapest = min(alike, key=lambda other: other.gpu_hours or 0.0, default=None)
+        ratio = _compare(cost, cheapest)
+        fields: dict[str, Any] = ratio.named("over_cheapest")
+        if cost in able:
+            differs = "close" if ratio.holds_one else "slower"
+            fields["cost_verdict"] = "first" if cost is cheapest else differs
+        judged.append(cost.model_copy(update=fields))
+    return judged
+
+
+def _compare(cost: MethodCost, other: MethodCost | None) -> Ratio:
+    """Return the hours of a training over those of another."""
+    if other is None or not cost.gpu_hours or not other.gpu_hours:
+        return Ratio(None)
+    ratio = compare(cost.parts, other.parts)
+    return ratio.times(cost.gpu_hours / other.gpu_hours / (ratio.value or 1.0))
 
 
 def _price_methods(
@@ -70,13 +95,8 @@ def _price_methods(
         for option in advice.options
         for plan in (noise.epsilons if option.private else noise.epsilons[:1])
     ]
-    plain = next((cost.gpu_hours for cost in costs if cost.method == BASELINE), None)
-    if not plain:
-        return costs
-    return [
-        cost.model_copy(update={"hours_ratio": cost.gpu_hours and cost.gpu_hours / plain})
-        for cost in costs
-    ]
+    plain = next((cost for cost in costs if cost.method == BASELINE), None)
+    return [cost.model_copy(update=_compare(cost, plain).named("hours_ratio")) for cost in costs]
 
 
 def _price(
@@ -120,6 +140,7 @@ def _price(
             "gpu_hours_low": hours * step.low / step.median,
             "gpu_hours_high": hours * step.high / step.median,
             "price": None if price is None else price * hours,
+            "parts": option.parts and accumulate(option.parts, batches),
             "message": cost.message or (f"time is predicted {smaller}" if batches < 1 else None),
         }
     )

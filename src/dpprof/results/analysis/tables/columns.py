@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dpprof.experiments.accounting.plan import NoiseOfBatch
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.privacy import Privacy
-from dpprof.experiments.records.advice import OF_SEVERAL_WAYS, Option
+from dpprof.experiments.records.advice import WITHOUT_COLUMN, Option
 from dpprof.experiments.records.budget import MethodCost
 from dpprof.experiments.records.result import Energy, Kernels, Launched, RankPart, Throughput
 from dpprof.experiments.records.step_costs import (
@@ -174,13 +174,13 @@ TABLES: Mapping[str, Table] = {
         "a method of each setting with capacity results",
         *(column for column in _EXPERIMENT_AXES if column.name in WITHOUT_BATCH),
         integer("budget_bytes", "memory that training may allocate"),
-        *(column for column in declare(Option) if column.name not in OF_SEVERAL_WAYS),
+        *(column for column in declare(Option) if column.name not in WITHOUT_COLUMN),
     ),
     "budget": Table(
         "a method and epsilon of each setting with capacity results",
         *(column for column in _EXPERIMENT_AXES if column.name in WITHOUT_BATCH),
         _PARAMETERS,
-        *declare(MethodCost),
+        *(column for column in declare(MethodCost) if column.name not in WITHOUT_COLUMN),
     ),
     "noise": Table(
         "a batch size for the privacy budget",

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.results.analysis.advice.ratios import compare_apart, find_spread
 from dpprof.results.analysis.selection import (
     Tables,
     find_fitting,
@@ -160,7 +161,9 @@ def _tell_training(rows: pd.DataFrame, name: str, sized: str) -> str:
     if pd.isna(best["tokens_per_s"]):
         return f"{said}; no time is predicted there{failed}."
     said += _tell_speed(best, same) if pd.isna(best["gpu_hours"]) else _tell_price(best)
-    alike = {"fast": _find_close(same, best), "cheap": _find_cheap(able, best)}
+    verdict = "verdict" if pd.isna(best["gpu_hours"]) else "cost_verdict"
+    close = same[same["fits"] & same["method"].ne(best["method"]) & same[verdict].eq("close")]
+    alike = {"fast": [*close["method"]], "cheap": _find_cheap(able, best)}
     for much, others in alike.items():
         if others:
             named = listed(others) if len(others) <= _MOST_NAMED else f"{len(others)} others"
@@ -192,26 +195,21 @@ def _find_best(able: pd.DataFrame) -> Any:
     return able.loc[best_first.index[0]]
 
 
-def _find_close(same: pd.DataFrame, best: Any) -> list[str]:
-    """Return the other private methods whose interval overlaps that of the best one."""
-    others = same[same["fits"] & same["method"].ne(best["method"])]
-    if pd.notna(best["gpu_hours"]):
-        is_close = others["gpu_hours_low"] <= best["gpu_hours_high"]
-    else:
-        is_close = others["tokens_per_s_high"] >= best["tokens_per_s_low"]
-    return [str(method) for method in others.loc[is_close, "method"]]
-
-
 def _find_cheap(able: pd.DataFrame, best: Any) -> list[str]:
-    """Return on which other GPUs the same method may cost as little: their intervals overlap."""
+    """Return on which other GPUs the same method may cost as little, by the ratio of prices."""
     others = able[able["method"].eq(best["method"]) & able["target"].ne(best["target"])]
     others = others.dropna(subset=["price"])
     if pd.isna(best["price"]) or others.empty:
         return []
-    hourly = (others["price"] / others["gpu_hours"]).astype(float)
-    most = best["gpu_hours_high"] * best["price"] / best["gpu_hours"]
-    close = others[others["gpu_hours_low"].astype(float) * hourly <= most]
-    cheapest = close.sort_values("price").drop_duplicates("target")
+    *spreads, of_best = (
+        find_spread(row["gpu_hours_low"], row["gpu_hours_high"])
+        for row in (*others.to_dict("records"), best)
+    )
+    is_close = [
+        compare_apart(price / best["price"], spread, of_best).holds_one
+        for price, spread in zip(others["price"], spreads, strict=True)
+    ]
+    cheapest = others[is_close].sort_values("price").drop_duplicates("target")
     return [name_gpus(row) for _, row in cheapest.iterrows()]
 
 

@@ -55,6 +55,7 @@ _FAILED = [
 _PRICED = (
     *("safe_batch_size", "smallest_batch_size", "sample_s", "update_s", "tokens_per_s"),
     *("tokens_per_s_low", "tokens_per_s_high", "gpu_hours", "price", "verdict", "verified"),
+    *("over_first", "over_first_low", "over_first_high"),
 )
 
 Run = tuple[str, str, int]

@@ -130,9 +130,10 @@ def tell_capacity(advice: pd.DataFrame) -> Blocks:
     caption = (
         f"The largest batch whose predicted peak fits in memory ({memory or 'none does'}), and a "
         "safe batch: its allocator never has to release its cache. "
-        "Tokens per second are predicted at the safe batch; no difference is predicted between "
-        "methods whose 90 % intervals overlap, which are called close. A + marks a search that "
-        "ended before the memory was full. FLOPs x is executed FLOPs over model FLOPs."
+        "Tokens per second are predicted at the safe batch; close means that no difference from "
+        "the first is predicted, since the 90 % interval of the ratio of times holds 1. A + marks "
+        "a search that ended before the memory was full. FLOPs x is executed FLOPs over model "
+        "FLOPs."
     )
     return tabulate(caption, columns, rows, "advice.csv")
 

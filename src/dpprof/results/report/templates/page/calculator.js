@@ -13,12 +13,20 @@ function priceOf(one, { batch, tokens, price }) {
   return { steps, micro, hours, low, high, price: hours * price };
 }
 
+// A sample's time over that of the first method there, which a budget does not change.
+function tellRatio(one) {
+  const first = trainings.find((other) => other.training === one.training && other.gpus === one.gpus && other.verdict === "first");
+  if (!first || one === first || !known(one.over_first_low)) return "";
+  const [ratio, low, high] = [one.over_first, one.over_first_low, one.over_first_high].map((number) => significant(number));
+  return ` A sample takes ${ratio} times as long as with ${first.method} (90 % interval ${low} to ${high}${one.verdict === "close" ? ": no difference is predicted" : ""}).`;
+}
+
 function tellPrice(one, typed) {
   const [, title] = NUMBERS.find(([name]) => !(typed[name] > 0 || (name === "price" && typed[name] === 0))) ?? [];
   if (title) return `${title}: type a number above 0.`;
   const told = priceOf(one, typed);
   if (told.why) return told.why;
-  return `${fixed(told.steps)} steps take ${significant(told.hours)} GPU hours (90 % interval ${significant(told.low)} to ${significant(told.high)}) and cost ${significant(told.price)}, with ${fixed(told.micro)} samples at a time on ${one.gpus === "this machine" ? "" : "one "}${one.gpus}.${one.verified || !one.private ? "" : " The method is not verified here to compute the right gradient."}`;
+  return `${fixed(told.steps)} steps take ${significant(told.hours)} GPU hours (90 % interval ${significant(told.low)} to ${significant(told.high)}) and cost ${significant(told.price)}, with ${fixed(told.micro)} samples at a time on ${one.gpus === "this machine" ? "" : "one "}${one.gpus}.${tellRatio(one)}${one.verified || !one.private ? "" : " The method is not verified here to compute the right gradient."}`;
 }
 
 function showCalculator() {
