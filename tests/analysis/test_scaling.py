@@ -84,7 +84,7 @@ def test_numbers_of_gpus_that_may_be_as_cheap_are_named(exchange_s, said) -> Non
         )
     )
 
-    told = format_gpus(compare_gpus([one, two]), [one, two]).replace("\n", " ")
+    told = " ".join(format_gpus(compare_gpus([one, two]), [one, two]).split())
     assert f"278 GPU hours for a billion tokens{said}." in told
 
 
