@@ -9,7 +9,7 @@ from dpprof.experiments.config.target import CPU_TARGET, Target
 from dpprof.experiments.config.validation import InputError, spell
 from dpprof.system.hardware import nvml, visible_gpus
 
-CAPTURED: tuple[str, ...] = ()
+CAPTURED = ("flash-bk", "flash")
 """Methods whose steps are CUDA graphs where a private loop runs as it does by default."""
 
 DESCRIBED: Mapping[str, str] = {

@@ -70,7 +70,11 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
             snapshots=list(snapshots.taken.values()),
         ),
         time=Time(step_s=step_s, warmup_step_s=warm.step_s, median_s=median_s),
-        throughput=_throughput(experiment, median_s),
+        throughput=Throughput(
+            tokens_per_s=experiment.tokens_in_step / median_s,
+            samples_per_s=experiment.world_size * experiment.batch_size / median_s,
+            steps_per_s=1 / median_s,
+        ),
         host_io=host_io,
         energy=energy,
         observed=Observed(
@@ -113,14 +117,6 @@ def _warm_up(
         captured_bytes = device.peaks().allocated_bytes  # a replay allocates nothing
     step_s += device.time(run, experiment.warmup_steps - 1)
     return _WarmUp(run, step_s, first_step_bytes, captured_bytes)
-
-
-def _throughput(experiment: Experiment, step_s: float) -> Throughput:
-    return Throughput(
-        tokens_per_s=experiment.tokens_in_step / step_s,
-        samples_per_s=experiment.world_size * experiment.batch_size / step_s,
-        steps_per_s=1 / step_s,
-    )
 
 
 def _energy(

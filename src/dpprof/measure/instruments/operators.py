@@ -21,7 +21,6 @@ import torch
 
 from dpprof.experiments.config.experiment import Experiment, read_spec
 from dpprof.experiments.records.ceilings import OperatorShape, OperatorTable, OperatorTime
-from dpprof.experiments.records.terms import Phase
 from dpprof.measure.devices.device import Device
 from dpprof.measure.devices.selection import open_device
 from dpprof.measure.instruments.opening import open_experiment
@@ -36,13 +35,9 @@ from dpprof.system.hardware import available_cores
 ROUNDS = 5
 
 
-def ignore(_phase: Phase) -> None:
-    """Do nothing as a phase begins."""
-
-
 def list_ops(experiment: Experiment) -> list[Op]:
     """Return the operators of an experiment's step in the steady state, in order."""
-    ops = list(trace_steps(experiment, ignore).steady.ops)
+    ops = list(trace_steps(experiment, lambda _: None).steady.ops)
     gc.collect()
     return ops
 
@@ -143,7 +138,7 @@ def time_in_turn(
     timer = OperatorTimer(device, small_steps=small)
 
     def run(count: int) -> list[float]:
-        return device.time(lambda: training.step.run(training.batch, ignore), count)
+        return device.time(lambda: training.step.run(training.batch, lambda _: None), count)
 
     run(_WARM_UP)
     timer.add(ops)

@@ -1,4 +1,4 @@
-"""Exact flat clipping in two backward passes, see ``clipping.two_pass``.
+"""Exact flat clipping in two backward passes.
 
 Cost per linear layer of d x p: 8 B T d p FLOPs and the cheaper of B T^2 (d + p) and 2 B T d p.
 """

@@ -1,4 +1,4 @@
-"""Exact flat clipping in one backward pass, see ``clipping.book_keeping``.
+"""Exact flat clipping in one backward pass.
 
 Cost per linear layer of d x p: 6 B T d p FLOPs and B T^2 (d + p) where T (d + p) < d p, else
 2 B d p.

@@ -1,4 +1,4 @@
-"""Per-layer clipping in one backward pass, see ``clipping.per_layer``; not flat clipping.
+"""Per-layer clipping in one backward pass; not flat clipping.
 
 Cost per linear layer: as ``flash-bk``, but no output gradients are kept.
 """

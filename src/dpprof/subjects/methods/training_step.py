@@ -100,7 +100,7 @@ class TrainingStep(ABC):
 
     births: ClassVar[Mapping[Function, Component]] = {}
     """Functions that allocate tensors, with their components; those that
-    ``records.births.allocates`` marks are added."""
+    ``private.allocation_marks.allocates`` marks are added."""
 
     mechanism: ClassVar[str] = FLAT
     """What makes the step private. A method that does not clip all parameters together to
