@@ -8,6 +8,7 @@ A pair is two rows of evidence.csv of the same GPU, model, size, dtype and optim
 the method, the head or the execution; each has its own batch, and times are those of a sample.
 Predicted are the ratio and its 90 % interval as ``dpprof advise`` judges methods by them
 (``dpprof.results.analysis.advice.ratios``). What each step consists of is in ratios.jsonl.
+Predictions are of the present code, our measurements of the code of their day.
 
 One factor is calibrated with these pairs: how far off what only one of two steps runs may be, over
 what is known of all kernels of its kind. It is the least of five at which 9 of 10 pairs are inside,

@@ -69,9 +69,9 @@ def test_the_cheapest_the_fastest_and_the_smallest_number_are_named() -> None:
     assert rows[1].split()[:3] == ["4", "flash-bk\N{DAGGER}", "8"]
 
 
-@pytest.mark.parametrize(("exchange_s", "said"), [(0.1, "; 2 may be as cheap"), (1.0, "")])
+@pytest.mark.parametrize(("exchange_s", "said"), [(0.1, "; 2 may be as cheap"), (2.0, "")])
 def test_numbers_of_gpus_that_may_be_as_cheap_are_named(exchange_s, said) -> None:
-    """The kernels are the same: only the wait for other ranks may be off, by a third."""
+    """Errors of both are independent: by what ranks wait, their ratio is 1.03 or 1.5."""
     alone = make_parts({"gemm": 4.0})
     waiting = alone.each._replace(exchange=exchange_s, seconds=4.0 + exchange_s)
     one, two = (
@@ -79,7 +79,7 @@ def test_numbers_of_gpus_that_may_be_as_cheap_are_named(exchange_s, said) -> Non
         for advice, speed, parts in zip(
             sorted(advise(), key=lambda one: one.gpus)[:2],
             (1000.0, 2000.0 * alone.seconds / waiting.seconds),
-            (alone, alone._replace(each=waiting)),
+            (alone, alone._replace(each=waiting, device="2 x h100")),
             strict=True,
         )
     )

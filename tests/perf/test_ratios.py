@@ -2,6 +2,7 @@
 
 import re
 import statistics
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from fresh_process import ROOT
 
 import ratios
 from dpprof.experiments.records.advice import StepParts, Stretch
-from dpprof.results.analysis.advice.ratios import compare
+from dpprof.results.analysis.advice.ratios import compare, compare_apart, find_spread
 from evidence import Row, Source
 from predictions import split_measured
 from ratios import Step, judge_by_others, pair_up, read_steps, summarise, tabulate
@@ -74,6 +75,52 @@ def test_what_is_kept_of_a_step_is_what_is_predicted(pairs) -> None:
     )
     assert parts.each.kernels == pytest.approx(kept.parts.each.kernels, 1e-4)
     assert (parts.own, parts.of_products) == (kept.parts.own, pytest.approx(kept.parts.of_products))
+
+
+def read_tables(page: str) -> list[list[str]]:
+    """Read the rows of a page's tables, without links; the first cell is the section's title."""
+    text = (Path(ratios.__file__).parent / page).read_text(encoding="utf-8")
+    rows, title = [], ""
+    for line in re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).splitlines():
+        title = line if line.startswith("## ") else title
+        rows.append([title, *(cell.strip(" *") for cell in line.strip("|").split("|"))])
+    return rows
+
+
+def judge_apart(steps: list[tuple[int, int, list[str]]]) -> tuple[float, bool]:
+    """Compare the fewest GPUs with the most: how far off the ratio is, and whether it is inside.
+
+    Steps have GPUs, samples, and the cells of the published and predicted time and interval.
+    """
+    told = []
+    for _, samples, cells in (min(steps), max(steps)):
+        ends = [*cells[:2], *cells[2].split(" to ")]
+        told.append([float(cell.replace(",", "")) / samples for cell in ends])
+    (published, predicted, *ends), (most, predicted_most, *ends_of_most) = told
+    spreads = find_spread(*ends), find_spread(*ends_of_most)
+    ratio = compare_apart(predicted / predicted_most, *spreads)
+    return abs(ratio.value / published * most - 1), ratio.times(most / published).holds_one
+
+
+def test_different_gpus_and_numbers_of_gpus_share_no_error() -> None:
+    """The documentation says how far off their ratios are, which the pages of steps show."""
+    on_gpus, on_numbers = defaultdict(list), defaultdict(list)
+    for title, *cells in read_tables("step_time.md"):
+        if title.startswith("## llm-foundry, ") and cells[3:4] and cells[3].isdigit():
+            kind = ["A100", "H100"].index(title[-4:])
+            on_gpus[tuple(cells[:3])].append((kind, int(cells[3]), cells[4:7]))
+    for title, *cells in read_tables("ranks.md"):
+        if title == "## Rows" and cells[2:3] and cells[2].isdigit():
+            each, times = map(int, cells[5].split(" x "))
+            model = re.sub(r", (fsdp|hsdp|ddp|none)[^,]*", "", cells[3])
+            key = (*cells[:2], model, cells[4], each)
+            on_numbers[key].append((int(cells[2]), each * times, cells[6:9]))
+
+    for steps, count, inside, median in ((on_gpus, 11, 11, 0.123), (on_numbers, 21, 19, 0.042)):
+        pairs = [judge_apart(some) for some in steps.values() if min(some)[0] < max(some)[0]]
+        errors, are_inside = zip(*pairs, strict=True)
+        assert (len(pairs), sum(are_inside)) == (count, inside)
+        assert statistics.median(errors) == pytest.approx(median, abs=5e-4)
 
 
 def test_steps_that_differ_in_the_batch_alone_are_no_pair() -> None:

@@ -32,7 +32,7 @@ class StepParts(NamedTuple):
     """What a predicted step consists of, so that two can be compared part by part."""
 
     device: str
-    """The device and the dtype; steps share errors where these are equal."""
+    """The devices and the dtype; steps share errors where these are equal."""
 
     method: str
     samples: int

@@ -5,7 +5,7 @@ both methods are, and their ratio stays. So a step is split into parts, and each
 parts that it is about, in both steps: all kernels of a GPU together (its clock), kernels of one
 kind (products, attention, norms ...), what only one of the steps runs of a kind, the host, the
 Python of a private method, and exchanges between ranks. What an error changes of both alike
-cancels out. Steps on different GPUs share no error.
+cancels out. Steps on different GPUs, and on different numbers of them, share no error.
 
 The split is an estimate from the FLOPs and bytes that a result has by phase and kind. It decides
 how wide an interval is; the ratio itself is that of the predicted times.
@@ -79,12 +79,17 @@ _DEVICE = 0.1
 kernels alone, it cancels out."""
 
 _HOST = 0.35
+"""Spread of the host's time for all operators, as predicted times have it."""
+
 _PYTHON = 0.5
 """Spread of the host's time of a private method: clipping runs more Python for an operator than a
 model does. A step of flash-bk that waits for its host took 1.6 times as long on an H100 as
 predicted (perf/measured_steps.md)."""
 
 _EXCHANGES = 0.2
+"""Spread of all that ranks exchange together: a guess, between what is measured inside of a node
+and between nodes (perf/collective_tables.md)."""
+
 _RUN = 0.01
 """Spread of a step's time between runs: equal steps were measured 0.5 to 1.3 % apart."""
 
@@ -168,7 +173,7 @@ def split_step(
     basis, of_products = _find_products(step, experiment)
     has_python = experiment.method != BASELINE and experiment.execution != "graph"
     return StepParts(
-        device=f"{target_text(experiment) or 'this machine'}, {experiment.dtype}",
+        device=f"{experiment.world_size} x {target_text(experiment)}, {experiment.dtype}",
         method=experiment.method,
         samples=samples,
         spread=find_spread(step.low, step.high),
