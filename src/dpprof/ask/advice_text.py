@@ -128,7 +128,7 @@ def _tell_speed(advice: Advice) -> list[str]:
     said = f"{best.tokens_per_s:,.0f} {units}/s: a {named} {units} take {hours} hours"
     lines = [f"{said} (90 % interval {low} to {high})."]
     close = [option.method for option in advice.options if option.verdict == "close"]
-    return [*lines, f"No difference predicted to: {', '.join(close)}."] if close else lines
+    return [*lines, f"May be as fast: {', '.join(close)}."] if close else lines
 
 
 def format_advice(advice: Advice, others: Sequence[str] = ()) -> str:
@@ -198,7 +198,7 @@ def format_winners(advices: Sequence[Advice], others: Sequence[str] = ()) -> str
     after = []
     if close:
         said = "; ".join(f"{names} ({', '.join(where)})" for names, where in close.items())
-        after.append(f"No difference predicted to: {said}.")
+        after.append(f"May be as fast: {said}.")
     if any(option.tokens_per_s is None for option in ranked):
         after.append("unknown: no time is predicted; the method with the largest batch is named.")
     if None in winners:
