@@ -52,6 +52,7 @@ _ROW: Mapping[str, Callable[[Advice], str]] = {
 CELLS: Mapping[str, Callable[[Option], str]] = {
     "verdict": lambda option: option.verdict,
     "checkpointing": lambda option: str(option.checkpointing),
+    "execution": lambda option: str(option.execution),
     "batch": lambda option: format_number(option.safe_batch_size, ",", "none"),
     "GiB at peak": lambda option: three_digits(option.safe_peak_bytes, _GIB),
     SPEED: lambda option: format_number(option.tokens_per_s, ",.0f"),
@@ -64,15 +65,17 @@ CELLS: Mapping[str, Callable[[Option], str]] = {
 }
 """What is said of a method, by the head of its column."""
 
-_ON_SCREEN = ("verdict", "checkpointing", "batch", "GiB at peak", SPEED, "90 % interval")
-_OF_WINNERS = _ON_SCREEN[1:]
+_OF_WINNERS = ("checkpointing", "batch", "GiB at peak", SPEED, "90 % interval")
+_ON_SCREEN = ("verdict", "execution", *_OF_WINNERS)
 _TEXTS = ("dtype", "ranks", "trained", "execution", "head", "method", "checkpointing", "verdict")
 """Columns that are set flush left."""
 
 
 def choose_columns(names: Iterable[str], advice: Advice) -> list[str]:
-    """Leave out the way of checkpointing where it was not asked for."""
-    return [name for name in names if name != "checkpointing" or advice.checkpointing == BEST]
+    """Leave out the way of checkpointing where it was not asked for, and execution where equal."""
+    hidden = set() if advice.checkpointing == BEST else {"checkpointing"}
+    hidden |= set() if advice.execution == "default" else {"execution"}
+    return [name for name in names if name not in hidden]
 
 
 def _name(advice: Advice) -> str:
