@@ -82,6 +82,11 @@ ADVICES = {
     ),
     "no way of checkpointing": make(*WAYS, checkpointing="best"),
     "images": make(FLASH_BK, seq_len=1, image_size=224),
+    "executions by method": make(
+        option("flash-bk", "first", 8, execution="graph"),
+        option("opacus-ghost", "slower", 7, execution="eager"),
+        execution="default",
+    ),
 }
 SHARES = {
     "a sample of one large part": (1234 * 2**20, {"saved_activations": 0.61, "inputs": 0.09}),

@@ -58,6 +58,7 @@ _ROW: Mapping[str, Callable[[Advice], str]] = {
 CELLS: Mapping[str, Callable[[Option], str]] = {
     "verdict": lambda option: option.verdict,
     "checkpointing": lambda option: str(option.checkpointing),
+    "execution": lambda option: str(option.execution),
     "batch": lambda option: format_number(option.safe_batch_size, ",", "none"),
     "GiB at peak": lambda option: three_digits(option.safe_peak_bytes, _GIB),
     SPEED: lambda option: format_number(option.tokens_per_s, ",.0f"),
@@ -70,15 +71,17 @@ CELLS: Mapping[str, Callable[[Option], str]] = {
 }
 """What is said of a method, by the head of its column."""
 
-_ON_SCREEN = ("verdict", "checkpointing", "batch", "GiB at peak", SPEED, "90 % interval")
-_OF_WINNERS = _ON_SCREEN[1:]
+_OF_WINNERS = ("checkpointing", "batch", "GiB at peak", SPEED, "90 % interval")
+_ON_SCREEN = ("verdict", "execution", *_OF_WINNERS)
 _TEXTS = ("dtype", "ranks", "trained", "execution", "head", "method", "checkpointing", "verdict")
 """Columns that are set flush left."""
 
 
 def choose_columns(names: Iterable[str], advice: Advice) -> list[str]:
-    """Leave out the way of checkpointing where it was not asked for."""
-    return [name for name in names if name != "checkpointing" or advice.checkpointing == BEST]
+    """Leave out the way of checkpointing where it was not asked for, and execution where equal."""
+    hidden = set() if advice.checkpointing == BEST else {"checkpointing"}
+    hidden |= set() if advice.execution == "default" else {"execution"}
+    return [name for name in names if name not in hidden]
 
 
 def _name(advice: Advice) -> str:
@@ -134,7 +137,7 @@ def _tell_speed(advice: Advice) -> list[str]:
     said = f"{best.tokens_per_s:,.0f} {units}/s: a {named} {units} take {hours} hours"
     lines = [f"{said} (90 % interval {low} to {high})."]
     close = [option.method for option in advice.options if option.verdict == "close"]
-    return [*lines, f"No difference predicted to: {', '.join(close)}."] if close else lines
+    return [*lines, f"May be as fast: {', '.join(close)}."] if close else lines
 
 
 def format_advice(advice: Advice, others: Sequence[str] = ()) -> str:
@@ -204,7 +207,7 @@ def format_winners(advices: Sequence[Advice], others: Sequence[str] = ()) -> str
     after = []
     if close:
         said = "; ".join(f"{names} ({', '.join(where)})" for names, where in close.items())
-        after.append(f"No difference predicted to: {said}.")
+        after.append(f"May be as fast: {said}.")
     if any(option.tokens_per_s is None for option in ranked):
         after.append("unknown: no time is predicted; the method with the largest batch is named.")
     if None in winners:

@@ -8,7 +8,7 @@ from dpprof.results.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks
 WIDTH, LINES = 100, 20
 """The most letters of a line, and the most lines, of an answer without its details."""
 
-_EXECUTIONS = {"graph": "as a CUDA graph"}
+_EXECUTIONS = {"graph": "CUDA graph"}
 
 
 def fit_screen(before: Iterable[str], table: Sequence[str], after: Iterable[str]) -> str:

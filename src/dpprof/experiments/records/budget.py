@@ -65,7 +65,7 @@ class Budget(Part):
     dtype: str
     optimizer: str = "adamw"
     execution: str = Field(
-        "eager", description="how kernels are started; default: as usual, which differs by method"
+        "eager", description="how kernels of the fastest private method are started"
     )
     target: str
     privacy: Privacy

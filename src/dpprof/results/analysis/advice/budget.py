@@ -53,8 +53,11 @@ def make_budget(
         for cost in _price_methods(alike, advice, privacy, noise)
     ]
     first_timed = max(advices, key=lambda advice: advice.best is not None)
+    shared = first_timed.model_dump(include=set(Budget.model_fields))
+    if first_timed.best is not None and first_timed.best.execution is not None:
+        shared["execution"] = first_timed.best.execution
     return Budget(
-        **first_timed.model_dump(include=set(Budget.model_fields)),
+        **shared,
         privacy=privacy,
         warnings=privacy.warnings,
         noise=noise,
