@@ -33,7 +33,7 @@ def test_experiments_and_methods_have_the_verdict_and_the_error(tmp_path) -> Non
     assert name_unverified(tables["verification"]) == {"opacus-ghost": "it differs"}
 
 
-PLAIN = "its verdict is about steps with execution eager and head logits"
+PLAIN = "its verdict is about steps that are not compiled, with head logits"
 
 
 @pytest.mark.parametrize(

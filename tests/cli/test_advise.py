@@ -237,8 +237,8 @@ def test_a_larger_question_is_one_call(grid) -> None:
         assert one.one_more_sample.sample_bytes == 50  # from 890 to 990 bytes by two samples
     table = [line.split() for line in done.stdout.splitlines()[2:9]]
     assert table[0][:2] == ["dtype", "tokens"]
-    assert table[1][:5] == ["float32", "8", "flash-bk\N{DAGGER}", "non-reentrant", "8"]
-    assert table[3] == ["float32", "32", "none"]
+    assert table[1][:5] == ["float32", "8", "graph", "flash-bk\N{DAGGER}", "non-reentrant"]
+    assert table[3] == ["float32", "32", "default", "none"]
     assert (grid / "rows.svg").read_text().startswith("<?xml")
 
 
@@ -278,7 +278,8 @@ def test_one_row_is_as_before_and_says_which_checkpointing(grid) -> None:
     assert done.stdout.startswith(
         "Use flash-bk with batches of 8 and non-reentrant checkpointing (bfloat16, adamw-fused,"
     )
-    assert "method     verdict   checkpointing" in done.stdout
+    [header] = [line.split() for line in done.stdout.splitlines() if line.startswith("method")]
+    assert header[:4] == ["method", "verdict", "execution", "checkpointing"]
 
 
 def keep_capacity(tmp_path, recorded=None, outcome="ok", **fields):
@@ -359,7 +360,7 @@ LACKING = {
     ),
     "as a graph": (
         LLAMA | PLAIN | {"execution": "graph"},
-        "checkpointing best, head best",
+        "checkpointing best, head best, world_sizes 2 4 8",
     ),
     "a processor": (
         LLAMA | PLAIN | {"target": "cpu"},
@@ -432,7 +433,7 @@ def test_advice_rests_on_results_that_are_kept(asked) -> None:
         assert (one["safe_batch_size"], one["largest_batch_size"]) == (8, 10)
         assert (one["safe_peak_bytes"], one["largest_peak_bytes"]) == (890, 990)
     assert said.startswith(
-        "Use flash-bk with batches of 8 (bfloat16, adamw-fused, eager): custom, 8 tokens"
+        "Use flash-bk with batches of 8 (bfloat16, adamw-fused, CUDA graph): custom, 8 tokens"
     )
     assert "flash-bk\N{DAGGER}  first" in said
     assert "\N{DAGGER} Not verified to compute the right gradient" in said

@@ -76,7 +76,7 @@ def test_a_question_has_them_and_its_text_says_so(tmp_path, monkeypatch) -> None
     [asked] = list_experiments(
         {"model": "tiny", "seq_len": 8, "target": json.dumps(ONE_SPEED)}, ["flash"]
     )
-    assert (asked.dtype, asked.optimizer, asked.execution) == ("bfloat16", "adamw-fused", "eager")
+    assert (asked.dtype, asked.optimizer, asked.execution) == ("bfloat16", "adamw-fused", "graph")
 
     sizes = {"batch_size": 1, "seq_len": 4}
     model = {"vocab_size": 16, "d_model": 8, "layers": 1, "heads": 2}

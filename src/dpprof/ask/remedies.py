@@ -41,7 +41,7 @@ _REMEDIES: tuple[tuple[Mapping[str, str], Mapping[str, Any], Callable[[Experimen
     ({"quantization": "nf4"}, {"quantization": "nf4"}, lambda q: q.base_format is None),
     (
         {"world_sizes": "2 4 8"},
-        {"parallel": {"kind": "fsdp", "world_size": 2}},
+        {"parallel": {"kind": "fsdp", "world_size": 2}, "execution": "eager"},
         lambda asked: asked.parallel is None and asked.device == "cuda",
     ),
 )

@@ -50,9 +50,10 @@ def read_standings(
                 damaged.append(error)
                 verdicts[key] = Standing(None, f"its verdict file {error.problem}")
         standing = verdicts[key]
-        is_plain = (experiment.execution, experiment.head) == ("eager", "logits")
-        if standing.verified and not is_plain:  # a verdict has seen plain steps alone
-            reason = "its verdict is about steps with execution eager and head logits"
+        # A graph replays the operators of the steps that a verdict has seen.
+        is_seen = experiment.execution != "compiled" and experiment.head == "logits"
+        if standing.verified and not is_seen:
+            reason = "its verdict is about steps that are not compiled, with head logits"
             standing = standing._replace(verified=None, reason=reason)
         standings[experiment.id] = standing
     return standings
