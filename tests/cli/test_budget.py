@@ -56,7 +56,7 @@ def test_a_budget_is_printed_and_written_for_programs(asked) -> None:
     assert private["hours_ratio"] > rows["standard", None]["hours_ratio"] == 1
     assert rows["flash-bk", 6]["batch_size"] > 512
     first, second, *_ = done.stdout.splitlines()
-    assert first.startswith("flash-bk: 2.10 GPU hours (90 % interval 1.91 to 2.31), price 7.35, bf")
+    assert first.startswith("flash-bk: 2.10 GPU hours (1.91 to 2.31 at 90 %), price 7.35, bf")
     assert second.startswith("custom, 8 tokens, on l4, (8, 0.001)-DP: 98 steps with batches of 512")
     assert f"{private['noise_multiplier']:.3f}" in done.stdout
     assert "warning: delta 0.001 is above 1 / samples, 0.0001: publishing each" in done.stderr

@@ -78,7 +78,7 @@ def test_an_estimate_is_told_and_kept(capsys, tmp_path, monkeypatch) -> None:
     (path,) = (tmp_path / "results" / "estimate").glob("*.r0.json")
     found = json.loads(path.read_text())
     peak = found["memory"]["peak_allocated_bytes"]
-    assert said.startswith("flash-bk, 3 x 4 tokens, bfloat16, adamw-fused, eager\n")
+    assert said.startswith("flash-bk, 3 x 4 tokens, bfloat16, adamw-fused, CUDA graph\n")
     assert f"peak    {peak / 2**30:.2f} GiB allocated, in " in said
     assert f"{found['compute']['dp_flop_multiplier']:.2f} times what the model needs" in said
     step = found["time"]["predicted_step_s"]

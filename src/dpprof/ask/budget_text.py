@@ -95,7 +95,7 @@ def tell_price(budget: Budget) -> str:
     gpus = "" if best.gpus == 1 else f" on {best.gpus:,} GPUs"
     low, hours, high = map(three_digits, (best.gpu_hours_low, best.gpu_hours, best.gpu_hours_high))
     return (
-        f"{best.method}{gpus}: {hours} GPU hours (90 % interval {low} to {high})"
+        f"{best.method}{gpus}: {hours} GPU hours ({low} to {high} at 90 %)"
         f"{_name_price(best)}, {settings}."
     )
 
