@@ -105,7 +105,7 @@ def test_people_see_hours_by_method_on_a_screen(tmp_path) -> None:
     lines = format_budget(make(tmp_path)).splitlines()
 
     assert lines[0] == (
-        "flash-bk: 183 GPU hours (90 % interval 167 to 202), price 366.67, float32, adamw, eager."
+        "flash-bk: 183 GPU hours (167 to 202 at 90 %), price 366.67, float32, adamw, eager."
     )
     assert lines[1].startswith("custom, 8 tokens, on h200, (8, 1e-06)-DP: 100 steps with batches")
     assert lines[1].endswith(" of 64 (8 x 8), noise 0.500.")
