@@ -17,7 +17,7 @@ from slurm.conftest import SlurmCheckout
 
 pytestmark = pytest.mark.workflow
 
-BESIDE, FAILS = (1, 2, 3), 4
+BESIDE, FAILS = (1, 2), 4
 CANCELLED, CANCELLED_AND_OUT_OF_TIME, REQUEUED = 5, 6, 7
 """Batch sizes, by what becomes of their runs."""
 
@@ -107,7 +107,7 @@ def several_gpus_work_at_once_and_each_has_one_job(story: Story) -> None:
         by_gpu[result["device"]["uuid"]].append(interval(result))
     at_work = [interval(story.result(batch_size)) for batch_size in BESIDE]
 
-    assert len({story.result(batch_size)["device"]["uuid"] for batch_size in BESIDE}) == 3
+    assert len({story.result(batch_size)["device"]["uuid"] for batch_size in BESIDE}) == 2
     assert max(start for start, _ in at_work) < min(end for _, end in at_work)
     for intervals in by_gpu.values():
         for earlier, later in itertools.pairwise(sorted(intervals)):
