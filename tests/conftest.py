@@ -38,20 +38,35 @@ def pytest_configure() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_finish() -> None:
-    """Let the garbage collector leave alone what imports have made, which is no garbage.
+GENERATORS: list[object] = []
+"""The random generators that imports have made."""
 
-    They are a million objects, and a check of a training looks among all that the collector knows
-    for random generators, which takes a quarter of a second. Those it must find: they stay known.
-    """
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave alone what imports have made, which is no garbage."""
     from numpy.random import BitGenerator  # noqa: PLC0415 (not where nothing is collected)
 
     kinds = random.Random, BitGenerator
-    generators = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
-    for one in generators:
+    GENERATORS[:] = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    leave_alone()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Leave alone what tests import too, and what a prediction in this process let go of."""
+    if nextitem is not None and nextitem.path != item.path:
+        leave_alone()
+
+
+def leave_alone() -> None:
+    """Have the garbage collector know no object that there is, but for random generators.
+
+    They are a million, and a check of a training looks among all that the collector knows for
+    generators, which takes a quarter of a second. Those it must find: they stay known.
+    """
+    for one in GENERATORS:
         ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(one))
     gc.freeze()
-    for one in generators:
+    for one in GENERATORS:
         ctypes.pythonapi.PyObject_GC_Track(ctypes.py_object(one))
 
 

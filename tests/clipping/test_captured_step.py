@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from documents import FULL_SPEED, find_code
+from products import one_in
 from simulated_graphs import SimulatedGraphs, simulated_graphs
 from small_models import EVERY, NORMALISED, Scale, Small, each_of
 from torch import Tensor, nn
@@ -187,10 +188,11 @@ def test_nothing_keeps_the_graph_of_a_step(way, make, is_refused) -> None:
     assert not any(leaf_node(parameter).metadata for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
-@pytest.mark.parametrize("way", [*EVERY, NORMALISED[1]])
+@pytest.mark.parametrize(
+    ("way", "value"), one_in(2, [*EVERY, NORMALISED[1]], [math.nan, math.inf, 1e30])
+)
 def test_a_sample_that_is_not_finite_is_excluded_and_counted(way, value) -> None:
-    xs = batches(6, 6, 6, 6, 6)
+    xs = batches(6, 6, 6, 6)
     xs[2][5, 0, 0] = value
     captured = assert_trains_as_a_loop(lambda: Training(way), xs)
     assert captured.clipping.nonfinite_samples_total >= 1 or value == 1e30
@@ -215,13 +217,12 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("change", list(CHANGES))
+@pytest.mark.parametrize(("change", "optimizer"), one_in(2, CHANGES, OPTIMIZERS))
 def test_a_change_changes_the_next_step(change, optimizer) -> None:
-    xs = batches(5, 5, 5, 5, 5, 5)
+    xs = batches(5, 5, 5, 5, 5)
     if change == "another shape":
-        xs[3] = xs[3][:, :2]
-    assert_trains_as_a_loop(lambda: Training(optimizer=optimizer), xs, CHANGES[change], at=3)
+        xs[2] = xs[2][:, :2]
+    assert_trains_as_a_loop(lambda: Training(optimizer=optimizer), xs, CHANGES[change], at=2)
 
 
 def test_a_rate_that_a_scheduler_changes_needs_no_other_graph() -> None:
@@ -285,9 +286,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 4])
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("change", list(HOOKS))
+@pytest.mark.parametrize(("at", "optimizer", "change"), one_in(2, [1, 2, 3, 4], OPTIMIZERS, HOOKS))
 def test_a_hook_changes_what_follows_it_as_in_a_loop(change, optimizer, at) -> None:
     def make() -> Training:
         training = Training(optimizer=optimizer)

@@ -67,7 +67,7 @@ def test_every_layer_at_every_shape(T, variant, kind) -> None:
                 assert B == 1 or clipping.sample_norms[-1] == 0
 
 
-@pytest.mark.parametrize(("T", "variant", "kind"), cases(4, (17, 1), (100, 256, 1000)))
+@pytest.mark.parametrize(("T", "variant", "kind"), cases(8, (17, 1), (100, 256, 1000)))
 def test_a_replay_is_exact_for_every_layer_at_every_shape(T, variant, kind, monkeypatch) -> None:
     kind, bias = kind
     ids, labels, weights = draw(5, T)

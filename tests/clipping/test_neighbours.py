@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from products import one_in
 from small_models import EVERY, FLAT, NORMALISED, Composed, Conv1D, gradients, over_channels
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -188,13 +189,10 @@ def cancelling(d: int, p: int, dtype: torch.dtype, size: float, T: int = 4):
 SIZES = {torch.float32: 1e5, torch.bfloat16: 2.0**17, torch.float64: 1e12}
 
 
-def mark_slow(values):
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
-@pytest.mark.parametrize("way", [*EVERY, NORMALISED[0], *mark_slow(NORMALISED[1:])], ids=str)
-@pytest.mark.parametrize("kind", sorted(LAYERS))
-@pytest.mark.parametrize("dtype", [*mark_slow([torch.bfloat16]), torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "way"),
+    one_in(3, [torch.float32, torch.float64, torch.bfloat16], sorted(LAYERS), WAYS),
+)
 def test_cancelling_samples_contribute_the_same_with_others(dtype, kind, way) -> None:
     if kind in USED_TWICE and way is PerLayerClipping:
         pytest.skip("it refuses a second use")

@@ -16,7 +16,7 @@ from dpprof.private.refusals.tensor_kinds import NUMBERS
 from dpprof.subjects.methods.microbatch import Microbatch
 from dpprof.subjects.methods.training_step import Batch
 
-DRAWS = 10**6
+DRAWS = 250_000
 STD, SIZE = 3.0, 4.0
 
 

@@ -26,10 +26,10 @@ def judge(**counts: int) -> dict[str, int]:
 
 
 def test_hostile_input_is_refused() -> None:
-    judged = judge(configs=40, commands=20, files=4)
+    judged = judge(configs=20, commands=10, files=4)
 
-    assert judged["configs"] >= 40
-    assert judged["commands"] >= 20
+    assert judged["configs"] >= 20
+    assert judged["commands"] >= 10
     assert judged["files"] >= 4
 
 

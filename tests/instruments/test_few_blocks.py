@@ -26,8 +26,8 @@ FIRST = (
     {"method": "flash-bk", "device": "cpu", "target": "cpu", "batch_size": 1},
     {"method": "opacus-fast-gradient-clipping", "parallel": "kind=ddp,world_size=4"},
     {"method": "flash-bk", "parallel": "kind=fsdp,world_size=8", "dtype": "bfloat16"},
-    {"method": "flash", "hf": "qwen2", "batch_size": 9, "optimizer": "adamw-fused"},
-    {"method": "flash-bk", "hf": "gpt-neox", "lora": "rank=2", "head": "chunked"},
+    {"method": "flash", "hf": "gpt-neox", "lora": "rank=2", "head": "chunked"}
+    | {"batch_size": 9, "optimizer": "adamw-fused"},
 )
 """Every way in which the records of different experiments differ, at least once."""
 

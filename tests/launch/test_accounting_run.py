@@ -13,8 +13,14 @@ PRIVACY = Privacy.model_validate(
 )
 
 
-def test_there_is_a_plan_for_every_number_of_tokens() -> None:
-    four, eight = account_apart(PRIVACY, [4.0, 8.0])
+@pytest.fixture(scope="module")
+def plans():
+    """Ask the accountant once."""
+    return account_apart(PRIVACY, [4.0, 8.0])
+
+
+def test_there_is_a_plan_for_every_number_of_tokens(plans) -> None:
+    four, eight = plans
 
     assert (four.tokens_per_sample, four.planned.steps) == (4, 25)
     assert (eight.tokens_per_sample, eight.planned.steps) == (8, 13)
@@ -43,10 +49,9 @@ def test_an_accountant_whose_process_dies_is_one_sentence(monkeypatch) -> None:
 
 
 def test_accountants_are_asked_again_for_another_budget_and_not_for_another_price(
-    tmp_path, monkeypatch
+    plans, tmp_path, monkeypatch
 ) -> None:
-    asked = []
-    plan = account_apart(PRIVACY, [4.0])
+    asked, plan = [], plans[:1]
     monkeypatch.setattr(
         accounting_run, "account_apart", lambda privacy, _: asked.append(privacy) or plan
     )
@@ -61,7 +66,8 @@ def test_accountants_are_asked_again_for_another_budget_and_not_for_another_pric
     assert asked == [PRIVACY, stricter, PRIVACY, PRIVACY]
 
 
-def test_a_kept_plan_that_was_edited_is_found_anew(tmp_path) -> None:
+def test_a_kept_plan_that_was_edited_is_found_anew(plans, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(accounting_run, "account_apart", lambda *_: plans[:1])
     [plan] = account_once(tmp_path, PRIVACY, [4.0])
     [kept] = tmp_path.glob("results/accounting/*.json")
     before = kept.read_text()

@@ -153,12 +153,10 @@ def compare_with_fresh(kept: Result) -> None:
     assert_same({name: known[name] for name in fresh}, fresh)
 
 
-def find(method: str) -> Result:
-    return next(one for one in KEPT if one.experiment.method == method and one.outcome == "ok")
-
-
 def test_an_answer_equals_a_fresh_one() -> None:
-    compare_with_fresh(find("flash-bk"))
+    """Here that which was found in the shortest time."""
+    found = [one for one in KEPT if one.outcome == "ok" and one.experiment.method == "flash-bk"]
+    compare_with_fresh(min(found, key=lambda one: one.wall_s))
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from factory import (
     write_synthetic_verdict,
 )
 from html_pages import METHODS, MIB, list_steps, record_rows, tables_of, write_html, write_results
+from products import one_in
 from scripts import ASKED, HERE, call
 
 from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan, describe_noise, schedule
@@ -436,8 +437,7 @@ def test_the_calculator_offers_no_method_that_failed_verification(open_page, tmp
     assert view.get_by_role("status").inner_text().endswith("samples at a time on one h200.")
 
 
-@pytest.mark.parametrize("width", [380, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), one_in(2, [380, 1280], ["light", "dark"]))
 def test_axe_finds_nothing_wrong(open_page, results, width, scheme) -> None:
     axe = pytest.importorskip("axe_playwright_python.base", reason="no axe-core here")
     opened = open_page(results / "report.html", color_scheme=scheme)

@@ -17,8 +17,8 @@ from slurm.conftest import SlurmCheckout
 
 pytestmark = pytest.mark.workflow
 
-BESIDE, FAILS = (1, 2, 3), 4
-CANCELLED_ONCE, CANCELLED_TWICE, OUT_OF_TIME, REQUEUED = 5, 6, 7, 8
+BESIDE, FAILS = (1, 2), 4
+CANCELLED, CANCELLED_AND_OUT_OF_TIME, REQUEUED = 5, 6, 7
 """Batch sizes, by what becomes of their runs."""
 
 
@@ -47,9 +47,8 @@ class Story:
     def _go_on(self) -> None:
         """Ask for more runs, and do something to each job that begins."""
         to_do = {
-            CANCELLED_ONCE: [self._cluster.cancel],
-            CANCELLED_TWICE: [self._cluster.cancel, self._cluster.cancel],
-            OUT_OF_TIME: [self._cluster.end_by_time_limit] * 2,
+            CANCELLED: [self._cluster.cancel],
+            CANCELLED_AND_OUT_OF_TIME: [self._cluster.cancel, self._cluster.end_by_time_limit],
             REQUEUED: [self._cluster.requeue],
         }
         seen = set(self.checkout.begun())
@@ -96,8 +95,7 @@ def test_a_sweep_survives_what_befalls_its_jobs_and_its_snakemake(
     what_outlives_a_killed_snakemake_is_kept(story)
     a_failing_experiment_is_a_row_of_the_report(story)
     a_job_that_is_cancelled_once_is_tried_again(story)
-    what_the_scheduler_ends_twice_is_killed_and_its_log_is_found(story, CANCELLED_TWICE)
-    what_the_scheduler_ends_twice_is_killed_and_its_log_is_found(story, OUT_OF_TIME)
+    what_the_scheduler_ends_twice_is_killed_and_its_log_is_found(story)
     a_job_that_is_requeued_goes_on_under_its_number(story)
     no_copy_of_an_interrupted_result_is_left(story)
 
@@ -109,7 +107,7 @@ def several_gpus_work_at_once_and_each_has_one_job(story: Story) -> None:
         by_gpu[result["device"]["uuid"]].append(interval(result))
     at_work = [interval(story.result(batch_size)) for batch_size in BESIDE]
 
-    assert len({story.result(batch_size)["device"]["uuid"] for batch_size in BESIDE}) == 3
+    assert len({story.result(batch_size)["device"]["uuid"] for batch_size in BESIDE}) == 2
     assert max(start for start, _ in at_work) < min(end for _, end in at_work)
     for intervals in by_gpu.values():
         for earlier, later in itertools.pairwise(sorted(intervals)):
@@ -134,14 +132,13 @@ def a_failing_experiment_is_a_row_of_the_report(story: Story) -> None:
 
 
 def a_job_that_is_cancelled_once_is_tried_again(story: Story) -> None:
-    assert len(set(story.jobs[CANCELLED_ONCE])) == 2
-    assert story.outcomes(CANCELLED_ONCE) == ["killed", "ok"]
-    assert story.result(CANCELLED_ONCE)["outcome"] == "ok"
+    assert len(set(story.jobs[CANCELLED])) == 2
+    assert story.outcomes(CANCELLED) == ["killed", "ok"]
+    assert story.result(CANCELLED)["outcome"] == "ok"
 
 
-def what_the_scheduler_ends_twice_is_killed_and_its_log_is_found(
-    story: Story, batch_size: int
-) -> None:
+def what_the_scheduler_ends_twice_is_killed_and_its_log_is_found(story: Story) -> None:
+    batch_size = CANCELLED_AND_OUT_OF_TIME
     result, jobs = story.result(batch_size), story.jobs[batch_size]
     assert len(set(jobs)) == 2
     assert (result["outcome"], story.outcomes(batch_size)) == ("killed", ["killed", "killed"])
