@@ -301,7 +301,7 @@ def test_an_error_of_the_users_is_raised_and_the_part_is_clipped_next() -> None:
     _, optimizer, loader = private
     for number, batch in enumerate(loader):
         if number == 2:
-            optimizer.captured._step.forget()  # so that Python runs
+            optimizer.captured._replays.forget()  # so that Python runs
             failing += ["once", "once"]
             with pytest.raises(KeyError, match="once"):
                 optimizer.backward(losses_of, *batch)

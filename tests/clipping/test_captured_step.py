@@ -249,7 +249,7 @@ def test_each_replay_draws_other_noise() -> None:
 
 def test_a_graph_that_repeats_its_noise_is_refused(monkeypatch) -> None:
     training = Training().take(4, 4)
-    graphs = training.step._graphs
+    graphs = training.step._replays._graphs
     replay = graphs._noise
 
     def repeat() -> None:
@@ -388,9 +388,11 @@ def test_a_tensor_that_a_module_holds_is_looked_at() -> None:
 def test_what_a_graph_reads_outlives_the_one_who_had_it() -> None:
     training = Training()
     weights = [torch.full((3,), 0.5)]
-    training.step.losses_of = lambda x: (training.model(x) * weights[0]).square().sum((1, 2))
+    training.step._replays.losses_of = lambda x: (
+        (training.model(x) * weights[0]).square().sum((1, 2))
+    )
     training.take(4, 4)
-    held = {storage.data_ptr() for storage in training.step._graphs._held}
+    held = {storage.data_ptr() for storage in training.step._replays._graphs._held}
 
     assert weights.pop().data_ptr() in held
     training.take(4)
@@ -434,7 +436,7 @@ def test_a_buffer_that_changes_between_steps_is_refused() -> None:
 
 def test_code_that_waits_for_the_device_is_refused() -> None:
     training = Training()
-    training.step.losses_of = lambda x: training.losses_of(x) * float(x.sum().item() != 0)
+    training.step._replays.losses_of = lambda x: training.losses_of(x) * float(x.sum().item() != 0)
     training.take(4)
     before = training.state
 

@@ -198,7 +198,7 @@ def test_models_of_transformers_are_captured(kind, tmp_path, monkeypatch) -> Non
         )
         auto.train()
         eager.train()
-        assert auto.private_optimizer.captured.state_dict()["replays"] > 3
+        assert auto.private_optimizer.captured.state_dict()["replayed"] > 3
     assert eager.private_optimizer.captured is None
     torch.testing.assert_close(trained(auto.model), trained(eager.model), rtol=1e-4, atol=1e-6)
 

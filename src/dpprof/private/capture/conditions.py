@@ -12,6 +12,8 @@ These are the objects, addresses and numbers that a graph has taken in:
 """
 
 import copy
+import dis
+import functools
 import importlib
 import inspect
 import operator
@@ -60,29 +62,36 @@ def look_around(
     optimizer: NoisyOptimizer, losses_of: Callable[..., Tensor], batch: Sequence[Tensor]
 ) -> Surroundings:
     """Describe the surroundings of a step on a batch, whose losses a function computes."""
-    objects: list[Any] = []
-    values: list[Any] = []
+    objects: list[Any] = [optimizer.clipping.sums.owner]
+    values: list[Any] = [tuple(hooks) for hooks in _list_global_hooks()]
+    device = next(optimizer.clipping.model.parameters()).device.type
+    is_on_gpu = device == "cuda"
     for module in optimizer.clipping.model.modules():
         own = vars(module)
         objects += [module, type(module), own.get("forward"), patch_of(module)]
         values += read_settings(vars(module)).items()
         values += [tuple(own.get(hooks) or ()) for hooks in _HOOKS]
-        attributes = (value for value in own.values() if isinstance(value, Tensor))
+        objects += [value for value in own.values() if callable(value)]
+        attributes = [value for value in own.values() if isinstance(value, Tensor)]
         for tensor in (*module._parameters.values(), *module._buffers.values(), *attributes):  # noqa: SLF001
             if tensor is not None:
                 objects.append(tensor)
                 values += [tensor.data_ptr(), tensor.requires_grad, tensor.shape, tensor.dtype]
+                values.append(tensor.stride())
+                if is_on_gpu and tensor.is_cpu and tensor.numel() == 1:
+                    values.append(tensor.item())  # a graph takes the number in
     if may_capture_step(optimizer):
         for state in optimizer.state.values():
             objects += [value for value in state.values() if isinstance(value, Tensor)]
     for group in optimizer.param_groups:
         objects += group["params"]
+        values.append(len(group["params"]))
+    objects.append(vars(optimizer.original_optimizer).get("step"))
     objects.append(getattr(optimizer.original_optimizer, HOOK, None))
     values += describe_options(optimizer)
     objects += optimizer.keys.on_devices
     for variable in _read_by(losses_of):
         (values if is_setting(variable) else objects).append(variable)
-    device = next(optimizer.clipping.model.parameters()).device.type
     values += [optimizer.settings, torch.is_grad_enabled(), allows_tf32()]
     values += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
     values += [(tensor.shape[1:], tensor.dtype) for tensor in batch]
@@ -98,10 +107,12 @@ def _read_by(function: Any) -> Iterator[Any]:
             yield from (name, function.keywords[name])
     elif inspect.ismethod(function):
         yield function.__self__
+        for named in read_settings(getattr(function.__self__, "__dict__", {})).items():
+            yield from named
         yield from _read_by(function.__func__)
     elif inspect.isfunction(function):
         yield function.__code__
-        yield from function.__defaults__ or ()
+        yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         for cell in function.__closure__ or ():
             yield cell.cell_contents if cell != _EMPTY else None
         names = _names_in(function.__code__)
@@ -110,9 +121,17 @@ def _read_by(function: Any) -> Iterator[Any]:
         yield function
 
 
-def _names_in(code: CodeType) -> list[str]:
+@functools.cache
+def _names_in(code: CodeType) -> tuple[str, ...]:
+    """Return the global variables that code reads, and functions within it."""
+    own = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"]
     inner = [const for const in code.co_consts if isinstance(const, CodeType)]
-    return [*code.co_names, *(name for const in inner for name in _names_in(const))]
+    return (*own, *(name for const in inner for name in _names_in(const)))
+
+
+def _list_global_hooks() -> list[Any]:
+    module = importlib.import_module("torch.nn.modules.module")
+    return [getattr(module, f"_global{name}") for name in _HOOKS]
 
 
 def describe_options(optimizer: NoisyOptimizer) -> list[Any]:
@@ -136,8 +155,10 @@ def _hooks_of_steps(optimizer: NoisyOptimizer) -> list[Any]:
 def may_capture_step(optimizer: NoisyOptimizer) -> bool:
     """Tell whether a replay of an optimizer's step leaves nothing out that it does in Python."""
     pre_hooks, *others = _hooks_of_steps(optimizer)
+    step = vars(optimizer.original_optimizer).get("step")
     return (
-        type(optimizer.original_optimizer) in _ON_DEVICE
+        (step is None or hasattr(step, "_wrapped_by_lr_sched"))  # which only counts
+        and type(optimizer.original_optimizer) in _ON_DEVICE
         and len(pre_hooks) == 1  # which refuses a step without noise
         and not any(others)
         and not any(

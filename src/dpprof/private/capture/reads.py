@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.private.samples.random_state import OtherGenerators
 from dpprof.private.substitutes import substitute
@@ -85,6 +86,8 @@ class _Keeping(TorchFunctionMode):
 def refusing_draws_on_host(others: OtherGenerators, *, is_cuda: bool) -> Iterator[None]:
     """Refuse what draws numbers on the host: each replay would repeat them.
 
+    A generator of NumPy or Python that the step itself makes is not seen.
+
     Args:
         others: The generators of NumPy and Python.
         is_cuda: Whether PyTorch's default generator is the host's, and not the step's.
@@ -96,13 +99,26 @@ def refusing_draws_on_host(others: OtherGenerators, *, is_cuda: bool) -> Iterato
     def read() -> tuple[list[bytes], bytes]:
         return others.read(), torch.get_rng_state().numpy().tobytes() if is_cuda else b""
 
-    before = read()
-    yield
-    if read() != before:
+    before, draws = read(), _DrawsOnCpu()  # type: ignore[no-untyped-call]
+    with draws if is_cuda else nullcontext():
+        yield
+    if read() != before or draws.are_seen:
         raise RuntimeError(
             "the step draws random numbers on the host, and a graph would repeat them; draw them "
             "on the device, or use the ordinary loop"
         )
+
+
+class _DrawsOnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees operators that draw on the CPU, from any generator."""
+
+    are_seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(out, Tensor):
+            self.are_seen |= out.is_cpu
+        return out
 
 
 def _as_if_not_captured() -> AbstractContextManager[None]:

@@ -6,12 +6,14 @@ Shape legend: B samples of a part.
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpprof.private.capture.conditions import (
+    Surroundings,
     describe_options,
     may_capture_step,
     takes_rate_on_device,
@@ -59,6 +61,10 @@ class StepGraphs:
             else None
             for group in optimizer.param_groups
         ]
+        self.surroundings: Surroundings | None = None
+        """Under which this was captured."""
+
+        self._settings = optimizer.settings
         self._sums: list[Tensor] | None = None
         self.replays = 0
         """Of this batch, so far."""
@@ -94,11 +100,12 @@ class StepGraphs:
             is_first = not self.replays
             if is_first not in self._parts:
                 self._parts[is_first] = self._capture_part(is_first)
+                self._fill(part, size)  # the function may change its inputs
             self._parts[is_first].replay()
             self.replays += 1
             losses.append(self._parts[is_first].losses_B[:size].clone())
             norms.append(self._parts[is_first].norms_B[:size].clone())
-        self._clipping.sample_norms = norms[-1]
+        self._clipping.sample_norms = torch.cat(norms)
         return torch.cat(losses)
 
     def end_parts(self) -> bool:
@@ -116,6 +123,7 @@ class StepGraphs:
             return
         assert self._sums is not None
         optimizer = self._optimizer
+        optimizer.keys.prepare(self._sums if optimizer.noise_multiplier else [])
         self._noise = optimizer.release
         is_on_device = optimizer.keys.generator is not None or all(map(takes_kernel, self._sums))
         if is_on_device and not optimizer.secure_mode:
@@ -125,15 +133,19 @@ class StepGraphs:
             make_capturable(self._optimizer.original_optimizer)
             self._options = describe_options(self._optimizer)
             with self._rates_on_device():
-                self._step = self._capture(self._step_on_sums)
+                step = partial(optimizer.step_with_noise_in, self._sums)
+                self._step = self._capture(step)
 
     def add_noise(self) -> None:
         """Add noise to the sums and average them.
 
         Raises:
-            RuntimeError: A given generator would repeat the noise of an earlier step.
+            RuntimeError: A given generator would repeat the noise of an earlier step; or the graphs
+                clip and draw noise by other settings than the optimizer's.
         """
         assert self._noise is not None
+        if self._optimizer.settings != self._settings:
+            raise RuntimeError("a setting changed since the graphs were captured; use the loop")
         self._give_sums()
         self._optimizer.begin_noise()
         before = self._read_given()
@@ -152,7 +164,9 @@ class StepGraphs:
     def step(self) -> None:
         """Let the optimizer step on the sums, which have noise."""
         if self._step is None or describe_options(self._optimizer) != self._options:
-            self._step_on_sums()
+            # Copies, which others may keep: graphs write their own memory again.
+            gradients = [summed.clone() for summed in self._sums or ()]
+            self._optimizer.step_with_noise_in(gradients)
             self._optimizer.original_optimizer.zero_grad()
         else:
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
@@ -160,10 +174,6 @@ class StepGraphs:
                     rate.fill_(group["lr"])
             self._step()
         self._optimizer.end_step()
-
-    def _step_on_sums(self) -> None:
-        assert self._sums is not None
-        self._optimizer.step_with_noise_in(self._sums)
 
     @contextmanager
     def _rates_on_device(self) -> Iterator[None]:
@@ -195,6 +205,11 @@ class StepGraphs:
         def run() -> tuple[Tensor, Tensor]:
             with self._reads.kept():
                 losses_B = self._losses_of(*self.inputs)
+            if losses_B.shape != self._weights_B.shape:
+                raise ValueError(
+                    f"there must be one loss for each of {len(self._weights_B)} samples, and "
+                    f"losses have shape {tuple(losses_B.shape)}"
+                )
             self._clipping.backward(losses_B)
             self._is_unusual.logical_or_(deferral.is_unusual()).logical_or_(self._reads.differ())
             self._optimizer.close_part()
@@ -212,6 +227,7 @@ class StepGraphs:
                 with (
                     holding_inputs() as self._held,
                     refusing_draws_on_host(others, is_cuda=self._weights_B.is_cuda),
+                    buffers_kept(self._clipping.model),
                 ):
                     self._graphs.warm_up(run, self._optimizer.clear_sums)
                 self._is_unusual.zero_()
@@ -227,6 +243,7 @@ class StepGraphs:
         assert self._sums is not None
         self._optimizer.clear_sums()
         self._clipping.sums.total |= zip(self._optimizer.params, self._sums, strict=True)
+        self._clipping.sums.bound = self._settings["max_grad_norm"]
 
     @contextmanager
     def _keeping_count(self) -> Iterator[None]:
@@ -238,6 +255,16 @@ class StepGraphs:
         finally:
             clipping.batches, optimizer.steps = batches, steps
             optimizer.clear_sums()
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the values of buffers at the end: runs that warm up write public ones too."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    for buffer, values in before:
+        if not torch.equal(buffer, values):
+            buffer.copy_(values)
 
 
 def split(batch: Sequence[Tensor], size: int) -> Iterator[Sequence[Tensor]]:

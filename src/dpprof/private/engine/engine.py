@@ -212,12 +212,12 @@ class Clipping(ABC):
         self._coverage = Coverage(own, self.ranks)
         self._shared = self._coverage.verify(model)
         self._released = ReleasedState(model, self.ranks.own, self.clips, public_buffers)
-        self._forwards = self._find_forwards(public_buffers)
+        self.forwards = self._find_forwards(public_buffers)
         self._receiver = Receiver(
             self._coverage,
             self._loose,
             self.ranks,
-            self._forwards,
+            self.forwards,
             self.shard_sums,
             is_normalised=stability is not None,
             name_of=self.name_of,
@@ -269,7 +269,7 @@ class Clipping(ABC):
                 _run_uncompiled,
                 _make_uncompiled(),
                 self.ranks,
-                self._forwards,
+                self.forwards,
                 rule,
                 layer,
                 receive,
@@ -280,7 +280,7 @@ class Clipping(ABC):
         for module, run_module in rewritten.items():
             patch_layer(module, run_module, type(module), lambda: not self._receiver.is_disabled)
         is_on = lambda: not (self._receiver.is_disabled or torch.compiler.is_exporting())  # noqa: E731
-        watch_calls(self.model, self._forwards.watcher(), is_on)
+        watch_calls(self.model, self.forwards.watcher(), is_on)
         return rewritten
 
     def _find_forwards(self, public: Collection[str]) -> Forwards:
@@ -475,7 +475,7 @@ class Clipping(ABC):
             raise
         finally:
             self._receiver.forget_batch()
-            self._forwards.close()
+            self.forwards.close()
         if self.sums.owner is None:
             self.sums.give()
         self.batches += 1
@@ -510,7 +510,7 @@ class Clipping(ABC):
         batch.refuse_changed_outputs()
         self.shard_sums.finish()
         self.ranks.refuse_unclipped()
-        self._forwards.verify()
+        self.forwards.verify()
         if self.deferral is None:
             self.verify_released()
 

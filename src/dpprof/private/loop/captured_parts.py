@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpprof.private.capture.captured_step import CapturedStep
+from dpprof.private.capture.conditions import describe_options
+from dpprof.private.capture.replays import Replays
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.norms import placement
-from dpprof.private.samples.random_state import random_state_kept
 
 _log = logging.getLogger("dpprof")
 
@@ -30,6 +30,11 @@ _FEW = 8
 
 _MOST_CAPTURES = 4
 """Captures after which their use is judged."""
+
+_MOST_ORDINARY = 50
+"""Ordinary batches in turn after which no batch is looked at any more."""
+
+_TOO_OFTEN = "shapes, settings or what the model reads change too often"
 
 
 class Part(NamedTuple):
@@ -66,19 +71,24 @@ class CapturedParts:
     """
 
     def __init__(self, optimizer: NoisyOptimizer, part_size: int) -> None:
-        self._step = CapturedStep(_call, optimizer, part_size)
+        self._replays = Replays(optimizer, part_size, _call)
         self._optimizer = optimizer
         self._structure: pytree.TreeSpec | None = None
         self._added: list[ToClip] = []
+        """Parts of a batch that is not finished, with copies of their tensors."""
+
         self._tensors: list[Tensor] = []
         """Of the last part."""
 
         self._is_off = self._is_ordinary = False
         """Whether no batch is replayed any more, or this one is not."""
 
-        self._replays = 0
+        self._replayed = self._in_turn = 0
+        """Parts that were replayed, and ordinary batches since."""
+
         self._resumes_after: Any = None
-        """The shapes of the batch before a state that was loaded, if one like it is replayed."""
+        """Shapes and options of the batch before a state that was loaded, if one like it is
+        replayed."""
 
         self.waits_for_step = False
         """Whether the last part was added, and had no step yet."""
@@ -91,7 +101,7 @@ class CapturedParts:
     @property
     def is_captured(self) -> bool:
         """Whether a batch like the last one is replayed."""
-        return self._step.is_captured
+        return self._replays.is_captured
 
     def add(self, to_clip: ToClip) -> Tensor | None:
         """Clip a part by replaying graphs.
@@ -99,22 +109,33 @@ class CapturedParts:
         Returns:
             Its losses, (B,), detached; or None, where the whole batch is to run as an ordinary
             loop, first what ``take_parts`` returns.
+
+        Raises:
+            RuntimeError: The part before had no step.
         """
+        if self.waits_for_step:
+            raise RuntimeError("the part before was clipped and had no step; call step() first")
         self._tensors = [] if self._is_off else self._find_tensors(to_clip)
         if self._is_off or self._is_ordinary:
             return None
+        self._verify_again(to_clip)
         count = 0 if to_clip.part.is_empty else None
         try:
-            self._rehearse(to_clip)
-            losses_B = self._step.add(self._tensors, count)
+            losses_B = self._replays.add(self._tensors, count)
         except Exception as error:  # noqa: BLE001 (the ordinary loop raises it again)
             self._turn_off(str(error))
             losses_B = None
+        except BaseException:  # nobody knows how far it came
+            self._optimizer.discard()
+            raise
         if losses_B is None:
             self._is_ordinary = True
             return None
-        self._replays += 1
-        self._added.append(to_clip)
+        self._replayed += 1
+        self._in_turn = 0
+        assert self._structure is not None
+        inputs, named = pytree.tree_unflatten(self._tensors, self._structure)
+        self._added.append(to_clip._replace(inputs=inputs, named=named))
         self.waits_for_step = True
         return losses_B
 
@@ -124,33 +145,33 @@ class CapturedParts:
         Raises:
             RuntimeError: Noise was drawn, and something failed since.
         """
-        self.waits_for_step = False
         before = self._optimizer.steps
         try:
-            is_done = self._step.is_as_before(self._tensors) and self._step.finish()
-        except Exception as error:
-            if self._optimizer.steps != before:
-                self.drop()
+            is_done = self._replays.finish()
+        except BaseException as error:
+            if self._optimizer.steps != before or not isinstance(error, Exception):
+                self._optimizer.discard()
                 raise
             self._turn_off(str(error))
             is_done = False
         self._is_ordinary = not is_done
         if is_done:
             self._added.clear()
-        captures = self._step.captures
-        if captures > _MOST_CAPTURES and self._replays < _FEW * captures:
-            self._turn_off("shapes, settings or what the model reads change too often")
+        self.waits_for_step = False
+        captures = self._replays.captures
+        if captures > _MOST_CAPTURES and self._replayed < _FEW * captures:
+            self._turn_off(_TOO_OFTEN)
         return is_done
 
     def take_parts(self) -> list[ToClip]:
         """Return the parts that were added, and forget them."""
         added, self._added = self._added, []
-        self._step.drop()
+        self._replays.drop()
         self.waits_for_step = False
         return added
 
     def run_ordinary(self) -> None:
-        """Note that this batch runs as an ordinary loop.
+        """Note that this batch runs as an ordinary loop, of losses that were given.
 
         Raises:
             RuntimeError: Parts of it were replayed.
@@ -161,12 +182,17 @@ class CapturedParts:
                 "losses; give backward the same for all parts of a batch"
             )
         self._is_ordinary, self._tensors = True, []
+        self._replays.forget_all()
 
     def end_ordinary(self) -> None:
         """Note that a batch ended that ran as an ordinary loop."""
-        if self._tensors and not self._is_off:
-            self._step.note(self._tensors)
         self._is_ordinary = False
+        if not self._tensors or self._is_off:
+            return
+        self._replays.note(self._tensors)
+        self._in_turn += 1
+        if self._in_turn > _MOST_ORDINARY:
+            self._turn_off(_TOO_OFTEN)
 
     def drop(self) -> None:
         """Forget the batch at hand."""
@@ -175,38 +201,55 @@ class CapturedParts:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides whether the next batch is replayed: that rounds otherwise."""
+        is_on = bool(self._tensors) and not self._is_off
         return {
             "is_off": self._is_off,
-            "part_size": self._step.part_size,
-            "shapes": _describe(self._tensors),
-            "captures": self._step.captures - self.is_captured,
-            "replays": self._replays,
+            "part_size": self._replays.part_size,
+            "captures": self._replays.captures - self.is_captured,
+            "replayed": self._replayed,
+            "in turn": self._in_turn,
+            "replays": _describe(self._tensors)
+            if is_on and self._replays.would_replay(self._tensors)
+            else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the next batch as the run that was saved does."""
-        self._step.forget()
-        self._step.part_size = state["part_size"]
-        self._is_off, self._resumes_after = state["is_off"], state["shapes"]
-        self._step.captures, self._replays = state["captures"], state["replays"]
+        self._replays.forget_all()
+        self._tensors = []
+        self._replays.part_size, self._replays.captures = state["part_size"], state["captures"]
+        self._replayed, self._in_turn = state["replayed"], state["in turn"]
+        self._is_off = state["is_off"]
+        self._resumes_after = state["replays"] and (state["replays"], self._options)
 
-    def _rehearse(self, to_clip: ToClip) -> None:
-        """Verify the first batch after a state as an ordinary loop does, so that it is replayed."""
-        shapes, self._resumes_after = self._resumes_after, None
-        if not shapes or shapes != _describe(self._tensors):
+    @property
+    def _options(self) -> list[Any]:
+        return [self._optimizer.settings, *describe_options(self._optimizer)]
+
+    def _verify_again(self, to_clip: ToClip) -> None:
+        """Clip a part with all checks, and throw its sums away, where that is due.
+
+        It is at random steps, with ``verify_every``; and after a state was loaded, where the run
+        that was saved goes on replaying.
+        """
+        if self.is_open:
             return
-        clipping = self._optimizer.clipping
-        counts = clipping.batches, clipping.nonfinite_samples_total
-        with random_state_kept():
-            losses_B = to_clip.compute_losses()
-            clipping.backward(losses_B[:0] if to_clip.part.is_empty else losses_B)
-        clipping.batches, clipping.nonfinite_samples_total = counts
-        self._optimizer.clear_sums()
-        self._step.note(self._tensors)
+        resumes, self._resumes_after = self._resumes_after, None
+        repeated = self._optimizer.clipping.repeated
+        is_resumed = resumes == (_describe(self._tensors), self._options)
+        is_due = repeated is not None and self._replays.would_replay(self._tensors)
+        if repeated is not None and is_due:
+            is_due = repeated.is_forced = repeated.draw()
+        if is_resumed or is_due:
+            count = 0 if to_clip.part.is_empty else None
+            self._replays.rehearse(lambda: to_clip.compute_losses()[:count], self._tensors)
 
     def _find_tensors(self, to_clip: ToClip) -> list[Tensor]:
-        """Return the tensors of a part, and let the step compute the losses of such ones."""
-        leaves, structure = pytree.tree_flatten((to_clip.inputs, dict(to_clip.named)))
+        """Return copies of the tensors of a part, on the device; none of what no graph takes.
+
+        Copies, because whoever gave them may write them again before the step.
+        """
+        leaves, structure = pytree.tree_flatten((list(to_clip.inputs), dict(to_clip.named)))
         for leaf in leaves:
             if not (isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == to_clip.part.size):
                 shape = f" of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else ""
@@ -217,13 +260,16 @@ class CapturedParts:
                 return []
         if structure != self._structure:
             self._structure = structure
-        self._step.losses_of = partial(_call, to_clip.losses_of, self._structure)
-        return leaves
+        self._replays.losses_of = partial(_call, to_clip.losses_of, self._structure)
+        device = next(self._optimizer.clipping.model.parameters()).device
+        return [leaf.detach().to(device, copy=True) for leaf in leaves]
 
     def _turn_off(self, why: str) -> None:
-        self._is_off = True
-        self._step.forget()
-        _log.warning("steps run as an ordinary loop, and not as CUDA graphs: %s", why)
+        if not self._is_off:
+            self._is_off = True
+            first = (why.splitlines() or [""])[0]
+            _log.warning("steps run as an ordinary loop, and not as CUDA graphs: %s", first)
+        self._replays.forget_all()
 
 
 def _describe(tensors: Sequence[Tensor]) -> list[tuple[list[int], str]]:

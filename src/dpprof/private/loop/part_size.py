@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch.optim import SGD, Optimizer
 
+from dpprof.private.capture.step_graphs import buffers_kept
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.loop.method_choice import FirstBatch
 from dpprof.private.norms import placement
@@ -148,9 +149,16 @@ def _unnoticed(clipping: Clipping) -> Iterator[None]:
     """Restore random states, counts and sums at the end."""
     names = ("batches", "failures", "nonfinite_samples", "nonfinite_samples_total", "plan")
     before = {name: getattr(clipping, name) for name in (*names, "sample_norms")}
-    with random_state_kept(), clipping.sums.put_aside(), clipping.first_batch_trusted():
+    steps = clipping.forwards.steps
+    with (
+        random_state_kept(),
+        buffers_kept(clipping.model),
+        clipping.sums.put_aside(),
+        clipping.first_batch_trusted(),
+    ):
         clipping.sums.owner = before  # or sums would be added to .grad
         try:
             yield
         finally:
             vars(clipping).update(before)
+            clipping.forwards.steps = steps

@@ -60,7 +60,8 @@ class PrivateOptimizer(NoisyOptimizer):
                 "this private training ended, by remove() or by another one of its optimizer; call "
                 "make_private again"
             )
-        if self._step_skip_queue or self._part is not None:
+        waits = self.captured is not None and self.captured.waits_for_step
+        if self._step_skip_queue or self._part is not None or waits:
             raise RuntimeError(
                 "the part before had no backward and step, so parts of two batches would meet in "
                 "one; take a step for every part, or call discard() and iterate again"
@@ -115,9 +116,11 @@ class PrivateOptimizer(NoisyOptimizer):
         """Clip the parts that were replayed as an ordinary loop does."""
         for to_clip in captured.take_parts():
             self._step_skip_queue.insert(0, not to_clip.part.is_last)
-            self._clip(to_clip.part, to_clip.compute_losses())
-            super().accumulate()
-            self._step_skip_queue.pop(0)
+            try:
+                self._clip(to_clip.part, to_clip.compute_losses())
+                super().accumulate()
+            finally:
+                self._step_skip_queue.pop(0)
 
     def accumulate(self) -> None:
         """Add up a part.
@@ -144,14 +147,23 @@ class PrivateOptimizer(NoisyOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], *, exact: bool = False) -> None:
-        """Go on as ``NoisyOptimizer`` does; no step that was counted is forgotten."""
+        """Go on as ``NoisyOptimizer`` does; no step that was counted is forgotten.
+
+        Raises:
+            ValueError: As of that; or one of both runs replays CUDA graphs, which round otherwise.
+        """
+        secrets = state_dict.get("privacy", {}).get("secrets") or {}
+        if exact and secrets and ("captured" in secrets) != (self.captured is not None):
+            raise ValueError(
+                "one of both runs replays CUDA graphs, and the other does not, so it would not "
+                "end with the same bits; give both the same execution, or leave out exact=True"
+            )
         super().load_state_dict(state_dict, exact=exact)
         spent = state_dict["privacy"].get("spent")
         if self.spent is not None and spent is not None:
             self.spent.load_state_dict(spent, exact=exact)
-        captured = state_dict["privacy"].get("secrets", {}).get("captured")
-        if exact and self.captured is not None and captured is not None:
-            self.captured.load_state_dict(captured)
+        if exact and self.captured is not None:
+            self.captured.load_state_dict(state_dict["privacy"]["secrets"]["captured"])
 
     def _refuse(self) -> None:
         """Refuse a batch that was clipped otherwise than by ``backward``, or beyond the budget."""

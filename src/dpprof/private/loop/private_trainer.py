@@ -488,7 +488,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             optimizer.take_part(part)
             tensors = self._prepare_inputs(batch)
             is_encoding = isinstance(tensors, BatchEncoding)  # of which a graph sees no tensors
-            losses_of = partial(self.compute_sample_losses, model, is_encoding=is_encoding)
+            compute = type(self).compute_sample_losses  # unbound: what self counts is no setting
+            losses_of = partial(compute, self, model, is_encoding=is_encoding)
             losses = optimizer.backward(losses_of, dict(tensors) if is_encoding else tensors)
             if self.privacy.log_private and not part.is_empty:
                 total += losses.sum()

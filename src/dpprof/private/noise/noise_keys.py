@@ -137,10 +137,21 @@ class NoiseKeys:
                 )
             self.renew()
         self._step = step
-        for device in {total.device for total in sums if takes_kernel(total)}:
-            if device not in self._words:
-                self._words[device] = _make_words(device)
+        for device in self._make_words_for(sums):
             self._words[device][0].fill_(_to_number(self._derive("device", 8)))
+
+    def prepare(self, sums: Sequence[Tensor]) -> None:
+        """Make what digests and kernels read for sums like these, so that a graph can read it."""
+        self._make_words_for(sums)
+        for device in {total.device for total in sums} if self.generator is None else ():
+            self._table_on(device)
+
+    def _make_words_for(self, sums: Sequence[Tensor]) -> set[torch.device]:
+        """Return the devices on which kernels add noise to sums, all of which have words."""
+        devices = {total.device for total in sums if takes_kernel(total)}
+        for device in devices - self._words.keys():
+            self._words[device] = _make_words(device)
+        return devices
 
     def bind(self, sums: Sequence[Tensor], share: Share | None = None) -> "StepKey":
         """Return the key of the step for sums.

@@ -77,14 +77,14 @@ class Forwards:
         }
         """The place from which each parameter that can be read is read."""
 
-        self._steps = 0
+        self.steps = 0
         self._last: Forward | None = None
         self._differentiated: set[Forward] = set()
         self._problem: str | None = None
 
     def begin(self) -> Forward:
         """Note the state of parameters as a forward begins."""
-        is_early = self._steps < FIRST
+        is_early = self.steps < FIRST
         is_read = self._can_read() and (is_early or self._draws.random() < SHARE)
         sums = self._read_bits(each=is_early) if is_read else {}
         self._last = Forward(self._read_marks(), sums, is_early=is_early)
@@ -134,7 +134,7 @@ class Forwards:
             self.refuse_change(forward)
         if self._problem is not None:
             raise RuntimeError(self._problem)
-        self._steps += 1
+        self.steps += 1
 
     def close(self) -> None:
         """Forget the forwards, as backward ends: parameters are the user's again."""

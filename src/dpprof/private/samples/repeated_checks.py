@@ -58,25 +58,23 @@ class RepeatedChecks:
         self._every = every
         self._clipping, self._losses_of = clipping, losses_of
         self._dataset, self._collate, self._most = dataset, collate, most
-        self._goes_on = False
-        self._is_drawn: bool | None = None
+        self._goes_on = self.is_forced = False
 
     def draw(self) -> bool:
-        """Draw already whether to verify in the coming step."""
-        self._is_drawn = self._draw()
-        return self._is_drawn
-
-    def _draw(self) -> bool:
+        """Draw whether to verify in a step."""
         assert self._every is not None
         return random.SystemRandom().randrange(self._every) == 0
 
     def is_due(self, *, goes_on: bool) -> bool:
-        """Draw whether to verify in a step, at its first part; ``goes_on`` says others follow."""
+        """Draw whether to verify in a step, at its first part; ``goes_on`` says others follow.
+
+        With ``is_forced`` the coming part is verified.
+        """
+        if self.is_forced:
+            self.is_forced = False
+            return True
         is_first, self._goes_on = not self._goes_on, goes_on
-        if not is_first:
-            return False
-        drawn, self._is_drawn = self._is_drawn, None
-        return self._draw() if drawn is None else drawn
+        return is_first and self.draw()
 
     def compare(self, *, at_random: bool = True) -> list[str]:
         """Compare samples; every generator and the model are afterwards as before.
