@@ -1,5 +1,6 @@
 """``make_private`` runs steps as CUDA graphs by default, with the numbers of the ordinary loop."""
 
+import copy
 import logging
 import math
 import random
@@ -462,3 +463,210 @@ def bert() -> nn.Module:
 )
 def test_models_of_many_kinds_are_captured(make, losses_of) -> None:
     assert assert_trains_as_a_loop(make, losses_of=losses_of) > 4
+
+
+def contributions(private, losses_of, change, steps: int = 8) -> list[float]:
+    """Train without noise on long gradients; return each step's sum over what C allows it."""
+    _, optimizer, loader = private
+    shares = []
+    while optimizer.steps < steps:
+        for batch in loader:
+            before = weights(private.model)
+            optimizer.backward(losses_of, *batch)
+            change(optimizer)
+            rate = optimizer.param_groups[0]["lr"]
+            samples, bound = len(batch[0]), optimizer.max_grad_norm
+            optimizer.step()
+            optimizer.zero_grad()
+            moved = (before - weights(private.model)).norm() / rate * optimizer.expected_batch_size
+            shares.append(float(moved) / (samples * bound))
+    return shares
+
+
+def test_a_bound_that_changes_before_a_step_is_that_of_every_later_graph() -> None:
+    x = 100 * torch.randn(24, D, generator=seeded(1), dtype=torch.float64)
+    loader = DataLoader(TensorDataset(x, x.sum(1)), batch_size=6)
+    model = Model().double()
+    options = {"noise_multiplier": 0.0, "max_grad_norm": 5.0, "data_loader": loader}
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    private = prepare(model, optimizer=sgd, check=False, **options)
+
+    def lower(optimizer) -> None:
+        if optimizer.steps == 3:
+            optimizer.max_grad_norm = 0.01
+
+    shares = contributions(private, model.losses, lower)
+    assert private.optimizer.captured.is_captured
+    assert max(shares) <= 1 + 1e-5
+
+
+def test_noise_that_a_hook_changes_is_that_of_later_steps() -> None:
+    model = Model().double()
+    private = prepare(model, noise_multiplier=1e-3)
+
+    def raise_noise(optimizer) -> None:
+        if optimizer.steps == 4:
+            optimizer.noise_multiplier = 1e4
+
+    private.optimizer.attach_step_hook(raise_noise)
+    moved = []
+    for _ in range(3):
+        for batch in private.data_loader:
+            before = weights(model)
+            private.optimizer.backward(model.losses, *batch)
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+            moved.append(float((weights(model) - before).norm()))
+    assert private.optimizer.captured.is_captured
+    assert min(moved[4:]) > 100 * max(moved[:4])
+
+
+def test_a_batch_that_its_owner_writes_again_is_the_one_that_was_drawn() -> None:
+    """Parts come in one buffer, and a sample that is not finite has all clipped again."""
+    trained = []
+    for execution in ("auto", "eager"):
+        model = Model().double()
+        x = torch.randn(24, D, generator=seeded(1), dtype=torch.float64)
+        x[11, 2] = math.nan
+        loader = DataLoader(TensorDataset(x, torch.zeros(24).double()), batch_size=6)
+        private = prepare(model, data_loader=loader, max_batch_size=2, execution=execution)
+        buffer = torch.zeros(2, D).double()
+        for _ in range(3):
+            for own, y in private.data_loader:
+                part = buffer[: len(own)].copy_(own)
+                private.optimizer.backward(model.losses, part, y)
+                private.optimizer.step()
+                private.optimizer.zero_grad()
+        trained.append(weights(model))
+    torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("where", ["capture", "step"])
+def test_an_interrupt_leaves_no_part_behind(where, monkeypatch) -> None:
+    model = Model().double()
+    private = prepare(model, max_batch_size=2)
+    _, optimizer, loader = private
+    loop(private, model.losses)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    name = "add" if where == "capture" else "finish"
+    parts = iter(loader)
+    batch = next(parts)
+
+    def go_on() -> None:
+        nonlocal batch
+        for _ in range(9):
+            optimizer.backward(model.losses, *batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            batch = next(parts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer.captured._replays, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            go_on()
+    assert not optimizer.captured.is_open
+    assert not optimizer.is_within_a_batch
+    with pytest.raises(RuntimeError, match="not drawn by the private data loader"):
+        optimizer.backward(model.losses, *batch)
+
+
+def test_a_part_is_clipped_once() -> None:
+    model = Model().double()
+    private = prepare(model, max_batch_size=2)
+    loop(private, model.losses)
+    batch = next(iter(private.data_loader))
+    private.optimizer.backward(model.losses, *batch)
+    with pytest.raises(RuntimeError, match="clipped before"):
+        private.optimizer.backward(model.losses, *batch)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.RMSprop])
+def test_a_gradient_that_somebody_keeps_stays_as_it_was(make) -> None:
+    model = Model().double()
+    private = prepare(model, optimizer=make(model.parameters(), lr=0.1), noise_multiplier=0.0)
+    inner, kept = private.optimizer.original_optimizer, []
+    weight = model.layers[0].weight
+    inner.register_step_post_hook(lambda *_: kept.append((weight.grad, weight.grad.clone())))
+    assert loop(private, model.losses) > 2
+    assert all(torch.equal(own, copy) for own, copy in kept)
+    assert len({own.data_ptr() for own, _ in kept}) == len(kept)
+
+
+SCHEDULES = {
+    "constant": lambda _: None,
+    "falling": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+}
+
+
+@pytest.mark.parametrize("verify_every", [None, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_run_without_generators_is_resumed_to_the_bit(make, schedule, verify_every) -> None:
+    """Noise follows from a secret: equal sums get equal noise, and others get other noise."""
+    states: list[dict] = []
+
+    def run(stop: int | None) -> Tensor:
+        model = Model().double()
+        optimizer = make(model.parameters(), lr=0.1)
+        options = {"noise_generator": None, "max_batch_size": 2, "verify_every": verify_every}
+        private = prepare(model, optimizer=optimizer, **options)
+        falling = SCHEDULES[schedule](private.optimizer)
+        if stop is None:
+            states.append(copy.deepcopy(private.state_dict()))
+        private.load_state_dict(states[0], exact=True)
+        while private.optimizer.steps < 12:
+            for batch in private.data_loader:
+                private.optimizer.backward(model.losses, *batch)
+                private.optimizer.step()
+                private.optimizer.zero_grad()
+                if private.optimizer.is_last_part:
+                    if falling is not None:
+                        falling.step()
+                    if private.optimizer.steps == stop:
+                        state, stop = copy.deepcopy(private.state_dict()), None
+                        rates = None if falling is None else falling.state_dict()
+                        model = Model().double()
+                        optimizer = make(model.parameters(), lr=0.1)
+                        private = prepare(model, optimizer=optimizer, **options)
+                        falling = SCHEDULES[schedule](private.optimizer)
+                        private.load_state_dict(state, exact=True)
+                        if falling is not None:
+                            falling.load_state_dict(rates)
+                        break
+        return weights(model)
+
+    whole = run(None)
+    for stop in (1, 2, 5):
+        assert torch.equal(run(stop), whole)
+
+
+def test_an_exact_resume_by_another_execution_is_refused() -> None:
+    captured, eager = (prepare(Model().double(), execution=one) for one in ("auto", "eager"))
+    for own, other in ((captured, eager), (eager, captured)):
+        with pytest.raises(ValueError, match="one of both runs replays CUDA graphs"):
+            own.load_state_dict(other.state_dict(), exact=True)
+        own.load_state_dict(other.state_dict())
+
+
+def test_where_nothing_is_ever_replayed_a_warning_says_so(caplog) -> None:
+    sizes = iter(range(1, 1000))
+
+    def widen(samples):
+        x, y = torch.utils.data.default_collate(samples)
+        return torch.nn.functional.pad(x, (0, next(sizes))), y
+
+    x = torch.randn(24, D, generator=seeded(1), dtype=torch.float64)
+    loader = DataLoader(TensorDataset(x, x.sum(1)), batch_size=6, collate_fn=widen)
+    model = Model().double()
+
+    def losses_of(x: Tensor, y: Tensor) -> Tensor:
+        return model.losses(x[:, :D], y)
+
+    private = prepare(model, losses_of=losses_of, data_loader=loader, check=False)
+    with caplog.at_level(logging.WARNING, "dpprof"):
+        assert loop(private, losses_of, epochs=20) == 0
+    [record] = caplog.records
+    assert "change too often" in record.message

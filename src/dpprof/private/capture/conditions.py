@@ -5,8 +5,8 @@ These are the objects, addresses and numbers that a graph has taken in:
 * of every module its class, mode, plain attributes (numbers, texts, flags), hooks and patch;
 * every parameter, buffer and other tensor of the model, where it lies, and whether it is trained;
 * C, noise and expected batch size;
-* the optimizer's state, and its options and hooks, but for a learning rate that it reads from the
-  device;
+* the optimizer's state, and its options and hooks, but for learning rates, which it reads from the
+  device, or steps with in Python;
 * the code of the function that computes losses, and the variables that it names;
 * autocast and TF32; shapes and dtypes of the batch.
 """
@@ -88,7 +88,7 @@ def look_around(
         values.append(len(group["params"]))
     objects.append(vars(optimizer.original_optimizer).get("step"))
     objects.append(getattr(optimizer.original_optimizer, HOOK, None))
-    values += describe_options(optimizer)
+    values += describe_options(optimizer, with_rates=False)
     objects += optimizer.keys.on_devices
     for variable in _read_by(losses_of):
         (values if is_setting(variable) else objects).append(variable)
@@ -134,14 +134,19 @@ def _list_global_hooks() -> list[Any]:
     return [getattr(module, f"_global{name}") for name in _HOOKS]
 
 
-def describe_options(optimizer: NoisyOptimizer) -> list[Any]:
-    """Describe the options and hooks on which a captured step of an optimizer rests."""
+def describe_options(optimizer: NoisyOptimizer, *, with_rates: bool = True) -> list[Any]:
+    """Describe the options and hooks on which a captured step of an optimizer rests.
+
+    Learning rates that it reads from the device are left out; without ``with_rates`` all that are
+    numbers, because what comes before the step does not depend on them.
+    """
     described: list[Any] = [tuple(hooks) for hooks in _hooks_of_steps(optimizer)]
     for group in optimizer.param_groups:
+        is_free = takes_rate_on_device(group) or not with_rates
         for name, value in group.items():
-            if name != "params" and not (name == "lr" and takes_rate_on_device(group)):
-                # Tensors by identity: to compare their numbers would wait for the device.
-                is_number = not isinstance(value, Tensor)
+            # Tensors by identity: to compare their numbers would wait for the device.
+            is_number = not isinstance(value, Tensor)
+            if name != "params" and not (name == "lr" and is_free and is_number):
                 described.append((name, copy.copy(value) if is_number else id(value)))
     return described
 
