@@ -63,7 +63,8 @@ def look_around(
 ) -> Surroundings:
     """Describe the surroundings of a step on a batch, whose losses a function computes."""
     objects: list[Any] = [optimizer.clipping.sums.owner]
-    values: list[Any] = [tuple(hooks) for hooks in _list_global_hooks()]
+    everywhere = importlib.import_module("torch.nn.modules.module")
+    values: list[Any] = [tuple(getattr(everywhere, f"_global{hooks}")) for hooks in _HOOKS]
     device = next(optimizer.clipping.model.parameters()).device.type
     is_on_gpu = device == "cuda"
     for module in optimizer.clipping.model.modules():
@@ -127,11 +128,6 @@ def _names_in(code: CodeType) -> tuple[str, ...]:
     own = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"]
     inner = [const for const in code.co_consts if isinstance(const, CodeType)]
     return (*own, *(name for const in inner for name in _names_in(const)))
-
-
-def _list_global_hooks() -> list[Any]:
-    module = importlib.import_module("torch.nn.modules.module")
-    return [getattr(module, f"_global{name}") for name in _HOOKS]
 
 
 def describe_options(optimizer: NoisyOptimizer, *, with_rates: bool = True) -> list[Any]:
