@@ -6,14 +6,16 @@ Shape legend: B samples of a part.
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpprof.private.capture.conditions import describe_options
+from dpprof.private.capture.conditions import Surroundings, look_around
 from dpprof.private.capture.replays import Replays
+from dpprof.private.capture.step_graphs import buffers_kept
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.norms import placement
 
@@ -86,9 +88,14 @@ class CapturedParts:
         self._replayed = self._in_turn = 0
         """Parts that were replayed, and ordinary batches since."""
 
-        self._resumes_after: Any = None
-        """Shapes and options of the batch before a state that was loaded, if one like it is
-        replayed."""
+        self._resumed: tuple[Mapping[str, Any], Surroundings] | None = None
+        """A state that was loaded, and what surrounded it, until the first batch."""
+
+        self._was_verified = False
+        """Whether the run that was saved had verified its first batch."""
+
+        self._buffers: list[tuple[Tensor, int]] | None = None
+        """The buffers before an ordinary batch, and their versions."""
 
         self.waits_for_step = False
         """Whether the last part was added, and had no step yet."""
@@ -120,8 +127,10 @@ class CapturedParts:
             return None
         self._verify_again(to_clip)
         count = 0 if to_clip.part.is_empty else None
+        clipping = self._optimizer.clipping
         try:
-            losses_B = self._replays.add(self._tensors, count)
+            with clipping.first_batch_trusted() if self._was_verified else nullcontext():
+                losses_B = self._replays.add(self._tensors, count)
         except Exception as error:  # noqa: BLE001 (the ordinary loop raises it again)
             self._turn_off(str(error))
             losses_B = None
@@ -129,7 +138,7 @@ class CapturedParts:
             self._optimizer.discard()
             raise
         if losses_B is None:
-            self._is_ordinary = True
+            self._is_ordinary, self._buffers = True, self._read_buffers()
             return None
         self._replayed += 1
         self._in_turn = 0
@@ -187,7 +196,12 @@ class CapturedParts:
     def end_ordinary(self) -> None:
         """Note that a batch ended that ran as an ordinary loop."""
         self._is_ordinary = False
+        before, self._buffers = self._buffers, None
         if not self._tensors or self._is_off:
+            return
+        if before is not None and not _are_same(before, self._read_buffers()):
+            # How often a graph runs follows from the number of samples, which is private.
+            self._turn_off("the model writes a buffer in forward")
             return
         self._replays.note(self._tensors)
         self._in_turn += 1
@@ -202,15 +216,17 @@ class CapturedParts:
     def state_dict(self) -> dict[str, Any]:
         """Return what decides whether the next batch is replayed: that rounds otherwise."""
         is_on = bool(self._tensors) and not self._is_off
+        would_replay = is_on and self._replays.would_replay(self._tensors)
         return {
             "is_off": self._is_off,
             "part_size": self._replays.part_size,
-            "captures": self._replays.captures - self.is_captured,
+            "captures": self._replays.captures,
+            "is_captured": self.is_captured,
+            "is_verified": self._was_verified or self._optimizer.clipping.first_batch_verified,
             "replayed": self._replayed,
             "in turn": self._in_turn,
-            "replays": _describe(self._tensors)
-            if is_on and self._replays.would_replay(self._tensors)
-            else None,
+            "replays": _describe(self._tensors) if would_replay else None,
+            "trained": self._list_trained(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -219,30 +235,44 @@ class CapturedParts:
         self._tensors = []
         self._replays.part_size, self._replays.captures = state["part_size"], state["captures"]
         self._replayed, self._in_turn = state["replayed"], state["in turn"]
-        self._is_off = state["is_off"]
-        self._resumes_after = state["replays"] and (state["replays"], self._options)
-
-    @property
-    def _options(self) -> list[Any]:
-        return [self._optimizer.settings, *describe_options(self._optimizer)]
+        self._is_off, self._was_verified = state["is_off"], state["is_verified"]
+        self._resumed = state, look_around(self._optimizer, _call, [])
 
     def _verify_again(self, to_clip: ToClip) -> None:
         """Clip a part with all checks, and throw its sums away, where that is due.
 
         It is at random steps, with ``verify_every``; and after a state was loaded, where the run
-        that was saved goes on replaying.
+        that was saved goes on replaying: before the first batch, and on the first samples of which
+        several show whether they are mixed.
         """
         if self.is_open:
             return
-        resumes, self._resumes_after = self._resumes_after, None
-        repeated = self._optimizer.clipping.repeated
-        is_resumed = resumes == (_describe(self._tensors), self._options)
-        is_due = repeated is not None and self._replays.would_replay(self._tensors)
-        if repeated is not None and is_due:
-            is_due = repeated.is_forced = repeated.draw()
+        clipping, resumed = self._optimizer.clipping, self._resumed
+        self._resumed = None
+        is_resumed = (
+            resumed is not None
+            and resumed[0]["replays"] == _describe(self._tensors)
+            and resumed[0]["trained"] == self._list_trained()
+            and look_around(self._optimizer, _call, []).are_those_of(resumed[1])
+        )
+        is_unseen = self._was_verified and not clipping.first_batch_verified
+        is_due = is_unseen and to_clip.part.size > 1 and self._replays.is_captured
+        repeated = clipping.repeated
+        if repeated is not None and self._replays.would_replay(self._tensors) and repeated.draw():
+            is_due = repeated.is_forced = True
         if is_resumed or is_due:
             count = 0 if to_clip.part.is_empty else None
-            self._replays.rehearse(lambda: to_clip.compute_losses()[:count], self._tensors)
+            with buffers_kept(clipping.model):
+                self._replays.rehearse(lambda: to_clip.compute_losses()[:count], self._tensors)
+        if is_resumed and resumed is not None:
+            self._replays.captures -= resumed[0]["is_captured"]
+
+    def _list_trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._optimizer.every_parameter]
+
+    def _read_buffers(self) -> list[tuple[Tensor, int]]:
+        buffers = self._optimizer.clipping.model.buffers()
+        return [(buffer, buffer._version) for buffer in buffers]  # noqa: SLF001
 
     def _find_tensors(self, to_clip: ToClip) -> list[Tensor]:
         """Return copies of the tensors of a part, on the device; none of what no graph takes.
@@ -252,10 +282,9 @@ class CapturedParts:
         leaves, structure = pytree.tree_flatten((list(to_clip.inputs), dict(to_clip.named)))
         for leaf in leaves:
             if not (isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == to_clip.part.size):
-                shape = f" of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else ""
                 self._turn_off(
-                    "graphs take tensors with one row for each sample, and a batch of "
-                    f"{to_clip.part.size} has a {type(leaf).__name__}{shape}"
+                    "graphs take tensors with one row for each sample, and a batch has a "
+                    f"{type(leaf).__name__} that is none"
                 )
                 return []
         if structure != self._structure:
@@ -270,6 +299,13 @@ class CapturedParts:
             first = (why.splitlines() or [""])[0]
             _log.warning("steps run as an ordinary loop, and not as CUDA graphs: %s", first)
         self._replays.forget_all()
+
+
+def _are_same(before: Sequence[tuple[Tensor, int]], after: Sequence[tuple[Tensor, int]]) -> bool:
+    return len(before) == len(after) and all(
+        own is other and version == later
+        for (own, version), (other, later) in zip(before, after, strict=True)
+    )
 
 
 def _describe(tensors: Sequence[Tensor]) -> list[tuple[list[int], str]]:

@@ -113,14 +113,19 @@ class PrivateOptimizer(NoisyOptimizer):
         return None
 
     def _repeat(self, captured: CapturedParts) -> None:
-        """Clip the parts that were replayed as an ordinary loop does."""
-        for to_clip in captured.take_parts():
-            self._step_skip_queue.insert(0, not to_clip.part.is_last)
-            try:
+        """Clip the parts that were replayed as an ordinary loop does.
+
+        If one cannot be clipped, the whole batch is thrown away: a part of it must not meet others.
+        """
+        try:
+            for to_clip in captured.take_parts():
+                self._step_skip_queue.insert(0, not to_clip.part.is_last)
                 self._clip(to_clip.part, to_clip.compute_losses())
                 super().accumulate()
-            finally:
                 self._step_skip_queue.pop(0)
+        except BaseException:
+            self.discard()
+            raise
 
     def accumulate(self) -> None:
         """Add up a part.
