@@ -56,7 +56,9 @@ def test_advice_is_what_the_command_says(here) -> None:
     assert "its peak, MiB" in advised.details
     assert "Safe: the allocator never has to release its cache" in advised.details
     html = advised._repr_html_()
-    assert html.startswith("<p>Use flash-bk with batches of 8 (bfloat16, adamw-fused, eager): cust")
+    assert html.startswith(
+        "<p>Use flash-bk with batches of 8 (bfloat16, adamw-fused, CUDA graph): cust"
+    )
     assert "<td>42.7</td>" in html
     with pytest.raises(
         InputError, match="plot: 8 is not allowed; it shows sequence lengths; give "

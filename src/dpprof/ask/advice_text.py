@@ -227,7 +227,7 @@ def _name_winners(sides: Sequence[Advice], winners: Sequence[Option | None]) -> 
     ranked = [best for best in winners if best is not None]
     names = {best.method for best in ranked}
     executions = {_find_execution(side) for side in sides}
-    shared = ", ".join([sides[0].optimizer, *(executions if len(executions) == 1 else ())])
+    shared = name_settings(sides[0].optimizer, *(executions if len(executions) == 1 else ()))
     where = f"({shared}): {_name(sides[0])}, {_name_target(sides[0])}"
     if len(names) != 1 or any(best.tokens_per_s is None for best in ranked):
         return f"The fastest private method with its largest safe batch {where}."

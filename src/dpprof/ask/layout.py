@@ -39,9 +39,9 @@ def _wrap(text: str) -> list[str]:
     )
 
 
-def name_settings(dtype: str, optimizer: str, execution: str) -> str:
-    """Say with which numbers, which optimizer and how a step runs."""
-    return f"{dtype}, {optimizer}, {_EXECUTIONS.get(execution, execution)}"
+def name_settings(*settings: str) -> str:
+    """Say with which numbers, which optimizer and how a step runs, as far as that is one."""
+    return ", ".join(_EXECUTIONS.get(name, name) for name in settings if name != "default")
 
 
 def explain_trust(*bases: Mapping[str, float]) -> str:

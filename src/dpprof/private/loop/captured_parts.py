@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpprof.private.capture.conditions import Surroundings, look_around
@@ -138,7 +138,7 @@ class CapturedParts:
             self._optimizer.discard()
             raise
         if losses_B is None:
-            self._is_ordinary, self._buffers = True, self._read_buffers()
+            self._is_ordinary, self._buffers = True, _read_buffers(self._optimizer.clipping.model)
             return None
         self._replayed += 1
         self._in_turn = 0
@@ -199,7 +199,9 @@ class CapturedParts:
         before, self._buffers = self._buffers, None
         if not self._tensors or self._is_off:
             return
-        if before is not None and not _are_same(before, self._read_buffers()):
+        if before is not None and not _are_same(
+            before, _read_buffers(self._optimizer.clipping.model)
+        ):
             # How often a graph runs follows from the number of samples, which is private.
             self._turn_off("the model writes a buffer in forward")
             return
@@ -226,7 +228,7 @@ class CapturedParts:
             "replayed": self._replayed,
             "in turn": self._in_turn,
             "replays": _describe(self._tensors) if would_replay else None,
-            "trained": self._list_trained(),
+            "trained": _list_trained(self._optimizer),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -252,7 +254,7 @@ class CapturedParts:
         is_resumed = (
             resumed is not None
             and resumed[0]["replays"] == _describe(self._tensors)
-            and resumed[0]["trained"] == self._list_trained()
+            and resumed[0]["trained"] == _list_trained(self._optimizer)
             and look_around(self._optimizer, _call, []).are_those_of(resumed[1])
         )
         is_unseen = self._was_verified and not clipping.first_batch_verified
@@ -266,13 +268,6 @@ class CapturedParts:
                 self._replays.rehearse(lambda: to_clip.compute_losses()[:count], self._tensors)
         if is_resumed and resumed is not None:
             self._replays.captures -= resumed[0]["is_captured"]
-
-    def _list_trained(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._optimizer.every_parameter]
-
-    def _read_buffers(self) -> list[tuple[Tensor, int]]:
-        buffers = self._optimizer.clipping.model.buffers()
-        return [(buffer, buffer._version) for buffer in buffers]  # noqa: SLF001
 
     def _find_tensors(self, to_clip: ToClip) -> list[Tensor]:
         """Return copies of the tensors of a part, on the device; none of what no graph takes.
@@ -299,6 +294,15 @@ class CapturedParts:
             first = (why.splitlines() or [""])[0]
             _log.warning("steps run as an ordinary loop, and not as CUDA graphs: %s", first)
         self._replays.forget_all()
+
+
+def _list_trained(optimizer: NoisyOptimizer) -> list[bool]:
+    return [parameter.requires_grad for parameter in optimizer.every_parameter]
+
+
+def _read_buffers(model: nn.Module) -> list[tuple[Tensor, int]]:
+    """Return the buffers of a model, and their versions."""
+    return [(buffer, buffer._version) for buffer in model.buffers()]  # noqa: SLF001 (no public name)
 
 
 def _are_same(before: Sequence[tuple[Tensor, int]], after: Sequence[tuple[Tensor, int]]) -> bool:
