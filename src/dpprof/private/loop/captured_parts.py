@@ -94,7 +94,7 @@ class CapturedParts:
         self._was_verified = False
         """Whether the run that was saved had verified its first batch."""
 
-        self._buffers: list[tuple[Tensor, int]] | None = None
+        self._buffers: dict[Tensor, int] | None = None
         """The buffers before an ordinary batch, and their versions."""
 
         self.waits_for_step = False
@@ -199,9 +199,8 @@ class CapturedParts:
         before, self._buffers = self._buffers, None
         if not self._tensors or self._is_off:
             return
-        if before is not None and not _are_same(
-            before, _read_buffers(self._optimizer.clipping.model)
-        ):
+        after = _read_buffers(self._optimizer.clipping.model)
+        if before is not None and before != after:
             # How often a graph runs follows from the number of samples, which is private.
             self._turn_off("the model writes a buffer in forward")
             return
@@ -300,16 +299,9 @@ def _list_trained(optimizer: NoisyOptimizer) -> list[bool]:
     return [parameter.requires_grad for parameter in optimizer.every_parameter]
 
 
-def _read_buffers(model: nn.Module) -> list[tuple[Tensor, int]]:
-    """Return the buffers of a model, and their versions."""
-    return [(buffer, buffer._version) for buffer in model.buffers()]  # noqa: SLF001 (no public name)
-
-
-def _are_same(before: Sequence[tuple[Tensor, int]], after: Sequence[tuple[Tensor, int]]) -> bool:
-    return len(before) == len(after) and all(
-        own is other and version == later
-        for (own, version), (other, later) in zip(before, after, strict=True)
-    )
+def _read_buffers(model: nn.Module) -> dict[Tensor, int]:
+    """Return the versions of a model's buffers."""
+    return {buffer: buffer._version for buffer in model.buffers()}  # noqa: SLF001 (no public name)
 
 
 def _describe(tensors: Sequence[Tensor]) -> list[tuple[list[int], str]]:
