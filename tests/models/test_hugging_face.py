@@ -4,7 +4,6 @@ import warnings
 
 import pytest
 import torch
-from documents import FULL_SPEED, find_code
 from factory import make_experiment
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
@@ -145,17 +144,4 @@ def test_no_forward_of_a_graph_waits_for_the_device(model, padding) -> None:
 
     assert reads == 0
     assert of_loop or model == "tiny-mistral"  # a model with a window has its mask in any case
-    assert torch.equal(logits, expected)
-
-
-def test_the_documented_attention_waits_for_nothing() -> None:
-    torch.manual_seed(0)
-    model = build_model(make_experiment(model="hf:tiny-llama")).model
-    tokens = torch.randint(8, (2, 8))
-    expected = model(tokens).logits
-    exec(find_code(FULL_SPEED, "AttentionInterface"), {"model": model})  # noqa: S102
-    with Reads() as reads:
-        logits = model(tokens).logits
-
-    assert reads.count == 0
     assert torch.equal(logits, expected)

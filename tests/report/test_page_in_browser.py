@@ -400,6 +400,7 @@ def test_the_calculator_answers_as_budget_does(open_page, asked, tmp_path, monke
         (cost,) = (one for one in costs if one["method"] == method)
         hours = [three_digits(cost[f"gpu_hours{end}"]) for end in ENDS]
 
+        opened.choose("calculator", "Execution", "eager" if method == "standard" else "graph")
         opened.choose("calculator", "Method", method)
         labels = ("Samples in a step", "Tokens", "Price of a GPU for an hour")
         for label, value in zip(labels, (batch, tokens, price), strict=True):
