@@ -12,6 +12,12 @@ from dpprof.experiments.records import answers
 STEP_S = {"standard": 1.0, "flash-bk": 1.5}
 
 
+def make_found(experiment):
+    """Make the capacity of a method."""
+    sizes = {"budget_bytes": 25 * 2**20, "unfragmented_batch_size": 12, "safe_share": None}
+    return make_capacity(STEP_S[experiment.method], **sizes)
+
+
 @pytest.fixture(scope="session")
 def keep_capacities():
     """Write a capacity, as found by the present code, for each experiment of options of advise."""
@@ -41,8 +47,7 @@ def without_kept():
 def asked(tmp_path_factory, keep_capacities):
     """Ask for two methods once, of which the present code has found the capacities."""
     path = tmp_path_factory.mktemp("asked")
-    sizes = {"budget_bytes": 25 * 2**20, "unfragmented_batch_size": 12, "safe_share": None}
-    keep_capacities(path, [*ASKED, *HERE], lambda one: make_capacity(STEP_S[one.method], **sizes))
+    keep_capacities(path, [*ASKED, *HERE], make_found)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answers, "kept_answers", dict)
         done = call("advise", *ASKED, *HERE, "--json=advice.json", cwd=path)

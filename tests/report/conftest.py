@@ -1,11 +1,11 @@
 """A browser for the tests of pages."""
 
 import pytest
-from asked import asked, keep_capacities
+from asked import keep_capacities
 from browsing import Opened
 from html_pages import find_chromium
 
-__all__ = ["asked", "keep_capacities"]
+__all__ = ["keep_capacities"]
 
 
 @pytest.fixture(scope="module")
