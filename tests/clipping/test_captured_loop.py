@@ -583,6 +583,18 @@ def test_a_part_is_clipped_once() -> None:
         private.optimizer.backward(model.losses, *batch)
 
 
+def test_a_part_that_an_interrupt_left_behind_is_not_replayed_again() -> None:
+    model = Model().double()
+    private = prepare(model, max_batch_size=2)
+    loop(private, model.losses)
+    batch = next(iter(private.data_loader))
+    part = private.optimizer._part
+    private.optimizer.backward(model.losses, *batch)
+    private.optimizer._part = part  # as if the interrupt came before it was taken away
+    with pytest.raises(RuntimeError, match="had no step"):
+        private.optimizer.backward(model.losses, *batch)
+
+
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.RMSprop])
 def test_a_gradient_that_somebody_keeps_stays_as_it_was(make) -> None:
     model = Model().double()
