@@ -11,7 +11,7 @@ MODEL ?=
 TARGET ?=
 EPSILON ?=
 CORES ?= all
-WORKERS ?= 2
+WORKERS ?= 3
 
 VENV := .venv
 comma := ,

@@ -613,9 +613,15 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("verify_every", [None, 2])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    ("make", "schedule", "verify_every"),
+    [
+        (torch.optim.SGD, "constant", None),
+        (torch.optim.AdamW, "falling", 2),
+        pytest.param(torch.optim.SGD, "falling", 2, marks=pytest.mark.slow),
+        pytest.param(torch.optim.AdamW, "constant", None, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_without_generators_is_resumed_to_the_bit(make, schedule, verify_every) -> None:
     """Noise follows from a secret: equal sums get equal noise, and others get other noise."""
     states: list[dict] = []

@@ -13,7 +13,7 @@ from torch import nn
 
 from dpprof.private import BookKeeping, NoisyOptimizer
 from dpprof.private.capture import step_graphs
-from dpprof.private.noise import noise, noise_keys
+from dpprof.private.noise import digest, noise, noise_keys
 from dpprof.private.noise.digest import LANES, hash_words
 from dpprof.private.noise.noise import NoiseOfStep
 from dpprof.private.noise.noise_keys import NoiseKeys, make_generator
@@ -83,7 +83,13 @@ def test_another_step_nonce_secret_or_rank_has_independent_noise() -> None:
     assert are_independent([*noises, draw(keys, summed, 2), draw(keys, summed, 2**40)])
 
 
-def test_a_digest_tells_every_bit_of_every_place() -> None:
+WAYS = pytest.mark.parametrize("bytewise", [False, True])
+"""A processor without units for matrices of bytes takes the first way."""
+
+
+@WAYS
+def test_a_digest_tells_every_bit_of_every_place(bytewise, monkeypatch) -> None:
+    monkeypatch.setattr(digest, "has_byte_products", lambda: bytewise)
     table = noise_keys._make_table(b"secret" * 6, torch.device("cpu"))
     words = torch.randint(-(2**31), 2**31, (2 * LANES + 3,), dtype=torch.int32)
     sums = [words, words[1:], words[:-1], words[:0]]
@@ -96,7 +102,8 @@ def test_a_digest_tells_every_bit_of_every_place() -> None:
     assert len(digests) == len(sums)
 
 
-def test_a_digest_is_the_sum_of_products_modulo_2_to_the_64() -> None:
+def test_a_digest_is_the_sum_of_products_modulo_2_to_the_64(monkeypatch) -> None:
+    monkeypatch.setattr(digest, "has_byte_products", lambda: False)
     table = noise_keys._make_table(bytes(32), torch.device("cpu"))
     words = torch.tensor([7, -5, 2**31 - 1, -(2**31), 3], dtype=torch.int32)
     one, other = table[:, :3].tolist()
@@ -108,6 +115,22 @@ def test_a_digest_is_the_sum_of_products_modulo_2_to_the_64() -> None:
     found = hash_words([words], table)
 
     assert [value % 2**64 for value in found] == [value % 2**64 for value in expected]
+
+
+@pytest.mark.parametrize("number", [0x7F7F7F7F, -0x7F7F7F80])
+@pytest.mark.parametrize("sizes", [(2**13,), (3, 2**13 - 3), (2**20 + 2**13,), (2**13, 2**20)])
+def test_a_digest_is_exact_products_of_bytes_on_every_processor(number, sizes, monkeypatch) -> None:
+    """Pairs of products of the largest bytes and larger keys would not fit into 16 bits."""
+    monkeypatch.setattr(digest, "has_byte_products", lambda: True)
+    table = torch.full((2, LANES), -1, dtype=torch.int64)
+    keys = table.view(torch.int8).view(8, -1)
+    keys[0], keys[1], keys[2] = -128, 127, torch.arange(2**15) % 256 - 128
+    words = [torch.full((size,), number, dtype=torch.int32) for size in sizes]
+    found = torch.tensor(hash_words(words, table)).view(torch.int32).view(-1, 8)
+    byte = number.to_bytes(4, "little", signed=True)[0] - 256 * (number < 0)
+    row = [2**15 * byte * key for key in (-64, 63)] + [-(2**14) * byte] + 5 * [-(2**15) * byte]
+
+    assert found.tolist() == [row] * (sum(sizes) // 2**13)
 
 
 class Run:

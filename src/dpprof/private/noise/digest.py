@@ -1,6 +1,11 @@
-"""Hashes clipped sums without Triton's kernels, in one pass over memory (``noise_keys``)."""
+"""Hashes clipped sums without Triton's kernels, in one pass over memory (``noise_keys``).
 
-from collections.abc import Sequence
+A processor with units for matrices of bytes hashes as fast as it reads; another takes four times as
+long for products of 64 bits. PyTorch's products of bytes are exact, whichever unit makes them:
+where two are added up in 16 bits first, as AVX2 does, keys of 7 bits leave room for both.
+"""
+
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -23,6 +28,9 @@ _AT_ONCE = 8 * LANES
 _PART = 2**20
 """Words of 32 bits that one thread hashes at a time."""
 
+_KEYS = 8
+"""Numbers of 32 bits to which each row of bytes is hashed."""
+
 _ROWS = 256
 """What a GPU without Triton's kernels hashes at a time, in rows of ``LANES``."""
 
@@ -35,7 +43,8 @@ def hash_words(sums: Sequence[Tensor], table: Tensor) -> list[int]:
         table: Secret numbers, (2, LANES) int64.
 
     Returns:
-        Two numbers of 64 bits for each ``2 LANES`` words, small sums joined; none of fake tensors.
+        Numbers of 64 bits, for each ``2 LANES`` words two, or eight of products of bytes; none of
+        fake tensors.
     """
     if isinstance(table, FakeTensor):
         return []
@@ -43,6 +52,8 @@ def hash_words(sums: Sequence[Tensor], table: Tensor) -> list[int]:
         parts = (part for words in sums for part in torch.split(words, _ROWS * 2 * LANES))
         return [value for part in parts for value in hash_rows(part, table).flatten().tolist()]
     with _disable_current_modes():
+        if has_byte_products():
+            return _hash_bytes(sums, table)
         small = [words.numpy() for words in sums if len(words) < LANES]
         large = [words for words in sums if len(words) >= LANES]
         arrays = [part.numpy() for words in large for part in torch.split(words, _PART)]
@@ -54,6 +65,35 @@ def hash_words(sums: Sequence[Tensor], table: Tensor) -> list[int]:
             return [value for array in arrays for value in hash_part(array)]
         with ThreadPoolExecutor(count) as threads:
             return [value for digest in threads.map(hash_part, arrays) for value in digest]
+
+
+def has_byte_products() -> bool:
+    """Tell whether this processor multiplies matrices of bytes as fast as it reads them."""
+    return bool(torch.cpu._is_amx_tile_supported())  # noqa: SLF001 (there is no public name)
+
+
+def _hash_bytes(sums: Sequence[Tensor], table: Tensor) -> list[int]:
+    """Hash rows of bytes, each to its products with secret numbers of 7 bits."""
+    keys = (table.view(torch.int8).view(_KEYS, -1) >> 1).t()
+    parts = _gather_rows(sums, len(keys) // 4)
+    multiply = torch._int_mm  # noqa: SLF001 (the only product of bytes that is exact)
+    hashes = (multiply(part.view(torch.int8).view(-1, len(keys)), keys) for part in parts)
+    return [value for made in hashes for value in made.view(torch.int64).flatten().tolist()]
+
+
+def _gather_rows(sums: Sequence[Tensor], size: int) -> Iterator[Tensor]:
+    """Yield the words of sums in whole rows: a large sum's as they lie, others' joined."""
+    rests: list[NDArray[np.int32]] = []
+    for place, words in enumerate(sums, 1):
+        end = len(words) // size * size if len(words) >= _PART else 0
+        if end:
+            yield words[:end]
+        rests.append(words[end:].numpy())
+        count = sum(map(len, rests))
+        if count >= _PART or (count and place == len(sums)):
+            joined = np.concatenate([*rests, np.zeros(-count % size, np.int32)])
+            yield torch.from_numpy(joined)
+            rests.clear()
 
 
 @allocates("noise")
