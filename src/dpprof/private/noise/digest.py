@@ -31,6 +31,9 @@ _PART = 2**20
 _KEYS = 8
 """Numbers of 32 bits to which each row of bytes is hashed."""
 
+_JOINED = 2**18
+"""Words of small sums that are hashed together: they stay in a core's cache."""
+
 _ROWS = 256
 """What a GPU without Triton's kernels hashes at a time, in rows of ``LANES``."""
 
@@ -83,17 +86,20 @@ def _hash_bytes(sums: Sequence[Tensor], table: Tensor) -> list[int]:
 
 def _gather_rows(sums: Sequence[Tensor], size: int) -> Iterator[Tensor]:
     """Yield the words of sums in whole rows: a large sum's as they lie, others' joined."""
-    rests: list[NDArray[np.int32]] = []
+    room = np.empty(2 * _JOINED, np.int32)
+    filled = 0
     for place, words in enumerate(sums, 1):
-        end = len(words) // size * size if len(words) >= _PART else 0
+        end = len(words) // size * size if len(words) > _JOINED else 0
         if end:
             yield words[:end]
-        rests.append(words[end:].numpy())
-        count = sum(map(len, rests))
-        if count >= _PART or (count and place == len(sums)):
-            joined = np.concatenate([*rests, np.zeros(-count % size, np.int32)])
-            yield torch.from_numpy(joined)
-            rests.clear()
+        rest = len(words) - end
+        room[filled : filled + rest] = words[end:].numpy()
+        filled += rest
+        if filled >= _JOINED or (filled and place == len(sums)):
+            rows = -(-filled // size) * size
+            room[filled:rows] = 0
+            yield torch.from_numpy(room[:rows])
+            filled = 0
 
 
 @allocates("noise")
