@@ -252,9 +252,12 @@ def test_settings_that_make_the_guarantee_false_are_refused(case) -> None:
     if "data_loader" in options:
         options = options | {"data_loader": options["data_loader"]()}
     model = Model().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=message):
-        prepare(model, **options)
-    prepare(model)  # nothing was left behind
+        prepare(model, **{"optimizer": optimizer} | options)
+    model.losses(torch.ones(2, D).double(), torch.ones(2).double()).sum().backward()
+    optimizer.step()  # nothing was left behind: not on the optimizer
+    prepare(model)  # and not on the model
 
 
 def test_a_part_without_a_step_is_refused() -> None:

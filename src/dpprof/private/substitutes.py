@@ -1,4 +1,4 @@
-"""Replaces attributes of other packages' objects for a while, where they offer no hook."""
+"""Replaces attributes of objects for a while, where there is no hook."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

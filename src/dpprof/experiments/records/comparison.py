@@ -7,7 +7,7 @@ from pydantic import Field
 
 from dpprof.experiments.config.quantities import optional
 from dpprof.experiments.records.record import Part
-from dpprof.experiments.records.thresholds import Thresholds
+from dpprof.experiments.records.regression_thresholds import Thresholds
 
 Metric = Literal["memory", "flops", "launches", "time"]
 METRICS: tuple[Metric, ...] = get_args(Metric)

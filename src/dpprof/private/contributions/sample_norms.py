@@ -167,7 +167,7 @@ class SampleNorms:
         This forgets what was added.
 
         Args:
-            least: The norm below which nothing is clipped.
+            least: Norms below this are not clipped.
         """
         if not len(self._losses):
             return self._losses, self._losses.bool()

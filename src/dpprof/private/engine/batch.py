@@ -59,7 +59,7 @@ class Batch(ABC):
         """Samples whose loss or norm is not finite; None where there is none."""
 
         self.excluded_B: Tensor | None = None
-        """Samples with a factor of 0: those, and the ones that are added alone."""
+        """Samples with a factor of 0: those that are not finite, and those added one by one."""
 
         self.alone: Alone | None = None
         """The samples that are added one by one."""

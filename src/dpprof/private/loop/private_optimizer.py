@@ -113,7 +113,7 @@ class PrivateOptimizer(NoisyOptimizer):
         return None
 
     def _repeat(self, captured: CapturedParts) -> None:
-        """Clip the parts that were replayed as an ordinary loop does.
+        """Clip without graphs the parts of a batch that graphs had begun.
 
         If one cannot be clipped, the whole batch is thrown away: a part of it must not meet others.
         """

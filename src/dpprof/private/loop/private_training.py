@@ -1,6 +1,7 @@
 """Private training in one call: clipping, noise, Poisson batches and accounting together."""
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, Literal, cast
 
@@ -287,7 +288,8 @@ def make_private(
         loss_scale=loss_scale,
         public_buffers=public_buffers,
     )
-    try:
+    with ExitStack() as undo:
+        undo.callback(clipped.remove)
         _refuse_parts_of_ranks(clipped, max_batch_size)
         if losses_of is not None and draw is not None:
             data = data_loader.dataset, data_loader.collate_fn
@@ -304,6 +306,7 @@ def make_private(
             generator=noise_generator,
             secure_mode=secure_mode,
         )
+        undo.callback(private.remove)
         if is_auto and draw is not None:
             part_size = find_max_batch_size(clipped, optimizer, draw(), numbers.expected_batch_size)
         loader = PoissonLoader(
@@ -316,9 +319,7 @@ def make_private(
         )
         loader.optimizer = private
         private.captured = capture_parts(private, execution, part_size)
-    except BaseException:
-        clipped.remove()
-        raise
+        undo.pop_all()
     private.planned_steps = planned
     return PrivateTraining(model, private, loader, counted)
 

@@ -4,8 +4,9 @@ All noise of a step follows from its key (``noise_keys``). On a GPU with Triton 
 noise and adds it: in place, and at the speed at which memory is read and written. Elsewhere
 PyTorch's generators draw it, one parameter's at a time; on a CPU the parts of a long sum get noise
 in several threads, from generators of their own, whose states are drawn from the step's, whole.
-All are pseudorandom numbers of 32 bits: no noise is larger than 6.8 standard deviations, which 1
-of 10^11 normal numbers would be. ``draw_secure_noise`` is for those who trust in ciphers alone.
+All follow from pseudorandom numbers of few bits, so large noise is missing: beyond 6.7 standard
+deviations in kernels (32 bits; 1 of 10^11 normal numbers lies there), and beyond 5.77 of float32 on
+a CPU (24 bits; 1 of 10^8). ``draw_secure_noise`` is for those who trust in ciphers alone.
 """
 
 import math

@@ -124,7 +124,7 @@ class NoiseKeys:
             ) from error
 
     def begin(self, step: int, sums: Sequence[Tensor]) -> None:
-        """Begin to draw the noise of a step on sums like these.
+        """Note which step it is, and seed the kernels for sums like these.
 
         A graph that is replayed reads on the device what is written here.
 

@@ -234,7 +234,7 @@ class NoisyOptimizer(Optimizer):
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Queue whether a coming step only accumulates: all but the last of a batch in parts."""
-        if not self._step_skip_queue:  # else parts are drawn ahead, and this is none at hand
+        if not self._step_skip_queue:  # else a part is drawn ahead, and another is at hand
             self._is_last_part = not do_skip
         self._step_skip_queue.append(do_skip)
         if do_skip:

@@ -21,10 +21,11 @@ of the batch, on how many samples there are, and so on. Two figures say how far 
   the traces, which are sums of the diagonals.
 
 A sample is *unsure* where size exceeds ``MOST``^2 M, or slack 2^-5 M (in float64 2^-34 M), or where
-numbers may have left the range of their format; M is the squared norm, or that below which nothing
-is clipped. Then neither norm nor product is used: its gradient is computed again by itself, in
-float64, from its tokens that have a gradient (``contributions.alone``). The norm is that of the
-very gradient that is added, so the sample contributes C, and no other sample moves a bit of it.
+numbers may have left the range of their format; M is the larger of the squared norm and the square
+of the norm up to which nothing is clipped. Then neither norm nor product is used: its gradient is
+computed again by itself, in float64, from its tokens that have a gradient
+(``contributions.alone``). The norm is that of the very gradient that is added, so the sample
+contributes C, and no other sample moves a bit of it.
 
 For all others the computed norm is used as it is, in whichever way. So, in float32:
 
@@ -98,7 +99,7 @@ def is_unsure(squares: Squares, least: float) -> Tensor:
 
     Args:
         squares: The sum over all layers that are clipped together.
-        least: The norm below which nothing is clipped.
+        least: Norms below this are not clipped.
     """
     found_B, slack_B, size_B = squares
     most_B = found_B.clamp(min(least, 1e15) ** 2, _LARGEST)

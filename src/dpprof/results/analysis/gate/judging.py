@@ -17,9 +17,9 @@ from dpprof.experiments.records.comparison import (
     Metric,
     TimeStatistics,
 )
+from dpprof.experiments.records.regression_thresholds import Thresholds
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.terms import OUTCOMES
-from dpprof.experiments.records.thresholds import Thresholds
 from dpprof.results.analysis.groups import ExperimentRuns
 from dpprof.results.analysis.statistics import NO_DIFFERENCE, Comparison, can_differ
 

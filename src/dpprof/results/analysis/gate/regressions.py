@@ -30,8 +30,8 @@ from dpprof.experiments.records.comparison import (
     Verdict,
 )
 from dpprof.experiments.records.record import ResultError
+from dpprof.experiments.records.regression_thresholds import Thresholds
 from dpprof.experiments.records.result import Result, read_result
-from dpprof.experiments.records.thresholds import Thresholds
 from dpprof.results.analysis.collection import drop_details
 from dpprof.results.analysis.conditions import Fact, facts_of
 from dpprof.results.analysis.gate import judging
