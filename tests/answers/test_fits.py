@@ -97,13 +97,14 @@ def test_ways_and_lengths_stand_side_by_side_where_there_are_few() -> None:
     lines = str(Fits(cells[:3], 1e6)).splitlines()
 
     assert lines[0].startswith("1 of 3 fit on l4 with flash-bk (bfloat16, adamw-8bit or adamw-fu")
-    assert [line.split() for line in lines[2:4]] == [
+    assert [line.split() for line in lines[2:5]] == [
         ["model", "whole", "64", "LoRA", "64"],
+        2 * ["batch", "hours"],
         ["a", "1,234", "12.3", "none"],
     ]
-    assert lines[4].split() == ["b", "30", "GiB"]
+    assert lines[5].split() == ["b", "30", "GiB"]
     priced = str(Fits(cells[2:], 1e6)).splitlines()
-    assert priced[3].split() == ["b", "30", "GiB", "8", "12.3", "5.68"]
+    assert priced[4].split() == ["b", "30", "GiB", "8", "12.3", "5.68"]
 
 
 def test_what_fits_on_each_gpu_fits_a_screen_however_much_is_asked() -> None:

@@ -56,8 +56,8 @@ def test_a_budget_is_printed_and_written_for_programs(asked) -> None:
     assert private["hours_ratio"] > rows["standard", None]["hours_ratio"] == 1
     assert rows["flash-bk", 6]["batch_size"] > 512
     first, second, *_ = done.stdout.splitlines()
-    assert first.startswith("flash-bk: 2.10 GPU hours (1.91 to 2.31 at 90 %), price 7.35, bf")
-    assert second.startswith("custom, 8 tokens, on l4, (8, 0.001)-DP: 98 steps with batches of 512")
+    assert first.startswith("Use flash-bk: 2.10 GPU hours (1.91 to 2.31 at 90 %), price 7.35, ")
+    assert second.startswith("custom, 8 tokens, on l4, (8, 0.001)-DP: 98 steps of 512 samples")
     assert f"{private['noise_multiplier']:.3f}" in done.stdout
     assert "warning: delta 0.001 is above 1 / samples, 0.0001: publishing each" in done.stderr
     assert len(found["warnings"]) == 1
@@ -105,10 +105,10 @@ def test_people_see_hours_by_method_on_a_screen(tmp_path) -> None:
     lines = format_budget(make(tmp_path)).splitlines()
 
     assert lines[0] == (
-        "flash-bk: 183 GPU hours (167 to 202 at 90 %), price 366.67, float32, adamw, eager."
+        "Use flash-bk: 183 GPU hours (167 to 202 at 90 %), price 366.67, float32, adamw, eager."
     )
-    assert lines[1].startswith("custom, 8 tokens, on h200, (8, 1e-06)-DP: 100 steps with batches")
-    assert lines[1].endswith(" of 64 (8 x 8), noise 0.500.")
+    assert lines[1].startswith("custom, 8 tokens, on h200, (8, 1e-06)-DP: 100 steps")
+    assert lines[1].endswith(" of 64 samples (8 at a time), noise 0.500.")
     assert [" ".join(line.split()) for line in lines[3:6]] == [
         "method micro-batch GPU hours 90 % interval price x standard",
         "flash-bk\N{DAGGER} 8 x 8 183 167 to 202 366.67 2.00",

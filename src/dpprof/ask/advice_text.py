@@ -39,6 +39,11 @@ def _format_interval(option: Option) -> str:
     return "unknown" if low is None or high is None else f"{low:,.0f} to {high:,.0f}"
 
 
+def _more(option: Option) -> str:
+    """Return a sign where larger batches were not looked for."""
+    return "+" if option.limited_by == "search" else ""
+
+
 def _find_execution(advice: Advice) -> str:
     """Return how the kernels of the advised method are started."""
     return (advice.best and advice.best.execution) or advice.execution
@@ -59,19 +64,17 @@ CELLS: Mapping[str, Callable[[Option], str]] = {
     "verdict": lambda option: option.verdict,
     "checkpointing": lambda option: str(option.checkpointing),
     "execution": lambda option: str(option.execution),
-    "batch": lambda option: format_number(option.safe_batch_size, ",", "none"),
-    "GiB at peak": lambda option: three_digits(option.safe_peak_bytes, _GIB),
+    "batch": lambda option: format_number(option.safe_batch_size, ",", "none") + _more(option),
+    "peak GiB": lambda option: three_digits(option.safe_peak_bytes, _GIB),
     SPEED: lambda option: format_number(option.tokens_per_s, ",.0f"),
     "90 % interval": _format_interval,
     "FLOPs x": lambda option: format_number(option.dp_flop_multiplier, ".2f"),
-    "largest batch": lambda option: (
-        f"{option.largest_batch_size:,}{'+' if option.limited_by == 'search' else ''}"
-    ),
+    "largest batch": lambda option: f"{option.largest_batch_size:,}{_more(option)}",
     "its peak, MiB": lambda option: f"{(option.largest_peak_bytes or 0) / 2**20:,.0f}",
 }
 """What is said of a method, by the head of its column."""
 
-_OF_WINNERS = ("checkpointing", "batch", "GiB at peak", SPEED, "90 % interval")
+_OF_WINNERS = ("checkpointing", "batch", "peak GiB", SPEED, "90 % interval")
 _ON_SCREEN = ("verdict", "execution", *_OF_WINNERS)
 _TEXTS = ("dtype", "ranks", "trained", "execution", "head", "method", "checkpointing", "verdict")
 """Columns that are set flush left."""
@@ -85,8 +88,8 @@ def choose_columns(names: Iterable[str], advice: Advice) -> list[str]:
 
 
 def _name(advice: Advice) -> str:
-    trained = "" if advice.lora is None else f" with LoRA ({advice.lora})"
-    return advice.model + trained
+    is_told = advice.lora is None or "-lora" in advice.model
+    return advice.model if is_told else f"{advice.model} with LoRA ({advice.lora})"
 
 
 def _name_target(advice: Advice) -> str:
@@ -136,8 +139,18 @@ def _tell_speed(advice: Advice) -> list[str]:
     units = name_units(advice.image_size)
     said = f"{best.tokens_per_s:,.0f} {units}/s: a {named} {units} take {hours} hours"
     lines = [f"{said} (90 % interval {low} to {high})."]
-    close = [option.method for option in advice.options if option.verdict == "close"]
+    close = [_mark(option) for option in advice.options if option.verdict == "close"]
     return [*lines, f"May be as fast: {', '.join(close)}."] if close else lines
+
+
+def _tell_briefly(advice: Advice) -> str:
+    """Say which method fits with which batch, and how fast it is."""
+    best = advice.best
+    if best is None:
+        return "no private method safely fits, or can be advised"
+    speed = format_number(best.tokens_per_s, ",.0f")
+    units = name_units(advice.image_size)
+    return f"{best.method} with batches of {best.safe_batch_size:,}, {speed} {units}/s"
 
 
 def format_advice(advice: Advice, others: Sequence[str] = ()) -> str:
@@ -153,10 +166,15 @@ def format_advice(advice: Advice, others: Sequence[str] = ()) -> str:
         shown = cells if option.largest_batch_size is not None else cells[:1]
         blank = [""] * (len(columns) - len(shown))
         rows.append([_mark(option), *shown, *blank])
-    whole = [] if advice.whole is None else [f"Of the whole model: {recommend(advice.whole)}"]
+    head, *lines = tabulate(["method", *columns], rows, advice)
+    table = [head]
+    for line, option in zip(lines, advice.options, strict=True):
+        is_told = option.message is not None and not option.safe_batch_size
+        table.append(f"{line}  {option.message}" if is_told else line)
+    whole = [] if advice.whole is None else [f"Without adapters: {_tell_briefly(advice.whole)}."]
     return fit_screen(
         [recommend(advice), *_tell_speed(advice)],
-        tabulate(["method", *columns], rows, advice),
+        table,
         [
             *whole,
             *tell_prices(advice.sides),
@@ -193,7 +211,7 @@ def format_winners(advices: Sequence[Advice], others: Sequence[str] = ()) -> str
         if names := [option.method for option in side.options if option.verdict == "close"]:
             close[", ".join(names)].append(" ".join(row))
     ranked = [option for option in winners if option is not None]
-    for hidden in ("", "GiB at peak"):  # where there is no room for it
+    for hidden in ("", "peak GiB"):  # where there is no room for it
         figures = [name for name in choose_columns(_OF_WINNERS, sides[0]) if name != hidden]
         cells = [
             [*row, "none", *("" for _ in figures)]

@@ -60,7 +60,7 @@ def _tell_assumed(privacy: Privacy, noise: NoisePlan) -> list[str]:
         "given": None,
         "noise": "batches: larger ones take 5 % off the noise at most",
         "data": "batches: the largest power of two in the data",
-        "steps": f"batches: the largest power of two with {privacy.least_steps:,} steps",
+        "steps": f"batches: largest power of two in {privacy.least_steps:,} steps or more",
     }[_find_rule(privacy, noise)]
     stated = privacy.model_fields_set
     delta = None if "delta" in stated else "delta 0.1 / samples"
@@ -95,7 +95,7 @@ def tell_price(budget: Budget) -> str:
     gpus = "" if best.gpus == 1 else f" on {best.gpus:,} GPUs"
     low, hours, high = map(three_digits, (best.gpu_hours_low, best.gpu_hours, best.gpu_hours_high))
     return (
-        f"{best.method}{gpus}: {hours} GPU hours ({low} to {high} at 90 %)"
+        f"Use {best.method}{gpus}: {hours} GPU hours ({low} to {high} at 90 %)"
         f"{_name_price(best)}, {settings}."
     )
 
@@ -103,13 +103,14 @@ def tell_price(budget: Budget) -> str:
 def _tell_training(budget: Budget) -> str:
     """Say which training that is: model, budget, steps, batches and noise."""
     noise, privacy, best = budget.noise, budget.privacy, _find_best(_list_first(budget))
-    trained = "" if budget.lora is None else f" with LoRA ({budget.lora})"
+    is_told = budget.lora is None or "-lora" in budget.model
+    trained = "" if is_told else f" with LoRA ({budget.lora})"
     size = name_size(budget.seq_len, budget.image_size)
-    micro = f" ({best.accumulation_steps:,} x {best.micro_batch_size:,})" if best else ""
+    micro = f" ({best.micro_batch_size:,} at a time)" if best else ""
     return (
         f"{budget.model}{trained}, {size}, on {budget.target}, ({privacy.epsilon[0]:g}, "
-        f"{privacy.delta:g})-DP: {noise.planned.steps:,} steps with batches of "
-        f"{noise.batch_size:,}{micro}, noise "
+        f"{privacy.delta:g})-DP: {noise.planned.steps:,} steps of "
+        f"{noise.batch_size:,} samples{micro}, noise "
         f"{format_number(noise.planned.noise_multiplier, '.3f')}."
     )
 

@@ -28,6 +28,7 @@ from dpprof.experiments.config.validation import InputError, one_of, option_name
 from dpprof.experiments.planning.code_digest import read_anew
 from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.advice.advice import describe
+from dpprof.system.numbers import three_digits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -256,8 +257,10 @@ def format_fits(cells: Sequence[Cell], tokens: float) -> str:
         rows.setdefault(key, {})[where] = _tell_cell(cell, shown)
     header = ["model", *(["tokens"] if is_wide else ())]
     header += [way if length is None else f"{way} {length:,}" for way, length in across]
+    heads = [""] * (len(header) - len(across)) + [_align("batch", *shown)] * len(across)
     table = [
         header,
+        heads,
         *([*key, *(found.get(where, "") for where in across)] for key, found in rows.items()),
     ]
     usual = add_defaults({"target": target, "method": METHOD})
@@ -297,8 +300,13 @@ def _tell_cell(cell: Cell, shown: Sequence[str]) -> str:
         mib = tell_need(cell.message or "").removeprefix("needs ").partition(" MiB")[0]
         is_known = mib.replace(",", "").isdecimal()
         return f"{int(mib.replace(',', '')) / 1024:,.0f} GiB" if is_known else "none"
-    texts = {"hours": format_number(cell.hours, ",.1f"), "price": format_number(cell.price, ",.2f")}
-    return f"{cell.batch_size:>5,}" + "".join(f"{texts[name]:>7}" for name in shown)
+    texts = {"hours": three_digits(cell.hours), "price": format_number(cell.price, ",.2f")}
+    return _align(f"{cell.batch_size:,}", *(texts[name] for name in shown))
+
+
+def _align(batch: str, *figures: str) -> str:
+    """Return the texts of a cell, or the heads above them."""
+    return f"{batch:>5}" + "".join(f"{text:>7}" for text in figures)
 
 
 def list_cells(cell: Cell) -> list[str]:

@@ -8,6 +8,13 @@ from dpprof.results.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks
 WIDTH, LINES = 100, 20
 """The most letters of a line, and the most lines, of an answer without its details."""
 
+_SHARES = {
+    "measured": ("measured at this shape", "interpolated"),
+    "extrapolated": ("extrapolated",),
+    "data sheet": ("data sheet",),
+}
+"""What predicted times rest on, as an answer names it."""
+
 _EXECUTIONS = {"graph": "CUDA graph"}
 
 
@@ -46,15 +53,14 @@ def name_settings(*settings: str) -> str:
 
 def explain_trust(*bases: Mapping[str, float]) -> str:
     """Say in a line how far to trust an answer; ``bases`` are what predicted times rest on."""
-    sheets = sorted(basis.get("data sheet", 0.0) for basis in bases if basis)
-    times = ""
-    if sheets and round(sheets[0], 2) == round(sheets[-1], 2):
-        shares = {"measured kernels": 1 - sheets[0], "data sheet": sheets[0]}
-        told = ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if round(share, 2))
-        times = f", times by {told}"
-    elif sheets:
-        times = f", times by {sheets[0]:.0%} to {sheets[-1]:.0%} data sheet"
-    return f"Predicted: peaks byte by byte{times}. Why: --details."
+    told = []
+    for name, parts in _SHARES.items():
+        shares = [sum(basis.get(part, 0.0) for part in parts) for basis in bases if basis]
+        least, most = (f"{choose(shares, default=0.0):.0%}" for choose in (min, max))
+        if most != "0%":
+            told.append(f"{least if least == most else f'{least} to {most}'} {name}")
+    times = f", times {', '.join(told)}" if told else ""
+    return f"Predicted: peaks byte by byte{times} (--details)."
 
 
 def lay_out(rows: Sequence[Sequence[str]], texts: Container[int] = (0,)) -> list[str]:
