@@ -12,6 +12,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.mechanisms import NO_CLIPPING
 from dpprof.experiments.records.result import ModelFacts
 from dpprof.experiments.records.terms import Component, Phase
 from dpprof.private.errors import UnsupportedError
@@ -110,7 +111,8 @@ def set_up(
     ``moment`` is called at ``model_loaded``, ``wrapped_with_dp`` and ``optimizer_created`` with the
     objects that hold tensors then.
     """
-    for name, supported in (("execution", method.executions), ("head", method.heads)):
+    ways = (("execution", method.executions), ("head", method.heads), ("loss", method.losses))
+    for name, supported in ways:
         setting = getattr(experiment, name)
         if setting not in supported:
             raise UnsupportedError(
@@ -125,7 +127,10 @@ def set_up(
             "they come, in the dtype of the parameters"
         )
     torch.manual_seed(experiment.seed)
-    model = build_model(experiment).to(device)
+    built: Any = build_model(experiment)
+    if experiment.loss == "labels" and method.mechanism != NO_CLIPPING:
+        built.lose_by_sample()
+    model = built.to(device)
     follow_weights(model)
     model = apply_dtype(model, experiment, device).train()
     facts = ModelFacts(
