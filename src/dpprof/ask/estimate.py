@@ -143,7 +143,8 @@ def format_estimate(result: Result) -> str:
             lines.append(f"time    {bound}")
     lines += _format_exchange(result)
     size = name_size(experiment.seq_len, experiment.image_size)
-    settings = name_settings(experiment.dtype, experiment.optimizer, experiment.execution)
+    loop = f"loop {experiment.loop}"
+    settings = name_settings(experiment.dtype, experiment.optimizer, experiment.execution, loop)
     where = f"{experiment.batch_size:,} x {size}, {settings}"
     if experiment.parallel is not None:
         where += f", {experiment.parallel.text}; all of this is rank 0's"

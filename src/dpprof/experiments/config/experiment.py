@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from dpprof.experiments.config.architecture import NONE, Architecture, Quantization, resolve
 from dpprof.experiments.config.fine_tuning import AsLora, AsPadding, Trainable
-from dpprof.experiments.config.loops import LOOPS, KeepLogits, LoopName, Loss, LossDtype
+from dpprof.experiments.config.loops import AsKeepLogits, AsLoss, AsLossDtype, LoopName
 from dpprof.experiments.config.naming import (
     Dimensions,
     For,
@@ -178,18 +178,18 @@ class Experiment(Spec):
         "dpprof; hf-trainer (transformers' Trainer); hf-manual (a loop over outputs = "
         "model(**batch)); opacus-tutorial; torchtune; timm",
     )
-    loss: Loss = optional(
+    loss: AsLoss = optional(
         "what a sample's loss is: cross-entropy (of its logits); chunked-cross-entropy (of 8 "
         "pieces of its tokens, with logits of each); labels (Hugging Face's own, by labels=); "
         "sum-of-logits (of benchmarks without labels); null: as the loop computes it",
         validate_default=True,
     )
-    loss_dtype: LossDtype = optional(
+    loss_dtype: AsLossDtype = optional(
         "what the loss computes in where logits have 16 bits: float32, of which there is a copy; "
         "or logits, in their dtype; null: as the loop does. The loss labels decides itself",
         validate_default=True,
     )
-    keep_logits: KeepLogits = optional(
+    keep_logits: AsKeepLogits = optional(
         "whether logits, as the model computed them, live on: true: until the next step, as in a "
         "function with out = model(...); next-forward: until the next forward pass has returned, "
         "as in a loop with out = model(...); false: they are freed in forward, as in "
@@ -217,12 +217,6 @@ class Experiment(Spec):
         "nf4-double (the scales are quantised too), fp4, fp4-double or int8; none, or null: as the "
         "config's quantization_config says, else not quantised"
     )
-
-    @field_validator("loss", "loss_dtype", "keep_logits", mode="before")
-    @classmethod
-    def _settle_by_loop(cls, value: Any, info: ValidationInfo) -> Any:
-        loop = LOOPS[info.data.get("loop", "dpprof")]  # of a wrong name another error is told
-        return getattr(loop, str(info.field_name)) if value is None else value
 
     @field_validator("image_size", mode="before")
     @classmethod

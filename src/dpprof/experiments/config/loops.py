@@ -5,13 +5,14 @@ keys of their own.
 """
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, ValidationInfo
 
 LoopName = Literal["dpprof", "hf-trainer", "hf-manual", "opacus-tutorial", "torchtune", "timm"]
 Loss = Literal["cross-entropy", "chunked-cross-entropy", "labels", "sum-of-logits"]
 LossDtype = Literal["float32", "logits"]
-KeepLogits = bool | Literal["next-forward"]
-
+KeepLogits = Literal[False, True, "next-forward"]
 CHUNKS = 8
 """The pieces of ``chunked-cross-entropy``: torchtune's ``num_output_chunks``."""
 
@@ -63,3 +64,16 @@ LOOPS: Mapping[LoopName, Loop] = {
         "optimizer.step()",
     ),
 }
+
+
+def _settle(value: Any, info: ValidationInfo) -> Any:
+    """Return a value of an experiment's key, of its loop where it has none."""
+    if value is None:
+        loop = LOOPS[info.data.get("loop", "dpprof")]  # of a wrong name another error is told
+        return getattr(loop, str(info.field_name))
+    return {"false": False, "true": True}.get(str(value).lower(), value)
+
+
+AsLoss = Annotated[Loss, BeforeValidator(_settle)]
+AsLossDtype = Annotated[LossDtype, BeforeValidator(_settle)]
+AsKeepLogits = Annotated[KeepLogits, BeforeValidator(_settle)]
