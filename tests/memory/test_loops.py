@@ -119,6 +119,14 @@ def test_pieces_of_the_loss_spare_one_tensor_of_the_size_of_logits() -> None:
     assert whole - pieces == pytest.approx(4 * B * T * 5000, rel=0.01)
 
 
+def test_opacus_ghost_clipping_holds_no_logits_between_its_two_passes() -> None:
+    """Beside per-sample gradients it needs norms and losses: numbers of samples and tokens."""
+    fields = {**HF, "lora": "rank=2", "dtype": "bfloat16"}
+    ghost, hooks = (predict(method=f"opacus-{name}", **fields) for name in ("ghost", "hooks"))
+
+    assert 0 <= ghost - hooks < 8 * B * T
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [

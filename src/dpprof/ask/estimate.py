@@ -148,6 +148,12 @@ def format_estimate(result: Result) -> str:
     where = f"{experiment.batch_size:,} x {size}, {settings}"
     if experiment.parallel is not None:
         where += f", {experiment.parallel.text}; all of this is rank 0's"
+    experts = result.model.unquantized_experts_bytes if result.model is not None else 0
+    if experts:
+        where += (
+            f"; {experts / _GIB:.2f} GiB of fused experts are not quantised to "
+            f"{experiment.base_format}: transformers 5 quantises linear layers alone"
+        )
     fill = partial(textwrap.wrap, width=WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False)
     return "\n".join(itertools.chain([f"{experiment.method}, {where}"], *map(fill, lines)))
 

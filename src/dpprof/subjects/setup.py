@@ -19,7 +19,12 @@ from dpprof.private.errors import UnsupportedError
 from dpprof.subjects.batches import make_batch
 from dpprof.subjects.methods.training_step import Batch, Enter, TrainingStep
 from dpprof.subjects.models.build import apply_dtype, build_model
-from dpprof.subjects.models.quantized import count_elements, follow_weights, import_bitsandbytes
+from dpprof.subjects.models.quantized import (
+    count_elements,
+    count_unquantized_experts,
+    follow_weights,
+    import_bitsandbytes,
+)
 from dpprof.subjects.models.transformer import find_attention
 
 Held = Callable[[nn.Parameter], Iterable[tuple[Component, Any]]]
@@ -137,6 +142,7 @@ def set_up(
         parameters_total=sum(map(count_elements, model.parameters())),
         parameters_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         parameters_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        unquantized_experts_bytes=count_unquantized_experts(model, experiment),
     )
     model = method.distribute(model, experiment, device)
     moment("model_loaded", TensorHolders(model))

@@ -135,7 +135,8 @@ def _without_autocast(experiment: "Experiment") -> Iterator[str]:
         yield "autocast false does not work with fsdp, which casts by its policy"
     if dtype not in SHORT:
         yield f"autocast false requires dtype {' or '.join(SHORT)}"
-    if experiment.parameters_dtype != dtype:
+    # Over a quantised base what is not quantised may be in float32, as peft prepares it.
+    if experiment.parameters_dtype != dtype and experiment.base_format is None:
         yield f"autocast false requires parameters_dtype {dtype}"
     if experiment.trained_dtype != dtype and experiment.trained != "lora":
         yield (

@@ -47,7 +47,8 @@ def build_model(experiment: Experiment, *, is_reduced: bool = False) -> nn.Modul
         _choose_trainable(model, experiment)
     if experiment.trained_dtype != "float32":
         for parameter in model.parameters():  # positions and the like keep their dtype
-            parameter.data = parameter.data.to(getattr(torch, experiment.trained_dtype))
+            if parameter.is_floating_point():  # so do packed weights
+                parameter.data = parameter.data.to(getattr(torch, experiment.trained_dtype))
     elif experiment.parameters_dtype != "float32":
         _store_frozen(model, getattr(torch, experiment.parameters_dtype))
     return model
