@@ -98,9 +98,9 @@ class HuggingFaceModel(nn.Module):
         """
 
         @allocates("logits_and_loss")
-        def losses_of(*given: Any, **named: Any) -> Tensor:
-            tensors = [one for one in (*given, *named.values()) if isinstance(one, Tensor)]
-            logits, labels = sorted(tensors, key=lambda one: not one.is_floating_point())
+        def losses_of(*arguments: Any, **named: Any) -> Tensor:
+            tensors = [*filter(torch.is_tensor, (*arguments, *named.values()))]
+            logits, labels = sorted(tensors, key=torch.is_floating_point, reverse=True)
             shifted = shift_labels(labels) if self._is_causal else labels
             return sample_losses(logits.float(), shifted)
 
