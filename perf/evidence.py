@@ -6,7 +6,6 @@ GPUs of experiments, are in evidence.yaml.
 """
 
 import csv
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,9 +132,3 @@ def _read_row(cells: dict[str, Any]) -> Row:
         "value": None if value in {"", OUT_OF_MEMORY} else float(value),
     }
     return Row(**cells | fields)
-
-
-def write_settings(settings: Mapping[str, Any]) -> str:
-    """Write settings as a row has them."""
-    text = yaml.safe_dump(dict(settings), default_flow_style=True, width=math.inf, sort_keys=False)
-    return text.strip()[1:-1]

@@ -15,11 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dpprof.ask.measured import list_rows
 from dpprof.experiments.config import registry
-from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.datasheets import find_by_device_name
 from dpprof.experiments.records.result import Result, read_result
-from evidence import DATA, write_settings
+from evidence import DATA
 
 SHAPES = {
     "1b": (8, 1024),
@@ -67,42 +67,27 @@ def _replace(rows: list[dict[str, str]], result: Result) -> list[dict[str, str]]
     """Return the rows with those of a result in place of others of its experiment."""
     assert result.memory is not None
     assert result.time is not None
-    experiment = result.experiment
-    settings = experiment.model_dump(
-        mode="json", exclude_defaults=True, exclude={"model", "method", "device", "target"}
-    )
-    model, gpu = experiment.model, result.device["name"]
+    gpu = result.device["name"]
     target = find_by_device_name(gpu)
-    fields = {
-        "page": "measured_steps",
-        "source": "measured",
-        "gpu": gpu,
-        "target": next(
-            n for n in registry.names("targets") if registry.load("targets", n) == target
-        ),
-        "model": f"hf:{model.hf}" if isinstance(model, Architecture) else str(model),
-        "method": experiment.method,
-        "settings": write_settings(settings),
-    }
-    others = [row for row in rows if any(row[name] != fields[name] for name in fields)]
     numbers = [int(row["id"].rpartition("-")[2]) for row in rows if row["source"] == "measured"]
     versions = f"driver {result.device['driver']}, torch {result.provenance['packages']['torch']}"
-    fields |= {
-        "id": f"measured-{max(numbers) + 1:03d}",
-        "read_from": f"dpprof profile, {result.started_at}, {versions}",
-        "not_predicted": "",
-    }
     values = {
         ("step time", "s"): result.time.median_s,
         ("peak memory", "bytes"): result.memory.peak_allocated_bytes,
         ("reserved memory", "bytes"): result.memory.peak_reserved_bytes,
         ("energy", "J"): result.energy and result.energy.joules_per_step,
     }
-    return others + [
-        {**fields, "quantity": quantity, "unit": unit, "value": str(value)}
-        for (quantity, unit), value in values.items()
-        if value is not None
-    ]
+    new = list_rows(
+        result.experiment,
+        values,
+        id=f"measured-{max(numbers) + 1:03d}",
+        source="measured",
+        gpu=gpu,
+        target=next(n for n in registry.names("targets") if registry.load("targets", n) == target),
+        read_from=f"dpprof profile, {result.started_at}, {versions}",
+    )
+    same = ("source", "gpu", "target", "model", "method", "settings")
+    return [row for row in rows if any(row[name] != new[0][name] for name in same)] + new
 
 
 def main() -> None:

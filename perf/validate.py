@@ -24,7 +24,7 @@ import private_numbers
 from dpprof.experiments.records.result import PredictedTime
 from dpprof.results.figures.style import SERIES_COLOURS, new_figure
 from dpprof.system.console import say
-from evidence import PAGES, Row, read_rows
+from evidence import DATA, PAGES, Row, read_rows
 from predictions import describe_measured, predict_measured, predict_rank_step, predict_shared_step
 from script import lay_out, make_parser, publish
 
@@ -257,13 +257,13 @@ def measured_steps(rows: Sequence[Row]) -> Page:
     errors: dict[str, list[float]] = {"peak memory": [], "reserved memory": []}
     for _, group in groupby(rows, key=lambda row: row.id):
         values = {row.quantity: row for row in group}
-        row = values["step time"]
+        row = next(iter(values.values()))
         if row.settings.get("execution") == "compiled":
             continue
         time, memory = predict_measured(row)
-        step = Step(row, time)
         told = ["", "", row.not_predicted]
-        if not row.not_predicted:
+        if "step time" in values and not row.not_predicted:
+            step = Step(row, time)
             timed.append(step)
             told = [f"{time.median * 1e3:,.1f}", f"{time.low * 1e3:,.1f} to {time.high * 1e3:,.1f}"]
             told.append(f"{step.error:+.1%}")
@@ -293,14 +293,17 @@ def _describe(row: Row) -> list[str]:
     model = experiment.model if isinstance(experiment.model, str) else experiment.model_name
     model += "" if experiment.head == "logits" else f", head {experiment.head}"
     model += "" if experiment.checkpointing == "none" else ", checkpointed"
+    seconds = f"{row.step_s * 1e3:,.1f}" if row.quantity == "step time" else ""
     return [
         row.gpu.removeprefix("NVIDIA ").partition(" ")[0],
         *(model, row.method, experiment.execution, experiment.dtype),
-        *(str(experiment.batch_size), str(experiment.seq_len), f"{row.step_s * 1e3:,.1f}"),
+        *(str(experiment.batch_size), str(experiment.seq_len), seconds),
     ]
 
 
 def _sum_up(errors: Sequence[float], digits: int) -> str:
+    if not errors:
+        return "none"
     median, most = statistics.median(errors), max(errors)
     return f"median absolute error {median:.{digits}%}, at most {most:.{digits}%}"
 
@@ -312,9 +315,12 @@ def main() -> None:
     """Run from the command line."""
     parser = make_parser(__doc__)
     parser.add_argument("page", choices=WRITERS)
+    parser.add_argument(
+        "--rows", type=Path, default=DATA, help="other rows, such as results/measured.csv"
+    )
     parser.add_argument("--figure", type=Path, help="a file for the figure of steps")
     arguments = parser.parse_args()
-    page = WRITERS[arguments.page](read_rows(arguments.page))
+    page = WRITERS[arguments.page](read_rows(arguments.page, arguments.rows))
     picture = f"\n![{draw.__doc__}]({arguments.figure.name})\n" if arguments.figure else ""
     publish(f"{PAGES[arguments.page]}\n{picture}", page.text, arguments.output)
     if arguments.figure:

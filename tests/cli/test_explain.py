@@ -8,6 +8,7 @@ import sys
 import pytest
 from factory import make_experiment, make_held, write_synthetic
 
+from dpprof.ask.estimate import estimate
 from dpprof.ask.explain import main
 from dpprof.experiments.records.result import result_path
 
@@ -144,6 +145,26 @@ def test_one_file_twice_is_refused_however_it_is_named(a, tmp_path, capsys) -> N
         assert refused(capsys, a, other) == (
             f"error: {other}: A and B are the same file; name two results"
         )
+
+
+def test_another_loop_is_predicted_beside_a_run(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = {"method": "standard", "batch_size": 3, "seq_len": 24, "device": "cpu"}
+    asked |= {"model": {"vocab_size": 2000, "d_model": 16, "layers": 2, "heads": 2}}
+    a = tmp_path / "a.json"
+    estimate(output=a, loop="timm", dtype="bfloat16", optimizer="sgd", **asked)
+    first, *_, of_a, of_b = told(capsys, a, "--loop", "opacus-tutorial").splitlines()
+    found = json.loads(told(capsys, a, "--loop", "opacus-tutorial", "--format", "json"))
+
+    # Both keep logits of 16 bits; the loss holds three times as many in 32 or in 16.
+    assert found["difference_bytes"] == pytest.approx(3 * 2 * 3 * 24 * 2000, rel=0.001)
+    assert re.match(
+        r"standard \(loop timm\) needs .* more than standard \(loop opacus-tutorial\)", first
+    )
+    assert "benchmark.py" in of_a
+    assert of_b.startswith("standard (loop opacus-tutorial): Opacus 1.6, tutorials/")
+    assert refused(capsys, a) == "error: B: give another result, or --loop, and not both"
+    assert "--loop: 'x' is not allowed; it must be" in refused(capsys, a, "--loop", "x")
 
 
 def test_a_copy_needs_the_same(a, tmp_path, capsys) -> None:

@@ -34,7 +34,12 @@ BY_KEY: dict[str, list[Any]] = {
     "padding": [*NO_NUMBER, {}, 1, {"fraction": "\x1b[2J"}],
     "quantization": [*(name for name in NO_NAME if name is not None), "nf4", "gptq", {}],
     **{key: [*NO_NAME, "bfloat16", "half", {}] for key in ("parameters_dtype", "trained_dtype")},
-    **{key: [2, "maybe", None, [True], {}] for key in ("autocast", "keep_logits")},
+    "autocast": [2, "maybe", None, [True], {}],
+    "keep_logits": [2, "maybe", [True], {}],
+    "loop": [*NO_NAME, "hf", {}],
+    **{
+        key: [*(name for name in NO_NAME if name is not None), {}] for key in ("loss", "loss_dtype")
+    },
     "loss_scale": [*NO_NUMBER, 0, 3, 2**40, None],
     "busy_gpu": [*NO_NAME, "wait", True, {}],
     **{key: [*NO_NAME, {}] for key in ("method", "optimizer", "attention", "checkpointing")},

@@ -6,6 +6,7 @@ import pytest
 from factory import make_experiment
 from memory_steps import record_and_estimate
 
+from dpprof.experiments.config.loops import LOOPS
 from dpprof.predict.estimate import estimate
 
 TIED = {"hf": "tiny-llama", "tie_word_embeddings": True}
@@ -36,6 +37,9 @@ QUICK = [
     ("gpt2", "flash-bk", PADDED),
     ("llama", "opacus-ghost", LORA | PADDED),
     ("llama", "flash-bk", in_16_bits("float16", loss_scale=1024, keep_logits=True, **LORA)),
+    ("gpt2", "flash-bk", {"loop": "hf-manual"} | PADDED),
+    ("llama", "standard", {"loop": "hf-trainer", "dtype": "bfloat16"}),
+    ("gemma2", "flash-bk", {"loop": "torchtune", "dtype": "bfloat16"}),
 ]
 SLOW = [
     (model, method, lora | padding)
@@ -56,6 +60,15 @@ SLOW += [
     for dtype in ("bfloat16", "float16")
     for whole in ({"trained_dtype": dtype, "optimizer": "sgd" if dtype == "float16" else "adamw"},)
     for fields in (LORA, whole, LORA | whole)
+]
+SLOW += [
+    (model, method, {"loop": loop, **fields})
+    for model, method, loop in itertools.product(("gpt2", "llama"), ("standard", "flash-bk"), LOOPS)
+    for fields in ({}, {"dtype": "bfloat16"}, in_16_bits("float16", **LORA))
+]
+SLOW += [
+    ("llama", method, in_16_bits("float16", loss="sum-of-logits", loss_dtype="logits", **LORA))
+    for method in ("standard", "flash-bk", "opacus-hooks", "microbatch")
 ]
 
 

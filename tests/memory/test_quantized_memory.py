@@ -8,7 +8,9 @@ from memory_steps import record_and_estimate, trace_call
 from quantized_models import bitsandbytes, make_qlora, quantized_layers
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig
 
+from dpprof.ask.estimate import estimate as estimate_in_words
 from dpprof.experiments.records.result import Measurement
 from dpprof.predict.estimate import estimate
 from dpprof.predict.memory.events import Op
@@ -21,9 +23,13 @@ MODELS, METHODS = ("llama", "qwen2", "gemma2"), ("standard", "flash-bk", "flash"
 BASES = [{"quantization": one} for one in ("nf4", "nf4-double", "int8")]
 OPTIMIZERS = [{"optimizer": one} for one in ("adamw-8bit", "adafactor")]
 IN_16_BITS = {"dtype": "bfloat16", "parameters_dtype": "bfloat16"}
+ALL_IN_16_BITS = IN_16_BITS | {"trained_dtype": "bfloat16", "autocast": False}
+PREPARED = {"dtype": "bfloat16", "autocast": False}
+"""As peft prepares a model: what is not quantised computes in float32."""
 QUICK = [
     ("llama", "flash-bk", {"quantization": "nf4-double", "optimizer": "adamw-8bit"}),
     ("gemma2", "flash", {"quantization": "int8", "optimizer": "adafactor"}),
+    ("llama", "flash-bk", {"quantization": "nf4"} | ALL_IN_16_BITS),
 ]
 SLOW = list(itertools.product(MODELS, METHODS, [*BASES, *OPTIMIZERS]))
 SLOW += [("llama", method, one | {"lora": None}) for method in METHODS for one in OPTIMIZERS]
@@ -31,6 +37,12 @@ SLOW += [
     ("llama", "flash-bk", base | more)
     for base in BASES
     for more in (IN_16_BITS, {"checkpointing": "non-reentrant"}, {"checkpointing": "reentrant"})
+]
+SLOW += [
+    ("gemma2", method, base | formats)
+    for method in METHODS
+    for base in BASES
+    for formats in (ALL_IN_16_BITS, PREPARED, IN_16_BITS | {"autocast": False})
 ]
 SLOW += [
     ("llama", method, {"quantization": "nf4-double"})
@@ -82,6 +94,26 @@ def test_weights_scales_and_copies_are_in_the_books(quantization) -> None:
     assert found.model.parameters_total == sum(
         p.numel() for p in build_model(make_qlora("llama", None)).parameters()
     )
+
+
+def test_experts_in_one_parameter_stay_as_they_are_and_the_first_line_says_so(tmp_path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_local_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
+    config = AutoConfig.for_model("mixtral", num_hidden_layers=5, **sizes, **heads)
+    config.save_pretrained(tmp_path)
+    fields = {"model": f"hf:{tmp_path}", "batch_size": 2, "seq_len": 8, "quantization": "nf4"}
+    told = estimate_in_words(
+        method="standard",
+        device="cpu",
+        lora="rank=2,target_modules=q_proj",
+        output=tmp_path / "e",
+        **fields,
+    )
+    experts = 5 * 4 * 3 * 64 * 128 * 4
+
+    assert told.result.model.unquantized_experts_bytes == experts
+    assert "of fused experts are not quantised to nf4" in str(told).splitlines()[0]
+    assert most(make_qlora("llama", "nf4"))[1].model.unquantized_experts_bytes == 0
 
 
 def test_states_of_optimizers_take_the_bytes_that_they_state() -> None:

@@ -49,6 +49,7 @@ QUICK = [
     ("opacus-cnn", "flash-bk", {}),
     ("bert sequence-classification", "opacus-ghost", {"padding": 0.3}),
     ("t5", "flash-bk", {}),
+    ("vit", "flash-bk", {"loop": "hf-trainer"}),
 ]
 SLOW = [
     (model, method, padding)
@@ -62,6 +63,16 @@ SLOW += [
     ("bert masked-lm", "flash-bk", {"lora": "rank=2"}),
     ("t5", "standard", {"dtype": "bfloat16"}),
     ("resnet20-gn", "flash-bk", {"optimizer": "sgd"}),
+]
+SLOW += [
+    (model, method, {"loop": loop, "dtype": "bfloat16"})
+    for model, method in itertools.product(("opacus-cnn", "vit"), ("standard", "flash-bk"))
+    for loop in ("opacus-tutorial", "timm")
+]
+SLOW += [
+    (model, "standard", {"loop": "hf-trainer"})
+    for model in MODELS
+    if not isinstance(MODELS[model]["model"], str) or MODELS[model]["model"].startswith("hf:")
 ]
 
 

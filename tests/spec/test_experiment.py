@@ -41,6 +41,9 @@ ELSE_DEFAULT = {
     "trained_dtype": "float32",
     "autocast": True,
     "loss_scale": 1.0,
+    "loop": "dpprof",
+    "loss": "cross-entropy",
+    "loss_dtype": "float32",
     "keep_logits": False,
     "parallel": None,
     "execution": "eager",
@@ -268,6 +271,13 @@ CONTRADICTIONS = [
     {"loss_scale": 2},
     SHORT | {"loss_scale": 1000},
     {"keep_logits": True, "head": "chunked"},
+    {"loop": "hf-trainer"},
+    {"loop": "hf-manuel"},
+    {"loop": "torchtune", "keep_logits": True},
+    {"loop": "torchtune", "head": "chunked"},
+    {"loop": "torchtune", "model": "opacus-cnn", "seq_len": None},
+    {"loss_dtype": "float16"},
+    {"keep_logits": "always"},
 ]
 
 
@@ -282,3 +292,11 @@ def test_formats_change_the_id_and_their_defaults_do_not() -> None:
     assert make_experiment(**SHORT).id != make_experiment(**SHORT | {"loss_scale": 2}).id
     assert make_experiment(**SHORT).autocast_dtype == "float16"
     assert make_experiment(**SHORT, autocast=False).autocast_dtype is None
+
+
+def test_a_loop_says_what_is_not_said_and_no_more() -> None:
+    kept = make_experiment(loop="opacus-tutorial")
+    freed = make_experiment(loop="opacus-tutorial", keep_logits=False)
+
+    assert (kept.loss_dtype, kept.keep_logits) == ("logits", "next-forward")
+    assert (freed.loss_dtype, freed.keep_logits) == ("logits", False)

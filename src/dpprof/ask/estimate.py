@@ -1,9 +1,12 @@
-"""Predict the memory, FLOPs and least time of one experiment, without running it."""
+"""Predict the memory, FLOPs and least time of one experiment, without running it.
+
+With what was measured of a run, say how far off the prediction is, and what would explain it.
+"""
 
 import itertools
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,6 +16,7 @@ from dpprof.ask.commands.common import FILE, Parser, ending_in_a_sentence
 from dpprof.ask.commands.options import add_experiment_options, read_given
 from dpprof.ask.defaults import DESCRIBED
 from dpprof.ask.layout import WIDTH, name_settings
+from dpprof.ask.measured import Measured, compare, write_rows
 from dpprof.ask.predictions import PredictionError, predict
 from dpprof.ask.questions import make_experiment, naming
 from dpprof.experiments.config.experiment import Experiment
@@ -29,15 +33,19 @@ if TYPE_CHECKING:
 
 INSTRUMENT = "estimate"
 _GIB, _MOST = 2**30, 8
+MEASURED_RUNS = Path("results", "measured.csv")
 
 
 class Predicted(Answer):
-    """One prediction; ``result`` has every figure (docs/numbers/README.md)."""
+    """One prediction; ``result`` has every figure (docs/numbers/README.md).
+
+    ``compared`` says how it differs from what was measured, in lines.
+    """
 
     _short: ClassVar = ("component", "bytes", "share")
 
-    def __init__(self, result: Result) -> None:
-        self.result = result
+    def __init__(self, result: Result, compared: Sequence[str] = ()) -> None:
+        self.result, self.compared = result, compared
 
     @property
     def sentence(self) -> str:
@@ -47,7 +55,7 @@ class Predicted(Answer):
         return "; ".join([head, *(" ".join(line.split()) for line in (peak, *time))])
 
     def __str__(self) -> str:
-        return format_estimate(self.result)
+        return "\n".join([format_estimate(self.result), *_fill(self.compared)])
 
     def table(self) -> "pd.DataFrame":
         """Return what holds the memory at the peak: component, bytes and share."""
@@ -73,6 +81,9 @@ def estimate(
     method: str,
     *,
     output: str | Path | None = None,
+    measured_peak: int | str | None = None,
+    measured_step: float | None = None,
+    rows: str | Path = MEASURED_RUNS,
     **experiment: Any,
 ) -> Predicted:
     """Predict the memory, FLOPs and time of an experiment, without running it.
@@ -83,6 +94,9 @@ def estimate(
         method: How the gradient is computed.
         output: The result's file; ``results/estimate/ID.r0.json`` where it is not given. Of a
             model that a function of this process builds there is none.
+        measured_peak: Bytes, such as ``"21.5GiB"``, that a run had allocated at its peak.
+        measured_step: Seconds of a step of a run.
+        rows: The table that gets what was measured.
         **experiment: Every other option of ``dpprof estimate``, with underscores.
 
     Raises:
@@ -96,14 +110,19 @@ def estimate(
         'backward'
     """
     with naming({"model": model, "method": method, **experiment}) as fields:
+        measured = Measured.read(measured_peak, measured_step)
         asked = make_experiment(fields, for_question=True)
+        if measured is not None:
+            measured.check(asked, Path(rows))
         file = Path(output or result_path(Path(), INSTRUMENT, asked.id, 0))
         check_writable(file)
         result = predict(asked, INSTRUMENT, file, keep=True)
     tell_result(result)
     if result.outcome != "ok":
         raise PredictionError(result)
-    return Predicted(result)
+    if measured is None:
+        return Predicted(result)
+    return Predicted(result, [*compare(result, measured), write_rows(Path(rows), result, measured)])
 
 
 def format_estimate(result: Result) -> str:
@@ -143,12 +162,24 @@ def format_estimate(result: Result) -> str:
             lines.append(f"time    {bound}")
     lines += _format_exchange(result)
     size = name_size(experiment.seq_len, experiment.image_size)
-    settings = name_settings(experiment.dtype, experiment.optimizer, experiment.execution)
+    loop = f"loop {experiment.loop}"
+    settings = name_settings(experiment.dtype, experiment.optimizer, experiment.execution, loop)
     where = f"{experiment.batch_size:,} x {size}, {settings}"
     if experiment.parallel is not None:
         where += f", {experiment.parallel.text}; all of this is rank 0's"
+    experts = result.model.unquantized_experts_bytes if result.model is not None else 0
+    if experts:
+        where += (
+            f"; {experts / _GIB:.2f} GiB of fused experts are not quantised to "
+            f"{experiment.base_format}: transformers 5 quantises linear layers alone"
+        )
+    return "\n".join([f"{experiment.method}, {where}", *_fill(lines)])
+
+
+def _fill(lines: Iterable[str]) -> Iterator[str]:
+    """Wrap lines to the width of a screen."""
     fill = partial(textwrap.wrap, width=WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False)
-    return "\n".join(itertools.chain([f"{experiment.method}, {where}"], *map(fill, lines)))
+    return itertools.chain.from_iterable(map(fill, lines))
 
 
 def _format_exchange(result: Result) -> list[str]:
@@ -186,13 +217,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--output", **FILE, help="the result file to write (default: results/estimate/ID.r0.json)"
     )
+    own = parser.add_argument_group("a run of your own, on the target")
+    own.add_argument(
+        "--measured-peak", metavar="SIZE", help="its peak of allocated memory, such as 21.5GiB"
+    )
+    own.add_argument("--measured-step", metavar="SECONDS", help="its seconds a step")
+    own.add_argument(
+        "--rows",
+        **FILE,
+        default=MEASURED_RUNS,
+        help=f"the table that gets them, for perf/validate.py (default: {MEASURED_RUNS})",
+    )
     usual = {name: DESCRIBED[name] for name in ("dtype", "optimizer")}
     add_experiment_options(parser, defaults=usual)
     arguments = parser.parse_args(argv)
     options = {"model": None, "method": None} | read_given(arguments)
     with ending_in_a_sentence("no result was written"):
         try:
-            predicted = estimate(**options, output=arguments.output)
+            predicted = estimate(
+                **options,
+                output=arguments.output,
+                measured_peak=arguments.measured_peak,
+                measured_step=arguments.measured_step,
+                rows=arguments.rows,
+            )
         except PredictionError:  # it has been told
             sys.exit(1)
     print(printable(str(predicted)))

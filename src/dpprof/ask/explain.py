@@ -1,8 +1,9 @@
 """Explain why one run needs more memory than another: by component, layer and operator.
 
 A and B are any two result files of the instruments memory, estimate or capacity: other methods,
-batch sizes, models, targets; recorded or predicted. The bars lead from B's peak to A's, and sum
-to the difference of the two with 0 bytes left.
+batch sizes, models, targets; recorded or predicted. With --loop, B is A's experiment in another
+training loop, and is predicted. The bars lead from B's peak to A's, and sum to the difference of
+the two with 0 bytes left.
 """
 
 import json
@@ -21,11 +22,14 @@ from dpprof.ask.commands.common import (
 )
 from dpprof.ask.difference_text import Detail, render_text, say
 from dpprof.ask.estimate import Predicted
+from dpprof.ask.predictions import PredictionError, predict
+from dpprof.ask.questions import make_experiment
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.loops import LOOPS
 from dpprof.experiments.config.validation import InputError, spell
 from dpprof.experiments.records.record import ResultError
-from dpprof.experiments.records.result import Result, read_result
+from dpprof.experiments.records.result import Result, read_result, result_path
 from dpprof.private.number_formats import KEPT_LOGITS, SHORT
 from dpprof.results.analysis.difference.difference import explain_difference
 from dpprof.results.analysis.difference.waterfall import LEVELS, format_size, list_holdings
@@ -65,6 +69,11 @@ class Explained(Answer):
             for side, result in sides
             if result.experiment.keep_logits
         ]
+        self._advice += [
+            f"{side.name}: {LOOPS[result.experiment.loop].source}."
+            for side, result in sides
+            if a.experiment.loop != b.experiment.loop
+        ]
 
     @property
     def sentence(self) -> str:
@@ -100,17 +109,20 @@ class Explained(Answer):
         return json.dumps(self.difference.as_json(), indent=1)
 
 
-def explain(a: Peak, b: Peak) -> Explained:
+def explain(a: Peak, b: Peak | None = None, *, loop: str | None = None) -> Explained:
     """Explain why the peak of A is higher than that of B, or lower.
 
     Args:
         a: A result of an instrument that records or predicts memory: itself, its file, or what
             ``estimate`` or ``capacity`` returned.
         b: Another one. The two may differ in anything.
+        loop: In place of B, a training loop: A's experiment is predicted in it.
 
     Raises:
-        InputError: They are the same file, or no such results; the message names the file.
+        InputError: They are the same file, or no such results; the message names the file. Or there
+            is neither B nor a loop, or both, or no such loop.
         OSError: A file cannot be read.
+        PredictionError: Nothing could be predicted; the message says why.
 
     Example:
         >>> import dpprof
@@ -125,7 +137,25 @@ def explain(a: Peak, b: Peak) -> Explained:
     files = [Path(peak) for peak in (a, b) if isinstance(peak, str | Path)]
     if len(files) > 1 and all(peak.exists() for peak in files) and files[0].samefile(files[1]):
         raise InputError(f"{files[1]}: A and B are the same file; name two results")
-    return Explained(_read(a), _read(b))
+    if (b is None) == (loop is None):
+        raise InputError(f"B: give another result, or {spell('loop')}, and not both")
+    result = _read(a)
+    return Explained(result, _predict_in(result, str(loop)) if b is None else _read(b))
+
+
+def _predict_in(result: Result, loop: str) -> Result:
+    """Predict a result's experiment in another loop."""
+    fields = result.experiment.model_dump(mode="json") | {"loop": loop}
+    fields |= dict.fromkeys(("loss", "loss_dtype", "keep_logits"))
+    if result.capacity is not None:  # memory is of the batch that it states
+        fields["batch_size"] = result.capacity.stated_batch_size
+    asked = make_experiment(fields)
+    file = result_path(Path(), "estimate", asked.id, 0)
+    check_writable(file)
+    predicted = predict(asked, "estimate", file, keep=True)
+    if predicted.outcome != "ok":
+        raise PredictionError(predicted)
+    return predicted
 
 
 def _read(peak: Peak) -> Result:
@@ -162,7 +192,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         example="results/memory/A.r0.json results/memory/B.r0.json --depth operator --top 3",
     )
     parser.add_argument("a", type=path, metavar="A.json", help="the result to explain")
-    parser.add_argument("b", type=path, metavar="B.json", help="the result to compare it with")
+    parser.add_argument(
+        "b", type=path, nargs="?", metavar="B.json", help="the result to compare it with"
+    )
+    parser.add_argument(
+        "--loop",
+        metavar="VALUE",
+        help="in place of B: A's experiment, predicted in this training loop: " + ", ".join(LOOPS),
+    )
     parser.add_argument(
         "--format",
         choices=("text", "json"),
@@ -194,11 +231,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="also draw the waterfall and both timelines: a .png, .pdf or .svg",
     )
     arguments = parser.parse_args(argv)
-    with ending_in_a_sentence():
+    with ending_in_a_sentence("nothing was explained"):
         if arguments.output is not None:
             load_figure("waterfall", spell("output"))
             check_writable(arguments.output)
-        explained = explain(arguments.a, arguments.b)
+        explained = explain(arguments.a, arguments.b, loop=arguments.loop)
         if arguments.output is not None:
             save_figure(explained.plot(), arguments.output)
     if arguments.format == "json":

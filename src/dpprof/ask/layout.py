@@ -46,9 +46,12 @@ def _wrap(text: str) -> list[str]:
     )
 
 
+_UNSAID = ("default", "loop dpprof")
+
+
 def name_settings(*settings: str) -> str:
     """Say with which numbers, which optimizer and how a step runs, as far as that is one."""
-    return ", ".join(_EXECUTIONS.get(name, name) for name in settings if name != "default")
+    return ", ".join(_EXECUTIONS.get(name, name) for name in settings if name not in _UNSAID)
 
 
 def explain_trust(*bases: Mapping[str, float]) -> str:

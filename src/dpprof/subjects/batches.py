@@ -4,6 +4,7 @@ Shape legend: B batch, T tokens.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -45,11 +46,13 @@ def make_batch(
         first, *others = own.take(count, _dtype_of_numbers(experiment), device)
         return Batch(first, first.flatten(1)[:, 0] if first.dim() > 1 else first, others=(*others,))
     if experiment.image_size is not None:
-        return _draw_images(model, experiment, count, device)
+        images = _draw_images(model, experiment, count, device)
+        return replace(images, gives_labels=experiment.loss == "labels")
     batch = _draw_text(model, experiment, count, device)
     if not isinstance(experiment.model, Architecture):
         return batch
-    return _pad(batch, experiment, model)
+    batch = _pad(batch, experiment, model)
+    return replace(batch, gives_labels=experiment.loss == "labels")
 
 
 def _draw_images(
@@ -75,6 +78,8 @@ def _draw_text(model: nn.Module, experiment: Experiment, count: int, device: tor
     if task in ("causal-lm", "seq2seq-lm"):
         drawn = _draw(vocabulary, (count, experiment.seq_len + 1), device)
         inputs, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+        if task == "causal-lm" and experiment.loss == "labels":
+            labels = inputs.clone()  # which the model shifts itself
         if task == "causal-lm":
             return Batch(inputs, labels)
         return Batch(_draw(vocabulary, shape, device), labels, decoder_BT=inputs)

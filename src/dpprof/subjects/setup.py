@@ -12,13 +12,19 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.mechanisms import NO_CLIPPING
 from dpprof.experiments.records.result import ModelFacts
 from dpprof.experiments.records.terms import Component, Phase
 from dpprof.private.errors import UnsupportedError
 from dpprof.subjects.batches import make_batch
 from dpprof.subjects.methods.training_step import Batch, Enter, TrainingStep
 from dpprof.subjects.models.build import apply_dtype, build_model
-from dpprof.subjects.models.quantized import count_elements, follow_weights, import_bitsandbytes
+from dpprof.subjects.models.quantized import (
+    count_elements,
+    count_unquantized_experts,
+    follow_weights,
+    import_bitsandbytes,
+)
 from dpprof.subjects.models.transformer import find_attention
 
 Held = Callable[[nn.Parameter], Iterable[tuple[Component, Any]]]
@@ -110,7 +116,8 @@ def set_up(
     ``moment`` is called at ``model_loaded``, ``wrapped_with_dp`` and ``optimizer_created`` with the
     objects that hold tensors then.
     """
-    for name, supported in (("execution", method.executions), ("head", method.heads)):
+    ways = (("execution", method.executions), ("head", method.heads), ("loss", method.losses))
+    for name, supported in ways:
         setting = getattr(experiment, name)
         if setting not in supported:
             raise UnsupportedError(
@@ -125,13 +132,17 @@ def set_up(
             "they come, in the dtype of the parameters"
         )
     torch.manual_seed(experiment.seed)
-    model = build_model(experiment).to(device)
+    built: Any = build_model(experiment)
+    if experiment.loss == "labels" and method.mechanism != NO_CLIPPING:
+        built.lose_by_sample()
+    model = built.to(device)
     follow_weights(model)
     model = apply_dtype(model, experiment, device).train()
     facts = ModelFacts(
         parameters_total=sum(map(count_elements, model.parameters())),
         parameters_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         parameters_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        unquantized_experts_bytes=count_unquantized_experts(model, experiment),
     )
     model = method.distribute(model, experiment, device)
     moment("model_loaded", TensorHolders(model))

@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from dpprof.experiments.config.architecture import NONE, Architecture, Quantization, resolve
 from dpprof.experiments.config.fine_tuning import AsLora, AsPadding, Trainable
+from dpprof.experiments.config.loops import AsKeepLogits, AsLoss, AsLossDtype, LoopName
 from dpprof.experiments.config.naming import (
     Dimensions,
     For,
@@ -171,10 +172,29 @@ class Experiment(Spec):
         description="what losses are multiplied with for backward in float16, a power of two; the "
         "gradients are divided by it",
     )
-    keep_logits: bool = Field(
-        False,
-        description="whether logits, as the model computed them, live until the next step, as in "
-        "out = model(...); false: they are freed in forward, as in loss = model(...).loss",
+    loop: LoopName = Field(
+        "dpprof",
+        description="the training loop, a name for values of loss, loss_dtype and keep_logits: "
+        "dpprof; hf-trainer (transformers' Trainer); hf-manual (a loop over outputs = "
+        "model(**batch)); opacus-tutorial; torchtune; timm",
+    )
+    loss: AsLoss = optional(
+        "what a sample's loss is: cross-entropy (of its logits); chunked-cross-entropy (of 8 "
+        "pieces of its tokens, with logits of each); labels (Hugging Face's own, by labels=); "
+        "sum-of-logits (of benchmarks without labels); null: as the loop computes it",
+        validate_default=True,
+    )
+    loss_dtype: AsLossDtype = optional(
+        "what the loss computes in where logits have 16 bits: float32, of which there is a copy; "
+        "or logits, in their dtype; null: as the loop does. The loss labels decides itself",
+        validate_default=True,
+    )
+    keep_logits: AsKeepLogits = optional(
+        "whether logits, as the model computed them, live on: true: until the next step, as in a "
+        "function with out = model(...); next-forward: until the next forward pass has returned, "
+        "as in a loop with out = model(...); false: they are freed in forward, as in "
+        "loss = model(...).loss; null: as the loop keeps them",
+        validate_default=True,
     )
     parallel: AsParallel | None = optional(
         "several ranks that train one model: a mapping of kind (ddp, fsdp or hsdp) and "

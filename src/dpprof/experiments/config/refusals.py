@@ -5,6 +5,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from dpprof.experiments.config.architecture import PREFIX, Architecture
+from dpprof.experiments.config.loops import LOOPS
 from dpprof.experiments.config.target import device_of, spell_target
 from dpprof.private.number_formats import SHORT, refuse_loss_scale
 
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
 
 def refuse_combinations(experiment: "Experiment") -> None:
     """Raise ``ValueError`` for an experiment whose keys contradict each other."""
-    rules = (_in_execution, _in_fine_tuning, _in_quantization, _in_optimizer, _in_formats)
+    rules = (
+        *(_in_execution, _in_loop, _in_fine_tuning, _in_quantization, _in_optimizer),
+        _in_formats,
+    )
     for sentence in chain.from_iterable(rule(experiment) for rule in rules):
         raise ValueError(sentence)
 
@@ -38,6 +42,23 @@ def _in_execution(experiment: "Experiment") -> Iterator[str]:
             yield f"{name} {value} requires one process, without parallel"
     if experiment.head == "chunked" and experiment.task != "causal-lm":
         yield f"head chunked requires task causal-lm, but the task is {experiment.task}"
+
+
+def _in_loop(experiment: "Experiment") -> Iterator[str]:
+    loss, loop = experiment.loss, LOOPS[experiment.loop]
+    named = f"loss {loss}" + (f", of loop {experiment.loop}," if loop.loss == loss else "")
+    if loss == "labels" and not isinstance(experiment.model, Architecture):
+        yield f"{named} requires a Hugging Face model, as {PREFIX}NAME"
+    if loss == "chunked-cross-entropy" and experiment.task != "causal-lm":
+        yield f"{named} requires task causal-lm, but the task is {experiment.task}"
+    if loss != "cross-entropy" and experiment.head != "logits":
+        yield f"{named} requires head logits, but head is {experiment.head}"
+    whole = experiment.head == "logits" and loss != "chunked-cross-entropy"
+    if experiment.keep_logits and (not whole or experiment.parallel is not None):
+        yield (
+            "keep_logits requires head logits, a loss that is not in chunks, and one process; give "
+            "keep_logits false"
+        )
 
 
 def _in_fine_tuning(experiment: "Experiment") -> Iterator[str]:
@@ -106,8 +127,6 @@ def _in_formats(experiment: "Experiment") -> Iterator[str]:
     if experiment.loss_scale != 1 and dtype != "float16":
         yield f"loss_scale requires dtype float16, but dtype is {dtype}"
     refuse_loss_scale(experiment.loss_scale)
-    if experiment.keep_logits and (experiment.head != "logits" or experiment.parallel is not None):
-        yield "keep_logits requires head logits, and one process"
 
 
 def _without_autocast(experiment: "Experiment") -> Iterator[str]:
@@ -116,7 +135,8 @@ def _without_autocast(experiment: "Experiment") -> Iterator[str]:
         yield "autocast false does not work with fsdp, which casts by its policy"
     if dtype not in SHORT:
         yield f"autocast false requires dtype {' or '.join(SHORT)}"
-    if experiment.parameters_dtype != dtype:
+    # Over a quantised base what is not quantised may be in float32, as peft prepares it.
+    if experiment.parameters_dtype != dtype and experiment.base_format is None:
         yield f"autocast false requires parameters_dtype {dtype}"
     if experiment.trained_dtype != dtype and experiment.trained != "lora":
         yield (

@@ -180,6 +180,9 @@ class Advice(Part):
     head: str = "logits"
     """How the loss is computed: from all ``logits``, ``chunked``, or ``kept``."""
 
+    loop: str = "dpprof"
+    """The training loop."""
+
     target: str
     budget_bytes: int | None
     options: tuple[Option, ...]

@@ -248,6 +248,9 @@ class ModelFacts(Part):
     parameters_total: int
     parameters_trainable: int
     parameters_bytes: int
+    unquantized_experts_bytes: int = Field(
+        0, description="of fused experts, which transformers does not quantise with linear layers"
+    )
 
 
 class NormChoice(Part):

@@ -58,6 +58,8 @@ class StepObserver:
         }
         self._names = {module: name for name, module in model.named_modules()}
         self._roots = {*wrappers, model}
+        if step.experiment.loss == "labels":  # what is wrapped returns the logits, and their loss
+            self._roots.update(model.children())
         self._names |= dict.fromkeys(self._roots, _NAME_OF_MODEL)
         self._saving = ExitStack()
         for parameter, layer in self._layers.items():

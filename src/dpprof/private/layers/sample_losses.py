@@ -6,10 +6,13 @@ Shape legend: B batch, T tokens, V vocabulary or classes.
 from torch import Tensor
 from torch.nn import functional
 
+from dpprof.private.allocation_marks import allocates_for_its_caller
+
 UNLABELLED = -100
 """The label of a token that the loss ignores, as in PyTorch's cross-entropy."""
 
 
+@allocates_for_its_caller
 def sample_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """Return each sample's cross-entropy, the mean over its labelled tokens where there are any.
 

@@ -6,13 +6,14 @@ Shape legend: B batch.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.loops import Loss
 from dpprof.experiments.records.result import NormChoice
 from dpprof.experiments.records.terms import Component
 from dpprof.private.allocation_marks import Function
@@ -34,6 +35,7 @@ class ClippedStep(TrainingStep):
     parallel_kinds: ClassVar[Collection[str]] = ("ddp", "fsdp", "hsdp")
     executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
     heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
+    losses: ClassVar[Collection[str]] = get_args(Loss)
     knows_formats: ClassVar[bool] = True
     clipping_type: type[Clipping]
     optimizer: NoisyOptimizer

@@ -5,7 +5,8 @@ Cost: the FLOPs of the standard step in B small pieces, and P elements of memory
 sum beside the current sample's gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from dpprof.private.allocation_marks import allocates
 from dpprof.private.engine.factor import clip_factor
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.norms.complex_numbers import as_real
-from dpprof.subjects.methods.training_step import Batch, Enter, TrainingStep, mean_loss
+from dpprof.subjects.methods.losses import losses_of
+from dpprof.subjects.methods.training_step import Batch, Enter, TrainingStep
 
 
 class Microbatch(TrainingStep):
@@ -30,6 +32,7 @@ class Microbatch(TrainingStep):
     """
 
     one_at_a_time = True
+    losses: ClassVar[Collection[str]] = ("cross-entropy", "labels", "sum-of-logits")
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         if experiment.checkpointing == "reentrant":
@@ -45,7 +48,8 @@ class Microbatch(TrainingStep):
         sums = _start_sums(parameters)
         for labels_T, *inputs in zip(batch.labels, *batch.inputs, strict=True):
             enter("forward")
-            loss = mean_loss(self.module(*(tensor[None] for tensor in inputs)), labels_T[None])
+            one = (tensor[None] for tensor in inputs)
+            loss = losses_of(self, labels_T[None], *one).mean()
             enter("backward")
             gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
             enter("clip")

@@ -1,10 +1,11 @@
 """Non-private training: the baseline of every ratio."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 
+from dpprof.experiments.config.loops import Loss
 from dpprof.experiments.config.mechanisms import NO_CLIPPING
 from dpprof.private.capture.cuda_graphs import CudaGraphs, make_capturable
 from dpprof.subjects.methods.losses import losses_of
@@ -18,6 +19,7 @@ class Standard(TrainingStep):
     parallel_kinds = ("ddp", "fsdp", "hsdp")
     executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
     heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
+    losses: ClassVar[Collection[str]] = get_args(Loss)
     knows_formats: ClassVar[bool] = True
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:

@@ -53,6 +53,9 @@ class Batch:
     others: tuple[Tensor, ...] = ()
     """What a model that computes its losses gets beside ``x``. It takes no labels."""
 
+    gives_labels: bool = False
+    """Whether the model gets the labels too, last."""
+
     def __iter__(self) -> Iterator[Tensor]:
         each = (self.x, self.labels, self.mask_BT, self.decoder_BT, *self.others)
         return (tensor for tensor in each if tensor is not None)
@@ -60,7 +63,8 @@ class Batch:
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """The inputs of the model, samples first."""
-        others = (self.mask_BT, self.decoder_BT, *self.others)
+        labels = self.labels if self.gives_labels else None
+        others = (self.mask_BT, self.decoder_BT, *self.others, labels)
         return (self.x, *(tensor for tensor in others if tensor is not None))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
@@ -68,7 +72,8 @@ class Batch:
         optional = (self.mask_BT, self.decoder_BT)
         mask_BT, decoder_BT = (None if tensor is None else function(tensor) for tensor in optional)
         others = tuple(map(function, self.others))
-        return Batch(function(self.x), function(self.labels), mask_BT, decoder_BT, others)
+        x, labels = function(self.x), function(self.labels)
+        return Batch(x, labels, mask_BT, decoder_BT, others, self.gives_labels)
 
 
 class ClipGroup(NamedTuple):
@@ -126,6 +131,9 @@ class TrainingStep(ABC):
 
     heads: ClassVar[Collection[str]] = ("logits",)
     """The ways of ``head`` in which the method's step runs."""
+
+    losses: ClassVar[Collection[str]] = ("cross-entropy",)
+    """The ways of ``loss`` with which the method's step runs."""
 
     knows_formats: ClassVar[bool] = False
     """Whether the method's step knows ``loss_scale``, and trained parameters in 16 bits."""

@@ -47,7 +47,8 @@ def build_model(experiment: Experiment, *, is_reduced: bool = False) -> nn.Modul
         _choose_trainable(model, experiment)
     if experiment.trained_dtype != "float32":
         for parameter in model.parameters():  # positions and the like keep their dtype
-            parameter.data = parameter.data.to(getattr(torch, experiment.trained_dtype))
+            if parameter.is_floating_point():  # so do packed weights
+                parameter.data = parameter.data.to(getattr(torch, experiment.trained_dtype))
     elif experiment.parameters_dtype != "float32":
         _store_frozen(model, getattr(torch, experiment.parameters_dtype))
     return model
@@ -93,26 +94,33 @@ def apply_dtype(model: nn.Module, experiment: Experiment, device: torch.device) 
 
     float64 converts parameters. bfloat16 and float16 are autocast of the forward pass, unless
     ``autocast`` is false: gradients and optimizer state have the parameters' dtypes, and the
-    backward pass uses the forward pass's dtypes. Logits are converted to float32, so the loss is
-    float32. float32 and tf32 change nothing here; tf32 is a setting of the device.
-    ``parameters_dtype`` and ``trained_dtype`` are applied where the model is built. Of FSDP dtype
-    is a policy in place of autocast (``distribute``).
+    backward pass uses the forward pass's dtypes. Logits are converted to ``loss_dtype``; a model
+    that computes its losses returns these. float32 and tf32 change nothing here; tf32 is a setting
+    of the device. ``parameters_dtype`` and ``trained_dtype`` are applied where the model is built.
+    Of FSDP dtype is a policy in place of autocast (``distribute``).
     """
     if experiment.dtype == "float64":
         return model.double()
     is_sharded = experiment.parallel is not None and experiment.parallel.is_sharded
     is_short = experiment.dtype in SHORT and not is_sharded
-    if is_short or experiment.keep_logits:
+    has_loss, keep = experiment.loss == "labels", experiment.keep_logits
+    if is_short or has_loss or keep:
         forward = model.forward
         kept: list[Tensor] = []
 
         def forward_as_asked(*inputs: Tensor) -> Tensor:
-            kept.clear()
+            if keep != "next-forward":
+                kept.clear()
             with autocasting(experiment, device.type):
-                logits_BTV: Tensor = forward(*inputs)
-            if experiment.keep_logits:
-                kept.append(logits_BTV)
-            return logits_BTV.float() if is_short else logits_BTV
+                returned: Any = forward(*inputs)
+            loss, logits = returned if has_loss else (None, returned)
+            if keep:
+                kept[:] = [logits]
+            if loss is not None:
+                return loss  # type: ignore[no-any-return]
+            computed: Tensor = logits
+            casts = is_short and experiment.loss_dtype == "float32"
+            return computed.float() if casts else computed
 
         model.forward = forward_as_asked
     return model

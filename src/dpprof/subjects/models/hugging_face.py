@@ -1,30 +1,26 @@
 """Hugging Face's models, for a task, from a config, with random weights.
 
-Per-sample gradients need the first axis of every layer's input to be the batch. OPT's blocks give
-their MLP and its norm all tokens of all samples in one axis; nothing in that axis says which row
-belongs to which sample. And OPT's lookup of positions is called with the mask and a number in
-addition to the ids, to which it adds 2. Both are replaced.
-
-Shape legend: B batch, T tokens, D width, V vocabulary, C classes.
+Shape legend: B batch, T tokens, V vocabulary, C classes.
 """
 
 import importlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional
 
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.tasks import TASKS, Task
+from dpprof.private.allocation_marks import allocates
 from dpprof.private.errors import UnsupportedError
+from dpprof.private.layers.sample_losses import sample_losses, shift_labels
 from dpprof.private.substitutes import substitute
 from dpprof.subjects.models.quantized import import_bitsandbytes, quantize
 
@@ -32,11 +28,10 @@ try:
     import transformers
     from transformers import masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.loss import loss_utils
     from transformers.models.auto import modeling_auto
-    from transformers.models.opt.modeling_opt import (
-        OPTDecoderLayer,
-        OPTLearnedPositionalEmbedding,
-    )
+
+    from dpprof.subjects.models.opt_blocks import keep_batch_first
 except ImportError as error:
     raise UnsupportedError(f"a Hugging Face model needs dpprof[hf]: {error}") from error
 
@@ -75,49 +70,87 @@ def _architectures_of(task: Task) -> Container[str]:
 class HuggingFaceModel(nn.Module):
     """A Hugging Face model that maps the tensors of a batch to logits.
 
-    Where it takes position ids, it gets them as (B, T), so every layer sees the batch first.
+    Where it takes position ids, it gets them as (B, T), so every layer sees the batch first. With
+    the loss ``labels`` it gets labels last, and returns its loss and logits.
 
     Args:
         model: The Hugging Face model.
-        task: What it is trained for.
-        lengths: From a batch's size to the tokens of each of its samples, as the mask will have
-            them. A fake mask has no elements, and transformers decides by them.
+        experiment: Gives the task, the loss, and how many tokens samples have: a fake mask has no
+            elements, and transformers decides by them.
     """
 
-    def __init__(self, model: nn.Module, task: Task, lengths: Callable[[int], list[int]]) -> None:
+    def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         super().__init__()
         self.model = model
-        self._lengths = lengths
-        self._is_for_images = task == "image-classification"
+        self._lengths = experiment.lengths
+        self._is_for_images = experiment.task == "image-classification"
+        self._is_causal = experiment.task == "causal-lm"
+        self._takes_labels = experiment.loss == "labels"
+        self._loses_by_sample = False
         taken = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in taken and not _position_offset(model)
         self._options = {"use_cache": False} if "use_cache" in taken else {}
 
-    def forward(
-        self, x: Tensor, mask_BT: Tensor | None = None, decoder_BT: Tensor | None = None
-    ) -> Tensor:
-        """Return logits: (B, T, V) of tokens, (B, T, C) or (B, C) of classes.
+    def lose_by_sample(self) -> None:
+        """Replace the mean over a batch that the model computes of labels; later losses are (B,).
+
+        transformers calls ``loss_function`` with logits, labels and what else a task needs.
+        """
+
+        @allocates("logits_and_loss")
+        def losses_of(*arguments: Any, **named: Any) -> Tensor:
+            tensors = [*filter(torch.is_tensor, (*arguments, *named.values()))]
+            logits, labels = sorted(tensors, key=torch.is_floating_point, reverse=True)
+            shifted = shift_labels(labels) if self._is_causal else labels
+            return sample_losses(logits.float(), shifted)
+
+        inner: Any = self.model
+        inner.loss_function = losses_of
+        self._loses_by_sample = True
+
+    def forward(self, x: Tensor, *others: Tensor) -> Any:
+        """Return logits: (B, T, V) of tokens, (B, T, C) or (B, C) of classes; or loss and logits.
 
         Args:
             x: Token ids, (B, T) int64; or images, (B, channels, height, width).
-            mask_BT: 1 for tokens and 0 for padding, which follows them; None for images.
-            decoder_BT: The ids that a decoder is given, where the model has an encoder too. They
-                have the same mask.
+            others: Of text, the mask, (B, T): 1 for tokens and 0 for padding, which follows them.
+                Then the ids that a decoder is given, where the model has an encoder too; they have
+                the same mask. Then labels, where the model takes them.
+
+        Raises:
+            UnsupportedError: Losses of samples are needed, and the model computes their mean.
         """
-        if self._is_for_images:
-            logits: Tensor = self.model(pixel_values=x).logits
-            return logits
+        labels = others[-1] if self._takes_labels else None
+        others = others[: len(others) - self._takes_labels]
+        named: dict[str, Any] = {} if labels is None else {"labels": labels}
+        with ExitStack() as within:
+            if self._is_for_images:
+                named["pixel_values"] = x
+            else:
+                named |= self._name_text(x, *others)
+                if isinstance(others[0], FakeTensor):
+                    padded = self._has_padding(others[0])
+                    within.enter_context(_deciding_as_for(has_padding=padded))
+            outputs = self.model(**named)
+        if labels is None:
+            return outputs.logits
+        if self._loses_by_sample and outputs.loss.dim() == 0:
+            raise UnsupportedError(
+                f"loss labels: {type(self.model).__name__} computes the mean over a batch itself, "
+                "and clipping needs a loss for each sample; use loss cross-entropy"
+            )
+        return outputs.loss, outputs.logits
+
+    def _name_text(
+        self, x: Tensor, mask_BT: Tensor, decoder_BT: Tensor | None = None
+    ) -> dict[str, Any]:
         named: dict[str, Any] = {"input_ids": x, "attention_mask": mask_BT, **self._options}
         if self._takes_positions:
             B, T = x.shape
             named["position_ids"] = torch.arange(T, device=x.device).repeat(B, 1)
         if decoder_BT is not None:
             named |= {"decoder_input_ids": decoder_BT, "decoder_attention_mask": mask_BT}
-        with ExitStack() as within:
-            if isinstance(mask_BT, FakeTensor):
-                within.enter_context(_deciding_as_for(has_padding=self._has_padding(mask_BT)))
-            logits_of_text: Tensor = self.model(**named).logits
-        return logits_of_text
+        return named
 
     def _has_padding(self, mask_BT: Tensor) -> bool:
         """Tell whether a mask of whole rows of a batch has a zero, by where its rows lie."""
@@ -172,6 +205,10 @@ def import_architecture(experiment: Experiment) -> None:
         _ = builder._model_mapping[type(config)]  # noqa: SLF001
     except ImportError as error:
         raise UnsupportedError(f"{config.model_type} needs what is missing: {error}") from error
+    if experiment.loss == "labels":
+        for name, function in vars(loss_utils).items():
+            if name.startswith("For") or name == "fixed_cross_entropy":
+                allocates("logits_and_loss")(function)
     if experiment.lora is not None:
         _import_peft()
     if experiment.base_format is not None:
@@ -213,7 +250,7 @@ def build_hugging_face(experiment: Experiment) -> HuggingFaceModel:
             f"transformers cannot build {config.model_type}: {_one_line(error)}"
         ) from error
     _refuse_many_tokens(experiment, model)
-    _keep_batch_first(model)
+    keep_batch_first(model)
     if experiment.execution == "graph" and experiment.task == "causal-lm":
         _attend_without_mask(model, experiment.seq_len)
     if experiment.base_format is not None:
@@ -222,7 +259,7 @@ def build_hugging_face(experiment: Experiment) -> HuggingFaceModel:
         _add_adapters(model, experiment)
     if experiment.checkpointing != "none":
         _checkpoint(model, reentrant=experiment.checkpointing == "reentrant")
-    return HuggingFaceModel(model, experiment.task, experiment.lengths)
+    return HuggingFaceModel(model, experiment)
 
 
 def _attend_without_mask(model: Any, seq_len: int) -> None:
@@ -337,45 +374,3 @@ def _checkpoint(model: Any, *, reentrant: bool) -> None:
         # Below the first trained parameter nothing requires a gradient, and reentrant
         # checkpointing then computes none above it either.
         model.enable_input_require_grads()
-
-
-class _BatchFirstOPTBlock(OPTDecoderLayer):  # type: ignore[misc]
-    """OPT's block, with samples and tokens in axes of their own throughout."""
-
-    def forward(self, hidden_states: Tensor, use_cache: bool = False, **others: Any) -> Tensor:
-        """Apply the block; (B, T, D) to (B, T, D)."""
-        del use_cache  # of generation
-
-        def attend(x_BTD: Tensor) -> Any:
-            return self.self_attn(hidden_states=x_BTD, **others)[0]
-
-        def run_mlp(x_BTD: Tensor) -> Any:
-            return self.fc2(self.activation_fn(self.fc1(x_BTD)))
-
-        x_BTD = self._add(hidden_states, self.self_attn_layer_norm, attend)
-        return self._add(x_BTD, self.final_layer_norm, run_mlp)
-
-    def _add(self, x_BTD: Tensor, norm: nn.Module, part: Callable[[Tensor], Any]) -> Tensor:
-        """Add a part to the residual stream; the norm is before the part, or after the sum."""
-        y_BTD = part(norm(x_BTD) if self.do_layer_norm_before else x_BTD)
-        x_BTD = x_BTD + functional.dropout(y_BTD, p=self.dropout, training=self.training)
-        return x_BTD if self.do_layer_norm_before else norm(x_BTD)
-
-
-def _keep_batch_first(model: nn.Module) -> None:
-    """Let the blocks of a model that join samples and tokens keep them apart; values are equal."""
-    for layer in model.modules():
-        if type(layer) is OPTDecoderLayer:
-            layer.__class__ = _BatchFirstOPTBlock
-        elif type(layer) is OPTLearnedPositionalEmbedding:
-            layer.__class__ = nn.Embedding
-            layer.register_forward_pre_hook(_look_up_positions, with_kwargs=True)
-
-
-def _look_up_positions(
-    layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give the lookup of positions its ids alone; a copy that Opacus runs gets them at once."""
-    if "position_ids" not in named:
-        return args, named
-    return (named["position_ids"] + layer.offset,), {}

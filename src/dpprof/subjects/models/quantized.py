@@ -172,6 +172,20 @@ def count_elements(parameter: Tensor) -> int:
     return parameter.numel() if state is None else int(state.shape.numel())
 
 
+def count_unquantized_experts(model: nn.Module, experiment: Experiment) -> int:
+    """Return the bytes of frozen experts that a quantised model holds as they were; 0 for another.
+
+    Weights of experts that are one parameter, (experts, d, p), are no linear layer, and
+    transformers 5 leaves them alone.
+    """
+    if experiment.base_format is None:
+        return 0
+    layers = (layer for layer in model.modules() if not isinstance(layer, nn.Conv1d))
+    own = (parameter for layer in layers for parameter in layer.parameters(recurse=False))
+    fused = {p for p in own if p.dim() == 3 and p.is_floating_point()}  # noqa: PLR2004
+    return sum(p.numel() * p.element_size() for p in fused)
+
+
 def scales_of(layer: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors by which a layer's quantised weight is scaled; no parameter holds them."""
     weight = layer._parameters.get("weight")  # noqa: SLF001 (adapters have a property of this name)

@@ -8,6 +8,7 @@ from difflib import SequenceMatcher
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
+from dpprof.experiments.config.loops import LOOPS
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.step_costs import Timeline
 from dpprof.experiments.records.terms import Phase
@@ -147,7 +148,15 @@ def _name_apart(
     results: tuple[Result, Result], axes: tuple[dict[str, Any], dict[str, Any]]
 ) -> list[str]:
     """Name both runs by their methods, and by the axes in which they differ."""
-    apart = [key for key in axes[0] if axes[0][key] != axes[1][key] and key not in _NOT_NAMED]
+
+    def is_said(key: str) -> bool:  # by the name of its loop
+        return all(side[key] == LOOPS[side["loop"]]._asdict().get(key) for side in axes)
+
+    apart = [
+        key
+        for key in axes[0]
+        if axes[0][key] != axes[1][key] and key not in _NOT_NAMED and not is_said(key)
+    ]
     facts = [_format_axes(apart, side) for side in axes]
     methods = [str(side["method"]) for side in axes]
     if methods[0] == methods[1] and facts[0] == facts[1]:

@@ -5,18 +5,24 @@ elements of per-sample gradients and P of their clipped sum, which costs 2 B d p
 layer of d x p.
 """
 
+from collections.abc import Collection
+from typing import ClassVar
+
 import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.grad_sample.utils import wrap_model
 from torch import Tensor, nn
 
+from dpprof.subjects.methods.losses import losses_of
 from dpprof.subjects.methods.opacus.opacus_step import OpacusStep
 from dpprof.subjects.methods.opacus.refusals import tell_refusals
-from dpprof.subjects.methods.training_step import Batch, Enter, mean_loss
+from dpprof.subjects.methods.training_step import Batch, Enter
 
 
 class OpacusPerSample(OpacusStep):
     """A step of ``DPOptimizer``."""
+
+    losses: ClassVar[Collection[str]] = ("cross-entropy", "labels", "sum-of-logits")
 
     def wrap(self, model: nn.Module) -> AbstractGradSampleModule:
         """Wrap the model so that its backward pass leaves ``grad_sample``."""
@@ -30,7 +36,7 @@ class OpacusPerSample(OpacusStep):
         After "clip" follow the calls of the optimizer's ``step``, in its order.
         """
         enter("forward")
-        loss = mean_loss(self.module(*batch.inputs), batch.labels)
+        loss = losses_of(self, batch.labels, *batch.inputs).mean()
         enter("backward")
         loss.backward()  # type: ignore[no-untyped-call]
         enter("clip")

@@ -99,6 +99,7 @@ class OpacusTwoPass(OpacusStep):
         # Of samples that have classes, the criterion's losses are those of samples already.
         shape = {"shape": logits.shape} if batch.labels.dim() > 1 else {}
         loss = self.criterion(logits.flatten(0, -2), batch.labels.flatten(), **shape)
+        del logits  # Opacus's loss holds none, and neither does the loop
         enter("backward")
         loss.backward()
         enter("noise")

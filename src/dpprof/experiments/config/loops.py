@@ -1,0 +1,79 @@
+"""The loops that people train with: what their loss computes, and how long logits live.
+
+Read in the code of each, as `source` says; the optimizer, precision and checkpointing of a loop are
+keys of their own.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, ValidationInfo
+
+LoopName = Literal["dpprof", "hf-trainer", "hf-manual", "opacus-tutorial", "torchtune", "timm"]
+Loss = Literal["cross-entropy", "chunked-cross-entropy", "labels", "sum-of-logits"]
+LossDtype = Literal["float32", "logits"]
+KeepLogits = Literal[False, True, "next-forward"]
+CHUNKS = 8
+"""The pieces of ``chunked-cross-entropy``: torchtune's ``num_output_chunks``."""
+
+
+class Loop(NamedTuple):
+    """What a loop's name stands for: values of the keys of these names, and where it is written."""
+
+    loss: Loss
+    loss_dtype: LossDtype
+    keep_logits: KeepLogits
+    source: str
+
+
+LOOPS: Mapping[LoopName, Loop] = {
+    "dpprof": Loop("cross-entropy", "float32", False, "loss = losses_of(model(x), y).mean()"),
+    "hf-trainer": Loop(
+        "labels",
+        "float32",
+        False,
+        "transformers 5.23, trainer.py: compute_loss gets loss and logits by labels=, and returns "
+        "the loss",
+    ),
+    "hf-manual": Loop(
+        "labels",
+        "float32",
+        "next-forward",
+        "transformers, docs/source/en/training.md, native PyTorch: outputs = model(**batch); "
+        "outputs.loss.backward()",
+    ),
+    "opacus-tutorial": Loop(
+        "cross-entropy",
+        "logits",
+        "next-forward",
+        "Opacus 1.6, tutorials/building_image_classifier.ipynb: output = model(images); "
+        "loss = criterion(output, target)",
+    ),
+    "torchtune": Loop(
+        "chunked-cross-entropy",
+        "float32",
+        False,
+        "torchtune 0.5, modules/loss/ce_chunked_output_loss.py and "
+        "recipes/full_finetune_single_device.py: del logits",
+    ),
+    "timm": Loop(
+        "cross-entropy",
+        "float32",
+        True,
+        "timm 1.0, benchmark.py: output = self.model(x), in a function that ends with "
+        "optimizer.step()",
+    ),
+}
+
+
+def _settle(value: Any, info: ValidationInfo) -> Any:
+    """Return a value of an experiment's key, of its loop where it has none."""
+    if value is None:
+        loop = LOOPS[info.data.get("loop", "dpprof")]  # of a wrong name another error is told
+        return getattr(loop, str(info.field_name))
+    return {"false": False, "true": True}.get(str(value).lower(), value)
+
+
+AsLoss = Annotated[Loss, BeforeValidator(_settle)]
+AsLossDtype = Annotated[LossDtype, BeforeValidator(_settle)]
+AsKeepLogits = Annotated[KeepLogits, BeforeValidator(_settle)]
