@@ -137,9 +137,11 @@ class PrivateOptimizer(NoisyOptimizer):
         super().accumulate()
 
     def begin_noise(self) -> None:
-        """Count the step, where its noise begins."""
+        """Count the step, where its noise begins; or all steps of a strategy, at its first."""
         super().begin_noise()
-        if self.spent is not None:
+        buffers = self.buffers
+        counts = buffers is None or buffers.strategy.is_sampled or buffers.is_at_first_step
+        if self.spent is not None and counts:
             self.spent.count(self)
 
     def state_dict(self) -> dict[str, Any]:

@@ -52,6 +52,10 @@ class Strategy(NamedTuple):
     """The ``bands`` first coefficients of C for ``banded``, and of C^-1 for ``bisr``, scaled so
     that the sensitivity is 1."""
 
+    def describe(self) -> str:
+        """Describe the strategy, for a state: all but its coefficients, which may be rounded."""
+        return f"{self.noise} of {self.bands} bands, {self.steps} steps and {self.folds} folds"
+
     @property
     def is_sampled(self) -> bool:
         """Whether each participation of a sample is a mechanism of its own, which may be sampled.
@@ -62,19 +66,18 @@ class Strategy(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What the new draw is multiplied by, in the noise of a step."""
+        """The standard deviation of draws, over that of independent noise."""
         first = self.coefficients[0]
         return 1 / first if self.is_sampled else first
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """What the kept tensors are multiplied by, newest first, in the noise of a step.
+        """What a step's noise has beside its draw: of the last ``bands - 1`` steps, newest first.
 
-        Kept are the noises of the last ``bands - 1`` steps for ``banded``, and for ``bisr`` what
-        was drawn for them.
+        These are weights of their noise for ``banded``, and of their draws for ``bisr``.
         """
         first, *others = self.coefficients
-        return tuple(-other / first if self.is_sampled else other for other in others)
+        return tuple((-other if self.is_sampled else other) / first for other in others)
 
 
 class NoiseErrors(NamedTuple):
@@ -178,9 +181,9 @@ def find_errors(strategy: Strategy, *, momentum: float = 0.0) -> NoiseErrors:
     """
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum must be at least 0 and below 1, and is {momentum}")
-    noise = np.eye(1, strategy.steps)[0] * strategy.scale
+    noise = np.eye(1, strategy.steps)[0]
     if strategy.is_sampled:
-        noise = _filter(noise, np.array([1.0, *(-weight for weight in strategy.weights)]))
+        noise = _filter(noise, np.array(strategy.coefficients))
     else:
         noise[: strategy.bands] = strategy.coefficients
     parameters = np.cumsum(_filter(noise, np.array([1.0, -momentum])))
