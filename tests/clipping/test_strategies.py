@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.linalg import toeplitz
+from strategy_matrices import matrix, triangle
 
 from dpprof.private.noise.strategies import (
     NOISES,
@@ -20,17 +20,6 @@ from dpprof.private.noise.strategies import (
 )
 
 CASES = list(itertools.product(NOISES, [(1, 1), (6, 1), (7, 3), (8, 8), (40, 5)]))
-
-
-def triangle(column, n: int):
-    """Make a Toeplitz lower triangle."""
-    return np.tril(toeplitz(np.pad(column, (0, n - len(column)))))
-
-
-def matrix(strategy):
-    """Return the strategy matrix C."""
-    made = triangle(strategy.coefficients, strategy.steps)
-    return made if strategy.is_sampled else np.linalg.inv(made)
 
 
 def participations(steps: int, folds: int):

@@ -68,7 +68,7 @@ class NoiseBuffers:
         """Of the last step."""
 
         self._done = self._at = 0
-        self._is_open = False
+        self._is_open = self._is_loaded = False
 
     @property
     def is_at_first_step(self) -> bool:
@@ -97,7 +97,9 @@ class NoiseBuffers:
             return
         kept, turn = self._kept_for(averaged), self._done % len(weights)
         *newer, oldest = (kept[turn - age] for age in range(1, len(weights) + 1))
-        drawn = oldest.to(averaged.device)  # what is kept of this step takes its place
+        where, is_on_host = averaged.device, self._place == "cpu"
+        # What is kept of this step takes the place of the oldest.
+        drawn = oldest.to(where, non_blocking=True, copy=True) if is_on_host else oldest
         if self.strategy.is_sampled:
             add_draw(drawn, weights[-1])
             target = drawn
@@ -105,9 +107,9 @@ class NoiseBuffers:
             target = averaged.add_(drawn, alpha=weights[-1])
             add_draw(drawn, 0.0)
         for row, weight in zip(newer, weights, strict=False):
-            target.add_(row.to(averaged.device), alpha=weight)
+            target.add_(row.to(where, non_blocking=True), alpha=weight)
         averaged.add_(drawn)
-        if drawn is not oldest:
+        if is_on_host:
             oldest.copy_(drawn)
 
     def end(self, key: bytes) -> None:
@@ -116,10 +118,12 @@ class NoiseBuffers:
             raise RuntimeError(self._changed)
         self.key = key
         self._done += 1
-        self._is_open = False
+        self._is_open = self._is_loaded = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of what is kept, on the host: it must not be published."""
+        if self._is_open:  # noise was interrupted
+            self.begin_anew()
         return {
             "kept": [kept.to("cpu", copy=True) for kept in self.kept],
             "coefficients": list(self.strategy.coefficients),
@@ -138,7 +142,7 @@ class NoiseBuffers:
     def load_state_dict(self, state: dict[str, Any], nonce: bytes) -> None:
         """Go on from a state, with keys of this nonce."""
         self.begin_anew()
-        self.kept = [kept.clone() for kept in state["kept"]]
+        self.kept, self._is_loaded = list(state["kept"]), True
         self.key, self._done = bytes(state["key"].tolist()), state["done"]
         self._nonce = nonce
 
@@ -155,14 +159,14 @@ class NoiseBuffers:
         kept = self.kept[self._at]
         if kept.shape[1:] != averaged.shape or kept.dtype != averaged.dtype:
             raise RuntimeError(self._changed)
-        if self._place == "device" and kept.device != averaged.device:  # as it was loaded
-            kept = self.kept[self._at] = kept.to(averaged.device)
+        if self._is_loaded:
+            kept = self.kept[self._at] = self._make(averaged).copy_(kept)
         self._at += 1
         return kept
 
     @allocates("noise")
     def _make(self, averaged: Tensor) -> Tensor:
         shape = (self.strategy.bands - 1, *averaged.shape)
-        if self._place == "device":
-            return torch.zeros(shape, dtype=averaged.dtype, device=averaged.device)
-        return torch.zeros(shape, dtype=averaged.dtype, pin_memory=averaged.is_cuda)
+        on_host = {"device": "cpu", "pin_memory": averaged.is_cuda}
+        where = on_host if self._place == "cpu" else {"device": averaged.device}
+        return torch.zeros(shape, dtype=averaged.dtype, **where)
