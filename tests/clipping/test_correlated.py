@@ -4,8 +4,10 @@ import copy
 import math
 
 import numpy as np
+import one_call
 import pytest
 import torch
+from one_call import Model, train, weights
 from products import one_in
 from simulated_graphs import simulated_graphs
 from small_models import private, squares, take_step
@@ -17,9 +19,11 @@ from dpprof.private import (
     CapturedStep,
     FlashClipping,
     NoisyOptimizer,
+    PrivateTraining,
     check,
     make_strategy,
 )
+from dpprof.private.loop.poisson_batches import PoissonLoader
 from dpprof.private.noise.buffers import PLACES, NoiseBuffers
 from dpprof.private.noise.noise import NoiseOfStep
 from dpprof.private.noise.strategies import NOISES
@@ -364,3 +368,82 @@ def test_check_looks_at_single_steps_and_keeps_past_noise() -> None:
         assert torch.equal(before, after)
     run.step(1)
     assert run.optimizer.steps == 2
+
+
+@pytest.fixture(name="in_folds")
+def in_folds_(monkeypatch) -> None:
+    """Let loaders say that they draw from four folds in turn."""
+    monkeypatch.setattr(PoissonLoader, "folds", 4)
+
+
+def prepare(**options) -> tuple[Model, PrivateTraining]:
+    model = Model().double()
+    return model, one_call.prepare(model, **{"noise": "banded", "bands": 3, "epochs": 2} | options)
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.usefixtures("in_folds")
+def test_one_call_correlates_noise_and_goes_on_to_the_same_bits(noise) -> None:
+    runs = [prepare(noise=noise, max_batch_size=2) for _ in range(2)]
+    (model, private), (other_model, other) = runs
+    train(private, model, epochs=1)
+    other.load_state_dict(copy.deepcopy(private.state_dict()), exact=True)
+    for each_model, each in runs:
+        train(each, each_model, epochs=1)
+
+    assert torch.equal(weights(model), weights(other_model))
+    assert (
+        f"correlated Gaussian noise ({noise} of 3 bands, 8 steps and 4 folds" in private.guarantee
+    )
+    taken = [(1.0, private.data_loader.sample_rate, 8)]
+    assert private.spent.history == (taken if noise == "banded" else [(1.0, 1.0, 1)])
+    with pytest.raises(RuntimeError, match="correlated for 8 steps, and these are done"):
+        train(private, model, epochs=1)
+
+
+@pytest.mark.usefixtures("in_folds")
+def test_a_batch_that_a_loop_leaves_begins_the_strategy_anew() -> None:
+    model, private = prepare()
+    train(private, model, epochs=1)
+    buffers = private.optimizer.buffers
+    assert buffers.kept
+    next(iter(private.data_loader))
+    train(private, model, epochs=0)
+    assert buffers.kept
+    next(iter(private.data_loader))  # the batch before had no step
+    assert not buffers.kept
+
+
+@pytest.mark.usefixtures("in_folds")
+def test_all_steps_of_bisr_are_one_mechanism_and_the_budget_has_one_beginning() -> None:
+    model, private = prepare(noise="bisr", epsilon=2.0, delta=1e-3, noise_multiplier=None)
+    train(private, model, epochs=1)
+    assert private.epsilon_spent() == pytest.approx(2.0, rel=0.02)
+    assert private.epsilon_spent() <= 2.0
+    before = weights(model)
+    private.load_state_dict(private.state_dict())
+    with pytest.raises(RuntimeError, match="the privacy budget is spent: with bisr it is for one"):
+        train(private, model, epochs=1)
+    assert torch.equal(weights(model), before)
+
+    model, private = prepare(noise="bisr", noise_multiplier=5.0)  # no budget: what is spent counts
+    train(private, model, epochs=1)
+    private.load_state_dict(private.state_dict())
+    train(private, model, epochs=1)
+    assert private.spent.history == [(5.0, 1.0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, r"3 bands need samples that take part at most once .* that holds for 1 \(folds\)"),
+        ({"noise": "bisr"}, "3 bands need samples"),
+        ({"noise": "pink"}, "noise must be one of independent, banded, bisr, and is 'pink'"),
+        ({"noise": "independent"}, "independent noise has one band, and bands is 3"),
+        ({"epochs": None}, "correlated noise need the length of the training"),
+        ({"bands": 1, "secure_mode": True, "noise_generator": None}, "secure_mode protects"),
+    ],
+)
+def test_one_call_refuses_noise_that_its_loader_does_not_allow(options, told) -> None:
+    with pytest.raises(ValueError, match=told):
+        prepare(**options)

@@ -46,7 +46,7 @@ class Strategy(NamedTuple):
     """How many steps it is for; no step may follow them."""
 
     folds: int
-    """In so many consecutive steps a sample takes part at most once."""
+    """In so many consecutive steps a sample takes part at most once; at least ``bands``."""
 
     coefficients: tuple[float, ...]
     """The ``bands`` first coefficients of C for ``banded``, and of C^-1 for ``bisr``, scaled so
@@ -104,7 +104,7 @@ def make_strategy(noise: str, *, steps: int, bands: int, folds: int | None = Non
         folds: In so many consecutive steps a sample takes part at most once; by default ``bands``.
 
     Raises:
-        ValueError: A number is out of its range, or ``banded`` has more bands than folds.
+        ValueError: A number is out of its range, or there are more bands than folds.
 
     Formal guarantees: where samples take part as ``folds`` says, ``C G`` moves by at most the bound
     of a sample: for each participation with ``banded``, in rows that no other one moves, and for
@@ -124,18 +124,17 @@ def make_strategy(noise: str, *, steps: int, bands: int, folds: int | None = Non
             raise ValueError(f"{name} must be a whole number, at least 1, and is {number!r}")
     if bands > steps:
         raise ValueError(f"{bands} bands are more than the {steps} steps of the training")
-    if noise == "bisr":
-        inverse = inverse_root(bands)
-        column = _filter(np.eye(1, steps)[0], inverse)
-        made = inverse * find_sensitivity(column, folds)
-    elif folds < bands:
+    if folds < bands:
         raise ValueError(
             f"{bands} bands need samples that take part at most once in any {bands} consecutive "
-            f"steps, and here they may in {folds} (folds): draw batches from at least {bands} "
-            "folds in turn, or take fewer bands"
+            f"steps, and here that holds for {folds} (folds): draw batches from at least {bands} "
+            "folds of the data in turn, or take fewer bands"
         )
-    else:
+    if noise == "banded":
         made = _optimise(steps, bands)
+    else:
+        inverse = inverse_root(bands)
+        made = inverse * find_sensitivity(_filter(np.eye(1, steps)[0], inverse), folds)
     return Strategy(noise, bands, steps, folds, tuple(made.tolist()))
 
 
