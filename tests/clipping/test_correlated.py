@@ -2,11 +2,14 @@
 
 import copy
 import math
+import re
 
 import numpy as np
 import one_call
 import pytest
 import torch
+from documents import CORRELATED, find_code
+from fresh_process import ROOT
 from one_call import Model, train, weights
 from products import one_in
 from simulated_graphs import simulated_graphs
@@ -21,8 +24,10 @@ from dpprof.private import (
     NoisyOptimizer,
     PrivateTraining,
     check,
+    find_errors,
     make_strategy,
 )
+from dpprof.private.accounting.budget import find_noise
 from dpprof.private.loop.poisson_batches import PoissonLoader
 from dpprof.private.noise.buffers import PLACES, NoiseBuffers
 from dpprof.private.noise.noise import NoiseOfStep
@@ -337,6 +342,8 @@ def test_steps_that_a_strategy_does_not_cover_are_refused(does, told) -> None:
 def test_settings_and_states_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"secure_mode protects .* one sum under one draw"):
         Run(secure_mode=True)
+    with pytest.raises(ValueError, match="bisr is one mechanism for all steps"):
+        Run("bisr", d=5).optimizer.attach_step_hook(print)
     with pytest.raises(ValueError, match="noise_buffers must be one of device, cpu, and is 'gpu'"):
         Run(noise_buffers="gpu")
     run = Run(d=5)
@@ -384,7 +391,7 @@ def prepare(**options) -> tuple[Model, PrivateTraining]:
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.usefixtures("in_folds")
 def test_one_call_correlates_noise_and_goes_on_to_the_same_bits(noise) -> None:
-    runs = [prepare(noise=noise, max_batch_size=2) for _ in range(2)]
+    runs = [prepare(noise=noise, max_batch_size=2, noise_generator=None) for _ in range(2)]
     (model, private), (other_model, other) = runs
     train(private, model, epochs=1)
     other.load_state_dict(copy.deepcopy(private.state_dict()), exact=True)
@@ -447,3 +454,37 @@ def test_all_steps_of_bisr_are_one_mechanism_and_the_budget_has_one_beginning() 
 def test_one_call_refuses_noise_that_its_loader_does_not_allow(options, told) -> None:
     with pytest.raises(ValueError, match=told):
         prepare(**options)
+
+
+def test_the_loop_of_the_documentation_runs() -> None:
+    class Data:
+        def __getitem__(self, chosen):
+            return (torch.ones(len(chosen), 3),)
+
+        def __len__(self) -> int:
+            return 400
+
+    model = nn.Linear(3, 1)
+    names = {"model": model, "dataset": Data(), "total_steps": 20}
+    names["sample_losses"] = lambda x: squares(model, x) if len(x) else torch.zeros(0)
+    exec(find_code(CORRELATED, "make_strategy"), names)  # noqa: S102
+
+    assert names["optimizer"].steps == 20
+    assert names["accountant"].history == [(1.0, 0.32, 3)]
+
+
+@pytest.mark.slow
+def test_the_table_of_the_documentation_is_what_accountants_and_strategies_say() -> None:
+    text = (ROOT / "docs" / CORRELATED).read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE
+    )
+    assert len(rows) == 4
+    for bands, *told in rows:
+        b = int(bands)
+        step, training = find_errors(make_strategy("banded", steps=2000, bands=b))
+        expected = []
+        for epsilon in (1.0, 8.0):
+            sigma = find_noise(epsilon, 1e-6, math.ceil(2000 / b), 0.005 * b, "prv")
+            expected += [f"{sigma * training:.1f}", f"{sigma * step:.2f}"]
+        assert told == expected

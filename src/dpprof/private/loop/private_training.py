@@ -20,7 +20,7 @@ from dpprof.private.loop.part_size import AUTO, find_max_batch_size, read_max_ba
 from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
 from dpprof.private.loop.private_optimizer import PrivateOptimizer
 from dpprof.private.loop.public_numbers import find_public_numbers
-from dpprof.private.noise.strategies import NOISES, Strategy, make_strategy
+from dpprof.private.noise.strategies import NOISES, make_strategy
 from dpprof.private.samples.batches import give
 from dpprof.private.samples.random_state import random_state_kept
 from dpprof.private.samples.repeated_checks import RepeatedChecks
@@ -280,7 +280,8 @@ def make_private(
         spent.continue_with(counted)
     warn_of_delta(delta, numbers.samples)
     refuse_related(sampling_generator, noise_generator)
-    is_planned = _is_correlated(noise, bands) or epsilon is not None
+    is_correlated = _is_correlated(noise, bands)
+    is_planned = is_correlated or epsilon is not None
     planned = _plan_steps(epochs, steps, numbers.steps_of_epoch) if is_planned else None
     if noise_multiplier is None:
         noise_multiplier = _find_noise(counted, epsilon, planned if is_sampled else 1)
@@ -320,7 +321,9 @@ def make_private(
             expected_batch_size=numbers.expected_batch_size,
             generator=noise_generator,
             secure_mode=secure_mode,
-            strategy=_correlate(noise, bands, planned, loader.folds),
+            strategy=make_strategy(noise, steps=planned, bands=bands, folds=loader.folds)
+            if is_correlated and planned
+            else None,
             noise_buffers=noise_buffers,
         )
         if is_auto and draw is not None:
@@ -344,13 +347,6 @@ def _is_correlated(noise: str, bands: int) -> bool:
             f"independent noise has one band, and bands is {bands}; give noise='banded' or 'bisr'"
         )
     return noise in NOISES
-
-
-def _correlate(noise: str, bands: int, planned: int | None, folds: int) -> Strategy | None:
-    """Return the strategy of correlated noise, for the planned steps of a loader with folds."""
-    if noise not in NOISES or planned is None:
-        return None
-    return make_strategy(noise, steps=planned, bands=bands, folds=folds)
 
 
 def _find_noise(counted: Spent, epsilon: float | None, planned: int | None) -> float:

@@ -254,7 +254,17 @@ class NoisyOptimizer(Optimizer):
         return 1
 
     def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
-        """Call a function with this optimizer before each step, as accountants ask for."""
+        """Call a function with this optimizer before each step, as accountants ask for.
+
+        Raises:
+            ValueError: Accountants that count steps do not know the strategy of the noise.
+        """
+        if self.strategy is not None and not self.strategy.is_sampled:
+            raise ValueError(
+                "bisr is one mechanism for all steps, which sampling does not amplify, and an "
+                "accountant would count each step; account for one Gaussian mechanism of this "
+                "noise_multiplier for each time that the noise begins anew"
+            )
         self.step_hook = fn
 
     def signal_skip_step(self, do_skip: bool = True) -> None:

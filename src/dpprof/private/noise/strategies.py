@@ -186,13 +186,8 @@ def find_errors(strategy: Strategy, *, momentum: float = 0.0) -> NoiseErrors:
     else:
         noise[: strategy.bands] = strategy.coefficients
     parameters = np.cumsum(_filter(noise, np.array([1.0, -momentum])))
-    return NoiseErrors(*(math.sqrt(_mean_square(each)) for each in (noise, parameters)))
-
-
-def _mean_square(column: Coefficients) -> float:
-    """Return the mean over rows of a Toeplitz lower triangle's squared norm."""
-    n = len(column)
-    return float(np.arange(n, 0, -1) @ np.square(column) / n)
+    rows = np.arange(strategy.steps, 0, -1) / strategy.steps  # in which a coefficient stands
+    return NoiseErrors(*(math.sqrt(rows @ np.square(each)) for each in (noise, parameters)))
 
 
 def _filter(column: Coefficients, divisor: Coefficients) -> Coefficients:
