@@ -36,7 +36,7 @@ from dpprof.predict.memory.exchanges import COLLECTIVES
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.noise.noise import NoiseOfStep
 from dpprof.private.noise.optimizer import NoisyOptimizer
-from dpprof.private.noise.strategies import Strategy
+from dpprof.private.noise.strategies import Strategy, make_strategy
 from dpprof.private.norms import rounding
 from dpprof.private.ranks import shards
 from dpprof.private.substitutes import substitute
@@ -239,9 +239,19 @@ def take_a_step(case: Case, change: str) -> None:
         "bound": {"bound": 2 * BOUND},
         "noise": {"noise_multiplier": 0.1},
         "size": {"expected_batch_size": 5},
+        "strategy": {"strategy": make_strategy("banded", steps=4, bands=2)},
     }
     given = settings.get(change, {}) if other else {}
     model, clipping, optimizer = prepare(case, **given)
+    if change == "a batch that is thrown away":
+        settings = {"strategy": make_strategy("banded", steps=4, bands=2)}
+        model, clipping, optimizer = prepare(case, **settings)
+        for _ in range(2):
+            clipping.backward(losses_of(model, case, [rank()]))
+            optimizer.step()
+            optimizer.zero_grad()
+        if other:
+            optimizer.buffers.begin_anew()
     if change == "frozen" and other:
         next(model.parameters()).requires_grad_(False)
     if change == "parts" and other:

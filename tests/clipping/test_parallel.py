@@ -285,6 +285,8 @@ def test_one_whole_sum_is_there_at_a_time(pools) -> None:
         ("size", "expected_batch_size differs between rank 0 and rank 1: 4 and 5"),
         ("steps", "the number of steps differs between rank 0 and rank 1: 0 and 1"),
         ("frozen", "differs between rank 0 and rank 1"),
+        ("strategy", "the line of correlated noise, differs between rank 0 and rank 1"),
+        ("a batch that is thrown away", "the line of correlated noise, differs"),
     ],
 )
 def test_ranks_that_disagree_are_refused_on_all(pools, change, told, kind) -> None:

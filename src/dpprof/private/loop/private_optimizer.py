@@ -145,7 +145,7 @@ class PrivateOptimizer(NoisyOptimizer):
         super().begin_noise()
         buffers, is_whole = self.buffers, False
         if buffers is not None and not buffers.strategy.is_sampled:
-            if not buffers.is_at_first_step:
+            if buffers.done:
                 return
             is_whole = True
         if self.spent is None:

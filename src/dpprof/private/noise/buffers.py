@@ -67,13 +67,11 @@ class NoiseBuffers:
         self.key = b""
         """Of the last step."""
 
-        self._done = self._at = 0
-        self._is_open = self._is_loaded = False
+        self.done = 0
+        """Steps since the strategy began."""
 
-    @property
-    def is_at_first_step(self) -> bool:
-        """Whether the strategy begins with the step at hand."""
-        return self._done == 0
+        self._at = 0
+        self._is_open = self._is_loaded = False
 
     def begin(self, nonce: bytes) -> None:
         """Begin a step.
@@ -95,7 +93,7 @@ class NoiseBuffers:
         if not weights:
             add_draw(averaged, 1.0)
             return
-        kept, turn = self._kept_for(averaged), self._done % len(weights)
+        kept, turn = self._kept_for(averaged), self.done % len(weights)
         *newer, oldest = (kept[turn - age] for age in range(1, len(weights) + 1))
         where, is_on_host = averaged.device, self._place == "cpu"
         # What is kept of this step takes the place of the oldest.
@@ -117,7 +115,7 @@ class NoiseBuffers:
         if self._at != len(self.kept):
             raise RuntimeError(self._changed)
         self.key = key
-        self._done += 1
+        self.done += 1
         self._is_open = self._is_loaded = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,7 +126,7 @@ class NoiseBuffers:
             "kept": [kept.to("cpu", copy=True) for kept in self.kept],
             "coefficients": list(self.strategy.coefficients),
             "key": torch.tensor(list(self.key), dtype=torch.uint8),
-            "done": self._done,
+            "done": self.done,
         }
 
     def refuse_other(self, state: dict[str, Any]) -> None:
@@ -143,7 +141,7 @@ class NoiseBuffers:
         """Go on from a state, with keys of this nonce."""
         self.begin_anew()
         self.kept, self._is_loaded = list(state["kept"]), True
-        self.key, self._done = bytes(state["key"].tolist()), state["done"]
+        self.key, self.done = bytes(state["key"].tolist()), state["done"]
         self._nonce = nonce
 
     _changed = (
@@ -152,7 +150,7 @@ class NoiseBuffers:
     )
 
     def _kept_for(self, averaged: Tensor) -> Tensor:
-        if self._at == len(self.kept) and not self._done:
+        if self._at == len(self.kept) and not self.done:
             self.kept.append(self._make(averaged))
         if self._at == len(self.kept):
             raise RuntimeError(self._changed)

@@ -396,15 +396,18 @@ class NoisyOptimizer(Optimizer):
 
     def _settings_of_ranks(self) -> Settings:
         """Return what ranks must have alike before they step together."""
+        line = "" if self.buffers is None else f"{self.buffers.strategy} {self.buffers.done}"
         trained = (f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params)
         alike: dict[str, float | str] = {
             **{name: value or 0 for name, value in self.settings.items()},
             "stability": self.clipping.stability or 0,
             "the number of steps": self.steps,
             "the trained parameters": "\n".join(trained),
-            "what is reduced together": self.clipping.ranks.grouping,
+            "what is reduced together, or the line of correlated noise,": (
+                self.clipping.ranks.grouping + line
+            ),
         }
-        return alike | ({} if self.strategy is None else {"noise": repr(self.strategy)})
+        return alike
 
     @property
     def _is_of_system(self) -> bool:
