@@ -114,6 +114,8 @@ def test_the_covariance_over_steps_is_that_of_the_strategy(
     assert_covariance(run.released, covariance(strategy))
     kept = run.optimizer.buffers.kept
     assert sum(each.numel() for each in kept) == (bands - 1) * total
+    size = sum(each.nbytes for each in kept) if place == "device" else 0
+    assert run.optimizer.buffers.count_bytes(run.clipping.parameters) == size
     at_least = torch.promote_types(dtype, torch.float32)
     assert all(each.dtype == at_least for each in kept)
 

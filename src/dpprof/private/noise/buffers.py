@@ -25,13 +25,14 @@ with ``banded``, and the whole training once more with ``bisr``.
 What is kept tells the exact sums to everybody who sees what was released: it is a secret.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpprof.private.allocation_marks import allocates
+from dpprof.private.contributions.sums import dtype_of_sum, own_part
 from dpprof.private.noise.strategies import Strategy
 
 AddDraw = Callable[[Tensor, float], None]
@@ -72,6 +73,13 @@ class NoiseBuffers:
 
         self._at = 0
         self._is_open = self._is_loaded = False
+
+    def count_bytes(self, parameters: Iterable[Tensor]) -> int:
+        """Count the bytes that will be kept where these parameters are."""
+        if self._place == "cpu":
+            return 0
+        sizes = (own_part(p).numel() * dtype_of_sum(p).itemsize for p in parameters)
+        return (self.strategy.bands - 1) * sum(sizes)
 
     def begin(self, nonce: bytes) -> None:
         """Begin a step.
