@@ -1,6 +1,7 @@
 """What ranks do in tests of noise, communication and disagreement; each function runs on each."""
 
 import io
+import math
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +34,9 @@ from torch.utils.data import TensorDataset
 
 from dpprof.predict.memory.exchanges import COLLECTIVES
 from dpprof.private.engine.engine import Clipping
+from dpprof.private.noise.noise import NoiseOfStep
 from dpprof.private.noise.optimizer import NoisyOptimizer
+from dpprof.private.noise.strategies import Strategy, make_strategy
 from dpprof.private.norms import rounding
 from dpprof.private.ranks import shards
 from dpprof.private.substitutes import substitute
@@ -74,6 +77,8 @@ def distribute_wide(make: Callable[[], Wide], kind: str) -> nn.Module:
     """Let all ranks train a wide model."""
     torch.manual_seed(1)
     model = make()
+    if kind == "alone":
+        return model
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     mesh = make_mesh(kind)
@@ -96,6 +101,34 @@ def draw_noise(
         steps.append(torch.cat([whole(p.grad).flatten() for p in model.parameters()]))
         optimizer.zero_grad()
     return steps, optimizer.keys.secret
+
+
+def correlate_noise(kind: str, strategy: Strategy) -> tuple[list[Tensor], list[Tensor], int]:
+    """Take all steps of a strategy: without samples, and with the same draw in every element.
+
+    Returns the gradients of both, and how many elements this rank keeps.
+    """
+    case, rows = Case(kind=kind), []
+    draw = NoiseOfStep._add_draw
+
+    def add_alike(noise: Any, summed: Tensor, factor: float) -> None:
+        summed.mul_(factor).add_(noise._std * math.cos(step))
+
+    for samples, add_draw in ((0, draw), (2, add_alike)):
+        model = distribute_wide(partial(Wide, torch.float64), kind)
+        _, clipping, optimizer = prepare(case, model, strategy=strategy)
+        steps = []
+        with substitute(NoiseOfStep, "_add_draw", add_draw):
+            for step in range(strategy.steps):
+                x = (step + torch.arange(400.0).view(4, 100)).cos().double()
+                own = x if kind == "alone" else x[2 * rank() : 2 * rank() + 2]
+                clipping.backward(model(own)[: samples if kind != "alone" else 2 * samples])
+                optimizer.step()
+                steps.append(torch.cat([whole(p.grad).flatten() for p in model.parameters()]))
+                optimizer.zero_grad()
+        rows.append(steps)
+    assert optimizer.buffers is not None
+    return rows[0], rows[1], sum(kept.numel() for kept in optimizer.buffers.kept)
 
 
 class Mixing(Wide):
@@ -206,9 +239,19 @@ def take_a_step(case: Case, change: str) -> None:
         "bound": {"bound": 2 * BOUND},
         "noise": {"noise_multiplier": 0.1},
         "size": {"expected_batch_size": 5},
+        "strategy": {"strategy": make_strategy("banded", steps=4, bands=2)},
     }
     given = settings.get(change, {}) if other else {}
     model, clipping, optimizer = prepare(case, **given)
+    if change == "a batch that is thrown away":
+        settings = {"strategy": make_strategy("banded", steps=4, bands=2)}
+        model, clipping, optimizer = prepare(case, **settings)
+        for _ in range(2):
+            clipping.backward(losses_of(model, case, [rank()]))
+            optimizer.step()
+            optimizer.zero_grad()
+        if other:
+            optimizer.buffers.begin_anew()
     if change == "frozen" and other:
         next(model.parameters()).requires_grad_(False)
     if change == "parts" and other:
@@ -218,7 +261,9 @@ def take_a_step(case: Case, change: str) -> None:
     optimizer.step()
 
 
-def resume(case: Case) -> tuple[list[dict[str, Tensor]], list[Any], str]:
+def resume(
+    case: Case, strategy: Strategy | None = None
+) -> tuple[list[dict[str, Tensor]], list[Any], str]:
     """Train on noise, and once more from this rank's state; and load the state of the other rank.
 
     Returns the weights and the generator's state after both, and what was refused.
@@ -232,7 +277,7 @@ def resume(case: Case) -> tuple[list[dict[str, Tensor]], list[Any], str]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    whole_run, other_run = prepare(case), prepare(case)
+    whole_run, other_run = (prepare(case, strategy=strategy) for _ in range(2))
     go_on(*whole_run)
     file = io.BytesIO()
     torch.save([one.state_dict() for one in (whole_run[0], whole_run[2])], file)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
 import parallel_cases
 import pytest
 import torch
@@ -11,8 +12,10 @@ from parallel_training import WAYS, Case, Trained, train_alone, train_ranks
 from products import one_in
 from rank_pool import RankPools
 from small_models import KINDS
+from strategy_matrices import matrix as matrix_of
 
-from dpprof.private import UnsupportedError
+from dpprof.private import UnsupportedError, make_strategy
+from dpprof.private.noise.strategies import NOISES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -194,9 +197,30 @@ def test_the_global_seed_does_not_decide_the_noise_of_ranks(pools, kind) -> None
     assert len({secret for ranks in found for _, secret in ranks}) == 4
 
 
-@pytest.mark.parametrize(("kind", "way"), one_in(2, KINDS_OF_RANKS, WAYS))
-def test_ranks_that_are_resumed_end_as_those_that_were_not_stopped(pools, kind, way) -> None:
-    ranks = pools[2].compute(parallel_cases.resume, Case(way=way, kind=kind))
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_correlated_noise_of_ranks_is_that_of_one(pools, kind, noise) -> None:
+    strategy = make_strategy(noise, steps=4, bands=3)
+    ranks = pools[2].compute(parallel_cases.correlate_noise, kind, strategy)
+    _, alone, kept_alone = parallel_cases.correlate_noise("alone", strategy)
+
+    for drawn, released, _ in ranks:
+        assert all(map(torch.equal, drawn, ranks[0][0]))
+        for own, expected in zip(released, alone, strict=True):
+            assert torch.allclose(own, expected, rtol=1e-10, atol=1e-12)
+    n = alone[0].numel()
+    assert sum(kept for *_, kept in ranks) == kept_alone == 2 * n  # two of three bands, in shards
+    inverse = np.linalg.inv(matrix_of(strategy))
+    std = parallel_cases.SIGMA * 0.5 / parallel_cases.EXPECTED
+    rows = torch.stack(ranks[0][0]).numpy() / std
+    expected = inverse @ inverse.T
+    assert np.abs(rows @ rows.T / n - expected).max() < 6 * expected.max() * (2 / n) ** 0.5
+
+
+@pytest.mark.parametrize(("kind", "way", "noise"), one_in(2, KINDS_OF_RANKS, WAYS, [None, *NOISES]))
+def test_ranks_that_are_resumed_end_as_those_that_were_not_stopped(pools, kind, way, noise) -> None:
+    strategy = noise and make_strategy(noise, steps=4, bands=3)
+    ranks = pools[2].compute(parallel_cases.resume, Case(way=way, kind=kind), strategy)
     for rank, ((whole, other), (privacy, others), told) in enumerate(ranks):
         for name in whole:
             assert torch.equal(other[name], whole[name])
@@ -261,6 +285,8 @@ def test_one_whole_sum_is_there_at_a_time(pools) -> None:
         ("size", "expected_batch_size differs between rank 0 and rank 1: 4 and 5"),
         ("steps", "the number of steps differs between rank 0 and rank 1: 0 and 1"),
         ("frozen", "differs between rank 0 and rank 1"),
+        ("strategy", "the line of correlated noise, differs between rank 0 and rank 1"),
+        ("a batch that is thrown away", "the line of correlated noise, differs"),
     ],
 )
 def test_ranks_that_disagree_are_refused_on_all(pools, change, told, kind) -> None:

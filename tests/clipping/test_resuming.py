@@ -12,7 +12,8 @@ from products import one_in
 from rank_pool import FORKS
 from small_models import FLAT, Secure, batch, build, take_step
 
-from dpprof.private import BookKeeping, NoisyOptimizer
+from dpprof.private import BookKeeping, NoisyOptimizer, make_strategy
+from dpprof.private.noise.strategies import NOISES
 
 INNER = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -72,14 +73,17 @@ def same(one, other) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("way", "inner", "is_seeded", "parts"), one_in(2, FLAT, INNER, [False, True], [1, 2])
+    ("way", "inner", "is_seeded", "parts", "noise"),
+    one_in(4, FLAT, INNER, [False, True], [1, 2], [None, *NOISES]),
 )
 def test_a_run_that_is_resumed_ends_as_one_that_was_not_stopped(
-    way, inner, is_seeded, parts
+    way, inner, is_seeded, parts, noise
 ) -> None:
+    strategy = noise and make_strategy(noise, steps=4, bands=3)
+
     def make(seed: int) -> Run:
         generator = torch.Generator().manual_seed(seed) if is_seeded else None
-        return Run(way, inner, generator=generator)
+        return Run(way, inner, generator=generator, strategy=strategy)
 
     whole = make(5)
     first = whole.save()

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from dpprof.private.loop.public_norms import suggest_max_grad_norm as suggest_max_grad_norm
     from dpprof.private.loop.public_numbers import numbers_of_opacus as numbers_of_opacus
     from dpprof.private.noise.optimizer import NoisyOptimizer as NoisyOptimizer
+    from dpprof.private.noise.strategies import find_errors as find_errors
+    from dpprof.private.noise.strategies import make_strategy as make_strategy
     from dpprof.private.samples.company import WrongTrainingError as WrongTrainingError
 
 _MODULES = {
@@ -44,6 +46,8 @@ _MODULES = {
     "Clipping": "dpprof.private.engine.engine",
     "FlashClipping": "dpprof.private.engine.flash_clipping",
     "NoisyOptimizer": "dpprof.private.noise.optimizer",
+    "find_errors": "dpprof.private.noise.strategies",
+    "make_strategy": "dpprof.private.noise.strategies",
     "PerLayerClipping": "dpprof.private.engine.per_layer",
     "PrivacyArguments": "dpprof.private.loop.private_trainer",
     "PrivateTrainer": "dpprof.private.loop.private_trainer",

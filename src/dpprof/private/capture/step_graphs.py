@@ -126,7 +126,7 @@ class StepGraphs:
         optimizer.keys.prepare(self._sums if optimizer.noise_multiplier else [])
         self._noise = optimizer.release
         is_on_device = optimizer.keys.generator is not None or all(map(takes_kernel, self._sums))
-        if is_on_device and not optimizer.secure_mode:
+        if is_on_device and not optimizer.secure_mode and optimizer.buffers is None:
             self._noise = self._capture(optimizer.release)
         self._options = describe_options(self._optimizer)
         if may_capture_step(self._optimizer):

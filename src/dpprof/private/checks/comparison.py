@@ -354,6 +354,8 @@ class Comparison:
         if self.loop.settings.noise == 0:
             self.unchecked["noise"] = "the noise multiplier is 0"
             return
+        if self.loop.settings.is_correlated:
+            self.unchecked["the correlation of noise"] = "each step is looked at alone"
         first, second = (self._take(self.batch, silent=False).gradients for _ in range(2))
         drawn = compare_noise(self.loop, silent.gradients, first, second)
         self.checked.append(f"noise of the right scale, by {drawn} elements")

@@ -179,6 +179,7 @@ class Loop:
                 self.private._step_skip_queue = []  # noqa: SLF001 (Opacus has no other way)
                 self.private._is_last_step_skipped = False  # noqa: SLF001 (within a batch)
             if isinstance(self.private, NoisyOptimizer):
+                self.private.buffers = None  # noise of the steps looked at is independent
                 self.private.discard()  # the parts of a batch that the loop is in, until the end
             if isinstance(self.private, private_optimizer.PrivateOptimizer):
                 self.private.spent, self.private.planned_steps = None, None

@@ -51,6 +51,9 @@ class Settings:
         self.optimizer: Optimizer = optimizer
         """The innermost one."""
 
+        self.is_correlated = getattr(private, "buffers", None) is not None
+        """Whether a step's noise takes back that of earlier ones."""
+
     @property
     def keys(self) -> NoiseKeys | None:
         """The keys of the noise of dpprof's optimizer; None for another optimizer."""

@@ -61,6 +61,7 @@ def find_max_batch_size(
     most = math.ceil(expected + 4 * math.sqrt(expected))  # more are drawn once in 30,000 steps
     parameter = next(clipping.model.parameters())
     device = parameter.device
+    buffers = getattr(clipping.sums.owner, "buffers", None)
 
     def run(size: int) -> None:
         places = [at % first.samples for at in range(size)]
@@ -77,6 +78,7 @@ def find_max_batch_size(
             return choose_fastest(partial(_measure_s, run), most)
         free, _ = torch.cuda.mem_get_info(device)
         room = free + torch.cuda.memory_reserved(device) - _bytes_of_state(clipping, optimizer)
+        room -= 0 if buffers is None else buffers.count_bytes(clipping.parameters)
         return choose_largest(measure_peak, room, most)
 
 

@@ -116,6 +116,9 @@ class PoissonLoader:
             generator=self._of_workers,
         )
 
+    folds = 1
+    """In so many consecutive batches a sample is drawn at most once."""
+
     def __len__(self) -> int:
         """How many steps an epoch has; it has more parts."""
         return self.numbers.steps_of_epoch

@@ -137,10 +137,26 @@ class PrivateOptimizer(NoisyOptimizer):
         super().accumulate()
 
     def begin_noise(self) -> None:
-        """Count the step, where its noise begins."""
+        """Count the step, where its noise begins; with ``bisr`` all steps, where it begins.
+
+        Raises:
+            RuntimeError: The noise of ``bisr`` begins once more than a budget allows.
+        """
         super().begin_noise()
-        if self.spent is not None:
-            self.spent.count(self)
+        buffers, is_whole = self.buffers, False
+        if buffers is not None and not buffers.strategy.is_sampled:
+            if buffers.done:
+                return
+            is_whole = True
+        if self.spent is None:
+            return
+        if is_whole and self.planned_steps is not None and self.spent.steps:
+            raise RuntimeError(
+                "the privacy budget is spent: with bisr it is for one line of steps, and the noise "
+                "begins anew, as after a state without exact=True, a fork, or a batch that was "
+                "thrown away"
+            )
+        self.spent.count(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return that of ``NoisyOptimizer``, with what was spent."""

@@ -21,6 +21,7 @@ from dpprof.private.loop.part_size import AUTO, find_max_batch_size, read_max_ba
 from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
 from dpprof.private.loop.private_optimizer import PrivateOptimizer
 from dpprof.private.loop.public_numbers import find_public_numbers
+from dpprof.private.noise.strategies import NOISES, make_strategy
 from dpprof.private.samples.batches import give
 from dpprof.private.samples.random_state import random_state_kept
 from dpprof.private.samples.repeated_checks import RepeatedChecks
@@ -162,6 +163,9 @@ def make_private(
     sampling_generator: torch.Generator | None = None,
     noise_generator: torch.Generator | None = None,
     secure_mode: bool = False,
+    noise: str = "independent",
+    bands: int = 1,
+    noise_buffers: str = "device",
     loss_scale: float = 1.0,
     public_buffers: Collection[str] = (),
 ) -> PrivateTraining:
@@ -210,6 +214,11 @@ def make_private(
         sampling_generator: Draws the samples; by default the operating system seeds one.
         noise_generator: Draws the noise; likewise.
         secure_mode: Draw noise that withstands floating point attacks.
+        noise: ``independent`` in each step, or correlated, ``banded`` or ``bisr``
+            (``make_strategy``), which needs ``epochs`` or ``steps``, and a loader that draws from
+            at least ``bands`` folds in turn. With ``bisr`` all steps are one Gaussian mechanism.
+        bands: Of correlated noise; ``bands - 1`` tensors of the parameters' size are kept.
+        noise_buffers: Where they are: on the ``device``, or in the host's memory, ``cpu``.
         loss_scale: What losses are multiplied with for backward in float16 (``Clipping``).
         public_buffers: Names of what may change because it holds nothing of the samples, or is not
             read again (``Clipping``).
@@ -266,16 +275,17 @@ def make_private(
         sample_rate=sample_rate,
         expected_batch_size=expected_batch_size,
     )
-    counted = Spent(numbers.sample_rate, delta, accountant)
+    is_sampled = noise != "bisr"
+    counted = Spent(numbers.sample_rate if is_sampled else 1.0, delta, accountant)
     if spent is not None:
         spent.continue_with(counted)
     warn_of_delta(delta, numbers.samples)
     refuse_related(sampling_generator, noise_generator)
-    planned = None
-    if epsilon is not None:
-        planned = _plan_steps(epochs, steps, numbers.steps_of_epoch)
-        noise_multiplier = _find_noise(counted, epsilon, planned)
-    assert noise_multiplier is not None
+    is_correlated = _is_correlated(noise, bands)
+    is_planned = is_correlated or epsilon is not None
+    planned = _plan_steps(epochs, steps, numbers.steps_of_epoch) if is_planned else None
+    if noise_multiplier is None:
+        noise_multiplier = _find_noise(counted, epsilon, planned if is_sampled else 1)
     most = max(2, part_size or (_TRIED if is_auto else numbers.samples))  # one shows nothing
     draw = None if losses_of is None else cache(partial(_draw_first, losses_of, data_loader, most))
     if method == "auto":
@@ -298,17 +308,6 @@ def make_private(
                 first = draw()
                 clipped.check(first.losses_of, *first.batch)
                 checks.compare_first()
-        private = PrivateOptimizer(
-            optimizer,
-            clipped,
-            noise_multiplier=noise_multiplier,
-            expected_batch_size=numbers.expected_batch_size,
-            generator=noise_generator,
-            secure_mode=secure_mode,
-        )
-        undo.callback(private.remove)
-        if is_auto and draw is not None:
-            part_size = find_max_batch_size(clipped, optimizer, draw(), numbers.expected_batch_size)
         loader = PoissonLoader(
             data_loader,
             numbers,
@@ -317,15 +316,44 @@ def make_private(
             rank=clipped.ranks.rank,
             ranks=clipped.ranks.size,
         )
-        loader.optimizer = private
+        loader.optimizer = private = PrivateOptimizer(
+            optimizer,
+            clipped,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=numbers.expected_batch_size,
+            generator=noise_generator,
+            secure_mode=secure_mode,
+            strategy=make_strategy(noise, steps=planned, bands=bands, folds=loader.folds)
+            if is_correlated and planned
+            else None,
+            noise_buffers=noise_buffers,
+        )
+        undo.callback(private.remove)
+        if is_auto and draw is not None:
+            part_size = find_max_batch_size(clipped, optimizer, draw(), numbers.expected_batch_size)
+            loader.max_batch_size = part_size
         private.captured = capture_parts(private, execution, part_size)
         undo.pop_all()
-    private.planned_steps = planned
+    private.planned_steps = None if epsilon is None else planned
     return PrivateTraining(model, private, loader, counted)
 
 
-def _find_noise(counted: Spent, epsilon: float, planned: int) -> float:
+def _is_correlated(noise: str, bands: int) -> bool:
+    """Tell whether noise is correlated (``ValueError`` for what is no noise)."""
+    every = ("independent", *NOISES)
+    if noise not in every:
+        raise ValueError(f"noise must be one of {', '.join(every)}, and is {noise!r}")
+    if noise == "independent" and bands != 1:
+        raise ValueError(
+            f"independent noise has one band, and bands is {bands}; give noise='banded' or 'bisr'"
+        )
+    return noise in NOISES
+
+
+def _find_noise(counted: Spent, epsilon: float | None, planned: int | None) -> float:
     """Return the least noise multiplier with which all planned steps keep a budget."""
+    assert epsilon is not None
+    assert planned is not None
     assert counted.delta is not None
     assert counted.sample_rate is not None
     rate = counted.sample_rate
@@ -346,7 +374,10 @@ def _refuse_parts_of_ranks(clipping: Clipping, max_batch_size: int | str | None)
 
 def _plan_steps(epochs: int | None, steps: int | None, steps_of_epoch: int) -> int:
     if (epochs is None) == (steps is None):
-        raise ValueError("epsilon needs the length of the training: give either epochs or steps")
+        raise ValueError(
+            "epsilon and correlated noise need the length of the training: give either epochs or "
+            "steps"
+        )
     planned = steps if epochs is None else epochs * steps_of_epoch
     assert planned is not None
     if planned < 1:

@@ -18,6 +18,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from dpprof.private.noise.strategies import Strategy
+
 _LEAST_RATE = 2.0**-53
 """Samples are drawn by multiples of it."""
 
@@ -57,10 +59,24 @@ class PublicNumbers(NamedTuple):
         return (
             f"A step draws each sample with probability {self.sample_rate:.6g}, whatever else it "
             f"draws. A sample adds at most {bound:g} (L2) to the sum of a step, which gets "
-            f"Gaussian noise of standard deviation {noise * bound:g} and is divided by "
+            f"{_describe_noise(optimizer.strategy, noise * bound)} and is divided by "
             f"{self.expected_batch_size:g}. Neighbouring data differ by one sample that is added "
             f"or removed. {public}"
         )
+
+
+def _describe_noise(strategy: Strategy | None, std: float) -> str:
+    if strategy is None:
+        return f"Gaussian noise of standard deviation {std:g}"
+    mechanism = (
+        "each step in which a sample takes part is one Gaussian mechanism"
+        if strategy.is_sampled
+        else "all steps together are one Gaussian mechanism, without sampling,"
+    )
+    return (
+        f"correlated Gaussian noise ({strategy.describe()}: {mechanism} of standard deviation "
+        f"{std:g}, if no sample takes part twice in {strategy.folds} steps)"
+    )
 
 
 def find_public_numbers(

@@ -1,6 +1,7 @@
 """Gaussian noise, drawn and added to sums.
 
-All noise of a step follows from its key (``noise_keys``). On a GPU with Triton one kernel draws
+All noise of a step follows from its key (``noise_keys``), and correlated noise from past noise too
+(``buffers``). On a GPU with Triton one kernel draws
 noise and adds it: in place, and at the speed at which memory is read and written. Elsewhere
 PyTorch's generators draw it, one parameter's at a time; on a CPU the parts of a long sum get noise
 in several threads, from generators of their own, whose states are drawn from the step's, whole.
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dpprof.private.allocation_marks import allocates
+from dpprof.private.noise.buffers import NoiseBuffers
 from dpprof.private.noise.noise_keys import WORDS, StepKey, set_words, takes_kernel
 from dpprof.private.norms import placement, triton_ops
 from dpprof.private.norms.complex_numbers import as_real
@@ -38,10 +40,13 @@ class NoiseOfStep:
         std: Standard deviation of the noise of an average.
         size: What sums are divided by.
         key: What noise follows from.
+        buffers: Of correlated noise, whose draws have this standard deviation.
     """
 
-    def __init__(self, std: float, size: float, key: StepKey) -> None:
-        self._std, self._size, self._key = std, size, key
+    def __init__(
+        self, std: float, size: float, key: StepKey, buffers: NoiseBuffers | None = None
+    ) -> None:
+        self._std, self._size, self._key, self._buffers = std, size, key, buffers
         self._count = 0
 
     @torch.no_grad()
@@ -55,10 +60,16 @@ class NoiseOfStep:
             other.div_(self._size)
         if self._std == 0:
             summed.div_(self._size)
-            return
+        elif self._buffers is None:
+            self._add_draw(summed, 1 / self._size)
+        else:
+            self._buffers.add_noise(summed.div_(self._size), self._add_draw)
+
+    def _add_draw(self, summed: Tensor, factor: float) -> None:
+        """Multiply a tensor by a factor, and add new noise."""
         if takes_kernel(summed):
             words = self._key.words_on(summed.device)
-            triton_ops.add_noise_(summed, words, self._count, self._std, 1 / self._size)
+            triton_ops.add_noise_(summed, words, self._count, self._std, factor)
             self._count += 1
             return
         generator = self._key.generator_on(summed.device)
@@ -67,10 +78,10 @@ class NoiseOfStep:
             count = -(-summed.numel() // DRAWN_IN_TURN)
             states = draw_states(count, summed.device, generator)
             room = make_room(count, summed)
-            add_noise_in_threads_(summed, states, room, self._std, 1 / self._size)
+            add_noise_in_threads_(summed, states, room, self._std, factor)
         else:
             noise = draw_noise(self._std, summed, generator)
-            torch.add(noise, summed, alpha=1 / self._size, out=summed)
+            torch.add(noise, summed, alpha=factor, out=summed)
 
 
 @allocates("noise")

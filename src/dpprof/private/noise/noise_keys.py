@@ -155,7 +155,9 @@ class NoiseKeys:
             self._words[device] = _make_words(device)
         return devices
 
-    def bind(self, sums: Sequence[Tensor], share: Share | None = None) -> "StepKey":
+    def bind(
+        self, sums: Sequence[Tensor], share: Share | None = None, after: bytes | None = None
+    ) -> "StepKey":
         """Return the key of the step for sums.
 
         Where kernels add the noise of all of them on one device, the digest stays there.
@@ -163,11 +165,12 @@ class NoiseKeys:
         Args:
             sums: All that get noise in this step.
             share: Given where ranks add their sums up.
+            after: The key of the step before, from which this one is to follow too.
         """
         devices = {total.device for total in sums}
         if self.generator is not None or not devices:
             return StepKey(b"", generator=self.generator)
-        if share is None and len(devices) == 1 and all(map(takes_kernel, sums)):
+        if (share, after) == (None, None) and len(devices) == 1 and all(map(takes_kernel, sums)):
             (device,) = devices
             triton_ops.digest_(self._words[device], _as_words(sums), self._table_on(device))
             return StepKey(b"", self._words)
@@ -176,7 +179,7 @@ class NoiseKeys:
             made = self._digest([total for total in sums if total.device == device])
             digests.append(made if share is None else share(made))
         values = b"".join(_read(digest) for digest in digests)
-        return StepKey(self._derive("step", _BYTES, values))
+        return StepKey(self._derive("step", _BYTES, values + (after or b"")))
 
     def _digest(self, sums: Sequence[Tensor]) -> Tensor:
         """Hash sums on one device; two numbers of 64 bits."""
@@ -219,7 +222,7 @@ class StepKey:
         *,
         generator: torch.Generator | None = None,
     ) -> None:
-        self._key, self._words, self._generator = key, words or {}, generator
+        self.key, self._words, self._generator = key, words or {}, generator
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def words_on(self, device: torch.device) -> Tensor:
@@ -228,7 +231,7 @@ class StepKey:
             self._words[device] = _make_words(device)
             if self._generator is not None:
                 return self._words[device].random_(generator=self._generator)
-            made = _derive(self._key, str(device), 16)
+            made = _derive(self.key, str(device), 16)
             for at, eight in enumerate((made[:8], made[8:])):
                 self._words[device][at].fill_(_to_number(eight))
         return self._words[device]
@@ -240,10 +243,10 @@ class StepKey:
         if device not in self._generators:
             self._generators[device] = own = torch.Generator(device)
             if device.type != "cpu":
-                made = _derive(self._key, str(device), 8)
+                made = _derive(self.key, str(device), 8)
                 own.manual_seed(_to_number(made) & (2**63 - 1))
             else:
-                set_words(own, _derive_words(self._key, str(device)))
+                set_words(own, _derive_words(self.key, str(device)))
         return self._generators[device]
 
 

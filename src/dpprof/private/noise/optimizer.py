@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 
 from dpprof.private.contributions.sums import own_part, refuse_gradients
 from dpprof.private.engine.engine import Clipping
+from dpprof.private.noise.buffers import NoiseBuffers
 from dpprof.private.noise.inner_optimizers import refuse_optimizer
 from dpprof.private.noise.noise import NoiseOfStep, draw_secure_noise, refuse_insecure
 from dpprof.private.noise.noise_keys import NoiseKeys
 from dpprof.private.noise.schedules import NOISY, keep_to_batches
+from dpprof.private.noise.strategies import Strategy
 from dpprof.private.ranks.ranks import Settings
 
 HOOK = "_clipping_noise_hook"
@@ -62,6 +64,11 @@ class NoisyOptimizer(Optimizer):
             secret from its own, which may be seeded alike.
         secure_mode: Draw noise that withstands floating point attacks (``draw_secure_noise``), from
             the generator, which must be cryptographically secure, or from the operating system.
+        strategy: Correlates the noise of steps (``make_strategy``); None for independent noise. In
+            any ``strategy.folds`` consecutive steps a sample must take part at most once. With
+            ``banded`` each step in which it does is a mechanism of ``noise_multiplier``; with
+            ``bisr`` the whole training is one.
+        noise_buffers: Where past noise is kept: ``device``, or ``cpu`` for the host's memory.
 
     Raises:
         ValueError: A setting is out of its range.
@@ -115,6 +122,8 @@ class NoisyOptimizer(Optimizer):
         loss_reduction: str = "mean",
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
+        strategy: Strategy | None = None,
+        noise_buffers: str = "device",
     ) -> None:
         refuse_optimizer(optimizer)
         if not isinstance(clipping, Clipping):
@@ -152,8 +161,19 @@ class NoisyOptimizer(Optimizer):
         self.steps = 0
         """How many batches got noise; counted where it is drawn."""
 
+        self.buffers: NoiseBuffers | None = None
+        """Past noise, where that of steps is correlated."""
+
+        if strategy is not None:
+            if secure_mode:
+                raise ValueError(
+                    "secure_mode protects the floating point numbers of one sum under one draw, "
+                    "and correlated noise is several; leave out one of them"
+                )
+            self.buffers = NoiseBuffers(strategy, noise_buffers)
         made_with = {"rank": ranks.rank, "number of ranks": ranks.size}
         self._made_with = self.settings | made_with | {"stability": clipping.stability}
+        self._made_with["noise"] = "independent" if strategy is None else strategy.describe()
         self._batches_before = clipping.batches
         self._failures_before = clipping.failures
         self._is_noised = False
@@ -205,6 +225,11 @@ class NoisyOptimizer(Optimizer):
         }
 
     @property
+    def strategy(self) -> Strategy | None:
+        """How the noise of steps is correlated; None for independent noise."""
+        return None if self.buffers is None else self.buffers.strategy
+
+    @property
     def _step_supports_amp_scaling(self) -> bool:
         """Refuse ``GradScaler.step``, which reads this first."""
         raise RuntimeError(
@@ -229,7 +254,17 @@ class NoisyOptimizer(Optimizer):
         return 1
 
     def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
-        """Call a function with this optimizer before each step, as accountants ask for."""
+        """Call a function with this optimizer before each step, as accountants ask for.
+
+        Raises:
+            ValueError: Accountants that count steps do not know the strategy of the noise.
+        """
+        if self.strategy is not None and not self.strategy.is_sampled:
+            raise ValueError(
+                "bisr is one mechanism for all steps, which sampling does not amplify, and an "
+                "accountant would count each step; account for one Gaussian mechanism of this "
+                "noise_multiplier for each time that the noise begins anew"
+            )
         self.step_hook = fn
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
@@ -311,6 +346,8 @@ class NoisyOptimizer(Optimizer):
         """Verify what a step rests on, count it, and prepare its noise."""
         sums = self.clipping.sums
         sums.refuse_other_bound(self.max_grad_norm)
+        if self.strategy is not None:
+            self._refuse_beyond(self.strategy)
         ranks = self.clipping.ranks
         if ranks.is_sharded:
             self.clipping.shard_sums.refuse_other(self._settings_of_ranks())
@@ -318,6 +355,23 @@ class NoisyOptimizer(Optimizer):
             ranks.agree(self._settings_of_ranks())
         self.steps += 1
         self.keys.begin(self.steps, [own_part(total) for total in sums.total.values()])
+        if self.buffers is not None:
+            self.buffers.begin(self.keys.nonce)
+
+    def _refuse_beyond(self, strategy: Strategy) -> None:
+        """Refuse a step whose noise a strategy does not cover (``RuntimeError``)."""
+        if self.steps >= strategy.steps:
+            raise RuntimeError(
+                f"the noise was correlated for {strategy.steps:,} steps, and these are done; make "
+                "a strategy of more steps"
+            )
+        for name, value in self.settings.items():
+            if value != self._made_with[name]:
+                raise RuntimeError(
+                    f"{name} is {value}, and was {self._made_with[name]} when the strategy of the "
+                    "noise began: what a step takes back must be what another one added, so it "
+                    "stays the same; make a new NoisyOptimizer"
+                )
 
     def release(self) -> None:
         """Add noise to the sums, and move them to ``.grad``; a graph may hold this."""
@@ -326,25 +380,32 @@ class NoisyOptimizer(Optimizer):
             add = self._add_secure_noise_to
         else:
             own = [own_part(total) for total in sums.values()] if self._std > 0 else []
-            key = self.keys.bind(own, ranks.share if ranks.adds_up_in_step else None)
-            add = NoiseOfStep(self._std, self._divisor, key).add_to
+            buffers = self.buffers if own else None
+            after = None if buffers is None else buffers.key
+            key = self.keys.bind(own, ranks.share if ranks.adds_up_in_step else None, after)
+            add = NoiseOfStep(self._std, self._divisor, key, buffers).add_to
             del own
         # Whoever gives a generator expects its numbers in the order of parameters.
         joins = not self.secure_mode and self.generator is None
         for parameter, averaged in ranks.release_sums(sums, add, joins=joins):
             parameter.grad = averaged.to(parameter.dtype)
             del averaged  # before the next one gets noise
+        if self.buffers is not None:
+            self.buffers.end(key.key)
         self._is_noised = True
 
     def _settings_of_ranks(self) -> Settings:
         """Return what ranks must have alike before they step together."""
+        line = "" if self.buffers is None else f"{self.buffers.strategy} {self.buffers.done}"
         trained = (f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params)
         alike: dict[str, float | str] = {
             **{name: value or 0 for name, value in self.settings.items()},
             "stability": self.clipping.stability or 0,
             "the number of steps": self.steps,
             "the trained parameters": "\n".join(trained),
-            "what is reduced together": self.clipping.ranks.grouping,
+            "what is reduced together, or the line of correlated noise,": (
+                self.clipping.ranks.grouping + line
+            ),
         }
         return alike
 
@@ -361,8 +422,9 @@ class NoisyOptimizer(Optimizer):
 
     @property
     def _std(self) -> float:
-        """Standard deviation of the averaged gradient's noise."""
-        return float(self.noise_multiplier * self.max_grad_norm / self._divisor)
+        """Standard deviation of what is drawn for the averaged gradient's noise."""
+        scale = 1.0 if self.strategy is None else self.strategy.scale
+        return float(scale * self.noise_multiplier * self.max_grad_norm / self._divisor)
 
     @torch.no_grad()
     def _add_secure_noise_to(self, summed: Tensor, *others: Tensor) -> None:
@@ -376,6 +438,8 @@ class NoisyOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free gradients as PyTorch does; sums survive only a skipped step."""
         if not self._is_last_step_skipped:
+            if self.buffers is not None and self.clipping.batches != self._batches_before:
+                self.buffers.begin_anew()  # a batch is thrown away
             self._forget_sums()
         elif self.clipping.sums.owner is self:
             self.clipping.sums.forget_part()
@@ -384,6 +448,8 @@ class NoisyOptimizer(Optimizer):
 
     def discard(self) -> None:
         """Throw away the sums of a batch that is not finished: nothing of it is applied."""
+        if self.buffers is not None and self.is_within_a_batch:
+            self.buffers.begin_anew()
         self.clear_sums()
         self._step_skip_queue.clear()
         self._is_last_step_skipped = False
@@ -444,15 +510,18 @@ class NoisyOptimizer(Optimizer):
             RuntimeError: A batch is not finished.
         """
         self._refuse_within_a_batch("saved")
+        secrets = {
+            "noise": {} if self._is_of_system else self.keys.state_dict(),
+            "batches": self.clipping.batches,
+            "nonfinite_samples": self.clipping.nonfinite_samples_total,
+        }
+        if self.buffers is not None:
+            secrets["buffers"] = self.buffers.state_dict()
         privacy = {
             "made_with": dict(self._made_with),
             "settings": self.settings,
             "steps": self.steps,
-            "secrets": {
-                "noise": {} if self._is_of_system else self.keys.state_dict(),
-                "batches": self.clipping.batches,
-                "nonfinite_samples": self.clipping.nonfinite_samples_total,
-            },
+            "secrets": secrets,
         }
         return self.original_optimizer.state_dict() | {"privacy": privacy}
 
@@ -479,18 +548,8 @@ class NoisyOptimizer(Optimizer):
                 "this state has no 'privacy', as that of an optimizer without noise; load it into "
                 "optimizer.original_optimizer"
             )
-        for name, own in self._made_with.items():
-            other = privacy["made_with"].get(name)
-            if other != own:
-                raise ValueError(
-                    f"this state is of an optimizer that was made with {name} {other!r}, and this "
-                    f"one with {own!r}; {_INTO_INNER}"
-                )
         secrets = privacy.get("secrets") or {}
-        if exact and (not secrets.get("noise") or self._is_of_system):
-            raise ValueError(
-                "this state has no secrets, so its noise cannot be repeated; leave out exact=True"
-            )
+        self._refuse_other_state(privacy, secrets if exact else None)
         steps, batches, nonfinite = privacy["steps"], self.clipping.batches, 0
         if exact:
             batches, nonfinite = (secrets[name] for name in ("batches", "nonfinite_samples"))
@@ -507,9 +566,31 @@ class NoisyOptimizer(Optimizer):
             raise
         if not exact:
             self.keys.renew()
+        if self.buffers is not None:
+            self.buffers.begin_anew()
+            if exact:
+                self.buffers.load_state_dict(secrets["buffers"], self.keys.nonce)
         self.steps = steps
         self.clipping.batches = self._batches_before = batches
         self.clipping.nonfinite_samples_total = nonfinite
+
+    def _refuse_other_state(self, privacy: dict[str, Any], secrets: dict[str, Any] | None) -> None:
+        """Refuse a state of other settings, or whose secrets, where given, repeat no noise."""
+        for name, own in self._made_with.items():
+            other = privacy["made_with"].get(name)
+            if other != own:
+                raise ValueError(
+                    f"this state is of an optimizer that was made with {name} {other!r}, and this "
+                    f"one with {own!r}; {_INTO_INNER}"
+                )
+        if secrets is None:
+            return
+        if not secrets.get("noise") or self._is_of_system:
+            raise ValueError(
+                "this state has no secrets, so its noise cannot be repeated; leave out exact=True"
+            )
+        if self.buffers is not None:
+            self.buffers.refuse_other(secrets["buffers"])
 
     def __repr__(self) -> str:
         return repr(self.original_optimizer)
