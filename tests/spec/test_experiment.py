@@ -151,7 +151,7 @@ REFUSED = [
     {"quantization": "nf4"},
     {"lora": None, "trainable": None, "quantization": "int8"},
     {"lora": "rank=2", "quantization": "nf4", "dtype": "float64"},
-    {"lora": "rank=2", "quantization": "nf4", "parallel": "kind=fsdp,world_size=2"},
+    {"lora": "rank=2", "quantization": "int8", "parallel": "kind=fsdp,world_size=2"},
     {"lora": "rank=2", "model": IN_4_BITS, "quantization": "int8"},
     {"model": GPTQ},
     {"optimizer": "adamw-8bit", "parallel": "kind=fsdp,world_size=2"},

@@ -87,10 +87,10 @@ def _in_quantization(experiment: "Experiment") -> Iterator[str]:
         )
     if experiment.dtype == "float64":
         yield "quantization requires a dtype of at most 32 bits, and dtype is float64"
-    if _is_sharded(experiment):
+    if _is_sharded(experiment) and experiment.base_format == "int8":
         yield (
-            "quantization works with parallel ddp, and not with fsdp: shards of a quantised "
-            "weight lose its scales"
+            "quantization int8 works with parallel ddp, and not with fsdp: shards of its weights "
+            "lose their scales; use nf4, whose layers keep them"
         )
 
 
