@@ -117,7 +117,7 @@ def _in_formats(experiment: "Experiment") -> Iterator[str]:
             yield f"{name} {stored} requires dtype {stored}, but dtype is {dtype}"
     if trained not in ("float32", experiment.parameters_dtype):
         yield f"trained_dtype {trained} requires parameters_dtype {trained}"
-    if trained == "float16" and experiment.optimizer != "sgd":
+    if trained == "float16" and not experiment.optimizer.startswith("sgd"):
         yield (
             "trained_dtype float16 requires optimizer sgd: the second moments of AdamW and its "
             "epsilon vanish in float16, and parameters become NaN"

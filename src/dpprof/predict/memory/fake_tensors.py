@@ -68,15 +68,6 @@ class _FakeExpandedWeight(ExpandedWeight):
             return torch.Tensor._make_subclass(cls, carrier, require_grad=True)  # noqa: SLF001
 
 
-_RECOVERS = "fix_4bit_weight_quant_state_from_module"
-
-
-def _recover_state(layer: Any) -> None:
-    """Give a gathered weight its layer's scales; bitsandbytes makes a new parameter of it."""
-    if not hasattr(layer.weight, "quant_state"):
-        layer.weight.quant_state = layer.quant_state
-
-
 def _as_if_known(step: Callable[..., None]) -> Callable[..., None]:
     """Let an optimizer read 1 where it reads an element: it does the same, whatever it reads."""
 
@@ -98,8 +89,11 @@ def _fake_optimizers() -> Iterator[None]:
         if "bitsandbytes" in sys.modules:  # its 8-bit optimizers make a map, of its elements
             functional = import_bitsandbytes().functional
             within.enter_context(substitute(functional, "create_dynamic_map", make_dynamic_map))
+            # A gathered weight gets its layer's scales; bitsandbytes makes a new parameter of it.
+            recover = lambda layer: vars(layer.weight).update(quant_state=layer.quant_state)  # noqa: E731
             layers = import_bitsandbytes().nn.modules
-            within.enter_context(substitute(layers, _RECOVERS, _recover_state))
+            name = "fix_4bit_weight_quant_state_from_module"
+            within.enter_context(substitute(layers, name, recover))
         yield
 
 
