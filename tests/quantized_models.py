@@ -7,6 +7,7 @@ import torch
 from factory import make_experiment
 from small_models import one_by_one, private
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dpprof.experiments.config.experiment import Experiment
@@ -14,6 +15,7 @@ from dpprof.private.engine.book_keeping import BookKeeping
 from dpprof.private.layers.sample_losses import sample_losses
 from dpprof.subjects.batches import make_batch
 from dpprof.subjects.models.build import build_model
+from dpprof.subjects.models.distribute import find_blocks
 
 bitsandbytes: Any = pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -46,6 +48,24 @@ def build_qlora(name: str, quantization: str) -> tuple[nn.Module, tuple[Tensor, 
 
 def losses_of(model: nn.Module, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return sample_losses(model(ids, mask), labels)
+
+
+def plain_gradient_of_rank(quantization: str) -> tuple[Tensor, Tensor]:
+    """Return the gradient of a batch's mean loss by two ranks with shards, and by one alone."""
+    gradients = []
+    for is_sharded in (True, False):
+        model, batch = build_qlora("llama", quantization)
+        rows: Any = batch
+        if is_sharded:
+            for block in find_blocks(model):
+                fully_shard(block)
+            fully_shard(model)
+            rows = [tensor.chunk(2)[distributed.get_rank()] for tensor in batch]
+        losses_of(model, *rows).mean().backward()
+        trained: list[Any] = [p.grad for p in model.parameters() if p.requires_grad]
+        whole = (p.full_tensor() if is_sharded else p for p in trained)
+        gradients.append(torch.cat([gradient.flatten() for gradient in whole]))
+    return gradients[0], gradients[1]
 
 
 def step_of_rank(quantization: str, bound: float) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,15 @@ from functools import partial
 import peft
 import pytest
 import torch
-from quantized_models import B, bitsandbytes, build_qlora, losses_of, quantized_layers, step_of_rank
+from quantized_models import (
+    B,
+    bitsandbytes,
+    build_qlora,
+    losses_of,
+    plain_gradient_of_rank,
+    quantized_layers,
+    step_of_rank,
+)
 from small_models import FLAT, assert_exact, gradients, one_by_one, take_step
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -209,6 +217,13 @@ def test_replicas_on_two_ranks_take_the_step_of_one(quantization, pools) -> None
 
     for moved, expected in steps:
         assert (moved - expected).norm() <= 5e-6 * expected.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["nf4", "nf4-double"])
+def test_shards_on_two_ranks_have_the_plain_gradient_of_one(quantization, pools) -> None:
+    for sharded, whole in pools[2].compute(plain_gradient_of_rank, quantization):
+        torch.testing.assert_close(sharded, whole, rtol=1e-5, atol=1e-7)
 
 
 def test_after_remove_the_layers_are_what_they_were() -> None:

@@ -61,9 +61,11 @@ def test_hooks_keep_the_input_of_every_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "state"), [("adamw", 2 * P * 4 + TENSORS * 4), ("sgd", 0)], ids=["adamw", "sgd"]
+    ("optimizer", "state"),
+    [("adamw", 2 * P * 4 + TENSORS * 4), ("sgd", 0), ("sgd-momentum", P * 4)],
+    ids=["adamw", "sgd", "sgd-momentum"],
 )
-def test_optimizer_state_is_two_moments_and_the_steps(optimizer, state) -> None:
+def test_optimizer_state_is_its_moments_and_the_steps(optimizer, state) -> None:
     training = prepare("standard", optimizer=optimizer)
     training.step.run(training.batch, lambda _: None)
 

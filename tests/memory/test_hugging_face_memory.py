@@ -62,6 +62,11 @@ SLOW += [
     for fields in (LORA, whole, LORA | whole)
 ]
 SLOW += [
+    ("llama", method, {"optimizer": "sgd-momentum"} | fields)
+    for method in ("standard", "flash-bk", "flash", "opacus-hooks", "microbatch")
+    for fields in ({}, LORA | {"dtype": "bfloat16"})
+]
+SLOW += [
     (model, method, {"loop": loop, **fields})
     for model, method, loop in itertools.product(("gpt2", "llama"), ("standard", "flash-bk"), LOOPS)
     for fields in ({}, {"dtype": "bfloat16"}, in_16_bits("float16", **LORA))

@@ -41,6 +41,11 @@ EVERY = [
     for dtype in ("float32", "bfloat16")
 ]
 EVERY += [("llama", "flash", "kind=fsdp,world_size=2,reshard_after_forward=true", {})]
+EVERY += [
+    ("llama", "standard", f"kind=fsdp,world_size={size}", {"lora": "rank=2", "quantization": name})
+    for size in (2, 4)
+    for name in ("nf4", "nf4-double")
+]
 
 
 @pytest.fixture(autouse=True)

@@ -151,7 +151,7 @@ REFUSED = [
     {"quantization": "nf4"},
     {"lora": None, "trainable": None, "quantization": "int8"},
     {"lora": "rank=2", "quantization": "nf4", "dtype": "float64"},
-    {"lora": "rank=2", "quantization": "nf4", "parallel": "kind=fsdp,world_size=2"},
+    {"lora": "rank=2", "quantization": "int8", "parallel": "kind=fsdp,world_size=2"},
     {"lora": "rank=2", "model": IN_4_BITS, "quantization": "int8"},
     {"model": GPTQ},
     {"optimizer": "adamw-8bit", "parallel": "kind=fsdp,world_size=2"},
@@ -163,6 +163,14 @@ REFUSED = [
     {"parallel": {"kind": "ddp", "world_size": True}},
     {"parallel": "kind=ddp,world_size=2,ranks=2"},
     {"parallel": "kind=ddp,world_size=2,reshard_after_forward=true"},
+    {"dtype": "fp8"},
+    {"parallel": "kind=fsdp1,world_size=2"},
+    {"lora": "rank=2,use_dora=true"},
+    {"optimizer": "lamb"},
+    {"optimizer": "paged-adamw-8bit"},
+    {"attention": "flash_attention_2"},
+    {"head": "liger"},
+    {"checkpointing": "every-other"},
 ]
 
 

@@ -63,7 +63,9 @@ def choose_method(
         if draw is None:
             raise _NotPredictedError("without losses_of there is no step to trace")  # noqa: TRY301
         asked = {"batch_size": batch_size, "target": target, "memory_limit_bytes": room}
-        asked["optimizer"] = "sgd" if isinstance(optimizer, SGD) else "adamw"
+        asked["optimizer"] = "adamw"
+        if isinstance(optimizer, SGD):
+            asked["optimizer"] = "sgd-momentum" if optimizer.defaults["momentum"] else "sgd"
         chosen, why = compare(model, draw(), **asked)
     except _NotPredictedError as reason:
         chosen, why = DEFAULT, f"the default, since {str(reason)[:_REASON]}"

@@ -161,8 +161,9 @@ def set_up(
 
 def _make_optimizer(experiment: Experiment, parameters: Sequence[nn.Parameter]) -> Optimizer:
     rate = experiment.learning_rate
-    if experiment.optimizer == "sgd":
-        return SGD(parameters, lr=rate)
+    if experiment.optimizer.startswith("sgd"):
+        momentum = 0.9 if experiment.optimizer == "sgd-momentum" else 0.0
+        return SGD(parameters, lr=rate, momentum=momentum)
     if experiment.optimizer == "adafactor":
         return Adafactor(parameters, lr=rate)
     if experiment.optimizer == "adamw-8bit":

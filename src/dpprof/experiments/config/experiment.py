@@ -37,6 +37,7 @@ from dpprof.experiments.config.validation import InputError, read_model
 from dpprof.private.number_formats import SHORT
 from dpprof.system.files import canonical_json, sha256_hex
 
+Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adafactor", "sgd", "sgd-momentum"]
 ID_PATTERN = r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}"
 
 
@@ -92,11 +93,11 @@ class Experiment(Spec):
         description="float32; tf32 (float32 with TF32 matrix products, CUDA only); bfloat16 or "
         "float16 (autocast, parameters stay float32 unless other keys say so); float64",
     )
-    optimizer: Literal["adamw", "adamw-fused", "adamw-8bit", "adafactor", "sgd"] = Field(
+    optimizer: Optimizer = Field(
         "adamw",
         description="the optimizer that applies the gradient; adamw-fused is PyTorch's AdamW with "
         "fused=True, which reads and writes each number once; adamw-8bit is bitsandbytes' "
-        "AdamW8bit; adafactor is PyTorch's Adafactor",
+        "AdamW8bit; adafactor is PyTorch's Adafactor; sgd-momentum is SGD with momentum 0.9",
     )
     attention: Literal["sdpa", "eager", "opacus"] = Field(
         "sdpa",

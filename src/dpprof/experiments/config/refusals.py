@@ -87,10 +87,10 @@ def _in_quantization(experiment: "Experiment") -> Iterator[str]:
         )
     if experiment.dtype == "float64":
         yield "quantization requires a dtype of at most 32 bits, and dtype is float64"
-    if _is_sharded(experiment):
+    if _is_sharded(experiment) and experiment.base_format == "int8":
         yield (
-            "quantization works with parallel ddp, and not with fsdp: shards of a quantised "
-            "weight lose its scales"
+            "quantization int8 works with parallel ddp, and not with fsdp: shards of its weights "
+            "lose their scales; use nf4, whose layers keep them"
         )
 
 
@@ -117,7 +117,7 @@ def _in_formats(experiment: "Experiment") -> Iterator[str]:
             yield f"{name} {stored} requires dtype {stored}, but dtype is {dtype}"
     if trained not in ("float32", experiment.parameters_dtype):
         yield f"trained_dtype {trained} requires parameters_dtype {trained}"
-    if trained == "float16" and experiment.optimizer != "sgd":
+    if trained == "float16" and not experiment.optimizer.startswith("sgd"):
         yield (
             "trained_dtype float16 requires optimizer sgd: the second moments of AdamW and its "
             "epsilon vanish in float16, and parameters become NaN"

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from dpprof.experiments.config.closest import find_closest
 from dpprof.system.files import read_json
 
 Read = TypeVar("Read", bound=BaseModel)
@@ -167,7 +168,7 @@ def _sentence(
         unknown, parent = str(location[-1]), _key(location[:-1])
         allowed = one_of(_allowed_keys(model, location[:-1]), unknown)
         where = f" in {parent}" if parent else ""
-        return f"unknown key {_repr.repr(unknown)}{where}; {allowed}"
+        return f"unknown key {_repr.repr(unknown)}{where}; {allowed}{find_closest(parent, unknown)}"
     message = problem["msg"].removeprefix("Value error, ")
     message = re.sub(r"^(Input|String|List|Dictionary) should", "it must", message)
     message = re.sub(r"^Keys should", "its keys must", message)
@@ -180,7 +181,7 @@ def _sentence(
     if not key and problem["type"] == "value_error":
         return message  # keys contradict one another, and the message names them
     spelled = spell(key) if options else key
-    return str(refuse(spelled or "the configuration", value, message))
+    return str(refuse(spelled or "the configuration", value, message + find_closest(key, value)))
 
 
 _in_a_command: ContextVar[bool] = ContextVar("in_a_command", default=False)

@@ -89,6 +89,11 @@ def _fake_optimizers() -> Iterator[None]:
         if "bitsandbytes" in sys.modules:  # its 8-bit optimizers make a map, of its elements
             functional = import_bitsandbytes().functional
             within.enter_context(substitute(functional, "create_dynamic_map", make_dynamic_map))
+            # A gathered weight gets its layer's scales; bitsandbytes makes a new parameter of it.
+            recover = lambda layer: vars(layer.weight).update(quant_state=layer.quant_state)  # noqa: E731
+            layers = import_bitsandbytes().nn.modules
+            name = "fix_4bit_weight_quant_state_from_module"
+            within.enter_context(substitute(layers, name, recover))
         yield
 
 

@@ -189,9 +189,9 @@ def count_unquantized_experts(model: nn.Module, experiment: Experiment) -> int:
 def scales_of(layer: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors by which a layer's quantised weight is scaled; no parameter holds them."""
     weight = layer._parameters.get("weight")  # noqa: SLF001 (adapters have a property of this name)
-    if weight is None or not is_quantized(weight):
+    state = getattr(weight, "quant_state", None) or getattr(layer, "quant_state", None)
+    if state is None and not hasattr(weight, "SCB"):
         return
-    state = getattr(weight, "quant_state", None)
     for holder in (state, getattr(state, "state2", None), getattr(layer, "state", None), weight):
         for name in ("absmax", "code", "offset", "SCB"):
             scale = vars(holder).get(name) if holder is not None else None
