@@ -83,12 +83,13 @@ class _Recorder:
         self.steps: list[Step] = []
         self.faults: list[str] = []
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        self.before = self.read_weights()
-        self.expected: tuple[list[Tensor], Any] = ([], None)
+        self.before = [p.detach().clone() for p in self.names]
+        self.expected = self.left = None
         self.options = ""
 
-    def read_weights(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self.names]
+    def describe(self, optimizer: Optimizer) -> list[str]:
+        """Write the weights, and the optimizer's state."""
+        return _flat([list(self.names), list(optimizer.state.values())])
 
     def own(self, optimizer: Optimizer) -> list[nn.Parameter]:
         every = [p for group in optimizer.param_groups for p in group["params"]]
@@ -101,8 +102,8 @@ class _Recorder:
         if not own:
             return
         at = len(self.steps) + 1
-        if any(map(_differ, self.read_weights(), self.before)):
-            self.faults.append(f"step {at}: weights changed before it")
+        if self.left is not None and self.describe(optimizer) != self.left:
+            self.faults.append(f"step {at}: weights or state changed before it")
         twins = {p: nn.Parameter(p.detach().clone()) for p in own}
         groups = [
             {**group, "params": [twins[p] for p in group["params"]]}
@@ -113,11 +114,8 @@ class _Recorder:
         other = type(optimizer)(groups)
         other.state.update({twins[p]: copy.deepcopy(state) for p, state in optimizer.state.items()})
         other.step()
-        self.expected = [*twins.values()], list(other.state.values())
-        plain = [
-            {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
-        ]
-        self.options = str(plain)
+        self.expected = _flat([[*twins.values()], list(other.state.values())])
+        self.options = str([{**group, "params": None} for group in optimizer.param_groups])
 
     @torch.no_grad()
     def end(self, optimizer: Optimizer, *_: Any) -> None:
@@ -125,15 +123,15 @@ class _Recorder:
         own = self.own(optimizer)
         if not own:
             return
-        at, (weights, state) = len(self.steps) + 1, self.expected
-        if any(map(_differ, own, weights)) or _flat(list(optimizer.state.values())) != _flat(state):
+        at = len(self.steps) + 1
+        if _flat([own, list(optimizer.state.values())]) != self.expected:
             self.faults.append(f"step {at}: weights or state follow from more than gradients")
         held = {name: p for name, p in self.model.named_parameters() if p not in self.names}
         held |= dict(self.model.named_buffers())
         self.steps.append(
             Step(
                 {
-                    self.names[p]: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                    self.names[p]: (torch.zeros_like(p) if p.grad is None else p.grad.clone())
                     for p in own
                 },
                 {name: tensor.detach().clone() for name, tensor in held.items()},
@@ -144,10 +142,7 @@ class _Recorder:
         self.samples.drawn.clear()
         for p, before in zip(self.names, self.before, strict=True):
             p.copy_(before)
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    return not torch.equal(one, other)
+        self.left = self.describe(optimizer)
 
 
 def _flat(value: Any) -> list[str]:
@@ -164,13 +159,12 @@ def _listening(told: dict[str, Any]) -> Iterator[None]:
     out, err, lines = io.StringIO(), io.StringIO(), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    loggers = [logging.getLogger(name) for name in (None, "transformers", "dpprof")]
-    loggers = [one for one in loggers if one.parent is None or not one.propagate]
-    levels = {one: one.level for one in (*loggers, *map(logging.getLogger, ("dpprof",)))}
+    loggers = [logging.getLogger(name) for name in ("transformers", "dpprof")]
+    before = [(one.level, one.propagate) for one in loggers]
     for one in loggers:
-        one.addHandler(handler)
-    for one in levels:
-        one.setLevel(logging.INFO)
+        one.propagate = True
+        one.setLevel(logging.INFO)  # which also clears what is cached
+    logging.root.addHandler(handler)
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
@@ -180,9 +174,9 @@ def _listening(told: dict[str, Any]) -> Iterator[None]:
         try:
             yield
         finally:
-            for one in loggers:
-                one.removeHandler(handler)
-            for one, level in levels.items():
+            logging.root.removeHandler(handler)
+            for one, (level, propagates) in zip(loggers, before, strict=True):
+                one.propagate = propagates
                 one.setLevel(level)
     errors = [line for line in re.split(r"[\r\n]", err.getvalue()) if "Writing model" not in line]
     told |= {"printed": (out.getvalue(), errors), "logged": lines}  # bars tell how fast files are
@@ -262,7 +256,7 @@ def name_leaks(one: Run, other: Run, *, bound: float, divisor: float) -> list[st
             for name in sorted(held)
             if name not in own.held
             or name not in others.held
-            or _differ(own.held[name], others.held[name])
+            or not torch.equal(own.held[name], others.held[name])
         ]
         if own.options != others.options:
             leaks.append(f"step {at}: options of the optimizer")
