@@ -90,6 +90,7 @@ def test_a_right_training_is_below_its_epsilon_and_one_that_tells_too_little_is_
     assert not found.exceeds
     assert "which this does not contradict. It is no proof" in str(found)
 
+    assert run(partial(train, told=math.nan)).exceeds
     found = run(partial(train, told=0.5))
     assert found.exceeds
     assert str(found).startswith("NOT AS PRIVATE AS ITS ACCOUNTANT SAYS, which is epsilon 0.50")

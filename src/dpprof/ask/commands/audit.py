@@ -37,11 +37,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise refuse("training", arguments.training, "name a function, as package.module:name")
         registry.check("models", arguments.training, "training")
         parts = registry.load("models", arguments.training)()
-    audit = importlib.import_module("dpprof.private").audit
-    given = {name: getattr(arguments, name) for name in ("delta", "canaries", "confidence")}
-    found = audit(*parts, **given)
-    say(str(found))
-    if found.exceeds:
+    audited = importlib.import_module("dpprof.private").audit(
+        *parts,
+        delta=arguments.delta,
+        canaries=arguments.canaries,
+        confidence=arguments.confidence,
+    )
+    say(str(audited))
+    if audited.exceeds:
         sys.exit(1)
 
 
