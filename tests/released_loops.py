@@ -8,6 +8,7 @@ import torch
 from one_call import seeded
 from releases import Run, record
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
@@ -46,7 +47,8 @@ def train(
     model: nn.Module, samples: Any, *, seed: int = 3, resumes_after: int = 0, **options: Any
 ) -> dict[str, Any]:
     """Train by ``make_private``, as its documents show; returns what may be published beside."""
-    trained = nn.parallel.DistributedDataParallel(model) if distributed.is_initialized() else model
+    is_replica = distributed.is_initialized() and not isinstance(model, FSDPModule)
+    trained = nn.parallel.DistributedDataParallel(model) if is_replica else model
     compute = partial(losses_of, trained)
 
     def begin(noise: int) -> Any:
@@ -67,14 +69,23 @@ def train(
                 private = begin(0)
                 private.load_state_dict(state, exact=True)
                 break
-    Path("out").mkdir()
-    torch.save(split_secrets(private.state_dict())[0], "out/state.pt")
+    if not isinstance(model, FSDPModule):
+        Path("out").mkdir()
+        torch.save(split_secrets(private.state_dict())[0], "out/state.pt")
     private.remove()
     return {"guarantee": private.guarantee}
 
 
-def record_rank(folder: Path, *, has_canary: bool, seed: int, noise: float) -> Run:
+def build_shards() -> nn.Module:
+    """Build the model, and shard it over all ranks."""
+    model = build()
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+def record_rank(folder: Path, *, shards: bool, has_canary: bool, seed: int, noise: float) -> Run:
     """Record a training on this rank."""
     own = folder / str(distributed.get_rank())
     training = partial(train, seed=seed, noise_multiplier=noise)
-    return record(build, training, draw(has_canary=has_canary), own)
+    make = build_shards if shards else build
+    return record(make, training, draw(has_canary=has_canary), own)

@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 from scipy.stats import binom, chi2
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -131,10 +132,10 @@ class _Recorder:
         self.steps.append(
             Step(
                 {
-                    self.names[p]: (torch.zeros_like(p) if p.grad is None else p.grad.clone())
+                    self.names[p]: own_part(torch.zeros_like(p) if p.grad is None else p.grad)
                     for p in own
                 },
-                {name: tensor.detach().clone() for name, tensor in held.items()},
+                {name: own_part(tensor) for name, tensor in held.items()},
                 self.options,
                 self.samples.drawn[:],
             )
@@ -145,10 +146,16 @@ class _Recorder:
         self.left = self.describe(optimizer)
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """Copy a tensor, or this rank's shard of it."""
+    tensor = tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+
+
 def _flat(value: Any) -> list[str]:
     """Write a structure's leaves, tensors with all their bits."""
     return [
-        str(leaf.detach().double().tolist()) if isinstance(leaf, Tensor) else str(leaf)
+        str(own_part(leaf).double().tolist()) if isinstance(leaf, Tensor) else str(leaf)
         for leaf in pytree.tree_leaves(value)
     ]
 

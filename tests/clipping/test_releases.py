@@ -123,7 +123,7 @@ def compare(run: Run, neighbour: Run) -> list[str]:
     """Name leaks of neighbours; where there are none, steps move by the canary alone."""
     named = name_leaks(run, neighbour, bound=BOUND, divisor=BATCH)
     if not named:
-        assert run.told["raised"] is None, run.told["raised"]
+        assert run.told.get("raised") is None, run.told["raised"]
         assert len(run.steps) == STEPS
         for own, others in zip(run.steps, neighbour.steps, strict=True):
             pairs = [(own.gradients[name], others.gradients[name]) for name in own.gradients]
@@ -186,22 +186,36 @@ def test_a_captured_loop_releases_noisy_sums_alone(tmp_path, monkeypatch) -> Non
     assert named == []
 
 
-def test_two_ranks_release_noisy_sums_alone(tmp_path, pools) -> None:
+def join(ranks: list[Run], *, shards: bool) -> Run:
+    """Join what ranks drew, and the shards of gradients that each has."""
+    steps = []
+    for both in zip(*(rank.steps for rank in ranks), strict=True):
+        gradients = {
+            f"{name} of rank {at}": part
+            for at, step in enumerate(both if shards else both[:1])
+            for name, part in step.gradients.items()
+        }
+        drawn = [sample for step in both for sample in step.drawn]
+        steps.append(both[0]._replace(gradients=gradients, drawn=drawn))
+    told = {
+        f"{name} of rank {at}": one.told[name] for at, one in enumerate(ranks) for name in one.told
+    }
+    return Run(steps, told, [fault for one in ranks for fault in one.faults])
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp"])
+def test_two_ranks_release_noisy_sums_alone(shards, tmp_path, pools) -> None:
     """Their noise is bound to the sums, so that neighbours are compared without noise."""
 
     def run(name, *, has_canary=True, seed=3, noise=NOISE):
-        given = {"has_canary": has_canary, "seed": seed, "noise": noise}
-        return pools[2].compute(record_rank, tmp_path / name, **given)
+        given = {"has_canary": has_canary, "seed": seed, "noise": noise, "shards": shards}
+        return join(pools[2].compute(record_rank, tmp_path / name, **given), shards=shards)
 
-    silent, neighbours = run("silent", noise=0.0), run("neighbour", has_canary=False, noise=0.0)
-    for at, (own, other) in enumerate(zip(silent, neighbours, strict=True)):
-        assert name_leaks(own, other, bound=BOUND, divisor=BATCH) == []
-        assert any(CANARY in step.drawn for step in own.steps) == (at == CANARY % 2)
-    ranks, others = run("noise"), run("other", seed=4)
-    for own, other in zip(ranks, others, strict=True):
-        assert own.told["raised"] is None
-        assert name_wrong_noise(own, other, NOISE * BOUND / BATCH) == []
-    pairs = zip(*(rank.steps for rank in ranks), strict=True)
-    joint = [one._replace(drawn=one.drawn + other.drawn) for one, other in pairs]
-    assert len(joint) == STEPS
-    assert name_wrong_draws(ranks[0]._replace(steps=joint), RATE, SAMPLES) == []
+    silent, neighbour = run("silent", noise=0.0), run("neighbour", has_canary=False, noise=0.0)
+    ranks, other = run("noise"), run("other", seed=4)
+    for one in (silent, ranks):
+        assert [one.told[f"raised of rank {at}"] for at in range(2)] == [None, None]
+        assert len(one.steps) == STEPS
+    assert compare(silent, neighbour) == []
+    assert name_wrong_noise(ranks, other, NOISE * BOUND / BATCH) == []
+    assert name_wrong_draws(ranks, RATE, SAMPLES) == []
