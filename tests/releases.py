@@ -297,11 +297,12 @@ def name_wrong_noise(one: Run, other: Run, std: float) -> list[str]:
             noise = (gradient - others.gradients[name]).flatten().double() / (math.sqrt(2) * std)
             place = f"step {at}: {name}"
             noises[place] = noise
-            squares, count = float(noise.square().sum()), len(noise)
             if not noise.any():
                 wrong.append(f"{place} gets no noise")
-            elif _is_odd(squares, count):
-                wrong.append(f"{place} gets {math.sqrt(squares / count):.3g} times its noise")
+    for name in one.steps[0].gradients:
+        every = torch.cat([noise for place, noise in noises.items() if place.endswith(f": {name}")])
+        if _is_odd(squares := float(every.square().sum()), len(every)):
+            wrong.append(f"{name} gets {math.sqrt(squares / len(every)):.3g} times its noise")
     for (place, noise), (later, repeated) in combinations(noises.items(), 2):
         shared = min(len(noise), len(repeated))
         a, b = noise[:shared], repeated[:shared]
