@@ -1,17 +1,16 @@
 """What leaves a private training beside weights: nothing of its samples, and no secrets."""
 
 import dataclasses
-import logging
 import math
-import re
 import stat
-import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from one_call import seeded
+from releases import name_leaks, name_wrong_noise, record
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -19,10 +18,7 @@ transformers = pytest.importorskip("transformers")
 from dpprof.private.loop.private_trainer import PrivacyArguments, PrivateTrainer  # noqa: E402
 from dpprof.private.loop.secret_files import join_secrets, split_secrets  # noqa: E402
 
-ROWS, T, V = 12, 5, 17
-
-WEIGHTS = {"model.safetensors", "optimizer.pt"}
-"""What is released with noise, and so may differ."""
+ROWS, T, V, BOUND, CANARY = 12, 5, 17, 0.3, 9
 
 EVENTS = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
 
@@ -50,20 +46,34 @@ def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
 
 
-def make(*, canary: bool = False, privacy: Any = (), **options: Any) -> PrivateTrainer:
+def draw(canary: str = "none") -> list[dict[str, Tensor]]:
+    """Draw samples; one may be a canary, or nothing, and four more canaries may follow."""
+    generator = seeded(4)
+    ids = [torch.randint(1, V, (T,), generator=generator) for _ in range(ROWS)]
+    rows = [{"input_ids": one, "labels": torch.tensor(at % 3)} for at, one in enumerate(ids)]
+    far = {"input_ids": torch.full((40,), V - 1), "labels": torch.tensor(2)}
+    if canary == "nothing":
+        rows[CANARY] = {"input_ids": torch.ones(1, dtype=torch.long), "labels": torch.tensor(-100)}
+    elif canary != "none":
+        rows[CANARY] = far
+    return rows + 4 * [far] if canary == "more" else rows
+
+
+def build() -> torch.nn.Module:
     torch.manual_seed(0)
-    draw = seeded(4)
-    rows = [
-        {"input_ids": torch.randint(1, V, (T,), generator=draw), "labels": torch.tensor(at % 3)}
-        for at in range(ROWS)
-    ]
-    if canary:
-        rows += 5 * [{"input_ids": torch.full((40,), V - 1), "labels": torch.tensor(2)}]
     sizes = {"vocab_size": V, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
+    sizes |= {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}  # padding shifts draws
     config = transformers.BertConfig(**sizes, num_attention_heads=2, pad_token_id=0, num_labels=3)
     model = transformers.BertForSequenceClassification(config)
     with torch.no_grad():
         model.classifier.weight.mul_(300)  # losses are far apart
+    return model
+
+
+def make(
+    *, model: Any = None, rows: Any = None, privacy: Any = (), **options: Any
+) -> PrivateTrainer:
+    rows = draw() if rows is None else rows
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 3}
     settings |= {"output_dir": "out", "use_cpu": True, "report_to": [], "disable_tqdm": True}
     settings |= {"save_steps": 1, "logging_steps": 1}
@@ -71,74 +81,50 @@ def make(*, canary: bool = False, privacy: Any = (), **options: Any) -> PrivateT
     given |= {"expected_batch_size": 6, "sampling_generator": seeded(1)}
     given |= {"noise_generator": seeded(2)}
     return PrivateTrainer(
-        model=model,
+        model=build() if model is None else model,
         args=transformers.TrainingArguments(**settings | options),
         train_dataset=rows,
         eval_dataset=rows[:2] if "eval_strategy" in options else None,
         data_collator=pad,
-        privacy=PrivacyArguments(max_grad_norm=0.3, **given | dict(privacy)),
+        privacy=PrivacyArguments(max_grad_norm=BOUND, **given | dict(privacy)),
     )
 
 
-def read(path: Path) -> Any:
-    """Read a file; of TensorBoard's all but the times."""
-    if "tfevents" not in path.name:
-        return path.read_bytes()
-    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
-    events = list(loader.EventFileLoader(str(path)).Load())
-    for one in events:
-        one.wall_time = 0
-    return [str(one) for one in events]
+def train_and_save(model, rows, *, seed=2, **privacy: Any) -> dict[str, Any]:
+    """Train, and save and return all that a trainer has to tell."""
+    options = {"report_to": ["tensorboard"], "skip_memory_metrics": False, "optim": "sgd"}
+    privacy |= {"noise_generator": seeded(seed)}
+    trainer = make(model=model, rows=rows, privacy=privacy, max_steps=2, **options)
+    trainer.add_callback(spy := Spy())
+    done = trainer.train()
+    trainer.save_state()
+    trainer.log_metrics("train", done.metrics)
+    trainer.save_metrics("train", done.metrics)
+    return {"returned": done, "callbacks": spy.told, "history": trainer.state.log_history}
 
 
 @pytest.mark.parametrize("log_private", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_nothing_but_weights_tells_of_a_sample(
-    log_private, tmp_path, monkeypatch, capfd, caplog
-) -> None:
-    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=1))
+def test_nothing_but_weights_tells_of_a_sample(log_private, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "out/board")
-    caplog.set_level(logging.INFO)
-    for name in ("transformers", "dpprof"):
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-        monkeypatch.setattr(logging.getLogger(name), "level", logging.INFO)
-    found, weights = [], []
-    for canary in (False, True):
-        folder = tmp_path / str(canary)
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        caplog.clear()
-        trainer = make(
-            canary=canary,
-            report_to=["tensorboard"],
-            skip_memory_metrics=False,
-            max_steps=2,
-            privacy={"log_private": log_private},
-        )
-        trainer.add_callback(spy := Spy())
-        done = trainer.train()
-        trainer.save_state()
-        trainer.log_metrics("train", done.metrics)
-        trainer.save_metrics("train", done.metrics)
-        out, err = capfd.readouterr()  # with bars that tell how fast weights were written
-        lines = [line for line in re.split(r"[\r\n]", err) if not line.startswith("Writing model")]
-        told = {"returned": str(done), "printed": (out, lines), "callbacks": spy.told}
-        told |= {"logged": caplog.messages, "history": str(trainer.state.log_history)}
-        for path in sorted(Path("out").rglob("*")):
-            name = "board" if "tfevents" in path.name else str(path)
-            if path.is_file() and path.name not in WEIGHTS:
-                told[name] = read(path)
-        found.append(told)
-        weights.append(weights_of(trainer))
+    train = partial(train_and_save, log_private=log_private)
+    names = ("nothing", "far", "more")
+    nothing, far, more = (record(build, train, draw(name), tmp_path / name) for name in names)
+    other = record(build, partial(train, seed=3), draw("far"), tmp_path / "noise")
 
-    assert not torch.equal(*weights)
-    differing = {name for name in found[0] | found[1] if found[0].get(name) != found[1].get(name)}
+    assert far.told["raised"] is None
+    for own, others in zip(far.steps, nothing.steps, strict=True):
+        assert not torch.equal(*(one.gradients["classifier.weight"] for one in (own, others)))
     states = {f"out/{at}trainer_state.json" for at in ("", *(f"checkpoint-{n}/" for n in (1, 2)))}
     metrics = {"out/all_results.json", "out/train_results.json"}
-    told = {"returned", "printed", "callbacks", "history", "board"}
-    assert differing == (states | metrics | told if log_private else set())
-    assert len(found[0]) > 15
-    assert math.isnan(done.training_loss) is not log_private
-    logged = {name for one in trainer.state.log_history for name in one}
+    told = {"returned", "printed", "callbacks", "history", "out/board"}
+    expected = states | metrics | told if log_private else set()
+    for run, bound in ((far, BOUND), (more, math.inf)):  # with more samples, others are drawn
+        named = name_leaks(run, nothing, bound=bound, divisor=6)
+        assert {name for name in named if "which samples are drawn" not in name} == expected
+    assert name_wrong_noise(far, other, BOUND / 6) == []
+    assert len(far.told) > 15
+    assert math.isnan(far.told["returned"].training_loss) is not log_private
+    logged = {name for one in far.told["history"] for name in one}
     public = {"learning_rate", "epoch", "step", "epsilon", "noise_multiplier"}
     assert logged == public or log_private
 

@@ -13,6 +13,8 @@ from dpprof.private.lazy_imports import import_at_first_use
 
 if TYPE_CHECKING:
     from dpprof.private.capture.captured_step import CapturedStep as CapturedStep
+    from dpprof.private.checks.audit import Audited as Audited
+    from dpprof.private.checks.audit import audit as audit
     from dpprof.private.checks.check import check as check
     from dpprof.private.checks.comparison import Checked as Checked
     from dpprof.private.checks.settings import Mechanism as Mechanism
@@ -37,9 +39,11 @@ if TYPE_CHECKING:
     from dpprof.private.samples.company import WrongTrainingError as WrongTrainingError
 
 _MODULES = {
+    "Audited": "dpprof.private.checks.audit",
     "Checked": "dpprof.private.checks.comparison",
     "Mechanism": "dpprof.private.checks.settings",
     "WrongTrainingError": "dpprof.private.samples.company",
+    "audit": "dpprof.private.checks.audit",
     "check": "dpprof.private.checks.check",
     "BookKeeping": "dpprof.private.engine.book_keeping",
     "CapturedStep": "dpprof.private.capture.captured_step",

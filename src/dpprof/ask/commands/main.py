@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, str] = {
     "explain": "say why one run needs more memory than another, to the byte",
     "compare": "say what got worse from one folder of results to another",
     "verify": "prove that a method computes the reference's clipped gradient",
+    "audit": "find a lower bound on the epsilon of a private training of your own",
     "ceilings": "measure what a device can do at most",
     "tables": "write tables of results",
     "figure": "draw one figure of tables",
