@@ -9,7 +9,7 @@ from dpprof.experiments.records.step_costs import Allocator
 from dpprof.predict import capacity, tracing
 from dpprof.predict import estimate as estimating
 from dpprof.predict.capacity import back_off, search
-from dpprof.predict.estimate import estimate
+from dpprof.predict.estimate import Traces, _Family, estimate
 from dpprof.predict.memory.pattern import Pattern, Sizes
 from dpprof.private.errors import UnsupportedError
 
@@ -129,6 +129,27 @@ def test_a_guess_that_is_not_confirmed_changes_no_answer(wrong, monkeypatch) -> 
     assert told.model_dump(exclude=ignored) == wanted.model_dump(exclude=ignored)
     for batch_size in told.estimates.keys() & wanted.estimates.keys():
         assert told.estimates[batch_size] == wanted.estimates[batch_size]
+
+
+def test_a_large_batch_with_steps_of_its_own_needs_few_traces(monkeypatch) -> None:
+    """From 513 samples the norm of a lookup takes its columns in four parts."""
+    fields = {"model": MODEL | {"d_model": 64, "layers": 7}, "method": "flash-bk", "seq_len": 512}
+    fields |= {"device": "cuda", "target": TARGET, "memory_limit_bytes": 13 * 2**30}
+    experiment, traced = make_experiment(**fields), []
+    trace = Traces._trace
+    monkeypatch.setattr(
+        Traces,
+        "_trace",
+        lambda traces, *key: traced.append(key) or trace(traces, *key),
+    )
+    told = capacity.measure(experiment, lambda _: None).capacity
+    assert told.safe_batch_size > 512
+    assert len(set(traced)) <= 10
+
+    monkeypatch.setattr(_Family, "reaches", lambda family, batch: family.has_measured(batch))
+    wanted = capacity.measure(experiment, lambda _: None).capacity
+    ignored = {"estimates", "next_peak_bytes"}
+    assert told.model_dump(exclude=ignored) == wanted.model_dump(exclude=ignored)
 
 
 def test_on_a_cpu_a_safe_batch_leaves_a_tenth_of_the_memory() -> None:

@@ -180,9 +180,9 @@ class _Batches:
         """Find the largest batch whose peak is within each share of the budget; None for none."""
         more = self.least + FURTHER
         if more <= MOST and not self._traces.rule_out(self.least, more, self.budget):
-            guess = self._traces.frame(more, self.budget)
+            guess = min(self._traces.frame(more, self.budget), MOST)
             self._peak(more)
-            if self.least < guess < more:
+            if guess > self.least:
                 self._peak(guess)
         budgets = (int(share * self.budget) for share in shares)
         return [search(self._peak, budget, self.peaks, least=self.least) for budget in budgets]

@@ -5,6 +5,7 @@ Where the blocks of a model are equal, few of them are traced, and the whole fol
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -31,6 +32,10 @@ _LINE = 3
 
 _SPARE = 20
 """A batch that should be too large exceeds a guess by one part in so many of the way there."""
+
+_WITHIN = 3
+"""A batch that should fit, whatever fragments memory, is smaller than a guess by one part in so
+many."""
 
 
 def estimate(experiment: Experiment, enter: Enter) -> Measurement:
@@ -157,18 +162,29 @@ class Traces:
     def frame(self, batch_size: int, budget: int) -> int:
         """Trace a batch, and return one that may need about the budget.
 
-        The sizes of one that is a little too large are guessed.
+        The sizes of one that is a little too large are guessed. Where it has other atoms, it is
+        traced, and the sizes of one that is well within the budget are guessed.
         """
         try:
             family = self._measure(batch_size)
-            guess = family.guess_batch(batch_size, budget)
-            if guess > batch_size and self._interpolating:
-                too_large = guess + (guess - batch_size) // _SPARE + 2
-                more = self._trace(too_large, family.blocks.count + 1)
-                family.guess(too_large, more.recording, batch_size)
         except NotAlikeError:
             return batch_size
+        guess = family.guess_batch(batch_size, budget)
+        if guess <= batch_size or not self._interpolating:
+            return guess
+        too_large = guess + (guess - batch_size) // _SPARE + 2
+        try:
+            self._guess(family, too_large, batch_size)
+        except NotAlikeError:
+            with suppress(NotAlikeError):
+                family = self._measure(too_large)
+                guess = max(family.guess_batch(too_large, budget), batch_size)
+                self._guess(family, guess - guess // _WITHIN, too_large)
         return guess
+
+    def _guess(self, family: "_Family", batch_size: int, traced: int) -> None:
+        more = self._trace(batch_size, family.blocks.count + 1)
+        family.guess(batch_size, more.recording, traced)
 
     def _find_footprint(self, batch_size: int) -> Footprint:
         if self._interpolating:

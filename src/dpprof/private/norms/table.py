@@ -47,7 +47,7 @@ def number_ids(ids_BT: Tensor) -> Tensor:
 
 
 def square_lookup(ids_BT: Tensor, g_BTd: Tensor) -> Squares:
-    """Sum output gradients by id, as many columns at a time as the workspace holds.
+    """Sum output gradients by id, in as few equal parts of columns as the workspace asks for.
 
     Returns:
         Squares in float32, or float64 for float64. An id sums at most T gradients, so rounding is
@@ -59,9 +59,10 @@ def square_lookup(ids_BT: Tensor, g_BTd: Tensor) -> Squares:
     numbers_BT = number_ids(ids_BT) + first_B1
     squares_B = g_BTd.new_zeros(B, dtype=accumulator)
     workspace_bytes = ON_GPU_BYTES if placement.is_cuda(g_BTd) else WORKSPACE_BYTES
-    room = workspace_bytes // (2 * accumulator.itemsize * max(1, B * T))
-    width = max(1, room, -(-d // BATCHES))
-    for columns in spans(d, width):
+    parts = max(1, -(-2 * accumulator.itemsize * B * T * d // workspace_bytes))
+    # Powers of two: no part is left with few columns, and few batches have steps of their own.
+    parts = min(BATCHES, 1 << (parts - 1).bit_length())
+    for columns in spans(d, max(1, -(-d // parts))):
         sums = torch.ops.aten.embedding_dense_backward(
             g_BTd[:, :, columns].to(accumulator), numbers_BT, B * T, -1, False
         )
