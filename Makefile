@@ -90,6 +90,7 @@ perf: install
 	python perf/methods.py --output perf/methods.md --figure docs/images/methods.png
 	python perf/monitor.py --output perf/monitor.md
 	python perf/trainer.py --output perf/trainer.md
+	python perf/correlated.py --output perf/correlated.md
 	python perf/host_time.py --output perf/host_time.md
 	python perf/scale.py --output perf/scale.md
 
