@@ -23,13 +23,14 @@ from transformers import BatchEncoding, Trainer
 from transformers.debug_utils import DebugOption
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from dpprof.private.accounting.accountants import import_accountant
 from dpprof.private.accounting.budget import (
     Spent,
     find_noise,
-    import_opacus,
     verify_budget,
     warn_of_delta,
 )
+from dpprof.private.accounting.schedule import Sampling
 from dpprof.private.engine.factor import find_stability
 from dpprof.private.layers.causal_lm import causal_lm_losses, evaluated, is_same_loss
 from dpprof.private.layers.rotary_positions import refuse_positions
@@ -92,7 +93,7 @@ class PrivacyArguments:
         clipping: ``flat`` or ``normalised``, as of ``make_private``.
         stability: Of normalised clipping, by default 0.01.
         execution: ``auto`` or ``eager``, as of ``make_private``.
-        accountant: ``prv`` or ``rdp``.
+        accountant: ``prv``, ``rdp``, ``pld`` or ``tightest``, as of ``make_private``.
         head: Of causal language models: ``logits``, or ``chunked`` or ``kept`` for
             ``causal_lm_losses``.
         loss_scale: Runs the model in float16 by autocast, for GPUs without units for bfloat16, and
@@ -256,7 +257,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self._steps: _Steps | None = None
         self._data_loader: DataLoader[Any] | None = None
         self._clipping: Any = None
-        self.spent = Spent(0.0, privacy.delta, privacy.accountant)
+        self.spent = Spent(Sampling(0.0), privacy.delta, privacy.accountant)
         self._norms: list[Tensor] = []
         self._told_at = self._telling_took_s = 0.0
         """When epsilon was logged last, and how long its computation took."""
@@ -322,7 +323,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             rank=self._ranks.rank,
             ranks=self._ranks.size,
         )
-        self.spent.sample_rate = numbers.sample_rate
+        self.spent.sampling = numbers.sampling
         warn_of_delta(privacy.delta, numbers.samples)
         self._data_loader = loader
         self._steps = _Steps(poisson, self.args.device if self._is_sharded else None)
@@ -341,15 +342,15 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             )
         inner = super().create_optimizer(model)
         assert self._steps is not None
-        privacy, rate = self.privacy, self._steps.loader.sample_rate
+        privacy = self.privacy
         if privacy.delta is not None:
-            import_opacus()  # epsilon will be logged
+            import_accountant(privacy.accountant)  # epsilon will be logged
         noise = privacy.noise_multiplier
         if noise is None:
             assert privacy.epsilon is not None
             assert privacy.delta is not None
             budget = (privacy.epsilon, privacy.delta, self.state.max_steps)
-            noise = find_noise(*budget, rate, privacy.accountant)
+            noise = find_noise(*budget, self.spent.sampling, privacy.accountant)
         if self._ranks.size > 1 and not self._is_sharded:
             # Here, and not by accelerate, so that the clipping knows it.
             self.model_wrapped: nn.Module = DistributedDataParallel(self.model)

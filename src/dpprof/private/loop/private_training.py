@@ -176,8 +176,8 @@ def make_private(
         max_grad_norm: Bound C of each sample's gradient.
         noise_multiplier: Standard deviation of the noise over C; or give ``epsilon``.
         epsilon: The budget, which needs ``delta`` and either ``epochs`` or ``steps``. The least
-            noise that keeps it is found by Opacus's accountant, and no step follows the last one
-            that was planned.
+            noise that keeps it is found by the accountant, and no step follows the last one that
+            was planned.
         delta: Of the guarantee, less than one over the number of samples.
         epochs: Of ``ceil(samples / batch_size)`` steps each.
         steps: How many steps are planned; of all rounds, where ``spent`` has others.
@@ -200,7 +200,8 @@ def make_private(
         execution: ``auto`` runs steps as CUDA graphs on a GPU, where ``backward`` is given the
             function of the losses (``PrivateOptimizer.backward``) and nothing prevents it; a
             warning says once what does. ``eager`` never does.
-        accountant: ``prv``, or ``rdp``, which spends more.
+        accountant: ``prv``; ``rdp``, which spends more; ``pld``, of dp-accounting, fast for long
+            trainings too; or ``tightest``, the least of all that are installed.
         check: Whether the clipped gradient of a first batch is compared with those of its single
             samples (``Clipping.check``), and the losses of some samples of different lengths alone
             with those beside others (``company``).
@@ -265,7 +266,7 @@ def make_private(
         sample_rate=sample_rate,
         expected_batch_size=expected_batch_size,
     )
-    counted = Spent(numbers.sample_rate, delta, accountant)
+    counted = Spent(numbers.sampling, delta, accountant)
     if spent is not None:
         spent.continue_with(counted)
     warn_of_delta(delta, numbers.samples)
@@ -326,10 +327,9 @@ def make_private(
 def _find_noise(counted: Spent, epsilon: float, planned: int) -> float:
     """Return the least noise multiplier with which all planned steps keep a budget."""
     assert counted.delta is not None
-    assert counted.sample_rate is not None
-    rate = counted.sample_rate
-    multiplier = find_noise(epsilon, counted.delta, planned, rate, counted.accountant)
-    counted.refuse_beyond(multiplier, rate, planned)
+    sampling = counted.sampling
+    multiplier = find_noise(epsilon, counted.delta, planned, sampling, counted.accountant)
+    counted.refuse_beyond(multiplier, sampling.rate, planned)
     return multiplier
 
 

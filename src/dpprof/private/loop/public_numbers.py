@@ -18,6 +18,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from dpprof.private.accounting.schedule import Sampling
+
 _LEAST_RATE = 2.0**-53
 """Samples are drawn by multiples of it."""
 
@@ -42,6 +44,11 @@ class PublicNumbers(NamedTuple):
 
     follows_from_data: bool
     """Whether that was counted in the data."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """What epsilon depends on."""
+        return Sampling(self.sample_rate)
 
     def describe(self, optimizer: Any) -> str:
         """State the guarantee of the steps that a ``NoisyOptimizer`` takes with these numbers."""
