@@ -103,7 +103,7 @@ def _bound(
             "does not"
         )
     if accountant == "pld":
-        return _compose_pld(tuple(history), sampling, count).get_epsilon(delta)
+        return float(_compose_pld(tuple(history), sampling, count).get_epsilon(delta))
     _refuse_long(history, delta)
     return _bound_by_opacus(accountant, history, delta)
 

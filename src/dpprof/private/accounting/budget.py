@@ -74,6 +74,10 @@ class Spent:
         trainings = dict.fromkeys(name.partition("/")[0] for name in self.histories)
         return [steps for training in trainings for steps in self._list_most(training)]
 
+    @history.setter
+    def history(self, own: Iterable[Steps]) -> None:
+        self.histories[self.training][:] = own
+
     def _list_most(self, training: str) -> list[Steps]:
         folds = [own for name, own in self.histories.items() if _is_of(name, training)]
         if len(folds) == 1:
@@ -83,10 +87,6 @@ class Spent:
             for kind in {steps[:2] for steps in own}:
                 most[kind] = max(most.get(kind, 0), _count(s for s in own if s[:2] == kind))
         return [(noise, rate, steps) for (noise, rate), steps in most.items()]
-
-    @history.setter
-    def history(self, own: Iterable[Steps]) -> None:
-        self.histories[self.training][:] = own
 
     @property
     def steps(self) -> int:
@@ -114,15 +114,29 @@ class Spent:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this training spent, and those that are counted together with it."""
-        return {"training": self.training, "histories": copy.deepcopy(self.histories)}
+        return {
+            "training": self.training,
+            "histories": copy.deepcopy(self.histories),
+            "truncation": self.sampling[2:],
+        }
 
     def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
         """Go on from a saved state; no step is forgotten.
 
         Steps that this process took after the state was saved stay counted, as a training of their
         own. With ``exact`` they do not: they are taken again, and release the same.
+
+        Raises:
+            ValueError: The saved steps truncated batches otherwise.
         """
         training, histories = state["training"], state["histories"]
+        truncation = tuple(state.get("truncation", (None, 0)))
+        if truncation != self.sampling[2:] and any(histories.values()):
+            raise ValueError(
+                f"what was spent has batches truncated to {truncation[0]} of {truncation[1]} "
+                f"samples, and this training to {self.sampling.largest} of "
+                f"{self.sampling.drawn_from}"
+            )
         beyond, further = uuid.uuid4().hex, not exact and training == self.training
         for name in [name for name in self.histories if _is_of(name, self.training)]:
             own, fold = self.histories.pop(name), name.removeprefix(self.training)

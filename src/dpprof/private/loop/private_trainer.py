@@ -87,6 +87,8 @@ class PrivacyArguments:
         sample_rate: In place of ``samples``.
         expected_batch_size: By default ``per_device_train_batch_size *
             gradient_accumulation_steps * world_size``.
+        folds: As of ``make_private``, and so is the next one.
+        truncated_batch_size: The most samples of a step.
         max_batch_size: Samples at a time, by default ``per_device_train_batch_size``; or ``auto``,
             as of ``make_private``.
         method: ``flash-bk`` (``auto``) or ``flash``, which needs less memory.
@@ -124,6 +126,8 @@ class PrivacyArguments:
     samples: int | None = None
     sample_rate: float | None = None
     expected_batch_size: float | None = None
+    folds: int = 1
+    truncated_batch_size: int | None = None
     max_batch_size: int | Literal["auto"] | None = None
     method: str = "auto"
     clipping: str = "flat"
@@ -314,6 +318,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             samples=privacy.samples,
             sample_rate=privacy.sample_rate,
             expected_batch_size=privacy.expected_batch_size,
+            folds=privacy.folds,
+            truncated_batch_size=privacy.truncated_batch_size,
+            ranks=self._ranks.size,
         )
         poisson = PoissonLoader(
             loader,
@@ -382,7 +389,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         if privacy.max_batch_size == AUTO:
             self._find_max_batch_size(inner, loader)
         self.optimizer.captured = capture_parts(
-            self.optimizer, privacy.execution, loader.max_batch_size
+            *(self.optimizer, privacy.execution, loader.max_batch_size),
+            loader.numbers.largest_of_rank,
         )
         loader.optimizer = self.optimizer
         return self.optimizer

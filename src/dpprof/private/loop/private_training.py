@@ -20,6 +20,7 @@ from dpprof.private.loop.part_size import AUTO, find_max_batch_size, read_max_ba
 from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
 from dpprof.private.loop.private_optimizer import PrivateOptimizer
 from dpprof.private.loop.public_numbers import find_public_numbers
+from dpprof.private.ranks.ranks import find_ranks
 from dpprof.private.samples.batches import give
 from dpprof.private.samples.random_state import random_state_kept
 from dpprof.private.samples.repeated_checks import RepeatedChecks
@@ -149,6 +150,8 @@ def make_private(
     samples: int | None = None,
     sample_rate: float | None = None,
     expected_batch_size: float | None = None,
+    folds: int = 1,
+    truncated_batch_size: int | None = None,
     spent: Spent | None = None,
     method: str = "auto",
     clipping: str = "flat",
@@ -186,6 +189,13 @@ def make_private(
         sample_rate: The probability with which a step draws each sample, in place of ``samples``.
         expected_batch_size: The mean batch size, over all ranks, and what a step's sum is divided
             by; by default the data loader's own ``batch_size``.
+        folds: Cyclic Poisson sampling: steps draw in turn from samples 0, ``folds``, ..., from 1,
+            ``folds`` + 1, ..., and so on, each with ``folds`` times the probability. Then a sample
+            is in every ``folds``-th step at most.
+        truncated_batch_size: Truncated Poisson sampling: of more samples, over all ranks, a random
+            subset of so many stays. No step is larger, and on a GPU one graph runs it. Chosen near
+            the mean it costs epsilon: ``pld`` tells how much, ``prv`` and ``rdp`` bound it by the
+            probability that a batch is cut. Both need the data's number of samples to be public.
         spent: Of an earlier training on the same samples (``PrivateTraining.spent``), whose steps
             count too.
         method: ``flash-bk`` is the fastest on nearly every GPU, ``flash`` needs less memory;
@@ -265,6 +275,9 @@ def make_private(
         samples=samples,
         sample_rate=sample_rate,
         expected_batch_size=expected_batch_size,
+        folds=folds,
+        truncated_batch_size=truncated_batch_size,
+        ranks=find_ranks(model).size,
     )
     counted = Spent(numbers.sampling, delta, accountant)
     if spent is not None:
@@ -316,7 +329,7 @@ def make_private(
             ranks=clipped.ranks.size,
         )
         loader.optimizer = private
-        private.captured = capture_parts(private, execution, part_size)
+        private.captured = capture_parts(private, execution, part_size, numbers.largest_of_rank)
     except BaseException:
         clipped.remove()
         raise
