@@ -64,7 +64,8 @@ def _tell_assumed(privacy: Privacy, noise: NoisePlan) -> list[str]:
     }[_find_rule(privacy, noise)]
     stated = privacy.model_fields_set
     delta = None if "delta" in stated else "delta 0.1 / samples"
-    accountant = None if "accountant" in stated else f"accountant {privacy.accountant}"
+    by = noise.planned.accountant
+    accountant = None if "accountant" in stated else f"accountant {by}, the tightest here"
     assumed = [text for text in (delta, why, accountant) if text]
     return [f"Assumed: {'; '.join(assumed)}."] if assumed else []
 

@@ -22,6 +22,7 @@ from dpprof.experiments.config.privacy import Privacy
 from dpprof.private.accounting.noise_multiplier import (
     find_by_accountant,
     find_noise_multiplier,
+    find_tightest,
     spend,
 )
 from dpprof.private.accounting.schedule import Accountant, Schedule
@@ -47,9 +48,10 @@ def find_batch_size(
         return spend(Schedule(samples, size, planned.steps), step_noise * size, delta, by)
 
     try:
-        return min(
-            math.ceil(find_by_accountant(spent, epsilon, accountant, guess, samples)), samples
+        least, _ = find_tightest(
+            lambda by: find_by_accountant(spent, epsilon, by, guess, samples), accountant
         )
+        return min(math.ceil(least), samples)
     except BeyondReachError as error:
         raise BeyondReachError(
             f"no batch has as little noise in a step at epsilon {epsilon:g}: one of {error}"
@@ -88,8 +90,10 @@ def plan_noise(privacy: Privacy, tokens_per_sample: float) -> NoisePlan:
 
 def _noise_of(privacy: Privacy, of: Schedule, epsilon: float) -> NoiseOfBatch:
     try:
-        multiplier = find_noise_multiplier(of, epsilon, privacy.delta, privacy.accountant)
-        return describe_noise(of, multiplier, None)
+        multiplier, accountant = find_tightest(
+            lambda by: find_noise_multiplier(of, epsilon, privacy.delta, by), privacy.accountant
+        )
+        return describe_noise(of, multiplier, None, accountant)
     except BeyondReachError as error:
         return describe_noise(of, None, str(error))
 

@@ -39,10 +39,14 @@ class NoiseOfBatch(BaseModel, frozen=True, extra="forbid"):
         description="the same of the average over all steps: step_noise over the root of steps"
     )
     reason: str | None = optional("why there is no noise multiplier")
+    accountant: str | None = optional("whose upper bound of epsilon the noise keeps to")
 
 
 def describe_noise(
-    of: Schedule, noise_multiplier: float | None, reason: str | None
+    of: Schedule,
+    noise_multiplier: float | None,
+    reason: str | None,
+    accountant: str | None = None,
 ) -> NoiseOfBatch:
     """Return the noise of a step and of all steps together."""
     step_noise = None if noise_multiplier is None else noise_multiplier / of.batch_size
@@ -54,6 +58,7 @@ def describe_noise(
         step_noise=step_noise,
         training_noise=None if step_noise is None else step_noise / math.sqrt(of.steps),
         reason=reason,
+        accountant=accountant,
     )
 
 

@@ -36,9 +36,10 @@ class Privacy(BaseModel, frozen=True, extra="forbid"):
     )
     least_steps: Whole = Field(1000, description="a batch that is chosen leaves at least so many")
     accountant: Accountant = Field(
-        "prv",
-        description="Opacus's accountant: prv (tight, slow for 10,000 steps and more) or rdp "
-        "(fast, asks for a little more noise)",
+        "tightest",
+        description="Opacus's prv (tight, slow for 10,000 steps and more) or rdp (fast, asks for a "
+        "little more noise), pld (tight and fast; needs dp-accounting), or tightest: the one of "
+        "these that asks for the least noise, of those that are installed",
     )
     price_per_hour: NotNegative | None = optional("price of a GPU for an hour, in any currency")
 

@@ -1,4 +1,4 @@
-"""Asks Opacus's accountants in a separate process, since Opacus imports torch."""
+"""Asks the accountants in a separate process, since Opacus imports torch."""
 
 import json
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def account_once(
         InputError: As ``account_apart``.
     """
     asked = privacy.model_dump(mode="json", exclude={"price_per_hour"})
-    code = file_digest(ACCOUNTING), versions_in_jobs(("torch", "opacus"))
+    code = file_digest(ACCOUNTING), versions_in_jobs(("torch", "opacus", "dp-accounting"))
     digest = sha256_hex(canonical_json([asked, list(tokens_per_sample), *code]))
     path = root / "results" / "accounting" / f"{digest[:16]}.json"
     if not again:
@@ -80,6 +80,6 @@ def account_apart(privacy: Privacy, tokens_per_sample: Sequence[float]) -> list[
         )
     if ended.answer is None:
         why = ended.explain(f"accountant {privacy.accountant}", ACCOUNTING_TIMEOUT_S)
-        otherwise = "; rdp is fast" if privacy.accountant == "prv" else ""
+        otherwise = "" if privacy.accountant == "rdp" else "; rdp is fast"
         raise InputError(f"no noise is known: {why}{otherwise}")
     return ended.answer

@@ -1,35 +1,39 @@
 """Finds the noise that keeps a privacy budget, and counts what a training spent of it."""
 
 import copy
-import importlib
 import math
 import uuid
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, get_args
 
-from dpprof.private.accounting.schedule import Accountant, Schedule
-from dpprof.private.accounting.search import FAILURES, BeyondReachError
+from dpprof.private.accounting.accountants import (
+    Steps,
+    bound_epsilon,
+    import_accountant,
+    list_installed,
+)
+from dpprof.private.accounting.noise_multiplier import find_for_sampling
+from dpprof.private.accounting.schedule import Accountant, Sampling
+from dpprof.private.accounting.search import BeyondReachError
 
 if TYPE_CHECKING:
     from dpprof.private.noise.optimizer import NoisyOptimizer
 
 ACCOUNTANTS: tuple[Accountant, ...] = get_args(Accountant)
 
+_DELTAS = [10.0**-power for power in range(1, 13)]
+"""At which a trade-off curve asks for epsilon."""
+
 _FAR = 200.0
-"""Above this epsilon ``rdp`` alone tells it: ``prv`` takes ever more time and memory, and such an
-epsilon protects nobody."""
+"""An epsilon that bounds no rate."""
 
 
-_Steps = tuple[float, float, int]
-"""Noise multiplier, sample rate, and number of steps."""
-
-
-def _count(history: Iterable[_Steps]) -> int:
+def _count(history: Iterable[Steps]) -> int:
     return sum(steps for _, _, steps in history)
 
 
-def _beyond(history: Iterable[_Steps], saved: Iterable[_Steps]) -> list[_Steps]:
+def _beyond(history: Iterable[Steps], saved: Iterable[Steps]) -> list[Steps]:
     """Return the steps of a history that come after those that were saved of it."""
     done, beyond = _count(saved), []
     for noise, rate, steps in history:
@@ -44,44 +48,65 @@ class Spent:
     """Counts steps, and tells what they spent.
 
     Args:
-        sample_rate: The probability with which a step draws each sample.
+        sampling: How a step draws samples.
         delta: The delta of the guarantee; None where it is given later.
         accountant: One of ``ACCOUNTANTS``.
     """
 
-    def __init__(self, sample_rate: float, delta: float | None, accountant: str) -> None:
-        self.sample_rate, self.delta, self.accountant = sample_rate, delta, accountant
+    def __init__(self, sampling: Sampling, delta: float | None, accountant: str) -> None:
+        self.sampling, self.delta, self.accountant = sampling, delta, accountant
         self.training = uuid.uuid4().hex
         """Names this training among those that are counted together."""
 
-        self.histories: dict[str, list[_Steps]] = {self.training: []}
-        """The steps of each training; trainings that are counted together share the dictionary."""
+        self.histories: dict[str, list[Steps]] = {self.training: []}
+        """The steps of each training; trainings that are counted together share the dictionary.
+
+        Steps of folds but the first are under the training's name with the fold's number.
+        """
 
     @property
-    def history(self) -> list[_Steps]:
+    def history(self) -> list[Steps]:
         """Noise multiplier, sample rate and number of steps, of one training after another.
 
-        Opacus's accountants take such a list.
+        Opacus's accountants take such a list. With folds no sample was drawn in more steps than
+        these: of each training and kind of steps, those of the fold that has the most.
         """
-        return [steps for each in self.histories.values() for steps in each]
+        trainings = dict.fromkeys(name.partition("/")[0] for name in self.histories)
+        return [steps for training in trainings for steps in self._list_most(training)]
 
     @history.setter
-    def history(self, own: Iterable[_Steps]) -> None:
+    def history(self, own: Iterable[Steps]) -> None:
         self.histories[self.training][:] = own
+
+    def _list_most(self, training: str) -> list[Steps]:
+        folds = [own for name, own in self.histories.items() if _is_of(name, training)]
+        if len(folds) == 1:
+            return folds[0]
+        most: dict[tuple[float, float], int] = {}
+        for own in folds:
+            for kind in {steps[:2] for steps in own}:
+                most[kind] = max(most.get(kind, 0), _count(s for s in own if s[:2] == kind))
+        return [(noise, rate, steps) for (noise, rate), steps in most.items()]
 
     @property
     def steps(self) -> int:
         """How many steps were counted."""
-        return _count(self.history)
+        return sum(map(_count, self.histories.values()))
 
     def continue_with(self, other: "Spent") -> None:
         """Let another training, on the same samples, count its steps together with this one's.
 
         Raises:
-            ValueError: The other has another accountant or delta.
+            ValueError: The other has another accountant, delta or truncation.
         """
-        for name in ("accountant", "delta"):
-            own, new = getattr(self, name), getattr(other, name)
+        compared = {
+            "accountant": (self.accountant, other.accountant),
+            "delta": (self.delta, other.delta),
+            "truncated_batch_size, of so many samples,": (
+                *(spent.sampling[2:] for spent in (self, other)),
+            ),
+        }
+        for name, (own, new) in compared.items():
             if own != new:
                 raise ValueError(f"what was spent has {name} {own!r}, and this training {new!r}")
         self.histories |= other.histories
@@ -89,32 +114,58 @@ class Spent:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this training spent, and those that are counted together with it."""
-        return {"training": self.training, "histories": copy.deepcopy(self.histories)}
+        return {
+            "training": self.training,
+            "histories": copy.deepcopy(self.histories),
+            "truncation": self.sampling[2:],
+        }
 
     def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
         """Go on from a saved state; no step is forgotten.
 
         Steps that this process took after the state was saved stay counted, as a training of their
         own. With ``exact`` they do not: they are taken again, and release the same.
+
+        Raises:
+            ValueError: The saved steps truncated batches otherwise.
         """
         training, histories = state["training"], state["histories"]
-        own = self.histories.pop(self.training)
-        if training == self.training:
-            beyond = [] if exact else _beyond(own, histories[training])
-            self.histories |= {uuid.uuid4().hex: beyond} if beyond else {}
-        elif own:
-            self.histories[self.training] = own
+        truncation = tuple(state.get("truncation", (None, 0)))
+        if truncation != self.sampling[2:] and any(histories.values()):
+            raise ValueError(
+                f"what was spent has batches truncated to {truncation[0]} of {truncation[1]} "
+                f"samples, and this training to {self.sampling.largest} of "
+                f"{self.sampling.drawn_from}"
+            )
+        beyond, further = uuid.uuid4().hex, not exact and training == self.training
+        for name in [name for name in self.histories if _is_of(name, self.training)]:
+            own, fold = self.histories.pop(name), name.removeprefix(self.training)
+            left = _beyond(own, histories.get(name, [])) if further else own
+            if left and (further or training != self.training):
+                self.histories[(beyond if further else self.training) + fold] = left
         self.training = training
+        self.histories.setdefault(training, [])
         for name, saved in histories.items():
             counted = self.histories.setdefault(name, [])
-            if name == training or _count(saved) > _count(counted):
+            if _is_of(name, training) or _count(saved) > _count(counted):
                 counted[:] = [(noise, rate, steps) for noise, rate, steps in saved]
 
-    def count(self, optimizer: "NoisyOptimizer") -> None:
-        """Count a step, which an optimizer is about to take."""
-        own, spent = self.histories[self.training], (optimizer.noise_multiplier, self.sample_rate)
-        steps = own.pop()[2] if own and own[-1][:2] == spent else 0
-        own.append((*spent, steps + 1))
+    def count(self, optimizer: "NoisyOptimizer", fold: int = 0) -> None:
+        """Count a step, which an optimizer is about to take on samples of a fold."""
+        own = self.histories.setdefault(_name_fold(self.training, fold), [])
+        kind = optimizer.noise_multiplier, self.sampling.rate
+        steps = own.pop()[2] if own and own[-1][:2] == kind else 0
+        own.append((*kind, steps + 1))
+
+    def count_turns_after(self, optimizer: "NoisyOptimizer", fold: int) -> int:
+        """Count the most steps that may draw one sample, once another step of a fold is counted."""
+        kind = optimizer.noise_multiplier, self.sampling.rate
+        own = self.histories.get(_name_fold(self.training, fold), [])
+        same = [
+            _count(s for s in steps if s[:2] == kind)
+            for steps in (own, self._list_most(self.training))
+        ]
+        return _count(self.history) + (same[0] == same[1])
 
     def refuse_beyond(self, noise_multiplier: float, sample_rate: float, planned: int) -> None:
         """Refuse a plan into which the counted steps do not fit.
@@ -128,55 +179,86 @@ class Spent:
                 f"sample rate than {sample_rate:g}: plan all rounds with one epsilon, one number "
                 "of steps and one sample rate, or give noise_multiplier"
             )
-        if self.steps >= planned:
+        if _count(self.history) >= self.sampling.count_turns(planned):
             raise ValueError(
                 f"the privacy budget is spent: {self.steps:,} of {planned:,} steps are done"
             )
 
     def epsilon(self, delta: float | None = None) -> float:
-        """Return the epsilon of all steps so far, by Opacus's accountant.
+        """Return an upper bound of the epsilon of all steps so far.
 
-        Where ``prv`` fails, as at a delta of 1e-15, it is the bound by ``rdp``, which is higher.
+        It is the least by the accountant, or by ``rdp`` where that fails; ``tightest`` asks all.
 
         Args:
             delta: The delta; None for that of the plan.
 
         Raises:
-            ValueError: No delta is known, or it is out of its range, or the accountant fails.
-            ImportError: Opacus is not installed.
+            ValueError: No delta is known, or it is out of its range, or the accountants fail.
+            ImportError: The accountant is not installed.
         """
         delta = self.delta if delta is None else delta
         if delta is None:
             raise ValueError("epsilon needs a delta, and none was given for this training")
         _verify_delta(delta)
-        if not self.history:
+        if not _count(self.history):
             return 0.0
-        if any(noise == 0 for noise, _, _ in self.history):
-            return math.inf
-        try:
-            bound = self._account("rdp", delta)
-        except ArithmeticError:
-            return math.inf  # its numbers are too large for floating point
-        except FAILURES as error:
+        asked = list_installed() if self.accountant == "tightest" else [self.accountant, "rdp"]
+        bounds = []
+        for accountant in dict.fromkeys(asked):
+            try:
+                bounds.append(bound_epsilon(self.history, delta, accountant, self.sampling))
+            except BeyondReachError as error:
+                failure = error
+            if bounds and self.accountant != "tightest":
+                break
+        if not bounds:
             raise ValueError(
-                f"rdp computes no epsilon at delta {delta:g} for steps of (noise multiplier, "
-                f"sample rate, number) {self.history[:3]}: {type(error).__name__}: {error}"
-            ) from error
-        if self.accountant == "rdp" or bound > _FAR:
-            return bound
-        try:
-            return self._account("prv", delta)
-        except FAILURES:
-            return bound
+                f"{failure} (no epsilon at delta {delta:g} for steps of (noise multiplier, "
+                f"sample rate, number) {self.history[:3]})"
+            )
+        return min(bounds)
 
-    def _account(self, accountant: str, delta: float) -> float:
-        """Return an upper bound of epsilon, by one of Opacus's accountants."""
-        book = import_opacus().create_accountant(mechanism=accountant)
-        book.history = list(self.history)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that other orders might give a tighter bound
-            epsilon = float(book.get_epsilon(delta=delta))
-        return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
+    def true_positive_rate(self, false_positive_rate: float) -> float:
+        """Return an upper bound of how often an attack tells that a sample was trained on.
+
+        It is the trade-off curve (Dong et al. 2022, "Gaussian differential privacy") under the
+        guarantees at all deltas: nobody who sees what all steps released, and takes samples for
+        trained on that are not at a false positive rate a, is right more often than the least of
+        e^epsilon a + delta and 1 - e^-epsilon (1 - delta - a).
+
+        Args:
+            false_positive_rate: From 0 to 1.
+
+        Raises:
+            ValueError: It is not; or as of ``epsilon``.
+
+        Example:
+            >>> from dpprof.private.accounting.budget import Spent
+            >>> from dpprof.private.accounting.schedule import Sampling
+            >>> spent = Spent(Sampling(0.01), 1e-5, "rdp")
+            >>> spent.history = [(1.0, 0.01, 100)]
+            >>> round(spent.true_positive_rate(0.01), 3)
+            0.022
+        """
+        if not 0 <= false_positive_rate <= 1:
+            raise ValueError(
+                f"false_positive_rate must lie between 0 and 1, and is {false_positive_rate}"
+            )
+        rate = 1.0
+        for delta in _DELTAS:
+            epsilon = self.epsilon(delta)
+            if epsilon < _FAR:
+                few = math.exp(epsilon) * false_positive_rate + delta
+                rate = min(rate, few, 1 - math.exp(-epsilon) * (1 - delta - false_positive_rate))
+        return max(rate, false_positive_rate)
+
+
+def _name_fold(training: str, fold: int) -> str:
+    return f"{training}/{fold}" if fold else training
+
+
+def _is_of(name: str, training: str) -> bool:
+    return name.partition("/")[0] == training
 
 
 def verify_budget(
@@ -214,48 +296,27 @@ def warn_of_delta(delta: float | None, samples: int) -> None:
         )
 
 
-def find_noise(epsilon: float, delta: float, steps: int, rate: float, accountant: str) -> float:
+def find_noise(
+    epsilon: float, delta: float, steps: int, sampling: Sampling, accountant: str
+) -> float:
     """Find the least noise multiplier that keeps a budget.
 
     Args:
         epsilon: The budget.
         delta: The delta of the guarantee.
         steps: How many steps are planned.
-        rate: The probability with which each step draws a sample.
+        sampling: How each draws samples.
         accountant: One of ``ACCOUNTANTS``.
 
     Raises:
-        ImportError: Opacus is not installed.
+        ImportError: The accountant is not installed.
         BeyondReachError: No noise multiplier keeps it.
     """
-    import_opacus()
-    from dpprof.private.accounting.noise_multiplier import (  # noqa: PLC0415 (it imports Opacus)
-        find_noise_multiplier,
-    )
-
-    size, samples = rate.as_integer_ratio()  # so many of so many samples: the same rate
-    of = Schedule(samples, size, steps)
+    import_accountant(accountant)
     try:
-        multiplier: float = find_noise_multiplier(of, epsilon, delta, accountant)
+        return find_for_sampling(sampling, steps, epsilon, delta, accountant)
     except BeyondReachError as error:
         raise BeyondReachError(
             f"no noise multiplier keeps epsilon {epsilon:g} at delta {delta:g} for {steps:,} steps "
-            f"that draw each sample with probability {rate:.3g}, by {accountant}"
-            + ("; accountant='rdp' may reach a smaller delta" if accountant == "prv" else "")
-        ) from error
-    return multiplier
-
-
-def import_opacus() -> Any:
-    """Import Opacus's accountants, which takes as long as PyTorch does.
-
-    Raises:
-        ImportError: Opacus is not installed.
-    """
-    try:
-        return importlib.import_module("opacus.accountants")
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "the accountants are Opacus's, which is not installed; give a noise_multiplier, and "
-            "account for it elsewhere"
+            f"that draw each sample with probability {sampling.rate:.3g}, by {accountant}: {error}"
         ) from error

@@ -1,17 +1,9 @@
-"""Finds the noise that a privacy budget asks for, by Opacus's accountants.
+"""Finds the noise that a privacy budget asks for, by any accountant (``accountants``)."""
 
-Batches are Poisson-sampled, and neighbouring data differ in one sample that is added or removed.
-``prv`` composes privacy loss random variables (Gopi et al. 2021) and returns an upper bound whose
-error is at most 0.01. ``rdp`` is Renyi differential privacy (Mironov 2017, Mironov et al. 2019) at
-Opacus's orders, up to 63: a looser bound, which does not reach small epsilons.
-"""
-
-import warnings
 from collections.abc import Callable
 
-from opacus.accountants import create_accountant
-
-from dpprof.private.accounting.schedule import Schedule
+from dpprof.private.accounting.accountants import bound_epsilon, list_installed
+from dpprof.private.accounting.schedule import Sampling, Schedule
 from dpprof.private.accounting.search import FAILURES, MOST, BeyondReachError, find_least
 
 EPSILON_TOLERANCE = 0.01
@@ -20,20 +12,11 @@ EPSILON_TOLERANCE = 0.01
 
 def spend(of: Schedule, noise_multiplier: float, delta: float, accountant: str) -> float:
     """Return the epsilon that a training with a noise multiplier spends."""
-    book = create_accountant(mechanism=accountant)
-    book.history = [(noise_multiplier, of.sample_rate, of.steps)]
-    with warnings.catch_warnings():
-        # That another order might give a tighter bound; and divisions by zero at a sample rate
-        # of 1, whose results are not used.
-        warnings.simplefilter("ignore")
-        return float(book.get_epsilon(delta=delta))
+    return bound_epsilon([(noise_multiplier, of.sample_rate, of.steps)], delta, accountant)
 
 
 def find_noise_multiplier(of: Schedule, epsilon: float, delta: float, accountant: str) -> float:
     """Find a noise multiplier that spends a budget, up to ``EPSILON_TOLERANCE``, and no more.
-
-    It does what Opacus's ``get_noise_multiplier`` does, with fewer calls: one of PRV takes up to
-    seconds.
 
     Raises:
         BeyondReachError: No noise multiplier does, or the accountant fails.
@@ -47,6 +30,47 @@ def find_noise_multiplier(of: Schedule, epsilon: float, delta: float, accountant
         ) from None
 
 
+def find_for_sampling(
+    sampling: Sampling, steps: int, epsilon: float, delta: float, accountant: str
+) -> float:
+    """Find a noise multiplier as ``find_noise_multiplier``, for steps that draw in some way.
+
+    Raises:
+        BeyondReachError: No noise multiplier does, or the accountant fails.
+    """
+    turns = sampling.count_turns(steps)
+
+    def find(by: str) -> float:
+        return find_by_accountant(
+            lambda s, by: bound_epsilon([(s, sampling.rate, turns)], delta, by, sampling),
+            epsilon,
+            by,
+            1.0,
+        )
+
+    return find_tightest(find, accountant)[0]
+
+
+def find_tightest(find: Callable[[str], float], accountant: str) -> tuple[float, str]:
+    """Return the least that an accountant asks for, and its name; of all where it is ``tightest``.
+
+    Raises:
+        BeyondReachError: None of them finds it.
+    """
+    if accountant != "tightest":
+        return find(accountant), accountant
+    found: dict[str, float] = {}
+    for by in list_installed():
+        try:
+            found[by] = find(by)
+        except BeyondReachError as error:
+            failure = error
+    if not found:
+        raise failure
+    best = min(found, key=found.__getitem__)
+    return found[best], best
+
+
 def find_by_accountant(
     spent: Callable[[float, str], float],
     epsilon: float,
@@ -54,18 +78,18 @@ def find_by_accountant(
     guess: float,
     most: float = MOST,
 ) -> float:
-    """Find the least value that spends a budget.
+    """Find the least value that spends a budget, with few calls of a slow accountant.
 
     Raises:
         BeyondReachError: No value does, or the accountant fails; the message says what happened.
     """
     try:
-        if accountant == "prv":
+        if accountant != "rdp":
             try:  # RDP is fast and asks for some 5 % more
                 least = find_least(lambda v: spent(v, "rdp"), epsilon, epsilon / 20, guess, most)
                 guess = 0.95 * least
             except FAILURES:
-                pass  # PRV knows epsilons that RDP does not
+                pass  # others know epsilons that RDP does not
         tolerance = EPSILON_TOLERANCE * min(1.0, epsilon)
         return find_least(lambda v: spent(v, accountant), epsilon, tolerance, guess, most)
     except BeyondReachError:

@@ -1,9 +1,9 @@
-"""Says how often a training draws each sample."""
+"""Says how a training draws its samples, and which accountants there are."""
 
 from typing import Literal, NamedTuple
 
-Accountant = Literal["prv", "rdp"]
-"""Opacus's accountants, by their names there."""
+Accountant = Literal["prv", "rdp", "pld", "tightest"]
+"""Two of Opacus, one of Google's dp-accounting, and the least bound of all that are installed."""
 
 
 class Schedule(NamedTuple):
@@ -21,3 +21,23 @@ class Schedule(NamedTuple):
     def sample_rate(self) -> float:
         """The probability with which a step draws a sample."""
         return self.batch_size / self.samples
+
+
+class Sampling(NamedTuple):
+    """How a step draws its samples, as far as epsilon depends on it."""
+
+    rate: float
+    """The probability with which a step draws each sample that may be drawn in it."""
+
+    folds: int = 1
+    """Step t draws from samples t, t + folds, ... alone."""
+
+    largest: int | None = None
+    """What is drawn beyond so many samples is cut to a uniformly random subset; None: nothing."""
+
+    drawn_from: int = 0
+    """The most samples among which ``largest`` are kept: of a fold, on one rank."""
+
+    def count_turns(self, steps: int) -> int:
+        """Count the most steps of so many, in turn, that may draw one sample."""
+        return -(-steps // self.folds)

@@ -50,6 +50,9 @@ class Part(NamedTuple):
     state: Tensor
     """Of the generator, once the batch was drawn."""
 
+    fold: int = 0
+    """Of the data, from which the batch was drawn."""
+
 
 class ToClip(NamedTuple):
     """A part, and what computes its losses."""
@@ -315,11 +318,12 @@ def _call(losses_of: Callable[..., Tensor], structure: pytree.TreeSpec, *tensors
 
 
 def capture_parts(
-    optimizer: NoisyOptimizer, execution: str, max_batch_size: int | None
+    optimizer: NoisyOptimizer, execution: str, max_batch_size: int | None, largest: int | None
 ) -> CapturedParts | None:
     """Return what runs parts as graphs; None where ``execution`` or the device does not.
 
-    A warning says so where there are several ranks.
+    A warning says so where there are several ranks. Batches of at most ``largest`` samples are one
+    graph of so many, if no less is the most at a time.
     """
     clipping = optimizer.clipping
     if not placement.is_cuda(next(clipping.model.parameters())) or execution == "eager":
@@ -329,7 +333,10 @@ def capture_parts(
         return None
     expected = optimizer.expected_batch_size
     assert expected is not None
-    return CapturedParts(optimizer, find_part_size(expected, max_batch_size))
+    size = find_part_size(expected, max_batch_size)
+    return CapturedParts(
+        optimizer, size if largest is None else min(largest, max_batch_size or largest)
+    )
 
 
 def refuse_execution(execution: str) -> None:

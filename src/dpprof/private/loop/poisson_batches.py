@@ -1,5 +1,7 @@
 """Poisson batches in parts: every step draws each sample with the same probability.
 
+With folds it draws from one of them, in turn; of a truncated batch a random subset stays.
+
 A batch has any number of samples, also none, and is handed out in parts that fit into memory. The
 optimizer is told which part is the last, so that a step is one batch, and what to do with the one
 sample that stands for a batch without samples.
@@ -8,7 +10,7 @@ sample that stands for a batch without samples.
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,32 +32,41 @@ class _Parts(Sampler[list[int]]):
 
     def __init__(
         self,
-        indices: range,
+        folds: Sequence[range],
         sample_rate: float,
         max_batch_size: int | None,
         generator: torch.Generator,
+        largest: int | None = None,
     ) -> None:
-        self._indices = indices
+        self._folds, self._largest = folds, largest
         # Draws are multiples of 2^-24, of 2^-53 in float64. Opacus draws in float32 too.
         bits = 24 if sample_rate >= _LEAST_IN_FLOAT32 else 53
         self._dtype = torch.float32 if bits == 24 else torch.float64  # noqa: PLR2004
         self._threshold = math.floor(sample_rate * 2**bits) / 2**bits
-        self.most = max_batch_size or len(indices)
+        self.most = max_batch_size or len(folds[0])
         self.generator = generator
         self.steps = 0
         """How many batches the next iteration draws."""
 
+        self.turn = 0
+        """How many were drawn before, which says from which fold the first is."""
+
         self.drawn: deque[Part] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(self.steps):
-            drawn = torch.rand(len(self._indices), generator=self.generator, dtype=self._dtype)
-            chosen = drawn < self._threshold
-            batch = [self._indices[at] for at in chosen.nonzero()[:, 0].tolist()]
+        for turn in range(self.turn, self.turn + self.steps):
+            fold = turn % len(self._folds)
+            indices = self._folds[fold]
+            drawn = torch.rand(len(indices), generator=self.generator, dtype=self._dtype)
+            chosen = (drawn < self._threshold).nonzero()[:, 0]
+            if self._largest is not None and len(chosen) > self._largest:
+                kept = torch.randperm(len(chosen), generator=self.generator)[: self._largest]
+                chosen = chosen[kept.sort().values]
+            batch = [indices[at] for at in chosen.tolist()]
             state = self.generator.get_state()
             parts = [batch[at : at + self.most] for at in range(0, len(batch), self.most)]
-            for at, part in enumerate(parts or [[self._indices[0]]], start=1):
-                self.drawn.append(Part(len(part), at >= len(parts), not batch, state))
+            for at, part in enumerate(parts or [[indices[0]]], start=1):
+                self.drawn.append(Part(len(part), at >= len(parts), not batch, state, fold))
                 yield part
 
 
@@ -95,12 +106,15 @@ class PoissonLoader:
         if generator is None or ranks > 1 or generator.device.type != "cpu":
             generator = make_generator(generator, rank)
         self.samples = len(cast("Sized", data_loader.dataset))
-        indices = range(self.samples)[rank::ranks]
-        if not indices:
+        every = range(self.samples)
+        folds = [every[fold :: numbers.folds][rank::ranks] for fold in range(numbers.folds)]
+        if not all(folds):
             raise ValueError(f"{self.samples} samples are too few for {ranks} ranks")
-        self._parts = _Parts(indices, numbers.sample_rate, max_batch_size, generator)
+        self._parts = _Parts(
+            *(folds, numbers.sample_rate, max_batch_size, generator), numbers.largest_of_rank
+        )
         self._state = generator.get_state()
-        self._done = self._turn = 0
+        self._done = self._turn = self._batches = 0
         self._of_workers = torch.Generator()  # so that the global one stays as it is
         self._loader: DataLoader[Any] = DataLoader(
             data_loader.dataset,
@@ -116,8 +130,10 @@ class PoissonLoader:
             generator=self._of_workers,
         )
 
-    folds = 1
-    """In so many consecutive batches a sample is drawn at most once."""
+    @property
+    def folds(self) -> int:
+        """In so many consecutive batches a sample is drawn at most once."""
+        return self.numbers.folds
 
     def __len__(self) -> int:
         """How many steps an epoch has; it has more parts."""
@@ -168,7 +184,7 @@ class PoissonLoader:
         self._of_workers.manual_seed(int.from_bytes(digest[:7], "big"))
         self._parts.generator.set_state(self._state)
         self._parts.drawn.clear()
-        self._parts.steps = len(self) - self._done
+        self._parts.steps, self._parts.turn = len(self) - self._done, self._batches
         for batch in self._loader:
             if turn != self._turn:
                 raise RuntimeError(
@@ -179,6 +195,7 @@ class PoissonLoader:
             if part.is_last:
                 self._state = part.state
                 self._done = (self._done + 1) % len(self)
+                self._batches += 1
             yield batch, part
 
     def load(self, indices: Iterable[int]) -> Any:
@@ -194,7 +211,10 @@ class PoissonLoader:
                 "max_batch_size": self.max_batch_size,
             },
             "steps of the epoch": self._done,
+            "batches": self._batches,
             "steps in an epoch": len(self),
+            "folds": self.numbers.folds,
+            "truncated batch size": self.numbers.truncated_batch_size,
             "sample rate": self.sample_rate,
         }
 
@@ -213,7 +233,7 @@ class PoissonLoader:
         if exact and not state.get("secrets"):
             raise ValueError("this state has no secrets, so no run can draw the same samples")
         saved, own = dict(state), self.state_dict()
-        names = ["steps in an epoch", "sample rate"]
+        names = ["steps in an epoch", "sample rate", "folds", "truncated batch size"]
         if exact:
             saved, own = saved | saved["secrets"], own | own["secrets"]
             names.append("samples")
@@ -224,7 +244,7 @@ class PoissonLoader:
                     f"{own[name]}"
                 )
         self._turn += 1
-        self._done = state["steps of the epoch"]
+        self._done, self._batches = state["steps of the epoch"], state["batches"]
         if exact:
             self._state = state["secrets"]["generator"].cpu()
             self.max_batch_size = state["secrets"]["max_batch_size"]

@@ -41,6 +41,9 @@ class PrivateOptimizer(NoisyOptimizer):
 
     _clips_failed_parts_again = True
     _part: Part | None = None
+    _fold = 0
+    """From which the batch at hand was drawn."""
+
     _clipped: int | None = None
     """The clipping's count of batches after the last ``backward`` of this."""
 
@@ -67,7 +70,7 @@ class PrivateOptimizer(NoisyOptimizer):
                 "one; take a step for every part, or call discard() and iterate again"
             )
         self.signal_skip_step(not part.is_last)
-        self._part = part
+        self._part, self._fold = part, part.fold
 
     def leave_parts(self) -> None:
         """Note that a loop over parts was left, so that what follows it belongs to no part."""
@@ -156,7 +159,7 @@ class PrivateOptimizer(NoisyOptimizer):
                 "begins anew, as after a state without exact=True, a fork, or a batch that was "
                 "thrown away"
             )
-        self.spent.count(self)
+        self.spent.count(self, 0 if is_whole else self._fold)
 
     def state_dict(self) -> dict[str, Any]:
         """Return that of ``NoisyOptimizer``, with what was spent."""
@@ -201,6 +204,13 @@ class PrivateOptimizer(NoisyOptimizer):
                 f"the privacy budget is spent: it was planned for {self.planned_steps:,} steps, "
                 "and these are done"
             )
+        if self.spent is not None and self.spent.sampling.folds > 1:
+            most = self.spent.sampling.count_turns(self.planned_steps)
+            if self.spent.count_turns_after(self, self._fold) > most:
+                raise RuntimeError(
+                    f"the privacy budget is spent for samples of fold {self._fold}: {most:,} steps "
+                    "draw from a fold, and batches of others were left out"
+                )
         planned = self._made_with["noise_multiplier"]
         if self.noise_multiplier < planned:
             raise RuntimeError(

@@ -23,13 +23,14 @@ from transformers import BatchEncoding, Trainer
 from transformers.debug_utils import DebugOption
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from dpprof.private.accounting.accountants import import_accountant
 from dpprof.private.accounting.budget import (
     Spent,
     find_noise,
-    import_opacus,
     verify_budget,
     warn_of_delta,
 )
+from dpprof.private.accounting.schedule import Sampling
 from dpprof.private.engine.factor import find_stability
 from dpprof.private.layers.causal_lm import causal_lm_losses, evaluated, is_same_loss
 from dpprof.private.layers.rotary_positions import refuse_positions
@@ -86,13 +87,15 @@ class PrivacyArguments:
         sample_rate: In place of ``samples``.
         expected_batch_size: By default ``per_device_train_batch_size *
             gradient_accumulation_steps * world_size``.
+        folds: As of ``make_private``, and so is the next one.
+        truncated_batch_size: The most samples of a step.
         max_batch_size: Samples at a time, by default ``per_device_train_batch_size``; or ``auto``,
             as of ``make_private``.
         method: ``flash-bk`` (``auto``) or ``flash``, which needs less memory.
         clipping: ``flat`` or ``normalised``, as of ``make_private``.
         stability: Of normalised clipping, by default 0.01.
         execution: ``auto`` or ``eager``, as of ``make_private``.
-        accountant: ``prv`` or ``rdp``.
+        accountant: ``prv``, ``rdp``, ``pld`` or ``tightest``, as of ``make_private``.
         head: Of causal language models: ``logits``, or ``chunked`` or ``kept`` for
             ``causal_lm_losses``.
         loss_scale: Runs the model in float16 by autocast, for GPUs without units for bfloat16, and
@@ -123,6 +126,8 @@ class PrivacyArguments:
     samples: int | None = None
     sample_rate: float | None = None
     expected_batch_size: float | None = None
+    folds: int = 1
+    truncated_batch_size: int | None = None
     max_batch_size: int | Literal["auto"] | None = None
     method: str = "auto"
     clipping: str = "flat"
@@ -256,7 +261,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self._steps: _Steps | None = None
         self._data_loader: DataLoader[Any] | None = None
         self._clipping: Any = None
-        self.spent = Spent(0.0, privacy.delta, privacy.accountant)
+        self.spent = Spent(Sampling(0.0), privacy.delta, privacy.accountant)
         self._norms: list[Tensor] = []
         self._told_at = self._telling_took_s = 0.0
         """When epsilon was logged last, and how long its computation took."""
@@ -313,6 +318,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             samples=privacy.samples,
             sample_rate=privacy.sample_rate,
             expected_batch_size=privacy.expected_batch_size,
+            folds=privacy.folds,
+            truncated_batch_size=privacy.truncated_batch_size,
+            ranks=self._ranks.size,
         )
         poisson = PoissonLoader(
             loader,
@@ -322,7 +330,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             rank=self._ranks.rank,
             ranks=self._ranks.size,
         )
-        self.spent.sample_rate = numbers.sample_rate
+        self.spent.sampling = numbers.sampling
         warn_of_delta(privacy.delta, numbers.samples)
         self._data_loader = loader
         self._steps = _Steps(poisson, self.args.device if self._is_sharded else None)
@@ -341,15 +349,15 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             )
         inner = super().create_optimizer(model)
         assert self._steps is not None
-        privacy, rate = self.privacy, self._steps.loader.sample_rate
+        privacy = self.privacy
         if privacy.delta is not None:
-            import_opacus()  # epsilon will be logged
+            import_accountant(privacy.accountant)  # epsilon will be logged
         noise = privacy.noise_multiplier
         if noise is None:
             assert privacy.epsilon is not None
             assert privacy.delta is not None
             budget = (privacy.epsilon, privacy.delta, self.state.max_steps)
-            noise = find_noise(*budget, rate, privacy.accountant)
+            noise = find_noise(*budget, self.spent.sampling, privacy.accountant)
         if self._ranks.size > 1 and not self._is_sharded:
             # Here, and not by accelerate, so that the clipping knows it.
             self.model_wrapped: nn.Module = DistributedDataParallel(self.model)
@@ -381,7 +389,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         if privacy.max_batch_size == AUTO:
             self._find_max_batch_size(inner, loader)
         self.optimizer.captured = capture_parts(
-            self.optimizer, privacy.execution, loader.max_batch_size
+            *(self.optimizer, privacy.execution, loader.max_batch_size),
+            loader.numbers.largest_of_rank,
         )
         loader.optimizer = self.optimizer
         return self.optimizer

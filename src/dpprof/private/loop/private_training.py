@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpprof.private.accounting.budget import Spent, find_noise, verify_budget, warn_of_delta
+from dpprof.private.accounting.schedule import Sampling
 from dpprof.private.engine.book_keeping import BookKeeping
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.engine.factor import find_stability
@@ -22,6 +23,7 @@ from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
 from dpprof.private.loop.private_optimizer import PrivateOptimizer
 from dpprof.private.loop.public_numbers import find_public_numbers
 from dpprof.private.noise.strategies import NOISES, make_strategy
+from dpprof.private.ranks.ranks import find_ranks
 from dpprof.private.samples.batches import give
 from dpprof.private.samples.random_state import random_state_kept
 from dpprof.private.samples.repeated_checks import RepeatedChecks
@@ -151,6 +153,8 @@ def make_private(
     samples: int | None = None,
     sample_rate: float | None = None,
     expected_batch_size: float | None = None,
+    folds: int = 1,
+    truncated_batch_size: int | None = None,
     spent: Spent | None = None,
     method: str = "auto",
     clipping: str = "flat",
@@ -181,8 +185,8 @@ def make_private(
         max_grad_norm: Bound C of each sample's gradient.
         noise_multiplier: Standard deviation of the noise over C; or give ``epsilon``.
         epsilon: The budget, which needs ``delta`` and either ``epochs`` or ``steps``. The least
-            noise that keeps it is found by Opacus's accountant, and no step follows the last one
-            that was planned.
+            noise that keeps it is found by the accountant, and no step follows the last one that
+            was planned.
         delta: Of the guarantee, less than one over the number of samples.
         epochs: Of ``ceil(samples / batch_size)`` steps each.
         steps: How many steps are planned; of all rounds, where ``spent`` has others.
@@ -191,6 +195,13 @@ def make_private(
         sample_rate: The probability with which a step draws each sample, in place of ``samples``.
         expected_batch_size: The mean batch size, over all ranks, and what a step's sum is divided
             by; by default the data loader's own ``batch_size``.
+        folds: Cyclic Poisson sampling: steps draw in turn from samples 0, ``folds``, ..., from 1,
+            ``folds`` + 1, ..., and so on, each with ``folds`` times the probability. Then a sample
+            is in every ``folds``-th step at most.
+        truncated_batch_size: Truncated Poisson sampling: of more samples, over all ranks, a random
+            subset of so many stays. No step is larger, and on a GPU one graph runs it. Chosen near
+            the mean it costs epsilon: ``pld`` tells how much, ``prv`` and ``rdp`` bound it by the
+            probability that a batch is cut. Both need the data's number of samples to be public.
         spent: Of an earlier training on the same samples (``PrivateTraining.spent``), whose steps
             count too.
         method: ``flash-bk`` is the fastest on nearly every GPU, ``flash`` needs less memory;
@@ -205,7 +216,8 @@ def make_private(
         execution: ``auto`` runs steps as CUDA graphs on a GPU, where ``backward`` is given the
             function of the losses (``PrivateOptimizer.backward``) and nothing prevents it; a
             warning says once what does. ``eager`` never does.
-        accountant: ``prv``, or ``rdp``, which spends more.
+        accountant: ``prv``; ``rdp``, which spends more; ``pld``, of dp-accounting, fast for long
+            trainings too; or ``tightest``, the least of all that are installed.
         check: Whether the clipped gradient of a first batch is compared with those of its single
             samples (``Clipping.check``), and the losses of some samples of different lengths alone
             with those beside others (``company``).
@@ -274,18 +286,21 @@ def make_private(
         samples=samples,
         sample_rate=sample_rate,
         expected_batch_size=expected_batch_size,
+        folds=folds,
+        truncated_batch_size=truncated_batch_size,
+        ranks=find_ranks(model).size,
     )
-    is_sampled = noise != "bisr"
-    counted = Spent(numbers.sample_rate if is_sampled else 1.0, delta, accountant)
+    sampling = Sampling(1.0) if noise == "bisr" else numbers.sampling
+    counted = Spent(sampling, delta, accountant)
     if spent is not None:
         spent.continue_with(counted)
     warn_of_delta(delta, numbers.samples)
     refuse_related(sampling_generator, noise_generator)
-    is_correlated = _is_correlated(noise, bands)
+    is_correlated = _is_correlated(noise, bands, truncated_batch_size)
     is_planned = is_correlated or epsilon is not None
     planned = _plan_steps(epochs, steps, numbers.steps_of_epoch) if is_planned else None
     if noise_multiplier is None:
-        noise_multiplier = _find_noise(counted, epsilon, planned if is_sampled else 1)
+        noise_multiplier = _find_noise(counted, epsilon, 1 if noise == "bisr" else planned)
     most = max(2, part_size or (_TRIED if is_auto else numbers.samples))  # one shows nothing
     draw = None if losses_of is None else cache(partial(_draw_first, losses_of, data_loader, most))
     if method == "auto":
@@ -332,13 +347,13 @@ def make_private(
         if is_auto and draw is not None:
             part_size = find_max_batch_size(clipped, optimizer, draw(), numbers.expected_batch_size)
             loader.max_batch_size = part_size
-        private.captured = capture_parts(private, execution, part_size)
+        private.captured = capture_parts(private, execution, part_size, numbers.largest_of_rank)
         undo.pop_all()
     private.planned_steps = None if epsilon is None else planned
     return PrivateTraining(model, private, loader, counted)
 
 
-def _is_correlated(noise: str, bands: int) -> bool:
+def _is_correlated(noise: str, bands: int, truncated_batch_size: int | None) -> bool:
     """Tell whether noise is correlated (``ValueError`` for what is no noise)."""
     every = ("independent", *NOISES)
     if noise not in every:
@@ -346,6 +361,11 @@ def _is_correlated(noise: str, bands: int) -> bool:
     if noise == "independent" and bands != 1:
         raise ValueError(
             f"independent noise has one band, and bands is {bands}; give noise='banded' or 'bisr'"
+        )
+    if noise in NOISES and truncated_batch_size is not None:
+        raise ValueError(
+            f"a sample may take another one's place in a truncated batch, and how far that moves "
+            f"sums under noise={noise!r} is not known; leave out truncated_batch_size"
         )
     return noise in NOISES
 
@@ -355,10 +375,9 @@ def _find_noise(counted: Spent, epsilon: float | None, planned: int | None) -> f
     assert epsilon is not None
     assert planned is not None
     assert counted.delta is not None
-    assert counted.sample_rate is not None
-    rate = counted.sample_rate
-    multiplier = find_noise(epsilon, counted.delta, planned, rate, counted.accountant)
-    counted.refuse_beyond(multiplier, rate, planned)
+    sampling = counted.sampling
+    multiplier = find_noise(epsilon, counted.delta, planned, sampling, counted.accountant)
+    counted.refuse_beyond(multiplier, sampling.rate, planned)
     return multiplier
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from dpprof.private.accounting.schedule import Sampling
 from dpprof.private.noise.strategies import Strategy
 
 _LEAST_RATE = 2.0**-53
@@ -45,9 +46,34 @@ class PublicNumbers(NamedTuple):
     follows_from_data: bool
     """Whether that was counted in the data."""
 
+    folds: int = 1
+    """Step t draws from samples t, t + folds, ... of the data alone."""
+
+    truncated_batch_size: int | None = None
+    """The most samples of a step, over all ranks; None for any number."""
+
+    ranks: int = 1
+
+    @property
+    def largest_of_rank(self) -> int | None:
+        """The most samples of a step on one rank; None for any number."""
+        return self.truncated_batch_size and self.truncated_batch_size // self.ranks
+
+    @property
+    def sampling(self) -> Sampling:
+        """What epsilon depends on."""
+        if self.truncated_batch_size is None:
+            return Sampling(self.sample_rate, self.folds)
+        drawn_from = math.ceil(math.ceil(self.samples / self.folds) / self.ranks)
+        return Sampling(self.sample_rate, self.folds, self.largest_of_rank, drawn_from)
+
     def describe(self, optimizer: Any) -> str:
         """State the guarantee of the steps that a ``NoisyOptimizer`` takes with these numbers."""
         bound, noise = optimizer.max_grad_norm, optimizer.noise_multiplier
+        fold = f" of its fold, which is every {self.folds}th of the data," * (self.folds > 1)
+        each = " on each rank" * (self.ranks > 1)
+        most = self.largest_of_rank
+        cut = f" Of more than {most:,}{each} so many are kept, at random." if most else ""
         public = (
             f"The number of samples, {self.samples:,}, is public, for the probability and the "
             "number of steps follow from it: a sample is removed by one in its place whose "
@@ -57,9 +83,9 @@ class PublicNumbers(NamedTuple):
             "computed from the data, as numbers_of_opacus computes them."
         )
         return (
-            f"A step draws each sample with probability {self.sample_rate:.6g}, whatever else it "
-            f"draws. A sample adds at most {bound:g} (L2) to the sum of a step, which gets "
-            f"{_describe_noise(optimizer.strategy, noise * bound)} and is divided by "
+            f"A step draws each sample{fold} with probability {self.sample_rate:.6g}, whatever "
+            f"else it draws.{cut} A sample adds at most {bound:g} (L2) to the sum of a step, which "
+            f"gets {_describe_noise(optimizer.strategy, noise * bound)} and is divided by "
             f"{self.expected_batch_size:g}. Neighbouring data differ by one sample that is added "
             f"or removed. {public}"
         )
@@ -85,6 +111,9 @@ def find_public_numbers(
     samples: int | None = None,
     sample_rate: float | None = None,
     expected_batch_size: float | None = None,
+    folds: int = 1,
+    truncated_batch_size: int | None = None,
+    ranks: int = 1,
 ) -> PublicNumbers:
     """Find how a training samples and averages, from what is public.
 
@@ -93,6 +122,9 @@ def find_public_numbers(
         samples: How many samples the public knows of; None for the length of the dataset.
         sample_rate: In place of ``expected_batch_size / samples``.
         expected_batch_size: The mean batch size, over all ranks.
+        folds: How many folds of the data steps draw from in turn.
+        truncated_batch_size: The most samples of a step, over all ranks.
+        ranks: How many there are.
 
     Raises:
         ValueError: The loader's batches are not those of a uniform sampler, or a number is out of
@@ -104,6 +136,8 @@ def find_public_numbers(
         ("samples", samples, Integral, math.inf, "a whole number, at least 1"),
         ("sample_rate", sample_rate, Real, 1.0, "above 0 and at most 1"),
         ("expected_batch_size", expected_batch_size, Real, _MOST, "positive and finite"),
+        ("folds", folds, Integral, math.inf, "a whole number, at least 1"),
+        ("truncated_batch_size", truncated_batch_size, Integral, math.inf, "a whole number"),
     ):
         is_number = isinstance(value, kind) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 < value <= most):
@@ -133,7 +167,37 @@ def find_public_numbers(
     steps = math.ceil(public / size if sample_rate is None else (1 - 1e-9) / rate)
     if sample_rate is not None and not follows:
         public = max(1, round(size / rate))
-    return PublicNumbers(rate, size, steps, public, follows)
+    numbers = PublicNumbers(rate, size, steps, public, follows, folds, truncated_batch_size, ranks)
+    return _draw_otherwise(numbers) if folds > 1 or truncated_batch_size else numbers
+
+
+def _draw_otherwise(numbers: PublicNumbers) -> PublicNumbers:
+    """Return the numbers with the probability within a fold.
+
+    Raises:
+        ValueError: The number of samples is not public, or some rank has none of a fold, or fewer
+            than an expected batch; or the batch cannot be divided among ranks.
+    """
+    folds, ranks = numbers.folds, numbers.ranks
+    if not numbers.follows_from_data:
+        raise ValueError(
+            "with folds or truncated_batch_size epsilon follows from the number of samples, which "
+            "is public then; leave out samples and sample_rate"
+        )
+    if numbers.samples < folds * ranks:
+        raise ValueError(f"{numbers.samples:,} samples are too few for folds={folds} on {ranks=}")
+    rate = folds * numbers.sample_rate
+    if folds > 1 and rate > 1:
+        raise ValueError(
+            f"a fold has {numbers.samples / folds:,.6g} samples, fewer than the mean batch size, "
+            f"{numbers.expected_batch_size:g}; give fewer folds than {folds}"
+        )
+    if (numbers.truncated_batch_size or 0) % ranks:
+        raise ValueError(
+            f"truncated_batch_size is over all ranks, so it must be a multiple of {ranks}, and is "
+            f"{numbers.truncated_batch_size}"
+        )
+    return numbers._replace(sample_rate=rate)
 
 
 def numbers_of_opacus(data_loader: DataLoader[Any]) -> Mapping[str, Any]:

@@ -176,7 +176,10 @@ def list_noise(planned: Planned) -> list[dict[str, Any]]:
         asked
         | {"tokens_per_sample": plan.tokens_per_sample}
         | batch.model_dump()
-        | {"chosen": batch.batch_size == plan.batch_size}
+        | {
+            "accountant": batch.accountant or privacy.accountant,
+            "chosen": batch.batch_size == plan.batch_size,
+        }
         for plan in planned.plans.values()
         for batch in plan.batches
     ]

@@ -188,7 +188,11 @@ TABLES: Mapping[str, Table] = {
         number("epsilon", "the epsilon that is spent"),
         *declare(Privacy, "delta accountant"),
         number("tokens_per_sample", "tokens in a sample, without padding"),
-        *(column for column in declare(NoiseOfBatch) if column.name != "reason"),
+        *(
+            column
+            for column in declare(NoiseOfBatch)
+            if column.name not in ("reason", "accountant")
+        ),
         boolean("chosen", "whether hours are predicted for it"),
         text("reason", "why there is no noise multiplier"),
     ),

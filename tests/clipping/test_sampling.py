@@ -1,0 +1,246 @@
+"""Cyclic and truncated Poisson sampling: what is drawn is what is accounted for."""
+
+import copy
+import math
+
+import pytest
+import torch
+from one_call import seeded
+from scipy.stats import binom
+from small_models import take_step
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpprof.private import make_private
+from dpprof.private.accounting.accountants import bound_epsilon, list_installed
+from dpprof.private.accounting.budget import Spent, find_noise
+from dpprof.private.accounting.schedule import Sampling
+from dpprof.private.loop.poisson_batches import PoissonLoader
+from dpprof.private.loop.public_numbers import find_public_numbers
+
+STEPS = 100_000
+
+
+def draw(count: int, size: int, rank: int = 0, **options) -> tuple[Sampling, torch.Tensor]:
+    """Return what is accounted for, and which sample each of many steps drew."""
+    loader = DataLoader(TensorDataset(torch.arange(count)), batch_size=size, shuffle=True)
+    numbers = find_public_numbers(loader, **options)
+    made = PoissonLoader(
+        loader, numbers, generator=seeded(3), rank=rank, ranks=options.get("ranks", 1)
+    )
+    made._parts.steps = STEPS
+    drawn = torch.zeros(STEPS, count, dtype=torch.bool)
+    for step, indices in enumerate(made._parts):
+        if not made._parts.drawn.popleft().is_empty:
+            drawn[step, indices] = True
+    return numbers.sampling, drawn
+
+
+def near(found: torch.Tensor, expected: float, count: int) -> bool:
+    return bool(((found - expected).abs() <= 5 * math.sqrt(0.25 / count)).all())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_cyclic_step_draws_from_its_fold_alone_and_each_sample_at_the_stated_rate(rank) -> None:
+    sampling, drawn = draw(12, 2, rank, folds=3, ranks=2)
+
+    assert sampling == Sampling(0.5, folds=3)
+    for fold in range(3):
+        own = [at for at in range(fold, 12, 3) if (at // 3) % 2 == rank]
+        of_fold = drawn[fold::3]
+        others = [at for at in range(12) if at not in own]
+        assert not of_fold[:, others].any()
+        assert near(of_fold[:, own].double().mean(0), 0.5, len(of_fold))
+        both = (of_fold[:, own[0]] & of_fold[:, own[1]]).double().mean()
+        assert near(both, 0.25, len(of_fold))  # independently
+    assert int(drawn.sum(0).max()) <= sampling.count_turns(STEPS)
+
+
+def test_a_truncated_step_keeps_a_uniform_subset_of_what_it_drew() -> None:
+    n, rate, most = 10, 0.4, 5
+    sampling, drawn = draw(n, 4, truncated_batch_size=most)
+
+    assert sampling == Sampling(rate, 1, most, n)
+    sizes = drawn.sum(1)
+    for size in range(n):
+        expected = binom.pmf(size, n, rate) if size < most else 0.0
+        expected = binom.sf(most - 1, n, rate) if size == most else expected
+        assert near((sizes == size).double().mean(), expected, STEPS)
+    # Given the size, all subsets are as likely.
+    full = drawn[sizes == most].double()
+    assert near(full.mean(0), most / n, len(full))
+    pairs = full.T @ full / len(full)
+    off = pairs[~torch.eye(n, dtype=torch.bool)]
+    assert near(off, most * (most - 1) / (n * (n - 1)), len(full))
+
+
+def test_a_limit_of_one_and_folds_of_one_sample_are_drawn_rightly() -> None:
+    sampling, drawn = draw(4, 2, truncated_batch_size=1, folds=2)
+    assert sampling == Sampling(1.0, 2, 1, 2)
+    assert bool((drawn.sum(1) == 1).all())
+    assert near(drawn[::2, 0].double().mean(), 0.5, STEPS // 2)
+
+    sampling, drawn = draw(4, 1, folds=4)
+    assert torch.equal(drawn[:4], torch.eye(4, dtype=torch.bool))
+
+
+REFUSED = [
+    ({"folds": 9}, "8 samples are too few for folds=9 on ranks=1"),
+    ({"folds": 3}, "a fold has 2.66667 samples, fewer than the mean batch size, 4; give fewer"),
+    ({"folds": 0}, "folds must be a whole number, at least 1, and is 0"),
+    ({"folds": True}, "folds must be a whole number, at least 1, and is True"),
+    ({"truncated_batch_size": 0}, "truncated_batch_size must be a whole number, and is 0"),
+    ({"truncated_batch_size": 5, "ranks": 2}, "must be a multiple of 2, and is 5"),
+    ({"folds": 2, "samples": 8}, "epsilon follows from the number of samples, which is public"),
+    ({"truncated_batch_size": 4, "sample_rate": 0.5}, "leave out samples and sample_rate"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), REFUSED)
+def test_what_cannot_be_drawn_or_accounted_for_is_refused(options, told) -> None:
+    loader = DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=4, shuffle=True)
+    with pytest.raises(ValueError, match=told):
+        find_public_numbers(loader, **options)
+
+
+def prepare(count: int = 12, size: int = 3, seed: int = 5, **options):
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    data = TensorDataset(torch.randn(count, 3, generator=seeded(1)), torch.arange(count))
+    usual = {"max_grad_norm": 1.0, "delta": 1e-3, "accountant": "rdp", "check": False}
+    generators = {"sampling_generator": seeded(seed), "noise_generator": seeded(9)}
+    if "epsilon" not in options:
+        usual["noise_multiplier"] = 1.0
+    loader = DataLoader(data, batch_size=size, shuffle=True)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return make_private(model, sgd, loader, **usual | generators | options)
+
+
+def train(private, steps: int) -> list[list[int]]:
+    """Take so many steps; returns the samples of each."""
+    taken = []
+    while len(taken) < steps:
+        for x, at in private.data_loader:
+            taken.append(at.tolist())
+            take_step(private.optimizer, private.model(x).square().mean(1))
+            if len(taken) == steps:
+                break
+    return taken
+
+
+def test_what_was_spent_counts_the_steps_of_a_fold() -> None:
+    private = prepare(folds=4)
+    train(private, 10)
+
+    assert private.optimizer.steps == private.spent.steps == 10
+    assert private.spent.history == [(1.0, 1.0, 3)]  # folds 0 and 1 had three
+    assert private.epsilon_spent() == bound_epsilon([(1.0, 1.0, 3)], 1e-3, "rdp")
+    assert "each sample of its fold, which is every 4th of the data, with" in private.guarantee
+
+
+def test_whoever_steps_on_one_fold_alone_spends_as_much_and_no_more_than_planned() -> None:
+    private = prepare(folds=4, epsilon=20.0, steps=8)
+
+    def step_on_the_first_fold() -> None:
+        for turn in range(20):
+            for x, _ in private.data_loader:
+                if turn % 4 == 0:
+                    take_step(private.optimizer, private.model(x).square().mean(1))
+                else:
+                    private.optimizer.discard()
+                break
+
+    with pytest.raises(RuntimeError, match=r"spent for samples of fold 0: 2 steps draw from a f"):
+        step_on_the_first_fold()
+    assert private.spent.steps == 2
+    assert private.spent.history == [(private.optimizer.noise_multiplier, 1.0, 2)]
+    assert private.epsilon_spent() <= 20
+
+
+def test_a_run_that_stops_within_a_round_of_folds_goes_on_there() -> None:
+    options = {"folds": 3, "truncated_batch_size": 4}
+    whole = prepare(**options)
+    drawn = train(whole, 8)
+    first = prepare(**options)
+    train(first, 5)
+    state = copy.deepcopy(first.state_dict())
+
+    exact = prepare(seed=6, **options)
+    exact.load_state_dict(state, exact=True)
+    assert train(exact, 3) == drawn[5:]
+    assert torch.equal(exact.model.weight, whole.model.weight)
+    assert exact.spent.history == whole.spent.history == [(1.0, 0.75, 3)]
+
+    fresh = prepare(seed=6, **options)
+    fresh.load_state_dict(state)
+    assert all(at % 3 == (5 + step) % 3 for step, one in enumerate(train(fresh, 3)) for at in one)
+    assert fresh.spent.history == whole.spent.history
+
+    back = copy.deepcopy(state)
+    first_again = prepare(**options)
+    first_again.load_state_dict(back)
+    train(first_again, 1)
+    first_again.load_state_dict(back)  # what was taken since counts, as a training of its own
+    assert sorted(first_again.spent.history) == [(1.0, 0.75, 1), (1.0, 0.75, 2)]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [({"folds": 4}, "this state was saved with"), ({"folds": 3}, "with truncated batch size: 4")],
+)
+def test_a_state_of_another_sampling_is_refused(change, told) -> None:
+    saved = prepare(folds=3, truncated_batch_size=4)
+    train(saved, 1)
+    with pytest.raises(ValueError, match=told):
+        prepare(**change).load_state_dict(saved.state_dict())
+    spent = Spent(Sampling(0.75, 3), 1e-3, "rdp")
+    with pytest.raises(ValueError, match="has batches truncated to 4 of 4 samples, and this train"):
+        spent.load_state_dict(saved.spent.state_dict())
+    with pytest.raises(ValueError, match="has truncated_batch_size, of so many samples,"):
+        saved.spent.continue_with(spent)
+
+
+def test_rounds_with_other_folds_add_up_what_one_sample_may_spend() -> None:
+    first = prepare(folds=4)
+    train(first, 5)
+    first.remove()
+    second = prepare(folds=2, spent=first.spent)
+    train(second, 3)
+
+    assert sorted(second.spent.history) == [(1.0, 0.5, 2), (1.0, 1.0, 2)]
+    assert first.spent.epsilon() == second.spent.epsilon()
+
+
+def test_truncation_costs_epsilon_the_more_the_nearer_it_is_to_the_mean() -> None:
+    history, whole = [(1.0, 0.01, 1000)], Sampling(0.01)
+    bounds = {
+        accountant: [
+            bound_epsilon(history, 1e-5, accountant, Sampling(0.01, 1, most, 10_000))
+            for most in (200, 170, 130)
+        ]
+        for accountant in list_installed()
+    }
+
+    for accountant, (far, nearer, near_mean) in bounds.items():
+        plain = bound_epsilon(history, 1e-5, accountant, whole)
+        assert plain * (1 - 1e-9) <= far <= plain * 1.001
+        assert far < nearer < near_mean
+    assert bounds["rdp"][2] == bounds["prv"][2] == math.inf
+    if "pld" in bounds:
+        assert bounds["pld"] == pytest.approx([1.82824, 1.82824, 3.68407], rel=1e-4)
+    # Of 1,000 steps one is cut with probability tau: delta has room for tau (1 + e^epsilon) less.
+    tau = 1000 * binom.sf(170, 10_000, 0.01)
+    epsilon = bounds["rdp"][1]
+    exact = bound_epsilon(history, 1e-5 - tau * (1 + math.exp(epsilon)), "rdp")
+    assert exact <= epsilon <= exact * 1.001
+
+
+def test_noise_of_a_budget_keeps_it_for_the_sampling_that_is_drawn() -> None:
+    cyclic, cut = Sampling(0.04, folds=4), Sampling(0.01, 1, 175, 10_000)
+    noise = [find_noise(3.0, 1e-5, 1000, one, "rdp") for one in (Sampling(0.01), cut, cyclic)]
+
+    assert noise[0] < noise[1] < 1.01 * noise[0]
+    assert 2.99 <= bound_epsilon([(noise[1], 0.01, 1000)], 1e-5, "rdp", cut) <= 3
+    assert 2.99 <= bound_epsilon([(noise[2], 0.04, 250)], 1e-5, "rdp") <= 3
+    with pytest.raises(ValueError, match="no noise multiplier keeps epsilon 3 at delta 1e-05 for"):
+        find_noise(3.0, 1e-5, 1000, Sampling(0.01, 1, 100, 10_000), "rdp")
