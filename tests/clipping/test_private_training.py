@@ -230,7 +230,7 @@ SETTINGS = {
     "delta": ({"delta": 1.0}, "delta must lie between 0 and 1, and is 1.0"),
     "epsilon": (BUDGET | {"epsilon": -1.0, "steps": 3}, "epsilon must be positive, and is -1.0"),
     "method": ({"method": "ghost"}, "method must be one of auto, flash-bk, flash, and is 'ghost'"),
-    "accountant": ({"accountant": "gdp"}, "accountant must be one of prv, rdp, not 'gdp'"),
+    "accountant": ({"accountant": "gdp"}, "accountant must be one of prv, rdp, pld, tightest, not 'gdp'"),
     "bound": ({"max_grad_norm": 0.0}, "max_grad_norm must be positive and finite, and is 0.0"),
     "part": ({"max_batch_size": 0}, "max_batch_size must be at least 1, and is 0"),
     "no losses": ({"losses_of": None}, "give losses_of, so that a first batch can be checked"),
