@@ -166,6 +166,8 @@ def test_each_method_counts_with_the_checkpointing_that_trains_fastest(tmp_path,
     assert options["opacus-ghost"].tokens_per_s_by_checkpointing is None
     fits = options["flash"].safe_batch_size is not None
     assert advice.best.method == ("flash" if fits else "opacus-ghost")
+    if fits:
+        assert advice.without_checkpointing.tokens_per_s == pytest.approx(speeds["none"])
 
 
 def test_without_a_predicted_time_the_larger_safe_batch_decides(tmp_path) -> None:

@@ -19,7 +19,7 @@ from snapshots import assert_reviewed, assert_sentences
 
 from dpprof.ask.advice_details import detail_advice
 from dpprof.ask.advice_text import (
-    compare_heads,
+    compare_ways,
     format_advice,
     format_winners,
     list_smallest_ranks,
@@ -167,7 +167,7 @@ def test_what_a_head_without_logits_brings_is_said() -> None:
         make(option("flash-bk", "does not fit"), head="kept", seq_len=128),
     ]
 
-    [line] = compare_heads(found)
+    [line] = compare_ways(found)
     assert line == (
         "bfloat16 64: head kept takes 12 samples for 6 with logits, at 2.00 times the speed."
     )
@@ -181,9 +181,27 @@ def test_the_speed_that_a_head_brings_has_an_interval(of_logits, sure) -> None:
         make(option("flash-bk", "first", 12, parts=kept), head="kept"),
     ]
 
-    [line] = compare_heads(found)
+    [line] = compare_ways(found)
     ratio = compare(logits, kept)
     assert line.endswith(f"speed (90 % interval {ratio.low:.2f} to {ratio.high:.2f}{sure}).")
+
+
+def test_what_checkpointing_and_a_graph_bring_is_said() -> None:
+    none, non_reentrant = (
+        option("flash", "first", batch, checkpointing=way)
+        for batch, way in ((6, "none"), (12, "non-reentrant"))
+    )
+    by_execution = [
+        make(option("flash", "first", size, execution=name), execution=name)
+        for size, name in ((3, "eager"), (6, "graph"))
+    ]
+
+    said = "bfloat16 64: {} takes {} samples for {} with {}, at 2.00 times the speed."
+    assert compare_ways([make(non_reentrant, without_checkpointing=none)]) == [
+        said.format("checkpointing non-reentrant", 12, 6, "none")
+    ]
+    assert compare_ways([make(none, without_checkpointing=none)]) == []
+    assert compare_ways(by_execution) == [said.format("execution graph", 6, 3, "eager")]
 
 
 @pytest.mark.parametrize("given", [["best"], ["logits", "chunked", "kept"]])

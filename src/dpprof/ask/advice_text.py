@@ -60,6 +60,9 @@ _ROW: Mapping[str, Callable[[Advice], str]] = {
 }
 """What a row of winners is about. Dtype and size are always shown, others where they vary."""
 
+_USUAL = {"head": "logits", "execution": "eager", "checkpointing": "none"}
+"""What may be asked in several ways, and the way that the others are compared with."""
+
 CELLS: Mapping[str, Callable[[Option], str]] = {
     "verdict": lambda option: option.verdict,
     "checkpointing": lambda option: str(option.checkpointing),
@@ -282,25 +285,31 @@ def list_smallest_ranks(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def compare_heads(advices: Sequence[Advice]) -> list[str]:
-    """Say which way to a loss is the fastest where several were asked, and what it brings."""
-    sides = [side for advice in advices for side in advice.sides]
-    axes = [name for name in _find_axes(sides) if name != "head"]
-    alike: dict[tuple[str, ...], dict[str, Option]] = defaultdict(dict)
-    for side in sides:
-        if side.best is not None:
-            alike[tuple(_ROW[name](side) for name in axes)][side.head] = side.best
+def compare_ways(advices: Sequence[Advice]) -> list[str]:
+    """Say which head, execution or checkpointing is the fastest of several, and what it brings."""
+    sides = [side for advice in advices for side in advice.sides if side.best is not None]
     lines = []
-    for where, by_head in alike.items():
-        head = max(by_head, key=lambda name: by_head[name].tokens_per_s or 0.0)
-        best, usual = by_head[head], by_head.get("logits")
-        if head != "logits" and usual is not None and usual.tokens_per_s and best.tokens_per_s:
-            ratio = best.tokens_per_s / usual.tokens_per_s
-            lines.append(
-                f"{' '.join(where)}: head {head} takes {best.safe_batch_size:,} samples for "
-                f"{usual.safe_batch_size:,} with logits, at {ratio:.2f} times the speed"
-                f"{_tell_interval(compare_options(usual, best))}."
-            )
+    for axis, usual in _USUAL.items() if sides else ():
+        names = [name for name in _find_axes(sides) if name != axis]
+        alike: dict[str, dict[str, Option]] = defaultdict(dict)
+        for side in sides:
+            best = side.best
+            assert best is not None
+            ways = alike[" ".join(_ROW[name](side) for name in names)]
+            if axis != "checkpointing":
+                ways[_ROW[axis](side)] = best
+            elif side.without_checkpointing is not None:
+                ways |= {"none": side.without_checkpointing, str(best.checkpointing): best}
+        for where, options in alike.items():
+            way = max(options, key=lambda name: options[name].tokens_per_s or 0.0, default=usual)
+            best, other = options.get(way), options.get(usual)
+            if best and other and best is not other and other.tokens_per_s and best.tokens_per_s:
+                ratio = best.tokens_per_s / other.tokens_per_s
+                lines.append(
+                    f"{where}: {axis} {way} takes {best.safe_batch_size:,} samples for "
+                    f"{other.safe_batch_size:,} with {usual}, at {ratio:.2f} times the speed"
+                    f"{_tell_interval(compare_options(other, best))}."
+                )
     return lines
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from dpprof.ask.advice_details import detail_advice
 from dpprof.ask.advice_text import (
-    compare_heads,
+    compare_ways,
     format_advice,
     format_gpus,
     format_winners,
@@ -99,9 +99,9 @@ class Advised(BatchAnswer):
 
     def __str__(self) -> str:
         advices, results = self.advices, self.results
+        others = compare_ways(advices)
         if len(advices) == 1:
-            return format_advice(advices[0], list_remedies(results))
-        others: list[str] = compare_heads(advices)
+            return format_advice(advices[0], [*others, *list_remedies(results)])
         for (dtype, size, *_), by_ranks in self._alike.items():
             where = f"{dtype} {size}: " if len(self._alike) > 1 else ""  # one execution and head
             on_any = list(itertools.chain.from_iterable(by_ranks.values()))

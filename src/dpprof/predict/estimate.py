@@ -165,6 +165,11 @@ class Traces:
         The sizes of one that is a little too large are guessed. Where it has other atoms, it is
         traced, and the sizes of one that is well within the budget are guessed.
         """
+
+        def guess_sizes(size: int, traced: int) -> None:
+            more = self._trace(size, family.blocks.count + 1)
+            family.guess(size, more.recording, traced)
+
         try:
             family = self._measure(batch_size)
         except NotAlikeError:
@@ -174,17 +179,13 @@ class Traces:
             return guess
         too_large = guess + (guess - batch_size) // _SPARE + 2
         try:
-            self._guess(family, too_large, batch_size)
+            guess_sizes(too_large, batch_size)
         except NotAlikeError:
             with suppress(NotAlikeError):
                 family = self._measure(too_large)
                 guess = max(family.guess_batch(too_large, budget), batch_size)
-                self._guess(family, guess - guess // _WITHIN, too_large)
+                guess_sizes(guess - guess // _WITHIN, too_large)
         return guess
-
-    def _guess(self, family: "_Family", batch_size: int, traced: int) -> None:
-        more = self._trace(batch_size, family.blocks.count + 1)
-        family.guess(batch_size, more.recording, traced)
 
     def _find_footprint(self, batch_size: int) -> Footprint:
         if self._interpolating:

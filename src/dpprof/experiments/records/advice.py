@@ -195,6 +195,9 @@ class Advice(Part):
 
     sure_of_memory: str
     sure_of_time: str
+    without_checkpointing: Option | None = Field(None, exclude=True)
+    """The advised method without checkpointing, where several ways were tried."""
+
     whole: "Advice | None" = None
     """The advice for the model without adapters, where that was asked too."""
 

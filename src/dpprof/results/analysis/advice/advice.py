@@ -55,9 +55,13 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
     advised = [result for result, option in zip(results, options, strict=True) if option is fastest]
     axes = axes_of(experiment)
     step = _find_step(results, judged)
-    shared = {name: axes[name] for name in _SHARED_AXES}
+    shared: dict[str, Any] = {name: axes[name] for name in _SHARED_AXES}
     if any(option.tokens_per_s_by_checkpointing for option in options):
         shared["checkpointing"] = BEST
+        tried = (o for _, o in described if fastest is not None and o.method == fastest.method)
+        shared["without_checkpointing"] = next(
+            (o for o in tried if o.checkpointing == "none"), None
+        )
     if len({option.execution for option in options}) > 1:
         shared["execution"] = "default"
     return Advice(
