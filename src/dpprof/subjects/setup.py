@@ -12,6 +12,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.refusals import INDEPENDENT
 from dpprof.experiments.records.result import ModelFacts
 from dpprof.experiments.records.terms import Component, Phase
 from dpprof.private.errors import UnsupportedError
@@ -123,6 +124,11 @@ def set_up(
         raise UnsupportedError(
             f"{experiment.method} knows neither loss_scale nor trained_dtype: it sums gradients as "
             "they come, in the dtype of the parameters"
+        )
+    if experiment.noise_strategy != INDEPENDENT and not method.correlates:
+        raise UnsupportedError(
+            f"{experiment.method} does not run with noise_strategy {experiment.noise_strategy}; "
+            f"its noise is {INDEPENDENT}"
         )
     torch.manual_seed(experiment.seed)
     model = build_model(experiment).to(device)

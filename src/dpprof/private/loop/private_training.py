@@ -20,7 +20,7 @@ from dpprof.private.loop.part_size import AUTO, find_max_batch_size, read_max_ba
 from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
 from dpprof.private.loop.private_optimizer import PrivateOptimizer
 from dpprof.private.loop.public_numbers import find_public_numbers
-from dpprof.private.noise.strategies import NOISES, make_strategy
+from dpprof.private.noise.strategies import is_correlated_noise, make_strategy
 from dpprof.private.samples.batches import give
 from dpprof.private.samples.random_state import random_state_kept
 from dpprof.private.samples.repeated_checks import RepeatedChecks
@@ -280,7 +280,7 @@ def make_private(
         spent.continue_with(counted)
     warn_of_delta(delta, numbers.samples)
     refuse_related(sampling_generator, noise_generator)
-    is_correlated = _is_correlated(noise, bands)
+    is_correlated = is_correlated_noise(noise, bands)
     is_planned = is_correlated or epsilon is not None
     planned = _plan_steps(epochs, steps, numbers.steps_of_epoch) if is_planned else None
     if noise_multiplier is None:
@@ -337,18 +337,6 @@ def make_private(
     return PrivateTraining(model, private, loader, counted)
 
 
-def _is_correlated(noise: str, bands: int) -> bool:
-    """Tell whether noise is correlated (``ValueError`` for what is no noise)."""
-    every = ("independent", *NOISES)
-    if noise not in every:
-        raise ValueError(f"noise must be one of {', '.join(every)}, and is {noise!r}")
-    if noise == "independent" and bands != 1:
-        raise ValueError(
-            f"independent noise has one band, and bands is {bands}; give noise='banded' or 'bisr'"
-        )
-    return noise in NOISES
-
-
 def _find_noise(counted: Spent, epsilon: float | None, planned: int | None) -> float:
     """Return the least noise multiplier with which all planned steps keep a budget."""
     assert epsilon is not None
@@ -373,10 +361,7 @@ def _refuse_parts_of_ranks(clipping: Clipping, max_batch_size: int | str | None)
 
 def _plan_steps(epochs: int | None, steps: int | None, steps_of_epoch: int) -> int:
     if (epochs is None) == (steps is None):
-        raise ValueError(
-            "epsilon and correlated noise need the length of the training: give either epochs or "
-            "steps"
-        )
+        raise ValueError("epsilon and correlated noise need a length: give either epochs or steps")
     planned = steps if epochs is None else epochs * steps_of_epoch
     assert planned is not None
     if planned < 1:
