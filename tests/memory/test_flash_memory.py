@@ -3,11 +3,13 @@
 from collections.abc import Callable
 
 import pytest
-from memory_steps import keep
+from factory import make_experiment
+from memory_steps import MODEL, B, P, T, keep, record_and_estimate
 from torch import nn
 
 from dpprof.experiments.records.terms import COMPONENTS
 from dpprof.predict.memory.timeline import MemoryTimeline
+from dpprof.private import UnsupportedError
 from dpprof.private.norms.tiles import WORKSPACE_BYTES
 
 MIB = 2**20
@@ -76,3 +78,30 @@ def test_flash_peaks_no_higher_than_ghost_and_far_below_at_long_sequences(
     assert flash.peak_bytes <= share * ghost.peak_bytes
     if layers is FOUR:
         assert trace("flash-bk", layers, B=B, T=T).peak_bytes <= share * ghost.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("method", "noise", "dtype"),
+    [
+        ("flash-bk", "banded-4", "float32"),
+        ("flash", "bisr-2", "float32"),
+        ("per-layer", "banded-3", "bfloat16"),
+    ],
+)
+def test_past_noise_is_in_the_books_and_predicted_to_the_byte(method, noise, dtype) -> None:
+    """In float32, also of parameters in 16 bits."""
+    formats = dict.fromkeys(("dtype", "parameters_dtype", "trained_dtype"), dtype)
+    settings = {"model": MODEL, "method": method, "batch_size": B, "seq_len": T} | formats
+    correlated, _ = record_and_estimate(make_experiment(**settings, noise_strategy=noise))
+    independent, _ = record_and_estimate(make_experiment(**settings))
+
+    kept = (int(noise[-1]) - 1) * 4 * P
+    peaks = [each.memory.peak_allocated_bytes for each in (correlated, independent)]
+    assert peaks[0] - peaks[1] == kept
+    noises = [each.memory.at_peak.components["noise"] for each in (correlated, independent)]
+    assert noises[0] - noises[1] == kept
+
+
+def test_a_method_with_noise_of_its_own_refuses_correlated_noise() -> None:
+    with pytest.raises(UnsupportedError, match="does not run with noise_strategy banded-4"):
+        keep("opacus-hooks", noise_strategy="banded-4")

@@ -34,6 +34,7 @@ COMPLETE = {
 ELSE_DEFAULT = {
     "wait_for_idle_gpu_s": 0.0,
     "busy_gpu": "run",
+    "noise_strategy": "independent",
     "lora": None,
     "trainable": None,
     "padding": None,
@@ -126,6 +127,8 @@ REFUSED = [
     {"model": 3},
     {"model": {"vocab_size": 9}},
     {"bath_size": 3},
+    {"noise_strategy": "banded-0"},
+    {"noise_strategy": "banded-8", "execution": "graph", "device": "cuda"},
     {"memory_limit_bytes": "4 lots"},
     {"memory_limit_bytes": True},
     {"memory_limit_bytes": -5},

@@ -13,6 +13,7 @@ from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.mechanisms import NO_CLIPPING
+from dpprof.experiments.config.refusals import INDEPENDENT
 from dpprof.experiments.records.result import ModelFacts
 from dpprof.experiments.records.terms import Component, Phase
 from dpprof.private.errors import UnsupportedError
@@ -130,6 +131,11 @@ def set_up(
         raise UnsupportedError(
             f"{experiment.method} knows neither loss_scale nor trained_dtype: it sums gradients as "
             "they come, in the dtype of the parameters"
+        )
+    if experiment.noise_strategy != INDEPENDENT and not method.correlates:
+        raise UnsupportedError(
+            f"{experiment.method} does not run with noise_strategy {experiment.noise_strategy}; "
+            f"its noise is {INDEPENDENT}"
         )
     torch.manual_seed(experiment.seed)
     built: Any = build_model(experiment)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
@@ -30,7 +31,11 @@ from dpprof.experiments.config.naming import (
 )
 from dpprof.experiments.config.parallel import AsParallel
 from dpprof.experiments.config.quantities import Count, NotNegative, Positive, Seed, Size, optional
-from dpprof.experiments.config.refusals import refuse_combinations
+from dpprof.experiments.config.refusals import (
+    INDEPENDENT,
+    refuse_combinations,
+    refuse_strategy,
+)
 from dpprof.experiments.config.target import Dtype
 from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES, Task
 from dpprof.experiments.config.validation import InputError, read_model
@@ -255,6 +260,11 @@ class Experiment(Spec):
         description="how the loss is computed: from the logits of all tokens, or chunked: from "
         "those of some tokens at a time, by dpprof.private.linear_cross_entropy; or kept: so too, "
         "and the gradients of logits are kept for backward, not computed again",
+    )
+    noise_strategy: Annotated[str, AfterValidator(refuse_strategy)] = Field(
+        INDEPENDENT,
+        description="how the noise of steps is correlated: independent; or banded-8 or bisr-8, "
+        "with so many bands, of which all but one keep past noise",
     )
 
     @model_validator(mode="after")

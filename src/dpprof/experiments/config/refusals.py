@@ -1,5 +1,6 @@
 """Combinations of an experiment's keys that cannot be measured, refused in one sentence."""
 
+import re
 from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -11,6 +12,19 @@ from dpprof.private.number_formats import SHORT, refuse_loss_scale
 
 if TYPE_CHECKING:
     from dpprof.experiments.config.experiment import Experiment
+
+
+INDEPENDENT = "independent"
+"""The strategy of noise that does not follow from past noise."""
+
+
+def refuse_strategy(strategy: str) -> str:
+    """Return a strategy of noise, or raise ``ValueError`` for what is none."""
+    if re.fullmatch(rf"{INDEPENDENT}|(banded|bisr)-[1-9][0-9]{{0,4}}", strategy):
+        return strategy
+    raise ValueError(
+        f"it must be {INDEPENDENT}, or banded or bisr with a number of bands, such as banded-8"
+    )
 
 
 def refuse_combinations(experiment: "Experiment") -> None:
@@ -36,6 +50,11 @@ def _in_execution(experiment: "Experiment") -> Iterator[str]:
         )
     if experiment.execution == "graph" and device != "cuda":
         yield f"execution graph requires device cuda, but device is {device}"
+    if experiment.execution == "graph" and experiment.noise_strategy != INDEPENDENT:
+        yield (
+            f"noise_strategy {experiment.noise_strategy} requires execution eager: its noise is "
+            "not in a CUDA graph, and what that costs is not known yet"
+        )
     for name, usual in (("execution", "eager"), ("head", "logits")):
         value = getattr(experiment, name)
         if value != usual and experiment.parallel is not None:

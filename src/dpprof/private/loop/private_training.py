@@ -22,7 +22,7 @@ from dpprof.private.loop.part_size import AUTO, find_max_batch_size, read_max_ba
 from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
 from dpprof.private.loop.private_optimizer import PrivateOptimizer
 from dpprof.private.loop.public_numbers import find_public_numbers
-from dpprof.private.noise.strategies import NOISES, make_strategy
+from dpprof.private.noise.strategies import is_correlated_noise, make_strategy
 from dpprof.private.ranks.ranks import find_ranks
 from dpprof.private.samples.batches import give
 from dpprof.private.samples.random_state import random_state_kept
@@ -296,7 +296,9 @@ def make_private(
         spent.continue_with(counted)
     warn_of_delta(delta, numbers.samples)
     refuse_related(sampling_generator, noise_generator)
-    is_correlated = _is_correlated(noise, bands, truncated_batch_size)
+    is_correlated = is_correlated_noise(noise, bands)
+    if is_correlated:
+        _refuse_truncation(noise, truncated_batch_size)
     is_planned = is_correlated or epsilon is not None
     planned = _plan_steps(epochs, steps, numbers.steps_of_epoch) if is_planned else None
     if noise_multiplier is None:
@@ -353,21 +355,12 @@ def make_private(
     return PrivateTraining(model, private, loader, counted)
 
 
-def _is_correlated(noise: str, bands: int, truncated_batch_size: int | None) -> bool:
-    """Tell whether noise is correlated (``ValueError`` for what is no noise)."""
-    every = ("independent", *NOISES)
-    if noise not in every:
-        raise ValueError(f"noise must be one of {', '.join(every)}, and is {noise!r}")
-    if noise == "independent" and bands != 1:
-        raise ValueError(
-            f"independent noise has one band, and bands is {bands}; give noise='banded' or 'bisr'"
-        )
-    if noise in NOISES and truncated_batch_size is not None:
+def _refuse_truncation(noise: str, truncated_batch_size: int | None) -> None:
+    if truncated_batch_size is not None:
         raise ValueError(
             f"a sample may take another one's place in a truncated batch, and how far that moves "
             f"sums under noise={noise!r} is not known; leave out truncated_batch_size"
         )
-    return noise in NOISES
 
 
 def _find_noise(counted: Spent, epsilon: float | None, planned: int | None) -> float:
@@ -393,10 +386,7 @@ def _refuse_parts_of_ranks(clipping: Clipping, max_batch_size: int | str | None)
 
 def _plan_steps(epochs: int | None, steps: int | None, steps_of_epoch: int) -> int:
     if (epochs is None) == (steps is None):
-        raise ValueError(
-            "epsilon and correlated noise need the length of the training: give either epochs or "
-            "steps"
-        )
+        raise ValueError("epsilon and correlated noise need a length: give either epochs or steps")
     planned = steps if epochs is None else epochs * steps_of_epoch
     assert planned is not None
     if planned < 1:

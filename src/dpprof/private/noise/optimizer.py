@@ -109,6 +109,9 @@ class NoisyOptimizer(Optimizer):
         >>> optimizer.zero_grad()
     """
 
+    step_hook: Callable[[Any], None] | None = None
+    _is_last_step_skipped = False
+    _is_last_part = True
     _clips_failed_parts_again = False
     """Whether a part whose ``backward`` failed stays the one to clip next."""
 
@@ -137,10 +140,7 @@ class NoisyOptimizer(Optimizer):
             raise ValueError("expected_batch_size must be given where loss_reduction is 'mean'")
         # Optimizer's own __init__ is not called: groups, state and defaults are the original's.
         self.original_optimizer = optimizer
-        self.step_hook: Callable[[Any], None] | None = None
         self._step_skip_queue: list[bool] = []
-        self._is_last_step_skipped = False
-        self._is_last_part = True
         self.clipping = clipping
         clipping.sums.forget()
         clipping.sums.owner = self
@@ -151,6 +151,9 @@ class NoisyOptimizer(Optimizer):
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
         self.generator = generator
+        self.buffers = None if strategy is None else NoiseBuffers(strategy, noise_buffers)
+        """Past noise, where that of steps is correlated."""
+
         self.secure_mode = secure_mode
         ranks = clipping.ranks
         is_given = generator is not None and ranks.size == 1
@@ -161,16 +164,6 @@ class NoisyOptimizer(Optimizer):
         self.steps = 0
         """How many batches got noise; counted where it is drawn."""
 
-        self.buffers: NoiseBuffers | None = None
-        """Past noise, where that of steps is correlated."""
-
-        if strategy is not None:
-            if secure_mode:
-                raise ValueError(
-                    "secure_mode protects the floating point numbers of one sum under one draw, "
-                    "and correlated noise is several; leave out one of them"
-                )
-            self.buffers = NoiseBuffers(strategy, noise_buffers)
         made_with = {"rank": ranks.rank, "number of ranks": ranks.size}
         self._made_with = self.settings | made_with | {"stability": clipping.stability}
         self._made_with["noise"] = "independent" if strategy is None else strategy.describe()
@@ -210,6 +203,11 @@ class NoisyOptimizer(Optimizer):
     def secure_mode(self, is_secure: bool) -> None:
         if is_secure:
             refuse_insecure(self.generator)
+            if self.buffers is not None:
+                raise ValueError(
+                    "secure_mode protects the floating point numbers of one sum under one draw, "
+                    "and correlated noise is several; leave out one of them"
+                )
         self._secure_mode = is_secure
 
     @property

@@ -138,6 +138,18 @@ def make_strategy(noise: str, *, steps: int, bands: int, folds: int | None = Non
     return Strategy(noise, bands, steps, folds, tuple(made.tolist()))
 
 
+def is_correlated_noise(noise: str, bands: int) -> bool:
+    """Tell whether noise is correlated, or independent (``ValueError`` for other noise)."""
+    every = ("independent", *NOISES)
+    if noise not in every:
+        raise ValueError(f"noise must be one of {', '.join(every)}, and is {noise!r}")
+    if noise == "independent" and bands != 1:
+        raise ValueError(
+            f"independent noise has one band, and bands is {bands}; give noise='banded' or 'bisr'"
+        )
+    return noise in NOISES
+
+
 def inverse_root(bands: int) -> Coefficients:
     """Return the first coefficients of (1 - x)^(1/2)."""
     k = np.arange(1, bands)

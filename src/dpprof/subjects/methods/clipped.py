@@ -3,6 +3,7 @@
 Shape legend: B batch.
 """
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.loops import Loss
+from dpprof.experiments.config.refusals import INDEPENDENT
 from dpprof.experiments.records.result import NormChoice
 from dpprof.experiments.records.terms import Component
 from dpprof.private.allocation_marks import Function
@@ -22,6 +24,7 @@ from dpprof.private.engine.engine import Clipping
 from dpprof.private.engine.factor import clip_factor
 from dpprof.private.noise.noise_keys import NoiseKeys
 from dpprof.private.noise.optimizer import NoisyOptimizer
+from dpprof.private.noise.strategies import make_strategy
 from dpprof.private.norms.code_paths import Watch
 from dpprof.private.norms.triton_ops import chosen_tiles, explain_missing_tiles
 from dpprof.private.substitutes import substitute
@@ -37,6 +40,7 @@ class ClippedStep(TrainingStep):
     heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
     losses: ClassVar[Collection[str]] = get_args(Loss)
     knows_formats: ClassVar[bool] = True
+    correlates: ClassVar[bool] = True
     clipping_type: type[Clipping]
     optimizer: NoisyOptimizer
     births: ClassVar[Mapping[Function, Component]] = {clip_factor: "norm_samples"}
@@ -57,11 +61,18 @@ class ClippedStep(TrainingStep):
         seeded = torch.default_generator
         if device.type == "cuda":
             seeded = torch.cuda.default_generators[device.index]
+        strategy = None
+        if self.experiment.noise_strategy != INDEPENDENT:
+            noise, bands = self.experiment.noise_strategy.split("-")
+            # Costs do not depend on the number of steps: it may be any.
+            strategy = make_strategy(noise, steps=max(1000, int(bands)), bands=int(bands))
+            strategy = strategy._replace(steps=sys.maxsize)
         self.optimizer = NoisyOptimizer(
             optimizer,
             self.clipping,
             noise_multiplier=self.experiment.noise_multiplier,
             expected_batch_size=self.experiment.world_size * self.experiment.batch_size,
+            strategy=strategy,
         )
         self.optimizer.keys = NoiseKeys(source=seeded, rank=self.clipping.ranks.rank)
 

@@ -18,6 +18,7 @@ class Standard(TrainingStep):
     mechanism: ClassVar[str] = NO_CLIPPING
     parallel_kinds = ("ddp", "fsdp", "hsdp")
     executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
+    correlates: ClassVar[bool] = True
     heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
     losses: ClassVar[Collection[str]] = get_args(Loss)
     knows_formats: ClassVar[bool] = True

@@ -129,6 +129,9 @@ class TrainingStep(ABC):
     executions: ClassVar[Collection[str]] = ("eager",)
     """The ways of ``execution`` in which the method's step runs."""
 
+    correlates: ClassVar[bool] = False
+    """Whether it runs with correlated noise, or without noise."""
+
     heads: ClassVar[Collection[str]] = ("logits",)
     """The ways of ``head`` in which the method's step runs."""
 
