@@ -89,7 +89,13 @@ def run_loop(loop: str) -> tuple[Tensor, Tensor, float]:
 
 
 def train(
-    folder: Path, noise: float, resume: str | None = None, *, shards: bool = False, **options: Any
+    folder: Path,
+    noise: float,
+    resume: str | None = None,
+    *,
+    shards: bool = False,
+    privacy: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Trained:
     """Train; resume from a checkpoint of the folder."""
     act_as_torchrun()
@@ -125,6 +131,7 @@ def train(
             resume="exact",
             sampling_generator=torch.Generator().manual_seed(1),
             noise_generator=torch.Generator().manual_seed(2),
+            **privacy or {},
         ),
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(folder / resume))

@@ -71,6 +71,18 @@ def test_a_loop_is_captured_without_being_asked(method, max_batch_size) -> None:
     assert assert_trains_as_a_loop(**options) > 4
 
 
+def test_truncated_batches_are_one_replay_of_one_graph_each() -> None:
+    parts = []
+
+    def after(private):
+        if private.optimizer.captured is not None:
+            assert private.optimizer.captured._replays.part_size == 3
+        return lambda _: parts.append(private.data_loader.is_last_part)
+
+    assert assert_trains_as_a_loop(after=after, truncated_batch_size=3) > 4
+    assert all(parts)
+
+
 def test_batches_without_samples_are_replayed() -> None:
     loader = load(batch_size=1)
     assert assert_trains_as_a_loop(data_loader=loader) > 20

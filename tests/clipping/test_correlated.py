@@ -28,7 +28,7 @@ from dpprof.private import (
     make_strategy,
 )
 from dpprof.private.accounting.budget import find_noise
-from dpprof.private.loop.poisson_batches import PoissonLoader
+from dpprof.private.accounting.schedule import Sampling
 from dpprof.private.noise.buffers import PLACES, NoiseBuffers
 from dpprof.private.noise.noise import NoiseOfStep
 from dpprof.private.noise.strategies import NOISES
@@ -380,19 +380,15 @@ def test_check_looks_at_single_steps_and_keeps_past_noise() -> None:
     assert run.optimizer.steps == 2
 
 
-@pytest.fixture(name="in_folds")
-def in_folds_(monkeypatch) -> None:
-    """Let loaders say that they draw from four folds in turn."""
-    monkeypatch.setattr(PoissonLoader, "folds", 4)
+SETTINGS = {"noise": "banded", "bands": 3, "folds": 3, "epochs": 2}
 
 
 def prepare(**options) -> tuple[Model, PrivateTraining]:
     model = Model().double()
-    return model, one_call.prepare(model, **{"noise": "banded", "bands": 3, "epochs": 2} | options)
+    return model, one_call.prepare(model, **SETTINGS | options)
 
 
 @pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.usefixtures("in_folds")
 def test_one_call_correlates_noise_and_goes_on_to_the_same_bits(noise) -> None:
     runs = [prepare(noise=noise, max_batch_size=2, noise_generator=None) for _ in range(2)]
     (model, private), (other_model, other) = runs
@@ -403,15 +399,14 @@ def test_one_call_correlates_noise_and_goes_on_to_the_same_bits(noise) -> None:
 
     assert torch.equal(weights(model), weights(other_model))
     assert (
-        f"correlated Gaussian noise ({noise} of 3 bands, 8 steps and 4 folds" in private.guarantee
+        f"correlated Gaussian noise ({noise} of 3 bands, 8 steps and 3 folds" in private.guarantee
     )
-    taken = [(1.0, private.data_loader.sample_rate, 8)]
-    assert private.spent.history == (taken if noise == "banded" else [(1.0, 1.0, 1)])
+    assert private.data_loader.sample_rate == 0.75  # of a fold
+    assert private.spent.history == [(1.0, 0.75, 3) if noise == "banded" else (1.0, 1.0, 1)]
     with pytest.raises(RuntimeError, match="correlated for 8 steps, and these are done"):
         train(private, model, epochs=1)
 
 
-@pytest.mark.usefixtures("in_folds")
 def test_a_batch_that_a_loop_leaves_begins_the_strategy_anew() -> None:
     model, private = prepare()
     train(private, model, epochs=1)
@@ -424,7 +419,6 @@ def test_a_batch_that_a_loop_leaves_begins_the_strategy_anew() -> None:
     assert not buffers.kept
 
 
-@pytest.mark.usefixtures("in_folds")
 def test_all_steps_of_bisr_are_one_mechanism_and_the_budget_has_one_beginning() -> None:
     model, private = prepare(noise="bisr", epsilon=2.0, delta=1e-3, noise_multiplier=None)
     train(private, model, epochs=1)
@@ -446,8 +440,9 @@ def test_all_steps_of_bisr_are_one_mechanism_and_the_budget_has_one_beginning() 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({}, r"3 bands need samples that take part at most once .* that holds for 1 \(folds\)"),
-        ({"noise": "bisr"}, "3 bands need samples"),
+        ({"folds": 1}, r"3 bands need samples that take part .* that holds for 1 \(folds\)"),
+        ({"noise": "bisr", "folds": 1}, "3 bands need samples"),
+        ({"truncated_batch_size": 9}, "a sample may take another one's place"),
         ({"noise": "pink"}, "noise must be one of independent, banded, bisr, and is 'pink'"),
         ({"noise": "independent"}, "independent noise has one band, and bands is 3"),
         ({"epochs": None}, "correlated noise need a length: give either epochs or steps"),
@@ -488,6 +483,6 @@ def test_the_table_of_the_documentation_is_what_accountants_and_strategies_say()
         step, training = find_errors(make_strategy("banded", steps=2000, bands=b))
         expected = []
         for epsilon in (1.0, 8.0):
-            sigma = find_noise(epsilon, 1e-6, math.ceil(2000 / b), 0.005 * b, "prv")
+            sigma = find_noise(epsilon, 1e-6, 2000, Sampling(0.005 * b, b), "prv")
             expected += [f"{sigma * training:.1f}", f"{sigma * step:.2f}"]
         assert told == expected

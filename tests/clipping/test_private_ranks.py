@@ -77,6 +77,18 @@ def test_noise_is_added_once_and_a_killed_run_ends_with_the_same_bits(pool, tmp_
     assert whole[0].logged[-1]["epsilon"] == whole[1].logged[-1]["epsilon"] > 0
 
 
+def test_ranks_draw_from_one_fold_at_a_time_and_cut_their_own_batches(pool, tmp_path) -> None:
+    privacy = {"folds": 2, "truncated_batch_size": 2, "expected_batch_size": 1}
+    ranks = pool.compute(parallel_trainer.train, tmp_path, 1.0, max_steps=6, privacy=privacy)
+    assert torch.equal(ranks[0].after, ranks[1].after)
+    for rank, one in enumerate(ranks):
+        for step, drawn in enumerate(one.drawn):
+            assert len(drawn) <= 1
+            assert all(at % 2 == step % 2 and (at // 2) % 2 == rank for at in drawn)
+        assert [(noise, steps) for noise, _, steps in one.history] == [(1.0, 3)]
+    assert {at for one in ranks for drawn in one.drawn for at in drawn} != set()
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [

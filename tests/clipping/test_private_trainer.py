@@ -649,3 +649,32 @@ def test_labels_that_are_no_ids_are_refused() -> None:
     for outputs, labels in ((4, torch.randn(2)), (1, torch.zeros(2, dtype=torch.int64))):
         with pytest.raises(ValueError, match="labels must be ids of shape"):
             read_losses(torch.randn(2, outputs), labels, shifts=False)
+
+
+def test_cyclic_and_truncated_steps_are_counted_drawn_and_resumed(tmp_path) -> None:
+    options = {"max_steps": 7, "gradient_accumulation_steps": 1, "save_strategy": "steps"}
+    options |= {"save_steps": 5, "per_device_train_batch_size": 2}
+    privacy = {"folds": 3, "truncated_batch_size": 2, "delta": 1e-2, "accountant": "rdp"}
+    privacy |= {"noise_multiplier": 1.0, "resume": "exact"}
+    drawn = []
+
+    class Watched(PrivateTrainer):
+        def training_step(self, model, inputs, *given):
+            drawn.append([(part.size, part.fold, part.is_last) for _, part in inputs["parts"]])
+            return super().training_step(model, inputs, *given)
+
+    whole = make("bert", tmp_path, trainer=Watched, privacy=privacy, **options)
+    whole.train()
+    first = list(drawn)
+    drawn.clear()
+    again = make("bert", tmp_path, trainer=Watched, privacy=privacy, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+    assert all(len(parts) == 1 and parts[0][0] <= 2 and parts[0][2] for parts in first)
+    assert [parts[0][1] for parts in first] == [0, 1, 2, 0, 1, 2, 0]
+    assert drawn == first[5:]
+    assert torch.equal(trained(again.model), trained(whole.model))
+    assert again.spent.history == whole.spent.history == [(1.0, 0.5, 3)]
+    assert again.spent.sampling == whole.spent.sampling == (0.5, 3, 2, 4)
+    assert again.spent.epsilon() == whole.spent.epsilon() > 0
+    assert "Of more than 2 so many are kept, at random" in whole.guarantee

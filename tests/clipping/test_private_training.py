@@ -230,7 +230,10 @@ SETTINGS = {
     "delta": ({"delta": 1.0}, "delta must lie between 0 and 1, and is 1.0"),
     "epsilon": (BUDGET | {"epsilon": -1.0, "steps": 3}, "epsilon must be positive, and is -1.0"),
     "method": ({"method": "ghost"}, "method must be one of auto, flash-bk, flash, and is 'ghost'"),
-    "accountant": ({"accountant": "gdp"}, "accountant must be one of prv, rdp, pld, tightest, not 'gdp'"),
+    "accountant": (
+        {"accountant": "gdp"},
+        "accountant must be one of prv, rdp, pld, tightest, not 'gdp'",
+    ),
     "bound": ({"max_grad_norm": 0.0}, "max_grad_norm must be positive and finite, and is 0.0"),
     "part": ({"max_batch_size": 0}, "max_batch_size must be at least 1, and is 0"),
     "no losses": ({"losses_of": None}, "give losses_of, so that a first batch can be checked"),
@@ -308,7 +311,7 @@ def test_hooks_do_not_stop_the_counting() -> None:
 
 def test_samples_are_never_drawn_more_often_than_the_rate_says() -> None:
     for rate in (1 / 3, 0.1, 2.0**-13 / 3, 1e-6):
-        parts = _Parts(range(1), rate, None, seeded(0))
+        parts = _Parts([range(1)], rate, None, seeded(0))
         bits = 24 if rate > 2.0**-12 else 53
         assert rate * (1 - 2.0**-11) < parts._threshold <= rate
         assert parts._threshold * 2**bits == int(parts._threshold * 2**bits)

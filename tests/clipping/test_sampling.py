@@ -235,6 +235,17 @@ def test_truncation_costs_epsilon_the_more_the_nearer_it_is_to_the_mean() -> Non
     assert exact <= epsilon <= exact * 1.001
 
 
+@pytest.mark.parametrize("accountant", ["rdp", "prv", "pld"])
+def test_what_is_far_or_cut_to_one_sample_is_never_told_as_if_it_were_whole(accountant) -> None:
+    if accountant not in list_installed():
+        pytest.skip("dp-accounting is not installed")
+    sampling = Sampling(1.0, 1, 1, 2)  # always cut, to one of two
+    whole = bound_epsilon([(1.0, 1.0, 1)], 1e-5, accountant)
+    for noise, steps in [(0.01, 1), (1.0, 10_000), (1.0, 1)]:
+        told = bound_epsilon([(noise, 1.0, steps)], 1e-5, accountant, sampling)
+        assert math.isinf(told) or (accountant == "pld" and steps == 1 and told > whole)
+
+
 def test_noise_of_a_budget_keeps_it_for_the_sampling_that_is_drawn() -> None:
     cyclic, cut = Sampling(0.04, folds=4), Sampling(0.01, 1, 175, 10_000)
     noise = [find_noise(3.0, 1e-5, 1000, one, "rdp") for one in (Sampling(0.01), cut, cyclic)]

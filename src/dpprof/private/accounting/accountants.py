@@ -95,8 +95,10 @@ def _bound(
     except ArithmeticError:
         return math.inf  # its numbers are too large for floating point
     if accountant == "rdp" or loose > _FAR:
-        return loose
-    convolved = sum(n for _, rate, n in history if accountant == "prv" or rate < 1 or count)
+        return math.inf if count else loose  # which knows nothing of truncation
+    convolved = len(history) + sum(
+        n for _, rate, n in history if accountant == "prv" or rate < 1 or count
+    )
     if delta < _ROUNDING * convolved:
         raise BeyondReachError(
             f"{accountant} rounds by more than a delta of {delta:g} in {convolved:,} steps; rdp "

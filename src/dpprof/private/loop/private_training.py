@@ -227,8 +227,8 @@ def make_private(
         noise_generator: Draws the noise; likewise.
         secure_mode: Draw noise that withstands floating point attacks.
         noise: ``independent`` in each step, or correlated, ``banded`` or ``bisr``
-            (``make_strategy``), which needs ``epochs`` or ``steps``, and a loader that draws from
-            at least ``bands`` folds in turn. With ``bisr`` all steps are one Gaussian mechanism.
+            (``make_strategy``), which needs ``epochs`` or ``steps``, and at least ``bands``
+            ``folds``. With ``bisr`` all steps are one Gaussian mechanism.
         bands: Of correlated noise; ``bands - 1`` tensors of the parameters' size are kept.
         noise_buffers: Where they are: on the ``device``, or in the host's memory, ``cpu``.
         loss_scale: What losses are multiplied with for backward in float16 (``Clipping``).
