@@ -25,6 +25,11 @@ class Loop(NamedTuple):
     keep_logits: KeepLogits
     source: str
 
+    @property
+    def texts(self) -> Mapping[str, str]:
+        """Its values as texts, by key."""
+        return {key: str(value).lower() for key, value in self._asdict().items()}
+
 
 LOOPS: Mapping[LoopName, Loop] = {
     "dpprof": Loop("cross-entropy", "float32", False, "loss = losses_of(model(x), y).mean()"),

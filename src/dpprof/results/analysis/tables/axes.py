@@ -37,6 +37,7 @@ def axes_of(experiment: Experiment) -> dict[str, Any]:
         "lora": None if experiment.lora is None else experiment.lora.text,
         "padding": None if padding is None else padding.fraction,
         "quantization": experiment.base_format,
+        "keep_logits": str(experiment.keep_logits).lower(),
         "parallel": None if experiment.parallel is None else experiment.parallel.text,
     }
     return {name: fields[name] for name in AXES} | texts
