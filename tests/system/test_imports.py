@@ -45,3 +45,23 @@ for enable in (gc.enable, gc.disable):
         print(gc.isenabled() == before)
 """
     assert run_fresh(code).split() == ["True", "True"]
+
+
+def test_the_first_use_of_the_library_imports_torch_without_collections() -> None:
+    code = """
+import gc, sys
+import dpprof.private
+collections = []
+gc.callbacks.append(lambda phase, _: "torch" in sys.modules or collections.append(phase))
+gc.disable()
+dpprof.private.UnsupportedError
+print(gc.isenabled())
+gc.enable()
+gc.callbacks[-1] = lambda phase, _: collections.append(phase)
+find = dpprof.private.__getattr__
+gc.collect()
+collections.clear()
+clipping = find("BookKeeping")
+print(gc.isenabled(), "torch" in sys.modules, len(collections) <= 2)
+"""
+    assert run_fresh(code).split() == ["False", "True", "True", "True"]

@@ -34,7 +34,7 @@ _MANY = 10**9
 """Tokens that hours are told for; of images it is a thousandth."""
 
 
-def _format_interval(option: Option) -> str:
+def _format_interval(option: Option | OnGpus) -> str:
     low, high = option.tokens_per_s_low, option.tokens_per_s_high
     return "unknown" if low is None or high is None else f"{low:,.0f} to {high:,.0f}"
 
@@ -326,9 +326,7 @@ _OF_GPUS: Mapping[str, Callable[[OnGpus], str]] = {
     "method": lambda option: option.method,
     "batch": lambda option: f"{option.safe_batch_size:,}",
     SPEED: lambda option: f"{option.tokens_per_s:,.0f}",
-    "90 % interval": lambda option: (
-        f"{option.tokens_per_s_low or 0.0:,.0f} to {option.tokens_per_s_high or 0.0:,.0f}"
-    ),
+    "90 % interval": _format_interval,
     "efficiency": lambda option: f"{option.efficiency:.0%}",
     "GPU hours/1e9": lambda option: three_digits(option.gpu_hours_per_billion),
 }

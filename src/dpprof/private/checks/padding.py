@@ -9,6 +9,8 @@ from torch import Tensor
 from dpprof.private.checks.batch import TrainingBatch
 from dpprof.private.samples.company import is_mask
 
+_WHOLE = (torch.int64, torch.int32)
+
 
 def change_padding(batch: TrainingBatch, padding: Tensor | None) -> TrainingBatch | str:
     """Return the batch with other ids at padded tokens, or the reason why there is none.
@@ -32,7 +34,9 @@ def change_padding(batch: TrainingBatch, padding: Tensor | None) -> TrainingBatc
         )
     if not padding.any():
         return "no token of the batch is padding"
-    ids = next((part for part in batch.parts if _has_ids(part, padding)), None)
+    # Ids are whole numbers, none of them negative, and no mask.
+    whole = (p for p in batch.parts if p.shape == padding.shape and p.dtype in _WHOLE)
+    ids = next((part for part in whole if bool((part >= 0).all()) and not is_mask(part)), None)
     if ids is None:
         return "the batch has no ids as large as the mask"
     others = torch.unique(ids[~padding])
@@ -44,9 +48,3 @@ def change_padding(batch: TrainingBatch, padding: Tensor | None) -> TrainingBatc
     changed = ids.clone()
     changed[padding] = others[(drawn + same) % len(others)]
     return batch.map(lambda part: changed if part is ids else part)
-
-
-def _has_ids(part: Tensor, padding: Tensor) -> bool:
-    """Tell whether a tensor has an id for each token: no negative number, and it is no mask."""
-    is_whole = part.shape == padding.shape and part.dtype in (torch.int64, torch.int32)
-    return is_whole and bool((part >= 0).all()) and not is_mask(part)

@@ -123,7 +123,13 @@ class Ranks:
         """
         if not self.groups:
             return
-        numbers = list(map(_number, settings.values()))
+        # Six bytes of a digest are exact in float64.
+        numbers = [
+            float(int.from_bytes(hashlib.sha256(setting.encode()).digest()[:6], "big"))
+            if isinstance(setting, str)
+            else float(setting)
+            for setting in settings.values()
+        ]
         mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         gathered = mine[None]
         for group in self.groups:
@@ -238,13 +244,6 @@ def refuse_other_wrapper(ranks: Ranks) -> None:
             "DistributedDataParallel runs this model, and its Clipping does not know; make the "
             "Clipping of the DistributedDataParallel itself"
         )
-
-
-def _number(setting: float | str) -> float:
-    """Return a number that is the same for equal settings alone; exact in float64."""
-    if isinstance(setting, str):
-        return float(int.from_bytes(hashlib.sha256(setting.encode()).digest()[:6], "big"))
-    return float(setting)
 
 
 _SYNCHRONISES = ("require_backward_grad_sync", "require_forward_param_sync")

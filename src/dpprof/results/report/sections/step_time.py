@@ -23,7 +23,11 @@ def compare(experiments: pd.DataFrame) -> Blocks:
     columns = {
         "step (ms)": column.amount("median_step_s", MS),
         "interval": column.between("step_low_s", "step_high_s", MS),
-        "time ratio": Column(_time_ratio),
+        "time ratio": Column(
+            lambda row: (
+                NO_DIFFERENCE if row["step_verdict"] == NO_DIFFERENCE else ratio_with_interval(row)
+            )
+        ),
         **column.speed(measured),
         "peak (MiB)": column.amount("peak_bytes", MIB),
         "peak ratio": column.amount("peak_ratio", digits=2),
@@ -31,10 +35,6 @@ def compare(experiments: pd.DataFrame) -> Blocks:
     }
     caption = " ".join([*_explain_times(measured), *_explain_peaks(measured)])
     return tabulate_experiments(caption, columns, measured, "experiments.csv", by="median_step_s")
-
-
-def _time_ratio(row: Any) -> str:
-    return NO_DIFFERENCE if row["step_verdict"] == NO_DIFFERENCE else ratio_with_interval(row)
 
 
 def _explain_times(rows: pd.DataFrame) -> Iterator[str]:
