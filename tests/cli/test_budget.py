@@ -20,6 +20,8 @@ from dpprof.ask.budget_text import detail_budget, explain_choice, format_budget
 from dpprof.experiments.accounting.noise import plan_noise
 from dpprof.experiments.accounting.plan import describe_noise
 from dpprof.experiments.launch import accounting_run
+from dpprof.private.accounting.accountants import list_installed
+from dpprof.private.accounting.noise_multiplier import find_noise_multiplier
 from dpprof.private.accounting.schedule import Schedule
 from dpprof.results.analysis.advice.budget import make_budget
 from dpprof.results.analysis.tables.frames import read_table
@@ -86,6 +88,20 @@ def test_without_a_delta_it_is_a_tenth_of_one_over_the_samples(asked) -> None:
     assert "\nAssumed: delta 0.1 / samples; batches: " in done.stdout
     given = call("budget", *ASKED, *HERE, *SPENT, "--accountant=rdp", cwd=asked).stdout
     assert [a for a, b in zip(done.stdout, given, strict=False) if a != b][:1] == ["d"]
+
+
+def test_the_tightest_accountant_is_taken_and_named(asked) -> None:
+    done = call("budget", *ASKED, *HERE, *SPENT, "--batch-size=512", "--json=t.json", cwd=asked)
+
+    plan = json.loads((asked / "t.json").read_text())["noise"]
+    planned = next(one for one in plan["batches"] if one["batch_size"] == 512)
+    of = Schedule(10_000, 512, planned["steps"])
+    found = {by: find_noise_multiplier(of, 8.0, 1e-5, by) for by in list_installed()}
+    assert planned["accountant"] == min(found, key=found.get) != "rdp"
+    assert planned["noise_multiplier"] == min(found.values())
+    assert f"accountant {planned['accountant']}, the tightest here" in done.stdout.replace(
+        "\n  ", " "
+    )
 
 
 def make(tmp_path, noise=None, **step):

@@ -162,7 +162,7 @@ def test_another_loop_is_predicted_beside_a_run(tmp_path, capsys, monkeypatch) -
         r"standard \(loop timm\) needs .* more than standard \(loop opacus-tutorial\)", first
     )
     assert "benchmark.py" in of_a
-    assert of_b.startswith("standard (loop opacus-tutorial): Opacus 1.6, tutorials/")
+    assert of_b.startswith("standard (loop opacus-tutorial): Opacus, tutorials/")
     assert refused(capsys, a) == "error: B: give another result, or --loop, and not both"
     assert "--loop: 'x' is not allowed; it must be" in refused(capsys, a, "--loop", "x")
 

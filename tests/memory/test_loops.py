@@ -46,7 +46,7 @@ def hf_trainer(step: AsWritten, batch: Batch) -> torch.Tensor:
 
 
 def hf_manual(step: AsWritten, batch: Batch) -> torch.Tensor:
-    """The page of transformers on training in native PyTorch."""
+    """transformers, run_clm_no_trainer.py."""
     step.outputs = step.module.model(**name(batch))
     return step.outputs.loss
 
@@ -58,7 +58,7 @@ def opacus_tutorial(step: AsWritten, batch: Batch) -> torch.Tensor:
 
 
 def timm(step: AsWritten, batch: Batch) -> torch.Tensor:
-    """timm 1.0, benchmark.py; the output lives as long as the function that has the step."""
+    """timm, benchmark.py; the output lives as long as the function that has the step."""
     step.output = None
     return opacus_tutorial(step, batch)
 

@@ -64,8 +64,8 @@ def _tell_assumed(privacy: Privacy, noise: NoisePlan) -> list[str]:
     }[_find_rule(privacy, noise)]
     stated = privacy.model_fields_set
     delta = None if "delta" in stated else "delta 0.1 / samples"
-    by = noise.planned.accountant
-    accountant = None if "accountant" in stated else f"accountant {by}, the tightest here"
+    is_tightest = privacy.accountant == "tightest"
+    accountant = f"accountant {noise.planned.accountant}, the tightest here" * is_tightest
     assumed = [text for text in (delta, why, accountant) if text]
     return [f"Assumed: {'; '.join(assumed)}."] if assumed else []
 

@@ -44,29 +44,28 @@ LOOPS: Mapping[LoopName, Loop] = {
         "labels",
         "float32",
         "next-forward",
-        "transformers, docs/source/en/training.md, native PyTorch: outputs = model(**batch); "
-        "outputs.loss.backward()",
+        "transformers, examples/pytorch/language-modeling/run_clm_no_trainer.py: "
+        "outputs = model(**batch); loss = outputs.loss",
     ),
     "opacus-tutorial": Loop(
         "cross-entropy",
         "logits",
         "next-forward",
-        "Opacus 1.6, tutorials/building_image_classifier.ipynb: output = model(images); "
+        "Opacus, tutorials/building_image_classifier.ipynb: output = model(images); "
         "loss = criterion(output, target)",
     ),
     "torchtune": Loop(
         "chunked-cross-entropy",
         "float32",
         False,
-        "torchtune 0.5, modules/loss/ce_chunked_output_loss.py and "
+        "torchtune, modules/loss/ce_chunked_output_loss.py and "
         "recipes/full_finetune_single_device.py: del logits",
     ),
     "timm": Loop(
         "cross-entropy",
         "float32",
         True,
-        "timm 1.0, benchmark.py: output = self.model(x), in a function that ends with "
-        "optimizer.step()",
+        "timm, benchmark.py: output = self.model(x), in a function that ends with optimizer.step()",
     ),
 }
 
