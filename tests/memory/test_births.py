@@ -36,6 +36,7 @@ def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
     # Few tokens have flash clipping multiply Gram matrices.
     steps = [*(keep_once(name) for name in methods), keep("flash", seq_len=4)]
     steps += [keep("flash-bk", head=head) for head in ("chunked", "kept")]
+    steps.append(keep("flash-bk", noise_strategy="banded-2"))
     seen = {storage.code for step in steps for storage in step._storages}
     with Recorder(is_there=lambda *_: True) as recorder:  # no method has a secure mode
         draw_secure_noise(1.0, torch.zeros(2), None)

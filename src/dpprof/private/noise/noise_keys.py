@@ -6,6 +6,7 @@ deterministic signatures (RFC 6979) and in encryption that withstands their misu
 Where kernels add the noise on one GPU, SHAKE-256 of all but the digest seeds Philox, and the
 digest, which stays on the device, is 64 bits of its counter.
 Whatever is resumed, rolled back, forked or repeated, other sums get independent noise.
+A key of correlated noise follows from that of the step before too: ``buffers`` says why.
 
 What is assumed: SHAKE-256 of a secret is a pseudorandom function, and nobody knows the secret. The
 normal numbers that follow from a key are those of Philox4x32-10 and MT19937, which are no ciphers
