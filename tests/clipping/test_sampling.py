@@ -255,3 +255,28 @@ def test_noise_of_a_budget_keeps_it_for_the_sampling_that_is_drawn() -> None:
     assert 2.99 <= bound_epsilon([(noise[2], 0.04, 250)], 1e-5, "rdp") <= 3
     with pytest.raises(ValueError, match="no noise multiplier keeps epsilon 3 at delta 1e-05 for"):
         find_noise(3.0, 1e-5, 1000, Sampling(0.01, 1, 100, 10_000), "rdp")
+
+
+@pytest.mark.parametrize(("n", "rate", "most"), [(2, 1.0, 1), (12, 0.2, 4)])
+def test_one_truncated_step_spends_no_more_than_told_beside_opposite_samples(n, rate, most) -> None:
+    """By the densities of a step's release, where a sample of 1 stands or one of zero."""
+    others = -1.0
+    noise, x = 1.0, torch.linspace(-30, 30, 60_001, dtype=torch.float64)
+    densities = [torch.zeros_like(x), torch.zeros_like(x)]
+    for drawn in range(n):  # of the other samples
+        of_others = float(binom.pmf(drawn, n - 1, rate))
+        stays = min(1.0, most / (drawn + 1))
+        ways = [(1 - rate, min(drawn, most), 0), (rate * stays, min(drawn, most - 1), 1)]
+        ways += [(rate * (1 - stays), most, 0)]
+        for place, own in enumerate((1.0, 0.0)):
+            for share, kept, is_in in ways:
+                away = (x - own * is_in - others * kept) / noise
+                densities[place] += of_others * share * torch.exp(-away.square() / 2)
+    with_it, without = (density / density.sum() for density in densities)
+    for accountant in list_installed():
+        for delta in (1e-2, 1e-5):
+            sampling = Sampling(rate, 1, most, n)
+            epsilon = bound_epsilon([(noise, rate, 1)], delta, accountant, sampling)
+            for one, other in ((with_it, without), (without, with_it)):
+                if math.isfinite(epsilon):
+                    assert float((one - math.exp(epsilon) * other).clamp(min=0).sum()) <= delta
