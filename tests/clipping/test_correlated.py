@@ -28,7 +28,6 @@ from dpprof.private import (
     make_strategy,
 )
 from dpprof.private.accounting.budget import find_noise
-from dpprof.private.loop.poisson_batches import PoissonLoader
 from dpprof.private.noise.buffers import PLACES, NoiseBuffers
 from dpprof.private.noise.noise import NoiseOfStep
 from dpprof.private.noise.strategies import NOISES
@@ -379,19 +378,14 @@ def test_check_looks_at_single_steps_and_keeps_past_noise() -> None:
     assert run.optimizer.steps == 2
 
 
-@pytest.fixture(name="in_folds")
-def in_folds_(monkeypatch) -> None:
-    """Let loaders say that they draw from four folds in turn."""
-    monkeypatch.setattr(PoissonLoader, "folds", 4)
-
-
 def prepare(**options) -> tuple[Model, PrivateTraining]:
     model = Model().double()
-    return model, one_call.prepare(model, **{"noise": "banded", "bands": 3, "epochs": 2} | options)
+    return model, one_call.prepare(
+        model, **{"noise": "banded", "bands": 3, "folds": 4, "epochs": 2} | options
+    )
 
 
 @pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.usefixtures("in_folds")
 def test_one_call_correlates_noise_and_goes_on_to_the_same_bits(noise) -> None:
     runs = [prepare(noise=noise, max_batch_size=2, noise_generator=None) for _ in range(2)]
     (model, private), (other_model, other) = runs
@@ -404,13 +398,12 @@ def test_one_call_correlates_noise_and_goes_on_to_the_same_bits(noise) -> None:
     assert (
         f"correlated Gaussian noise ({noise} of 3 bands, 8 steps and 4 folds" in private.guarantee
     )
-    taken = [(1.0, private.data_loader.sample_rate, 8)]
+    taken = [(1.0, private.data_loader.sample_rate, 2)]
     assert private.spent.history == (taken if noise == "banded" else [(1.0, 1.0, 1)])
     with pytest.raises(RuntimeError, match="correlated for 8 steps, and these are done"):
         train(private, model, epochs=1)
 
 
-@pytest.mark.usefixtures("in_folds")
 def test_a_batch_that_a_loop_leaves_begins_the_strategy_anew() -> None:
     model, private = prepare()
     train(private, model, epochs=1)
@@ -423,7 +416,20 @@ def test_a_batch_that_a_loop_leaves_begins_the_strategy_anew() -> None:
     assert not buffers.kept
 
 
-@pytest.mark.usefixtures("in_folds")
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_loader_that_goes_back_alone_begins_the_strategy_anew(noise) -> None:
+    model, private = prepare(noise=noise)
+    state = private.data_loader.state_dict()
+    for _ in range(3):
+        private.data_loader.load_state_dict(state)
+        batch = next(iter(private.data_loader))
+        private.optimizer.backward(model.losses, *batch)
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+        assert private.optimizer.buffers.done == 1
+    assert private.spent.history[0][2] == 3
+
+
 def test_all_steps_of_bisr_are_one_mechanism_and_the_budget_has_one_beginning() -> None:
     model, private = prepare(noise="bisr", epsilon=2.0, delta=1e-3, noise_multiplier=None)
     train(private, model, epochs=1)
@@ -445,8 +451,11 @@ def test_all_steps_of_bisr_are_one_mechanism_and_the_budget_has_one_beginning() 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({}, r"3 bands need samples that take part at most once .* that holds for 1 \(folds\)"),
-        ({"noise": "bisr"}, "3 bands need samples"),
+        (
+            {"folds": 1},
+            r"3 bands need samples that take part at most once .* that holds for 1 \(folds\)",
+        ),
+        ({"noise": "bisr", "folds": 1}, "3 bands need samples"),
         ({"noise": "pink"}, "noise must be one of independent, banded, bisr, and is 'pink'"),
         ({"noise": "independent"}, "independent noise has one band, and bands is 3"),
         ({"epochs": None}, "correlated noise need the length of the training"),

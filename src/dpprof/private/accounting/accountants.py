@@ -95,7 +95,7 @@ def _bound(
     except ArithmeticError:
         return math.inf  # its numbers are too large for floating point
     if accountant == "rdp" or loose > _FAR:
-        return loose
+        return math.inf if count else loose  # truncated batches spend more than it tells
     convolved = sum(n for _, rate, n in history if accountant == "prv" or rate < 1 or count)
     if delta < _ROUNDING * convolved:
         raise BeyondReachError(
