@@ -419,6 +419,20 @@ def test_a_batch_that_a_loop_leaves_begins_the_strategy_anew() -> None:
     assert not buffers.kept
 
 
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_loader_that_goes_back_alone_begins_the_strategy_anew(noise) -> None:
+    model, private = prepare(noise=noise)
+    state = private.data_loader.state_dict()
+    for _ in range(3):
+        private.data_loader.load_state_dict(state)
+        batch = next(iter(private.data_loader))
+        private.optimizer.backward(model.losses, *batch)
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+        assert private.optimizer.buffers.done == 1
+    assert private.spent.history[0][2] == 3
+
+
 def test_all_steps_of_bisr_are_one_mechanism_and_the_budget_has_one_beginning() -> None:
     model, private = prepare(noise="bisr", epsilon=2.0, delta=1e-3, noise_multiplier=None)
     train(private, model, epochs=1)

@@ -230,6 +230,17 @@ class PoissonLoader:
             ValueError: It is of other data, or of batches of another size; or it has no secrets for
                 ``exact``.
         """
+        self.refuse_other(state, exact=exact)
+        self._turn += 1
+        self._done, self._batches = state["steps of the epoch"], state["batches"]
+        if exact:
+            self._state = state["secrets"]["generator"].cpu()
+            self.max_batch_size = state["secrets"]["max_batch_size"]
+        elif not self._is_given:
+            self._state = make_generator(rank=self._rank).get_state()
+
+    def refuse_other(self, state: dict[str, Any], *, exact: bool) -> None:
+        """Refuse a state that ``load_state_dict`` cannot go on from (``ValueError``)."""
         if exact and not state.get("secrets"):
             raise ValueError("this state has no secrets, so no run can draw the same samples")
         saved, own = dict(state), self.state_dict()
@@ -243,13 +254,6 @@ class PoissonLoader:
                     f"this state was saved with {name}: {saved.get(name)}, and here there are "
                     f"{own[name]}"
                 )
-        self._turn += 1
-        self._done, self._batches = state["steps of the epoch"], state["batches"]
-        if exact:
-            self._state = state["secrets"]["generator"].cpu()
-            self.max_batch_size = state["secrets"]["max_batch_size"]
-        elif not self._is_given:
-            self._state = make_generator(rank=self._rank).get_state()
 
 
 def refuse_related(sampling: torch.Generator | None, noise: torch.Generator | None) -> None:

@@ -41,8 +41,7 @@ class PrivateOptimizer(NoisyOptimizer):
 
     _clips_failed_parts_again = True
     _part: Part | None = None
-    _fold = 0
-    """From which the batch at hand was drawn."""
+    _fold: int = 0
 
     _clipped: int | None = None
     """The clipping's count of batches after the last ``backward`` of this."""
@@ -156,8 +155,8 @@ class PrivateOptimizer(NoisyOptimizer):
         if is_whole and self.planned_steps is not None and self.spent.steps:
             raise RuntimeError(
                 "the privacy budget is spent: with bisr it is for one line of steps, and the noise "
-                "begins anew, as after a state without exact=True, a fork, or a batch that was "
-                "thrown away"
+                "begins anew, as after a state without exact=True, a fork, a batch that was thrown "
+                "away, or one of another fold than the next"
             )
         self.spent.count(self, 0 if is_whole else self._fold)
 

@@ -126,9 +126,11 @@ class PrivateTraining:
         if secrets:
             loader["secrets"] = secrets["sampling"]
             optimizer["privacy"] = {**optimizer["privacy"], "secrets": secrets["noise"]}
-        self.data_loader.load_state_dict(loader, exact=exact)
+        self.data_loader.refuse_other(loader, exact=exact)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(optimizer, exact=exact)
+        self.data_loader.load_state_dict(loader, exact=exact)  # last, so that samples are not
+        # drawn again where the steps on them do not count as taken again
         for device in self._devices if secrets else ():
             _set_state(device, secrets["random"][str(device)])
 

@@ -132,16 +132,7 @@ def find_public_numbers(
         TypeError: Its dataset has no length.
     """
     sampler = _verify_sampler(data_loader)
-    for name, value, kind, most, allowed in (
-        ("samples", samples, Integral, math.inf, "a whole number, at least 1"),
-        ("sample_rate", sample_rate, Real, 1.0, "above 0 and at most 1"),
-        ("expected_batch_size", expected_batch_size, Real, _MOST, "positive and finite"),
-        ("folds", folds, Integral, math.inf, "a whole number, at least 1"),
-        ("truncated_batch_size", truncated_batch_size, Integral, math.inf, "a whole number"),
-    ):
-        is_number = isinstance(value, kind) and not isinstance(value, bool)
-        if value is not None and not (is_number and 0 < value <= most):
-            raise ValueError(f"{name} must be {allowed}, and is {value!r}")
+    _refuse_outside(samples, sample_rate, expected_batch_size, folds, truncated_batch_size)
     if samples is not None and sample_rate is not None:
         raise ValueError("give samples or sample_rate: one follows from the other")
     size = None if expected_batch_size is None else float(expected_batch_size)
@@ -169,6 +160,22 @@ def find_public_numbers(
         public = max(1, round(size / rate))
     numbers = PublicNumbers(rate, size, steps, public, follows, folds, truncated_batch_size, ranks)
     return _draw_otherwise(numbers) if folds > 1 or truncated_batch_size else numbers
+
+
+def _refuse_outside(
+    samples: Any, sample_rate: Any, size: Any, folds: Any, truncated_batch_size: Any
+) -> None:
+    """Refuse a number that is out of its range (``ValueError``)."""
+    for name, value, kind, most, allowed in (
+        ("samples", samples, Integral, math.inf, "a whole number, at least 1"),
+        ("sample_rate", sample_rate, Real, 1.0, "above 0 and at most 1"),
+        ("expected_batch_size", size, Real, _MOST, "positive and finite"),
+        ("folds", folds, Integral, math.inf, "a whole number, at least 1"),
+        ("truncated_batch_size", truncated_batch_size, Integral, math.inf, "a whole number"),
+    ):
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < value <= most):
+            raise ValueError(f"{name} must be {allowed}, and is {value!r}")
 
 
 def _draw_otherwise(numbers: PublicNumbers) -> PublicNumbers:

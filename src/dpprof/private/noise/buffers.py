@@ -12,8 +12,9 @@ noise:
   part, all their draws are independent from then on.
 * **What is kept belongs to one line of steps.** A strategy covers no other. Whatever
   breaks the line begins it anew, with nothing kept: a state that is loaded without ``exact``, a
-  fork, a batch that is thrown away (the sampler goes on, so a sample would return too early), noise
-  that was interrupted. All noise from there on is independent of all before. So both parts are
+  fork, a batch that is thrown away (the sampler goes on, so a sample would return too early), a
+  batch of another fold than the next one in turn, noise that was interrupted. All noise from there
+  on is independent of all before. So both parts are
   mechanisms of their own, each with the sensitivity of its strategy, and what they spent adds up:
   with ``banded`` each participation counts, as ever; with ``bisr`` each beginning counts once.
 
@@ -71,6 +72,9 @@ class NoiseBuffers:
         self.done = 0
         """Steps since the strategy began."""
 
+        self.fold: int | None = None
+        """Of the data, from which the last step's batch was drawn."""
+
         self._at = 0
         self._is_open = self._is_loaded = False
 
@@ -81,15 +85,18 @@ class NoiseBuffers:
         sizes = (own_part(p).numel() * dtype_of_sum(p).itemsize for p in parameters)
         return (self.strategy.bands - 1) * sum(sizes)
 
-    def begin(self, nonce: bytes) -> None:
+    def begin(self, nonce: bytes, fold: int | None = None) -> None:
         """Begin a step.
 
         Args:
             nonce: Of the keys; another one is that of another line of steps.
+            fold: From which the batch was drawn; None where a loop draws by itself. So is one that
+                is not the next: a sample of it may have taken part too short a time ago.
         """
-        if self._is_open or nonce != self._nonce:
+        follows = self.fold is None or fold == (self.fold + 1) % self.strategy.folds
+        if self._is_open or nonce != self._nonce or not follows:
             self.begin_anew()
-        self._nonce, self._at, self._is_open = nonce, 0, True
+        self._nonce, self._at, self._is_open, self.fold = nonce, 0, True, fold
 
     def add_noise(self, averaged: Tensor, add_draw: AddDraw) -> None:
         """Add the step's noise to the next of its sums, and keep what later steps need.
@@ -135,6 +142,7 @@ class NoiseBuffers:
             "coefficients": list(self.strategy.coefficients),
             "key": torch.tensor(list(self.key), dtype=torch.uint8),
             "done": self.done,
+            "fold": self.fold,
         }
 
     def refuse_other(self, state: dict[str, Any]) -> None:
@@ -150,7 +158,7 @@ class NoiseBuffers:
         self.begin_anew()
         self.kept, self._is_loaded = list(state["kept"]), True
         self.key, self.done = bytes(state["key"].tolist()), state["done"]
-        self._nonce = nonce
+        self._nonce, self.fold = nonce, state["fold"]
 
     _changed = (
         "other parameters are trained than in the steps before, or in another dtype or grouping, "

@@ -115,6 +115,9 @@ class NoisyOptimizer(Optimizer):
     _clips_failed_parts_again = False
     """Whether a part whose ``backward`` failed stays the one to clip next."""
 
+    _fold: int | None = None
+    """From which the batch at hand was drawn; None where a loop draws by itself."""
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -354,7 +357,7 @@ class NoisyOptimizer(Optimizer):
         self.steps += 1
         self.keys.begin(self.steps, [own_part(total) for total in sums.total.values()])
         if self.buffers is not None:
-            self.buffers.begin(self.keys.nonce)
+            self.buffers.begin(self.keys.nonce, self._fold)
 
     def _refuse_beyond(self, strategy: Strategy) -> None:
         """Refuse a step whose noise a strategy does not cover (``RuntimeError``)."""
