@@ -49,7 +49,7 @@ QUICK = [
     ("opacus-cnn", "flash-bk", {}),
     ("bert sequence-classification", "opacus-ghost", {"padding": 0.3}),
     ("t5", "flash-bk", {}),
-    ("vit", "flash-bk", {"loop": "hf-trainer", "optimizer": "sgd-momentum"}),
+    ("vit", "standard", {"loop": "hf-trainer", "optimizer": "sgd-momentum"}),
 ]
 SLOW = [
     (model, method, padding)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from functools import cache, partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,14 @@ from dpprof.private.engine.engine import Clipping
 from dpprof.private.engine.factor import find_stability
 from dpprof.private.engine.flash_clipping import FlashClipping
 from dpprof.private.loop.captured_parts import capture_parts, refuse_execution
-from dpprof.private.loop.method_choice import FirstBatch, choose_method
+from dpprof.private.loop.method_choice import choose_method, draw_first
 from dpprof.private.loop.part_size import AUTO, find_max_batch_size, read_max_batch_size
 from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
 from dpprof.private.loop.private_optimizer import PrivateOptimizer
 from dpprof.private.loop.public_numbers import find_public_numbers
 from dpprof.private.noise.strategies import is_correlated_noise, make_strategy
 from dpprof.private.ranks.ranks import find_ranks
-from dpprof.private.samples.batches import give
-from dpprof.private.samples.random_state import random_state_kept
+from dpprof.private.samples.random_state import get_state, set_state
 from dpprof.private.samples.repeated_checks import RepeatedChecks
 
 METHODS: dict[str, type[Clipping]] = {
@@ -102,7 +101,7 @@ class PrivateTraining:
             "secrets": {
                 "noise": optimizer["privacy"].pop("secrets"),
                 "sampling": loader.pop("secrets"),
-                "random": {str(device): _get_state(device) for device in self._devices},
+                "random": {str(device): get_state(device) for device in self._devices},
             },
         }
 
@@ -129,10 +128,10 @@ class PrivateTraining:
         self.data_loader.refuse_other(loader, exact=exact)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(optimizer, exact=exact)
-        self.data_loader.load_state_dict(loader, exact=exact)  # last, so that samples are not
-        # drawn again where the steps on them do not count as taken again
+        # Last, so that samples are not drawn again where their steps do not count as taken again.
+        self.data_loader.load_state_dict(loader, exact=exact)
         for device in self._devices if secrets else ():
-            _set_state(device, secrets["random"][str(device)])
+            set_state(device, secrets["random"][str(device)])
 
     @property
     def _devices(self) -> list[torch.device]:
@@ -306,7 +305,7 @@ def make_private(
     if noise_multiplier is None:
         noise_multiplier = _find_noise(counted, epsilon, 1 if noise == "bisr" else planned)
     most = max(2, part_size or (_TRIED if is_auto else numbers.samples))  # one shows nothing
-    draw = None if losses_of is None else cache(partial(_draw_first, losses_of, data_loader, most))
+    draw = None if losses_of is None else cache(partial(draw_first, losses_of, data_loader, most))
     if method == "auto":
         usual = max(1, round(numbers.expected_batch_size))
         method = choose_method(model, optimizer, draw, part_size or usual)
@@ -394,32 +393,3 @@ def _plan_steps(epochs: int | None, steps: int | None, steps_of_epoch: int) -> i
     if planned < 1:
         raise ValueError(f"a training has at least one step, and {planned} are planned")
     return int(planned)
-
-
-def _draw_first(
-    losses_of: Callable[..., Tensor], data_loader: DataLoader[Any], most: int
-) -> FirstBatch:
-    """Return a first batch as its parts, and the losses as a function of these."""
-    with random_state_kept():
-        drawn: list[int] = next(iter(cast("Any", data_loader.batch_sampler)), [])[:most]
-        chosen = drawn if len(drawn) > 1 else range(min(2, len(cast("Any", data_loader.dataset))))
-        few = DataLoader(
-            data_loader.dataset, batch_sampler=[list(chosen)], collate_fn=data_loader.collate_fn
-        )
-        batch = next(iter(few))
-    arguments, named = give(losses_of, batch)
-    by_name = lambda *parts: losses_of(**dict(zip(named, parts, strict=True)))  # noqa: E731
-    if named:
-        return FirstBatch(by_name, list(named.values()), len(chosen))
-    return FirstBatch(losses_of, arguments, len(chosen))
-
-
-def _get_state(device: torch.device) -> Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
-
-
-def _set_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state.cpu())
-    else:
-        torch.cuda.set_rng_state(state.cpu(), device)

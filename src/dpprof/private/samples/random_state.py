@@ -129,3 +129,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         self._noted.drew |= before != self._states.note(kwargs.get("generator"))
         return out
+
+
+def get_state(device: torch.device) -> Tensor:
+    """Return the state of PyTorch's generator of a device."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def set_state(device: torch.device, state: Tensor) -> None:
+    """Set the state of PyTorch's generator of a device."""
+    if device.type == "cpu":
+        torch.set_rng_state(state.cpu())
+    else:
+        torch.cuda.set_rng_state(state.cpu(), device)
