@@ -163,18 +163,19 @@ def format_advice(advice: Advice, others: Sequence[str] = ()) -> str:
     Methods for the model without adapters, where asked, are in the details.
     """
     signs = find_signs(advice.options)
-    columns = choose_columns(_ON_SCREEN, advice)
-    rows = []
-    for option in advice.options:
-        cells = [CELLS[name](option) for name in columns]
-        shown = cells if option.largest_batch_size is not None else cells[:1]
-        blank = [""] * (len(columns) - len(shown))
-        rows.append([_mark(option), *shown, *blank])
-    head, *lines = tabulate(["method", *columns], rows, advice)
-    table = [head]
-    for line, option in zip(lines, advice.options, strict=True):
-        is_told = option.message is not None and not option.safe_batch_size
-        table.append(f"{line}  {option.message}" if is_told else line)
+    for hidden in ("", "peak GiB"):  # where there is no room for it
+        columns = [name for name in choose_columns(_ON_SCREEN, advice) if name != hidden]
+        rows = []
+        for option in advice.options:
+            cells = [CELLS[name](option) for name in columns]
+            shown = cells if option.largest_batch_size is not None else cells[:1]
+            rows.append([_mark(option), *shown, *[""] * (len(columns) - len(shown))])
+        table = tabulate(["method", *columns], rows, advice)
+        if max(map(len, table)) <= WIDTH:
+            break
+    for place, option in enumerate(advice.options, start=1):
+        if option.message is not None and not option.safe_batch_size:
+            table[place] += f"  {option.message}"
     whole = [] if advice.whole is None else [f"Without adapters: {_tell_briefly(advice.whole)}."]
     return fit_screen(
         [recommend(advice), *_tell_speed(advice)],
