@@ -273,7 +273,7 @@ def test_all_generators_are_left_as_they_were() -> None:
             *(one.tolist() for one in own),
             *(one.getstate() for one in others),
             OF_NUMPY.bit_generator.state,
-            np.random.get_state()[1].tolist(),  # noqa: NPY002
+            str(np.random.get_state()),  # noqa: NPY002 (its words change at every 312th draw alone)
         )
 
     clipping, before = BookKeeping(model, 0.3), states()
