@@ -189,6 +189,25 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(stop_after) -> None:
     assert resumed.spent.history == private.spent.history
 
 
+def test_steps_are_taken_again_only_on_samples_that_are_drawn_again() -> None:
+    """Steps on other samples release something else, and count beside those before."""
+    model = Model().double()
+    private = prepare(model)
+    train(private, model, epochs=1)
+    saved = copy.deepcopy(private.state_dict())
+    privacy = saved["optimizer"]["privacy"] | {"secrets": saved["secrets"]["noise"]}
+    alone = saved["optimizer"] | {"privacy": privacy}
+    train(private, model, epochs=1)
+    private.load_state_dict(saved, exact=True)
+    assert private.spent.history == [(1.0, 0.25, 4)]
+
+    train(private, model, epochs=1)
+    private.optimizer.load_state_dict(alone, exact=True)
+    assert private.spent.steps == 8
+    train(private, model, epochs=1)
+    assert private.spent.steps == 12
+
+
 def test_a_batch_that_was_left_is_thrown_away() -> None:
     model = Model().double()
     private = prepare(model, max_batch_size=1)

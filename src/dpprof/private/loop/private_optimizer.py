@@ -169,8 +169,16 @@ class PrivateOptimizer(NoisyOptimizer):
             state["privacy"]["secrets"]["captured"] = self.captured.state_dict()
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any], *, exact: bool = False) -> None:
+    def load_state_dict(
+        self, state_dict: dict[str, Any], *, exact: bool = False, with_samples: bool = False
+    ) -> None:
         """Go on as ``NoisyOptimizer`` does; no step that was counted is forgotten.
+
+        Args:
+            state_dict: Of ``state_dict``.
+            exact: As of ``NoisyOptimizer``.
+            with_samples: Whether the loader goes back too, so that the steps after ``state_dict``
+                are taken again, and count once. Otherwise they were other steps.
 
         Raises:
             ValueError: As of that; or one of both runs replays CUDA graphs, which round otherwise.
@@ -184,7 +192,7 @@ class PrivateOptimizer(NoisyOptimizer):
         super().load_state_dict(state_dict, exact=exact)
         spent = state_dict["privacy"].get("spent")
         if self.spent is not None and spent is not None:
-            self.spent.load_state_dict(spent, exact=exact)
+            self.spent.load_state_dict(spent, exact=exact and with_samples)
         if exact and self.captured is not None:
             self.captured.load_state_dict(state_dict["privacy"]["secrets"]["captured"])
 
