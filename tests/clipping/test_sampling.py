@@ -194,8 +194,10 @@ def test_a_state_of_another_sampling_is_refused(change, told) -> None:
     with pytest.raises(ValueError, match=told):
         prepare(**change).load_state_dict(saved.state_dict())
     spent = Spent(Sampling(0.75, 3), 1e-3, "rdp")
-    with pytest.raises(ValueError, match="has batches truncated to 4 of 4 samples, and this train"):
+    with pytest.raises(ValueError, match=r"has truncated_batch_size \(of a rank\) 4, and .* None"):
         spent.load_state_dict(saved.spent.state_dict())
+    with pytest.raises(ValueError, match="what was spent has folds 3, and this training 4"):
+        Spent(Sampling(0.75, 4), 1e-3, "rdp").load_state_dict(saved.spent.state_dict())
     with pytest.raises(ValueError, match="has truncated_batch_size, of so many samples,"):
         saved.spent.continue_with(spent)
 

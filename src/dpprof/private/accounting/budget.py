@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 ACCOUNTANTS: tuple[Accountant, ...] = get_args(Accountant)
 
+_SAMPLING = ("folds", "truncated_batch_size (of a rank)", "samples (of a fold on a rank)")
+"""How a step draws, beside its rate."""
+
 _DELTAS = [10.0**-power for power in range(1, 13)]
 """At which a trade-off curve asks for epsilon."""
 
@@ -117,7 +120,7 @@ class Spent:
         return {
             "training": self.training,
             "histories": copy.deepcopy(self.histories),
-            "truncation": self.sampling[2:],
+            "sampling": self.sampling[1:],
         }
 
     def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
@@ -127,16 +130,12 @@ class Spent:
         own. With ``exact`` they do not: they are taken again, and release the same.
 
         Raises:
-            ValueError: The saved steps truncated batches otherwise.
+            ValueError: The saved steps have other folds, or truncated batches otherwise.
         """
         training, histories = state["training"], state["histories"]
-        truncation = tuple(state.get("truncation", (None, 0)))
-        if truncation != self.sampling[2:] and any(histories.values()):
-            raise ValueError(
-                f"what was spent has batches truncated to {truncation[0]} of {truncation[1]} "
-                f"samples, and this training to {self.sampling.largest} of "
-                f"{self.sampling.drawn_from}"
-            )
+        for name, then, now in zip(_SAMPLING, state["sampling"], self.sampling[1:], strict=True):
+            if then != now and any(histories.values()):
+                raise ValueError(f"what was spent has {name} {then}, and this training {now}")
         beyond, further = uuid.uuid4().hex, not exact and training == self.training
         for name in [name for name in self.histories if _is_of(name, self.training)]:
             own, fold = self.histories.pop(name), name.removeprefix(self.training)
