@@ -24,8 +24,8 @@ from dpprof.results.analysis.advice.advice import (
 )
 from dpprof.results.analysis.advice.ratios import Ratio
 from dpprof.results.analysis.standings import find_signs, sign
-from dpprof.results.report.wording import listed, plural
 from dpprof.system.numbers import three_digits
+from dpprof.system.words import listed, plural
 
 SPEED = "tokens/s"
 _GIB = 2**30

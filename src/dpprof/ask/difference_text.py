@@ -17,7 +17,7 @@ from dpprof.results.analysis.difference.waterfall import (
     name_component,
 )
 from dpprof.results.report.rendering.templates import on_one_line
-from dpprof.results.report.wording import listed
+from dpprof.system.words import listed
 
 OUTSIDE = "outside the model"
 _SINGULAR = {"optimizer_state", "noise", "workspace", "allocator_rounding", "unattributed"}

@@ -10,7 +10,7 @@ from dpprof.experiments.config.validation import InputError, explain
 from dpprof.experiments.records.comparison import ComparedFigure, FolderComparison, Judgement
 from dpprof.results.analysis.difference.waterfall import format_change, name_component
 from dpprof.results.report.rendering.document import Bullets, Document, Paragraph, Section, Table
-from dpprof.results.report.wording import plural
+from dpprof.system.words import plural
 
 _MOST_ROWS = 20
 """The most rows of a table, experiments in a list, and commands; JSON has all of them."""

@@ -1,6 +1,6 @@
 """How sentences and tables write numbers and names."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -147,14 +147,3 @@ def ratio_with_interval(row: Any) -> str:
 def text_of(value: Any) -> str:
     """Return a text; a dash where there is none."""
     return "-" if value is None or pd.isna(value) else str(value)
-
-
-def listed(names: Iterable[object]) -> str:
-    """Return names as words: a, b and c."""
-    *most, last = map(str, names)
-    return f"{', '.join(most)} and {last}" if most else last
-
-
-def plural(count: int, noun: str, many: str | None = None) -> str:
-    """Return the form of a word that goes with a count."""
-    return noun if count == 1 else many or f"{noun}s"

@@ -32,19 +32,18 @@ from dpprof.results.report.wording import (
     THIS_MACHINE,
     count_batch,
     count_failures,
-    listed,
     name_gpus,
     name_setting,
     name_tokens,
     name_trained,
     percent,
-    plural,
     ratio_with_interval,
     reach,
     rounded,
     rows_in,
     spell_large,
 )
+from dpprof.system.words import listed, plural
 
 TRUST = "Can I believe this?"
 

@@ -25,20 +25,19 @@ from dpprof.results.report.wording import (
     THIS_MACHINE,
     count_batch,
     count_failures,
-    listed,
     name_gpus,
     name_setting,
     name_tokens,
     name_trained,
     name_trainings,
     number,
-    plural,
     reach,
     rounded,
     rows_in,
     significant,
     span,
 )
+from dpprof.system.words import listed, plural
 
 _ALIKE = 0.005
 """A ratio this near to 1 is 1.00 in two digits."""

@@ -23,7 +23,8 @@ from dpprof.results.report.rendering.document import AnyBlock, Blocks, Document,
 from dpprof.results.report.sections import column
 from dpprof.results.report.sections.column import Column
 from dpprof.results.report.sections.tables import MAX_ROWS, list_items, paragraph, tabulate
-from dpprof.results.report.wording import percent, plural, text_of
+from dpprof.results.report.wording import percent, text_of
+from dpprof.system.words import plural
 
 MEANINGS = {
     "contended": "other processes kept cores busy, so times are too long",
