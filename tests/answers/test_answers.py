@@ -57,7 +57,7 @@ def test_advice_is_what_the_command_says(here) -> None:
     assert "Safe: the allocator never has to release its cache" in advised.details
     html = advised._repr_html_()
     assert html.startswith(
-        "<p>Use flash-bk with batches of 8 (bfloat16, adamw-fused, CUDA graph): cust"
+        "<p>Use flash-bk, 8 samples at once (bfloat16, adamw-fused, CUDA graph): cust"
     )
     assert "<td>42.7</td>" in html
     with pytest.raises(

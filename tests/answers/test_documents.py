@@ -67,5 +67,5 @@ def test_the_page_of_the_notebook_has_its_code_and_what_it_showed() -> None:
         assert "```python\n" + "".join(cell["source"]) + "\n```" in page
     shown = [cell for cell in code_cells(notebook) if cell["outputs"]]
     assert shown == code_cells(notebook)  # run_notebook.py --keep keeps it
-    assert "<p>Use flash-bk with batches of 57 (bfloat16, adamw-fused, CUDA graph): " in page
+    assert "<p>Use flash-bk, 57 samples at once (bfloat16, adamw-fused, CUDA graph): " in page
     assert "epsilon 7.99 at delta 0.0001" in page

@@ -103,6 +103,7 @@ def test_ways_and_lengths_stand_side_by_side_where_there_are_few() -> None:
         ["a", "1,234", "12.3", "none"],
     ]
     assert lines[5].split() == ["b", "30", "GiB"]
+    assert lines[6] == "none: 2, with nothing to spare"
     priced = str(Fits(cells[2:], 1e6)).splitlines()
     assert priced[4].split() == ["b", "30", "GiB", "8", "12.3", "5.68"]
 

@@ -294,7 +294,7 @@ def test_one_row_is_as_before_and_says_which_checkpointing(grid) -> None:
 
     assert advice["options"][0]["checkpointing"] == "non-reentrant"
     assert done.stdout.startswith(
-        "Use flash-bk with batches of 8 and non-reentrant checkpointing (bfloat16, adamw-fused,"
+        "Use flash-bk, 8 samples at once with non-reentrant checkpointing (bfloat16, adamw-fused,"
     )
     [header] = [line.split() for line in done.stdout.splitlines() if line.startswith("method")]
     assert header[:4] == ["method", "verdict", "execution", "checkpointing"]
@@ -451,7 +451,7 @@ def test_advice_rests_on_results_that_are_kept(asked) -> None:
         assert (one["safe_batch_size"], one["largest_batch_size"]) == (8, 10)
         assert (one["safe_peak_bytes"], one["largest_peak_bytes"]) == (890, 990)
     assert said.startswith(
-        "Use flash-bk with batches of 8 (bfloat16, adamw-fused, CUDA graph): custom, 8 tokens"
+        "Use flash-bk, 8 samples at once (bfloat16, adamw-fused, CUDA graph): custom, 8 tokens"
     )
     assert "flash-bk\N{DAGGER}  first" in said
     assert "\N{DAGGER} Not verified to compute the right gradient" in said

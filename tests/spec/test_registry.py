@@ -21,12 +21,19 @@ def test_everything_declared_can_be_loaded_and_has_a_source_file(group) -> None:
         assert registry.source_file(group, name).stem in {module.split(".")[-1], "presets"}
 
 
-def test_an_unknown_name_is_one_sentence() -> None:
+@pytest.mark.parametrize(
+    ("group", "name", "meant", "first"),
+    [
+        ("methods", "opacus-hook", "opacus-hooks", "flash"),
+        ("models", "llama-3.1-8b", "hf:llama-3.1-8b", "1b"),
+    ],
+)
+def test_an_unknown_name_is_one_sentence(group, name, meant, first) -> None:
     with pytest.raises(InputError) as caught:
-        registry.check("methods", "opacus-hook", "--method")
+        registry.check(group, name, "--name")
 
     assert str(caught.value).startswith(
-        "--method: 'opacus-hook' is not allowed; did you mean 'opacus-hooks'? allowed: flash"
+        f"--name: {name!r} is not allowed; did you mean {meant!r}? allowed: {first}"
     )
 
 

@@ -104,6 +104,12 @@ def _name_target(advice: Advice) -> str:
     return f"on {advice.target} with {three_digits(advice.budget_bytes, _GIB)} GiB"
 
 
+def _count(option: Option) -> str:
+    """Say how many samples one pass can take; a batch may have more, in parts."""
+    count = option.safe_batch_size or 0
+    return f"{count:,} {plural(count, 'sample')} at once"
+
+
 def recommend(advice: Advice) -> str:
     """Say which method to use, with which batch, and what is asked."""
     best = advice.best
@@ -122,8 +128,9 @@ def recommend(advice: Advice) -> str:
     way = ""
     if advice.checkpointing == BEST:
         is_none = best.checkpointing == "none"
-        way = " without checkpointing" if is_none else f" and {best.checkpointing} checkpointing"
-    return f"Use {best.method} with batches of {best.safe_batch_size:,}{way} ({settings}): {where}."
+        way = " without" if is_none else f" with {best.checkpointing}"
+        way += " checkpointing"
+    return f"Use {best.method}, {_count(best)}{way} ({settings}): {where}."
 
 
 def _tell_speed(advice: Advice) -> list[str]:
@@ -154,7 +161,7 @@ def _tell_briefly(advice: Advice) -> str:
         return "no private method safely fits, or can be advised"
     speed = format_number(best.tokens_per_s, ",.0f")
     units = name_units(advice.image_size)
-    return f"{best.method} with batches of {best.safe_batch_size:,}, {speed} {units}/s"
+    return f"{best.method}, {_count(best)}, {speed} {units}/s"
 
 
 def format_advice(advice: Advice, others: Sequence[str] = ()) -> str:

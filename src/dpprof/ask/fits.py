@@ -47,6 +47,9 @@ CHECKPOINTING = "non-reentrant"
 _MOST_ACROSS = 6
 """The most columns of ways and lengths; of more, lengths are rows."""
 
+_NONE = "none"
+"""A cell whose model does not fit, for another reason than the memory of one sample."""
+
 _ADAPTERS = {"lora": "rank=16,target_modules=all-linear"}
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "whole": {"optimizer": "adamw-8bit"},
@@ -174,13 +177,15 @@ def fits(
     _check("price_per_hour", price_per_hour, NotNegative | None, "it must be a number from 0 on")
     keys = list(itertools.product(targets, models, ways, seq_lens))
     questions = [_ask(*key) for key in keys]
-    experiments = [make_experiment(question, for_question=True) for question in questions]
-    for experiment in experiments:
+    for model in models:
+        whole = _ask(targets[0], model, "whole", seq_lens[0])
+        experiment = make_experiment(whole, for_question=True)
         if not isinstance(experiment.model, Architecture) or experiment.task != "causal-lm":
             raise InputError(
                 f"{spell('models')}: {experiment.model_name} is no causal language model of "
                 "Hugging Face; dpprof advise answers for others"
             )
+    experiments = [make_experiment(question, for_question=True) for question in questions]
     results = find_capacities(experiments, Path(), again=again)
     answers = zip(keys, questions, results, strict=True)
     return Fits([_fill(*answer, tokens, price_per_hour) for answer in answers], tokens)
@@ -269,6 +274,8 @@ def format_fits(cells: Sequence[Cell], tokens: float) -> str:
     settings = name_settings(usual["dtype"], " or ".join(optimizers), execution)
     of_tokens = " and ".join(shown)
     pattern, *options = spell_pattern(target, ways)
+    without = (cell.message for cell in cells if _tell_cell(cell, shown) == _NONE)
+    why = next(without, None)
     return fit_screen(
         [
             f"{fitting} of {len(cells)} fit on {target} with {METHOD} ({settings}).",
@@ -276,6 +283,7 @@ def format_fits(cells: Sequence[Cell], tokens: float) -> str:
         ],
         lay_out(table, texts=(0,)),
         [
+            *([f"{_NONE}: {why}"] if why else []),
             f"To ask for one: {pattern}",
             *(f"  {text}" for text in options),
             "All is predicted. Peaks, speeds and each command: --details.",
@@ -299,7 +307,7 @@ def _tell_cell(cell: Cell, shown: Sequence[str]) -> str:
     if not cell.batch_size:
         mib = tell_need(cell.message or "").removeprefix("needs ").partition(" MiB")[0]
         is_known = mib.replace(",", "").isdecimal()
-        return f"{int(mib.replace(',', '')) / 1024:,.0f} GiB" if is_known else "none"
+        return f"{int(mib.replace(',', '')) / 1024:,.0f} GiB" if is_known else _NONE
     texts = {"hours": three_digits(cell.hours), "price": format_number(cell.price, ",.2f")}
     return _align(f"{cell.batch_size:,}", *(texts[name] for name in shown))
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+from dpprof.experiments.config.architecture import PREFIX, bundled_names
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.naming import is_code
 from dpprof.experiments.config.validation import one_of, refuse
@@ -131,7 +132,13 @@ def modules(group: Group, of: Iterable[str]) -> list[str]:
 
 def names_by_key() -> dict[str, list[str]]:
     """Return the allowed names by key of a config or an experiment."""
-    return {key: names(group) for key, group in NAMING.items()}
+    return {key: _allowed(group) for key, group in NAMING.items()}
+
+
+def _allowed(group: Group) -> list[str]:
+    """Return the names of a group; of models, the bundled ones of Hugging Face too."""
+    bundled = bundled_names() if group == "models" else []
+    return [*names(group), *(f"{PREFIX}{name}" for name in bundled)]
 
 
 def check(group: Group, name: str, key: str) -> None:
@@ -144,7 +151,7 @@ def check(group: Group, name: str, key: str) -> None:
         if not is_lent(name) and source_file(group, name) is None:
             raise refuse(key, name, "there is no such module, here or installed")
     elif name not in _entries(group):
-        raise refuse(key, name, one_of(names(group), name))
+        raise refuse(key, name, one_of(_allowed(group), name))
 
 
 def refuse_target(experiment: Experiment, instrument: str, key: str) -> None:

@@ -5,7 +5,6 @@ Shape legend: B batch, T tokens, V vocabulary, C classes.
 
 import importlib
 import inspect
-import logging
 import warnings
 from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -217,7 +216,6 @@ def import_architecture(experiment: Experiment) -> None:
 
 def _import_peft() -> Any:
     """Import peft, which only adapters need."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which it imports where there is one
     try:
         return importlib.import_module("peft")
     except ImportError as error:

@@ -23,6 +23,9 @@ from dpprof.private.allocation_marks import allocates
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.substitutes import substitute
 
+# As it is imported, by peft too, it tells of kernels that it looks for.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
 
 @functools.cache
 def import_bitsandbytes() -> Any:
@@ -31,7 +34,6 @@ def import_bitsandbytes() -> Any:
     Raises:
         UnsupportedError: It is missing.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of kernels it looks for
     try:
         bitsandbytes = importlib.import_module("bitsandbytes")
         products = importlib.import_module("bitsandbytes.autograd._functions")
