@@ -5,16 +5,18 @@ digest is that of the sources and library versions that are installed. The file 
 has that in its name.
 """
 
+import bisect
 import contextlib
 import functools
-import lzma
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from dpprof.system.files import write_atomically
 
-_KEPT = Path(__file__).with_name("answers.xz")
-_PRESET = 9 | lzma.PRESET_EXTREME
+_KEPT = Path(__file__).with_name("answers.zip")
+_FILES = 16
+"""How many files one member of the archive holds: few to read for one, many to compress well."""
 
 
 def take_kept(path: Path, holding: str = "") -> None:
@@ -31,12 +33,45 @@ def take_kept(path: Path, holding: str = "") -> None:
 def keep_answers(files: Iterable[Path]) -> None:
     """Keep the text of files, by name, in place of those that are kept now."""
     texts = {path.name: path.read_text(encoding="utf-8") for path in files}
-    lines = "".join(f"{name}\0{texts[name]}\0" for name in sorted(texts))
-    _KEPT.write_bytes(lzma.compress(lines.encode(), preset=_PRESET))
+    names = sorted(texts)
+    with zipfile.ZipFile(_KEPT, "w", zipfile.ZIP_LZMA) as archive:
+        for start in range(0, len(names), _FILES):
+            lines = (f"{name}\0{texts[name]}\0" for name in names[start : start + _FILES])
+            archive.writestr(zipfile.ZipInfo(names[start]), "".join(lines), zipfile.ZIP_LZMA)
+
+
+class KeptAnswers(Mapping[str, str]):
+    """The text of the files that come with the package, by name; read as they are asked for.
+
+    A member of the archive holds some files in the order of their names, and has the first's name.
+    """
+
+    def __init__(self) -> None:
+        self._archive = zipfile.ZipFile(_KEPT)
+        self._members = self._archive.namelist()
+        self._read = functools.cache(self._read_member)
+
+    def __getitem__(self, name: str) -> str:
+        """Return the text of a file."""
+        place = bisect.bisect(self._members, name)
+        if not place:
+            raise KeyError(name)
+        return self._read(self._members[place - 1])[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names of all files."""
+        return (name for member in self._members for name in self._read(member))
+
+    def __len__(self) -> int:
+        """Return the number of files."""
+        return sum(1 for _ in self)
+
+    def _read_member(self, member: str) -> dict[str, str]:
+        *lines, _ = self._archive.read(member).decode().split("\0")
+        return dict(zip(lines[::2], lines[1::2], strict=True))
 
 
 @functools.cache
-def kept_answers() -> dict[str, str]:
+def kept_answers() -> Mapping[str, str]:
     """Return the text of the files that come with the package, by name."""
-    *lines, _ = lzma.decompress(_KEPT.read_bytes()).decode().split("\0")
-    return dict(zip(lines[::2], lines[1::2], strict=True))
+    return KeptAnswers()
