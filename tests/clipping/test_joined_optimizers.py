@@ -29,10 +29,12 @@ def make(optimizers=None, **options):
 
 def test_each_steps_on_its_parameters_with_the_noise_and_the_count_of_one() -> None:
     """All by SGD, in one optimizer and in two, ends with the same bits."""
-    by_groups = lambda model: [
-        torch.optim.SGD(part, lr=RATE, momentum=0.9)
-        for part in (list(model.parameters())[:2], list(model.parameters())[2:])
-    ]
+
+    def by_groups(model):
+        parameters = list(model.parameters())
+        groups = parameters[:2], parameters[2:]
+        return [torch.optim.SGD(group, lr=RATE, momentum=0.9) for group in groups]
+
     single, _, one = make(lambda model: torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9))
     joined, _, two = make(by_groups)
     for model, private in ((single, one), (joined, two)):

@@ -1,6 +1,7 @@
 """``PrivateTrainer``: transformers' ``Trainer``, or any subclass of it, with private steps."""
 
 import copy
+import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,8 @@ from dpprof.private.loop.trainer_checkpoints import PrivateCheckpoints
 from dpprof.private.loop.trainer_logs import PrivateLogs
 from dpprof.private.loop.trainer_losses import PrivateLosses
 from dpprof.private.ranks.ranks import Ranks, is_distributed
+
+_log = logging.getLogger("dpprof")
 
 
 class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
@@ -112,7 +115,7 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
         """Return the loader of Poisson batches, each in parts; in training always the same."""
         if self._clipping is not None:
             return self._steps
-        dataset, collate = self.train_dataset, self.data_collator
+        dataset, collate = self.train_dataset, self._collator()
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise ValueError(
                 "PrivateTrainer needs a train_dataset with a length and samples by index"
@@ -154,6 +157,10 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
         self._data_loader = loader
         self._steps = JoinedParts(poisson, self.args.device if self._is_sharded else None)
         return self._steps
+
+    def _collator(self) -> Callable[..., Any]:
+        """Return what makes a batch of samples: each is a row of every tensor."""
+        return self.data_collator  # type: ignore[no-any-return]
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Make the optimizer, and put clipping and noise around it.
@@ -221,6 +228,11 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
         Returns:
             ``TrainOutput``; without ``log_private`` its loss is NaN, and it has no times.
         """
+        if self.privacy.log_private:
+            _log.warning(
+                "log_private logs losses, norms and counts of the drawn samples, without noise: do "
+                "not publish them"
+            )
         self._draws_anew = bool(resume_from_checkpoint) and self.privacy.resume == "fresh"
         self._remove_secrets()
         try:

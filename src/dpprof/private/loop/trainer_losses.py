@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -44,17 +45,16 @@ class PrivateLosses(PrivateBase):
         """Compute one loss for each sample, by autocast where ``bf16`` or a scale is set; (B,)."""
         if is_encoding:
             inputs = BatchEncoding(inputs)
-        if isinstance(inputs, Mapping):
-            _refuse_packed(inputs)
         with self._autocast():
             if self.losses_of is not None:
+                if isinstance(inputs, Mapping):
+                    _refuse_packed(inputs)
                 return self.losses_of(model, inputs)
             if not isinstance(inputs, Mapping):
                 raise TypeError(
                     f"the inputs are a {type(inputs).__name__}, and no dictionary with labels; "
                     "give PrivateTrainer losses_of"
                 )
-            _refuse_left_padding(inputs)
             return self._losses_of_batch(model, dict(inputs)).float()
 
     def _autocast(self) -> torch.autocast:
@@ -64,6 +64,8 @@ class PrivateLosses(PrivateBase):
 
     def _losses_of_batch(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Compute the loss of each sample with which the trainer trains; (B,)."""
+        _refuse_packed(inputs)
+        inputs = _number_positions(self.model, inputs)
         labels, smoothing = inputs.pop("labels", None), self.args.label_smoothing_factor
         if labels is None:
             raise ValueError("the inputs have no labels; give PrivateTrainer losses_of")
@@ -80,6 +82,10 @@ class PrivateLosses(PrivateBase):
                 inputs["decoder_input_ids"] = prepare(labels=labels)
         logits = model(**inputs).logits
         return read_losses(logits, labels, shifts=is_causal, smoothing=smoothing)
+
+    def _loss_of_trainer(self, inputs: dict[str, Any]) -> Any:
+        """Compute the mean loss of a batch as the ``Trainer`` does that is made private."""
+        return self.compute_loss(self.model, inputs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move tensors to the device, also those inside of objects."""
@@ -102,7 +108,7 @@ class PrivateLosses(PrivateBase):
                 losses = self._losses_of_batch(self.model, dict(inputs))
                 if not losses:  # nothing is labelled
                     continue
-                expected = self.compute_loss(self.model, dict(inputs))
+                expected = self._loss_of_trainer(dict(inputs))
                 if not is_same_loss(self.model, losses[0], expected):
                     raise ValueError(
                         f"{type(self.model).__name__} computes its loss otherwise than as the "
@@ -170,28 +176,43 @@ def read_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: floa
     return sample_losses(logits.float(), labels, label_smoothing=smoothing)
 
 
+def _inside(model: nn.Module) -> nn.Module:
+    """Return the model inside of adapters."""
+    base = getattr(model, "get_base_model", None)
+    return model if base is None else base()
+
+
 def is_causal_lm(model: nn.Module) -> bool:
     """Tell whether a model, maybe with adapters, is a causal language model of transformers."""
-    base = getattr(model, "get_base_model", None)
-    inner = model if base is None else base()
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    return any(kind.__name__ in causal for kind in type(inner).__mro__)
+    return any(kind.__name__ in causal for kind in type(_inside(model)).__mro__)
 
 
-def _refuse_left_padding(inputs: Mapping[str, Any]) -> None:
-    """Refuse samples whose positions would begin after the padding, as long as the longest says.
+def _number_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Number the tokens after padding on the left from 0, as generation does.
+
+    Otherwise positions would begin after the padding, which is as long as the longest sample says.
+
+    Returns:
+        The inputs, of a causal language model with ``position_ids`` if it needs them.
 
     Raises:
-        ValueError: There are some.
+        ValueError: Another model is given padding on the left.
     """
     mask = inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or "position_ids" in inputs:  # noqa: PLR2004
-        return
-    if (mask[:, :1] == 0).any():
+        return inputs
+    if not (mask[:, :1] == 0).any():
+        return inputs
+    if (
+        not is_causal_lm(model)
+        or "position_ids" not in signature(_inside(model).forward).parameters
+    ):
         raise ValueError(
             "attention_mask begins with padding, so that a sample's positions depend on the "
             "longest one beside it; pad on the right, or give position_ids"
         )
+    return inputs | {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
 
 def _refuse_packed(inputs: Mapping[str, Any]) -> None:
