@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from dpprof.private.layers.linear_cross_entropy import (
         linear_cross_entropy as linear_cross_entropy,
     )
+    from dpprof.private.loop.private_trainer import PrivacyArguments as PrivacyArguments
     from dpprof.private.loop.private_trainer import PrivateTrainer as PrivateTrainer
     from dpprof.private.loop.private_training import PrivateTraining as PrivateTraining
     from dpprof.private.loop.private_training import make_private as make_private
     from dpprof.private.loop.public_norms import suggest_max_grad_norm as suggest_max_grad_norm
     from dpprof.private.loop.public_numbers import numbers_of_opacus as numbers_of_opacus
-    from dpprof.private.loop.trainer_arguments import PrivacyArguments as PrivacyArguments
     from dpprof.private.noise.optimizer import NoisyOptimizer as NoisyOptimizer
     from dpprof.private.noise.strategies import find_errors as find_errors
     from dpprof.private.noise.strategies import make_strategy as make_strategy
@@ -53,7 +53,7 @@ _MODULES = {
     "find_errors": "dpprof.private.noise.strategies",
     "make_strategy": "dpprof.private.noise.strategies",
     "PerLayerClipping": "dpprof.private.engine.per_layer",
-    "PrivacyArguments": "dpprof.private.loop.trainer_arguments",
+    "PrivacyArguments": "dpprof.private.loop.private_trainer",
     "PrivateTrainer": "dpprof.private.loop.private_trainer",
     "PrivateTraining": "dpprof.private.loop.private_training",
     "make_private": "dpprof.private.loop.private_training",

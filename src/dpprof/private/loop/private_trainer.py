@@ -36,6 +36,7 @@ from dpprof.private.loop.trainer_logs import PrivateLogs
 from dpprof.private.loop.trainer_losses import PrivateLosses
 from dpprof.private.ranks.ranks import Ranks, is_distributed
 
+__all__ = ["PrivacyArguments", "PrivateTrainer", "PrivateTrainerMixin"]
 _log = logging.getLogger("dpprof")
 
 
