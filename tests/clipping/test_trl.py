@@ -269,7 +269,7 @@ def test_losses_are_those_of_trl(tmp_path) -> None:
         with torch.no_grad():
             together = private.compute_sample_losses(private.model, loader.load(range(4)))
             alone = [
-                private._loss_of_trainer(dict(loader.load(range(at, at + 1)))) for at in range(4)
+                private.compute_batch_loss(dict(loader.load(range(at, at + 1)))) for at in range(4)
             ]
         torch.testing.assert_close(together, torch.stack(alone).float(), rtol=1e-4, atol=1e-5)
 

@@ -25,6 +25,9 @@ _PAIRS: dict[str, Callable[..., Tensor]] = {
 }
 """The losses of pairs, of log ratios (B,), lengths (2, B) and beta, by TRL's names."""
 
+_PACKS = "support_avx512bf16_for_cpu"
+"""The attribute of a layer of 4 bits by which it packs its weight in ``eval()``, for inference."""
+
 
 class _TrlMixin(PrivateTrainerMixin):
     """What TRL's trainers have alike: what they log of a batch, and what is refused."""
@@ -48,14 +51,12 @@ class _TrlMixin(PrivateTrainerMixin):
                 "which fold a sample is in would depend on the others",
             ),
         }
-        refuse(refused | self._refused())
+        refuse(refused)
 
-    def _refused(self) -> dict[str, tuple[Any, str]]:
-        raise NotImplementedError
-
-    def _loss_of_trainer(self, inputs: dict[str, Any]) -> Any:
+    def compute_batch_loss(self, inputs: dict[str, Any]) -> Any:
+        """Compute the mean loss of a batch as TRL does."""
         try:
-            return super()._loss_of_trainer(inputs)
+            return super().compute_batch_loss(inputs)
         finally:
             self._metrics["eval"].clear()  # else they would be logged with those of an evaluation
 
@@ -66,7 +67,7 @@ class _TrlMixin(PrivateTrainerMixin):
             with torch.no_grad(), random_state_kept(), self._autocast():
                 for batch, part in inputs["parts"]:
                     if not part.is_empty:
-                        self._loss_of_trainer(dict(self._prepare_inputs(batch)))
+                        self.compute_batch_loss(dict(self._prepare_inputs(batch)))
         return loss
 
 
@@ -93,8 +94,9 @@ class PrivateSFTTrainer(_TrlMixin, SFTTrainer):  # type: ignore[misc]  # TRL has
         ... ).train()  # doctest: +SKIP
     """
 
-    def _refused(self) -> dict[str, tuple[Any, str]]:
-        return {"loss_type": (self.args.loss_type != "nll", "nll alone is supported")}
+    def __init__(self, *inputs: Any, **named: Any) -> None:
+        super().__init__(*inputs, **named)
+        refuse({"loss_type": (self.args.loss_type != "nll", "nll alone is supported")})
 
 
 class PrivateDPOTrainer(_TrlMixin, DPOTrainer):  # type: ignore[misc]  # TRL has no types here
@@ -123,11 +125,12 @@ class PrivateDPOTrainer(_TrlMixin, DPOTrainer):  # type: ignore[misc]  # TRL has
 
     def __init__(self, *inputs: Any, privacy: PrivacyArguments, **named: Any) -> None:
         super().__init__(*inputs, privacy=replace(privacy, execution="eager"), **named)
-
-    def _refused(self) -> dict[str, tuple[Any, str]]:
+        for layer in self.model.modules():  # a reference that packs its weights takes the base's
+            if hasattr(layer, _PACKS):
+                setattr(layer, _PACKS, False)
         args = self.args
         joins = len(args.loss_type) > 1 or args.loss_type[0] not in _PAIRS
-        return {
+        refused = {
             "loss_type": (joins, f"one of {', '.join(_PAIRS)} alone is supported"),
             "f_divergence_type": (args.f_divergence_type != "reverse_kl", "it is not supported"),
             "ld_alpha": (args.ld_alpha is not None, "it is not supported"),
@@ -136,12 +139,14 @@ class PrivateDPOTrainer(_TrlMixin, DPOTrainer):  # type: ignore[misc]  # TRL has
             "sync_ref_model": (args.sync_ref_model, "a resumed run would have another reference"),
             "several ranks": (args.world_size > 1, "train in one process"),
         }
+        refuse(refused)
 
-    def _collator(self) -> Callable[[list[Any]], dict[str, Any]]:
-        collate = super()._collator()
+    def get_sample_collator(self) -> Callable[[list[Any]], dict[str, Any]]:
+        """Return what makes a batch of pairs: each is a row of every tensor."""
+        collate = super().get_sample_collator()
 
         def collate_pairs(samples: list[Any]) -> dict[str, Any]:
-            """Give each pair one row: (2B, T), chosen before rejected, becomes (B, 2, T)."""
+            # (2B, T), chosen before rejected, becomes (B, 2, T).
             return {
                 name: value if name.startswith("ref_") else torch.stack(value.chunk(2), 1)
                 for name, value in collate(samples).items()
@@ -149,12 +154,13 @@ class PrivateDPOTrainer(_TrlMixin, DPOTrainer):  # type: ignore[misc]  # TRL has
 
         return collate_pairs
 
-    def _loss_of_trainer(self, inputs: dict[str, Any]) -> Any:
+    def compute_batch_loss(self, inputs: dict[str, Any]) -> Any:
+        """Compute the mean loss of pairs, of (B, 2, T), as TRL does of (2B, T)."""
         rows = {
             name: value if name.startswith("ref_") else torch.cat(value.unbind(1))
             for name, value in inputs.items()
         }
-        return super()._loss_of_trainer(rows)
+        return super().compute_batch_loss(rows)
 
     def _losses_of_batch(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         names = [name for name in inputs if not name.startswith("ref_")]

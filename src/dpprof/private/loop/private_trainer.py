@@ -116,7 +116,7 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
         """Return the loader of Poisson batches, each in parts; in training always the same."""
         if self._clipping is not None:
             return self._steps
-        dataset, collate = self.train_dataset, self._collator()
+        dataset, collate = self.train_dataset, self.get_sample_collator()
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise ValueError(
                 "PrivateTrainer needs a train_dataset with a length and samples by index"
@@ -159,7 +159,7 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
         self._steps = JoinedParts(poisson, self.args.device if self._is_sharded else None)
         return self._steps
 
-    def _collator(self) -> Callable[..., Any]:
+    def get_sample_collator(self) -> Callable[..., Any]:
         """Return what makes a batch of samples: each is a row of every tensor."""
         return self.data_collator  # type: ignore[no-any-return]
 

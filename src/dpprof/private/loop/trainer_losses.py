@@ -83,7 +83,7 @@ class PrivateLosses(PrivateBase):
         logits = model(**inputs).logits
         return read_losses(logits, labels, shifts=is_causal, smoothing=smoothing)
 
-    def _loss_of_trainer(self, inputs: dict[str, Any]) -> Any:
+    def compute_batch_loss(self, inputs: dict[str, Any]) -> Any:
         """Compute the mean loss of a batch as the ``Trainer`` does that is made private."""
         return self.compute_loss(self.model, inputs)
 
@@ -108,7 +108,7 @@ class PrivateLosses(PrivateBase):
                 losses = self._losses_of_batch(self.model, dict(inputs))
                 if not losses:  # nothing is labelled
                     continue
-                expected = self._loss_of_trainer(dict(inputs))
+                expected = self.compute_batch_loss(dict(inputs))
                 if not is_same_loss(self.model, losses[0], expected):
                     raise ValueError(
                         f"{type(self.model).__name__} computes its loss otherwise than as the "
