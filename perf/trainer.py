@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from dpprof.private import PrivacyArguments, PrivateTrainer, make_private
-from dpprof.private.loop.private_trainer import read_losses
+from dpprof.private.loop.trainer_losses import read_losses
 from interleave import MIN_PAIRS, Comparison, Side, tabulate, timed
 from script import at_least, describe_place, end, make_parser, publish
 

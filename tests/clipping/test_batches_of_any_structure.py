@@ -215,7 +215,7 @@ def test_a_spent_budget_does_not_keep_its_optimizer_from_a_check() -> None:
 
 def of_trainer(collate, losses_of, folder, model, **options):
     transformers = pytest.importorskip("transformers")
-    from dpprof.private.loop.private_trainer import PrivacyArguments, PrivateTrainer  # noqa: PLC0415
+    from dpprof.private import PrivacyArguments, PrivateTrainer  # noqa: PLC0415
 
     settings = {"max_steps": 2, "use_cpu": True, "report_to": [], "optim": "sgd"}
     args = transformers.TrainingArguments(output_dir=str(folder), **settings)

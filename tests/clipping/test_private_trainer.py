@@ -17,12 +17,13 @@ from torch.nn import functional
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-from dpprof.private import UnsupportedError, WrongTrainingError  # noqa: E402
-from dpprof.private.loop.private_trainer import (  # noqa: E402 (it needs transformers)
+from dpprof.private import (  # noqa: E402 (it needs transformers)
     PrivacyArguments,
     PrivateTrainer,
-    read_losses,
+    UnsupportedError,
+    WrongTrainingError,
 )
+from dpprof.private.loop.trainer_losses import read_losses  # noqa: E402
 
 SAMPLES, T, V, BOUND = 12, 6, 17, 0.3
 SIZES = TINY | {"vocab_size": V, "pad_token_id": 0}

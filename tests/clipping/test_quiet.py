@@ -15,7 +15,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from dpprof.private.loop.private_trainer import PrivacyArguments, PrivateTrainer  # noqa: E402
+from dpprof.private import PrivacyArguments, PrivateTrainer  # noqa: E402
 from dpprof.private.loop.secret_files import join_secrets, split_secrets  # noqa: E402
 
 ROWS, T, V, BOUND, CANARY = 12, 5, 17, 0.3, 9

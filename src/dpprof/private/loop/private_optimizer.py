@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from dpprof.private.accounting.budget import Spent
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.loop.captured_parts import CapturedParts, Part, ToClip
+from dpprof.private.loop.joined_optimizers import JoinedOptimizers
 from dpprof.private.noise.inner_optimizers import refuse_optimizer
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.noise.schedules import NOISY
@@ -50,6 +51,14 @@ class PrivateOptimizer(NoisyOptimizer):
         refuse_optimizer(optimizer)
         _refuse_other_parameters(optimizer, clipping)
         super().__init__(optimizer, clipping, **settings)
+        if isinstance(optimizer, JoinedOptimizers):
+            optimizer.attach()
+
+    def remove(self) -> None:
+        """Remove clipping and noise, as ``NoisyOptimizer`` does; joined optimizers step alone."""
+        super().remove()
+        if isinstance(self.original_optimizer, JoinedOptimizers):
+            self.original_optimizer.detach()
 
     def take_part(self, part: Part) -> None:
         """Prepare for the coming part of a batch.
@@ -299,5 +308,5 @@ def _refuse_other_parameters(optimizer: Optimizer, clipping: Clipping) -> None:
         if parameter not in there:
             raise ValueError(
                 f"{clipping.name_of(parameter)} is trained, and the optimizer does not have it; "
-                "one optimizer trains the whole model, so add the parameter, or freeze it"
+                "add it to that, or to one of several, or freeze it"
             )

@@ -1,6 +1,6 @@
 """Private training in one call: clipping, noise, Poisson batches and accounting together."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from dpprof.private.engine.engine import Clipping
 from dpprof.private.engine.factor import find_stability
 from dpprof.private.engine.flash_clipping import FlashClipping
 from dpprof.private.loop.captured_parts import capture_parts, refuse_execution
+from dpprof.private.loop.joined_optimizers import join_optimizers
 from dpprof.private.loop.method_choice import choose_method, draw_first
 from dpprof.private.loop.part_size import AUTO, find_max_batch_size, read_max_batch_size
 from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
@@ -141,7 +142,7 @@ class PrivateTraining:
 
 def make_private(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     data_loader: DataLoader[Any],
     losses_of: Callable[..., Tensor] | None = None,
     *,
@@ -178,7 +179,8 @@ def make_private(
 
     Args:
         model: Each of its trained parameters belongs to a layer; ``Clipping`` says what is refused.
-        optimizer: Any PyTorch optimizer of its parameters.
+        optimizer: Any PyTorch optimizer of its parameters; or several, each of some of them, which
+            step together: one draw of noise, one step for the accountant.
         data_loader: With ``shuffle=True`` or without; batches become Poisson batches, which draw
             each sample with the probability ``batch_size / samples``.
         losses_of: Computes the losses of a batch, one for each sample. It serves ``check`` and
@@ -275,6 +277,7 @@ def make_private(
         raise ValueError(f"method must be one of {', '.join(METHODS)}, and is {method!r}")
     refuse_execution(execution)
     part_size, is_auto = read_max_batch_size(max_batch_size), max_batch_size == AUTO
+    optimizer = join_optimizers(optimizer)
     stability = find_stability(clipping, stability)
     verify_budget(noise_multiplier, epsilon, delta, accountant=accountant)
     if losses_of is None and (check or verify_every is not None or is_auto):

@@ -1,0 +1,134 @@
+"""Checkpoints of a private ``Trainer``: all that a resumed run needs, secrets apart."""
+
+import random
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from dpprof.private.loop.secret_files import (
+    find_checkpoints,
+    find_secrets,
+    join_secrets,
+    read_secrets,
+    refuse_later_checkpoints,
+    refuse_published,
+    split_secrets,
+    writing_secrets,
+)
+from dpprof.private.loop.trainer_base import PrivateBase
+
+
+class PrivateCheckpoints(PrivateBase):
+    """The part of a private ``Trainer`` that saves and resumes."""
+
+    _checkpoints: frozenset[Path] = frozenset()
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self._remove_secrets()
+
+    def _remove_secrets(self) -> None:
+        """Remove the secrets of checkpoints that were there before, and were removed since."""
+        if self.privacy.resume == "exact" and self.args.should_save:
+            present = frozenset(find_checkpoints(self.args.output_dir))
+            for removed in self._checkpoints - present:
+                shutil.rmtree(self._secrets_of(removed), ignore_errors=True)
+            self._checkpoints = present
+
+    def _state(self) -> dict[str, Any]:
+        """Return what this rank has beside the optimizer's state, with its secrets."""
+        assert self._steps is not None
+        return {
+            "loader": self._steps.loader.state_dict(),
+            "privacy": self.private_optimizer.state_dict()["privacy"],
+        }
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self._steps is not None
+        if self._steps.handed != self.private_optimizer.steps:
+            raise RuntimeError(
+                "a checkpoint can be saved after a step alone, and here a batch was drawn whose "
+                "step was not taken: a resumed run would add its noise to other samples"
+            )
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not have come so far
+        public, secrets = split_secrets(self._state())
+        secrets["name"] = public["name of secrets"] = uuid.uuid4().hex
+        torch.save(public, folder / self._name_of_rank("private", "pt"))
+        if self.args.should_save:
+            inner = self.private_optimizer.original_optimizer
+            torch.save(inner.state_dict(), folder / "optimizer.pt")
+            torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
+        self._secrets = secrets
+
+    def _secrets_of(self, checkpoint: str | Path) -> Path:
+        return find_secrets(checkpoint, self.privacy.secrets_folder)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the states of all generators apart from the checkpoint, if they are needed."""
+        if self.privacy.resume == "exact":
+            folder = self._secrets_of(output_dir)
+            refuse_published(folder, self.args.output_dir)
+            with writing_secrets(folder):
+                super()._save_rng_state(str(folder))
+                torch.save(self._secrets, folder / self._name_of_rank("secrets", "pt"))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if self.privacy.resume == "exact":
+            super()._load_rng_state(str(self._secrets_of(checkpoint)))
+            return
+        torch.seed()
+        random.seed()
+        np.random.seed()  # noqa: NPY002 (the generator that Trainer seeds, too)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load all that a resumed run needs, or refuse: it would repeat noise on other samples."""
+        if checkpoint is None:
+            return
+        logs = set().union(*self.state.log_history)
+        if logs & {"loss", "train_loss"} and not self.privacy.log_private:
+            raise ValueError(
+                f"the trainer_state.json of {checkpoint} has private logs, which later checkpoints "
+                "would repeat; give PrivacyArguments(log_private=True), or empty its log_history"
+            )
+        own = self._name_of_rank("private", "pt")
+        for name in (own, "optimizer.pt", "scheduler.pt"):
+            if not Path(checkpoint, name).exists():
+                raise ValueError(
+                    f"{checkpoint} has no {name}: it was saved by another Trainer, or not to the "
+                    "end, and to resume from it would draw samples and noise that its accountant "
+                    "does not know"
+                )
+        state, optimizer, scheduler = (
+            torch.load(Path(checkpoint, name), map_location="cpu", weights_only=True)
+            for name in (own, "optimizer.pt", "scheduler.pt")
+        )
+        name, exact = state.pop("name of secrets", None), self.privacy.resume == "exact"
+        if exact:
+            path = self._secrets_of(checkpoint) / self._name_of_rank("secrets", "pt")
+            state = join_secrets(state, read_secrets(path, checkpoint, name))
+        whole = optimizer | {"privacy": state["privacy"]}
+        self.private_optimizer.load_state_dict(whole, exact=exact, with_samples=True)
+        self.lr_scheduler.load_state_dict(scheduler)
+        assert self._steps is not None
+        self._steps.loader.load_state_dict(state["loader"], exact=exact)
+        self._steps.handed = self.private_optimizer.steps
+        if self.private_optimizer.steps != self.state.global_step:
+            raise ValueError(
+                f"{checkpoint} is of {self.private_optimizer.steps:,} private steps, and its "
+                f"trainer_state.json of {self.state.global_step:,}; resume from another checkpoint"
+            )
+        if self._draws_anew:
+            refuse_later_checkpoints(checkpoint, self.state.global_step)
+
+    def _name_of_rank(self, stem: str, suffix: str) -> str:
+        """Name a file that each of several ranks has, as ``Trainer`` does."""
+        rank = f"_{self._ranks.rank}" if self._ranks.size > 1 else ""
+        return f"{stem}{rank}.{suffix}"
