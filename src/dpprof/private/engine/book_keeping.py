@@ -44,7 +44,7 @@ class _KeptBatch(Batch):
     def clip(self, enter: Enter) -> None:
         """Run one backward, and sum what was kept."""
         enter("backward")
-        with self.clipping.handling(self.norms.add):
+        with self.handling(self.norms.add):
             torch.autograd.backward(self.losses, self.make_weights())
         enter("clip")
         with torch.no_grad():

@@ -40,7 +40,7 @@ class _LayerByLayer(Batch):
     def clip(self, enter: Enter) -> None:
         """Run one backward, which clips and sums each layer."""
         enter("backward")
-        with self.clipping.handling(self._clip_layer):
+        with self.handling(self._clip_layer):
             torch.autograd.backward(self.losses, self.make_weights())
         if not self._norms_of_layers:
             raise RuntimeError("the losses depend on no trained parameter")
