@@ -51,6 +51,7 @@ class Batch(ABC):
         layout: Layout,
         broadcasts: Broadcasts,
         reused: Collection[nn.Parameter],
+        *,
         users: Segments | None = None,
     ) -> None:
         self.clipping, self.ranks, self.deferral = clipping, clipping.ranks, clipping.deferral

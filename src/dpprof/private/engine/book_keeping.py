@@ -36,8 +36,8 @@ from dpprof.private.engine.engine import Clipping
 class _KeptBatch(Batch):
     """A batch whose contributions are kept until the norms are known."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._kept: dict[nn.Parameter, list[Kept]] = defaultdict(list)
         self._versions: dict[nn.Parameter, list[tuple[Tensor, int]]] = defaultdict(list)
 

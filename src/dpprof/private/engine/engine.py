@@ -329,6 +329,7 @@ class Clipping(ABC):
         samples: Sequence[Any] = (),
         collate: Callable[[list[Any]], Any] | None = None,
         tolerance: float | None = None,
+        users: Segments | None = None,
     ) -> Any:
         """Check on one batch that this clips the gradients of single samples.
 
@@ -342,6 +343,7 @@ class Clipping(ABC):
                 alone (``company``).
             collate: Makes a batch of some, as the data loader's ``collate_fn``.
             tolerance: Largest relative error.
+            users: As of ``backward``.
 
         Returns:
             ``dpprof.private.Checked``.
@@ -362,7 +364,7 @@ class Clipping(ABC):
         takes_all = may_call(losses_of, *batch) and not isinstance(batch[0], Mapping)
         arguments, named = (batch, {}) if takes_all or batch[1:] else give(losses_of, batch[0])
         checked = verification.check(
-            self.model, loss, named or arguments, self, tolerance=tolerance
+            self.model, loss, named or arguments, self, tolerance=tolerance, users=users
         )
         problems = []
         if collate is not None:
@@ -558,7 +560,7 @@ class Clipping(ABC):
             ways = broadcasts.ways | layout.describe() | describe(self._batch_second)
             self._first_batches.expect(ways)
             reused = self._find_reused(layout.nodes, broadcasts)
-            return self._batch_type(self, losses, layout, broadcasts, reused, users)
+            return self._batch_type(self, losses, layout, broadcasts, reused, users=users)
         except BaseException:
             broadcasts.remove()
             raise

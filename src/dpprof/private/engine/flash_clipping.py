@@ -46,8 +46,8 @@ class _TwoPasses(Batch):
 
     clipping: "FlashClipping"
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._projections: Projections | None = None
         self._uses: Counter[nn.Parameter] = Counter()
         """How often each parameter was used, where samples were measured alone."""

@@ -31,8 +31,8 @@ class _LayerByLayer(Batch):
 
     clipping: "PerLayerClipping"
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._kept: dict[nn.Parameter, Kept] = {}
         self._norms_of_layers: list[Tensor] = []
         self._count = len(self.clipping.list_layers())

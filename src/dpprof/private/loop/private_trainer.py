@@ -7,7 +7,7 @@ import random
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,7 @@ from dpprof.private.ranks.ranks import Ranks, is_distributed
 from dpprof.private.samples.batches import move
 from dpprof.private.samples.random_state import random_state_kept
 from dpprof.private.samples.repeated_checks import RepeatedChecks
+from dpprof.private.samples.users import read_users
 
 _QUANTILES = (0.1, 0.5, 0.9)
 
@@ -89,6 +90,11 @@ class PrivacyArguments:
             gradient_accumulation_steps * world_size``.
         folds: As of ``make_private``, and so is the next one.
         truncated_batch_size: The most samples of a step.
+        unit: As of ``make_private``, and so are the next three: with ``user`` the default
+            ``expected_batch_size`` counts users, and ``max_batch_size`` samples.
+        users: (samples,) the id of the user of each sample of ``train_dataset``.
+        samples_of_user: The most samples of a user in a step.
+        user_gradient: ``mean`` or ``sum``.
         max_batch_size: Samples at a time, by default ``per_device_train_batch_size``; or ``auto``,
             as of ``make_private``.
         method: ``flash-bk`` (``auto``) or ``flash``, which needs less memory.
@@ -128,6 +134,10 @@ class PrivacyArguments:
     expected_batch_size: float | None = None
     folds: int = 1
     truncated_batch_size: int | None = None
+    unit: str = "sample"
+    users: Sequence[int] | None = None
+    samples_of_user: int | None = None
+    user_gradient: str = "mean"
     max_batch_size: int | Literal["auto"] | None = None
     method: str = "auto"
     clipping: str = "flat"
@@ -238,7 +248,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             raise ValueError(f"method must be one of {', '.join(METHODS)}, not {privacy.method!r}")
         find_stability(privacy.clipping, privacy.stability)
         refuse_execution(privacy.execution)
-        read_max_batch_size(privacy.max_batch_size)
+        read_max_batch_size(privacy.max_batch_size, privacy.unit)
         if privacy.head not in ("logits", "chunked", "kept"):
             raise ValueError(f"head must be logits, chunked or kept, and is {privacy.head!r}")
         if privacy.loss_scale is not None:
@@ -313,6 +323,10 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
         privacy = self.privacy
+        owners = read_users(
+            *(privacy.unit, privacy.users, privacy.samples_of_user, privacy.user_gradient),
+            len(dataset),
+        )
         numbers = find_public_numbers(
             loader,
             samples=privacy.samples,
@@ -321,6 +335,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             folds=privacy.folds,
             truncated_batch_size=privacy.truncated_batch_size,
             ranks=self._ranks.size,
+            users=owners,
         )
         poisson = PoissonLoader(
             loader,
@@ -329,6 +344,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             generator=None if self._draws_anew else privacy.sampling_generator,
             rank=self._ranks.rank,
             ranks=self._ranks.size,
+            users=owners,
         )
         self.spent.sampling = numbers.sampling
         warn_of_delta(privacy.delta, numbers.samples)
@@ -382,6 +398,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             noise_multiplier=noise,
             expected_batch_size=self._steps.loader.numbers.expected_batch_size,
             generator=None if self._draws_anew else privacy.noise_generator,
+            users=self._steps.loader.users,
         )
         self.optimizer.planned_steps = None if privacy.epsilon is None else self.state.max_steps
         self.optimizer.spent = self.spent
@@ -389,8 +406,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         if privacy.max_batch_size == AUTO:
             self._find_max_batch_size(inner, loader)
         self.optimizer.captured = capture_parts(
-            *(self.optimizer, privacy.execution, loader.max_batch_size),
-            loader.numbers.largest_of_rank,
+            self.optimizer, privacy.execution, loader.max_batch_size, loader.numbers
         )
         loader.optimizer = self.optimizer
         return self.optimizer

@@ -51,7 +51,7 @@ class Segments(NamedTuple):
 
     def join(self, samples: Tensor) -> Tensor:
         """Join what samples have to what users have of them; (B, ...) to (U, ...)."""
-        parts = samples.split(self.sizes)
+        parts = torch.split(samples, list(self.sizes))
         return torch.stack([part.mean(0) if self.averages else part.sum(0) for part in parts])
 
 
@@ -68,7 +68,7 @@ class Users:
         order = np.argsort(ids, kind="stable")
         starts = np.flatnonzero(np.diff(ids[order])) + 1
         self.most, self.averages = most, averages
-        self._own = [own.tolist() for own in np.split(order, starts)]
+        self._own: list[list[int]] = [own.tolist() for own in np.split(order, starts)]
         self.digest = hashlib.sha256(order.tobytes() + starts.tobytes()).hexdigest()
         """Of whose each sample is."""
 
@@ -83,6 +83,13 @@ class Users:
             return own
         chosen = torch.randperm(len(own), generator=generator)[: self.most]
         return [own[at] for at in chosen.tolist()]
+
+    def cut(self, samples: int) -> Segments:
+        """Cut any samples, at least two, into those of several users, to check with."""
+        sizes: list[int] = []
+        while left := samples - sum(sizes):
+            sizes.append(2 if self.most > 1 and left > 2 and not len(sizes) % 2 else 1)  # noqa: PLR2004
+        return Segments(tuple(sizes), self.averages)
 
     def segment(self, batch: Sequence[Sequence[int]]) -> Segments:
         """Return the segments of a batch that has some samples of each of its users."""
