@@ -94,7 +94,7 @@ class PublicNumbers(NamedTuple):
         """State the guarantee of the steps that a ``NoisyOptimizer`` takes with these numbers."""
         bound, noise = optimizer.max_grad_norm, optimizer.noise_multiplier
         unit, each_of = self.unit, self.samples_of_user
-        fold = f" of its fold, which is every {self.folds}th {unit}," * (self.folds > 1)
+        fold = f" of its fold, which is every {self.folds}th {unit} of the data," * (self.folds > 1)
         each = " on each rank" * (self.ranks > 1)
         most = self.largest_of_rank
         cut = f" Of more than {most:,}{each} so many are kept, at random." if most else ""
