@@ -158,17 +158,12 @@ def find_public_numbers(
             its range.
         TypeError: Its dataset has no length.
     """
-    sampler = _verify_sampler(data_loader)
+    sampler = _verify_sampler(data_loader, draws_users=users is not None)
     _refuse_outside(samples, sample_rate, expected_batch_size, folds, truncated_batch_size)
     if samples is not None and sample_rate is not None:
         raise ValueError("give samples or sample_rate: one follows from the other")
     size = None if expected_batch_size is None else float(expected_batch_size)
     follows = samples is None and sample_rate is None
-    if sampler is None and users is not None:
-        raise ValueError(
-            "Opacus's data loader draws samples by a rate of its own; for unit='user' give a "
-            "DataLoader of PyTorch, whose batch_size is then the mean number of users"
-        )
     if sampler is None and size is None and not follows:
         raise ValueError(
             "Opacus's data loader has no batch size of its own, so samples and sample_rate need "
@@ -261,7 +256,7 @@ def _is_batches(sampler: Any) -> bool:
     return type(sampler) is BatchSampler
 
 
-def _verify_sampler(data_loader: DataLoader[Any]) -> BatchSampler | None:
+def _verify_sampler(data_loader: DataLoader[Any], *, draws_users: bool) -> BatchSampler | None:
     """Return a loader's sampler of batches; None for Opacus's.
 
     Raises:
@@ -278,6 +273,11 @@ def _verify_sampler(data_loader: DataLoader[Any]) -> BatchSampler | None:
     if sampler is None:
         raise ValueError("a DataLoader with batch_size=None makes no batches; give a batch size")
     if f"{type(sampler).__module__}.{type(sampler).__qualname__}" == _OPACUS:
+        if draws_users:
+            raise ValueError(
+                "Opacus's data loader draws samples by a rate of its own; for unit='user' give a "
+                "DataLoader of PyTorch, whose batch_size is then the mean number of users"
+            )
         return None
     if not _is_batches(sampler) or type(sampler.sampler) not in (RandomSampler, SequentialSampler):
         inner = getattr(sampler, "sampler", sampler)
