@@ -5,6 +5,7 @@ Shape legend: B samples, U users.
 
 import functools
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -232,7 +233,7 @@ def draw_users(steps: int, most: int, rank: int = 0, **options):
     batches: list[list[int]] = [[]]
     for samples in made._parts:
         part = made._parts.drawn.popleft()
-        assert len(samples) <= (largest or len(IDS))
+        assert max(part.users.sizes) * len(part.users.sizes) <= (largest or math.inf)
         assert sum(part.users.sizes) == part.size == len(samples)
         whose = [IDS[at] for at in samples]
         runs = [(user, len(list(run))) for user, run in itertools.groupby(whose)]
@@ -392,6 +393,23 @@ def test_ids_may_be_tensors_and_arrays_in_any_order() -> None:
     for ids, expected in kinds:
         users = read_users("user", ids, 6, "mean", 24)
         assert [users.draw(user, seeded(0)) for user in range(len(users))] == expected
+
+
+@pytest.mark.parametrize("where", ["collate_fn", "losses"])
+def test_samples_in_another_order_are_refused(where) -> None:
+    def shuffle(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        order = x[:, 0].argsort()
+        return x[order], y[order]
+
+    model = Model().double()
+    if where == "losses":
+        keeping = model.losses
+        model.losses = lambda x, y: keeping(*shuffle(x, y))
+        options = {}
+    else:
+        options = {"collate_fn": lambda rows: shuffle(*map(torch.stack, zip(*rows, strict=True)))}
+    with pytest.raises(WrongTrainingError, match=r"another order|mixes samples"):
+        prepare(model, **USERS, data_loader=load(**options))
 
 
 def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -308,5 +308,6 @@ def compare_collated(
         if collate is None:
             company = Company(model, compute_cut, cut, batch.samples, collates=False)
         else:
-            company = Company(model, compute, gather, len(samples))
+            is_ordered = loop.users is not None
+            company = Company(model, compute, gather, len(samples), keeps_order=is_ordered)
         return company.compare(states)

@@ -58,8 +58,11 @@ class Batch(ABC):
         self.losses, self.layout, self.broadcasts = losses, layout, broadcasts
         self.reused, self._users = reused, users
         self._rows = None if users is None else Rows.in_segments(users.sizes)
-        self.own_losses = losses.detach() if users is None else users.join(losses.detach())
+        self.own_losses = losses.detach()
         """(B,) of what is clipped."""
+
+        if users is not None and self._rows is not None:
+            self.own_losses = self._rows.sum(self.own_losses * users.share_of(losses))
 
         self.changed: list[tuple[nn.Module, Tensor]] = []
         """Layers that ran again, and whose samples' outputs were others then, (B,) bool."""

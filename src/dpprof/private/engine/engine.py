@@ -368,7 +368,9 @@ class Clipping(ABC):
         )
         problems = []
         if collate is not None:
-            problems = compare_samples(self, losses_of, lambda: samples, collate)
+            problems = compare_samples(
+                self, losses_of, lambda: samples, collate, keeps_order=users is not None
+            )
         missed = {"samples that are collated anew": "; ".join(problems)} if problems else {}
         return checked._replace(unchecked=checked.unchecked | missed)
 

@@ -98,8 +98,9 @@ class Rows:
     def _ends(self) -> list[int]:
         """Where each sample's rows begin, and the last one's end; empty if in another order."""
         assert self._places_Bk is not None
-        is_row_Bk = self._places_Bk >= 0
-        is_in_order = torch.equal(self._places_Bk[is_row_Bk], torch.arange(self.count))
+        places_Bk = self._places_Bk.cpu()
+        is_row_Bk = places_Bk >= 0
+        is_in_order = torch.equal(places_Bk[is_row_Bk], torch.arange(self.count))
         return [0, *is_row_Bk.sum(1).cumsum(0).tolist()] if is_in_order else []
 
     @property
@@ -111,7 +112,7 @@ class Rows:
     def group(self, part: Tensor) -> Tensor:
         """Sort (R, ...) by samples; (B, k, ...), zero beyond a sample's last row."""
         if self._places_Bk is not None:
-            places_Bk = self._places_Bk.to(part.device)
+            places_Bk = self._places_Bk = self._places_Bk.to(part.device)  # once for all layers
             is_none = (places_Bk < 0).view(*places_Bk.shape, *(1,) * (part.dim() - 1))
             return part[places_Bk.clamp(min=0)].masked_fill(is_none, 0)
         parts, start = [], 0

@@ -80,18 +80,15 @@ class _Parts(Sampler[list[int]]):
         return [unit] if self._users is None else self._users.draw(unit, self.generator)
 
     def _split(self, batch: Sequence[list[int]]) -> list[list[list[int]]]:
-        """Split a batch into parts with whole units; users in one part have about as many samples.
+        """Split a batch into parts with whole units, of about as many samples each.
 
-        What is clipped together takes as long as if each user had as many as the largest.
+        A part takes as much memory and time as if each user had as many as the largest.
         """
         parts: list[list[list[int]]] = []
-        room = 0
         for own in sorted(batch, key=len):
-            if len(own) > room:
+            if not parts or (len(parts[-1]) + 1) * len(own) > self.most:
                 parts.append([])
-                room = self.most
             parts[-1].append(own)
-            room -= len(own)
         return parts
 
 
@@ -184,7 +181,7 @@ class PoissonLoader:
 
     @property
     def max_batch_size(self) -> int:
-        """The most samples of a part."""
+        """The most samples of a part, if each user had as many as its largest."""
         return self._parts.most
 
     @max_batch_size.setter

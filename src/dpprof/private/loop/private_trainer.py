@@ -441,6 +441,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             lambda samples: self._prepare_inputs(collate(samples)),
             most=self.args.per_device_train_batch_size,
             every=self.privacy.verify_every,
+            keeps_order=self.privacy.unit == "user",
         )
         if self.privacy.check and not self._is_sharded:
             if not self.model.training:  # as a step does

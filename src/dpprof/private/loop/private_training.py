@@ -210,11 +210,12 @@ def make_private(
             probability that a batch is cut. Both need the data's number of samples to be public.
         unit: ``sample``, or ``user``: then a whole user is drawn, clipped and counted as one, and
             users take the place of samples in all numbers above, the loader's ``batch_size`` too.
-        users: (samples,) the id of each sample's user, a whole number.
+        users: (samples,) the id of each sample's user, a whole number. ``collate_fn`` and losses
+            must keep the order of samples.
         samples_of_user: The most samples of a user in a step, drawn anew in each.
         user_gradient: A user's gradient is the ``mean`` or the ``sum`` of those of his samples.
-        spent: Of an earlier training on the same samples (``PrivateTraining.spent``), whose steps
-            count too.
+        spent: Of an earlier training on the same samples (``PrivateTraining.spent``), and the same
+            users, whose steps count too.
         method: ``flash-bk`` is the fastest on nearly every GPU, ``flash`` needs less memory;
             ``auto`` predicts both and takes the faster one that fits (``choose_method``), which
             takes seconds and needs ``losses_of`` and a known GPU, and is ``flash-bk`` elsewhere.
@@ -335,8 +336,12 @@ def make_private(
         undo.callback(clipped.remove)
         _refuse_parts_of_ranks(clipped, max_batch_size)
         if losses_of is not None and draw is not None:
-            data = data_loader.dataset, data_loader.collate_fn
-            checks = RepeatedChecks(clipped, losses_of, *data, most=most, every=verify_every)
+            checks = RepeatedChecks(
+                *(clipped, losses_of, data_loader.dataset, data_loader.collate_fn),
+                most=most,
+                every=verify_every,
+                keeps_order=unit == "user",
+            )
             if check:
                 first = draw()
                 clipped.check(
