@@ -6,7 +6,7 @@ import pytest
 import torch
 from documents import PRIVATE_TRAINING, find_code
 from rank_pool import RankPool
-from small_models import one_by_one
+from small_models import gradients, one_by_one
 
 pytest.importorskip("transformers")
 
@@ -43,6 +43,37 @@ def test_a_step_sums_the_clipped_gradients_of_all_ranks(pool, tmp_path, shards) 
 
     assert len(chosen) > 2
     assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_user_lies_on_one_rank_and_is_clipped_as_one(pool, tmp_path, shards) -> None:
+    ids = [0, 1, 0, 2, 1, 0, 3, 2, 0, 4, 5, 4]
+    settings = {"privacy": {"unit": "user", "users": ids, "samples_of_user": 2}, "shards": shards}
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+    ranks = pool.compute(parallel_trainer.train, tmp_path, 0.0, max_steps=1, **settings)
+    model, rows = parallel_trainer.build(), parallel_trainer.draw()
+    users: dict[int, list[int]] = {}
+    for rank, one in enumerate(ranks):
+        assert torch.equal(one.after, ranks[0].after)
+        assert one.history == [(0.0, 4 / 6, 1)]
+        for sample in one.drawn[0]:
+            assert ids[sample] % 2 == rank  # the users in turn
+            users.setdefault(ids[sample], []).append(sample)
+    assert all(len(own) == min(2, ids.count(user)) for user, own in users.items())
+
+    # A user's loss is the mean of his samples', which is that of a batch of them.
+    samples = []
+    for own in users.values():
+        batch = {name: torch.stack([rows[at][name] for at in own]) for name in rows[0]}
+        model(**batch).loss.backward()
+        samples.append(gradients(model))
+        model.zero_grad()
+    norms = torch.stack([gradient.norm() for gradient in samples])
+    expected = (parallel_trainer.BOUND / norms).clamp(max=1) @ torch.stack(samples)
+    moved = (ranks[0].before - ranks[0].after).double() * parallel_trainer.EXPECTED
+
+    assert (norms > parallel_trainer.BOUND).any()
+    assert (moved - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_the_loop_under_accelerate_trains_in_one_process() -> None:

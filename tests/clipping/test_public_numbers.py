@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpprof.private import UnsupportedError, make_private, numbers_of_opacus
-from dpprof.private.loop import private_training
+from dpprof.private.accounting import budget
 
 D = 50
 PUBLIC = {"max_grad_norm": 1.0, "delta": 1e-5, "check": False}
@@ -26,8 +26,8 @@ PUBLIC = {"max_grad_norm": 1.0, "delta": 1e-5, "check": False}
 @pytest.fixture
 def searched_once(monkeypatch) -> None:
     """Search for the noise of a budget once, however many rounds have it."""
-    search = functools.cache(private_training.find_noise)
-    monkeypatch.setattr(private_training, "find_noise", search)
+    search = functools.cache(budget.find_noise)
+    monkeypatch.setattr(budget, "find_noise", search)
 
 
 def load(length: int):

@@ -135,7 +135,9 @@ def test_what_was_spent_counts_the_steps_of_a_fold() -> None:
     assert private.optimizer.steps == private.spent.steps == 10
     assert private.spent.history == [(1.0, 1.0, 3)]  # folds 0 and 1 had three
     assert private.epsilon_spent() == bound_epsilon([(1.0, 1.0, 3)], 1e-3, "rdp")
-    assert "each sample of its fold, which is every 4th of the data, with" in private.guarantee
+    assert (
+        "each sample of its fold, which is every 4th sample of the data, with" in private.guarantee
+    )
 
 
 def test_whoever_steps_on_one_fold_alone_spends_as_much_and_no_more_than_planned() -> None:

@@ -37,11 +37,13 @@ if TYPE_CHECKING:
     from dpprof.private.noise.strategies import find_errors as find_errors
     from dpprof.private.noise.strategies import make_strategy as make_strategy
     from dpprof.private.samples.company import WrongTrainingError as WrongTrainingError
+    from dpprof.private.samples.users import Segments as Segments
 
 _MODULES = {
     "Audited": "dpprof.private.checks.audit",
     "Checked": "dpprof.private.checks.comparison",
     "Mechanism": "dpprof.private.checks.settings",
+    "Segments": "dpprof.private.samples.users",
     "WrongTrainingError": "dpprof.private.samples.company",
     "audit": "dpprof.private.checks.audit",
     "check": "dpprof.private.checks.check",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ACCOUNTANTS: tuple[Accountant, ...] = get_args(Accountant)
 
-_SAMPLING = ("folds", "truncated_batch_size (of a rank)", "samples (of a fold on a rank)")
+_SAMPLING = ("folds", "truncated_batch_size (of a rank)", "samples (of a fold on a rank)", "unit")
 """How a step draws, beside its rate."""
 
 _DELTAS = [10.0**-power for power in range(1, 13)]
@@ -100,14 +100,15 @@ class Spent:
         """Let another training, on the same samples, count its steps together with this one's.
 
         Raises:
-            ValueError: The other has another accountant, delta or truncation.
+            ValueError: The other has another accountant, delta, truncation or unit.
         """
         compared = {
             "accountant": (self.accountant, other.accountant),
             "delta": (self.delta, other.delta),
             "truncated_batch_size, of so many samples,": (
-                *(spent.sampling[2:] for spent in (self, other)),
+                *(spent.sampling[2:4] for spent in (self, other)),
             ),
+            "unit": (self.sampling.unit, other.sampling.unit),
         }
         for name, (own, new) in compared.items():
             if own != new:
@@ -130,7 +131,7 @@ class Spent:
         own. With ``exact`` they do not: they are taken again, and release the same.
 
         Raises:
-            ValueError: The saved steps have other folds, or truncated batches otherwise.
+            ValueError: The saved steps have other folds or units, or truncated batches otherwise.
         """
         training, histories = state["training"], state["histories"]
         for name, then, now in zip(_SAMPLING, state["sampling"], self.sampling[1:], strict=True):
@@ -165,6 +166,17 @@ class Spent:
             for steps in (own, self._list_most(self.training))
         ]
         return _count(self.history) + (same[0] == same[1])
+
+    def find_noise(self, epsilon: float, planned: int) -> float:
+        """Return the least noise multiplier with which all planned steps keep a budget.
+
+        Raises:
+            ValueError: As of ``find_noise`` and ``refuse_beyond``.
+        """
+        assert self.delta is not None
+        noise = find_noise(epsilon, self.delta, planned, self.sampling, self.accountant)
+        self.refuse_beyond(noise, self.sampling.rate, planned)
+        return noise
 
     def refuse_beyond(self, noise_multiplier: float, sample_rate: float, planned: int) -> None:
         """Refuse a plan into which the counted steps do not fit.
@@ -286,7 +298,7 @@ def _verify_delta(delta: float) -> None:
 
 
 def warn_of_delta(delta: float | None, samples: int) -> None:
-    """Warn of a delta that protects no single sample."""
+    """Warn of a delta that protects no single sample, or user."""
     if delta is not None and delta >= 1 / samples:
         warnings.warn(
             f"delta {delta:g} is at least 1/{samples:,}, one over the number of samples: it allows "

@@ -38,6 +38,9 @@ class Sampling(NamedTuple):
     drawn_from: int = 0
     """The most samples among which ``largest`` are kept: of a fold, on one rank."""
 
+    unit: str = "sample"
+    """Of what the other fields say how it is drawn: a ``sample``, or a whole ``user``."""
+
     def count_turns(self, steps: int) -> int:
         """Count the most steps of so many, in turn, that may draw one sample."""
         return -(-steps // self.folds)

@@ -16,6 +16,7 @@ from dpprof.private.checks.loop import (
 )
 from dpprof.private.checks.settings import Mechanism, PrivateOptimizer
 from dpprof.private.engine.engine import Clipping
+from dpprof.private.samples.users import Segments, Users
 
 
 def check(
@@ -29,6 +30,7 @@ def check(
     collate: Callable[[list[Any]], Any] | None = None,
     padding: Tensor | None = None,
     tolerance: float | None = None,
+    users: Segments | None = None,
 ) -> Checked:
     """Check one's own private training on one batch, and name the first thing that is wrong.
 
@@ -66,12 +68,15 @@ def check(
             of 0 and 1 in the batch.
         tolerance: Largest relative error of a gradient; by default 1e-6 in float64, 1e-2 in float32
             and 5e-2 where something computes in 16 bits.
+        users: How many samples of the batch each user has, at least two users, where whole users
+            are clipped: ``Segments((3, 1, 2))``, or with ``averages=False`` for sums.
 
     Raises:
         WrongTrainingError: Something is wrong. The message names the first such thing, and nothing
             of single samples; what is known of those is in ``details``, and private.
         ValueError: There are fewer than two samples, a list of the batch may be read in two ways,
-            the loss or the step draws what cannot be repeated, or an argument is invalid.
+            the loss or the step draws what cannot be repeated, or an argument is invalid; or
+            users are clipped, and ``users`` are missing or are others.
         TypeError: ``private`` is of another type.
 
     Guarantee: on this batch the gradient before noise is within the tolerance that of the
@@ -111,9 +116,27 @@ def check(
                 collate=collate,
                 padding=padding,
                 tolerance=tolerance,
+                users=users,
             )
         why = "a Clipping has none; give the optimizer that adds the noise"
         return checked._replace(unchecked={"optimizer": why} | checked.unchecked)
+    _refuse_other_users(users, getattr(private, "users", None))
     loop_batch = read_batch(batch, loss, model)
-    loop = Loop(model, loss, private, step)
+    loop = Loop(model, loss, private, step, users)
     return Comparison(loop, loop_batch, tolerance, samples, collate).run(padding)
+
+
+def _refuse_other_users(users: Segments | None, of_training: Users | None) -> None:
+    """Refuse users that the training has otherwise, or a single one (``ValueError``)."""
+    if users is None and of_training is not None:
+        raise ValueError(
+            "this training has unit='user': give users=Segments(sizes), how many samples of the "
+            "batch each user has"
+        )
+    if users is not None and len(users.sizes) < 2:  # noqa: PLR2004
+        raise ValueError(f"users must be of at least two users, and have sizes {users.sizes}")
+    if users is not None and of_training is not None and users.averages != of_training.averages:
+        raise ValueError(
+            f"users.averages must be {of_training.averages}, as user_gradient of the training "
+            f"says, and is {users.averages}"
+        )

@@ -115,7 +115,9 @@ class Comparison:
                     "loss each time; draw with PyTorch's functions, or with generators of NumPy or "
                     "Python"
                 )
-            samples = self._take_samples()
+            if loop.users is not None:
+                loop.users.verify(self.batch.samples)
+            samples = self._take_samples().join(loop.users)
             self._compare_company()
             taken = self._compare_gradients(samples)
             self._compare_with_dropout()
@@ -322,6 +324,7 @@ class Comparison:
                 return
             with loop.dropout_on():
                 taken = self._take(self.batch)
+        samples = samples.join(loop.users)
         self._compare_norms(samples, taken, _DRAWN_AGAIN)
         expected = self._clip(samples)
         first, worst = find_difference(taken.gradients, expected, self.limit)

@@ -17,6 +17,7 @@ from dpprof.private.checks.loop import Gradients, Loop
 from dpprof.private.samples.batches import give
 from dpprof.private.samples.company import Company, WrongTrainingError
 from dpprof.private.samples.random_state import States
+from dpprof.private.samples.users import Segments
 from dpprof.private.substitutes import substitute
 
 _EPSILON = 1e-6
@@ -42,6 +43,13 @@ class Samples(NamedTuple):
         flat = (self.gradients[p].reshape(len(self.losses_B), -1) for p in parameters)
         norms_B: Tensor = torch.stack([g.norm(dim=1).cpu().double() for g in flat]).norm(dim=0)
         return norms_B
+
+    def join(self, users: Segments | None) -> "Samples":
+        """Return what users have, in place of their samples; all as it is where there are none."""
+        if users is None:
+            return self
+        joined = {parameter: users.join(own) for parameter, own in self.gradients.items()}
+        return Samples(users.join(self.losses_B), joined)
 
 
 def read_losses(value: Any, count: int) -> Tensor:
@@ -300,5 +308,6 @@ def compare_collated(
         if collate is None:
             company = Company(model, compute_cut, cut, batch.samples, collates=False)
         else:
-            company = Company(model, compute, gather, len(samples))
+            is_ordered = loop.users is not None
+            company = Company(model, compute, gather, len(samples), keeps_order=is_ordered)
         return company.compare(states)

@@ -27,6 +27,7 @@ from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.refusals.released_state import is_same
 from dpprof.private.samples.company import WrongTrainingError, find_dropout
 from dpprof.private.samples.random_state import OtherGenerators, random_state_kept
+from dpprof.private.samples.users import Segments
 from dpprof.private.substitutes import substitute
 
 Gradients = dict[nn.Parameter, Tensor]
@@ -56,6 +57,7 @@ class Loop:
         loss: What the loop differentiates, from the model and a batch.
         private: Opacus's optimizer, dpprof's, or the settings of a loop by hand.
         step: One whole step on a batch; None: that of an ordinary loop.
+        users: Whose samples of the batch are clipped as one; None where each is by itself.
     """
 
     def __init__(
@@ -64,11 +66,12 @@ class Loop:
         loss: Callable[..., Any],
         private: PrivateOptimizer | Mechanism,
         step: Callable[..., Any] | None,
+        users: Segments | None = None,
     ) -> None:
         refuse_unknown(private, step)
         self.wrapped = model
         self.loss = loss
-        self.private = private
+        self.private, self.users = private, users
         self.by_hand = step is not None
         self.step = step or self._step
         self.draws = Draws()
@@ -105,7 +108,7 @@ class Loop:
         if isinstance(private, private_optimizer.PrivateOptimizer):
             private.backward(value)
         elif isinstance(private, NoisyOptimizer):
-            private.clipping.backward(value)
+            private.clipping.backward(value, users=self.users if len(value) else None)
         elif isinstance(value, Tensor) and value.dim():
             torch.autograd.backward(value.mean() if self.settings.averages else value.sum())
         else:
@@ -213,7 +216,8 @@ class Loop:
             self.private._part = None  # noqa: SLF001 (a batch may be under way, and is restored)
             self.private.captured = None  # likewise: what is looked at runs in Python
             state = torch.get_rng_state()
-            self.private.take_part(captured_parts.Part(samples, True, is_empty, state))
+            part = captured_parts.Part(samples, True, is_empty, state, users=self.users)
+            self.private.take_part(part)
 
     def take(
         self, batch: TrainingBatch, *, silent: bool, times: int = 1, is_empty: bool = False

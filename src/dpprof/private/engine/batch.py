@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +18,12 @@ from dpprof.private.contributions.sample_norms import SampleNorms
 from dpprof.private.contributions.sums import dtype_of_sum
 from dpprof.private.engine.factor import LEAST_FACTOR, clip_factor
 from dpprof.private.graph.broadcasts import Broadcasts
+from dpprof.private.graph.first_batch import Handler
 from dpprof.private.graph.layout import Layout
+from dpprof.private.graph.rows import Rows
 from dpprof.private.norms.complex_numbers import as_parameter
 from dpprof.private.norms.rounding import LEAST_NORM
+from dpprof.private.samples.users import Segments
 
 if TYPE_CHECKING:
     from dpprof.private.engine.engine import Clipping
@@ -36,6 +40,8 @@ class Batch(ABC):
         layout: The sample of each row of a layer.
         broadcasts: What enters for all samples.
         reused: Parameters that more than one contribution may be for.
+        users: Whose samples are clipped as one; None where each sample is by itself. Otherwise B of
+            all but losses is the number of users.
     """
 
     def __init__(
@@ -45,14 +51,23 @@ class Batch(ABC):
         layout: Layout,
         broadcasts: Broadcasts,
         reused: Collection[nn.Parameter],
+        *,
+        users: Segments | None = None,
     ) -> None:
         self.clipping, self.ranks, self.deferral = clipping, clipping.ranks, clipping.deferral
         self.losses, self.layout, self.broadcasts = losses, layout, broadcasts
-        self.reused = reused
+        self.reused, self._users = reused, users
+        self._rows = None if users is None else Rows.in_segments(users.sizes)
+        self.own_losses = losses.detach()
+        """(B,) of what is clipped."""
+
+        if users is not None and self._rows is not None:
+            self.own_losses = self._rows.sum(self.own_losses * users.share_of(losses))
+
         self.changed: list[tuple[nn.Module, Tensor]] = []
         """Layers that ran again, and whose samples' outputs were others then, (B,) bool."""
 
-        self.sample_norms = losses.detach()
+        self.sample_norms = self.own_losses
         """(B,) before clipping, once they are known."""
 
         self.nonfinite_B: Tensor | None = None
@@ -65,7 +80,7 @@ class Batch(ABC):
         """The samples that are added one by one."""
 
         self.norms = SampleNorms(
-            losses.detach(),
+            self.own_losses,
             reused,
             self.keep,
             keeps=clipping.keeps,
@@ -92,8 +107,20 @@ class Batch(ABC):
 
     @allocates("norm_samples")
     def make_weights(self) -> Tensor:
-        """Return the gradient with which the losses are differentiated; (B,)."""
-        return torch.full_like(self.losses, self.clipping.loss_scale)
+        """Return the gradient with which the losses are differentiated; as many."""
+        weights = torch.full_like(self.losses, self.clipping.loss_scale)
+        return weights if self._users is None else weights * self._users.share_of(weights)
+
+    def handling(self, handler: Handler) -> AbstractContextManager[None]:
+        """Let ``handler`` take what samples, or users, contribute inside the context."""
+        rows = self._rows
+        if rows is None:
+            return self.clipping.handling(handler)
+        return self.clipping.handling(
+            lambda layer, uses: handler(
+                layer, [(p, rows.group_contribution(use)) for p, use in uses]
+            )
+        )
 
     @torch.no_grad()
     def find_factors(self) -> Tensor:
@@ -120,7 +147,7 @@ class Batch(ABC):
         """
         self.excluded_B = self.alone = None
         factors_B = self._clip_factor(norms_B, bound)
-        is_lost_B = ~self.losses.detach().to(norms_B.device).isfinite()
+        is_lost_B = ~self.own_losses.to(norms_B.device).isfinite()
         unsure_B = unsure_B | ~norms_B.isfinite() | (factors_B < LEAST_FACTOR)
         if self.deferral is not None:
             self.deferral.flag(is_lost_B | unsure_B)

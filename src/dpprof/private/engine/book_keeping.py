@@ -36,15 +36,15 @@ from dpprof.private.engine.engine import Clipping
 class _KeptBatch(Batch):
     """A batch whose contributions are kept until the norms are known."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._kept: dict[nn.Parameter, list[Kept]] = defaultdict(list)
         self._versions: dict[nn.Parameter, list[tuple[Tensor, int]]] = defaultdict(list)
 
     def clip(self, enter: Enter) -> None:
         """Run one backward, and sum what was kept."""
         enter("backward")
-        with self.clipping.handling(self.norms.add):
+        with self.handling(self.norms.add):
             torch.autograd.backward(self.losses, self.make_weights())
         enter("clip")
         with torch.no_grad():

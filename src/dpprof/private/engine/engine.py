@@ -43,6 +43,7 @@ from dpprof.private.refusals.released_state import ReleasedState
 from dpprof.private.refusals.tensor_kinds import refuse_inputs, refuse_losses
 from dpprof.private.samples.batches import give, may_call
 from dpprof.private.samples.company import compare_samples
+from dpprof.private.samples.users import Segments
 from dpprof.private.substitutes import substitute
 
 if TYPE_CHECKING:
@@ -328,6 +329,7 @@ class Clipping(ABC):
         samples: Sequence[Any] = (),
         collate: Callable[[list[Any]], Any] | None = None,
         tolerance: float | None = None,
+        users: Segments | None = None,
     ) -> Any:
         """Check on one batch that this clips the gradients of single samples.
 
@@ -341,6 +343,7 @@ class Clipping(ABC):
                 alone (``company``).
             collate: Makes a batch of some, as the data loader's ``collate_fn``.
             tolerance: Largest relative error.
+            users: As of ``backward``.
 
         Returns:
             ``dpprof.private.Checked``.
@@ -361,11 +364,13 @@ class Clipping(ABC):
         takes_all = may_call(losses_of, *batch) and not isinstance(batch[0], Mapping)
         arguments, named = (batch, {}) if takes_all or batch[1:] else give(losses_of, batch[0])
         checked = verification.check(
-            self.model, loss, named or arguments, self, tolerance=tolerance
+            self.model, loss, named or arguments, self, tolerance=tolerance, users=users
         )
         problems = []
         if collate is not None:
-            problems = compare_samples(self, losses_of, lambda: samples, collate)
+            problems = compare_samples(
+                self, losses_of, lambda: samples, collate, keeps_order=users is not None
+            )
         missed = {"samples that are collated anew": "; ".join(problems)} if problems else {}
         return checked._replace(unchecked=checked.unchecked | missed)
 
@@ -418,7 +423,13 @@ class Clipping(ABC):
             "plain one, and make a clipping of the copy"
         )
 
-    def backward(self, losses: Tensor, enter: Enter = lambda _: None) -> None:
+    def backward(
+        self,
+        losses: Tensor,
+        enter: Enter = lambda _: None,
+        *,
+        users: Segments | None = None,
+    ) -> None:
         """Sum the clipped gradients of a batch, in place of ``loss.backward()``.
 
         A ``NoisyOptimizer`` takes the sums in its step, and ``.grad`` stays None until they have
@@ -435,6 +446,9 @@ class Clipping(ABC):
                 for a batch without samples, which contributes nothing. Under ``fully_shard`` the
                 model must have run on every rank: on any sample for a batch without, ``[:0]``.
             enter: Called as a phase begins: ``backward``, ``clip``, ``second_backward``.
+            users: How many of these samples each user has. Then a user's gradient is clipped as
+                one, so that he contributes at most C, and ``sample_norms`` are those of users; one
+                with a sample that is not finite contributes nothing.
 
         Raises:
             ValueError: The losses are not one for each sample, in float32 or float64.
@@ -450,7 +464,7 @@ class Clipping(ABC):
         if not self._is_running.acquire(blocking=False):
             raise RuntimeError("another backward of this clipping is under way")
         try:
-            self._backward(losses, enter)
+            self._backward(losses, enter, users)
         except BaseException:
             self.failures += 1
             self.ranks.note_failure()
@@ -458,12 +472,14 @@ class Clipping(ABC):
         finally:
             self._is_running.release()
 
-    def _backward(self, losses: Tensor, enter: Enter) -> None:
+    def _backward(self, losses: Tensor, enter: Enter, users: Segments | None) -> None:
         self._prepare(losses)
+        if users is not None:
+            users.verify(len(losses))
         is_due = self._is_due()
         self._first_batches.begin()
         try:
-            self._sum(losses, enter)
+            self._sum(losses, enter, users if len(losses) else None)
             if is_due and self.repeated is not None:
                 self.repeated.compare()
         except BaseException:
@@ -493,9 +509,9 @@ class Clipping(ABC):
         self.sums.begin(self.max_grad_norm)
         self.sample_norms, self.nonfinite_samples, self.plan = None, 0, {}
 
-    def _sum(self, losses: Tensor, enter: Enter) -> None:
+    def _sum(self, losses: Tensor, enter: Enter, users: Segments | None) -> None:
         """Add the clipped gradients of a batch to the sums."""
-        batch = self._receiver.batch = self._read_graph(losses)
+        batch = self._receiver.batch = self._read_graph(losses, users)
         self._first_batches.verify(losses, self.handling, self._coverage, batch.layout)
         batch.layout.raises = True
         batch.changed.clear()
@@ -521,7 +537,7 @@ class Clipping(ABC):
         self._first_batches.look_again()
         return True
 
-    def _read_graph(self, losses: Tensor) -> Batch:
+    def _read_graph(self, losses: Tensor, users: Segments | None) -> Batch:
         """Find which rows samples have, and what enters for all samples."""
 
         def name_of(leaf: nn.Parameter) -> str:
@@ -546,7 +562,7 @@ class Clipping(ABC):
             ways = broadcasts.ways | layout.describe() | describe(self._batch_second)
             self._first_batches.expect(ways)
             reused = self._find_reused(layout.nodes, broadcasts)
-            return self._batch_type(self, losses, layout, broadcasts, reused)
+            return self._batch_type(self, losses, layout, broadcasts, reused, users=users)
         except BaseException:
             broadcasts.remove()
             raise

@@ -46,8 +46,8 @@ class _TwoPasses(Batch):
 
     clipping: "FlashClipping"
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._projections: Projections | None = None
         self._uses: Counter[nn.Parameter] = Counter()
         """How often each parameter was used, where samples were measured alone."""
@@ -67,13 +67,13 @@ class _TwoPasses(Batch):
         enter("clip")
         factors_B = self.find_factors()
         enter("second_backward")
-        with self.clipping.handling(partial(self._add_layer, factors_B)):
+        with self.handling(partial(self._add_layer, factors_B)):
             torch.autograd.backward(self.losses, self._weights_B)
         self._refuse_difference()
         self._projections = None
 
     def _run_first_pass(self, handler: Handler) -> None:
-        with self.clipping.handling(handler):
+        with self.handling(handler):
             torch.autograd.backward(self.losses, self._weights_B, retain_graph=True)
 
     def measure_alone(self, samples: Sequence[int]) -> Alone | None:

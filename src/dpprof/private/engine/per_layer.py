@@ -31,8 +31,8 @@ class _LayerByLayer(Batch):
 
     clipping: "PerLayerClipping"
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._kept: dict[nn.Parameter, Kept] = {}
         self._norms_of_layers: list[Tensor] = []
         self._count = len(self.clipping.list_layers())
@@ -40,7 +40,7 @@ class _LayerByLayer(Batch):
     def clip(self, enter: Enter) -> None:
         """Run one backward, which clips and sums each layer."""
         enter("backward")
-        with self.clipping.handling(self._clip_layer):
+        with self.handling(self._clip_layer):
             torch.autograd.backward(self.losses, self.make_weights())
         if not self._norms_of_layers:
             raise RuntimeError("the losses depend on no trained parameter")

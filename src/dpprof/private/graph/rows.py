@@ -8,6 +8,7 @@ Shape legend: B samples, R rows, k rows of a sample, T tokens of a row.
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,8 @@ class _Blocks(NamedTuple):
 class Rows:
     """R rows of B samples: blocks, in order, or else the places of each sample's rows.
 
+    The samples that users have in a batch are rows of users in this sense.
+
     Places are (B, k), -1 beyond a sample's last row.
     """
 
@@ -44,6 +47,14 @@ class Rows:
     def in_order(cls, samples: int, count: int) -> "Rows":
         """Make ``count`` rows, as many of each sample, one sample's after another's."""
         return cls(samples, count, [_Blocks(1, count // samples)])
+
+    @classmethod
+    def in_segments(cls, sizes: Sequence[int]) -> "Rows":
+        """Make rows of which each sample has so many, one sample's after another's."""
+        owners_R = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        rows = cls.of(owners_R, len(sizes))
+        assert rows is not None
+        return rows
 
     @classmethod
     def of(cls, owners_R: Owners, samples: int) -> "Rows | None":
@@ -83,6 +94,15 @@ class Rows:
         """Whether rows are known by their blocks, without a list of places."""
         return self._places_Bk is None
 
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Where each sample's rows begin, and the last one's end; empty if in another order."""
+        assert self._places_Bk is not None
+        places_Bk = self._places_Bk.cpu()
+        is_row_Bk = places_Bk >= 0
+        is_in_order = torch.equal(places_Bk[is_row_Bk], torch.arange(self.count))
+        return [0, *is_row_Bk.sum(1).cumsum(0).tolist()] if is_in_order else []
+
     @property
     def each(self) -> int | None:
         """How many rows each sample has, one sample's after another's; None in another order."""
@@ -92,7 +112,7 @@ class Rows:
     def group(self, part: Tensor) -> Tensor:
         """Sort (R, ...) by samples; (B, k, ...), zero beyond a sample's last row."""
         if self._places_Bk is not None:
-            places_Bk = self._places_Bk.to(part.device)
+            places_Bk = self._places_Bk = self._places_Bk.to(part.device)  # once for all layers
             is_none = (places_Bk < 0).view(*places_Bk.shape, *(1,) * (part.dim() - 1))
             return part[places_Bk.clamp(min=0)].masked_fill(is_none, 0)
         parts, start = [], 0
@@ -125,15 +145,15 @@ class Rows:
         return contribution._replace(**joined)
 
     def _group_chunks(self, product: ChunkedProduct) -> ChunkedProduct:
-        """Do so for a head; rows in no blocks stay as they are, and are refused."""
-        if not self.is_in_blocks:
+        """Do so for a head; rows neither in blocks nor in order stay, and are refused."""
+        if not (self.is_in_blocks or self._ends):
             return product
         release = product.release
 
         def gradients_of(some: slice) -> Tensor:
             parts = [
-                torch.unflatten(product.gradients_of(rows), 0, (-1, each)).flatten(1, 2)
-                for rows, each in self._spans(some)
+                own.group(product.gradients_of(rows)).flatten(1, 2)
+                for rows, own in self._spans(some)
             ]
             return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -151,12 +171,18 @@ class Rows:
             release=None if release is None else release_rows,
         )
 
-    def _spans(self, some: slice) -> Iterator[tuple[slice, int]]:
-        """Yield the rows that some samples have in each block, and how many each."""
+    def _spans(self, some: slice) -> Iterator[tuple[slice, "Rows"]]:
+        """Yield the rows that some samples have in each block, and which of these are whose."""
+        samples = some.stop - some.start
+        if self._places_Bk is not None:
+            start, stop = self._ends[some.start], self._ends[some.stop]
+            yield slice(start, stop), Rows(samples, stop - start, [], self._places_Bk[some] - start)
+            return
         start = 0
         for repeats, each in self._blocks:
             for _ in range(repeats):
-                yield slice(start + some.start * each, start + some.stop * each), each
+                rows = slice(start + some.start * each, start + some.stop * each)
+                yield rows, Rows.in_order(samples, samples * each)
                 start += self.samples * each
 
 

@@ -16,8 +16,10 @@ from torch.utils import _pytree as pytree
 from dpprof.private.capture.conditions import Surroundings, look_around
 from dpprof.private.capture.replays import Replays
 from dpprof.private.capture.step_graphs import buffers_kept
+from dpprof.private.loop.public_numbers import PublicNumbers
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.norms import placement
+from dpprof.private.samples.users import Segments
 
 _log = logging.getLogger("dpprof")
 
@@ -52,6 +54,9 @@ class Part(NamedTuple):
 
     fold: int = 0
     """Of the data, from which the batch was drawn."""
+
+    users: Segments | None = None
+    """How many samples each user has; None where each sample is clipped by itself."""
 
 
 class ToClip(NamedTuple):
@@ -318,22 +323,27 @@ def _call(losses_of: Callable[..., Tensor], structure: pytree.TreeSpec, *tensors
 
 
 def capture_parts(
-    optimizer: NoisyOptimizer, execution: str, max_batch_size: int | None, largest: int | None
+    optimizer: NoisyOptimizer,
+    execution: str,
+    max_batch_size: int | None,
+    numbers: PublicNumbers,
 ) -> CapturedParts | None:
     """Return what runs parts as graphs; None where ``execution`` or the device does not.
 
-    A warning says so where there are several ranks. Batches of at most ``largest`` samples are one
-    graph of so many, if no less is the most at a time.
+    A warning says so where there are several ranks, or whole users. Where batches have a largest
+    number of samples, they are one graph of so many, if no less is the most at a time.
     """
     clipping = optimizer.clipping
     if not placement.is_cuda(next(clipping.model.parameters())) or execution == "eager":
         return None
-    if clipping.ranks.size > 1 or clipping.ranks.is_sharded:
-        _log.warning("steps run as an ordinary loop, and not as CUDA graphs: there are more ranks")
+    is_distributed = clipping.ranks.size > 1 or clipping.ranks.is_sharded
+    if is_distributed or numbers.unit == "user":
+        why = "there are more ranks" if is_distributed else "the unit is a user, of any size"
+        _log.warning("steps run as an ordinary loop, and not as CUDA graphs: %s", why)
         return None
     expected = optimizer.expected_batch_size
     assert expected is not None
-    size = find_part_size(expected, max_batch_size)
+    size, largest = find_part_size(expected, max_batch_size), numbers.largest_of_rank
     return CapturedParts(
         optimizer, size if largest is None else min(largest, max_batch_size or largest)
     )

@@ -35,12 +35,14 @@ _USED = 0.9
 _log = logging.getLogger("dpprof")
 
 
-def read_max_batch_size(size: int | str | None) -> int | None:
+def read_max_batch_size(size: int | str | None, unit: str = "sample") -> int | None:
     """Return the number, or None where there is none yet (``ValueError`` for other words)."""
     if not isinstance(size, str):
         return size
     if size != AUTO:
         raise ValueError(f"max_batch_size must be a number or {AUTO}, and is {size!r}")
+    if unit == "user":
+        raise ValueError("with unit='user' max_batch_size must be a number, and is 'auto'")
     return None
 
 

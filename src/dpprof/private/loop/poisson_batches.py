@@ -1,6 +1,7 @@
 """Poisson batches in parts: every step draws each sample with the same probability.
 
-With folds it draws from one of them, in turn; of a truncated batch a random subset stays.
+With folds it draws from one of them, in turn; of a truncated batch a random subset stays. Where
+whole users are protected it draws users so, and of each at most so many samples, anew each time.
 
 A batch has any number of samples, also none, and is handed out in parts that fit into memory. The
 optimizer is told which part is the last, so that a step is one batch, and what to do with the one
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Sampler
 from dpprof.private.loop.captured_parts import Part
 from dpprof.private.loop.public_numbers import PublicNumbers
 from dpprof.private.noise.noise_keys import make_generator
+from dpprof.private.samples.users import Users
 
 if TYPE_CHECKING:
     from dpprof.private.loop.private_optimizer import PrivateOptimizer
@@ -36,14 +38,16 @@ class _Parts(Sampler[list[int]]):
         sample_rate: float,
         max_batch_size: int | None,
         generator: torch.Generator,
+        *,
         largest: int | None = None,
+        users: Users | None = None,
     ) -> None:
-        self._folds, self._largest = folds, largest
+        self._folds, self._largest, self._users = folds, largest, users
         # Draws are multiples of 2^-24, of 2^-53 in float64. Opacus draws in float32 too.
         bits = 24 if sample_rate >= _LEAST_IN_FLOAT32 else 53
         self._dtype = torch.float32 if bits == 24 else torch.float64  # noqa: PLR2004
         self._threshold = math.floor(sample_rate * 2**bits) / 2**bits
-        self.most = max_batch_size or len(folds[0])
+        self.most = max_batch_size or len(folds[0]) * (1 if users is None else users.most)
         self.generator = generator
         self.steps = 0
         """How many batches the next iteration draws."""
@@ -62,12 +66,30 @@ class _Parts(Sampler[list[int]]):
             if self._largest is not None and len(chosen) > self._largest:
                 kept = torch.randperm(len(chosen), generator=self.generator)[: self._largest]
                 chosen = chosen[kept.sort().values]
-            batch = [indices[at] for at in chosen.tolist()]
+            batch = [self._draw_samples(indices[at]) for at in chosen.tolist()]
+            parts = self._split(batch) or [[self._draw_samples(indices[0])[:1]]]
             state = self.generator.get_state()
-            parts = [batch[at : at + self.most] for at in range(0, len(batch), self.most)]
-            for at, part in enumerate(parts or [[indices[0]]], start=1):
-                self.drawn.append(Part(len(part), at >= len(parts), not batch, state, fold))
-                yield part
+            for at, part in enumerate(parts, start=1):
+                samples = [sample for own in part for sample in own]
+                own = None if self._users is None else self._users.segment(part)
+                self.drawn.append(Part(len(samples), at == len(parts), not batch, state, fold, own))
+                yield samples
+
+    def _draw_samples(self, unit: int) -> list[int]:
+        """Return the samples of a unit that was drawn."""
+        return [unit] if self._users is None else self._users.draw(unit, self.generator)
+
+    def _split(self, batch: Sequence[list[int]]) -> list[list[list[int]]]:
+        """Split a batch into parts with whole units, of about as many samples each.
+
+        A part takes as much memory and time as if each user had as many as the largest.
+        """
+        parts: list[list[list[int]]] = []
+        for own in sorted(batch, key=len):
+            if not parts or (len(parts[-1]) + 1) * len(own) > self.most:
+                parts.append([])
+            parts[-1].append(own)
+        return parts
 
 
 class PoissonLoader:
@@ -81,9 +103,12 @@ class PoissonLoader:
             ranks; None for the operating system.
         rank: This rank: each draws from samples of its own.
         ranks: How many there are.
+        users: Whose the samples are; None where each is drawn by itself. All samples of a user are
+            in one part, and on one rank.
 
     Raises:
-        ValueError: There are fewer samples than ranks, or ``max_batch_size`` is below 1.
+        ValueError: There are fewer samples, or users, than ranks, or ``max_batch_size`` is below 1,
+            or below the most samples of a user.
     """
 
     def __init__(
@@ -95,9 +120,16 @@ class PoissonLoader:
         generator: torch.Generator | None = None,
         rank: int = 0,
         ranks: int = 1,
+        users: Users | None = None,
     ) -> None:
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, and is {max_batch_size}")
+        if users is not None and max_batch_size is not None and max_batch_size < users.most:
+            raise ValueError(
+                f"no part splits a user, who may have samples_of_user={users.most} samples, and "
+                f"max_batch_size (of a Trainer per_device_train_batch_size) is {max_batch_size}; "
+                f"set it to at least {users.most}, or samples_of_user to at most {max_batch_size}"
+            )
         self.numbers = numbers
         self.optimizer: PrivateOptimizer | None = None
         """Is told of parts and of batches without samples; set before the first iteration."""
@@ -106,12 +138,15 @@ class PoissonLoader:
         if generator is None or ranks > 1 or generator.device.type != "cpu":
             generator = make_generator(generator, rank)
         self.samples = len(cast("Sized", data_loader.dataset))
-        every = range(self.samples)
+        self.users = users
+        every = range(self.samples if users is None else len(users))
         folds = [every[fold :: numbers.folds][rank::ranks] for fold in range(numbers.folds)]
         if not all(folds):
-            raise ValueError(f"{self.samples} samples are too few for {ranks} ranks")
+            raise ValueError(f"{len(every)} {numbers.unit}s are too few for {ranks} ranks")
         self._parts = _Parts(
-            *(folds, numbers.sample_rate, max_batch_size, generator), numbers.largest_of_rank
+            *(folds, numbers.sample_rate, max_batch_size, generator),
+            largest=numbers.largest_of_rank,
+            users=users,
         )
         self._state = generator.get_state()
         self._done = self._turn = self._batches = 0
@@ -146,7 +181,7 @@ class PoissonLoader:
 
     @property
     def max_batch_size(self) -> int:
-        """The most samples of a part."""
+        """The most samples of a part, if each user had as many as its largest."""
         return self._parts.most
 
     @max_batch_size.setter
@@ -209,6 +244,7 @@ class PoissonLoader:
                 "generator": self._state,
                 "samples": self.samples,
                 "max_batch_size": self.max_batch_size,
+                "users of samples": self.users and self.users.digest,
             },
             "steps of the epoch": self._done,
             "batches": self._batches,
@@ -216,6 +252,7 @@ class PoissonLoader:
             "folds": self.numbers.folds,
             "truncated batch size": self.numbers.truncated_batch_size,
             "sample rate": self.sample_rate,
+            "samples of a user": self.numbers.samples_of_user,
         }
 
     def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
@@ -244,10 +281,10 @@ class PoissonLoader:
         if exact and not state.get("secrets"):
             raise ValueError("this state has no secrets, so no run can draw the same samples")
         saved, own = dict(state), self.state_dict()
-        names = ["steps in an epoch", "sample rate", "folds", "truncated batch size"]
+        names = [name for name in own if name not in ("secrets", "steps of the epoch", "batches")]
         if exact:
             saved, own = saved | saved["secrets"], own | own["secrets"]
-            names.append("samples")
+            names += ["samples", "users of samples"]
         for name in names:
             if saved.get(name) != own[name]:
                 raise ValueError(

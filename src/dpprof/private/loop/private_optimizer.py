@@ -14,6 +14,7 @@ from dpprof.private.loop.joined_optimizers import JoinedOptimizers
 from dpprof.private.noise.inner_optimizers import refuse_optimizer
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.noise.schedules import NOISY
+from dpprof.private.samples.users import Users
 
 
 class PrivateOptimizer(NoisyOptimizer):
@@ -25,6 +26,7 @@ class PrivateOptimizer(NoisyOptimizer):
     Args:
         optimizer: Of all trained parameters of the model, and of no others.
         clipping: Of the model.
+        users: Whose samples are clipped as one; None where each sample is by itself.
         settings: As of ``NoisyOptimizer``.
 
     Raises:
@@ -47,7 +49,15 @@ class PrivateOptimizer(NoisyOptimizer):
     _clipped: int | None = None
     """The clipping's count of batches after the last ``backward`` of this."""
 
-    def __init__(self, optimizer: Optimizer, clipping: Clipping, **settings: Any) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        clipping: Clipping,
+        *,
+        users: Users | None = None,
+        **settings: Any,
+    ) -> None:
+        self.users = users
         refuse_optimizer(optimizer)
         _refuse_other_parameters(optimizer, clipping)
         super().__init__(optimizer, clipping, **settings)
@@ -289,7 +299,7 @@ class PrivateOptimizer(NoisyOptimizer):
                 f"{tuple(losses.shape)}; a collator that packs samples joins them"
             )
         losses_B = losses[:0] if part.is_empty else losses
-        self.clipping.backward(losses_B)
+        self.clipping.backward(losses_B, users=None if part.is_empty else part.users)
         self._part, self._clipped = None, self.clipping.batches
         return losses_B.detach()
 

@@ -35,6 +35,7 @@ from dpprof.private.loop.trainer_checkpoints import PrivateCheckpoints
 from dpprof.private.loop.trainer_logs import PrivateLogs
 from dpprof.private.loop.trainer_losses import PrivateLosses
 from dpprof.private.ranks.ranks import Ranks, is_distributed
+from dpprof.private.samples.users import read_users
 
 __all__ = ["PrivacyArguments", "PrivateTrainer", "PrivateTrainerMixin"]
 _log = logging.getLogger("dpprof")
@@ -136,6 +137,10 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
         privacy = self.privacy
+        owners = read_users(
+            *(privacy.unit, privacy.users, privacy.samples_of_user, privacy.user_gradient),
+            len(dataset),
+        )
         numbers = find_public_numbers(
             loader,
             samples=privacy.samples,
@@ -144,6 +149,7 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
             folds=privacy.folds,
             truncated_batch_size=privacy.truncated_batch_size,
             ranks=self._ranks.size,
+            users=owners,
         )
         poisson = PoissonLoader(
             loader,
@@ -152,6 +158,7 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
             generator=None if self._draws_anew else privacy.sampling_generator,
             rank=self._ranks.rank,
             ranks=self._ranks.size,
+            users=owners,
         )
         self.spent.sampling = numbers.sampling
         warn_of_delta(privacy.delta, numbers.samples)
@@ -210,6 +217,7 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
             noise_multiplier=noise,
             expected_batch_size=self._steps.loader.numbers.expected_batch_size,
             generator=None if self._draws_anew else privacy.noise_generator,
+            users=self._steps.loader.users,
         )
         self.optimizer.planned_steps = None if privacy.epsilon is None else self.state.max_steps
         self.optimizer.spent = self.spent
@@ -217,8 +225,7 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
         if privacy.max_batch_size == AUTO:
             self._find_max_batch_size(inner, loader)
         self.optimizer.captured = capture_parts(
-            *(self.optimizer, privacy.execution, loader.max_batch_size),
-            loader.numbers.largest_of_rank,
+            self.optimizer, privacy.execution, loader.max_batch_size, loader.numbers
         )
         loader.optimizer = self.optimizer
         return self.optimizer

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpprof.private.accounting.budget import Spent, find_noise, verify_budget, warn_of_delta
+from dpprof.private.accounting.budget import Spent, verify_budget, warn_of_delta
 from dpprof.private.accounting.schedule import Sampling
 from dpprof.private.engine.book_keeping import BookKeeping
 from dpprof.private.engine.engine import Clipping
@@ -27,6 +27,7 @@ from dpprof.private.noise.strategies import is_correlated_noise, make_strategy
 from dpprof.private.ranks.ranks import find_ranks
 from dpprof.private.samples.random_state import get_state, set_state
 from dpprof.private.samples.repeated_checks import RepeatedChecks
+from dpprof.private.samples.users import read_users
 
 METHODS: dict[str, type[Clipping]] = {
     "auto": BookKeeping,
@@ -157,6 +158,10 @@ def make_private(
     expected_batch_size: float | None = None,
     folds: int = 1,
     truncated_batch_size: int | None = None,
+    unit: str = "sample",
+    users: Sequence[int] | None = None,
+    samples_of_user: int | None = None,
+    user_gradient: str = "mean",
     spent: Spent | None = None,
     method: str = "auto",
     clipping: str = "flat",
@@ -205,8 +210,14 @@ def make_private(
             subset of so many stays. No step is larger, and on a GPU one graph runs it. Chosen near
             the mean it costs epsilon: ``pld`` tells how much, ``prv`` and ``rdp`` bound it by the
             probability that a batch is cut. Both need the data's number of samples to be public.
-        spent: Of an earlier training on the same samples (``PrivateTraining.spent``), whose steps
-            count too.
+        unit: ``sample``, or ``user``: then a whole user is drawn, clipped and counted as one, and
+            users take the place of samples in all numbers above, the loader's ``batch_size`` too.
+        users: (samples,) the id of each sample's user, a whole number. ``collate_fn`` and losses
+            must keep the order of samples.
+        samples_of_user: The most samples of a user in a step, drawn anew in each.
+        user_gradient: A user's gradient is the ``mean`` or the ``sum`` of those of his samples.
+        spent: Of an earlier training on the same samples (``PrivateTraining.spent``), and the same
+            users, whose steps count too.
         method: ``flash-bk`` is the fastest on nearly every GPU, ``flash`` needs less memory;
             ``auto`` predicts both and takes the faster one that fits (``choose_method``), which
             takes seconds and needs ``losses_of`` and a known GPU, and is ``flash-bk`` elsewhere.
@@ -276,7 +287,10 @@ def make_private(
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, and is {method!r}")
     refuse_execution(execution)
-    part_size, is_auto = read_max_batch_size(max_batch_size), max_batch_size == AUTO
+    owners = read_users(
+        *(unit, users, samples_of_user, user_gradient), len(cast("Any", data_loader.dataset))
+    )
+    part_size, is_auto = read_max_batch_size(max_batch_size, unit), max_batch_size == AUTO
     optimizer = join_optimizers(optimizer)
     stability = find_stability(clipping, stability)
     verify_budget(noise_multiplier, epsilon, delta, accountant=accountant)
@@ -293,8 +307,9 @@ def make_private(
         folds=folds,
         truncated_batch_size=truncated_batch_size,
         ranks=find_ranks(model).size,
+        users=owners,
     )
-    sampling = Sampling(1.0) if noise == "bisr" else numbers.sampling
+    sampling = Sampling(1.0, unit=unit) if noise == "bisr" else numbers.sampling
     counted = Spent(sampling, delta, accountant)
     if spent is not None:
         spent.continue_with(counted)
@@ -304,13 +319,14 @@ def make_private(
     if is_correlated:
         _refuse_truncation(noise, truncated_batch_size)
     is_planned = is_correlated or epsilon is not None
-    planned = _plan_steps(epochs, steps, numbers.steps_of_epoch) if is_planned else None
-    if noise_multiplier is None:
-        noise_multiplier = _find_noise(counted, epsilon, 1 if noise == "bisr" else planned)
+    planned = numbers.plan_steps(epochs, steps) if is_planned else None
+    if epsilon is not None and planned is not None:
+        noise_multiplier = counted.find_noise(epsilon, 1 if noise == "bisr" else planned)
+    assert noise_multiplier is not None
     most = max(2, part_size or (_TRIED if is_auto else numbers.samples))  # one shows nothing
     draw = None if losses_of is None else cache(partial(draw_first, losses_of, data_loader, most))
     if method == "auto":
-        usual = max(1, round(numbers.expected_batch_size))
+        usual = max(1, round(numbers.expected_batch_size * (samples_of_user or 1)))
         method = choose_method(model, optimizer, draw, part_size or usual)
     clipped = METHODS[method](
         model,
@@ -323,11 +339,19 @@ def make_private(
         undo.callback(clipped.remove)
         _refuse_parts_of_ranks(clipped, max_batch_size)
         if losses_of is not None and draw is not None:
-            data = data_loader.dataset, data_loader.collate_fn
-            checks = RepeatedChecks(clipped, losses_of, *data, most=most, every=verify_every)
+            checks = RepeatedChecks(
+                *(clipped, losses_of, data_loader.dataset, data_loader.collate_fn),
+                most=most,
+                every=verify_every,
+                keeps_order=unit == "user",
+            )
             if check:
                 first = draw()
-                clipped.check(first.losses_of, *first.batch)
+                clipped.check(
+                    first.losses_of,
+                    *first.batch,
+                    users=None if owners is None else owners.cut(first.samples),
+                )
                 checks.compare_first()
         loader = PoissonLoader(
             data_loader,
@@ -336,12 +360,14 @@ def make_private(
             generator=sampling_generator,
             rank=clipped.ranks.rank,
             ranks=clipped.ranks.size,
+            users=owners,
         )
         loader.optimizer = private = PrivateOptimizer(
             optimizer,
             clipped,
             noise_multiplier=noise_multiplier,
             expected_batch_size=numbers.expected_batch_size,
+            users=owners,
             generator=noise_generator,
             secure_mode=secure_mode,
             strategy=make_strategy(noise, steps=planned, bands=bands, folds=loader.folds)
@@ -353,7 +379,7 @@ def make_private(
         if is_auto and draw is not None:
             part_size = find_max_batch_size(clipped, optimizer, draw(), numbers.expected_batch_size)
             loader.max_batch_size = part_size
-        private.captured = capture_parts(private, execution, part_size, numbers.largest_of_rank)
+        private.captured = capture_parts(private, execution, part_size, numbers)
         undo.pop_all()
     private.planned_steps = None if epsilon is None else planned
     return PrivateTraining(model, private, loader, counted)
@@ -367,17 +393,6 @@ def _refuse_truncation(noise: str, truncated_batch_size: int | None) -> None:
         )
 
 
-def _find_noise(counted: Spent, epsilon: float | None, planned: int | None) -> float:
-    """Return the least noise multiplier with which all planned steps keep a budget."""
-    assert epsilon is not None
-    assert planned is not None
-    assert counted.delta is not None
-    sampling = counted.sampling
-    multiplier = find_noise(epsilon, counted.delta, planned, sampling, counted.accountant)
-    counted.refuse_beyond(multiplier, sampling.rate, planned)
-    return multiplier
-
-
 def _refuse_parts_of_ranks(clipping: Clipping, max_batch_size: int | str | None) -> None:
     if clipping.ranks.size > 1 and max_batch_size == AUTO:
         raise ValueError("on several ranks max_batch_size must be a number, and is 'auto'")
@@ -386,13 +401,3 @@ def _refuse_parts_of_ranks(clipping: Clipping, max_batch_size: int | str | None)
             "under fully_shard ranks draw other numbers of parts, and wait for each other; leave "
             "out max_batch_size"
         )
-
-
-def _plan_steps(epochs: int | None, steps: int | None, steps_of_epoch: int) -> int:
-    if (epochs is None) == (steps is None):
-        raise ValueError("epsilon and correlated noise need a length: give either epochs or steps")
-    planned = steps if epochs is None else epochs * steps_of_epoch
-    assert planned is not None
-    if planned < 1:
-        raise ValueError(f"a training has at least one step, and {planned} are planned")
-    return int(planned)

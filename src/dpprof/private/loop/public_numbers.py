@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 from dpprof.private.accounting.schedule import Sampling
 from dpprof.private.noise.strategies import Strategy
+from dpprof.private.samples.users import Users
 
 _LEAST_RATE = 2.0**-53
 """Samples are drawn by multiples of it."""
@@ -33,7 +34,7 @@ class PublicNumbers(NamedTuple):
     """How a training samples and averages."""
 
     sample_rate: float
-    """The probability with which a step draws each sample."""
+    """The probability with which a step draws each sample, or user, as of all that follows."""
 
     expected_batch_size: float
     """What the sum of a step is divided by, over all ranks."""
@@ -54,6 +55,14 @@ class PublicNumbers(NamedTuple):
 
     ranks: int = 1
 
+    samples_of_user: int | None = None
+    """The most samples of a user, whom a step draws as a whole; None: it draws samples."""
+
+    @property
+    def unit(self) -> str:
+        """Of which a step draws each with the same probability, and one is added or removed."""
+        return "sample" if self.samples_of_user is None else "user"
+
     @property
     def largest_of_rank(self) -> int | None:
         """The most samples of a step on one rank; None for any number."""
@@ -63,45 +72,61 @@ class PublicNumbers(NamedTuple):
     def sampling(self) -> Sampling:
         """What epsilon depends on."""
         if self.truncated_batch_size is None:
-            return Sampling(self.sample_rate, self.folds)
+            return Sampling(self.sample_rate, self.folds, unit=self.unit)
         drawn_from = math.ceil(math.ceil(self.samples / self.folds) / self.ranks)
-        return Sampling(self.sample_rate, self.folds, self.largest_of_rank, drawn_from)
+        return Sampling(
+            *(self.sample_rate, self.folds, self.largest_of_rank, drawn_from), self.unit
+        )
+
+    def plan_steps(self, epochs: int | None, steps: int | None) -> int:
+        """Return how many steps a training has (``ValueError`` if that is not one number)."""
+        if (epochs is None) == (steps is None):
+            raise ValueError(
+                "epsilon and correlated noise need a length: give either epochs or steps"
+            )
+        planned = steps if epochs is None else epochs * self.steps_of_epoch
+        assert planned is not None
+        if planned < 1:
+            raise ValueError(f"a training has at least one step, and {planned} are planned")
+        return int(planned)
 
     def describe(self, optimizer: Any) -> str:
         """State the guarantee of the steps that a ``NoisyOptimizer`` takes with these numbers."""
         bound, noise = optimizer.max_grad_norm, optimizer.noise_multiplier
-        fold = f" of its fold, which is every {self.folds}th of the data," * (self.folds > 1)
+        unit, each_of = self.unit, self.samples_of_user
+        fold = f" of its fold, which is every {self.folds}th {unit} of the data," * (self.folds > 1)
         each = " on each rank" * (self.ranks > 1)
         most = self.largest_of_rank
         cut = f" Of more than {most:,}{each} so many are kept, at random." if most else ""
+        cut += f" Of each at most {each_of:,} samples take part, at random." if each_of else ""
         public = (
-            f"The number of samples, {self.samples:,}, is public, for the probability and the "
-            "number of steps follow from it: a sample is removed by one in its place whose "
+            f"The number of {unit}s, {self.samples:,}, is public, for the probability and the "
+            f"number of steps follow from it: a {unit} is removed by one in its place whose "
             "gradient is zero. Give samples=... to keep it private."
             if self.follows_from_data
             else "Probability, divisor and number of steps were given: this holds if none was "
             "computed from the data, as numbers_of_opacus computes them."
         )
         return (
-            f"A step draws each sample{fold} with probability {self.sample_rate:.6g}, whatever "
-            f"else it draws.{cut} A sample adds at most {bound:g} (L2) to the sum of a step, which "
-            f"gets {_describe_noise(optimizer.strategy, noise * bound)} and is divided by "
-            f"{self.expected_batch_size:g}. Neighbouring data differ by one sample that is added "
-            f"or removed. {public}"
+            f"A step draws each {unit}{fold} with probability {self.sample_rate:.6g}, whatever "
+            f"else it draws.{cut} A {unit} adds at most {bound:g} (L2) to the sum of a step, which "
+            f"gets {_describe_noise(optimizer.strategy, noise * bound, unit)} and is divided by "
+            f"{self.expected_batch_size:g}. Neighbouring data differ by one {unit} that is added "
+            f"or removed{', with all samples' if each_of else ''}. {public}"
         )
 
 
-def _describe_noise(strategy: Strategy | None, std: float) -> str:
+def _describe_noise(strategy: Strategy | None, std: float, unit: str) -> str:
     if strategy is None:
         return f"Gaussian noise of standard deviation {std:g}"
     mechanism = (
-        "each step in which a sample takes part is one Gaussian mechanism"
+        f"each step in which a {unit} takes part is one Gaussian mechanism"
         if strategy.is_sampled
         else "all steps together are one Gaussian mechanism, without sampling,"
     )
     return (
         f"correlated Gaussian noise ({strategy.describe()}: {mechanism} of standard deviation "
-        f"{std:g}, if no sample takes part twice in {strategy.folds} steps)"
+        f"{std:g}, if no {unit} takes part twice in {strategy.folds} steps)"
     )
 
 
@@ -114,6 +139,7 @@ def find_public_numbers(
     folds: int = 1,
     truncated_batch_size: int | None = None,
     ranks: int = 1,
+    users: Users | None = None,
 ) -> PublicNumbers:
     """Find how a training samples and averages, from what is public.
 
@@ -125,13 +151,14 @@ def find_public_numbers(
         folds: How many folds of the data steps draw from in turn.
         truncated_batch_size: The most samples of a step, over all ranks.
         ranks: How many there are.
+        users: Whose the samples are, where users take the place of samples in all of these.
 
     Raises:
         ValueError: The loader's batches are not those of a uniform sampler, or a number is out of
             its range.
         TypeError: Its dataset has no length.
     """
-    sampler = _verify_sampler(data_loader)
+    sampler = _verify_sampler(data_loader, draws_users=users is not None)
     _refuse_outside(samples, sample_rate, expected_batch_size, folds, truncated_batch_size)
     if samples is not None and sample_rate is not None:
         raise ValueError("give samples or sample_rate: one follows from the other")
@@ -142,7 +169,7 @@ def find_public_numbers(
             "Opacus's data loader has no batch size of its own, so samples and sample_rate need "
             "expected_batch_size"
         )
-    counted = len(cast("Any", data_loader.dataset))
+    counted = len(cast("Any", data_loader.dataset) if users is None else users)
     public = counted if samples is None else int(samples)
     if not public:
         raise ValueError("the dataset has no samples")
@@ -158,7 +185,10 @@ def find_public_numbers(
     steps = math.ceil(public / size if sample_rate is None else (1 - 1e-9) / rate)
     if sample_rate is not None and not follows:
         public = max(1, round(size / rate))
-    numbers = PublicNumbers(rate, size, steps, public, follows, folds, truncated_batch_size, ranks)
+    numbers = PublicNumbers(
+        *(rate, size, steps, public, follows, folds, truncated_batch_size, ranks),
+        None if users is None else users.most,
+    )
     return _draw_otherwise(numbers) if folds > 1 or truncated_batch_size else numbers
 
 
@@ -192,12 +222,13 @@ def _draw_otherwise(numbers: PublicNumbers) -> PublicNumbers:
             "is public then; leave out samples and sample_rate"
         )
     if numbers.samples < folds * ranks:
-        raise ValueError(f"{numbers.samples:,} samples are too few for folds={folds} on {ranks=}")
+        count = f"{numbers.samples:,} {numbers.unit}s"
+        raise ValueError(f"{count} are too few for folds={folds} on {ranks=}")
     rate = folds * numbers.sample_rate
     if folds > 1 and rate > 1:
         raise ValueError(
-            f"a fold has {numbers.samples / folds:,.6g} samples, fewer than the mean batch size, "
-            f"{numbers.expected_batch_size:g}; give fewer folds than {folds}"
+            f"a fold has {numbers.samples / folds:,.6g} {numbers.unit}s, fewer than the mean batch "
+            f"size, {numbers.expected_batch_size:g}; give fewer folds than {folds}"
         )
     if (numbers.truncated_batch_size or 0) % ranks:
         raise ValueError(
@@ -225,7 +256,7 @@ def _is_batches(sampler: Any) -> bool:
     return type(sampler) is BatchSampler
 
 
-def _verify_sampler(data_loader: DataLoader[Any]) -> BatchSampler | None:
+def _verify_sampler(data_loader: DataLoader[Any], *, draws_users: bool) -> BatchSampler | None:
     """Return a loader's sampler of batches; None for Opacus's.
 
     Raises:
@@ -242,6 +273,11 @@ def _verify_sampler(data_loader: DataLoader[Any]) -> BatchSampler | None:
     if sampler is None:
         raise ValueError("a DataLoader with batch_size=None makes no batches; give a batch size")
     if f"{type(sampler).__module__}.{type(sampler).__qualname__}" == _OPACUS:
+        if draws_users:
+            raise ValueError(
+                "Opacus's data loader draws samples by a rate of its own; for unit='user' give a "
+                "DataLoader of PyTorch, whose batch_size is then the mean number of users"
+            )
         return None
     if not _is_batches(sampler) or type(sampler.sampler) not in (RandomSampler, SequentialSampler):
         inner = getattr(sampler, "sampler", sampler)

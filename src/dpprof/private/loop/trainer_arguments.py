@@ -1,7 +1,7 @@
 """``PrivacyArguments`` of a private ``Trainer``, and what of ``Trainer``'s arguments is refused."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,11 @@ class PrivacyArguments:
             gradient_accumulation_steps * world_size``.
         folds: As of ``make_private``, and so is the next one.
         truncated_batch_size: The most samples of a step.
+        unit: As of ``make_private``, and so are the next three: with ``user`` the default
+            ``expected_batch_size`` counts users, and ``max_batch_size`` samples.
+        users: (samples,) the id of the user of each sample of ``train_dataset``.
+        samples_of_user: The most samples of a user in a step.
+        user_gradient: ``mean`` or ``sum``.
         max_batch_size: Samples at a time, by default ``per_device_train_batch_size``; or ``auto``,
             as of ``make_private``.
         method: ``flash-bk`` (``auto``) or ``flash``, which needs less memory.
@@ -72,6 +77,10 @@ class PrivacyArguments:
     expected_batch_size: float | None = None
     folds: int = 1
     truncated_batch_size: int | None = None
+    unit: str = "sample"
+    users: Sequence[int] | None = None
+    samples_of_user: int | None = None
+    user_gradient: str = "mean"
     max_batch_size: int | Literal["auto"] | None = None
     method: str = "auto"
     clipping: str = "flat"
@@ -101,7 +110,7 @@ class PrivacyArguments:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, not {self.method!r}")
         find_stability(self.clipping, self.stability)
         refuse_execution(self.execution)
-        read_max_batch_size(self.max_batch_size)
+        read_max_batch_size(self.max_batch_size, self.unit)
         if self.head not in ("logits", "chunked", "kept"):
             raise ValueError(f"head must be logits, chunked or kept, and is {self.head!r}")
         if self.loss_scale is not None:

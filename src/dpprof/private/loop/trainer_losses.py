@@ -137,6 +137,7 @@ class PrivateLosses(PrivateBase):
             lambda samples: self._prepare_inputs(collate(samples)),
             most=self.args.per_device_train_batch_size,
             every=self.privacy.verify_every,
+            keeps_order=self.privacy.unit == "user",
         )
         if self.privacy.check and not self._is_sharded:
             if not self.model.training:  # as a step does

@@ -77,6 +77,10 @@ _MIXED = (
     "a sample's loss depends on the samples beside it: look in the model and the loss for batch "
     "statistics, contrast, counts or means over the batch, and numbers that follow its size"
 )
+_REORDERED = (
+    "collate_fn or the loss puts samples in another order, by which those of a user are told: keep "
+    "the order in which collate_fn gets them"
+)
 
 
 class WrongTrainingError(RuntimeError):
@@ -163,6 +167,9 @@ class Company:
     gather: Callable[[Sequence[int]], Any]
     count: int
     collates: bool = True
+    keeps_order: bool = False
+    """Whether samples stay in order, as those of users must; else ``collate_fn`` may change it."""
+
     unchecked: list[str] = field(default_factory=list)
     """What could not be compared, and why."""
 
@@ -233,7 +240,7 @@ class Company:
         orders = [range(self.count)[::-1], range(0, self.count, 2), range(1, self.count, 2)]
         for order in (list(places) for places in orders if len(places) > 1):
             found_B = self._compute(gather(order), len(order))
-            if _differ(found_B, alone_B[order], allowed_B[order]):
+            if self._differ(found_B, alone_B[order], allowed_B[order]):
                 raise WrongTrainingError(_MIXED)
 
     def _compute(self, batch: Any, count: int) -> Tensor:
@@ -301,12 +308,26 @@ class Company:
                     "losses, pairs of samples and batch statistics do"
                 ) from error
         alone_B = torch.cat(losses)
-        if _differ(losses_B, alone_B, allowed_B):
+        if self._differ(losses_B, alone_B, allowed_B):
             same_B = _agree(losses_B, alone_B, allowed_B)
             place = int((~same_B).long().argmax())
             problem = _MIXED if is_cut else self._explain(place, batch, losses_B, allowed_B)
             raise WrongTrainingError(problem)
         return alone_B
+
+    def _differ(self, found_B: Tensor, expected_B: Tensor, allowed_B: Tensor) -> bool:
+        """Tell whether losses differ, and not only in their order, which ``collate_fn`` may change.
+
+        Raises:
+            WrongTrainingError: They differ in their order, by which samples of users are told.
+        """
+        if _agree(found_B, expected_B, allowed_B).all():
+            return False
+        in_order = found_B.sort().values, expected_B.sort().values
+        is_other = not bool(_agree(*in_order, allowed_B.min()).all())
+        if self.keeps_order and not is_other:
+            raise WrongTrainingError(_REORDERED)
+        return is_other
 
     def _explain(self, place: int, batch: Any, losses_B: Tensor, allowed_B: Tensor) -> str:
         """Say why a sample's loss alone is another: by how it is collated, or by other samples."""
@@ -340,7 +361,7 @@ class Company:
             except Exception:  # noqa: BLE001 (a part may have its tokens on another axis)
                 self.unchecked.append("a sample that is cut to its own length does not run")
                 return
-            if _differ(losses, alone_B[[place]], allowed_B[[place]]):
+            if self._differ(losses, alone_B[[place]], allowed_B[[place]]):
                 raise WrongTrainingError(
                     f"{_LENGTH} (each sample was cut to its own length by the batch's mask; if "
                     "every batch is padded to one length, check with samples and collate)"
@@ -387,6 +408,8 @@ def compare_samples(
     losses_of: Callable[..., Any],
     load: Callable[[], Sequence[Any]],
     collate: Callable[[list[Any]], Any],
+    *,
+    keeps_order: bool = False,
 ) -> list[str]:
     """Compare samples that are collated together, each alone and in parts.
 
@@ -395,6 +418,7 @@ def compare_samples(
         losses_of: Computes losses, one for each sample, of what ``collate`` returns.
         load: Returns samples of the dataset, the longest first.
         collate: Makes a batch of some.
+        keeps_order: As of ``Company``.
 
     Returns:
         What could not be compared, and why.
@@ -415,7 +439,10 @@ def compare_samples(
         with states.restored():
             with states.noting():
                 samples = load()
-            return Company(clipping.model, compute, gather, len(samples)).compare(states)
+            company = Company(
+                clipping.model, compute, gather, len(samples), keeps_order=keeps_order
+            )
+            return company.compare(states)
 
 
 @contextmanager
@@ -440,14 +467,6 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 def _agree(found_B: Tensor, expected_B: Tensor, allowed_B: Tensor) -> Tensor:
     is_nan = found_B.isnan() & expected_B.isnan()
     return is_nan | (found_B == expected_B) | ((found_B - expected_B).abs() <= allowed_B)
-
-
-def _differ(found_B: Tensor, expected_B: Tensor, allowed_B: Tensor) -> bool:
-    """Tell whether losses differ, and not only in their order, which ``collate_fn`` may change."""
-    if _agree(found_B, expected_B, allowed_B).all():
-        return False
-    in_order = found_B.sort().values, expected_B.sort().values
-    return not bool(_agree(*in_order, allowed_B.min()).all())
 
 
 def _leaves_of(batch: Any, count: int) -> list[Any]:

@@ -31,6 +31,7 @@ class RepeatedChecks:
         collate: Makes a batch of some samples.
         most: How many samples fit into memory.
         every: Each step is chosen with probability ``1 / every``; None for no step.
+        keeps_order: As of ``Company``.
 
     Raises:
         ValueError: ``every`` is no whole number above zero, or ranks run each step together.
@@ -45,6 +46,7 @@ class RepeatedChecks:
         *,
         most: int = COMPARED,
         every: int | None = None,
+        keeps_order: bool = False,
     ) -> None:
         if every is not None:
             if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -59,6 +61,7 @@ class RepeatedChecks:
         self._clipping, self._losses_of = clipping, losses_of
         self._dataset, self._collate, self._most = dataset, collate, most
         self._goes_on = self.is_forced = False
+        self._keeps_order = keeps_order
 
     def draw(self) -> bool:
         """Draw whether to verify in a step."""
@@ -89,7 +92,9 @@ class RepeatedChecks:
             WrongTrainingError: A sample's loss depends on others.
         """
         load = partial(choose, self._dataset, self._most, at_random=at_random)
-        return compare_samples(self._clipping, self._losses_of, load, self._collate)
+        return compare_samples(
+            *(self._clipping, self._losses_of, load, self._collate), keeps_order=self._keeps_order
+        )
 
     def compare_first(self) -> None:
         """Compare some of the first samples, and log what could not be compared."""
