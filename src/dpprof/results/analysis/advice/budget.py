@@ -72,7 +72,7 @@ def _judge(costs: Sequence[MethodCost]) -> list[MethodCost]:
     for cost in costs:
         alike = [other for other in able if other.epsilon == cost.epsilon]
         cheapest = min(alike, key=lambda other: other.gpu_hours or 0.0, default=None)
-        ratio = _compare(cost, cheapest)
+        ratio = compare_hours(cost, cheapest)
         fields: dict[str, Any] = ratio.named("over_cheapest")
         if cost in able:
             differs = "close" if ratio.holds_one else "slower"
@@ -81,7 +81,7 @@ def _judge(costs: Sequence[MethodCost]) -> list[MethodCost]:
     return judged
 
 
-def _compare(cost: MethodCost, other: MethodCost | None) -> Ratio:
+def compare_hours(cost: MethodCost, other: MethodCost | None) -> Ratio:
     """Return the hours of a training over those of another."""
     if other is None or not cost.gpu_hours or not other.gpu_hours:
         return Ratio(None)
@@ -94,15 +94,17 @@ def _price_methods(
 ) -> list[MethodCost]:
     by_method = {result.experiment.method: result for result in results}
     costs = [
-        _price(option, by_method[option.method], privacy, noise, plan)
+        price_method(option, by_method[option.method], privacy, noise, plan)
         for option in advice.options
         for plan in (noise.epsilons if option.private else noise.epsilons[:1])
     ]
     plain = next((cost for cost in costs if cost.method == BASELINE), None)
-    return [cost.model_copy(update=_compare(cost, plain).named("hours_ratio")) for cost in costs]
+    return [
+        cost.model_copy(update=compare_hours(cost, plain).named("hours_ratio")) for cost in costs
+    ]
 
 
-def _price(
+def price_method(
     option: Option, result: Result, privacy: Privacy, noise: NoisePlan, plan: AtEpsilon
 ) -> MethodCost:
     """Price a training with one method at one epsilon."""
