@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from pydantic import ValidationError
 
@@ -80,6 +80,14 @@ class Priced(BatchAnswer):
         return self.budget.model_dump_json(indent=1)
 
 
+@overload
+def budget(model: Any, *, mechanism: None = None, **options: Any) -> Priced: ...
+
+
+@overload
+def budget(model: Any, *, mechanism: str | Sequence[str], **options: Any) -> PricedMechanisms: ...
+
+
 def budget(
     model: str | dict[str, Any] | Callable[[Experiment], Any],
     *,
@@ -120,10 +128,11 @@ def budget(
     except ValidationError as error:
         raise explain(error, Privacy, options=True) from None
     names = [] if mechanism is None else read_mechanisms(mechanism, privacy)
-    for key in ("noise_strategy", *(["world_sizes"] if names else [])):
-        if (value := {"world_sizes": world_sizes, **stated}.get(key)) is not None:
-            why = f"{spell('mechanism')} compares mechanisms, on one number of ranks"
-            raise refuse(spell(key), value, why)
+    if (strategy := stated.get("noise_strategy")) is not None:
+        raise refuse(spell("noise_strategy"), strategy, f"give {spell('mechanism')} {strategy}")
+    if names and world_sizes is not None:
+        why = f"{spell('mechanism')} is about one number of ranks; give {spell('parallel')}"
+        raise refuse(spell("world_sizes"), " ".join(map(str, world_sizes)), why)
     with naming({"model": model, **stated}) as fields:
         asked = list_experiments(fields, methods, world_sizes)
         tokens = asked[0].tokens_per_sample

@@ -17,7 +17,7 @@ from dpprof.ask.layout import (
     lay_out,
     name_settings,
 )
-from dpprof.experiments.accounting.mechanism_plan import MOMENTUM, bands_of
+from dpprof.experiments.accounting.mechanism_plan import MOMENTUM, bands_of, explain_impossible
 from dpprof.experiments.accounting.plan import NoisePlan
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.refusals import INDEPENDENT, refuse_strategy
@@ -42,8 +42,8 @@ _EVERY = (INDEPENDENT, *(f"{noise}-{bands}" for noise in ("banded", "bisr") for 
 """What ``all`` stands for."""
 
 _OF_NOISE = (
-    "Noise with the planned batch: multiplier; then of a step, of the sum over steps (SGD), and with "
-    f"momentum {MOMENTUM}, over independent noise's. Fits: samples at a time."
+    "Noise with the planned batch: multiplier; of a step, of the sum over steps (SGD) and with "
+    f"momentum {MOMENTUM}, over independent noise's. GiB: past noise; fits: samples at a time."
 )
 _OF_HOURS = (
     "Batch and hours: the sum has independent noise's noise, in as many steps, of fewer samples."
@@ -149,13 +149,13 @@ def _list_cells(cost: MechanismCost, plain: MechanismCost) -> dict[str, str]:
         "step": over("step_noise"),
         "sum": over("sum_noise"),
         "momentum": over("momentum_noise"),
-        "past noise": f"{three_digits(cost.buffers_bytes, 2**30)} GiB",
+        "GiB": three_digits(cost.buffers_bytes, 2**30),
         "fits": format_number(cost.safe_batch_size, ",", "no"),
         "batch": format_number(cost.batch_size, ",", ""),
         "GPU hours": hours if is_known else "",
         "90 % interval": f"{low} to {high}" if is_known else "",
         "price": format_number(cost.price, ",.2f", ""),
-        "ratio": format_number(cost.hours_ratio, ".2f", ""),
+        "times": format_number(cost.hours_ratio, ".2f", ""),
     }
 
 
@@ -193,7 +193,8 @@ def price(
     standings = read_verdicts(asked)
     alone = _choose(find_capacities(asked, Path(), again=again), standings)
     momentum = MOMENTUM if alone.experiment.optimizer == "sgd-momentum" else 0.0
-    bands = sorted({bands_of(name) for name in names} - {1})
+    able = [n for n in names if not explain_impossible(n, noise.planned, privacy.samples)]
+    bands = sorted({bands_of(name) for name in able} - {1})
     rest = [number for number in bands if not exceed_memory(alone, number)]
     further = [
         experiment
@@ -214,9 +215,8 @@ def price(
     results = {1: alone, **dict(zip(rest, found, strict=True))}
     target = target_text(asked[0]) or "this machine"
     standing = standings[alone.experiment_id]
-    return PricedMechanisms(
-        price_mechanisms(results, privacy, noise, planned, target=target, standing=standing)
-    )
+    prices = price_mechanisms(results, privacy, noise, planned, target=target, standing=standing)
+    return PricedMechanisms(prices)
 
 
 def _choose(results: Sequence[Result], standings: Mapping[str, Standing]) -> Result:

@@ -2,6 +2,7 @@
 
 from pydantic import BaseModel, Field
 
+from dpprof.experiments.accounting.plan import NoiseOfBatch
 from dpprof.experiments.config.quantities import optional
 
 MOMENTUM = 0.9
@@ -37,3 +38,12 @@ class NoiseOfMechanism(BaseModel, frozen=True, extra="forbid"):
 def bands_of(mechanism: str) -> int:
     """Return the number of bands: one of independent noise."""
     return int(mechanism.partition("-")[2] or 1)
+
+
+def explain_impossible(mechanism: str, planned: NoiseOfBatch, samples: int) -> str | None:
+    """Say why no data of so many samples have the folds for a mechanism; None where they have."""
+    bands, size = bands_of(mechanism), planned.batch_size
+    if bands <= min(planned.steps, samples // size):
+        return None
+    few = f"{bands} folds of {samples / bands:,.6g} samples are too few"
+    return f"{few} for batches of {size:,}, or {bands} bands too many for {planned.steps:,} steps"

@@ -11,7 +11,12 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from dpprof.experiments.accounting.mechanism_plan import MOMENTUM, NoiseOfMechanism, bands_of
+from dpprof.experiments.accounting.mechanism_plan import (
+    MOMENTUM,
+    NoiseOfMechanism,
+    bands_of,
+    explain_impossible,
+)
 from dpprof.experiments.accounting.noise import find_batch_size
 from dpprof.experiments.accounting.plan import NoiseOfBatch, describe_noise
 from dpprof.experiments.config.privacy import Privacy
@@ -52,9 +57,7 @@ def _plan(
     bands, size, steps = bands_of(name), planned.batch_size, planned.steps
     is_one = name.startswith("bisr")
     plan = NoiseOfMechanism(mechanism=name, folds=privacy.samples // size if is_one else bands)
-    if bands > min(steps, privacy.samples // size):
-        few = f"{bands} folds of {privacy.samples / bands:,.6g} samples are too few"
-        why = f"{few} for batches of {size:,}, or {bands} bands too many for {steps:,} steps"
+    if why := explain_impossible(name, planned, privacy.samples):
         return plan.model_copy(update={"reason": why})
     of = Schedule(privacy.samples, bands * size, math.ceil(steps / bands))
     multiplier, accountant = planned.noise_multiplier or 0.0, planned.accountant

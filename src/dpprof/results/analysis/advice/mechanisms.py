@@ -16,6 +16,10 @@ from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.advice.advice import advise, describe
 from dpprof.results.analysis.advice.budget import compare_hours, price_method
 
+_TOO_LARGE = (
+    "its past noise is more than the GPU's memory; noise_buffers='cpu' keeps it on the host, of "
+    "which no time is predicted"
+)
 _SHARED = {"model", "seq_len", "image_size", "dtype", "optimizer", "target", "rests_on"}
 
 
@@ -47,7 +51,8 @@ def price_mechanisms(
 
     Args:
         results: By the number of bands, of which one is independent noise; ``bisr`` keeps and reads
-            as much past noise as ``banded``. Where ``exceed_memory`` says so there is none.
+            as much past noise as ``banded``. There is none of bands that ``exceed_memory``, or that
+            have a reason.
         privacy: The budget.
         noise: What it asks for with independent noise.
         planned: The noise of each mechanism.
@@ -72,7 +77,7 @@ def price_mechanisms(
             fields["same_batch_gpu_hours"] = same.gpu_hours
             fields["message"] = mechanism.reason or cost.message
         else:
-            fields["message"] = "its past noise is more than the GPU's memory"
+            fields["message"] = mechanism.reason or _TOO_LARGE
         costs.append(MechanismCost(**mechanism.model_dump(), **fields))
     shared = advise([alone], target, {alone.experiment_id: standing}).model_dump(include=_SHARED)
     return Mechanisms(
