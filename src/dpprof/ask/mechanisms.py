@@ -17,7 +17,12 @@ from dpprof.ask.layout import (
     lay_out,
     name_settings,
 )
-from dpprof.experiments.accounting.mechanism_plan import MOMENTUM, bands_of, explain_impossible
+from dpprof.experiments.accounting.mechanism_plan import (
+    MOMENTUM,
+    bands_of,
+    explain_impossible,
+    momentum_of,
+)
 from dpprof.experiments.accounting.plan import NoisePlan
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.refusals import INDEPENDENT, refuse_strategy
@@ -192,7 +197,6 @@ def price(
     asked = list_experiments(fields, CAPTURED if methods is None else methods)
     standings = read_verdicts(asked)
     alone = _choose(find_capacities(asked, Path(), again=again), standings)
-    momentum = MOMENTUM if alone.experiment.optimizer == "sgd-momentum" else 0.0
     able = [n for n in names if not explain_impossible(n, noise.planned, privacy.samples)]
     bands = sorted({bands_of(name) for name in able} - {1})
     rest = [number for number in bands if not exceed_memory(alone, number)]
@@ -207,7 +211,7 @@ def price(
         planning = pool.submit(
             account_mechanisms_once,
             *(Path(), privacy, noise.planned, names),
-            momentum=momentum,
+            momentum=momentum_of(alone.experiment.optimizer),
             again=again,
         )
         found = find_capacities(further, Path(), again=again) if further else []

@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, Field
 
-from dpprof.experiments.accounting.plan import NoiseOfBatch
+from dpprof.experiments.accounting.plan import AtEpsilon, NoiseOfBatch
 from dpprof.experiments.config.quantities import optional
 
 MOMENTUM = 0.9
@@ -33,6 +33,22 @@ class NoiseOfMechanism(BaseModel, frozen=True, extra="forbid"):
     )
     batch_noise_multiplier: float | None = optional("noise multiplier with that batch")
     reason: str | None = optional("why a figure is null")
+
+    def at_epsilon(self, epsilon: float) -> AtEpsilon:
+        """Return the training with the batch whose sum has as much noise as is planned."""
+        return AtEpsilon(
+            epsilon=epsilon,
+            same_batch_noise_multiplier=self.noise_multiplier,
+            batch_size=self.batch_size,
+            noise_multiplier=self.batch_noise_multiplier,
+            tokens=None,
+            reason=self.reason,
+        )
+
+
+def momentum_of(optimizer: str) -> float:
+    """Return the momentum of the sum whose noise is to be equal."""
+    return MOMENTUM if optimizer == "sgd-momentum" else 0.0
 
 
 def bands_of(mechanism: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpprof.experiments.accounting.mechanism_plan import NoiseOfMechanism, bands_of
-from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan
+from dpprof.experiments.accounting.plan import NoisePlan
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.records.budget import MethodCost
 from dpprof.experiments.records.mechanisms import MechanismCost, Mechanisms
@@ -60,22 +60,28 @@ def price_mechanisms(
         standing: The method's.
     """
     alone = results[1]
-    plain = _price(alone, standing, privacy, noise, noise.batch_size)
+    epsilon = privacy.epsilon[0]
+
+    def price(result: Result, mechanism: NoiseOfMechanism) -> MethodCost:
+        plan = mechanism.at_epsilon(epsilon)
+        return price_method(describe(result, standing), result, privacy, noise, plan)
+
+    as_planned = NoiseOfMechanism(mechanism="independent", batch_size=noise.batch_size)
+    plain = price(alone, as_planned)
     costs = []
     for mechanism in planned:
         bands = bands_of(mechanism.mechanism)
         fields: dict[str, Any] = {"buffers_bytes": count_buffers(alone, bands)}
         if bands in results:
             result = results[bands]
-            cost = _price(result, standing, privacy, noise, mechanism.batch_size)
-            same = _price(result, standing, privacy, noise, noise.batch_size)
+            cost, same = price(result, mechanism), price(result, as_planned)
             hours = {"micro_batch_size", "gpu_hours", "gpu_hours_low", "gpu_hours_high", "price"}
             fields |= cost.model_dump(include=hours) | compare_hours(cost, plain).named(
                 "hours_ratio"
             )
             fields["safe_batch_size"] = result.capacity and result.capacity.safe_batch_size
             fields["same_batch_gpu_hours"] = same.gpu_hours
-            fields["message"] = mechanism.reason or cost.message
+            fields["message"] = cost.message
         else:
             fields["message"] = mechanism.reason or _TOO_LARGE
         costs.append(MechanismCost(**mechanism.model_dump(), **fields))
@@ -88,17 +94,3 @@ def price_mechanisms(
         noise=noise,
         mechanisms=costs,
     )
-
-
-def _price(
-    result: Result, standing: Standing, privacy: Privacy, noise: NoisePlan, batch_size: int | None
-) -> MethodCost:
-    plan = AtEpsilon(
-        epsilon=privacy.epsilon[0],
-        same_batch_noise_multiplier=None,
-        batch_size=batch_size,
-        noise_multiplier=None,
-        tokens=None,
-        reason=None,
-    )
-    return price_method(describe(result, standing), result, privacy, noise, plan)
