@@ -50,9 +50,7 @@ _OF_NOISE = (
     "Noise with the planned batch: multiplier; of a step, of the sum over steps (SGD) and with "
     f"momentum {MOMENTUM}, over independent noise's. GiB: past noise; fits: samples at a time."
 )
-_OF_HOURS = (
-    "Batch and hours: the sum has independent noise's noise, in as many steps, of fewer samples."
-)
+_OF_HOURS = "Batch and GPU hours: the sum has independent noise's noise, in as many steps, of fewer samples."
 _OF_ADAM = "AdamW reads single steps, whose noise grows: try what it gains of less noise in sums."
 
 
@@ -157,8 +155,8 @@ def _list_cells(cost: MechanismCost, plain: MechanismCost) -> dict[str, str]:
         "GiB": three_digits(cost.buffers_bytes, 2**30),
         "fits": format_number(cost.safe_batch_size, ",", "no"),
         "batch": format_number(cost.batch_size, ",", ""),
-        "GPU hours": hours if is_known else "",
-        "90 % interval": f"{low} to {high}" if is_known else "",
+        "hours": hours if is_known else "",
+        "90 %": f"{low} to {high}" if is_known else "",
         "price": format_number(cost.price, ",.2f", ""),
         "times": format_number(cost.hours_ratio, ".2f", ""),
     }
@@ -172,8 +170,8 @@ def read_mechanisms(mechanism: str | Sequence[str], privacy: Privacy) -> list[st
     """
     asked = [mechanism] if isinstance(mechanism, str) else list(mechanism)
     if len(privacy.epsilon) > 1:
-        given = " ".join(f"{epsilon:g}" for epsilon in privacy.epsilon)
-        raise refuse(spell("epsilon"), given, f"{spell('mechanism')} is about one")
+        epsilons = " ".join(f"{epsilon:g}" for epsilon in privacy.epsilon)
+        raise refuse(spell("epsilon"), epsilons, f"{spell('mechanism')} is about one")
     if asked == [ALL]:
         return list(_EVERY)
     for name in asked:
@@ -214,9 +212,9 @@ def price(
             momentum=momentum_of(alone.experiment.optimizer),
             again=again,
         )
-        found = find_capacities(further, Path(), again=again) if further else []
+        capacities = find_capacities(further, Path(), again=again) if further else []
         planned = planning.result()
-    results = {1: alone, **dict(zip(rest, found, strict=True))}
+    results = {1: alone, **dict(zip(rest, capacities, strict=True))}
     target = target_text(asked[0]) or "this machine"
     standing = standings[alone.experiment_id]
     prices = price_mechanisms(results, privacy, noise, planned, target=target, standing=standing)

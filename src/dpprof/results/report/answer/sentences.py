@@ -1,5 +1,6 @@
 """The question of a sweep, in the words of its config, and the answer in a few sentences."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -158,7 +159,7 @@ def _tell_mechanism(trainings: Sequence[pd.DataFrame]) -> list[str]:
         alone = ways.loc[ways["noise_strategy"] == INDEPENDENT, "gpu_hours"].min()
         best = least_of(ways, "gpu_hours")
         saved.append((best["gpu_hours"] / alone, best))
-    ratio, best = min(saved, key=lambda one: one[0], default=(1.0, None))
+    ratio, best = min(saved, key=operator.itemgetter(0), default=(1.0, None))
     if best is None or not ratio < _SAVES:
         return []
     said = (
