@@ -50,7 +50,7 @@ _OF_NOISE = (
     "Noise with the planned batch: multiplier; of a step, of the sum over steps (SGD) and with "
     f"momentum {MOMENTUM}, over independent noise's. GiB: past noise; fits: samples at a time."
 )
-_OF_HOURS = "Batch and GPU hours: the sum has independent noise's noise, in as many steps, of fewer samples."
+_OF_HOURS = "Batch, GPU hours: sums have independent noise's noise, as many steps of fewer samples."
 _OF_ADAM = "AdamW reads single steps, whose noise grows: try what it gains of less noise in sums."
 
 
