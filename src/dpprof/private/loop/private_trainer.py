@@ -42,6 +42,7 @@ from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
 from dpprof.private.loop.private_optimizer import PrivateOptimizer
 from dpprof.private.loop.private_training import METHODS
 from dpprof.private.loop.public_numbers import find_public_numbers
+from dpprof.private.loop.second_moment import correct_second_moment
 from dpprof.private.loop.secret_files import (
     find_checkpoints,
     find_secrets,
@@ -98,6 +99,7 @@ class PrivacyArguments:
         accountant: ``prv``, ``rdp``, ``pld`` or ``tightest``, as of ``make_private``.
         head: Of causal language models: ``logits``, or ``chunked`` or ``kept`` for
             ``causal_lm_losses``.
+        second_moment_floor: As of ``make_private``.
         loss_scale: Runs the model in float16 by autocast, for GPUs without units for bfloat16, and
             multiplies losses with this power of two for backward (``Clipping``). Samples that
             overflow are left out, and counted in ``Clipping.nonfinite_samples``. Evaluation stays
@@ -135,6 +137,7 @@ class PrivacyArguments:
     execution: str = "auto"
     accountant: str = "prv"
     head: str = "logits"
+    second_moment_floor: float | None = None
     loss_scale: float | None = None
     public_buffers: Collection[str] = ()
     check: bool = True
@@ -383,6 +386,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             expected_batch_size=self._steps.loader.numbers.expected_batch_size,
             generator=None if self._draws_anew else privacy.noise_generator,
         )
+        floor = privacy.second_moment_floor
+        self.optimizer.correction = correct_second_moment(self.optimizer, floor)
         self.optimizer.planned_steps = None if privacy.epsilon is None else self.state.max_steps
         self.optimizer.spent = self.spent
         loader = self._steps.loader
