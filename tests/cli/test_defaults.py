@@ -63,6 +63,8 @@ def test_what_is_given_stays() -> None:
         ({"method": "flash-bk", "parallel": "kind=ddp,world_size=2"}, None),
         ({"method": "flash-bk", "optimizer": "adamw-8bit"}, None),
         ({"method": "flash-bk", "target": "cpu"}, None),
+        ({"method": "flash-bk", "noise_strategy": "banded-8"}, None),
+        ({"method": "flash-bk", "noise_strategy": "independent"}, "graph"),
     ],
 )
 def test_a_method_that_is_captured_is_asked_about_as_a_graph(given, execution, monkeypatch) -> None:

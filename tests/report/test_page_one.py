@@ -20,6 +20,7 @@ from factory import (
 from reading import trust_of
 from snapshots import assert_reviewed
 
+from dpprof.experiments.accounting.mechanism_plan import NoiseOfMechanism
 from dpprof.results.analysis.advice.budget import Planned
 from dpprof.results.analysis.collection import collect
 from dpprof.results.analysis.selection import find_trainings
@@ -434,3 +435,27 @@ def test_large_counts_are_words() -> None:
         "51,200",
         "2,000,000,001",
     ]
+
+
+@pytest.mark.parametrize(("batch", "is_told"), [(16, True), (60, False)])
+def test_correlated_noise_is_told_of_where_it_saves_a_tenth_of_the_hours(
+    tmp_path, batch, is_told
+) -> None:
+    noise = NoiseOfMechanism(
+        mechanism="banded-8", noise_multiplier=0.6, batch_size=batch, batch_noise_multiplier=0.5
+    )
+    planned = Planned(PRIVACY, {4.0: make_noise(4.0)}, mechanisms={(4.0, 0.0, "banded-8"): noise})
+    strategies = "independent", "banded-8", "banded-16"
+    runs = [fits("flash-bk", 1.0, noise_strategy=strategy) for strategy in strategies]
+    tables = tables_of_runs(tmp_path, *runs, planned=planned)
+
+    costs = tables["budget"].set_index("noise_strategy")
+    # A batch of 8 takes 0.8 s, and its update 0.2 s.
+    hours = 100 * (batch / 8 * 0.8 + 0.2) / 3600
+    assert costs.loc["banded-8", "gpu_hours"] == pytest.approx(hours)
+    assert costs.loc["banded-8", "noise_multiplier"] == 0.5
+    assert costs.loc["banded-16", "message"] == "its noise is not known"
+    told = [line for line in build_document(tables, []).headline if "banded-8, flash-bk" in line]
+    assert len(told) == is_told
+    if is_told:
+        assert "With noise_strategy banded-8, flash-bk takes 0.27 times the GPU hours" in told[0]

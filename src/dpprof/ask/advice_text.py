@@ -117,8 +117,8 @@ def recommend(advice: Advice) -> str:
     head = "" if advice.head == "logits" else f", head {advice.head}"
     size = name_size(advice.seq_len, advice.image_size)
     where = f"{_name(advice)}, {size}{ranks}{head}, {_name_target(advice)}"
-    loop = f"loop {advice.loop}"
-    settings = name_settings(advice.dtype, advice.optimizer, _find_execution(advice), loop)
+    others = _find_execution(advice), f"loop {advice.loop}", advice.noise_strategy
+    settings = name_settings(advice.dtype, advice.optimizer, *others)
     if any(option.verdict == "unranked" for option in advice.options):
         return f"No time is predicted ({settings}), so methods that fit are not ranked: {where}."
     if best is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from pydantic import ValidationError
 
@@ -12,10 +12,11 @@ from dpprof.ask.capacities import find_capacities, list_experiments, read_verdic
 from dpprof.ask.commands.capacities import ask, make_parser, print_answer, read_question
 from dpprof.ask.commands.common import ending_in_a_sentence
 from dpprof.ask.commands.options import add_privacy_options
+from dpprof.ask.mechanisms import ALL, PricedMechanisms, price, read_mechanisms
 from dpprof.ask.questions import naming
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.privacy import Privacy
-from dpprof.experiments.config.validation import InputError, explain, spell
+from dpprof.experiments.config.validation import InputError, explain, refuse, spell
 from dpprof.experiments.launch.accounting_run import account_once
 from dpprof.experiments.records.budget import Budget
 from dpprof.results.analysis.advice.budget import make_budget
@@ -79,20 +80,31 @@ class Priced(BatchAnswer):
         return self.budget.model_dump_json(indent=1)
 
 
+@overload
+def budget(model: Any, *, mechanism: None = None, **options: Any) -> Priced: ...
+
+
+@overload
+def budget(model: Any, *, mechanism: str | Sequence[str], **options: Any) -> PricedMechanisms: ...
+
+
 def budget(
     model: str | dict[str, Any] | Callable[[Experiment], Any],
     *,
     methods: Sequence[str] | None = None,
     world_sizes: Sequence[int] | None = None,
+    mechanism: str | Sequence[str] | None = None,
     again: bool = False,
     **options: Any,
-) -> Priced:
-    """Say what a privacy budget costs with each method on a GPU.
+) -> Priced | PricedMechanisms:
+    """Say what a privacy budget costs with each method on a GPU, or with each mechanism.
 
     Args:
         model: The model, as ``estimate`` takes it.
         methods: The methods to compare; all of them by default.
         world_sizes: The numbers of ranks to compare.
+        mechanism: ``independent`` noise, ``banded-8`` or ``bisr-8``, with so many bands, a list of
+            such, or ``all``: compare these, with the fastest of the methods.
         again: Whether to ignore what is kept, in results and the package.
         **options: Every other option of ``dpprof budget``: those of an experiment, and ``samples``,
             ``tokens``, ``epsilon`` (one or a list) ...
@@ -115,6 +127,12 @@ def budget(
         privacy = Privacy.model_validate(spent)
     except ValidationError as error:
         raise explain(error, Privacy, options=True) from None
+    names = [] if mechanism is None else read_mechanisms(mechanism, privacy)
+    if (strategy := stated.get("noise_strategy")) is not None:
+        raise refuse(spell("noise_strategy"), strategy, f"give {spell('mechanism')} {strategy}")
+    if names and world_sizes is not None:
+        why = f"{spell('mechanism')} is about one number of ranks; give {spell('parallel')}"
+        raise refuse(spell("world_sizes"), " ".join(map(str, world_sizes)), why)
     with naming({"model": model, **stated}) as fields:
         asked = list_experiments(fields, methods, world_sizes)
         tokens = asked[0].tokens_per_sample
@@ -124,6 +142,8 @@ def budget(
         [noise] = account_once(Path(), privacy, [tokens], again=again)
         if noise.planned.noise_multiplier is None:
             raise InputError(f"{spell('epsilon')}: {noise.planned.reason}")
+        if names:
+            return price(fields, methods, names, privacy, noise, again=again)
         standings = read_verdicts(asked)
         results = find_capacities(asked, Path(), again=again)
         target = target_text(asked[0]) or "this machine"
@@ -134,8 +154,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line; the exit status is 1 where no method safely fits."""
     example = " --samples 1e6 --tokens 2e9 --epsilon 8"
     parser = make_parser("budget", __doc__, example)
+    parser.add_argument(
+        "--mechanism",
+        nargs="+",
+        metavar="NAME",
+        help=f"compare mechanisms: {ALL}, or some of independent, banded-8 or bisr-8, with so many "
+        "bands",
+    )
     add_privacy_options(parser)
     arguments = parser.parse_args(argv)
-    privacy = {name: getattr(arguments, name) for name in Privacy.model_fields}
+    privacy = {name: getattr(arguments, name) for name in ("mechanism", *Privacy.model_fields)}
     with ending_in_a_sentence():
         print_answer(ask(budget, read_question(arguments) | privacy), arguments)

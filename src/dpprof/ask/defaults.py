@@ -5,6 +5,7 @@ from typing import Any
 
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.datasheets import find_by_device_name
+from dpprof.experiments.config.refusals import INDEPENDENT
 from dpprof.experiments.config.target import CPU_TARGET, Target
 from dpprof.experiments.config.validation import InputError, spell
 from dpprof.system.hardware import nvml, visible_gpus
@@ -45,6 +46,7 @@ def add_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
         usual |= {"dtype": "float16", "loss_scale": LOSS_SCALE} if is_old else {"dtype": "bfloat16"}
     settled = {**usual, **fields}
     is_alone = settled.get("parallel") is None and settled["optimizer"] not in _NOT_CAPTURED
+    is_alone &= settled.get("noise_strategy", INDEPENDENT) == INDEPENDENT
     if settled.get("method") in CAPTURED and is_alone:
         return {"execution": "graph", **settled}
     return settled

@@ -46,7 +46,7 @@ def _wrap(text: str) -> list[str]:
     )
 
 
-_UNSAID = ("default", "loop dpprof")
+_UNSAID = ("default", "loop dpprof", "independent")
 
 
 def name_settings(*settings: str) -> str:

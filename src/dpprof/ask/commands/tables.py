@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpprof.ask.commands.common import Parser, ending_in_a_sentence, path
+from dpprof.experiments.accounting.mechanism_plan import momentum_of
+from dpprof.experiments.config.refusals import INDEPENDENT
 from dpprof.experiments.config.validation import InputError
-from dpprof.experiments.launch.accounting_run import account_once
+from dpprof.experiments.launch.accounting_run import account_mechanisms_once, account_once
 from dpprof.experiments.planning.artifacts import RESULTS
 from dpprof.experiments.planning.planner import Manifest, read_manifest
 from dpprof.experiments.records.result import drop_copies
@@ -22,15 +24,28 @@ def _plan_noise(manifest: Manifest, collected: Collected, root: Path) -> Planned
     """Compute the noise for the manifest's privacy budget; None where it has none."""
     if manifest.privacy is None:
         return None
-    capacities = (result for _, result in collected.runs if result.instrument == "capacity")
-    lengths = sorted({result.experiment.tokens_per_sample for result in capacities})
+    asked = [result.experiment for _, result in collected.runs if result.instrument == "capacity"]
+    lengths = sorted({experiment.tokens_per_sample for experiment in asked})
     if not lengths:
         return None
+    correlated: dict[tuple[float, float], dict[str, None]] = {}
+    for each in asked:
+        if each.noise_strategy != INDEPENDENT:
+            key = each.tokens_per_sample, momentum_of(each.optimizer)
+            correlated.setdefault(key, {})[each.noise_strategy] = None
     try:
-        plans = account_once(root, manifest.privacy, lengths)
+        plans = dict(zip(lengths, account_once(root, manifest.privacy, lengths), strict=True))
+        mechanisms = {
+            (tokens, momentum, noise.mechanism): noise
+            for (tokens, momentum), names in correlated.items()
+            if plans[tokens].planned.step_noise
+            for noise in account_mechanisms_once(
+                *(root, manifest.privacy, plans[tokens].planned, list(names)), momentum=momentum
+            )
+        }
     except InputError as error:
         return Planned(manifest.privacy, reason=str(error))
-    return Planned(manifest.privacy, dict(zip(lengths, plans, strict=True)))
+    return Planned(manifest.privacy, plans, mechanisms=mechanisms)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -183,6 +183,9 @@ class Advice(Part):
     loop: str = "dpprof"
     """The training loop."""
 
+    noise_strategy: str = "independent"
+    """How the noise of steps is correlated, which costs memory."""
+
     target: str
     budget_bytes: int | None
     options: tuple[Option, ...]

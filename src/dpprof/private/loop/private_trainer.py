@@ -24,6 +24,7 @@ from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
 from dpprof.private.loop.private_optimizer import PrivateOptimizer
 from dpprof.private.loop.private_training import METHODS
 from dpprof.private.loop.public_numbers import find_public_numbers
+from dpprof.private.loop.second_moment import correct_second_moment
 from dpprof.private.loop.secret_files import refuse_published
 from dpprof.private.loop.trainer_arguments import (
     PrivacyArguments,
@@ -219,6 +220,8 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
             generator=None if self._draws_anew else privacy.noise_generator,
             users=self._steps.loader.users,
         )
+        floor = privacy.second_moment_floor
+        self.optimizer.correction = correct_second_moment(self.optimizer, floor)
         self.optimizer.planned_steps = None if privacy.epsilon is None else self.state.max_steps
         self.optimizer.spent = self.spent
         loader = self._steps.loader

@@ -23,6 +23,7 @@ from dpprof.private.loop.part_size import AUTO, find_max_batch_size, read_max_ba
 from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
 from dpprof.private.loop.private_optimizer import PrivateOptimizer
 from dpprof.private.loop.public_numbers import find_public_numbers
+from dpprof.private.loop.second_moment import correct_second_moment
 from dpprof.private.noise.strategies import is_correlated_noise, make_strategy
 from dpprof.private.ranks.ranks import find_ranks
 from dpprof.private.samples.random_state import get_state, set_state
@@ -177,6 +178,7 @@ def make_private(
     noise: str = "independent",
     bands: int = 1,
     noise_buffers: str = "device",
+    second_moment_floor: float | None = None,
     loss_scale: float = 1.0,
     public_buffers: Collection[str] = (),
 ) -> PrivateTraining:
@@ -245,6 +247,8 @@ def make_private(
             ``folds``. With ``bisr`` all steps are one Gaussian mechanism.
         bands: Of correlated noise; ``bands - 1`` tensors of the parameters' size are kept.
         noise_buffers: Where they are: on the ``device``, or in the host's memory, ``cpu``.
+        second_moment_floor: Takes the noise's variance out of AdamW's second moment, and leaves at
+            least this (DP-AdamBC, ``correct_second_moment``); None for AdamW as it is.
         loss_scale: What losses are multiplied with for backward in float16 (``Clipping``).
         public_buffers: Names of what may change because it holds nothing of the samples, or is not
             read again (``Clipping``).
@@ -376,6 +380,7 @@ def make_private(
             noise_buffers=noise_buffers,
         )
         undo.callback(private.remove)
+        private.correction = correct_second_moment(private, second_moment_floor)
         if is_auto and draw is not None:
             part_size = find_max_batch_size(clipped, optimizer, draw(), numbers.expected_batch_size)
             loader.max_batch_size = part_size

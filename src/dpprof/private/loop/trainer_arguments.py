@@ -47,6 +47,7 @@ class PrivacyArguments:
         accountant: ``prv``, ``rdp``, ``pld`` or ``tightest``, as of ``make_private``.
         head: Of causal language models: ``logits``, or ``chunked`` or ``kept`` for
             ``causal_lm_losses``.
+        second_moment_floor: As of ``make_private``.
         loss_scale: Runs the model in float16 by autocast, for GPUs without units for bfloat16, and
             multiplies losses with this power of two for backward (``Clipping``). Samples that
             overflow are left out, and counted in ``Clipping.nonfinite_samples``. Evaluation stays
@@ -88,6 +89,7 @@ class PrivacyArguments:
     execution: str = "auto"
     accountant: str = "prv"
     head: str = "logits"
+    second_moment_floor: float | None = None
     loss_scale: float | None = None
     public_buffers: Collection[str] = ()
     check: bool = True

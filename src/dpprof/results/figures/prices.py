@@ -17,7 +17,15 @@ from dpprof.results.analysis.tables.frames import least_of
 from dpprof.results.figures.bars import draw_bars, height_of
 from dpprof.results.figures.labels import draw_line, ends_of, label_ends
 from dpprof.results.figures.panels import Panel, Panels, break_title, split
-from dpprof.results.figures.style import method_style, new_figure, scale_log, sort_methods, tell
+from dpprof.results.figures.style import (
+    SERIES_COLOURS,
+    NothingToDrawError,
+    method_style,
+    new_figure,
+    scale_log,
+    sort_methods,
+    tell,
+)
 
 _MOST_LABELS = 4  # more lines get a legend instead of names at their ends
 
@@ -51,6 +59,35 @@ def draw_budget(tables: Mapping[str, pd.DataFrame]) -> Figure:
         _draw_lines(axis, rows, plain, epsilons)
     _name_lines(figure, drawn, sort_methods(methods))
     tell(figure, _say_epsilons(panels.shown[0], epsilons, is_one=len(panels.shown) == 1))
+    return figure
+
+
+def draw_mechanisms(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """Noise of the sum over steps, and GPU hours with equal noise, over bands; lower is better.
+
+    One band is independent noise. Left: with the planned batch. Right: as many steps, whose batch
+    is the least with which the sum has independent noise's noise; bars are 90 % intervals. Bands
+    without hours do not fit.
+    """
+    costs = tables["mechanisms"]
+    if costs["gpu_hours"].isna().all():
+        raise NothingToDrawError("no hours are predicted of any mechanism")
+    kinds = costs["mechanism"].str.partition("-")
+    costs = costs.assign(noise=kinds[0], bands=pd.to_numeric(kinds[2]).fillna(1))
+    alone = costs["noise"] == "independent"
+    figure, [[left, right]] = new_figure(2, row_inches=2.2)
+    for at, (noise, rows) in enumerate(costs[~alone].groupby("noise")):
+        line = pd.concat([costs[alone], rows]).sort_values("bands")
+        style: dict[str, Any] = {"marker": "os"[at], "color": SERIES_COLOURS[at], "label": noise}
+        left.plot(line["bands"], line["sum_noise"] / line["sum_noise"].iloc[0], **style)
+        hours = line["gpu_hours"]
+        ends = [hours - line["gpu_hours_low"], line["gpu_hours_high"] - hours]
+        right.errorbar(line["bands"], hours, yerr=ends, elinewidth=0.6, **style)
+    for axis, label in ((left, "noise of the sum, relative"), (right, "GPU hours")):
+        scale_log(axis, sorted(set(costs["bands"])), "bands")
+        axis.set_ylabel(label)
+    right.set_xlim(left.get_xlim())
+    left.legend()
     return figure
 
 

@@ -34,7 +34,7 @@ from dpprof.system.files import canonical_json
 BEST = "best"  # a value of `Advice.checkpointing`: the fastest of several ways, for each method
 _SHARED_AXES = (
     *("lora", "parallel", "seq_len", "image_size", "dtype", "optimizer"),
-    *("checkpointing", "execution", "head", "loop"),
+    *("checkpointing", "execution", "head", "loop", "noise_strategy"),
 )
 
 

@@ -10,8 +10,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dpprof.experiments.accounting.mechanism_plan import NoiseOfMechanism, momentum_of
 from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan
+from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.privacy import Privacy
+from dpprof.experiments.config.refusals import INDEPENDENT
 from dpprof.experiments.records.advice import Advice, Option
 from dpprof.experiments.records.budget import Budget, MethodCost
 from dpprof.experiments.records.result import Result
@@ -29,6 +32,21 @@ class Planned:
     privacy: Privacy
     plans: Mapping[float, NoisePlan] = dataclasses.field(default_factory=dict)
     reason: str | None = None  # why there are no plans
+    mechanisms: Mapping[tuple[float, float, str], NoiseOfMechanism] = dataclasses.field(
+        default_factory=dict
+    )
+    """The noise of correlated noise, by tokens of a sample, momentum and name."""
+
+    def plan_for(self, experiment: Experiment) -> NoisePlan | None:
+        """Return the noise for an experiment; of correlated noise at the first epsilon alone."""
+        tokens = experiment.tokens_per_sample
+        plan, name = self.plans.get(tokens), experiment.noise_strategy
+        if plan is None or name == INDEPENDENT:
+            return plan
+        noise = self.mechanisms.get((tokens, momentum_of(experiment.optimizer), name))
+        if noise is None:
+            return None
+        return plan.model_copy(update={"epsilons": [noise.at_epsilon(self.privacy.epsilon[0])]})
 
 
 def make_budget(
@@ -72,7 +90,7 @@ def _judge(costs: Sequence[MethodCost]) -> list[MethodCost]:
     for cost in costs:
         alike = [other for other in able if other.epsilon == cost.epsilon]
         cheapest = min(alike, key=lambda other: other.gpu_hours or 0.0, default=None)
-        ratio = _compare(cost, cheapest)
+        ratio = compare_hours(cost, cheapest)
         fields: dict[str, Any] = ratio.named("over_cheapest")
         if cost in able:
             differs = "close" if ratio.holds_one else "slower"
@@ -81,7 +99,7 @@ def _judge(costs: Sequence[MethodCost]) -> list[MethodCost]:
     return judged
 
 
-def _compare(cost: MethodCost, other: MethodCost | None) -> Ratio:
+def compare_hours(cost: MethodCost, other: MethodCost | None) -> Ratio:
     """Return the hours of a training over those of another."""
     if other is None or not cost.gpu_hours or not other.gpu_hours:
         return Ratio(None)
@@ -94,15 +112,17 @@ def _price_methods(
 ) -> list[MethodCost]:
     by_method = {result.experiment.method: result for result in results}
     costs = [
-        _price(option, by_method[option.method], privacy, noise, plan)
+        price_method(option, by_method[option.method], privacy, noise, plan)
         for option in advice.options
         for plan in (noise.epsilons if option.private else noise.epsilons[:1])
     ]
     plain = next((cost for cost in costs if cost.method == BASELINE), None)
-    return [cost.model_copy(update=_compare(cost, plain).named("hours_ratio")) for cost in costs]
+    return [
+        cost.model_copy(update=compare_hours(cost, plain).named("hours_ratio")) for cost in costs
+    ]
 
 
-def _price(
+def price_method(
     option: Option, result: Result, privacy: Privacy, noise: NoisePlan, plan: AtEpsilon
 ) -> MethodCost:
     """Price a training with one method at one epsilon."""
@@ -153,9 +173,10 @@ def list_budget(collected: Collected, planned: Planned) -> list[dict[str, Any]]:
     """Return one row per method and epsilon of every setting with capacity results."""
     rows = []
     for setting, results in group_capacities(collected):
-        plan = planned.plans.get(results[0].experiment.tokens_per_sample)
+        plan = planned.plan_for(results[0].experiment)
         if plan is None:
-            rows.append(setting | {"message": planned.reason})
+            why = planned.reason or "its noise is not known"
+            rows.append(setting | {"message": why})
             continue
         target = setting["target"] or "this machine"
         budget = make_budget(results, target, collected.standings, planned.privacy, plan)

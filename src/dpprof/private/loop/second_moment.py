@@ -1,0 +1,82 @@
+"""Takes the noise out of Adam's second moment (DP-AdamBC).
+
+Adam divides by the root of v, an average of squared gradients, to which noise adds its variance,
+(noise_multiplier C / divisor)^2. Where that is most of v, all elements are divided by about the
+same number, and Adam becomes SGD with momentum. The correction divides by the root of v less that
+variance, and not less than a floor. Source: Tang et al. 2024, "DP-AdamBC: Your DP-Adam Is Actually
+DP-SGD (Unless You Apply Bias Correction)", arXiv 2312.14334, algorithm 1.
+
+It follows PyTorch's own step: what that took off a parameter is replaced. Both follow from the same
+averages, so every way in which PyTorch computes the step (fused, for each parameter) will do. Cost:
+four tensors of a parameter's size, one parameter at a time, and no FLOPs of products.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from dpprof.private.noise.optimizer import NoisyOptimizer
+
+_VARIANCE = "noise_variance"
+"""In the state of a parameter: the average of the noise's variance, as Adam averages squares."""
+
+
+def correct_second_moment(optimizer: NoisyOptimizer, floor: float | None) -> RemovableHandle | None:
+    """Divide by what Adam's second moment has beside noise.
+
+    Args:
+        optimizer: Of an ``AdamW``; its noise is independent.
+        floor: The least that the corrected second moment counts as; None leaves Adam as it is.
+
+    Returns:
+        What ends it, by ``remove``.
+
+    Raises:
+        ValueError: The floor is out of its range, or it is another optimizer, or correlated noise.
+
+    Formal guarantee: that of the optimizer. Noise multiplier, C and divisor are public, and all
+    else follows from gradients that have noise.
+    """
+    if floor is None:
+        return None
+    inner = optimizer.original_optimizer
+    if not (math.isfinite(floor) and floor > 0):
+        raise ValueError(f"second_moment_floor must be positive and finite, and is {floor}")
+    if not isinstance(inner, torch.optim.AdamW) or any(g["amsgrad"] for g in inner.param_groups):
+        raise ValueError(
+            f"second_moment_floor is for torch.optim.AdamW without amsgrad, and the optimizer is "
+            f"{type(inner).__name__}"
+        )
+    if optimizer.strategy is not None:
+        raise ValueError(
+            "second_moment_floor subtracts the variance of independent noise; that of correlated "
+            "noise differs from step to step"
+        )
+    return inner.register_step_post_hook(_make_hook(optimizer, floor))
+
+
+def _make_hook(optimizer: NoisyOptimizer, floor: float) -> Callable[..., None]:
+    @torch.no_grad()
+    def correct(inner: Any, *_: Any) -> None:
+        size = optimizer.expected_batch_size if optimizer.loss_reduction == "mean" else 1.0
+        assert size is not None
+        variance = (optimizer.noise_multiplier * optimizer.max_grad_norm / size) ** 2
+        for group in inner.param_groups:
+            mean_decay, decay = group["betas"]
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = inner.state[parameter]
+                before = state.get(_VARIANCE, 0.0)
+                state[_VARIANCE] = decay * before + (1 - decay) * variance
+                step = state["step"]
+                step = step.item() if step.is_cpu else step  # read no number from a GPU
+                seen = 1 - decay**step
+                second = state["exp_avg_sq"] / seen
+                usual = second.sqrt() + group["eps"]
+                corrected = (second - state[_VARIANCE] / seen).clamp_(min=floor).sqrt_()
+                mean = state["exp_avg"] / (1 - mean_decay**step)
+                parameter.add_(mean * group["lr"] * (1 / usual - 1 / corrected))
+
+    return correct
