@@ -3,6 +3,7 @@
 Shape legend: B samples, T tokens.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +11,12 @@ from torch import Tensor, nn
 
 from dpprof.private.checks.batch import read_batch
 from dpprof.private.checks.comparison import Checked, Comparison
-from dpprof.private.checks.loop import (
-    Loop,
-    completed,
-)
+from dpprof.private.checks.learning import find_obstacles
+from dpprof.private.checks.loop import Loop, completed
 from dpprof.private.checks.settings import Mechanism, PrivateOptimizer
 from dpprof.private.engine.engine import Clipping
+
+_log = logging.getLogger("dpprof")
 
 
 def check(
@@ -29,6 +30,7 @@ def check(
     collate: Callable[[list[Any]], Any] | None = None,
     padding: Tensor | None = None,
     tolerance: float | None = None,
+    data_is_public: bool = False,
 ) -> Checked:
     """Check one's own private training on one batch, and name the first thing that is wrong.
 
@@ -66,6 +68,10 @@ def check(
             of 0 and 1 in the batch.
         tolerance: Largest relative error of a gradient; by default 1e-6 in float64, 1e-2 in float32
             and 5e-2 where something computes in 16 bits.
+        data_is_public: True says that nobody's privacy depends on these samples; then
+            ``Checked.obstacles`` tells by them too what keeps the training from learning: a bound
+            that clips every sample or none, a signal far below the noise, labels that are not
+            shifted.
 
     Raises:
         WrongTrainingError: Something is wrong. The message names the first such thing, and nothing
@@ -111,9 +117,15 @@ def check(
                 collate=collate,
                 padding=padding,
                 tolerance=tolerance,
+                data_is_public=data_is_public,
             )
         why = "a Clipping has none; give the optimizer that adds the noise"
         return checked._replace(unchecked={"optimizer": why} | checked.unchecked)
     loop_batch = read_batch(batch, loss, model)
     loop = Loop(model, loss, private, step)
-    return Comparison(loop, loop_batch, tolerance, samples, collate).run(padding)
+    comparison = Comparison(loop, loop_batch, tolerance, samples, collate)
+    checked = comparison.run(padding)
+    obstacles = find_obstacles(loop, comparison.batch if data_is_public else None)
+    for obstacle in obstacles:
+        _log.warning("check: %s", obstacle)
+    return checked._replace(obstacles=obstacles)

@@ -43,6 +43,10 @@ class Samples(NamedTuple):
         norms_B: Tensor = torch.stack([g.norm(dim=1).cpu().double() for g in flat]).norm(dim=0)
         return norms_B
 
+    def at(self, places: list[int]) -> "Samples":
+        """Return some of the samples."""
+        return Samples(self.losses_B[places], {p: g[places] for p, g in self.gradients.items()})
+
 
 def read_losses(value: Any, count: int) -> Tensor:
     """Return the losses of a call: (B,), or the scalar of the whole batch."""
