@@ -20,7 +20,7 @@ from dpprof.private.checks.loop import Loop
 _FEWEST = 8
 """With fewer samples the length of their mean tells little."""
 
-_STEPS = 1_000
+STEPS = 1_000
 """The length of a training whose length is not known."""
 
 _CERTAIN = 3.0
@@ -94,7 +94,7 @@ def _judge(loop: Loop, samples: Samples) -> Iterator[str]:
     if not noise or count < _FEWEST:
         return
     most = _bound_signal(loop, samples)
-    steps = getattr(private, "planned_steps", None) or _STEPS
+    steps = getattr(private, "planned_steps", None) or STEPS
     if 0 < most * math.sqrt(steps) < noise:
         yield (
             f"the signal is far below the noise: the mean clipped gradient is {most:.2g} at most, "

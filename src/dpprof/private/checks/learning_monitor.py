@@ -8,13 +8,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from dpprof.private.checks.learning import find_by_settings
+from dpprof.private.checks.learning import STEPS, find_by_settings
 from dpprof.private.checks.settings import Mechanism, PrivateOptimizer, Settings
 
 _log = logging.getLogger("dpprof")
 
 _CERTAIN = 3.0
-"""Standard deviations by which a sum of gradients must be longer than noise alone."""
+"""Standard deviations by which the signal may be longer than it looks."""
 
 _PROBED = 4_096
 """The numbers of a parameter whose changes are looked at."""
@@ -23,24 +23,27 @@ _PROBED = 4_096
 class LearningMonitor:
     """Watches the noisy gradients that an optimizer steps on, and the weights; a context manager.
 
-    After every so many steps it compares the sum of the gradients with what noise alone gives, and
-    says by the logger ``dpprof``, once each, what keeps the training from learning: gradients that
-    are noise alone, a learning rate of 0, weights that never change, a frozen matrix of zeros.
+    It says by the logger ``dpprof``, once each, what keeps the training from learning: a signal far
+    below the noise, a learning rate of 0, weights that do not change, a frozen matrix of zeros.
+    Gradients are longer than their noise by the signal: so the mean of their squared norms bounds
+    it, without knowing any sample. It is far below the noise if signals of all steps, which add up
+    as their number, cannot come to the noise's norm, which adds up as the root.
 
     Args:
         model: The model, with the parameters that are trained.
         private: dpprof's optimizer, Opacus's, or a ``Mechanism`` that describes a loop by hand.
-        every: How many steps are judged together.
+        every: After how many steps it looks again.
+        steps: How many the training has; None: those that ``make_private`` planned, else 1,000.
 
     Raises:
-        ValueError: ``every`` is below 2, or parameters are sharded.
+        ValueError: ``every`` or ``steps`` is below 1, or parameters are sharded.
 
     Formal guarantee: it reads gradients with their noise, weights and settings, which a step
-    releases, so what it says costs no privacy (post-processing). It keeps as much memory as the
-    gradients.
+    releases, so what it says costs no privacy (post-processing).
 
-    Limits: a training that has learned what there is to learn has gradients of noise alone too.
-    Noise that is correlated over steps is not judged.
+    Limits: a short signal takes long to be told from none: it is called far below the noise of
+    1,000 steps once steps times trained numbers are 20 million. Noise that is correlated over steps
+    is not judged.
 
     Example:
         >>> import torch
@@ -62,12 +65,19 @@ class LearningMonitor:
     """
 
     def __init__(
-        self, model: nn.Module, private: PrivateOptimizer | Mechanism, *, every: int = 50
+        self,
+        model: nn.Module,
+        private: PrivateOptimizer | Mechanism,
+        *,
+        every: int = 50,
+        steps: int | None = None,
     ) -> None:
-        if every < 2:  # noqa: PLR2004 (one step shows nothing)
-            raise ValueError(f"every must be at least 2 steps, and is {every}")
+        for name, number in (("every", every), ("steps", steps)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1 step, and is {number}")
         trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._names, self._every = trained, every
+        self._planned = steps or getattr(private, "planned_steps", None) or STEPS
         self._settings = Settings(private, [*trained], [])
         if self._settings.clipping is not None and self._settings.clipping.ranks.is_sharded:
             raise ValueError("LearningMonitor needs whole parameters, and these are sharded")
@@ -75,12 +85,13 @@ class LearningMonitor:
         """What kept the training from learning at any time, a sentence each."""
 
         self.signal: float | None = None
-        """The mean gradient of the last steps over the noise of a step, by norms; None: unknown."""
+        """The norm of a step's gradient over that of its noise, as estimated; None: unknown."""
 
         for sentence in find_by_settings(model):
             self._say(sentence)
 
     def __enter__(self) -> Self:
+        self._steps, self._beyond, self._numbers = 0, 0.0, 0
         self._begin()
         optimizer = self._settings.optimizer
         self._hooks = [
@@ -99,31 +110,28 @@ class LearningMonitor:
             hook.remove()
 
     def _begin(self) -> None:
-        self._steps, self._variance = 0, 0.0
-        self._sums: dict[nn.Parameter, Tensor] = {}
         self._rates = dict.fromkeys(self._names, 0.0)
         self._before = {p: self._probe(p) for p in self._names}
 
     def _probe(self, parameter: nn.Parameter) -> Tensor:
         return parameter.detach().flatten()[:_PROBED].clone()
 
-    @torch.no_grad()
     def _add(self, *_: Any) -> None:
-        """Add the gradients of a step, with its noise, and remember its learning rates."""
-        self._steps += 1
-        self._variance += self._settings.noise**2
+        """Look at the gradients of a step, with their noise, and at its learning rates."""
         for group in self._settings.optimizer.param_groups:
             for parameter in group["params"]:
                 rate = max(float(group["lr"]), self._rates.get(parameter, 0.0))
                 self._rates[parameter] = rate
-        for parameter in self._names:
-            if parameter.grad is not None:
-                gradient = parameter.grad.float()
-                total = self._sums.setdefault(parameter, torch.zeros_like(gradient))
-                total += gradient
+        self._steps += 1
+        if self._settings.noise and not self._settings.is_correlated:
+            own = [p.grad.double() for p in self._names if p.grad is not None]
+            numbers = sum(gradient.numel() for gradient in own)
+            square = sum(float(gradient.square().sum()) for gradient in own)
+            self._beyond += square / (numbers * self._settings.noise**2) - 1
+            self._numbers += numbers
 
     def _judge(self, *_: Any) -> None:
-        if self._steps < self._every:
+        if self._steps % self._every:
             return
         resting = [p for p in self._names if not self._rates[p]]
         still = [p for p in self._names if torch.equal(self._probe(p), self._before[p])]
@@ -134,22 +142,19 @@ class LearningMonitor:
                 f"{self._list(still)} did not change in {self._every} steps: changes are lost in "
                 "rounding, or the optimizer makes none"
             )
-        self._judge_signal()
+        if self._numbers:
+            self._judge_signal()
         self._begin()
 
     def _judge_signal(self) -> None:
-        if not self._variance or self._settings.is_correlated:
-            return
-        numbers = sum(total.numel() for total in self._sums.values())
-        square = sum(float(total.double().square().sum()) for total in self._sums.values())
-        beyond = square - numbers * self._variance
-        noise = math.sqrt(numbers * self._variance / self._steps)
-        self.signal = math.sqrt(max(0.0, beyond)) / self._steps / noise
-        if beyond < _CERTAIN * self._variance * math.sqrt(2 * numbers):
+        square = max(0.0, self._beyond / self._steps)
+        self.signal = math.sqrt(square)
+        most = square + _CERTAIN * math.sqrt(2 / self._numbers)
+        if most * self._planned < 1:
             self._say(
-                f"the gradients of {self._every} steps together are noise alone: the training has "
-                "learned all that it can, or its signal is far below the noise; train fewer "
-                "parameters, or draw larger batches"
+                f"the signal is far below the noise: at most {math.sqrt(most):.2g} of its norm, so "
+                f"signals add up to as much after {1 / most:,.0f} steps at the earliest; train "
+                "fewer parameters, or draw larger batches"
             )
 
     def _list(self, parameters: list[nn.Parameter]) -> str:
@@ -157,6 +162,7 @@ class LearningMonitor:
         return self._names[parameters[0]] + more
 
     def _say(self, sentence: str) -> None:
-        if sentence not in self.obstacles:
+        kinds = {said.partition(":")[0] for said in self.obstacles}
+        if sentence.partition(":")[0] not in kinds:  # its numbers change with every look
             self.obstacles.append(sentence)
             _log.warning("%s", sentence)
