@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dpprof.private.checks.audit import audit as audit
     from dpprof.private.checks.check import check as check
     from dpprof.private.checks.comparison import Checked as Checked
+    from dpprof.private.checks.learning_monitor import LearningMonitor as LearningMonitor
     from dpprof.private.checks.settings import Mechanism as Mechanism
     from dpprof.private.engine.book_keeping import BookKeeping as BookKeeping
     from dpprof.private.engine.engine import Clipping as Clipping
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Audited": "dpprof.private.checks.audit",
     "Checked": "dpprof.private.checks.comparison",
+    "LearningMonitor": "dpprof.private.checks.learning_monitor",
     "Mechanism": "dpprof.private.checks.settings",
     "Segments": "dpprof.private.samples.users",
     "WrongTrainingError": "dpprof.private.samples.company",

@@ -3,6 +3,7 @@
 Shape legend: B samples, T tokens.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,13 +11,13 @@ from torch import Tensor, nn
 
 from dpprof.private.checks.batch import read_batch
 from dpprof.private.checks.comparison import Checked, Comparison
-from dpprof.private.checks.loop import (
-    Loop,
-    completed,
-)
+from dpprof.private.checks.learning import find_obstacles
+from dpprof.private.checks.loop import Loop, completed
 from dpprof.private.checks.settings import Mechanism, PrivateOptimizer
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.samples.users import Segments, Users
+
+_log = logging.getLogger("dpprof")
 
 
 def check(
@@ -31,6 +32,7 @@ def check(
     padding: Tensor | None = None,
     tolerance: float | None = None,
     users: Segments | None = None,
+    data_is_public: bool = False,
 ) -> Checked:
     """Check one's own private training on one batch, and name the first thing that is wrong.
 
@@ -70,6 +72,10 @@ def check(
             and 5e-2 where something computes in 16 bits.
         users: How many samples of the batch each user has, at least two users, where whole users
             are clipped: ``Segments((3, 1, 2))``, or with ``averages=False`` for sums.
+        data_is_public: True says that nobody's privacy depends on these samples; then
+            ``Checked.obstacles`` tells by them too what keeps the training from learning: a bound
+            that clips every sample or none, a signal far below the noise, labels that are not
+            shifted.
 
     Raises:
         WrongTrainingError: Something is wrong. The message names the first such thing, and nothing
@@ -117,13 +123,19 @@ def check(
                 padding=padding,
                 tolerance=tolerance,
                 users=users,
+                data_is_public=data_is_public,
             )
         why = "a Clipping has none; give the optimizer that adds the noise"
         return checked._replace(unchecked={"optimizer": why} | checked.unchecked)
     _refuse_other_users(users, getattr(private, "users", None))
     loop_batch = read_batch(batch, loss, model)
     loop = Loop(model, loss, private, step, users)
-    return Comparison(loop, loop_batch, tolerance, samples, collate).run(padding)
+    comparison = Comparison(loop, loop_batch, tolerance, samples, collate)
+    checked = comparison.run(padding)
+    obstacles = find_obstacles(loop, comparison.batch if data_is_public else None)
+    for obstacle in obstacles:
+        _log.warning("check: %s", obstacle)
+    return checked._replace(obstacles=obstacles)
 
 
 def _refuse_other_users(users: Segments | None, of_training: Users | None) -> None:

@@ -60,7 +60,6 @@ _DRAWN_AGAIN = (
     "backward draws other numbers than forward did (checkpoint with preserve_rng_state=True)"
 )
 
-
 _log = logging.getLogger("dpprof")
 
 
@@ -77,6 +76,9 @@ class Checked(NamedTuple):
     checked: tuple[str, ...]
     unchecked: dict[str, str]
     """What could not be checked, and why."""
+
+    obstacles: tuple[str, ...] = ()
+    """What keeps the training from learning, a sentence each."""
 
 
 @dataclass

@@ -51,6 +51,10 @@ class Samples(NamedTuple):
         joined = {parameter: users.join(own) for parameter, own in self.gradients.items()}
         return Samples(users.join(self.losses_B), joined)
 
+    def at(self, places: list[int]) -> "Samples":
+        """Return some of the samples."""
+        return Samples(self.losses_B[places], {p: g[places] for p, g in self.gradients.items()})
+
 
 def read_losses(value: Any, count: int) -> Tensor:
     """Return the losses of a call: (B,), or the scalar of the whole batch."""

@@ -69,16 +69,12 @@ class PrivateOptimizer(NoisyOptimizer):
             optimizer.attach()
 
     def remove(self) -> None:
-        """Remove clipping and noise, as ``NoisyOptimizer`` does; joined optimizers step alone."""
-        super().remove()
-        if isinstance(self.original_optimizer, JoinedOptimizers):
-            self.original_optimizer.detach()
-
-    def remove(self) -> None:
-        """Remove clipping, noise, and the correction of the second moment."""
+        """Remove clipping, noise and what corrects them; joined optimizers step alone again."""
         if self.correction is not None:
             self.correction.remove()
         super().remove()
+        if isinstance(self.original_optimizer, JoinedOptimizers):
+            self.original_optimizer.detach()
 
     def take_part(self, part: Part) -> None:
         """Prepare for the coming part of a batch.

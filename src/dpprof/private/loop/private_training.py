@@ -319,11 +319,10 @@ def make_private(
         spent.continue_with(counted)
     warn_of_delta(delta, numbers.samples)
     refuse_related(sampling_generator, noise_generator)
-    is_correlated = is_correlated_noise(noise, bands)
-    if is_correlated:
+    if is_correlated := is_correlated_noise(noise, bands):
         _refuse_truncation(noise, truncated_batch_size)
-    is_planned = is_correlated or epsilon is not None
-    planned = numbers.plan_steps(epochs, steps) if is_planned else None
+    has_end = is_correlated or epsilon is not None
+    planned = numbers.plan_steps(epochs, steps) if has_end else None
     if epsilon is not None and planned is not None:
         noise_multiplier = counted.find_noise(epsilon, 1 if noise == "bisr" else planned)
     assert noise_multiplier is not None
