@@ -117,8 +117,22 @@ def _bound_by_opacus(accountant: str, history: Sequence[Steps], delta: float) ->
         # That another order might give a tighter bound; and divisions by zero at a sample rate
         # of 1, whose results are not used.
         warnings.simplefilter("ignore")
-        epsilon = float(book.get_epsilon(delta=delta))
+        if accountant == "rdp" and history:
+            spent = sum(_divergences_of_step(noise, rate) * steps for noise, rate, steps in history)
+            analysis = importlib.import_module("opacus.accountants.analysis.rdp")
+            orders = book.DEFAULT_ALPHAS
+            epsilon = float(analysis.get_privacy_spent(orders=orders, rdp=spent, delta=delta)[0])
+        else:
+            epsilon = float(book.get_epsilon(delta=delta))
     return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
+
+
+@lru_cache(maxsize=_MOST_KINDS)
+def _divergences_of_step(noise: float, rate: float) -> Any:
+    """Return the Renyi divergences of one step at Opacus's orders; those of more steps add up."""
+    return importlib.import_module("opacus.accountants.analysis.rdp").compute_rdp(
+        q=rate, noise_multiplier=noise, steps=1, orders=import_opacus().RDPAccountant.DEFAULT_ALPHAS
+    )
 
 
 def _bound_truncated(
