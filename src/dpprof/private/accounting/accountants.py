@@ -163,13 +163,13 @@ def _refuse_long(history: Sequence[Steps], delta: float) -> None:
 
     Its grid has 2 L / h numbers: both are as in Opacus's ``PRVAccountant._get_domain``.
     """
-    prv = importlib.import_module("opacus.accountants.analysis.prv")
-    domain = importlib.import_module("opacus.accountants.analysis.prv.domain")
-    variables = [prv.PoissonSubsampledGaussianPRV(rate, noise) for noise, rate, _ in history]
     counts, error = [steps for *_, steps in history], _DELTA_ERROR * delta
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        reach = domain.compute_safe_domain_size(variables, counts, _EPSILON_ERROR, error)
+    alone = error / (8 * sum(counts))
+    reach = 3 + max(
+        _EPSILON_ERROR,
+        _bound_by_opacus("rdp", history, error / 4),
+        *(_bound_by_opacus("rdp", [(noise, rate, 1)], alone) for noise, rate, _ in history),
+    )
     across = math.sqrt(sum(counts) * math.log(12 / error) / 2) / _EPSILON_ERROR
     needed = 2 * reach * across * (56 + 8 * len(history))  # measured bytes of a number
     if not needed <= _MOST_BYTES:
