@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import signal
+import sys
 
 import pytest
 
@@ -30,6 +31,9 @@ def pools():
 
 
 def pytest_configure() -> None:
+    # What one process has compiled, the others read: this one's tests, and the package in children.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Ctrl-C is heard, by children too, also where a shell started this in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Threads that wait spinning stand still on a busy machine; read when torch is first imported.
@@ -40,6 +44,9 @@ def pytest_configure() -> None:
 
 GENERATORS: list[object] = []
 """The random generators that imports have made."""
+
+MODULES = [0]
+"""How many modules had been imported when the collector was last told to leave them alone."""
 
 
 def pytest_collection_finish() -> None:
@@ -53,7 +60,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Leave alone what tests import too, and what a prediction in this process let go of."""
-    if nextitem is not None and nextitem.path != item.path:
+    has_imported = len(sys.modules) >= MODULES[0] + 100
+    if nextitem is not None and (has_imported or nextitem.path != item.path):
         leave_alone()
 
 
@@ -66,6 +74,7 @@ def leave_alone() -> None:
     for one in GENERATORS:
         ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(one))
     gc.freeze()
+    MODULES[0] = len(sys.modules)
     for one in GENERATORS:
         ctypes.pythonapi.PyObject_GC_Track(ctypes.py_object(one))
 

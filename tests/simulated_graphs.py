@@ -53,28 +53,34 @@ class _Recording(TorchDispatchMode):
         if str(func) in FORBIDDEN_CUDAGRAPH_OPS or torch.Tag.cudagraph_unsafe in func.tags:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         if any(one.alias_info and one.alias_info.is_write for one in func._schema.arguments):
-            for tensor in pytree.tree_leaves((args, kwargs)):
-                if isinstance(tensor, Tensor):
-                    storage = tensor.untyped_storage()
-                    if storage._cdata not in self._made and storage._cdata not in self.before:
-                        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-                        self.before[storage._cdata] = whole, whole.clone()
+            for tensor in _tensors((args, kwargs)):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._made and storage._cdata not in self.before:
+                    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+                    self.before[storage._cdata] = whole, whole.clone()
         frozen = _alias((args, kwargs))  # some operators change the shape of what they are given
         out = func(*args, **kwargs)
-        given = {
-            one.untyped_storage()._cdata
-            for one in pytree.tree_leaves((args, kwargs))
-            if isinstance(one, Tensor)
-        }
-        for one in pytree.tree_leaves(out):
-            if isinstance(one, Tensor) and one.untyped_storage()._cdata not in given:
-                self._made.add(one.untyped_storage()._cdata)
-        self.calls.append((func, *frozen, _alias(out)))
+        given = {one.untyped_storage()._cdata for one in _tensors((args, kwargs))}
+        made = _tensors(out)
+        storages = {one.untyped_storage()._cdata for one in made}
+        self._made |= storages - given
+        self.calls.append((func, *frozen, _alias(made)))
         return out
 
 
 def _alias(values: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda one: one.detach(), values)
+    """Copy what an operator got or gave, with tensors of their own on the same storage."""
+    if isinstance(values, Tensor):
+        return values.detach()
+    if isinstance(values, dict):
+        return {name: _alias(value) for name, value in values.items()}
+    return type(values)(map(_alias, values)) if type(values) in {list, tuple} else values
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    return [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor)]
 
 
 class SimulatedGraphs:
@@ -110,11 +116,9 @@ class SimulatedGraphs:
         @torch.no_grad()
         def replay() -> None:
             for func, args, kwargs, out in recording.calls:
-                given, named = _alias((args, kwargs))
-                again = func(*given, **named)
-                pairs = zip(pytree.tree_leaves(out), pytree.tree_leaves(again), strict=True)
-                for old, new in pairs:
-                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                again = func(*_alias(args), **_alias(kwargs))
+                for old, new in zip(out, _tensors(again), strict=True):
+                    if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
         return replay, output

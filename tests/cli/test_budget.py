@@ -91,7 +91,8 @@ def test_without_a_delta_it_is_a_tenth_of_one_over_the_samples(asked) -> None:
 
 
 def test_the_tightest_accountant_is_taken_and_named(asked) -> None:
-    done = call("budget", *ASKED, *HERE, *SPENT, "--batch-size=512", "--json=t.json", cwd=asked)
+    spent = [text for text in SPENT if text != "6"]
+    done = call("budget", *ASKED, *HERE, *spent, "--batch-size=512", "--json=t.json", cwd=asked)
 
     plan = json.loads((asked / "t.json").read_text())["noise"]
     planned = next(one for one in plan["batches"] if one["batch_size"] == 512)

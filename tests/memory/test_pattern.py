@@ -1,5 +1,7 @@
 """Records of few blocks nest, or are refused; another batch lies on a line, or is traced."""
 
+import functools
+
 import pytest
 from factory import make_experiment
 
@@ -21,14 +23,33 @@ def ignore(_phase) -> None:
 
 @pytest.fixture(scope="module")
 def experiment():
-    model = {"model": DIMENSIONS, "method": "flash-bk", "device": "cuda", "target": "h100"}
-    return make_experiment(**model)
+    fields = {"model": DIMENSIONS, "method": "flash-bk", "device": "cuda", "target": "h100"}
+    return make_experiment(**fields, batch_size=8)
 
 
 @pytest.fixture(scope="module")
-def recordings(experiment):
+def trace(experiment):
+    """Trace a batch with some blocks, once for all tests."""
     import_method(experiment)
-    return [trace_whole(with_blocks(experiment, n), ignore).recording for n in (1, 2, 3)]
+
+    @functools.cache
+    def trace(batch_size: int, blocks: int):
+        batch = experiment.model_copy(update={"batch_size": batch_size})
+        return trace_whole(with_blocks(batch, blocks), ignore)
+
+    return trace
+
+
+@pytest.fixture
+def recordings(trace):
+    return [trace(8, blocks).recording for blocks in (1, 2, 3)]
+
+
+@pytest.fixture
+def traces(experiment, trace):
+    traces = Traces(experiment, ignore)
+    traces._trace = trace
+    return traces
 
 
 def list_allocated(recording) -> list[tuple]:
@@ -38,10 +59,10 @@ def list_allocated(recording) -> list[tuple]:
     return [(s.op, s.module, s.phase, s.nbytes, s.shape) for s in allocated]
 
 
-def test_a_record_that_was_traced_follows_from_smaller_ones(experiment, recordings) -> None:
+def test_a_record_that_was_traced_follows_from_smaller_ones(trace, recordings) -> None:
     pattern = Pattern(recordings, BLOCKS)
     for blocks in (1, 3, 9):
-        traced = trace_whole(with_blocks(experiment, blocks), ignore).recording
+        traced = trace(8, blocks).recording
         found = pattern.assemble(blocks, pattern.sizes)
         assert found.marks == traced.marks
         assert len(found.events) == len(traced.events)
@@ -78,30 +99,27 @@ def test_a_size_that_is_not_affine_in_the_blocks_is_refused(recordings) -> None:
         storages[outside].requested = kept
 
 
-def test_a_batch_between_others_follows_and_a_third_confirms_it(experiment) -> None:
-    traces = Traces(experiment, ignore)
-    traced: list[tuple[int, int]] = []
-    trace = traces._trace
+def test_a_batch_between_others_follows_and_a_third_confirms_it(traces, trace) -> None:
+    traced: list[int] = []
 
     def note(batch_size: int, blocks: int):
-        traced.append((batch_size, blocks))
+        traced.append(batch_size)
         return trace(batch_size, blocks)
 
     traces._trace = note
     for batch_size in (8, 32, 13):
         found = traces.footprint(batch_size)
-    assert {batch for batch, _ in traced} == {8, 32}
+    assert set(traced) == {8, 32}
 
-    whole = trace_whole(experiment.model_copy(update={"batch_size": 13}), ignore).recording
+    whole = trace(13, DIMENSIONS["layers"]).recording
     assert found.peak_bytes == Footprint.of(whole).peak_bytes
     assert found.place(None) == Footprint.of(whole).place(None)
     assert traces.confirms(8)  # it does not lie between, so that another one must
-    assert {batch for batch, _ in traced} == {8, 32, 20}
+    assert set(traced) == {8, 32, 20}
     assert traces.confirms(13)
 
 
-def test_two_batches_next_to_each_other_confirm_nothing(experiment) -> None:
-    traces = Traces(experiment, ignore)
+def test_two_batches_next_to_each_other_confirm_nothing(traces) -> None:
     for batch_size in (8, 9):
         traces.footprint(batch_size)
     [family] = traces._families
@@ -110,9 +128,8 @@ def test_two_batches_next_to_each_other_confirm_nothing(experiment) -> None:
     assert not traces.confirms(8)
 
 
-def test_a_batch_beside_the_line_is_not_confirmed(experiment) -> None:
-    traces = Traces(experiment, ignore)
-    for batch_size in (2, 32, 13):
+def test_a_batch_beside_the_line_is_not_confirmed(traces) -> None:
+    for batch_size in (8, 32, 13):
         traces.footprint(batch_size)
     [family] = traces._families
     family.sizes[32] = family.sizes[32]._replace(least=family.sizes[32].least + 512)

@@ -117,8 +117,22 @@ def _bound_by_opacus(accountant: str, history: Sequence[Steps], delta: float) ->
         # That another order might give a tighter bound; and divisions by zero at a sample rate
         # of 1, whose results are not used.
         warnings.simplefilter("ignore")
-        epsilon = float(book.get_epsilon(delta=delta))
+        if accountant == "rdp" and history:
+            spent = sum(_divergences_of_step(noise, rate) * steps for noise, rate, steps in history)
+            analysis = importlib.import_module("opacus.accountants.analysis.rdp")
+            orders = book.DEFAULT_ALPHAS
+            epsilon = float(analysis.get_privacy_spent(orders=orders, rdp=spent, delta=delta)[0])
+        else:
+            epsilon = float(book.get_epsilon(delta=delta))
     return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
+
+
+@lru_cache(maxsize=_MOST_KINDS)
+def _divergences_of_step(noise: float, rate: float) -> Any:
+    """Return the Renyi divergences of one step at Opacus's orders; those of more steps add up."""
+    return importlib.import_module("opacus.accountants.analysis.rdp").compute_rdp(
+        q=rate, noise_multiplier=noise, steps=1, orders=import_opacus().RDPAccountant.DEFAULT_ALPHAS
+    )
 
 
 def _bound_truncated(
@@ -149,13 +163,13 @@ def _refuse_long(history: Sequence[Steps], delta: float) -> None:
 
     Its grid has 2 L / h numbers: both are as in Opacus's ``PRVAccountant._get_domain``.
     """
-    prv = importlib.import_module("opacus.accountants.analysis.prv")
-    domain = importlib.import_module("opacus.accountants.analysis.prv.domain")
-    variables = [prv.PoissonSubsampledGaussianPRV(rate, noise) for noise, rate, _ in history]
     counts, error = [steps for *_, steps in history], _DELTA_ERROR * delta
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        reach = domain.compute_safe_domain_size(variables, counts, _EPSILON_ERROR, error)
+    alone = error / (8 * sum(counts))
+    reach = 3 + max(
+        _EPSILON_ERROR,
+        _bound_by_opacus("rdp", history, error / 4),
+        *(_bound_by_opacus("rdp", [(noise, rate, 1)], alone) for noise, rate, _ in history),
+    )
     across = math.sqrt(sum(counts) * math.log(12 / error) / 2) / _EPSILON_ERROR
     needed = 2 * reach * across * (56 + 8 * len(history))  # measured bytes of a number
     if not needed <= _MOST_BYTES:
