@@ -55,9 +55,7 @@ class Case(NamedTuple):
     auto: Any
     config: Any
     batch_size: int
-    tokens: int
-    """Of a sample; 0 for an image."""
-
+    tokens: int  # of a sample; 0 for an image
     claim: float
     adapters: bool = False
 

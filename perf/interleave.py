@@ -19,8 +19,7 @@ from script import lay_out
 
 Side = Callable[[], float]
 
-MIN_PAIRS = 10
-"""Fewer pairs support no claim."""
+MIN_PAIRS = 10  # fewer pairs support no claim
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from dpprof.system.words import listed, plural
 SPEED = "tokens/s"
 _GIB = 2**30
 
-_MANY = 10**9
-"""Tokens that hours are told for; of images it is a thousandth."""
+_MANY = 10**9  # tokens that hours are told for; of images it is a thousandth
 
 
 def _format_interval(option: Option | OnGpus) -> str:

@@ -92,13 +92,10 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
 
 
 class _WarmUp(NamedTuple):
-    run: Callable[[], object]
-    """Takes one of the steps that are timed."""
-
+    run: Callable[[], object]  # takes one of the steps that are timed
     step_s: list[float]
     first_step_bytes: int | None
-    captured_bytes: int | None
-    """The peak of the capture; None without a graph."""
+    captured_bytes: int | None  # the peak of the capture; None without a graph
 
 
 def _warm_up(

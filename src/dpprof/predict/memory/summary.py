@@ -45,8 +45,7 @@ from dpprof.predict.memory.owners import Owner
 from dpprof.predict.memory.timeline import LiveStorage, MemoryTimeline
 from dpprof.private.norms.triton_ops import LAUNCHES
 
-LARGEST_ALLOCATIONS = 15
-"""How many groups of live storages at the peak a result lists."""
+LARGEST_ALLOCATIONS = 15  # how many groups of live storages at the peak a result lists
 
 TIMELINE_POINTS = 300
 """A timeline is divided into this many equal parts; each keeps its highest instant."""

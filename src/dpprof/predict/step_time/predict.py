@@ -57,9 +57,7 @@ class Issued(NamedTuple):
     """An operator that the host issues."""
 
     kind: str
-    time: OpTime
-    """The time on the device."""
-
+    time: OpTime  # the time on the device
     placed: Placed = Placed(COMPUTE, (), None)
 
 
@@ -69,12 +67,8 @@ class StepTime(NamedTuple):
     median_s: float
     low_s: float
     high_s: float
-    rests_on: dict[Basis, float]
-    """Shares of the device's time."""
-
-    host_share: float
-    """The share of the step in which the device waits for the host."""
-
+    rests_on: dict[Basis, float]  # shares of the device's time
+    host_share: float  # the share of the step in which the device waits for the host
     communication_share: float
     """The share of the step in which the device only waits for ranks, or runs collectives in
     line."""
@@ -85,8 +79,7 @@ class _Run(NamedTuple):
 
     starts: list[float]
     ends: list[float]
-    exposed_s: float
-    """How long the stream that computes waits for another one."""
+    exposed_s: float  # how long the stream that computes waits for another one
 
     @property
     def step_s(self) -> float:
@@ -230,8 +223,7 @@ def _share_out(ops: Sequence[Issued]) -> dict[Basis, float]:
     }
 
 
-DRIFT = 0.05
-"""Least spread of all times of a machine together: its load and temperature change."""
+DRIFT = 0.05  # least spread of all times of a machine together: its load and temperature change
 
 _UPDATE = ("noise", "step")
 """The phases that run once, however many batches a gradient is accumulated over."""

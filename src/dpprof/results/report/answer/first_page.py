@@ -47,8 +47,7 @@ from dpprof.system.words import listed, plural
 
 TRUST = "Can I believe this?"
 
-_MOST_ROWS = 24
-"""More leave no room for the figure; the appendix has all."""
+_MOST_ROWS = 24  # more leave no room for the figure; the appendix has all
 
 _SAID = {
     *("model", "lora", "quantization", "trainable", "seq_len", "image_size", "dtype"),

@@ -37,8 +37,7 @@ from dpprof.results.figures.style import (
 )
 from dpprof.results.report.wording import name_gpus, name_trainings
 
-_DIGITS = 9
-"""Significant digits of a number on the page; whole numbers are exact."""
+_DIGITS = 9  # significant digits of a number on the page; whole numbers are exact
 
 _COSTS = [
     *("dp_flop_multiplier", "executed_flops", "arithmetic_intensity", "mfu", "hfu"),
@@ -58,17 +57,10 @@ _PRICED = (
     *("over_first", "over_first_low", "over_first_high"),
 )
 
-Run = tuple[str, str, int]
-"""A run, as (experiment id, instrument, replicate)."""
-
-Rows = list[dict[str, Any]]
-"""Rows with the columns of ``Holding``."""
-
-JOINED = "smaller holdings"
-"""The layer and operator of holdings that a thinned page joins."""
-
-LINES = 20
-"""How many lines of a log are quoted."""
+Run = tuple[str, str, int]  # a run, as (experiment id, instrument, replicate)
+Rows = list[dict[str, Any]]  # rows with the columns of ``Holding``
+JOINED = "smaller holdings"  # the layer and operator of holdings that a thinned page joins
+LINES = 20  # how many lines of a log are quoted
 
 _LOG_BYTES = 4096
 

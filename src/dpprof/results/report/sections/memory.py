@@ -26,11 +26,8 @@ from dpprof.results.report.wording import (
 
 BUDGET = "What a privacy budget costs"
 
-_LEAST_SHARE = 0.01
-"""An owner below this share of every peak has no column."""
-
-_MOST_OWNERS = 8
-"""More columns do not fit on a page."""
+_LEAST_SHARE = 0.01  # an owner below this share of every peak has no column
+_MOST_OWNERS = 8  # more columns do not fit on a page
 
 
 def owners(composition: pd.DataFrame) -> Blocks:
