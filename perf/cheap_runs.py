@@ -9,12 +9,13 @@ keeps the machine busy counts little.
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from dpprof.experiments.config import registry
 from dpprof.system.console import say
-from interleave import MIN_PAIRS, Comparison, tabulate
-from script import IMPORTS, at_least, describe_place, end, make_parser, publish, run
+from interleave import MIN_PAIRS, compare, conclude, take_turns
+from script import IMPORTS, at_least, describe_place, make_parser, run
 
 RUN = "from dpprof.ask.commands.main import main; main()"
 STEPS = 2
@@ -42,20 +43,9 @@ def run_cpu_s(method: str) -> float:
     return seconds
 
 
-def compare(methods: list[str], rounds: int) -> list[Comparison]:
-    """Measure every method in each round; returns a row each, after the bare import's."""
-
-    def import_cpu_s() -> float:
-        return run(["-c", IMPORTS], Path(tempfile.gettempdir())).cpu_s
-
-    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in ("bare", *methods)}
-    for number in range(1, rounds + 1):
-        bare = import_cpu_s()
-        for name, pairs in runs.items():
-            value = import_cpu_s() if name == "bare" else run_cpu_s(name)
-            pairs.append((value, bare))
-            say(f"[{number}/{rounds}] {name}: {value / bare:.2f}")
-    return [Comparison(f"{name} / bare", pairs) for name, pairs in runs.items()]
+def import_cpu_s() -> float:
+    """Return the CPU seconds of a bare import."""
+    return run(["-c", IMPORTS], Path(tempfile.gettempdir())).cpu_s
 
 
 def main() -> None:
@@ -64,12 +54,13 @@ def main() -> None:
     parser.add_argument("--rounds", **at_least(MIN_PAIRS, 12))
     parser.add_argument("--method", nargs="+", choices=registry.names("methods"), metavar="METHOD")
     arguments = parser.parse_args()
-    rows = compare(arguments.method or registry.names("methods"), arguments.rounds)
-    table = tabulate(rows, "s")
+    methods = arguments.method or registry.names("methods")
+    sides = {"bare": import_cpu_s, "another bare": import_cpu_s}
+    sides |= {method: partial(run_cpu_s, method) for method in methods}
+    rows = compare(take_turns(sides, arguments.rounds, 0, say), "bare")
     steps = f"{STEPS} steps of tiny, B = 2, T = 16, instrument clean"
-    text = f"{describe_place('torch', 'opacus')}; {steps}.\n\n{table}"
-    publish(__doc__, text, arguments.output, printed=table)
-    end(f"not below {CLAIM}", [row.name for row in rows[1:] if row.interval.high >= CLAIM])
+    place = f"{describe_place('torch', 'opacus')}; {steps}"
+    conclude(__doc__, place, rows, arguments.output, CLAIM)
 
 
 if __name__ == "__main__":

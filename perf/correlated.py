@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from dpprof.private import BookKeeping, NoisyOptimizer, make_strategy
-from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate, timed
-from script import at_least, describe_place, end, make_parser, publish
+from interleave import MIN_PAIRS, Side, conclude, measure, timed
+from script import at_least, describe_place, make_parser
 
 WIDTH, LAYERS, B, T = 512, 8, 16, 32
 STEPS = 10**5
@@ -58,14 +58,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     base = prepare("banded", 1, "device")
-    rows: list[Comparison] = []
-    for name, settings in ROWS.items():
-        rows.append(measure(name, prepare(*settings), base, arguments.pairs))
-    table = tabulate(rows, "ms", 1e3)
+    rows = [
+        measure(name, prepare(*settings), base, arguments.pairs) for name, settings in ROWS.items()
+    ]
     shape = f"{LAYERS} layers of {WIDTH} x {WIDTH}, {B} samples of {T} tokens"
-    place = describe_place("torch", threads=1)
-    publish(__doc__, f"{place}; {shape}.\n\n{table}", arguments.output, printed=table)
-    end(f"not below {CLAIM}", [row.name for row in rows if row.interval.high >= CLAIM])
+    place = f"{describe_place('torch', threads=1)}; {shape}"
+    conclude(__doc__, place, rows, arguments.output, CLAIM)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from dpprof.private import make_private
-from interleave import MIN_PAIRS, Comparison, Side, tabulate, timed
+from interleave import MIN_PAIRS, Comparison, Side, compare, tabulate, take_turns, timed
 from script import at_least, describe_place, end, make_parser, publish
 
 CLASSES = 4
@@ -55,9 +55,7 @@ class Case(NamedTuple):
     auto: Any
     config: Any
     batch_size: int
-    tokens: int
-    """Of a sample; 0 for an image."""
-
+    tokens: int  # of a sample; 0 for an image
     claim: float
     adapters: bool = False
 
@@ -156,12 +154,8 @@ def make_side(case: Case, execution: str | None, device: torch.device) -> Side:
 
 def measure(case: Case, rounds: int, device: torch.device) -> list[Comparison]:
     """Let a plain step, one as shipped and one without graphs take turns."""
-    sides = {name: make_side(case, name, device) for name in (None, "auto", "eager")}
-    seconds = [{name: side() for name, side in sides.items()} for _ in range(WARMUP + rounds)]
-    return [
-        Comparison(f"{case.name}, {name} / plain", [(s[name], s[None]) for s in seconds[WARMUP:]])
-        for name in ("auto", "eager")
-    ]
+    sides = {name or "plain": make_side(case, name, device) for name in (None, "auto", "eager")}
+    return compare(take_turns(sides, rounds, WARMUP), "plain", f"{case.name}, ")
 
 
 def main() -> None:

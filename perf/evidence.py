@@ -30,25 +30,14 @@ class Source(NamedTuple):
 
     key: str
     name: str
-    differs: str = ""
-    """What its training has that a prediction leaves out."""
-
-    shows: str = ""
-    """What the comparison shows, and the cause of a difference where it was found."""
-
-    gpu: str = ""
-    """Of the GPU, where more is to be said than each row does."""
-
-    torch: str = ""
-    """The version of PyTorch, as it is said."""
-
+    differs: str = ""  # what its training has that a prediction leaves out
+    shows: str = ""  # what the comparison shows, and the cause of a difference where it was found
+    gpu: str = ""  # of the GPU, where more is to be said than each row does
+    torch: str = ""  # the version of PyTorch, as it is said
     dtype: Dtype = "float32"
     optimizer: str = "adam"
-    complete: bool = True
-    """Whether it states all that a prediction needs."""
-
-    doubles: bool = False
-    """Whether it tries batches that are powers of 2 only."""
+    complete: bool = True  # whether it states all that a prediction needs
+    doubles: bool = False  # whether it tries batches that are powers of 2 only
 
 
 SOURCES = {key: Source(key, **fields) for key, fields in _SHARED["sources"].items()}
@@ -71,25 +60,18 @@ class Row(NamedTuple):
     """A number."""
 
     id: str
-    page: str
-    """The page that shows it."""
-
+    page: str  # the page that shows it
     source: Source
     gpu: str
     target: str
-    model: str
-    """One of ``MODELS``, or a program of ``published.programs``."""
-
+    model: str  # one of ``MODELS``, or a program of ``published.programs``
     method: str
     settings: Mapping[str, Any]
     quantity: str
-    value: float | None
-    """None where memory ran out, or nothing is stated."""
-
+    value: float | None  # None where memory ran out, or nothing is stated
     unit: str
     read_from: str
-    not_predicted: str
-    """Why not."""
+    not_predicted: str  # why not
 
     @property
     def group(self) -> str:

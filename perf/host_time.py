@@ -15,7 +15,16 @@ from functools import partial
 import torch
 
 from dpprof.system.console import say
-from interleave import MIN_PAIRS, Comparison, Side, prepare, tabulate, timed
+from interleave import (
+    MIN_PAIRS,
+    Comparison,
+    Side,
+    compare,
+    prepare,
+    tabulate,
+    take_turns,
+    timed,
+)
 from script import at_least, describe_place, end, ignore, make_parser, publish
 
 LLAMA = {
@@ -55,20 +64,9 @@ def measure(training: str, rounds: int) -> list[Comparison]:
     """Let all methods of a training step in turn."""
     methods = ["standard", *(method for name, method in LIMITS if name == training)]
     sides = {method: make_side(method, TRAININGS[training]) for method in methods}
-    seconds: dict[str, list[float]] = {method: [] for method in methods}
-    for number in range(rounds + 2):
-        for method, side in sides.items():
-            value = side()
-            if number > 1:  # the first ones warm up
-                seconds[method].append(value)
+    taken = take_turns(sides, rounds, 2)
     say(f"{training}: {rounds} rounds")
-    return [
-        Comparison(
-            f"{training}, {method} / standard",
-            list(zip(seconds[method], seconds["standard"], strict=True)),
-        )
-        for method in methods[1:]
-    ]
+    return compare(taken, "standard", f"{training}, ")
 
 
 def main() -> None:

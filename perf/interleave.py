@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +16,11 @@ import torch
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.results.analysis.statistics import Interval, median_intervals
 from dpprof.subjects.setup import Training, import_method, set_up
-from script import lay_out
+from script import end, lay_out, publish
 
 Side = Callable[[], float]
 
-MIN_PAIRS = 10
-"""Fewer pairs support no claim."""
+MIN_PAIRS = 10  # fewer pairs support no claim
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,36 @@ def measure(
     return Comparison(name, measured)
 
 
+def take_turns(
+    sides: Mapping[str, Side],
+    rounds: int,
+    warmup: int = 1,
+    tell: Callable[[str], None] = lambda _: None,
+) -> dict[str, list[float]]:
+    """Let any number of sides take turns, A B C A B C ..., and return what each measured.
+
+    The first rounds warm up, and do not count; ``tell`` gets a line after each of the others.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(1 - warmup, rounds + 1):
+        for name, side in sides.items():
+            value = side()
+            if number > 0:
+                taken[name].append(value)
+        if number > 0:
+            tell(f"{number} of {rounds} rounds")
+    return taken
+
+
+def compare(taken: Mapping[str, Sequence[float]], base: str, of: str = "") -> list[Comparison]:
+    """Put all that took turns beside one of them."""
+    return [
+        Comparison(f"{of}{name} / {base}", list(zip(values, taken[base], strict=True)))
+        for name, values in taken.items()
+        if name != base
+    ]
+
+
 def tabulate(comparisons: Iterable[Comparison], unit: str, scale: float = 1.0) -> str:
     """Lay comparisons out as one table; 1 as it was measured is ``scale`` of the unit."""
     rows = []
@@ -95,3 +125,12 @@ def tabulate(comparisons: Iterable[Comparison], unit: str, scale: float = 1.0) -
         rows.append([row.name, *cells, f"{low:.3f} to {high:.3f}", len(row.pairs)])
     heads = ("A / B", f"A, median ({unit}):", f"B, median ({unit}):", "ratio:")
     return "\n".join(lay_out((*heads, "95 % interval:", "pairs:"), rows))
+
+
+def conclude(
+    doc: str | None, place: str, rows: Sequence[Comparison], output: Path | None, claim: float
+) -> None:
+    """Publish rows of seconds, and exit where the interval of one does not lie below a claim."""
+    table = tabulate(rows, "ms", 1e3)
+    publish(doc, f"{place}.\n\n{table}", output, printed=table)
+    end(f"not below {claim}", [row.name for row in rows if row.interval.high >= claim])

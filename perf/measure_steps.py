@@ -1,18 +1,13 @@
-"""Measures whole steps on a GPU for evidence.csv, with ``dpprof profile --instrument clean``.
+"""Adds whole steps that were measured on a GPU to evidence.csv.
 
-    python perf/measure_steps.py --measure FOLDER
-    python perf/measure_steps.py --collect FOLDER
+    snakemake --configfile perf/measure_steps.yaml
+    python perf/measure_steps.py results/clean
 
-The models are those that wait for their host and those that do not, each eager, as a CUDA graph and
-compiled; Opacus's method runs eagerly. ``--collect`` adds the results of a folder to the rows: a
-row of the same GPU and experiment goes.
+A row of the same GPU and experiment goes.
 """
 
 import argparse
 import csv
-import itertools
-import subprocess
-import sys
 from pathlib import Path
 
 from dpprof.ask.measured import list_rows
@@ -20,33 +15,6 @@ from dpprof.experiments.config import registry
 from dpprof.experiments.config.datasheets import find_by_device_name
 from dpprof.experiments.records.result import Result, read_result
 from evidence import DATA
-
-SHAPES = {
-    "1b": (8, 1024),
-    "medium": (8, 512),
-    "small": (4, 128),
-    "hf:llama-3.2-1b": (4, 1024),
-    "hf:smollm2-135m": (8, 512),
-}
-"""Samples and tokens by model."""
-
-METHODS = ("standard", "flash-bk", "opacus-ghost")
-EXECUTIONS = ("eager", "graph", "compiled")
-
-
-def measure(folder: Path) -> None:
-    """Measure every model, method and execution on this GPU."""
-    for (model, (samples, tokens)), method, execution in itertools.product(
-        SHAPES.items(), METHODS, EXECUTIONS
-    ):
-        if method == "opacus-ghost" and execution != "eager":
-            continue
-        options = {"model": model, "method": method, "batch-size": samples, "seq-len": tokens}
-        options |= {"dtype": "bfloat16", "optimizer": "adamw-fused", "device": "cuda"}
-        name = f"{model.removeprefix('hf:')}-{method}-{execution}.json"
-        options |= {"execution": execution, "output": folder / name}
-        texts = [f"--{key}={value}" for key, value in options.items()]
-        subprocess.run([sys.executable, "-m", "dpprof", "profile", *texts], check=False)
 
 
 def collect(folder: Path) -> None:
@@ -93,13 +61,8 @@ def _replace(rows: list[dict[str, str]], result: Result) -> list[dict[str, str]]
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--measure", type=Path, help="a folder for results of this GPU")
-    parser.add_argument("--collect", type=Path, help="a folder of results to add to the rows")
-    arguments = parser.parse_args()
-    if arguments.measure:
-        measure(arguments.measure)
-    if arguments.collect:
-        collect(arguments.collect)
+    parser.add_argument("folder", type=Path, help="a folder of results to add to the rows")
+    collect(parser.parse_args().folder)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from dpprof.experiments.config.experiment import Experiment
 from dpprof.predict.estimate import estimate
 from dpprof.results.figures.style import method_style
 from dpprof.system.console import say
-from interleave import prepare, timed
+from interleave import prepare, take_turns, timed
 from script import at_least, describe_place, end, ignore, lay_out, make_parser, publish
 
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "flash", "flash-bk")
@@ -80,17 +80,12 @@ def measure(shape: Shape, rounds: int) -> Row:
     methods = [name for name in METHODS if name not in REFUSED.get(shape.model, ())]
     asked = {name: Experiment.model_validate({**fields, "method": name}) for name in methods}
     counted = {name: estimate(experiment, ignore) for name, experiment in asked.items()}
-    steps: dict[str, list[float]] = {name: [] for name in methods}
     sides = {}
     for name in methods:
         training = prepare({**fields, "method": name})
         sides[name] = timed(partial(training.step.run, training.batch, ignore))
-    for at in range(rounds + 1):
-        for name, take_step in sides.items():
-            seconds = take_step()
-            if at:  # the first warms up
-                steps[name].append(seconds)
-        say(f"{shape.model}, T = {shape.T}: {at} of {rounds} rounds")
+    where = f"{shape.model}, T = {shape.T}"
+    steps = take_turns(sides, rounds, tell=lambda line: say(f"{where}: {line}"))
     row = {}
     for name, predicted in counted.items():
         assert predicted.compute is not None

@@ -43,8 +43,7 @@ USUAL, SHORT = Size("tiny", TINY, 8, 128), Size("tiny", TINY, 2, 64)
 STEPS = {1: 20, 10: 20, 50: 50, 100: 100, 500: 500}
 """Steps that are one pair of whole cycles, by frequency."""
 
-BLOCK = 4
-"""Steps from one side to the other."""
+BLOCK = 4  # steps from one side to the other
 
 CLAIM = 1.01
 

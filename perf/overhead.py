@@ -19,8 +19,8 @@ from dpprof.experiments.launch.worker_report import PhaseMark
 from dpprof.measure.devices.selection import open_device
 from dpprof.subjects.models.presets import TINY
 from dpprof.system.console import say
-from interleave import MIN_PAIRS, Comparison, Side, measure, prepare, tabulate, timed
-from script import at_least, describe_place, end, make_parser, publish
+from interleave import MIN_PAIRS, Comparison, Side, conclude, measure, prepare, timed
+from script import at_least, describe_place, make_parser
 
 ROWS = {
     "bare / bare, standard": ("bare", "standard"),
@@ -101,11 +101,9 @@ def main() -> None:
             value, base = measured[-1]
             say(f"[{process + 1}/{arguments.processes}] {name}: {value / base:.3f}")
     rows = [Comparison(name, measured) for name, measured in pairs.items()]
-    table = tabulate(rows, "ms", 1e3)
     place = describe_place("torch", "opacus", threads=arguments.threads)
-    steps = f"{STEPS} steps a process, tiny, B = {BATCH_SIZE}, T = {SEQ_LEN}, AdamW"
-    publish(__doc__, f"{place}; {steps}.\n\n{table}", arguments.output, printed=table)
-    end(f"not below {CLAIM}", [row.name for row in rows if row.interval.high >= CLAIM])
+    place += f"; {STEPS} steps a process, tiny, B = {BATCH_SIZE}, T = {SEQ_LEN}, AdamW"
+    conclude(__doc__, place, rows, arguments.output, CLAIM)
 
 
 if __name__ == "__main__":

@@ -186,8 +186,7 @@ def _is_joined_first(ops: Sequence[Op], at: int) -> bool:
 _OF_TEXT = ("bert", "gpt2", "roberta")
 """How names of models begin whose samples are tokens; other samples are images."""
 
-_SMALLEST = {"bert": 16}
-"""The batch from which a source doubles it; 64 for other models."""
+_SMALLEST = {"bert": 16}  # the batch from which a source doubles it; 64 for other models
 
 
 class Training(NamedTuple):
@@ -197,9 +196,7 @@ class Training(NamedTuple):
     target: str
     model: str
     method: str
-    size: int
-    """Height and width of images, or tokens."""
-
+    size: int  # height and width of images, or tokens
     steps: int
 
     @classmethod

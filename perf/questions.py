@@ -39,8 +39,7 @@ class Question(NamedTuple):
     name: str
     command: str
     most_imports: float
-    before: str = ""
-    """A command that is given first, in the same folder; its time does not count."""
+    before: str = ""  # a command that is given first, in the same folder; its time does not count
 
 
 QUESTIONS = (

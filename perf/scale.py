@@ -94,21 +94,21 @@ def measure_reporting(results: int, folder: Path) -> Iterator[Row]:
     tables, output = folder / "results" / "tables", folder / "results"
     figures = {
         f"figure {name}": [
-            *("figure.py", f"--figure={name}", f"--tables={tables}"),
+            *("figure", f"--figure={name}", f"--tables={tables}"),
             *(f"--output={output}/figures/{name}.{kind}" for kind in ("png", "pdf", "json")),
         ]
         for name in registry.names("figures")
     }
     steps = {
-        "tables": ["tables.py", f"--manifest={manifest}", f"--output-dir={tables}"],
+        "tables": ["tables", f"--manifest={manifest}", f"--output-dir={tables}"],
         **figures,
-        "report": ["report.py", f"--tables={tables}", f"--output-dir={output}"],
+        "report": ["report", f"--tables={tables}", f"--output-dir={output}"],
     }
     imports = [run(["-c", IMPORTS], folder) for _ in range(3)]
     costs = {}
-    for name, (script, *options) in steps.items():
-        path = str(ROOT / "workflow" / "scripts" / script)
-        costs[name] = run([path, *options], folder)
+    script = str(ROOT / "workflow" / "scripts" / "subcommand.py")
+    for name, words in steps.items():
+        costs[name] = run([script, *words], folder)
         imports.append(run(["-c", IMPORTS], folder))
         say(f"reporting: {name}")
     unit = median_of(imports)

@@ -41,8 +41,7 @@ class Cost(NamedTuple):
     """What a process and its children took."""
 
     cpu_s: float
-    peak_mib: float
-    """The largest resident memory of one process."""
+    peak_mib: float  # the largest resident memory of one process
 
 
 _LAUNCHER = """

@@ -22,8 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 from dpprof.private import PrivacyArguments, PrivateTrainer, make_private
 from dpprof.private.loop.trainer_losses import read_losses
-from interleave import MIN_PAIRS, Comparison, Side, tabulate, timed
-from script import at_least, describe_place, end, make_parser, publish
+from interleave import MIN_PAIRS, Comparison, Side, conclude, timed
+from script import at_least, describe_place, make_parser
 
 SAMPLES, TOKENS, VOCABULARY = 64, 64, 512
 PART, PARTS = 4, 2
@@ -156,11 +156,9 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = [compare_loops(arguments.pairs)]
     rows += [compare(adapters=adapters, pairs=arguments.pairs) for adapters in (False, True)]
-    table = tabulate(rows, "ms", 1e3)
     place = describe_place("torch", "transformers", threads=1)
-    shape = f"{PART * PARTS} samples expected of {TOKENS} tokens, AdamW"
-    publish(__doc__, f"{place}; {shape}.\n\n{table}", arguments.output, printed=table)
-    end(f"not below {CLAIM}", [row.name for row in rows if row.interval.high >= CLAIM])
+    place += f"; {PART * PARTS} samples expected of {TOKENS} tokens, AdamW"
+    conclude(__doc__, place, rows, arguments.output, CLAIM)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 import importlib.util
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "workflow" / "scripts" / "profile.py"
+from scripts import ROOT, spell
+
 GIB = 2**30
 
 
@@ -59,4 +58,4 @@ def occupy(folder: Path, uuid: str, *, used_bytes: int, load: int = 0) -> None:
 def profile_command(output: Path, *options: str) -> list[str]:
     """Return the command that profiles a small experiment."""
     fields = ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4"]
-    return [sys.executable, str(SCRIPT), f"--output={output}", *fields, *options]
+    return spell("profile", f"--output={output}", *fields, *options)

@@ -1,4 +1,4 @@
-"""The scripts of the workflow, run as a user runs them, and their commands in this process."""
+"""Subcommands, run as a rule of the workflow runs them, and in this process."""
 
 import contextlib
 import io
@@ -14,17 +14,10 @@ ASKED = ["--model", MODEL, "--seq-len", "8", "--methods", "standard", "flash-bk"
 HERE = ["--target", "l4", "--memory-limit-bytes", "25MiB"]
 
 
-def run(name: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script, such as ``profile.py``, or a command that has none, such as ``forget``."""
-    is_script = name.endswith(".py")
-    begin = [str(ROOT / "workflow" / "scripts" / name)] if is_script else ["-m", "dpprof", name]
-    return subprocess.run(
-        [sys.executable, *begin, *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-    )
+def spell(command: str, *options: str) -> list[str]:
+    """Return the words by which a rule of the workflow runs a subcommand."""
+    script = ROOT / "workflow" / "scripts" / "subcommand.py"
+    return [sys.executable, str(script), command, *options]
 
 
 def call(command: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:

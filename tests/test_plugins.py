@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,9 @@ import torch
 from checkout import TABLES, copy_checkout
 from example_package import install_example
 from factory import make_experiment
-from fresh_process import ROOT, run_fresh
+from fresh_process import run_fresh
 from memory_steps import record_and_estimate
+from scripts import spell
 from snapshots import assert_sentences
 from torch import Tensor, nn
 
@@ -36,11 +36,10 @@ def installed(tmp_path_factory) -> Path:
 
 def test_an_installed_package_is_measured(installed, tmp_path) -> None:
     """By a script of the workflow, without Snakemake and in any folder."""
-    script = ROOT / "workflow" / "scripts" / "profile.py"
     fields = FIELDS | {"warmup_steps": 2, "timed_steps": 1, "device": "cpu"}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in fields.items()]
     done = subprocess.run(
-        [sys.executable, str(script), *given, "--output=x.json"],
+        spell("profile", *given, "--output=x.json"),
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(installed)},
         capture_output=True,

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 
 import pytest
 from factory import (
@@ -13,7 +12,7 @@ from factory import (
     write_synthetic,
     write_synthetic_verdict,
 )
-from scripts import ROOT, call
+from scripts import call, spell
 
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.planning.code_digest import code_digest, verdict_digest
@@ -80,15 +79,8 @@ def test_forget_unverified_forgets_verdicts_that_did_not_pass_and_no_result(tmp_
 
 def test_a_full_log_disk_and_a_closed_terminal_cost_no_result(tmp_path) -> None:
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in ONCE.items()]
-    script = ROOT / "workflow" / "scripts" / "profile.py"
-    command = [
-        sys.executable,
-        str(script),
-        *arguments,
-        "--dtype=tf32",
-        "--output=x.json",
-        "--log=/dev/full",
-    ]
+    options = [*arguments, "--dtype=tf32", "--output=x.json", "--log=/dev/full"]
+    command = spell("profile", *options)
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
     process.stderr.close()
 
@@ -100,9 +92,8 @@ def test_a_full_disk_is_a_sentence_and_keeps_what_was_there(tmp_path) -> None:
     experiment = make_experiment()
     manifest = write_manifest(tmp_path, write_runs(tmp_path, (experiment, "clean", {})))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
-    script = ROOT / "workflow" / "scripts" / "tables.py"
     options = [f"--manifest={manifest}", "--output-dir=results/tables"]
-    limited = ["bash", "-c", 'ulimit -f 1; "$@"', "bash", sys.executable, str(script), *options]
+    limited = ["bash", "-c", 'ulimit -f 1; "$@"', "bash", *spell("tables", *options)]
     done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, check=False)
 
     assert done.returncode == 1

@@ -313,7 +313,7 @@ def test_who_waits_is_told_for_whom_and_begins_afterwards(asleep, tmp_path) -> N
     second.communicate(timeout=120)
 
     assert f"waiting for process {supervisor.pid} (" in said
-    assert "profile.py" in said
+    assert "subcommand.py profile" in said
     assert "running since 20" in said
     assert dt.datetime.fromisoformat(read_result(tmp_path / "y.json").started_at) >= killed_at
 

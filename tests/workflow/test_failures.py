@@ -75,7 +75,7 @@ def test_a_killed_supervisor_costs_nothing_that_was_finished(sleeping: Checkout)
     sweep = sleeping.start(TABLES)
     wait_for((sleeping.path / "reached").exists)
     finished = sleeping.results()
-    (supervisor,) = process_running("scripts/profile.py", sleeping.path)
+    (supervisor,) = process_running("scripts/subcommand.py profile", sleeping.path)
     supervisor.kill()
     said, _ = sweep.communicate(timeout=300)
 
@@ -92,7 +92,7 @@ def test_a_supervisor_that_dies_each_time_is_run_by_the_next_snakemake(sleeping:
     for _ in range(3):
         wait_for(marker.exists)
         finished = sleeping.results()
-        (supervisor,) = process_running("scripts/profile.py", sleeping.path)
+        (supervisor,) = process_running("scripts/subcommand.py profile", sleeping.path)
         supervisor.kill()
         marker.unlink()  # so that the next attempt waits too
     said, _ = sweep.communicate(timeout=300)
@@ -172,7 +172,7 @@ def test_a_run_that_outlives_its_snakemake_is_not_measured_again(
     marker = sleeping.path / "reached"
     sweep = sleeping.start(TABLES)
     wait_for(marker.exists)
-    (run,) = process_running("scripts/profile.py", sleeping.path)
+    (run,) = process_running("scripts/subcommand.py profile", sleeping.path)
     kill_snakemake(sweep, number)
     marker.rename(marker.with_name("let go"))
     sleeping.environment = {}
@@ -189,14 +189,14 @@ def test_a_run_that_outlives_its_snakemake_is_not_measured_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "module", "function"),
+    ("command", "module", "function"),
     [
-        ("verify.py", "measure/verification/verify.py", "def verify(model, method):"),
-        ("ceilings.py", "measure/devices/limits.py", "def measure(name):"),
+        ("verify", "measure/verification/verify.py", "def verify(model, method):"),
+        ("ceilings", "measure/devices/limits.py", "def measure(name):"),
     ],
 )
 def test_a_verdict_or_ceilings_under_way_are_made_again_after_a_kill(
-    checkout: Checkout, script: str, module: str, function: str
+    checkout: Checkout, command: str, module: str, function: str
 ) -> None:
     marker = checkout.path / "reached"
     stop = f"open({str(marker)!r}, 'w').close()\n    import time\n    time.sleep(3600)"
@@ -204,13 +204,13 @@ def test_a_verdict_or_ceilings_under_way_are_made_again_after_a_kill(
     sweep = checkout.start(TABLES)
     wait_for(marker.exists)
     finished = checkout.results()
-    running = process_running(f"scripts/{script}", checkout.path)
+    running = process_running(f"scripts/subcommand.py {command}", checkout.path)
     os.killpg(sweep.pid, signal.SIGKILL)
     sweep.wait(timeout=60)
     for process in running:
         process.wait(timeout=60)
 
-    assert not list(checkout.path.glob("results/verify/*.json")) or script != "verify.py"
+    assert not list(checkout.path.glob("results/verify/*.json")) or command != "verify"
     checkout.edit(f"src/dpprof/{module}", f"{function}\n    {stop}", function)
     checkout.snakemake("--unlock")
     checkout.snakemake(TABLES)
@@ -224,7 +224,7 @@ def test_a_run_under_way_is_waited_for_and_not_measured_again(sleeping: Checkout
     marker = sleeping.path / "reached"
     sweep = sleeping.start(TABLES)
     wait_for(marker.exists)
-    (run,) = process_running("scripts/profile.py", sleeping.path)
+    (run,) = process_running("scripts/subcommand.py profile", sleeping.path)
     kill_snakemake(sweep, signal.SIGKILL)
     sleeping.environment = {}
     sleeping.snakemake("--unlock")

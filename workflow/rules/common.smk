@@ -84,8 +84,9 @@ onstart:
 
 def script_of(command):
     """Name the script of a command; where only the rules are here, the installed dpprof."""
-    path = HERE / "workflow" / "scripts" / f"{command}.py"
-    return shlex.quote(str(path)) if path.is_file() else f"-P -m dpprof {command}"
+    path = HERE / "workflow" / "scripts" / "subcommand.py"
+    script = shlex.quote(str(path)) if path.is_file() else "-P -m dpprof"
+    return f"{script} {command}"
 
 
 def plan_file(path):

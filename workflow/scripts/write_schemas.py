@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import _source_tree  # noqa: F401
+import subcommand  # noqa: F401
 from dpprof.experiments.records.schemas import generated_files
 from dpprof.results.analysis.tables.columns import TABLES
 from dpprof.results.analysis.tables.table import write_page

@@ -8,8 +8,7 @@ from dpprof.experiments.records.advice import Advice, OneMoreSample
 from dpprof.results.analysis.difference.waterfall import format_size, name_component
 from dpprof.results.analysis.standings import find_signs, sign
 
-_LARGE_SHARE = 0.1
-"""A component with this share of the peak is named, after the largest."""
+_LARGE_SHARE = 0.1  # a component with this share of the peak is named, after the largest
 
 
 def detail_advice(advices: Sequence[Advice]) -> list[str]:

@@ -3,15 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from dpprof.ask.layout import (
-    WIDTH,
-    explain_signs,
-    explain_trust,
-    fit_screen,
-    format_number,
-    lay_out,
-    name_settings,
-)
+from dpprof.ask import layout
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.tasks import name_size, name_units
 from dpprof.experiments.records.advice import Advice, OnGpus, Option
@@ -30,8 +22,7 @@ from dpprof.system.words import listed, plural
 SPEED = "tokens/s"
 _GIB = 2**30
 
-_MANY = 10**9
-"""Tokens that hours are told for; of images it is a thousandth."""
+_MANY = 10**9  # tokens that hours are told for; of images it is a thousandth
 
 
 def _format_interval(option: Option | OnGpus) -> str:
@@ -67,11 +58,13 @@ CELLS: Mapping[str, Callable[[Option], str]] = {
     "verdict": lambda option: option.verdict,
     "checkpointing": lambda option: str(option.checkpointing),
     "execution": lambda option: str(option.execution),
-    "batch": lambda option: format_number(option.safe_batch_size, ",", "none") + _more(option),
+    "batch": lambda option: (
+        layout.format_number(option.safe_batch_size, ",", "none") + _more(option)
+    ),
     "peak GiB": lambda option: three_digits(option.safe_peak_bytes, _GIB),
-    SPEED: lambda option: format_number(option.tokens_per_s, ",.0f"),
+    SPEED: lambda option: layout.format_number(option.tokens_per_s, ",.0f"),
     "90 % interval": _format_interval,
-    "FLOPs x": lambda option: format_number(option.dp_flop_multiplier, ".2f"),
+    "FLOPs x": lambda option: layout.format_number(option.dp_flop_multiplier, ".2f"),
     "largest batch": lambda option: f"{option.largest_batch_size:,}{_more(option)}",
     "its peak, MiB": lambda option: f"{(option.largest_peak_bytes or 0) / 2**20:,.0f}",
 }
@@ -118,7 +111,7 @@ def recommend(advice: Advice) -> str:
     size = name_size(advice.seq_len, advice.image_size)
     where = f"{_name(advice)}, {size}{ranks}{head}, {_name_target(advice)}"
     others = _find_execution(advice), f"loop {advice.loop}", advice.noise_strategy
-    settings = name_settings(advice.dtype, advice.optimizer, *others)
+    settings = layout.name_settings(advice.dtype, advice.optimizer, *others)
     if any(option.verdict == "unranked" for option in advice.options):
         return f"No time is predicted ({settings}), so methods that fit are not ranked: {where}."
     if best is None:
@@ -159,7 +152,7 @@ def _tell_briefly(advice: Advice) -> str:
     best = advice.best
     if best is None:
         return "no private method safely fits, or can be advised"
-    speed = format_number(best.tokens_per_s, ",.0f")
+    speed = layout.format_number(best.tokens_per_s, ",.0f")
     units = name_units(advice.image_size)
     return f"{best.method}, {_count(best)}, {speed} {units}/s"
 
@@ -178,21 +171,21 @@ def format_advice(advice: Advice, others: Sequence[str] = ()) -> str:
             shown = cells if option.largest_batch_size is not None else cells[:1]
             rows.append([_mark(option), *shown, *[""] * (len(columns) - len(shown))])
         table = tabulate(["method", *columns], rows, advice)
-        if max(map(len, table)) <= WIDTH:
+        if max(map(len, table)) <= layout.WIDTH:
             break
     for place, option in enumerate(advice.options, start=1):
         if option.message is not None and not option.safe_batch_size:
             table[place] += f"  {option.message}"
     whole = [] if advice.whole is None else [f"Without adapters: {_tell_briefly(advice.whole)}."]
-    return fit_screen(
+    return layout.fit_screen(
         [recommend(advice), *_tell_speed(advice)],
         table,
         [
             *whole,
             *tell_prices(advice.sides),
             *others,
-            *explain_signs(signs),
-            explain_trust(advice.rests_on),
+            *layout.explain_signs(signs),
+            layout.explain_trust(advice.rests_on),
         ],
     )
 
@@ -232,7 +225,7 @@ def format_winners(advices: Sequence[Advice], others: Sequence[str] = ()) -> str
             for row, best in zip(rows, winners, strict=True)
         ]
         table = tabulate([*axes, "method", *figures], cells, sides[0])
-        if max(map(len, table)) <= WIDTH:
+        if max(map(len, table)) <= layout.WIDTH:
             break
     after = []
     if close:
@@ -242,9 +235,9 @@ def format_winners(advices: Sequence[Advice], others: Sequence[str] = ()) -> str
         after.append("unknown: no time is predicted; the method with the largest batch is named.")
     if None in winners:
         after.append("none: no private method safely fits, or can be advised; --details says why.")
-    after += [*tell_prices(sides), *others, *explain_signs(find_signs(ranked))]
-    after.append(explain_trust(*(side.rests_on for side in sides)))
-    return fit_screen([_name_winners(sides, winners)], table, after)
+    after += [*tell_prices(sides), *others, *layout.explain_signs(find_signs(ranked))]
+    after.append(layout.explain_trust(*(side.rests_on for side in sides)))
+    return layout.fit_screen([_name_winners(sides, winners)], table, after)
 
 
 def _mark(option: Option) -> str:
@@ -257,7 +250,7 @@ def _name_winners(sides: Sequence[Advice], winners: Sequence[Option | None]) -> 
     ranked = [best for best in winners if best is not None]
     names = {best.method for best in ranked}
     executions = {_find_execution(side) for side in sides}
-    shared = name_settings(sides[0].optimizer, *(executions if len(executions) == 1 else ()))
+    shared = layout.name_settings(sides[0].optimizer, *(executions if len(executions) == 1 else ()))
     where = f"({shared}): {_name(sides[0])}, {_name_target(sides[0])}"
     if len(names) != 1 or any(best.tokens_per_s is None for best in ranked):
         return f"The fastest private method with its largest safe batch {where}."
@@ -268,7 +261,7 @@ def tabulate(header: Sequence[str], rows: Iterable[list[str]], advice: Advice) -
     """Return the lines of a table whose header names the speed by what it counts."""
     speed = f"{name_units(advice.image_size)}/s"
     named = [speed if name == SPEED else name for name in header]
-    return lay_out([named, *rows], [i for i, name in enumerate(header) if name in _TEXTS])
+    return layout.lay_out([named, *rows], [i for i, name in enumerate(header) if name in _TEXTS])
 
 
 def _find_winner(advice: Advice) -> Option | None:
@@ -356,7 +349,7 @@ def format_gpus(
     where = [f"{o.method} on {o.gpus:,} {plural(o.gpus, 'GPU')}" for o in (cheap, fast, small)]
     hours = three_digits(cheap.gpu_hours_per_billion)
     first = advices[0]
-    settings = name_settings(first.dtype, first.optimizer, _find_execution(first))
+    settings = layout.name_settings(first.dtype, first.optimizer, _find_execution(first))
     alike = f"; {listed(f'{o.gpus:,}' for o in as_cheap)} may be as cheap" if as_cheap else ""
     said = f"Cheapest: {where[0]} ({settings}), {hours} GPU hours for a billion tokens{alike}. "
     said += f"Fastest: {where[1]}, {fast.tokens_per_s:,.0f} tokens/s. Smallest: {where[2]}."
@@ -373,8 +366,8 @@ def format_gpus(
     ]
     bases = [advice.rests_on for advice in advices]
     efficiency = "Efficiency: tokens/s of a GPU over those with the fewest GPUs that train."
-    return fit_screen(
+    return layout.fit_screen(
         [said, about],
-        lay_out([list(_OF_GPUS), *rows], texts=(1,)),
-        [efficiency, *others, *explain_signs(signs), explain_trust(*bases)],
+        layout.lay_out([list(_OF_GPUS), *rows], texts=(1,)),
+        [efficiency, *others, *layout.explain_signs(signs), layout.explain_trust(*bases)],
     )

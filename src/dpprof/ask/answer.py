@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 class Answer(ABC):
     """An answer: ``str`` is what the command prints, and some have a figure, by ``plot``."""
 
-    _short: ClassVar[tuple[str, ...]]
-    """The columns of the short view."""
+    _short: ClassVar[tuple[str, ...]]  # the columns of the short view
 
     @property
     @abstractmethod

@@ -34,8 +34,7 @@ TRIED = ("flash-bk", "flash")
 MOST_S = 20.0
 """Predictions that have not ended after so many seconds are given up before the next phase."""
 
-_REASON = 200
-"""Letters of a reason that are logged."""
+_REASON = 200  # letters of a reason that are logged
 
 _log = logging.getLogger("dpprof")
 

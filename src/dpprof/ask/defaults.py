@@ -20,8 +20,7 @@ DESCRIBED: Mapping[str, str] = {
 }
 """The defaults, as the help of commands says them."""
 
-LOSS_SCALE = 65_536
-"""The scale of losses in float16: the first of ``torch.amp.GradScaler``."""
+LOSS_SCALE = 65_536  # the scale of losses in float16: the first of ``torch.amp.GradScaler``
 
 _NOT_CAPTURED = ("adamw-8bit", "adafactor")
 _OTHERS_HOLD = 2**30

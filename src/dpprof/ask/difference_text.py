@@ -24,12 +24,10 @@ _SINGULAR = {"optimizer_state", "noise", "workspace", "allocator_rounding", "una
 _MOST_LAYERS = 3
 """A sentence names this many layers at most."""
 
-_NOTABLE = 0.2
-"""A sentence names a second component that has at least this share of the difference."""
+_NOTABLE = 0.2  # a sentence names a second component that has at least this share of the difference
 
 
-_WIDTH = 24
-"""Columns of a terminal for the bars."""
+_WIDTH = 24  # columns of a terminal for the bars
 
 
 def say(difference: Difference) -> str:
@@ -98,28 +96,22 @@ def _sum(bars: Iterable[Bar]) -> int:
 class Detail(NamedTuple):
     """How much of a waterfall is shown."""
 
-    depth: str = "layer"
-    """The innermost level, of ``LEVELS``."""
-
+    depth: str = "layer"  # the innermost level, of ``LEVELS``
     top: int = 5
     """How many layers of a component, and operators of a layer, have a line of their own; the
     others of each have one together."""
 
-    every_layer: bool = False
-    """Whether the same layer of every block has a line of its own."""
+    every_layer: bool = False  # whether the same layer of every block has a line of its own
 
 
 class Row(NamedTuple):
     """A line of the waterfall."""
 
-    depth: int
-    """0 for a component, 1 for a layer, 2 for an operator."""
-
+    depth: int  # 0 for a component, 1 for a layer, 2 for an operator
     name: str
     a_bytes: int
     b_bytes: int
-    start: int
-    """Bytes at which the bar starts; it ends at ``start`` plus the difference."""
+    start: int  # bytes at which the bar starts; it ends at ``start`` plus the difference
 
     @property
     def difference_bytes(self) -> int:

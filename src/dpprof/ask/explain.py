@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from dpprof.ask.answer import Answer, load_figure, tabulate
-from dpprof.ask.commands.common import (
-    DRAWING,
-    Parser,
-    ending_in_a_sentence,
-    path,
-    positive,
-    save_figure,
-)
+from dpprof.ask.commands import common
 from dpprof.ask.difference_text import Detail, render_text, say
 from dpprof.ask.estimate import Predicted
 from dpprof.ask.predictions import PredictionError, predict
@@ -186,14 +179,14 @@ def _read(peak: Peak) -> Result:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser(
+    parser = common.Parser(
         "explain",
         __doc__,
         example="results/memory/A.r0.json results/memory/B.r0.json --depth operator --top 3",
     )
-    parser.add_argument("a", type=path, metavar="A.json", help="the result to explain")
+    parser.add_argument("a", type=common.path, metavar="A.json", help="the result to explain")
     parser.add_argument(
-        "b", type=path, nargs="?", metavar="B.json", help="the result to compare it with"
+        "b", type=common.path, nargs="?", metavar="B.json", help="the result to compare it with"
     )
     parser.add_argument(
         "--loop",
@@ -214,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--top",
-        type=positive,
+        type=common.positive,
         default=5,
         metavar="N",
         help="print this many layers of a component, and operators of a layer, one by one, and "
@@ -227,17 +220,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--output",
-        **DRAWING,
+        **common.DRAWING,
         help="also draw the waterfall and both timelines: a .png, .pdf or .svg",
     )
     arguments = parser.parse_args(argv)
-    with ending_in_a_sentence("nothing was explained"):
+    with common.ending_in_a_sentence("nothing was explained"):
         if arguments.output is not None:
             load_figure("waterfall", spell("output"))
             check_writable(arguments.output)
         explained = explain(arguments.a, arguments.b, loop=arguments.loop)
         if arguments.output is not None:
-            save_figure(explained.plot(), arguments.output)
+            common.save_figure(explained.plot(), arguments.output)
     if arguments.format == "json":
         text = explained.to_json()
     else:

@@ -10,8 +10,7 @@ from dpprof.experiments.launch.progress import format_duration
 from dpprof.experiments.records.result import Result
 from dpprof.system.console import printable
 
-_BLANK = "\r\x1b[2K"
-"""Goes to the begin of the terminal's line, and clears it."""
+_BLANK = "\r\x1b[2K"  # goes to the begin of the terminal's line, and clears it
 
 
 class ProgressLine:

@@ -28,8 +28,7 @@ from dpprof.private.errors import UnsupportedError
 from dpprof.subjects.methods.training_step import Enter, TrainingStep
 from dpprof.subjects.setup import import_method
 
-MOST = 65_536
-"""No larger batch is tried."""
+MOST = 65_536  # no larger batch is tried
 
 GROWTH = 16
 """The next batch is at most this many times the largest that fits, because the peaks of few samples
@@ -40,8 +39,7 @@ FURTHER = 10
 samples may take other code paths. Most methods then begin with eleven, which divides few sizes
 by chance."""
 
-SAFE_SHARE = 0.9
-"""The share of the memory for a safe batch, where the allocator is not simulated."""
+SAFE_SHARE = 0.9  # the share of the memory for a safe batch, where the allocator is not simulated
 
 
 def search(

@@ -21,14 +21,9 @@ from dpprof.predict.tracing import Facts, Traced, state_estimate, trace_whole
 from dpprof.subjects.methods.training_step import Enter
 from dpprof.subjects.models.blocks import Blocks, NotAlikeError, find_blocks, join, with_blocks
 
-_NEEDED = 3
-"""How many records are traced, each with one block more than the last."""
-
-_MOST_LEAST = 3
-"""The most blocks that the smallest record may have."""
-
-_LINE = 3
-"""How many batches must lie on a line before sizes count as affine in the batch."""
+_NEEDED = 3  # how many records are traced, each with one block more than the last
+_MOST_LEAST = 3  # the most blocks that the smallest record may have
+_LINE = 3  # how many batches must lie on a line before sizes count as affine in the batch
 
 _SPARE = 20
 """A batch that should be too large exceeds a guess by one part in so many of the way there."""

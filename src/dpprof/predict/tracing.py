@@ -148,8 +148,7 @@ class Traced(NamedTuple):
     facts: Facts
     births: Mapping[CodeType, Component]
     target: Target | None
-    from_blocks: str
-    """Which blocks were traced, and why not fewer."""
+    from_blocks: str  # which blocks were traced, and why not fewer
 
     @property
     def first(self) -> MemoryTimeline:

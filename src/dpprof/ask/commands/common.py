@@ -16,8 +16,7 @@ from dpprof.experiments.records.record import ResultError
 from dpprof.system.console import fail, keep_log, printable, say, shorten_lines
 from dpprof.system.files import write_atomically
 
-DRAWINGS = (".png", ".pdf", ".svg")
-"""The endings of files that figures are drawn to."""
+DRAWINGS = (".png", ".pdf", ".svg")  # the endings of files that figures are drawn to
 
 
 class Parser(argparse.ArgumentParser):

@@ -2,45 +2,35 @@
 
 from collections.abc import Sequence
 
-from dpprof.ask.commands.common import (
-    DRAWINGS,
-    Parser,
-    ending_in_a_sentence,
-    path,
-    path_ending_in,
-    save_figure,
-)
+from dpprof.ask.commands import common
 from dpprof.experiments.config import registry
 from dpprof.results.analysis.standings import find_marks
 from dpprof.results.analysis.tables.frames import TableFolder
-from dpprof.results.figures.style import (
-    MEANINGS,
-    NothingToDrawError,
-    mark_methods,
-    say_nothing_to_draw,
-)
+from dpprof.results.figures import style
 from dpprof.results.report.rendering.document import Drawing
 from dpprof.system.files import check_writable, write_atomically
 
-KINDS = (*DRAWINGS, ".json")
+KINDS = (*common.DRAWINGS, ".json")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser("figure", __doc__)
+    parser = common.Parser("figure", __doc__)
     parser.add_argument(
         "--figure", required=True, help="which: " + ", ".join(registry.names("figures"))
     )
-    parser.add_argument("--tables", type=path, required=True, help="the folder of the CSV tables")
+    parser.add_argument(
+        "--tables", type=common.path, required=True, help="the folder of the CSV tables"
+    )
     parser.add_argument(
         "--output",
-        type=path_ending_in(KINDS),
+        type=common.path_ending_in(KINDS),
         action="append",
         required=True,
         help="a .png, .pdf or .svg to write, or a .json for the caption",
     )
     arguments = parser.parse_and_log(argv, "what is printed")
-    with ending_in_a_sentence():
+    with common.ending_in_a_sentence():
         registry.check("figures", arguments.figure, "--figure")
         draw = registry.load("figures", arguments.figure)
         for output in arguments.output:
@@ -50,17 +40,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             tables = TableFolder(arguments.tables)
             figure = draw(tables)
-            marked = mark_methods(figure, find_marks(tables["verification"]))
-        except NothingToDrawError as nothing:
+            marked = style.mark_methods(figure, find_marks(tables["verification"]))
+        except style.NothingToDrawError as nothing:
             missing = str(nothing)
-            figure = say_nothing_to_draw(f"Nothing to draw: {missing}.")
+            figure = style.say_nothing_to_draw(f"Nothing to draw: {missing}.")
         caption = registry.caption("figures", arguments.figure)
         for mark, methods in marked.items():
-            caption += f" {mark} {MEANINGS[mark]}: {', '.join(methods)}."
+            caption += f" {mark} {style.MEANINGS[mark]}: {', '.join(methods)}."
         said = str(figure.get_label())
         drawing = Drawing(name=arguments.figure, said=said, caption=caption, missing=missing)
         for output in arguments.output:
             if output.suffix == ".json":
                 write_atomically(output, drawing.model_dump_json() + "\n")
             else:
-                save_figure(figure, output)
+                common.save_figure(figure, output)

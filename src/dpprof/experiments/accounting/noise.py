@@ -8,16 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 
-from dpprof.experiments.accounting.plan import (
-    AtEpsilon,
-    NoiseOfBatch,
-    NoisePlan,
-    batches_around,
-    choose_batch,
-    describe_noise,
-    largest_batch,
-    schedule,
-)
+from dpprof.experiments.accounting import plan
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.private.accounting.noise_multiplier import (
     find_by_accountant,
@@ -30,7 +21,7 @@ from dpprof.private.accounting.search import BeyondReachError
 
 
 def find_batch_size(
-    planned: NoiseOfBatch, samples: int, epsilon: float, delta: float, accountant: Accountant
+    planned: plan.NoiseOfBatch, samples: int, epsilon: float, delta: float, accountant: Accountant
 ) -> int:
     """Find the least batch that spends a budget with the planned steps and noise in a step.
 
@@ -58,20 +49,20 @@ def find_batch_size(
         ) from None
 
 
-def plan_noise(privacy: Privacy, tokens_per_sample: float) -> NoisePlan:
+def plan_noise(privacy: Privacy, tokens_per_sample: float) -> plan.NoisePlan:
     """Plan batch, steps and noise for a privacy budget.
 
     Figures that the accountant cannot compute are None, with the reason.
     """
     epsilon, *others = privacy.epsilon
-    largest = privacy.batch_size or largest_batch(privacy, tokens_per_sample)
+    largest = privacy.batch_size or plan.largest_batch(privacy, tokens_per_sample)
     batches = [
-        _noise_of(privacy, schedule(privacy, tokens_per_sample, size), epsilon)
-        for size in batches_around(largest, privacy.samples)
+        _noise_of(privacy, plan.schedule(privacy, tokens_per_sample, size), epsilon)
+        for size in plan.batches_around(largest, privacy.samples)
     ]
-    chosen = privacy.batch_size or choose_batch(batches, largest)
+    chosen = privacy.batch_size or plan.choose_batch(batches, largest)
     planned = next(noise for noise in batches if noise.batch_size == chosen)
-    first = AtEpsilon(
+    first = plan.AtEpsilon(
         epsilon=epsilon,
         same_batch_noise_multiplier=planned.noise_multiplier,
         batch_size=None if planned.noise_multiplier is None else chosen,
@@ -80,7 +71,7 @@ def plan_noise(privacy: Privacy, tokens_per_sample: float) -> NoisePlan:
         reason=planned.reason,
     )
     rest = [_plan_other(privacy, tokens_per_sample, planned, other) for other in others]
-    return NoisePlan(
+    return plan.NoisePlan(
         tokens_per_sample=tokens_per_sample,
         batches=batches,
         batch_size=chosen,
@@ -88,19 +79,19 @@ def plan_noise(privacy: Privacy, tokens_per_sample: float) -> NoisePlan:
     )
 
 
-def _noise_of(privacy: Privacy, of: Schedule, epsilon: float) -> NoiseOfBatch:
+def _noise_of(privacy: Privacy, of: Schedule, epsilon: float) -> plan.NoiseOfBatch:
     try:
         multiplier, accountant = find_tightest(
             lambda by: find_noise_multiplier(of, epsilon, privacy.delta, by), privacy.accountant
         )
-        return describe_noise(of, multiplier, None, accountant)
+        return plan.describe_noise(of, multiplier, None, accountant)
     except BeyondReachError as error:
-        return describe_noise(of, None, str(error))
+        return plan.describe_noise(of, None, str(error))
 
 
 def _plan_other(
-    privacy: Privacy, tokens_per_sample: float, planned: NoiseOfBatch, epsilon: float
-) -> AtEpsilon:
+    privacy: Privacy, tokens_per_sample: float, planned: plan.NoiseOfBatch, epsilon: float
+) -> plan.AtEpsilon:
     same = _noise_of(privacy, Schedule(privacy.samples, planned.batch_size, planned.steps), epsilon)
     batch_size, reason = None, planned.reason
     if planned.step_noise is not None:
@@ -110,7 +101,7 @@ def _plan_other(
             )
         except BeyondReachError as error:
             reason = str(error)
-    return AtEpsilon(
+    return plan.AtEpsilon(
         epsilon=epsilon,
         same_batch_noise_multiplier=same.noise_multiplier,
         batch_size=batch_size,
@@ -120,7 +111,7 @@ def _plan_other(
     )
 
 
-def account(privacy: str, tokens_per_sample: str) -> Sequence[NoisePlan]:
+def account(privacy: str, tokens_per_sample: str) -> Sequence[plan.NoisePlan]:
     """Plan for each number of tokens in a sample, given as JSON, as is the budget."""
     asked = Privacy.model_validate_json(privacy)
     return [plan_noise(asked, tokens) for tokens in json.loads(tokens_per_sample)]

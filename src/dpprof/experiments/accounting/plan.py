@@ -12,8 +12,7 @@ from dpprof.private.accounting.schedule import Schedule
 ENOUGH = 1.05
 """A smaller batch is chosen if it has no more than this many times the noise of the largest."""
 
-_AROUND = (-2, -1, 0, 1, 2)
-"""Which doublings of a batch are shown beside it."""
+_AROUND = (-2, -1, 0, 1, 2)  # which doublings of a batch are shown beside it
 
 
 def schedule(privacy: Privacy, tokens_per_sample: float, batch_size: int) -> Schedule:

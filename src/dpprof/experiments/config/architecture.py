@@ -21,8 +21,7 @@ from dpprof.experiments.config.validation import one_of
 from dpprof.system.files import canonical_json, read_json
 from dpprof.system.paths import PACKAGE
 
-PREFIX = "hf:"
-"""What the name of a Hugging Face model begins with."""
+PREFIX = "hf:"  # what the name of a Hugging Face model begins with
 
 _ABOUT_FILES = {
     "architectures",

@@ -55,8 +55,7 @@ def _read(row: dict[str, Any]) -> Target:
 _TARGETS = {row["name"].upper().replace("-", "_"): _read(row) for row in _ROWS}
 _BY_DEVICE_NAME = dict(zip((row["driver"] for row in _ROWS), _TARGETS.values(), strict=True))
 
-CPU = None
-"""This machine: it needs no model of libraries and has no data sheet."""
+CPU = None  # this machine: it needs no model of libraries and has no data sheet
 
 
 def __getattr__(name: str) -> Target:

@@ -3,8 +3,7 @@
 FLAT = "flat clipping"
 """Clips all parameters together to one bound; the mechanism of methods that declare none."""
 
-NO_CLIPPING = "none"
-"""The mechanism of a method that is not private."""
+NO_CLIPPING = "none"  # the mechanism of a method that is not private
 
 
 def is_other_mechanism(mechanism: object) -> bool:

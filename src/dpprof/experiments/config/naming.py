@@ -5,16 +5,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from dpprof.experiments.config import validation
 from dpprof.experiments.config.architecture import PREFIX, Architecture
 from dpprof.experiments.config.quantities import Count, refuse_bool
 from dpprof.experiments.config.target import Target
-from dpprof.experiments.config.validation import (
-    ARCHITECTURE_TAG,
-    DIMENSIONS_TAG,
-    NAME_TAG,
-    TARGET_TAG,
-    refuse,
-)
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
 """Allowed names of models, methods and instruments: safe in a path, a shell and a report."""
@@ -47,7 +41,7 @@ def _tell_apart(mapping: type[BaseModel], tag: str) -> Callable[[Any], str | Non
 
     def kind(value: Any) -> str | None:
         if isinstance(value, str):
-            return NAME_TAG
+            return validation.NAME_TAG
         return tag if isinstance(value, dict | mapping) else None
 
     return kind
@@ -55,8 +49,8 @@ def _tell_apart(mapping: type[BaseModel], tag: str) -> Callable[[Any], str | Non
 
 def _kind_of_model(value: Any) -> str | None:
     if isinstance(value, Architecture) or (isinstance(value, dict) and "hf" in value):
-        return ARCHITECTURE_TAG
-    return _tell_apart(Dimensions, DIMENSIONS_TAG)(value)
+        return validation.ARCHITECTURE_TAG
+    return _tell_apart(Dimensions, validation.DIMENSIONS_TAG)(value)
 
 
 class _Overrides(BaseModel, extra="allow"):
@@ -71,9 +65,9 @@ ModelInput = Name | Annotated[str, Field(pattern=f"^{PREFIX}.")] | Dimensions | 
 
 _NameOrCode = Annotated[str, Field(pattern=f"{NAME_PATTERN}|{CODE_PATTERN}")]
 Model = Annotated[
-    Annotated[_NameOrCode, Tag(NAME_TAG)]
-    | Annotated[Dimensions, Tag(DIMENSIONS_TAG)]
-    | Annotated[Architecture, Tag(ARCHITECTURE_TAG)],
+    Annotated[_NameOrCode, Tag(validation.NAME_TAG)]
+    | Annotated[Dimensions, Tag(validation.DIMENSIONS_TAG)]
+    | Annotated[Architecture, Tag(validation.ARCHITECTURE_TAG)],
     Discriminator(
         _kind_of_model,
         custom_error_type="model_kind",
@@ -81,9 +75,9 @@ Model = Annotated[
     ),
 ]
 For = Annotated[
-    Annotated[Name, Tag(NAME_TAG)] | Annotated[Target, Tag(TARGET_TAG)],
+    Annotated[Name, Tag(validation.NAME_TAG)] | Annotated[Target, Tag(validation.TARGET_TAG)],
     Discriminator(
-        _tell_apart(Target, TARGET_TAG),
+        _tell_apart(Target, validation.TARGET_TAG),
         custom_error_type="target_kind",
         custom_error_message="it must be a target's name, or a mapping of memory_bytes, "
         "flops_per_s and bandwidth_bytes_per_s",
@@ -103,7 +97,7 @@ def refuse_code(model: Any, key: str) -> None:
         InputError: It is such code; the message names the key.
     """
     if is_code(model):
-        raise refuse(
+        raise validation.refuse(
             key,
             model,
             "a file runs no code; give it on the command line or from Python, or declare an entry "

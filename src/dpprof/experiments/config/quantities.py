@@ -68,8 +68,7 @@ _SIZE = r"\s*([0-9]+(\.0+)?\s*[A-Za-z]*|[0-9]*\.[0-9]+\s*(?![Bb]\s*$)[A-Za-z]+)\
 """A whole size as text. pydantic alone would read only the beginning of a text, 4 bytes of
 ``4,000MiB``, and would cut fractions of a byte."""
 
-_MAX_SIZE = 2**63 - 1
-"""The largest resource limit or tensor size."""
+_MAX_SIZE = 2**63 - 1  # the largest resource limit or tensor size
 
 
 def _read_size(value: Any, parse: ValidatorFunctionWrapHandler) -> ByteSize:

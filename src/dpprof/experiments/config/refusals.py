@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from dpprof.experiments.config.experiment import Experiment
 
 
-INDEPENDENT = "independent"
-"""The strategy of noise that does not follow from past noise."""
+INDEPENDENT = "independent"  # the strategy of noise that does not follow from past noise
 
 
 def refuse_strategy(strategy: str) -> str:

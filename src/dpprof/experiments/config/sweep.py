@@ -15,8 +15,7 @@ from dpprof.experiments.config.quantities import Replicates, one_or_many, option
 from dpprof.experiments.config.target import settle_device
 from dpprof.experiments.config.validation import InputError, explain, refuse
 
-MAX_RUNS = 100_000
-"""A config with more runs than this counts as a mistake."""
+MAX_RUNS = 100_000  # a config with more runs than this counts as a mistake
 
 
 class Run(NamedTuple):

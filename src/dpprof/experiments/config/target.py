@@ -84,8 +84,7 @@ class Target(BaseModel, frozen=True, extra="forbid"):
         return hash(canonical_json(self.model_dump(mode="json")))
 
 
-CPU_TARGET = "cpu"
-"""The target for this machine: an estimate for it models no CUDA libraries."""
+CPU_TARGET = "cpu"  # the target for this machine: an estimate for it models no CUDA libraries
 
 
 def device_of(target: str | Target) -> Literal["cpu", "cuda"]:

@@ -24,11 +24,8 @@ ARCHITECTURE_TAG = "<architecture>"
 
 _NOT_KEYS = (NAME_TAG, DIMENSIONS_TAG, TARGET_TAG, ARCHITECTURE_TAG, "[key]")
 
-MAX_SENTENCES = 10
-"""Beyond this number of problems, a message only counts them."""
-
-_MAX_LENGTH = 80
-"""The most letters of a key or a value in a message."""
+MAX_SENTENCES = 10  # beyond this number of problems, a message only counts them
+_MAX_LENGTH = 80  # the most letters of a key or a value in a message
 
 
 class _Short(reprlib.Repr):

@@ -24,9 +24,7 @@ from dpprof.system.processes import die_with, end_group_with
 class Assignment(BaseModel, frozen=True, extra="forbid"):
     """What a child has to do, its only command-line argument."""
 
-    function: str
-    """The function to call, as ``module:name``; only the child imports it."""
-
+    function: str  # the function to call, as ``module:name``; only the child imports it
     arguments: list[str | int]
     parent_pid: int
     lock_fds: list[int]

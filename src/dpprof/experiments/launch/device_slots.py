@@ -10,18 +10,13 @@ from dpprof.system.hardware import Gpu, describe_cpu, describe_gpu, interchangea
 class DeviceSlot(NamedTuple):
     """A device, as the supervisor of a measurement needs it."""
 
-    locks: tuple[str, ...]
-    """Names of locks, all of which a measurement holds."""
-
+    locks: tuple[str, ...]  # names of locks, all of which a measurement holds
     describe: Callable[[], dict[str, Any]]
     environment: dict[str, str]
     """Environment variables that restrict the measuring process to this device."""
 
-    uuid: str | None = None
-    """The UUID of a GPU; those of several, with commas."""
-
-    shared: bool = False
-    """Whether others that share the device may use it at the same time."""
+    uuid: str | None = None  # the UUID of a GPU; those of several, with commas
+    shared: bool = False  # whether others that share the device may use it at the same time
 
 
 def cpu_slot(threads: int, *, shared: bool = False) -> DeviceSlot:

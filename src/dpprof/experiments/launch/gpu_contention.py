@@ -15,8 +15,7 @@ SAMPLE_S = 1.0
 
 _GIB = 2**30
 
-BusyGpu = Literal["run", "refuse"]
-"""What to do where others do not leave a GPU in time."""
+BusyGpu = Literal["run", "refuse"]  # what to do where others do not leave a GPU in time
 
 
 def look_at(uuid: str | None) -> Others:

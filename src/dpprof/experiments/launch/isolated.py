@@ -50,13 +50,9 @@ class Ended(NamedTuple, Generic[Answer]):
     answer: Answer | None
     """The function's result; None if the child ended before the result was complete."""
 
-    returncode: int
-    """The exit status, negative for a signal, as in ``subprocess``."""
-
+    returncode: int  # the exit status, negative for a signal, as in ``subprocess``
     timed_out: bool
-    output: str
-    """The end of what it printed."""
-
+    output: str  # the end of what it printed
     wall_s: float
     others_busy_cores: float
 

@@ -41,13 +41,10 @@ _CLOCKS_DIFFER_S = 5.0
 class Began(BaseModel, frozen=True, extra="forbid"):
     """The beginning of a run, or of the sweep, by a process: another line of a progress file."""
 
-    began: str | None
-    """The run's name; None for the sweep."""
-
+    began: str | None  # the run's name; None for the sweep
     pid: int
     host: str
-    at_s: _Seconds
-    """Seconds since 1970."""
+    at_s: _Seconds  # seconds since 1970
 
     @classmethod
     def now(cls, name: str | None) -> Self:
@@ -216,11 +213,8 @@ class _Jobs(NamedTuple):
 
     singular: str
     plural: str
-    seconds: float
-    """Seconds of one job, with a small model on a common processor."""
-
-    alone: bool
-    """Whether nothing runs beside such a job."""
+    seconds: float  # seconds of one job, with a small model on a common processor
+    alone: bool  # whether nothing runs beside such a job
 
 
 _PARTS = {

@@ -7,15 +7,8 @@ from dpprof.experiments.launch.device_slots import cpu_slot
 from dpprof.experiments.launch.isolated import isolate
 from dpprof.experiments.planning.code_digest import verdict_digest
 from dpprof.experiments.planning.stand_ins import StandIn
+from dpprof.experiments.records import verdict
 from dpprof.experiments.records.record import write_record
-from dpprof.experiments.records.verdict import (
-    TOLERANCE,
-    Findings,
-    Verdict,
-    judge,
-    judged,
-    name_holes,
-)
 
 VERIFICATION_TIMEOUT_S = 300
 """A verification takes seconds; one that takes longer than this counts as hung."""
@@ -23,7 +16,7 @@ VERIFICATION_TIMEOUT_S = 300
 _VERIFY = "dpprof.measure.verification.verify:verify"
 
 
-def verify_apart(model: str | StandIn, method: str, output: Path) -> Verdict:
+def verify_apart(model: str | StandIn, method: str, output: Path) -> verdict.Verdict:
     """Verify a method on a model and write one complete JSON.
 
     ``model`` is a result of ``verified_as``, or the stand-in of a Hugging Face model itself.
@@ -38,14 +31,16 @@ def verify_apart(model: str | StandIn, method: str, output: Path) -> Verdict:
     digest = partial(verdict_digest, label, method)
     with isolate(output, [cpu_slot(1, shared=True)], digest, __file__) as isolation:
         isolation.begin()
-        ended = isolation.run(Findings, _VERIFY, what, method, timeout_s=VERIFICATION_TIMEOUT_S)
+        ended = isolation.run(
+            verdict.Findings, _VERIFY, what, method, timeout_s=VERIFICATION_TIMEOUT_S
+        )
         facts = isolation.finish()
-    mechanism, cases = ended.answer or Findings(None, [])
-    passed, reason = judge(cases)
-    deciding = judged(cases)
+    mechanism, cases = ended.answer or verdict.Findings(None, [])
+    passed, reason = verdict.judge(cases)
+    deciding = verdict.judged(cases)
     return write_record(
         output,
-        Verdict,
+        verdict.Verdict,
         {
             "model": label,
             "method": method,
@@ -54,8 +49,8 @@ def verify_apart(model: str | StandIn, method: str, output: Path) -> Verdict:
             "reason": reason
             if ended.answer
             else ended.explain("verification", VERIFICATION_TIMEOUT_S),
-            "tolerance": TOLERANCE,
-            "holes": name_holes(cases),
+            "tolerance": verdict.TOLERANCE,
+            "holes": verdict.name_holes(cases),
             "max_relative_error": _largest([case.max_relative_error for case in deciding]),
             "max_relative_error_of_norms": _largest(
                 [case.max_relative_error_of_norms for case in deciding]

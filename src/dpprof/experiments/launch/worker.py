@@ -26,8 +26,7 @@ from dpprof.private.substitutes import substitute
 from dpprof.system.imports import collecting_no_garbage
 from dpprof.system.messages import KIND_LIMIT, is_out_of_memory, requested_bytes, shorten
 
-_IMPORT = "dpprof.subjects.setup:import_method"
-"""Imports all that an experiment needs."""
+_IMPORT = "dpprof.subjects.setup:import_method"  # imports all that an experiment needs
 
 
 def work(spec: str, instrument: str, phase_fd: int) -> WorkerAnswer:

@@ -12,8 +12,7 @@ from dpprof.experiments.records.result import Failure, Measurement
 from dpprof.experiments.records.terms import PHASES, Outcome, Phase
 from dpprof.system.messages import requested_bytes, says_out_of_memory, shorten
 
-TRACES = "DPPROF_TRACES"
-"""The environment variable that holds the folder for traces."""
+TRACES = "DPPROF_TRACES"  # the environment variable that holds the folder for traces
 
 
 def traces_folder() -> Path | None:

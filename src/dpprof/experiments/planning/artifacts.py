@@ -92,12 +92,9 @@ CODE_OF_CEILINGS = Code(CEILINGS, ceilings_digest)
 class RecordKind(NamedTuple):
     """A kind of record: where its files and logs are, and how to read them."""
 
-    pattern: str
-    """The files in ``results`` and the logs in ``results/logs``, without their ending."""
-
+    pattern: str  # the files in ``results`` and the logs in ``results/logs``, without their ending
     read: Callable[[Path], Any]
-    code_of: Callable[[Any], Code]
-    """Returns the code that a record rests on."""
+    code_of: Callable[[Any], Code]  # returns the code that a record rests on
 
 
 RUN = RecordKind("*/*.r*", read_result, lambda run: code_of_run(run.instrument, run.experiment))
@@ -115,9 +112,7 @@ class Artifact:
     """A planned record."""
 
     kind: RecordKind
-    path: Path
-    """Relative to the working folder."""
-
+    path: Path  # relative to the working folder
     code: Code
 
     @property

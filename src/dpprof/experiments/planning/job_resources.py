@@ -15,11 +15,8 @@ _BESIDE_LIMIT_MB = 4_000
 PREDICTION_MB = 8_000
 """MiB of memory that a prediction may need: it holds no model, but every operator of a step."""
 
-_START_S = 90
-"""Starting Python and its libraries, once for each attempt, on a slow file system."""
-
-MAX_ATTEMPTS = 2
-"""A run is attempted so many times at most."""
+_START_S = 90  # starting Python and its libraries, once for each attempt, on a slow file system
+MAX_ATTEMPTS = 2  # a run is attempted so many times at most
 
 WAIT_UNDER_A_SCHEDULER_S = 600.0
 """How long a scheduler's job waits for its device where nobody says: an allocation costs money."""

@@ -44,13 +44,7 @@ from dpprof.experiments.planning.stand_ins import StandIn
 from dpprof.experiments.records.answers import take_kept
 from dpprof.experiments.records.ceilings import device_name
 from dpprof.experiments.records.result import result_path
-from dpprof.system.files import (
-    canonical_json,
-    read_json,
-    sha256_hex,
-    write_atomically,
-    write_if_changed,
-)
+from dpprof.system import files
 from dpprof.system.hardware import available_cores, cpu_name, resolve_device, visible_gpus
 
 
@@ -78,15 +72,15 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
     @cached_property
     def text(self) -> str:
         """The manifest's file content, one run per line."""
-        lines = ",\n".join(canonical_json(run.model_dump(mode="json")) for run in self.runs)
-        privacy = self.privacy and canonical_json(self.privacy.model_dump(mode="json"))
+        lines = ",\n".join(files.canonical_json(run.model_dump(mode="json")) for run in self.runs)
+        privacy = self.privacy and files.canonical_json(self.privacy.model_dump(mode="json"))
         budget = f'"privacy":{privacy},' if privacy else ""
         return f'{{"schema_version":{self.schema_version},{budget}"runs":[\n{lines}\n]}}\n'
 
     @cached_property
     def path(self) -> Path:
         """The manifest's path, relative to the working folder."""
-        return PLAN / f"manifest-{sha256_hex(self.text)[:16]}.json"
+        return PLAN / f"manifest-{files.sha256_hex(self.text)[:16]}.json"
 
     @property
     def due_path(self) -> Path:
@@ -228,13 +222,13 @@ def write_plan(plan: Plan, *, elsewhere: bool = False) -> None:
     for path, stand_in in plan.stand_ins.items():
         _write_once(path, stand_in.canonical + "\n")
     for name, digest in derived_digests().items():
-        write_if_changed(code_path(name), digest + "\n")
+        files.write_if_changed(code_path(name), digest + "\n")
     resting_on: dict[str, list[Artifact]] = {}
     for artifact in plan.artifacts:
         resting_on.setdefault(artifact.code.name, []).append(artifact)
     for artifacts in resting_on.values():
         _write_code(artifacts, elsewhere=elsewhere)
-    write_if_changed(plan.manifest.path, plan.manifest.text)
+    files.write_if_changed(plan.manifest.path, plan.manifest.text)
     _mark_tables_due(plan, elsewhere=elsewhere)
 
 
@@ -248,7 +242,7 @@ def _write_once(path: Path, text: str) -> None:
     So results that were copied here, without the plan that they were measured by, are not older.
     There is no fsync, which takes long for ten thousand: what a crash loses is written again.
     """
-    if write_if_changed(path, text, durable=False):
+    if files.write_if_changed(path, text, durable=False):
         os.utime(path, (_LONG_AGO_S, _LONG_AGO_S))
 
 
@@ -265,7 +259,7 @@ def _write_code(artifacts: Sequence[Artifact], *, elsewhere: bool) -> None:
     """
     code = artifacts[0].code
     digest = code.digest()
-    write_if_changed(code.path, digest + "\n")
+    files.write_if_changed(code.path, digest + "\n")
     planned_ns = code.path.stat().st_mtime_ns
     for artifact in artifacts:
         if not elsewhere:
@@ -285,7 +279,7 @@ def _is_older(path: Path, time_ns: int) -> bool:
 def _carried_digest(path: Path) -> str | None:
     """Return the digest of the code that made a record; None where there is no such record."""
     try:
-        content = read_json(path)
+        content = files.read_json(path)
     except (OSError, ValueError):
         return None
     digest = content.get("code_digest") if isinstance(content, dict) else None
@@ -309,7 +303,7 @@ def _mark_tables_due(plan: Plan, *, elsewhere: bool) -> None:
     if missing or others or plan.config.partial or not manifest.due_path.is_file():
         why = f"{missing} files missing, partial={plan.config.partial}, others={others}"
         now = dt.datetime.now(dt.UTC).isoformat()
-        write_atomically(manifest.due_path, f"{why} at {now}\n")
+        files.write_atomically(manifest.due_path, f"{why} at {now}\n")
 
 
 def read_manifest(path: Path) -> Manifest:

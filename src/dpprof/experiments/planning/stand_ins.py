@@ -21,8 +21,7 @@ _RANK = 2
 _PADDING = Padding(fraction=0.4)
 _LONGEST_KIND = 40
 
-WINDOW = 4
-"""The width of a sliding window, if there is one, is shorter than the sequences."""
+WINDOW = 4  # the width of a sliding window, if there is one, is shorter than the sequences
 
 _LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),

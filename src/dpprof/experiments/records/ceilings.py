@@ -16,8 +16,7 @@ from dpprof.experiments.config.quantities import Positive
 from dpprof.experiments.config.target import DTYPES, Dtype
 from dpprof.experiments.records.record import Device, Part, read_record
 
-CEILINGS = "ceilings"
-"""The name of the folder for ceilings in ``results``."""
+CEILINGS = "ceilings"  # the name of the folder for ceilings in ``results``
 
 
 _Count = Annotated[int, Field(gt=0, lt=2**53)]

@@ -7,11 +7,8 @@ from dpprof.experiments.records.step_costs import Attribution
 from dpprof.experiments.records.terms import Evidence
 from dpprof.private.number_formats import SHORT
 
-JOINED = "joined in tables"
-"""The reason of a null figure that needs the result of another process."""
-
-SMALL_CHANGE_BYTES = 64 * 2**10
-"""A gap of this size is within bounds for a peak of any size."""
+JOINED = "joined in tables"  # the reason of a null figure that needs the result of another process
+SMALL_CHANGE_BYTES = 64 * 2**10  # a gap of this size is within bounds for a peak of any size
 
 
 def bound_bytes(experiment: Experiment, allocator_peak_bytes: int) -> int:

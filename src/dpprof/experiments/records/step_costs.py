@@ -9,8 +9,7 @@ from dpprof.experiments.config.quantities import optional
 from dpprof.experiments.records.record import Natural, Part
 from dpprof.experiments.records.terms import Component, Evidence, OpKind, Phase
 
-Peak = Annotated[int, Field(gt=0)]
-"""The most bytes, of which a model has some."""
+Peak = Annotated[int, Field(gt=0)]  # the most bytes, of which a model has some
 
 
 class Snapshot(Part):
@@ -216,8 +215,7 @@ class Exchange(Part):
     bytes_each_way: int = Field(description="what a rank sends, and as much as it receives")
 
 
-WORKSPACE_OF = "workspace of "
-"""What begins the keys of ``assumed`` that name an operator."""
+WORKSPACE_OF = "workspace of "  # what begins the keys of ``assumed`` that name an operator
 
 
 def find_unknown_workspaces(assumed: Mapping[str, str]) -> dict[str, str]:

@@ -15,8 +15,7 @@ from dpprof.experiments.config.mechanisms import FLAT, NO_CLIPPING
 from dpprof.experiments.config.quantities import optional
 from dpprof.experiments.records.record import Part, ResultError, read_record
 
-TOLERANCE = 1e-9
-"""The largest relative error in float64 that counts as rounding."""
+TOLERANCE = 1e-9  # the largest relative error in float64 that counts as rounding
 
 BUILT_IN = "built-in"
 """The model that represents every size of dpprof's own transformer, whose layers are the same."""
@@ -50,8 +49,7 @@ HOLES: Mapping[Scenario, str] = {
 }
 """The other scenarios, in which a guarantee can be lost, with their names in holes."""
 
-VERDICTS = "verify"
-"""The name of the folder for verdicts in ``results``."""
+VERDICTS = "verify"  # the name of the folder for verdicts in ``results``
 
 
 class Case(Part):
@@ -149,8 +147,7 @@ class Standing(NamedTuple):
     groups: int | None = None
     sensitivity: float | None = None
     mechanism: str | None = None
-    holes: str | None = None
-    """The holes as one text, see ``split_holes``."""
+    holes: str | None = None  # the holes as one text, see ``split_holes``
 
 
 class Findings(NamedTuple):

@@ -69,11 +69,8 @@ class Device(ABC):
     """A device on which experiments run."""
 
     torch_device: torch.device
-    reasons: dict[str, str]
-    """Why counters of ``memory`` are null on this device, by dotted key."""
-
-    reasons_recorded: dict[str, str]
-    """Why counters are null even with a recorder."""
+    reasons: dict[str, str]  # why counters of ``memory`` are null on this device, by dotted key
+    reasons_recorded: dict[str, str]  # why counters are null even with a recorder
 
     @abstractmethod
     def prepare(self, experiment: Experiment) -> None:

@@ -27,15 +27,9 @@ Action = Callable[[], object]
 class Extent(NamedTuple):
     """The sizes to measure, and for how long."""
 
-    sizes: tuple[int, ...]
-    """Rows of square matrices, the smallest first."""
-
-    array_bytes: tuple[int, ...]
-    """Bytes of arrays to copy, far larger than caches."""
-
-    budget_s: float
-    """About how long all repeats of one size may take."""
-
+    sizes: tuple[int, ...]  # rows of square matrices, the smallest first
+    array_bytes: tuple[int, ...]  # bytes of arrays to copy, far larger than caches
+    budget_s: float  # about how long all repeats of one size may take
     longest_s: float
     """A size is left out if one repeat would take longer, as on a CPU that emulates bfloat16."""
 

@@ -18,12 +18,7 @@ from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.records.result import Energy, Measurement, Observed, Throughput, Time
 from dpprof.experiments.records.step_costs import Memory
 from dpprof.measure.devices.device import Device, NoEnergyError
-from dpprof.measure.instruments.opening import (
-    count_io,
-    open_experiment,
-    peak_rss_bytes,
-    read_counts,
-)
+from dpprof.measure.instruments import opening
 from dpprof.measure.instruments.snapshots import Snapshots
 from dpprof.subjects.methods.training_step import Enter
 from dpprof.subjects.samplers import SamplerPaths
@@ -32,7 +27,7 @@ from dpprof.subjects.setup import Training, set_up
 
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
     """Measure one experiment in this process."""
-    method, device = open_experiment(experiment)
+    method, device = opening.open_experiment(experiment)
     process = psutil.Process()
     snapshots = Snapshots(lambda _: device.counters(), rss=lambda: process.memory_info().rss)
     training = set_up(experiment, method, device.torch_device, snapshots.take)
@@ -42,12 +37,12 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     snapshots.take("after_warmup", training.holders)
 
     device.reset_peaks()
-    before = read_counts(process)
+    before = opening.read_counts(process)
     step_s = device.time(warm.run, experiment.timed_steps)
-    host_io = count_io(process, before, experiment.timed_steps)
+    host_io = opening.count_io(process, before, experiment.timed_steps)
     steady = device.peaks()
     peak_bytes = steady.allocated_bytes if warm.captured_bytes is None else warm.captured_bytes
-    resident_bytes = peak_rss_bytes()
+    resident_bytes = opening.peak_rss_bytes()
 
     if experiment.execution != "graph":
         with training.step.watch_samplers(paths):
@@ -92,13 +87,10 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
 
 
 class _WarmUp(NamedTuple):
-    run: Callable[[], object]
-    """Takes one of the steps that are timed."""
-
+    run: Callable[[], object]  # takes one of the steps that are timed
     step_s: list[float]
     first_step_bytes: int | None
-    captured_bytes: int | None
-    """The peak of the capture; None without a graph."""
+    captured_bytes: int | None  # the peak of the capture; None without a graph
 
 
 def _warm_up(

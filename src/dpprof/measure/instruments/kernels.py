@@ -19,20 +19,8 @@ from dpprof.experiments.launch.worker_report import traces_folder
 from dpprof.experiments.records.result import Kernels, Measurement, Observed
 from dpprof.measure.devices.device import Device
 from dpprof.measure.instruments.opening import open_experiment, peak_rss_bytes
+from dpprof.measure.traces import trace_files
 from dpprof.measure.traces.kernel_summary import NoKernelsError, state_kernels
-from dpprof.measure.traces.trace_files import (
-    NORMS,
-    PHASE,
-    STEP,
-    TRACE_LIMIT_BYTES,
-    TRACE_NAME,
-    Written,
-    find_steps,
-    parse_trace,
-    read_trace,
-    write_events,
-    write_trace,
-)
 from dpprof.predict.flops.op_families import family_of
 from dpprof.private.norms.code_paths import CodePath, finds_norms
 from dpprof.subjects.methods.training_step import Enter
@@ -52,7 +40,7 @@ def _annotate(
 ) -> Any:
     if not finds_norms(path):
         return sampler(*inputs)
-    with record_function(NORMS):
+    with record_function(trace_files.NORMS):
         return sampler(*inputs)
 
 
@@ -67,14 +55,14 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     steps = min(TRACED_STEPS, experiment.timed_steps)
     document = _trace(training, device, enter, steps)
     peak_bytes, allocated = peak_rss_bytes(), device.peaks().allocated_bytes
-    trace, on_cuda = read_trace(document), device.torch_device.type == "cuda"
+    trace, on_cuda = trace_files.read_trace(document), device.torch_device.type == "cuda"
     folder = traces_folder()
     written, why_no_trace = _leave_trace(folder, document)
     kernels, why_no_kernels = None, {}
     try:
         kernels = Kernels(
             **state_kernels(trace, family_of, on_cuda=on_cuda),
-            trace=str(folder / TRACE_NAME) if folder and written else None,
+            trace=str(folder / trace_files.TRACE_NAME) if folder and written else None,
             trace_bytes=written and written.bytes,
             trace_steps=written.steps if written else 0,
         )
@@ -82,10 +70,10 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         why_no_kernels = {"kernels": str(error)}
     if folder and kernels:
         try:
-            write_events(folder, kernels)
+            trace_files.write_events(folder, kernels)
         except (OSError, ImportError) as error:
             say(f"TensorBoard's events could not be written: {error}")
-    traced = find_steps(trace)
+    traced = trace_files.find_steps(trace)
     why_no_waiting = _NOT_LAUNCHED if kernels and kernels.waiting_s is None else {}
     return Measurement(
         model=training.model,
@@ -115,22 +103,26 @@ def _trace(training: Training, device: Device, enter: Enter, steps: int) -> dict
             on_trace_ready=lambda tracer: tracer.export_chrome_trace(str(path)),
         ) as tracer:
             for _ in range(1 + steps):
-                with record_function(STEP), training.step.watch_samplers(_annotate):
-                    training.run_phases(enter, lambda phase: record_function(f"{PHASE}{phase}"))
+                with record_function(trace_files.STEP), training.step.watch_samplers(_annotate):
+                    training.run_phases(
+                        enter, lambda phase: record_function(f"{trace_files.PHASE}{phase}")
+                    )
                     device.synchronize()
                 tracer.step()
-        return parse_trace(path.read_bytes())
+        return trace_files.parse_trace(path.read_bytes())
 
 
 def _leave_trace(
     folder: Path | None, document: dict[str, Any]
-) -> tuple[Written | None, dict[str, str]]:
+) -> tuple[trace_files.Written | None, dict[str, str]]:
     """Write the trace, or return why there is none; a missing file does not fail the run."""
     if folder is None:
         return None, {"kernels.trace": "no folder was given for it"}
     try:
-        written = write_trace(folder, document)
+        written = trace_files.write_trace(folder, document)
     except OSError as error:
         return None, {"kernels.trace": f"it could not be written: {error}"}
-    too_large = {"kernels.trace": f"one step alone takes more than {TRACE_LIMIT_BYTES:,} bytes"}
+    too_large = {
+        "kernels.trace": f"one step alone takes more than {trace_files.TRACE_LIMIT_BYTES:,} bytes"
+    }
     return written, {} if written else too_large

@@ -115,14 +115,9 @@ _WARM_UP = 2
 class BesideOperators(NamedTuple):
     """The time of a step that its operators alone do not take."""
 
-    host_s: float
-    """Seconds of the host for each operator."""
-
-    host_spread: float
-    """Standard deviation of its logarithm."""
-
-    step_factor: float
-    """Time of operators in a step over their time alone."""
+    host_s: float  # seconds of the host for each operator
+    host_spread: float  # standard deviation of its logarithm
+    step_factor: float  # time of operators in a step over their time alone
 
 
 def time_in_turn(

@@ -8,8 +8,7 @@ from torch import Tensor
 from dpprof.measure.devices.device import Device, time_repeats
 from dpprof.predict.flops.op_call import Layout, read_call
 
-CALL_S = 0.01
-"""About how long all repeats of one call may take."""
+CALL_S = 0.01  # about how long all repeats of one call may take
 
 _MOST_REPEATS = 8
 _NOISE = 2**22

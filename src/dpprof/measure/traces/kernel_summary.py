@@ -10,8 +10,7 @@ from dpprof.experiments.records.terms import OP_KINDS, PHASES
 from dpprof.measure.traces.launching_ops import FamilyOf, Ran, attribute
 from dpprof.measure.traces.trace_files import Trace, cover_s, find_steps
 
-LARGEST_KERNELS = 15
-"""The number of kernels that are listed individually."""
+LARGEST_KERNELS = 15  # the number of kernels that are listed individually
 
 
 class NoKernelsError(ValueError):

@@ -20,8 +20,7 @@ from dpprof.predict.flops.cost import EINSUMS, OpFamily, Scope, kind_of_op
 FamilyOf = Callable[[str], OpFamily | None]
 """Returns an operator's family by its name; None for operators that do no work of their own."""
 
-_OPERATOR = re.compile(r"\w+::\w+")
-"""The pattern of an operator's name in a trace."""
+_OPERATOR = re.compile(r"\w+::\w+")  # the pattern of an operator's name in a trace
 
 _EINSUMS = tuple(f"aten::{name}" for name in EINSUMS)
 
@@ -70,9 +69,7 @@ class Ran(NamedTuple):
     phase: Phase | None
     start_s: float
     end_s: float
-    launched_s: float
-    """When the host launched it."""
-
+    launched_s: float  # when the host launched it
     bytes: int
 
 

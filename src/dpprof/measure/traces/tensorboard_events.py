@@ -7,8 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-FLUSH_S = 30.0
-"""The longest delay until a viewer sees values."""
+FLUSH_S = 30.0  # the longest delay until a viewer sees values
 
 
 class TensorBoard:

@@ -35,24 +35,16 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     thread: Any
-    correlation: int | None
-    """The number shared by a kernel and the call that launched it."""
-
-    bytes: int
-    """The bytes that a copy moved."""
+    correlation: int | None  # the number shared by a kernel and the call that launched it
+    bytes: int  # the bytes that a copy moved
 
 
 class Trace(NamedTuple):
     """The spans of a trace, by place."""
 
-    host: list[Span]
-    """Operators and annotations."""
-
-    calls: list[Span]
-    """Calls of the driver."""
-
-    device: list[Span]
-    """Kernels, copies and fills."""
+    host: list[Span]  # operators and annotations
+    calls: list[Span]  # calls of the driver
+    device: list[Span]  # kernels, copies and fills
 
 
 def parse_trace(content: bytes) -> dict[str, Any]:
@@ -106,8 +98,7 @@ def cover_s(spans: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-TRACE_LIMIT_BYTES = 32 * 2**20
-"""The largest size of a trace's file."""
+TRACE_LIMIT_BYTES = 32 * 2**20  # the largest size of a trace's file
 
 TRACE_NAME = "dpprof.pt.trace.json.gz"
 """The name that TensorBoard's profiler plug-in requires of a trace; Perfetto opens it too."""

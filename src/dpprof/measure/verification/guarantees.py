@@ -12,17 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpprof.experiments.records.verdict import TOLERANCE, Scenario
-from dpprof.measure.verification import reference
-from dpprof.measure.verification.steps import (
-    StepResult,
-    WrongError,
-    begin_steps,
-    complain_of_mechanism,
-    compute,
-    finish,
-    look,
-    take_steps,
-)
+from dpprof.measure.verification import reference, steps
 from dpprof.measure.verification.subjects import Subject, choose_frozen, choose_layer
 from dpprof.private.errors import UnsupportedError
 from dpprof.subjects.batches import make_batch
@@ -31,27 +21,27 @@ from dpprof.subjects.methods.training_step import Batch, TrainingStep
 
 def freeze_later(method: type[TrainingStep], subject: Subject) -> None:
     """Freeze parameters after set-up: they must not change, and the others' gradient is right."""
-    step = begin_steps(method, subject.experiment, subject.model, lr=1.0)
+    step = steps.begin_steps(method, subject.experiment, subject.model, lr=1.0)
     parameters = [p for p in step.module.parameters() if p.requires_grad]
     frozen = choose_frozen(step.module)
     for parameter in frozen:
         parameter.requires_grad_(False)
     before = [parameter.clone() for parameter in frozen]
-    compute(step, subject.batch)
+    steps.compute(step, subject.batch)
     samples = zip(parameters, subject.samples, strict=True)
-    _compare(method, look(step), [g for parameter, g in samples if parameter.requires_grad])
-    finish(step)
+    _compare(method, steps.look(step), [g for parameter, g in samples if parameter.requires_grad])
+    steps.finish(step)
     if not all(map(torch.equal, before, frozen)):
-        raise WrongError("the frozen parameters changed")
+        raise steps.WrongError("the frozen parameters changed")
 
 
 def thaw_later(method: type[TrainingStep], subject: Subject) -> None:
     """Thaw a layer after set-up: it must be clipped with the others."""
     model = copy.deepcopy(subject.model)
     choose_layer(model).requires_grad_(False)
-    step = begin_steps(method, subject.experiment, model, thaw_as=subject.model)
-    compute(step, subject.batch)
-    _compare(method, look(step), subject.samples)
+    step = steps.begin_steps(method, subject.experiment, model, thaw_as=subject.model)
+    steps.compute(step, subject.batch)
+    _compare(method, steps.look(step), subject.samples)
 
 
 def poison(method: type[TrainingStep], subject: Subject) -> None:
@@ -67,7 +57,7 @@ def poison(method: type[TrainingStep], subject: Subject) -> None:
     if _is_finite(poisoned_sample) or not _is_finite(others):
         raise UnsupportedError("no single sample of this model can be made non-finite")
     expected = [torch.cat([g.new_zeros(1, g.shape[1]), g]) for g in others]
-    for taken in take_steps(method, subject._replace(model=model, batch=batch)):
+    for taken in steps.take_steps(method, subject._replace(model=model, batch=batch)):
         _compare(method, taken, expected)
 
 
@@ -94,24 +84,24 @@ def _sample_gradients(model: nn.Module, batch: Batch) -> list[Tensor]:
 def empty(method: type[TrainingStep], subject: Subject) -> None:
     """Use a batch without samples: the gradient before noise must be zero."""
     batch = subject.batch.map(lambda ids: ids[:0])
-    step = begin_steps(method, subject.experiment, subject.model)
-    compute(step, batch)
-    if not look(step).gradient.eq(0).all():
-        raise WrongError("the gradient is not zero")
+    step = steps.begin_steps(method, subject.experiment, subject.model)
+    steps.compute(step, batch)
+    if not steps.look(step).gradient.eq(0).all():
+        raise steps.WrongError("the gradient is not zero")
 
 
 def accumulate(method: type[TrainingStep], subject: Subject) -> None:
     """Compute two gradients without clearing: the second or the sum of both must result."""
     experiment, model, batch, samples = subject
     second = make_batch(model, torch.device("cpu"), experiment)
-    step = begin_steps(method, experiment, model)
-    compute(step, batch)
-    first = reference.clip_and_average(samples, look(step).groups)
-    compute(step, second)
-    taken = look(step)
+    step = steps.begin_steps(method, experiment, model)
+    steps.compute(step, batch)
+    first = reference.clip_and_average(samples, steps.look(step).groups)
+    steps.compute(step, second)
+    taken = steps.look(step)
     last = reference.clip_and_average(_sample_gradients(model, second), taken.groups)
     if not any(_is_close(taken.gradient, expected) for expected in (last, first + last)):
-        raise WrongError("the gradient is neither the last nor the sum")
+        raise steps.WrongError("the gradient is neither the last nor the sum")
 
 
 GUARANTEES: Mapping[Scenario, Callable[[type[TrainingStep], Subject], None]] = {
@@ -124,14 +114,16 @@ GUARANTEES: Mapping[Scenario, Callable[[type[TrainingStep], Subject], None]] = {
 """Functions that raise an error unless the method is right."""
 
 
-def _compare(method: type[TrainingStep], taken: StepResult, samples: Sequence[Tensor]) -> None:
+def _compare(
+    method: type[TrainingStep], taken: steps.StepResult, samples: Sequence[Tensor]
+) -> None:
     """Raise ``WrongError`` unless a step has the gradient and the mechanism that it should have."""
     if not taken.gradient.isfinite().all():
-        raise WrongError("the gradient is not finite")
+        raise steps.WrongError("the gradient is not finite")
     if not _is_close(taken.gradient, reference.clip_and_average(samples, taken.groups)):
-        raise WrongError("the gradient is not the reference's")
-    if reason := complain_of_mechanism(method, taken.groups, taken.noise_bound):
-        raise WrongError(reason)
+        raise steps.WrongError("the gradient is not the reference's")
+    if reason := steps.complain_of_mechanism(method, taken.groups, taken.noise_bound):
+        raise steps.WrongError(reason)
 
 
 def _is_close(computed: Tensor, expected: Tensor) -> bool:

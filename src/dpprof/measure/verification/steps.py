@@ -16,8 +16,7 @@ from dpprof.measure.verification.reference import PlacedGroup
 from dpprof.measure.verification.subjects import Subject
 from dpprof.subjects.methods.training_step import Batch, TrainingStep
 
-STEPS = 2
-"""More than one, because a step must not affect the next."""
+STEPS = 2  # more than one, because a step must not affect the next
 
 
 class WrongError(Exception):
@@ -28,9 +27,7 @@ class StepResult(NamedTuple):
     """The results of one step."""
 
     groups: list[PlacedGroup]
-    gradient: Tensor
-    """The concatenated gradients of all trainable parameters."""
-
+    gradient: Tensor  # the concatenated gradients of all trainable parameters
     norms: Tensor | None
     noise_bound: float
 

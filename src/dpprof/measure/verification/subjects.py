@@ -43,8 +43,7 @@ class Subject(NamedTuple):
     experiment: Experiment
     model: nn.Module
     batch: Batch
-    samples: Sequence[Tensor]
-    """The reference's gradients of the samples before clipping."""
+    samples: Sequence[Tensor]  # the reference's gradients of the samples before clipping
 
 
 def describe_case(model: str | StandIn, method: str, attention: str, batch_size: int) -> Experiment:

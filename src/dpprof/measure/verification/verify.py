@@ -39,8 +39,7 @@ from dpprof.system.messages import KIND_LIMIT, shorten
 BATCH_SIZES = (1, 4)
 ATTENTIONS: tuple[str, ...] = get_args(Experiment.model_fields["attention"].annotation)
 
-SPECIAL = ("sdpa", 4)
-"""The attention and the batch size of every scenario but the plain one."""
+SPECIAL = ("sdpa", 4)  # the attention and the batch size of every scenario but the plain one
 
 _MESSAGE_LIMIT = 500
 

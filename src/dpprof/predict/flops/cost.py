@@ -67,8 +67,7 @@ def kind_of_op(family: OpFamily, phase: Phase | None, scope: Scope | None) -> Op
     return "clip" if phase == "clip" and family in _OF_CLIPPING else _KINDS[family]
 
 
-COUNTED = ("matmul", "attention")
-"""Families whose FLOPs are the executed FLOPs."""
+COUNTED = ("matmul", "attention")  # families whose FLOPs are the executed FLOPs
 
 ProductShape = tuple[int, int, int, int]
 """Batch, m, n and k of products of ``(m, k)`` and ``(k, n)`` matrices."""
@@ -77,15 +76,11 @@ ProductShape = tuple[int, int, int, int]
 class AttentionShape(NamedTuple):
     """The sizes of fused attention."""
 
-    heads: int
-    """Heads of all samples together."""
-
+    heads: int  # heads of all samples together
     queries: int
     keys: int
     width: int
-    is_causal: bool
-    """Whether the kernel knows that a query sees no later key, and skips those."""
-
+    is_causal: bool  # whether the kernel knows that a query sees no later key, and skips those
     is_backward: bool
 
 
@@ -95,12 +90,8 @@ class Cost(NamedTuple):
     op: str
     family: OpFamily
     flops: int
-    dtype: str
-    """The first tensor's dtype; the speed of a matrix product depends on it."""
-
-    product: ProductShape | None = None
-    """The sizes of a matrix product."""
-
+    dtype: str  # the first tensor's dtype; the speed of a matrix product depends on it
+    product: ProductShape | None = None  # the sizes of a matrix product
     attention: AttentionShape | None = None
     is_aligned: bool = True
     """Whether all rows of a product's matrices begin on 16 bytes, as tensor cores read them."""

@@ -24,8 +24,7 @@ class Layout(NamedTuple):
     shape: Sequence[int]
     strides: Sequence[int]
     dtype: torch.dtype
-    bound: int
-    """Integer elements stay below this, because they are positions in another tensor."""
+    bound: int  # integer elements stay below this, because they are positions in another tensor
 
 
 def describe_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

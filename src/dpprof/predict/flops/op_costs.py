@@ -75,27 +75,16 @@ class OperatorRule(NamedTuple):
 
     name: str
     packet: Any
-    functional: Any
-    """The operator that computes the same and writes to no argument."""
-
-    is_view: bool
-    """Whether its result shares the storage of an argument."""
-
-    is_free: bool
-    """Whether it moves no bytes."""
-
+    functional: Any  # the operator that computes the same and writes to no argument
+    is_view: bool  # whether its result shares the storage of an argument
+    is_free: bool  # whether it moves no bytes
     family: OpFamily
     shape_of: Callable[..., ProductShape] | None
     """Returns the sizes of a matrix product from its arguments."""
 
-    arguments: tuple[str, ...]
-    """Names of the arguments, by position."""
-
-    mutated: frozenset[int | str]
-    """Positions and names of the arguments that it writes to."""
-
-    overwrites: bool
-    """Whether it does not read what it writes to."""
+    arguments: tuple[str, ...]  # names of the arguments, by position
+    mutated: frozenset[int | str]  # positions and names of the arguments that it writes to
+    overwrites: bool  # whether it does not read what it writes to
 
     def price(self, args: Any, kwargs: Any, out: Any) -> tuple[Cost, SizedTensors, SizedTensors]:
         """Return the cost of a call, what it read and what it wrote."""

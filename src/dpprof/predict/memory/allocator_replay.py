@@ -22,27 +22,19 @@ from dpprof.predict.memory.caching_allocator import (
 )
 from dpprof.predict.memory.events import Allocated, Event, Freed
 
-MOST_STEPS = 10
-"""How often the last step is played at most, by default."""
+MOST_STEPS = 10  # how often the last step is played at most, by default
 
 
 class Placement(NamedTuple):
     """How the allocator places a training."""
 
-    peaks: SimulatedPeaks
-    """The peaks of the last step that was played."""
-
+    peaks: SimulatedPeaks  # the peaks of the last step that was played
     retries_in_last_step: int
     """How often the last step, and so every later one, released the cache to make room."""
 
-    retries: int
-    """How often any step did. Where it is 0, a limit changes nothing."""
-
-    steps: int
-    """How many times the last step was played."""
-
-    settled: bool
-    """Whether the last step found all that it needed in what was reserved before it."""
+    retries: int  # how often any step did. Where it is 0, a limit changes nothing.
+    steps: int  # how many times the last step was played
+    settled: bool  # whether the last step found all that it needed in what was reserved before it
 
 
 class Footprint(NamedTuple):
@@ -50,14 +42,9 @@ class Footprint(NamedTuple):
 
     before: Sequence[Event]
     step: Sequence[Event]
-    requested: Sequence[int]
-    """The bytes of each storage."""
-
-    block_bytes: int = 1
-    """The allocator rounds sizes up to multiples of this."""
-
-    is_graph: bool = False
-    """Whether the step is captured as a CUDA graph."""
+    requested: Sequence[int]  # the bytes of each storage
+    block_bytes: int = 1  # the allocator rounds sizes up to multiples of this
+    is_graph: bool = False  # whether the step is captured as a CUDA graph
 
     @classmethod
     def of(cls, recording: Recording) -> Self:

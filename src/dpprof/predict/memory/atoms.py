@@ -36,17 +36,14 @@ class Recording(NamedTuple):
     """Where in the events the first step begins and ends, and where the later one does."""
 
     notes: dict[str, str]
-    block_bytes: int
-    """The allocator rounds sizes up to multiples of this."""
-
+    block_bytes: int  # the allocator rounds sizes up to multiples of this
     launches: Sequence[tuple[int, Launched]] = ()
     """Where in the events kernels were launched that may allocate memory of their own."""
 
     workspaces: Mapping[Any, Workspace] = MappingProxyType({})
     """What they allocate, by overload packet."""
 
-    is_graph: bool = False
-    """Whether the later step is captured as a CUDA graph."""
+    is_graph: bool = False  # whether the later step is captured as a CUDA graph
 
 
 class Place(NamedTuple):
@@ -65,9 +62,7 @@ class Place(NamedTuple):
 class Atom(NamedTuple):
     """One thing that happens."""
 
-    key: int
-    """Equal for atoms that differ in nothing but blocks, storages and sizes."""
-
+    key: int  # equal for atoms that differ in nothing but blocks, storages and sizes
     blocks: tuple[Place, ...]
     """Each by its distance from the last block that was named, from the first block, and from the
     end."""

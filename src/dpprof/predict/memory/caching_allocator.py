@@ -50,11 +50,8 @@ class SimulatedPeaks(NamedTuple):
     requested_bytes: int
     """Sizes as requested (``requested_bytes.all.peak`` of ``torch.cuda.memory_stats``)."""
 
-    allocated_bytes: int
-    """Whole blocks (``torch.cuda.max_memory_allocated``)."""
-
-    reserved_bytes: int
-    """Segments (``torch.cuda.max_memory_reserved``)."""
+    allocated_bytes: int  # whole blocks (``torch.cuda.max_memory_allocated``)
+    reserved_bytes: int  # segments (``torch.cuda.max_memory_reserved``)
 
 
 def round_size(nbytes: int) -> int:

@@ -36,8 +36,7 @@ class Processors(NamedTuple):
     """The processors among which a device shares work."""
 
     multiprocessors: int
-    threads: int
-    """Threads that are resident on a multiprocessor."""
+    threads: int  # threads that are resident on a multiprocessor
 
     @classmethod
     def of(cls, multiprocessors: int, compute_capability: str) -> "Processors":
@@ -168,8 +167,7 @@ def _block(wide: int, high: int, most: int) -> tuple[int, int]:
 
 aten = torch.ops.aten
 
-_VALUE_AND_INDEX = 16
-"""Bytes of a partial maximum with its index (ReduceMinValuesKernel.cu)."""
+_VALUE_AND_INDEX = 16  # bytes of a partial maximum with its index (ReduceMinValuesKernel.cu)
 
 
 def _welford(x: Tensor, _dim: Any) -> int:

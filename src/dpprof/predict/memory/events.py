@@ -22,21 +22,15 @@ Workspace = Callable[..., Sequence[int]]
 class Storage:
     """A storage: where it was allocated, and in which roles its tensors were seen."""
 
-    nbytes: int
-    """Rounded up to the allocator's blocks."""
-
+    nbytes: int  # rounded up to the allocator's blocks
     op: str
     phase: Phase
     module: str | None
-    requested: int = 0
-    """The bytes that the allocator was asked for."""
-
+    requested: int = 0  # the bytes that the allocator was asked for
     shape: tuple[int, ...] = ()
     code: CodeType | None = None
     function: str | None = None
-    instruction: int = 0
-    """Where in the code it was allocated."""
-
+    instruction: int = 0  # where in the code it was allocated
     node: str | None = None
     sampler: CodePath | None = None
     node_number: int | None = None
@@ -58,18 +52,14 @@ class Op(NamedTuple):
 
     writes: Sequence[tuple[int, int]]
     at_s: float
-    call: str = ""
-    """The call, described by ``flops.op_call``; empty where calls are not described."""
-
-    name: str = ""
-    """The operator's name, as in ``Storage.op``."""
+    call: str = ""  # the call, described by ``flops.op_call``; empty where calls are not described
+    name: str = ""  # the operator's name, as in ``Storage.op``
 
 
 class Allocated(NamedTuple):
     """A storage was allocated."""
 
-    number: int
-    """Its index in ``Recorder.storages``, as for the events below."""
+    number: int  # its index in ``Recorder.storages``, as for the events below
 
 
 class Freed(NamedTuple):
@@ -99,20 +89,15 @@ class Entered(NamedTuple):
 class Launched(NamedTuple):
     """An operator ran whose kernel may have allocated memory of its own, and freed it."""
 
-    packet: Any
-    """The operator's overload packet."""
-
+    packet: Any  # the operator's overload packet
     op: str
     arguments: Any
     """Its arguments, with ``TensorKind`` in place of tensors and ``int`` in place of numbers."""
 
-    sizes: tuple[int, ...]
-    """Shape and strides of each tensor, and each number, one after another."""
-
+    sizes: tuple[int, ...]  # shape and strides of each tensor, and each number, one after another
     phase: Phase
     module: str | None
-    storages: int
-    """How many storages it allocated, in the events that follow."""
+    storages: int  # how many storages it allocated, in the events that follow
 
 
 class TensorKind(NamedTuple):
@@ -125,8 +110,7 @@ class TensorKind(NamedTuple):
 Event = Allocated | Freed | Saved | Unsaved | Entered | Op
 
 
-EMPTY = -1
-"""The number of a storage that has no bytes at present."""
+EMPTY = -1  # the number of a storage that has no bytes at present
 
 
 class Life(weakref.ref[torch.UntypedStorage]):
@@ -135,11 +119,8 @@ class Life(weakref.ref[torch.UntypedStorage]):
     __slots__ = ("key", "last", "layer", "number")
     key: int
     number: int
-    last: int
-    """The last number, which it keeps while it is empty."""
-
-    layer: str | None
-    """The layer whose parameter is gathered into it."""
+    last: int  # the last number, which it keeps while it is empty
+    layer: str | None  # the layer whose parameter is gathered into it
 
 
 class Journal:

@@ -50,11 +50,8 @@ class Collective(NamedTuple):
     """A collective that a rank took part in."""
 
     name: str
-    payload: int
-    """Bytes of the whole tensor, S."""
-
-    ranks: int
-    """Ranks of its group, N."""
+    payload: int  # bytes of the whole tensor, S
+    ranks: int  # ranks of its group, N
 
 
 def read_collective(op: str, sizes: Sequence[int], world_size: int) -> Collective | None:
@@ -117,11 +114,8 @@ class Placed(NamedTuple):
     """Where an operator runs."""
 
     stream: int
-    waits: tuple[int, ...]
-    """Operators on other streams that must have ended, by their positions."""
-
-    collective: Collective | None
-    """What it exchanges; None for an operator that is no collective."""
+    waits: tuple[int, ...]  # operators on other streams that must have ended, by their positions
+    collective: Collective | None  # what it exchanges; None for an operator that is no collective
 
 
 def place(ops: Sequence[Op], parallel: Parallel | None) -> list[Placed]:
@@ -179,8 +173,7 @@ def _find_stream(
     return COMMUNICATION if sources & {COPIES_IN, JOINS} else COMPUTE
 
 
-Roles = Mapping[int | str, Component]
-"""Components by the position or name of an argument."""
+Roles = Mapping[int | str, Component]  # components by the position or name of an argument
 
 
 def find_roles() -> dict[Any, Roles]:

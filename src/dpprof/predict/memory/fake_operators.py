@@ -136,8 +136,7 @@ class _New(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     offset: int
-    of: int | None
-    """The argument whose storage it has; None if it has its own."""
+    of: int | None  # the argument whose storage it has; None if it has its own
 
 
 class _Several(NamedTuple):

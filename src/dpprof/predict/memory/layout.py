@@ -30,12 +30,9 @@ class SettledAtom(NamedTuple):
     """An atom whose blocks and storage are named in one way."""
 
     key: int
-    blocks: Sequence[tuple[int, int]]
-    """The way and the name of each."""
-
+    blocks: Sequence[tuple[int, int]]  # the way and the name of each
     storage: tuple[int, int] | None
-    start: int
-    """Where its sizes begin among those of all atoms."""
+    start: int  # where its sizes begin among those of all atoms
 
 
 class _Stored(NamedTuple):
@@ -106,8 +103,7 @@ class _Ran(NamedTuple):
         )
 
 
-_Item = Event | _Launch | _Ran | None
-"""None where a step begins or ends."""
+_Item = Event | _Launch | _Ran | None  # None where a step begins or ends
 
 
 class Layout:

@@ -98,8 +98,7 @@ _FLOAT32 = 4
 _MOST_MERGED = 128
 """The least samples with which forward multiplies the input step by step."""
 
-_REST = 4664
-"""Addresses and alignment in the scratch memory."""
+_REST = 4664  # addresses and alignment in the scratch memory
 
 
 def _row(width: int, size: int) -> int:

@@ -25,11 +25,8 @@ from dpprof.subjects.models.blocks import Blocks, NotAlikeError
 class Sizes(NamedTuple):
     """All sizes of a pattern for one batch."""
 
-    least: Integers
-    """The sizes with the smallest number of blocks that was traced."""
-
-    growth: Integers
-    """What each further block adds to them."""
+    least: Integers  # the sizes with the smallest number of blocks that was traced
+    growth: Integers  # what each further block adds to them
 
 
 class Pattern:

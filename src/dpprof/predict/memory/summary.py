@@ -11,30 +11,8 @@ from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.parallel import Parallel
 from dpprof.experiments.config.target import Dtype, Target, ceiling_of
+from dpprof.experiments.records import step_costs, terms
 from dpprof.experiments.records.reconciliation import reconcile
-from dpprof.experiments.records.step_costs import (
-    WORKSPACE_OF,
-    Allocator,
-    AtPeak,
-    Compute,
-    Exchange,
-    Holdings,
-    Io,
-    LiveAllocation,
-    Memory,
-    Moved,
-    Timeline,
-    Work,
-    find_unknown_workspaces,
-)
-from dpprof.experiments.records.terms import (
-    COMPONENTS,
-    EVIDENCE,
-    Component,
-    Evidence,
-    OpKind,
-    Phase,
-)
 from dpprof.predict.flops.cost import COUNTED
 from dpprof.predict.memory.attention_backends import LOWER_BOUNDS
 from dpprof.predict.memory.cpu_workspaces import explain_unknown
@@ -45,8 +23,7 @@ from dpprof.predict.memory.owners import Owner
 from dpprof.predict.memory.timeline import LiveStorage, MemoryTimeline
 from dpprof.private.norms.triton_ops import LAUNCHES
 
-LARGEST_ALLOCATIONS = 15
-"""How many groups of live storages at the peak a result lists."""
+LARGEST_ALLOCATIONS = 15  # how many groups of live storages at the peak a result lists
 
 TIMELINE_POINTS = 300
 """A timeline is divided into this many equal parts; each keeps its highest instant."""
@@ -67,8 +44,8 @@ def state_memory(
     allocator_peak: int | None,
     *,
     real: bool,
-    allocator: Allocator | None = None,
-) -> Memory:
+    allocator: step_costs.Allocator | None = None,
+) -> step_costs.Memory:
     """Summarise live memory at the peak of a step and over time.
 
     ``allocator_peak`` is that of the steady step in bytes, if it is known in this process; ``real``
@@ -82,7 +59,7 @@ def state_memory(
             recorded_peak = steady.footprint.place(most_steps=1).peaks.allocated_bytes
     assumed = _list_assumptions(steady, experiment.device)
     of_ranks = experiment.parallel is not None and experiment.device == "cuda" and not real
-    return Memory(
+    return step_costs.Memory(
         peak_allocated_bytes=peak,
         first_step_peak_allocated_bytes=first_peak,
         peak_reserved_bytes=None if real or allocator is None else allocator.reserved_bytes,
@@ -95,7 +72,7 @@ def state_memory(
             allocator_peak,
             _sum_by_evidence(steady),
             recorded_peak - steady.peak_bytes,
-            unknown=find_unknown_workspaces(assumed),
+            unknown=step_costs.find_unknown_workspaces(assumed),
         ),
         allocator=allocator,
         assumed=assumed | (_OF_RANKS if of_ranks else {}),
@@ -110,14 +87,14 @@ def _list_assumptions(step: MemoryTimeline, device: str) -> dict[str, str]:
         reasons = ((op, explained.get(op)) for op, _ in sorted(ran))
     else:
         reasons = ((op, explain_unknown(op, dtype)) for op, dtype in sorted(ran))
-    return {**step.notes, **{f"{WORKSPACE_OF}{op}": why for op, why in reasons if why}}
+    return {**step.notes, **{f"{step_costs.WORKSPACE_OF}{op}": why for op, why in reasons if why}}
 
 
-def _at_peak(step: MemoryTimeline) -> AtPeak:
+def _at_peak(step: MemoryTimeline) -> step_costs.AtPeak:
     row = step.peak_row
     storage = step.peak_storage
-    return AtPeak(
-        components=dict(zip(COMPONENTS, step.balances[row].tolist(), strict=True)),
+    return step_costs.AtPeak(
+        components=dict(zip(terms.COMPONENTS, step.balances[row].tolist(), strict=True)),
         phase=step.phases[row],
         module=storage and storage.module,
         op=storage and storage.op,
@@ -137,25 +114,27 @@ def _sum_live(
     return sorted(groups, key=lambda group: group[1], reverse=True)
 
 
-def _list_holdings(live: Iterable[LiveStorage]) -> Holdings:
+def _list_holdings(live: Iterable[LiveStorage]) -> step_costs.Holdings:
     """Sum what is live by component, layer, operator and phase."""
     names = ("component", "layer", "op", "phase", "bytes", "storages")
     sums = _sum_live(live, lambda s, owner: (owner.component, s.layer or s.module, s.op, s.phase))
     rows = [(*values, nbytes, number) for values, nbytes, number in sums]
     columns: dict[str, Any] = {name: [row[i] for row in rows] for i, name in enumerate(names)}
-    return Holdings(**columns)
+    return step_costs.Holdings(**columns)
 
 
-def _list_largest(live: Iterable[LiveStorage]) -> list[LiveAllocation]:
+def _list_largest(live: Iterable[LiveStorage]) -> list[step_costs.LiveAllocation]:
     names = ("component", "evidence", "op", "phase", "module", "function")
     sums = _sum_live(live, lambda s, owner: (*owner, s.op, s.phase, s.module, s.function))
     return [
-        LiveAllocation(bytes=nbytes, storages=number, **dict(zip(names, values, strict=True)))
+        step_costs.LiveAllocation(
+            bytes=nbytes, storages=number, **dict(zip(names, values, strict=True))
+        )
         for values, nbytes, number in sums[:LARGEST_ALLOCATIONS]
     ]
 
 
-def _timeline(step: MemoryTimeline, *, real: bool) -> Timeline:
+def _timeline(step: MemoryTimeline, *, real: bool) -> step_costs.Timeline:
     """Select the instants that a figure needs.
 
     These are the highest of each of equal parts of the step, the highest of each component, the
@@ -174,21 +153,21 @@ def _timeline(step: MemoryTimeline, *, real: bool) -> Timeline:
     ops = [0, *accumulate(ran)]
     names = [None, *(op.name for op in step.ops)]
     instants = [op.at_s for op in step.ops]
-    return Timeline(
+    return step_costs.Timeline(
         ops=[ops[row] for row in rows],
         op=[names[ops[row]] for row in rows],
         elapsed_s=[instants[max(ops[row] - 1, 0)] - instants[0] for row in rows] if real else None,
         phase=[phases[row] for row in rows],
         components={
             component: balances[rows, column].tolist()
-            for column, component in enumerate(COMPONENTS)
+            for column, component in enumerate(terms.COMPONENTS)
             if balances[:, column].any()
         },
     )
 
 
-def _sum_by_evidence(step: MemoryTimeline) -> dict[Evidence, int]:
-    sums = dict.fromkeys(EVIDENCE, 0)
+def _sum_by_evidence(step: MemoryTimeline) -> dict[terms.Evidence, int]:
+    sums = dict.fromkeys(terms.EVIDENCE, 0)
     for storage, owner in step.live_at_peak:
         if owner.evidence is not None:
             sums[owner.evidence] += storage.nbytes
@@ -200,11 +179,11 @@ def state_compute(
     model_flops: int | None,
     step: MemoryTimeline,
     ceilings: Target | None,
-) -> Compute:
+) -> step_costs.Compute:
     """Summarise the FLOPs that a step executed and those that the model needs."""
-    by_phase: Counter[Phase] = Counter()
+    by_phase: Counter[terms.Phase] = Counter()
     by_module: Counter[str] = Counter()
-    by_component: Counter[Component] = Counter()
+    by_component: Counter[terms.Component] = Counter()
     other = 0
     for op in step.ops:
         if op.cost.family not in COUNTED:
@@ -215,7 +194,7 @@ def state_compute(
         by_component[step.component_of(op.writes[0][0])] += op.cost.flops
     executed = by_phase.total()
     dtype: Dtype = experiment.dtype
-    return Compute(
+    return step_costs.Compute(
         model_flops=model_flops,
         executed_flops=executed,
         other_flops=other,
@@ -277,13 +256,13 @@ def bound_step_s(ops: Iterable[Op], dtype: Dtype, ceilings: Target) -> float:
     return total
 
 
-def state_io(step: MemoryTimeline, executed_flops: int) -> Io:
+def state_io(step: MemoryTimeline, executed_flops: int) -> step_costs.Io:
     """Summarise the bytes that a step's operators had to read and write."""
     names = ("by_phase", "by_op_kind", "by_module", "by_component")
     sums: dict[str, dict[Any, dict[str, int]]] = {
         name: defaultdict(lambda: {"read": 0, "written": 0}) for name in names
     }
-    work: dict[tuple[Phase, OpKind], Counter[str]] = defaultdict(Counter)
+    work: dict[tuple[terms.Phase, terms.OpKind], Counter[str]] = defaultdict(Counter)
     for op in step.ops:
         work[op.phase, op.op_kind].update(ops=1, flops=op.cost.flops)
         for way, sized in (("read", op.reads), ("written", op.writes)):
@@ -293,22 +272,26 @@ def state_io(step: MemoryTimeline, executed_flops: int) -> Io:
                 for name, key in zip(names, (op.phase, op.op_kind, module, component), strict=True):
                     sums[name][key][way] += size
     moved: dict[str, Any] = {
-        name: {key: Moved(**ways) for key, ways in groups.items()} for name, groups in sums.items()
+        name: {key: step_costs.Moved(**ways) for key, ways in groups.items()}
+        for name, groups in sums.items()
     }
     read, written = (sum(each[way] for each in work.values()) for way in ("read", "written"))
-    return Io(
+    return step_costs.Io(
         bytes_read=read,
         bytes_written=written,
         launches=sum(LAUNCHES.get(op.name, 1) for op in step.ops),
         by_phase_and_op_kind=[
-            Work(phase=phase, op_kind=op_kind, **each) for (phase, op_kind), each in work.items()
+            step_costs.Work(phase=phase, op_kind=op_kind, **each)
+            for (phase, op_kind), each in work.items()
         ],
         arithmetic_intensity=executed_flops / (read + written) if read + written else None,
         **moved,
     )
 
 
-def state_communication(step: MemoryTimeline, parallel: Parallel | None) -> list[Exchange] | None:
+def state_communication(
+    step: MemoryTimeline, parallel: Parallel | None
+) -> list[step_costs.Exchange] | None:
     """Summarise a rank's exchanges in a step; None where there is one rank."""
     if parallel is None:
         return None

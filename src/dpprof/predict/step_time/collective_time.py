@@ -53,8 +53,7 @@ class _Protocol(NamedTuple):
     start_s: float
     inside_s: float
     between_s: float
-    share: float
-    """The share of the bandwidth that it reaches."""
+    share: float  # the share of the bandwidth that it reaches
 
 
 _RINGS = (_Protocol(8.4e-6, 3.4e-6, 9.6e-6, 1.0), _Protocol(3.6e-6, 0.85e-6, 2.7e-6, 0.25))

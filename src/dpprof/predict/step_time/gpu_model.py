@@ -33,8 +33,7 @@ class Estimate(NamedTuple):
     """A figure, such as the share of a peak that kernels reach, and how uncertain it is."""
 
     value: float
-    spread: float
-    """Standard deviation of its logarithm."""
+    spread: float  # standard deviation of its logarithm
 
 
 MEMORY = Estimate(0.88, 0.1)
@@ -87,8 +86,7 @@ _TF32 = 0.8
 """Share of the peak of large products in TF32: the same issues give 0.73 to 0.91 for A100 and
 H100."""
 
-_OTHER_SPREAD = 0.2
-"""The spread of products in float32, TF32 and float64."""
+_OTHER_SPREAD = 0.2  # the spread of products in float32, TF32 and float64
 
 MISALIGNED = Estimate(0.45, 0.4)
 """Speed of products on tensor cores whose rows do not begin on 16 bytes, over that of others.
@@ -120,8 +118,7 @@ GRAMS_IN_TF32 = Estimate(0.27, 0.25)
 """Share of the peak of a norm by Gram matrices in TF32, of three products in place of each
 (``norms.float32_products``): measured."""
 
-TF32_PRODUCTS = 3
-"""Products in TF32 in place of each of a norm's (``norms.float32_products``)."""
+TF32_PRODUCTS = 3  # products in TF32 in place of each of a norm's (``norms.float32_products``)
 
 KERNEL_S = 3e-6
 """Seconds of a kernel beyond its work: ``mem_empirical_constant_latency`` of the same source."""
@@ -171,8 +168,7 @@ _FULL_WIDTH = 128
 _NARROW = 0.85
 """Heads of half the width reach this share of the speed."""
 
-_CLOCKS = 0.05
-"""Spread of all times of a device together: clocks, cooling and drivers differ."""
+_CLOCKS = 0.05  # spread of all times of a device together: clocks, cooling and drivers differ
 
 _CLOCKS_OF = {"7.5": 0.25, "9.0": 0.1, "10.0": 0.1}
 """Spread of all times of a device together by compute capability, where power carries the clocks

@@ -15,10 +15,6 @@ class UnknownTimeError(LookupError):
 class OpTime(NamedTuple):
     """The predicted seconds of one call of an operator."""
 
-    seconds: float
-    """The median."""
-
-    spread: float
-    """Standard deviation of the logarithm."""
-
+    seconds: float  # the median
+    spread: float  # standard deviation of the logarithm
     basis: Basis

@@ -118,8 +118,7 @@ _UNKNOWN_SPREAD = 0.7
 """The spread of an operator that resembles no timed one."""
 
 
-_OTHER_LAYOUT = 5.0
-"""A different memory layout counts as much as this many doublings of a size."""
+_OTHER_LAYOUT = 5.0  # a different memory layout counts as much as this many doublings of a size
 
 _LARGE = 2**20
 """Bytes: smaller data may be in a cache, so their speed is not the memory's bandwidth."""

@@ -13,11 +13,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-_BLUR = 0.05
-"""Added to distances, so that no one point decides alone. In doublings of a size."""
-
-_LEVEL = 0.05
-"""Pulls the plane's slopes towards zero where the neighbours say little of them."""
+_BLUR = 0.05  # added to distances, so that no one point decides alone. In doublings of a size.
+_LEVEL = 0.05  # pulls the plane's slopes towards zero where the neighbours say little of them
 
 _PARTS = 2**20
 """Logarithms are whole numbers of such parts: their differences, and the squares, are exact."""

@@ -25,16 +25,8 @@ from dpprof.experiments.config.target import Dtype, Target
 from dpprof.experiments.records.record import ResultError
 from dpprof.experiments.records.result import PredictedTime, Time
 from dpprof.experiments.records.terms import BASES, Basis
+from dpprof.predict.memory import exchanges
 from dpprof.predict.memory.events import Op
-from dpprof.predict.memory.exchanges import (
-    COMMUNICATION,
-    COMPUTE,
-    COPIES_IN,
-    REPLICATION,
-    STREAMS,
-    Placed,
-    place,
-)
 from dpprof.predict.step_time.collective_time import CollectiveModel
 from dpprof.predict.step_time.gpu_model import MEMORY, NO_HOST, GpuModel
 from dpprof.predict.step_time.op_time import Z_90, OpTime, UnknownTimeError
@@ -57,10 +49,8 @@ class Issued(NamedTuple):
     """An operator that the host issues."""
 
     kind: str
-    time: OpTime
-    """The time on the device."""
-
-    placed: Placed = Placed(COMPUTE, (), None)
+    time: OpTime  # the time on the device
+    placed: exchanges.Placed = exchanges.Placed(exchanges.COMPUTE, (), None)
 
 
 class StepTime(NamedTuple):
@@ -69,12 +59,8 @@ class StepTime(NamedTuple):
     median_s: float
     low_s: float
     high_s: float
-    rests_on: dict[Basis, float]
-    """Shares of the device's time."""
-
-    host_share: float
-    """The share of the step in which the device waits for the host."""
-
+    rests_on: dict[Basis, float]  # shares of the device's time
+    host_share: float  # the share of the step in which the device waits for the host
     communication_share: float
     """The share of the step in which the device only waits for ranks, or runs collectives in
     line."""
@@ -85,8 +71,7 @@ class _Run(NamedTuple):
 
     starts: list[float]
     ends: list[float]
-    exposed_s: float
-    """How long the stream that computes waits for another one."""
+    exposed_s: float  # how long the stream that computes waits for another one
 
     @property
     def step_s(self) -> float:
@@ -94,19 +79,19 @@ class _Run(NamedTuple):
 
 
 def _run(
-    placed: Sequence[Placed], seconds: Sequence[float], issuing_s: float, *, on_host: bool
+    placed: Sequence[exchanges.Placed], seconds: Sequence[float], issuing_s: float, *, on_host: bool
 ) -> _Run:
     """Run operators, each after it was issued, the one before it, and those that it waits for."""
     starts: list[float] = []
     ends: list[float] = []
-    free = [0.0] * STREAMS
+    free = [0.0] * exchanges.STREAMS
     issued = exposed_s = 0.0
     for (stream, waits, _), each in zip(placed, seconds, strict=True):
         issued += issuing_s
         start = max(free[stream], issued)
         for earlier in waits:
             if ends[earlier] > start:
-                exposed_s += (ends[earlier] - start) * (stream == COMPUTE)
+                exposed_s += (ends[earlier] - start) * (stream == exchanges.COMPUTE)
                 start = ends[earlier]
         end = start + each
         if on_host:
@@ -161,7 +146,7 @@ def combine(
     computing = [
         (kernel_s, where.collective)
         for kernel_s, where in zip(seconds, placed, strict=True)
-        if where.stream == COMPUTE
+        if where.stream == exchanges.COMPUTE
     ]
     alone_s = math.fsum(kernel_s for kernel_s, collective in computing if collective is None)
     in_line_s = math.fsum(kernel_s for kernel_s, collective in computing if collective)
@@ -178,13 +163,13 @@ def combine(
 
 
 def _lend(
-    placed: Sequence[Placed], seconds: list[float], host_s: float, lent: float
+    placed: Sequence[exchanges.Placed], seconds: list[float], host_s: float, lent: float
 ) -> list[float]:
     """Return longer times for kernels that run beside collectives, of shards or of replicas.
 
     Collectives of both at once take no more of the device than one.
     """
-    exchanging = (COMMUNICATION, REPLICATION)
+    exchanging = (exchanges.COMMUNICATION, exchanges.REPLICATION)
     beside = [number for number, where in enumerate(placed) if where.stream in exchanging]
     if not lent or not beside:
         return seconds
@@ -194,7 +179,7 @@ def _lend(
     begins, ends = (np.interp(times, edges, busy) for times in (run.starts, run.ends))
     longer = (ends - begins) * lent / (1 - lent)
     return [
-        kernel_s + float(more) * (where.stream == COMPUTE)
+        kernel_s + float(more) * (where.stream == exchanges.COMPUTE)
         for kernel_s, more, where in zip(seconds, longer, placed, strict=True)
     ]
 
@@ -230,8 +215,7 @@ def _share_out(ops: Sequence[Issued]) -> dict[Basis, float]:
     }
 
 
-DRIFT = 0.05
-"""Least spread of all times of a machine together: its load and temperature change."""
+DRIFT = 0.05  # least spread of all times of a machine together: its load and temperature change
 
 _UPDATE = ("noise", "step")
 """The phases that run once, however many batches a gradient is accumulated over."""
@@ -290,11 +274,11 @@ def predict_step(
     collectives = None if parallel is None else CollectiveModel(target, parallel)
     slowest = _slow_down(1 if parallel is None else parallel.world_size)
 
-    def time(op: Op, placed: Placed) -> OpTime:
+    def time(op: Op, placed: exchanges.Placed) -> OpTime:
         if placed.collective is not None:
             assert collectives is not None
             return collectives.predict(placed.collective)
-        if op.name == COPIES_IN:
+        if op.name == exchanges.COPIES_IN:
             own = op.writes[0][1]  # it writes a part of the buffer that it returns
             seconds = 2 * own / (MEMORY.value * target.bandwidth_bytes_per_s)
             return OpTime(seconds, MEMORY.spread, "data sheet")
@@ -302,7 +286,7 @@ def predict_step(
         return predicted._replace(seconds=slowest * predicted.seconds)
 
     def issue(some: Sequence[Op]) -> list[Issued]:
-        placed = zip(some, place(some, parallel), strict=True)
+        placed = zip(some, exchanges.place(some, parallel), strict=True)
         return [Issued(op.op_kind, time(op, where), where) for op, where in placed]
 
     host = NO_HOST if is_graph else model.host

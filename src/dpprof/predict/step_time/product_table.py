@@ -20,14 +20,9 @@ from dpprof.experiments.records.terms import Basis
 from dpprof.predict.step_time.op_time import OpTime
 from dpprof.predict.step_time.plane import Floats, fit_plane, log2
 
-_NEIGHBOURS = 16
-"""The plane goes through this many measured shapes."""
-
-_FAR = 1.0
-"""Doublings of n or k beyond the table; further away the spread grows no more."""
-
-UNIT = 1e4
-"""Shares are kept as whole numbers of these parts."""
+_NEIGHBOURS = 16  # the plane goes through this many measured shapes
+_FAR = 1.0  # doublings of n or k beyond the table; further away the spread grows no more
+UNIT = 1e4  # shares are kept as whole numbers of these parts
 
 
 class PeakRates(NamedTuple):

@@ -11,14 +11,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
 from dpprof.results.analysis.tables.frames import least_of
+from dpprof.results.figures import style
 from dpprof.results.figures.panels import MAX_PANELS, Panel, Panels, split
-from dpprof.results.figures.style import (
-    OP_KIND_COLOURS,
-    PHASE_MARKERS,
-    NothingToDrawError,
-    sort_methods,
-    tell,
-)
 
 _LEAST_SHARE = 0.01  # parts below this share of a step's time have no point
 _BESIDE = 3  # panels beside one another
@@ -37,11 +31,11 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     of_step = kernels["seconds"] / kernels.groupby("experiment_id")["seconds"].transform("sum")
     kernels = kernels[(kernels["flops"] > 0) & (of_step >= _LEAST_SHARE)]
     if kernels.empty:
-        raise NothingToDrawError(
+        raise style.NothingToDrawError(
             "no run of the instrument kernels has both counted FLOPs and measured ceilings"
         )
     panel = split(kernels, "", most=1).shown[-1]
-    methods = sort_methods(panel.rows["method"])[:MAX_PANELS]
+    methods = style.sort_methods(panel.rows["method"])[:MAX_PANELS]
     shown = [Panel(name, panel.rows[panel.rows["method"] == name]) for name in methods]
     figure, axes = Panels(shown, 0).lay_out(
         _BESIDE, row_inches=2.0 if len(shown) <= _BESIDE else 1.4, sharex=True, sharey=True
@@ -54,7 +48,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         axis.label_outer()
     figure.suptitle(panel.title, fontsize=8)
     _explain(figure, panel.rows)
-    tell(figure, _say_longest(panel.rows))
+    style.tell(figure, _say_longest(panel.rows))
     return figure
 
 
@@ -82,8 +76,8 @@ def _draw_method(axis: Axes, rows: pd.DataFrame) -> None:
             point["arithmetic_intensity"],
             point["flops_per_s"] / 1e9,
             s=max(8.0, _AREA * part),
-            marker=PHASE_MARKERS[point["phase"]],
-            color=OP_KIND_COLOURS[point["op_kind"]],
+            marker=style.PHASE_MARKERS[point["phase"]],
+            color=style.OP_KIND_COLOURS[point["op_kind"]],
             edgecolor="#333333",
             linewidth=0.5,
             alpha=0.85,
@@ -111,12 +105,12 @@ def _explain(figure: Figure, rows: pd.DataFrame) -> None:
     there: Any = {"linestyle": "", "markeredgecolor": "#333333", "markeredgewidth": 0.4}
     handles = [
         Line2D([], [], marker="s", color=colour, label=name, **there)
-        for name, colour in OP_KIND_COLOURS.items()
+        for name, colour in style.OP_KIND_COLOURS.items()
         if name in set(rows["op_kind"])
     ]
     handles += [
         Line2D([], [], marker=marker, color="white", label=name.replace("_", " "), **there)
-        for name, marker in PHASE_MARKERS.items()
+        for name, marker in style.PHASE_MARKERS.items()
         if name in set(rows["phase"])
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5)

@@ -11,15 +11,9 @@ from matplotlib.figure import Figure
 from dpprof.results.analysis.selection import choose_runs
 from dpprof.results.analysis.tables.axes import RUN_KEY
 from dpprof.results.analysis.tables.frames import rows_of
+from dpprof.results.figures import style
 from dpprof.results.figures.bars import VISIBLE, share_legend
 from dpprof.results.figures.panels import Panel, Panels, split
-from dpprof.results.figures.style import (
-    BYTE_UNITS,
-    COMPONENT_COLOURS,
-    HATCHES,
-    choose_byte_unit,
-    tell,
-)
 
 _HEADROOM = 1.4  # height of the axis over the highest peak: room for its size and the phases
 _STRIP = 0.91  # the height at which the strip of phases begins, as a share of a panel's height
@@ -50,7 +44,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     columns = min(4, max(2, math.ceil(len(shown) / 2)))  # two rows, or three of four
     figure, axes = Panels(shown, 0).lay_out(columns, row_inches=1.5, sharey=True)
     highest = rows["peak_bytes"].max()
-    unit = choose_byte_unit(highest)
+    unit = style.choose_byte_unit(highest)
     keys = rows[RUN_KEY].itertuples(index=False, name=None)
     instants = rows_of(tables, "timeline", keys).set_index(RUN_KEY)
     for position, (axis, panel) in enumerate(zip(axes, shown, strict=True)):
@@ -58,18 +52,18 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         step = instants.loc[[tuple(run[RUN_KEY])]]
         draw_step(axis, step, unit, highest, _LETTER * columns)
         _mark_peak(axis, step, run, unit, columns)
-        axis.set_ylim(0, highest / BYTE_UNITS[unit] * _HEADROOM)
+        axis.set_ylim(0, highest / style.BYTE_UNITS[unit] * _HEADROOM)
         axis.grid(visible=False)
         axis.locator_params(axis="y", nbins=4)
         if position % columns == 0:
             axis.set_ylabel(f"live memory ({unit})")
     figure.suptitle(f"{focus.title} ({', '.join(sorted(set(rows['instrument'])))})", fontsize=8)
-    share_legend(figure, COMPONENT_COLOURS)
+    share_legend(figure, style.COMPONENT_COLOURS)
     peaks = "; ".join(
         f"in {str(phase).replace('_', ' ')} with {', '.join(methods.index)}"
         for phase, methods in rows.groupby("phase", sort=False)
     )
-    tell(figure, f"The peak is {peaks}.")
+    style.tell(figure, f"The peak is {peaks}.")
     return figure
 
 
@@ -78,13 +72,13 @@ def draw_step(axis: Axes, step: pd.DataFrame, unit: str, highest: float, letter:
 
     ``highest`` is the highest peak in bytes, ``letter`` as of ``mark_phases``.
     """
-    names = [name for name in COMPONENT_COLOURS if (step[name] > highest * VISIBLE).any()]
-    hatches: Any = [HATCHES.get(name) for name in names]
+    names = [name for name in style.COMPONENT_COLOURS if (step[name] > highest * VISIBLE).any()]
+    hatches: Any = [style.HATCHES.get(name) for name in names]
     axis.stackplot(
         step["ops"],
-        step[names].to_numpy(float).T / BYTE_UNITS[unit],
+        step[names].to_numpy(float).T / style.BYTE_UNITS[unit],
         labels=[name.replace("_", " ") for name in names],
-        colors=[COMPONENT_COLOURS[name] for name in names],
+        colors=[style.COMPONENT_COLOURS[name] for name in names],
         hatch=hatches,
         edgecolor="#333333",
         linewidth=0,
@@ -123,9 +117,9 @@ def mark_phases(
 
 
 def _mark_peak(axis: Axes, step: pd.DataFrame, run: Any, unit: str, columns: int) -> None:
-    total = step[list(COMPONENT_COLOURS)].sum(axis=1)
+    total = step[list(style.COMPONENT_COLOURS)].sum(axis=1)
     op = step["ops"].iloc[int(total.to_numpy().argmax())]
-    peak = run["peak_bytes"] / BYTE_UNITS[unit]
+    peak = run["peak_bytes"] / style.BYTE_UNITS[unit]
     axis.plot(op, peak, "o", color="black", markersize=2.5)
     text = f"{peak:,.1f} {unit} in {str(run['phase']).replace('_', ' ')}"
     # Above the peak, but no further out than the panel has room for the text.

@@ -15,15 +15,8 @@ from dpprof.results.analysis.difference.waterfall import (
     format_size,
     name_component,
 )
+from dpprof.results.figures import style
 from dpprof.results.figures.bars import VISIBLE, name_bars
-from dpprof.results.figures.style import (
-    BYTE_UNITS,
-    COMPONENT_COLOURS,
-    HATCHES,
-    choose_byte_unit,
-    method_style,
-    new_figure,
-)
 from dpprof.results.figures.timeline import mark_phases
 from dpprof.system.console import printable
 
@@ -56,10 +49,10 @@ def draw(difference: Difference, title: str = "") -> Figure:
     steps = _list_steps(difference)
     height = 1.0 + 0.3 * (len(steps) + 2)
     widths = {"width_ratios": [3, 2]}
-    figure, axes = new_figure(2, 1, row_inches=height, gridspec_kw=widths)
+    figure, axes = style.new_figure(2, 1, row_inches=height, gridspec_kw=widths)
     highest = max(difference.a.peak_bytes, difference.b.peak_bytes)
-    unit = choose_byte_unit(highest)
-    a, b = (method_style(side.method)["color"] for side in (difference.a, difference.b))
+    unit = style.choose_byte_unit(highest)
+    a, b = (style.method_style(side.method)["color"] for side in (difference.a, difference.b))
     colours = (a, b if a != b else _SAME_METHOD)
     _draw_steps(axes[0, 0], difference, steps, colours, unit)
     _draw_timelines(axes[0, 1], difference, colours, unit)
@@ -76,13 +69,13 @@ def _list_steps(difference: Difference) -> list[_Step]:
     steps = []
     for bar in shown:
         name, size = str(bar.name), bar.difference_bytes
-        look = {"color": COMPONENT_COLOURS.get(name, _OTHER)}
-        look["hatch"] = HATCHES.get(name, "" if name in COMPONENT_COLOURS else "//")
+        look = {"color": style.COMPONENT_COLOURS.get(name, _OTHER)}
+        look["hatch"] = style.HATCHES.get(name, "" if name in style.COMPONENT_COLOURS else "//")
         words = name_component(name)
         steps.append(_Step(words, size, format_change(size), _name_layers(bar), look))
     if others := differing[len(shown) :]:
         size = sum(bar.difference_bytes for bar in others)
-        look = {"color": _OTHER, "hatch": HATCHES["other"]}
+        look = {"color": _OTHER, "hatch": style.HATCHES["other"]}
         steps.append(_Step(f"{len(others)} others", size, format_change(size), "", look))
     return steps
 
@@ -110,7 +103,7 @@ def _draw_steps(
             difference[:2], ({"color": colour} for colour in colours), strict=True
         )
     ]
-    bars, factor, level = [ends[1], *steps, ends[0]], BYTE_UNITS[unit], 0
+    bars, factor, level = [ends[1], *steps, ends[0]], style.BYTE_UNITS[unit], 0
     for row, step in enumerate(bars):
         edge: dict[str, Any] = {"height": 0.7, "edgecolor": "#333333", "linewidth": 0.4}
         if row:
@@ -150,7 +143,7 @@ def _label(axis: Axes, row: int, end: float, step: _Step) -> None:
 def _draw_timelines(
     axis: Axes, difference: Difference, colours: tuple[str, str], unit: str
 ) -> None:
-    shared, factor = difference.axis, BYTE_UNITS[unit]
+    shared, factor = difference.axis, style.BYTE_UNITS[unit]
     for curve, side, colour, dashes in (
         (shared.b, difference.b, colours[1], "--"),
         (shared.a, difference.a, colours[0], "-"),

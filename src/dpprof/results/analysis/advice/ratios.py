@@ -24,17 +24,13 @@ from dpprof.experiments.records.step_costs import Work
 from dpprof.experiments.records.terms import OpKind, Phase
 from dpprof.results.analysis.tables.axes import BASELINE, target_text
 
-_Z_90 = 1.645
-"""Standard deviations on each side of the median in a 90 % interval."""
+_Z_90 = 1.645  # standard deviations on each side of the median in a 90 % interval
 
 UPDATE: tuple[Phase, ...] = ("noise", "step")
 """The phases that run once, however many batches a gradient is accumulated over."""
 
-HOST_S = 33e-6
-"""Seconds of the host for an operator, as step times are predicted with."""
-
-_KERNEL_S = 3e-6
-"""Seconds of a kernel beyond its work."""
+HOST_S = 33e-6  # seconds of the host for an operator, as step times are predicted with
+_KERNEL_S = 3e-6  # seconds of a kernel beyond its work
 
 _OF_PEAK: Mapping[OpKind, float] = {"gemm": 0.7, "einsum": 0.6, "attention": 0.45, "norm": 0.4}
 """Shares of the peak that kernels of these kinds reach, about."""
@@ -62,11 +58,8 @@ _PRODUCTS: Mapping[str, float] = {
 _TABLES: Mapping[OpKind, str] = {"einsum": "gemm"}
 """Kinds whose times rest on the table of another one."""
 
-_CONVOLUTIONS = 0.4
-"""The spread of products of image models: their speed is a guess."""
-
-_OF_A_PROCESSOR = 10.0
-"""FLOPs for each byte that a processor moves in the same time, about."""
+_CONVOLUTIONS = 0.4  # the spread of products of image models: their speed is a guess
+_OF_A_PROCESSOR = 10.0  # FLOPs for each byte that a processor moves in the same time, about
 
 OWN: Mapping[str, float] = {"measured": 1.0, "data sheet": 2.0, "convolutions": 2.5}
 """Spread of what one step runs more of a kind than the other, over that of the whole kind.
@@ -78,8 +71,7 @@ _DEVICE = 0.1
 """Spread of all kernels of a GPU together: clocks and cooling differ. Where both steps wait for
 kernels alone, it cancels out."""
 
-_HOST = 0.35
-"""Spread of the host's time for all operators, as predicted times have it."""
+_HOST = 0.35  # spread of the host's time for all operators, as predicted times have it
 
 _PYTHON = 0.5
 """Spread of the host's time of a private method: clipping runs more Python for an operator than a
@@ -90,8 +82,7 @@ _EXCHANGES = 0.2
 """Spread of all that ranks exchange together: a guess, between what is measured inside of a node
 and between nodes (perf/collective_tables.md)."""
 
-_RUN = 0.01
-"""Spread of a step's time between runs: equal steps were measured 0.5 to 1.3 % apart."""
+_RUN = 0.01  # spread of a step's time between runs: equal steps were measured 0.5 to 1.3 % apart
 
 _SHAPES = 0.03
 """Spread of kernels that run with half the batch, or less: products of shapes between measured ones

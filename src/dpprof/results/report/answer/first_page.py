@@ -6,16 +6,8 @@ from typing import Any
 import pandas as pd
 
 from dpprof.experiments.config.registry import PREDICTIONS
+from dpprof.results.analysis import selection
 from dpprof.results.analysis.collection import NO_RESULT
-from dpprof.results.analysis.selection import (
-    Tables,
-    compose_peaks,
-    find_agreement,
-    find_fitting,
-    find_here,
-    find_predicted,
-    find_trainings,
-)
 from dpprof.results.analysis.tables.axes import name_size, name_speed
 from dpprof.results.analysis.tables.frames import varying_axes
 from dpprof.results.figures.agreement import say_agreement
@@ -47,8 +39,7 @@ from dpprof.system.words import listed, plural
 
 TRUST = "Can I believe this?"
 
-_MOST_ROWS = 24
-"""More leave no room for the figure; the appendix has all."""
+_MOST_ROWS = 24  # more leave no room for the figure; the appendix has all
 
 _SAID = {
     *("model", "lora", "quantization", "trainable", "seq_len", "image_size", "dtype"),
@@ -67,7 +58,7 @@ _PICTURES = ("budget", "tradeoff", "predicted", "breakdown", "outcomes")
 _PEAKS = {"allocated": "allocator's ", "rss": "resident "}
 
 
-def build_first_section(tables: Tables, drawings: Sequence[Drawing]) -> Section:
+def build_first_section(tables: selection.Tables, drawings: Sequence[Drawing]) -> Section:
     """Return the table of methods and the figure of the first page; either may be missing.
 
     The figure is the one that says most; those in which there is nothing to compare are left to
@@ -81,9 +72,9 @@ def build_first_section(tables: Tables, drawings: Sequence[Drawing]) -> Section:
     return Section(title="The methods side by side", blocks=tuple(blocks))
 
 
-def _tell_trainings(tables: Tables) -> Blocks:
+def _tell_trainings(tables: selection.Tables) -> Blocks:
     """Return what each method reaches in each training on each target."""
-    trainings = find_trainings(tables)
+    trainings = selection.find_trainings(tables)
     if not trainings:
         return []
     rows = pd.concat(trainings, ignore_index=True)
@@ -137,9 +128,9 @@ def _tell_plan(noise: pd.DataFrame, rows: pd.DataFrame) -> str:
     return f"{said}."
 
 
-def _tell_here(tables: Tables) -> Blocks:
+def _tell_here(tables: selection.Tables) -> Blocks:
     """Return times and peaks that were measured here, over those of standard where it ran."""
-    rows = find_here(tables["experiments"])
+    rows = selection.find_here(tables["experiments"])
     if rows.empty:
         return []
     setting = rows.iloc[0]
@@ -176,9 +167,9 @@ def _tell_here(tables: Tables) -> Blocks:
     return tabulate(caption, columns, shown.sort_values("median_step_s"), "methods.csv")
 
 
-def _tell_predicted(tables: Tables) -> Blocks:
+def _tell_predicted(tables: selection.Tables) -> Blocks:
     """Return peaks that were predicted for targets."""
-    predicted = find_predicted(tables)
+    predicted = selection.find_predicted(tables)
     if not predicted:
         return []
     rows = pd.concat(predicted.values(), ignore_index=True)
@@ -191,7 +182,7 @@ def _tell_predicted(tables: Tables) -> Blocks:
         "memory": column.words(lambda row: "fits" if row["_fits"] else "does not fit"),
     }
     caption = "Predicted peaks of a step."
-    return _tabulate(caption, columns, rows.assign(_fits=find_fitting(rows)), "peaks.csv")
+    return _tabulate(caption, columns, rows.assign(_fits=selection.find_fitting(rows)), "peaks.csv")
 
 
 _SAID_OF_ALL = {
@@ -218,12 +209,12 @@ def _tabulate(caption: str, columns: dict[str, Column], rows: pd.DataFrame, sour
     return tabulate(f"{caption}{where}", kept, rows, source)
 
 
-def build_trust_section(tables: Tables) -> Section:
+def build_trust_section(tables: selection.Tables) -> Section:
     """Return how far to trust the answer: noise; verified and reconciled; runs and caveats."""
-    composition = compose_peaks(tables)
+    composition = selection.compose_peaks(tables)
     proof = [
         *count_verified(tables["verification"]),
-        say_agreement(find_agreement(tables)),
+        say_agreement(selection.find_agreement(tables)),
         _reconcile(composition),
     ]
     lines = [
@@ -295,7 +286,7 @@ def _tell_runs(runs: pd.DataFrame) -> str:
     return f"{counted}: {success}.{f' Not ok: {failures}; see Outcomes.' if failures else ''}"
 
 
-def _tell_caveats(tables: Tables) -> Iterator[str]:
+def _tell_caveats(tables: selection.Tables) -> Iterator[str]:
     """Yield what is missing, damaged, outdated, and what else makes the numbers doubtful."""
     runs, missing = tables["runs"], tables["missing"]
     damaged = int((missing["reason"] != NO_RESULT).sum())

@@ -42,19 +42,11 @@ from dpprof.results.report.wording import (
 )
 from dpprof.system.words import listed, plural
 
-_ALIKE = 0.005
-"""A ratio this near to 1 is 1.00 in two digits."""
-
-_SAVES = 0.9
-"""Correlated noise is told of where it takes a smaller share of the hours."""
-
+_ALIKE = 0.005  # a ratio this near to 1 is 1.00 in two digits
+_SAVES = 0.9  # correlated noise is told of where it takes a smaller share of the hours
 _OF_NOISE = ("noise_strategy", "execution")  # its steps are no CUDA graphs
-
-_MOST = 3
-"""The most sentences of an answer."""
-
-_MOST_NAMED = 3
-"""More methods, or GPUs, are counted and not named."""
+_MOST = 3  # the most sentences of an answer
+_MOST_NAMED = 3  # more methods, or GPUs, are counted and not named
 
 _MOST_METHODS = 4
 _MOST_MODELS = 3

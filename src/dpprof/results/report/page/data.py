@@ -27,18 +27,10 @@ from dpprof.results.analysis.tables.axes import (
     name_size,
 )
 from dpprof.results.analysis.tables.frames import naming_axes
-from dpprof.results.figures.style import (
-    COMPONENT_COLOURS,
-    OP_KIND_COLOURS,
-    OUTCOME_COLOURS,
-    PHASE_COLOURS,
-    method_style,
-    sort_methods,
-)
+from dpprof.results.figures import style
 from dpprof.results.report.wording import name_gpus, name_trainings
 
-_DIGITS = 9
-"""Significant digits of a number on the page; whole numbers are exact."""
+_DIGITS = 9  # significant digits of a number on the page; whole numbers are exact
 
 _COSTS = [
     *("dp_flop_multiplier", "executed_flops", "arithmetic_intensity", "mfu", "hfu"),
@@ -58,17 +50,10 @@ _PRICED = (
     *("over_first", "over_first_low", "over_first_high"),
 )
 
-Run = tuple[str, str, int]
-"""A run, as (experiment id, instrument, replicate)."""
-
-Rows = list[dict[str, Any]]
-"""Rows with the columns of ``Holding``."""
-
-JOINED = "smaller holdings"
-"""The layer and operator of holdings that a thinned page joins."""
-
-LINES = 20
-"""How many lines of a log are quoted."""
+Run = tuple[str, str, int]  # a run, as (experiment id, instrument, replicate)
+Rows = list[dict[str, Any]]  # rows with the columns of ``Holding``
+JOINED = "smaller holdings"  # the layer and operator of holdings that a thinned page joins
+LINES = 20  # how many lines of a log are quoted
 
 _LOG_BYTES = 4096
 
@@ -167,14 +152,15 @@ def list_failures(tables: Tables) -> pd.DataFrame:
 
 def tell_style(tables: Tables) -> dict[str, Any]:
     """Return colours by name, the same as in figures, in the order in which parts are stacked."""
-    methods = sort_methods(tables["experiments"]["method"])
+    methods = style.sort_methods(tables["experiments"]["method"])
     return {
         "baseline": BASELINE,
-        "methods": {name: method_style(name)["color"] for name in methods},
-        "components": COMPONENT_COLOURS,
-        "op_kinds": OP_KIND_COLOURS,
-        "phases": PHASE_COLOURS,
-        "outcomes": {name: OUTCOME_COLOURS[name] for name in OUTCOMES} | {"missing": "#F2F2F2"},
+        "methods": {name: style.method_style(name)["color"] for name in methods},
+        "components": style.COMPONENT_COLOURS,
+        "op_kinds": style.OP_KIND_COLOURS,
+        "phases": style.PHASE_COLOURS,
+        "outcomes": {name: style.OUTCOME_COLOURS[name] for name in OUTCOMES}
+        | {"missing": "#F2F2F2"},
     }
 
 

@@ -22,11 +22,8 @@ from dpprof.system.files import write_atomically
 
 LIVE_PAGE = RESULTS / "live.html"
 
-PAUSE_S = 10.0
-"""The least time from one page to the next."""
-
-SHARE = 0.1
-"""The most of one core that making pages may take, on average."""
+PAUSE_S = 10.0  # the least time from one page to the next
+SHARE = 0.1  # the most of one core that making pages may take, on average
 
 _NO_NOISE = (
     "the live page does not ask the accountants, which would wait for the sweep; the report that "

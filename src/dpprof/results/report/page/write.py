@@ -22,8 +22,7 @@ from dpprof.system.console import say
 from dpprof.system.files import write_atomically
 from dpprof.system.paths import TEMPLATES
 
-LIMIT_BYTES = 5_000_000
-"""The largest page; what would not fit is thinned, and the page says so."""
+LIMIT_BYTES = 5_000_000  # the largest page; what would not fit is thinned, and the page says so
 
 _FOLDER = TEMPLATES / "page"
 
@@ -40,11 +39,8 @@ class Detail(NamedTuple):
     runs: int = 2_000
     """How many runs keep their timeline and their holdings; the result files of these are read."""
 
-    rows: int | None = None
-    """How many rows a table keeps."""
-
-    log_ends: int = 200
-    """How many failures keep the end of their log."""
+    rows: int | None = None  # how many rows a table keeps
+    log_ends: int = 200  # how many failures keep the end of their log
 
     def tell(self, counts: Mapping[str, int], runs: int, logs: int) -> Iterator[str]:
         """Say what the page leaves out, and where it is.
@@ -95,9 +91,7 @@ DETAILS = (
 class SweepStatus(NamedTuple):
     """What a live page says of the sweep, in a strip on top."""
 
-    is_live: bool
-    """Whether the page loads itself again."""
-
+    is_live: bool  # whether the page loads itself again
     ended: int
     planned: int
     lines: tuple[str, ...]

@@ -45,8 +45,7 @@ class Table(Part):
     caption: Text
     header: tuple[Text, ...]
     rows: tuple[tuple[Text, ...], ...]
-    numeric: tuple[bool, ...]
-    """Which columns are set flush right."""
+    numeric: tuple[bool, ...]  # which columns are set flush right
 
 
 class Picture(Part):
@@ -54,9 +53,7 @@ class Picture(Part):
 
     kind: Literal["picture"] = "picture"
     name: Name
-    said: Text = ""
-    """The sentence that stands above it."""
-
+    said: Text = ""  # the sentence that stands above it
     caption: Text
 
 
@@ -70,8 +67,7 @@ class Drawing(Part):
     name: Name
     said: Text = ""
     caption: Text
-    missing: Text | None
-    """Why nothing was drawn; the figure then shows only this reason."""
+    missing: Text | None  # why nothing was drawn; the figure then shows only this reason
 
     @property
     def picture(self) -> Picture:
@@ -90,17 +86,12 @@ class Document(Part):
     """A whole report."""
 
     title: Text
-    question: Text = ""
-    """What the sweep asks, in one line."""
-
-    headline: tuple[Text, ...]
-    """The answer, in a few sentences."""
-
+    question: Text = ""  # what the sweep asks, in one line
+    headline: tuple[Text, ...]  # the answer, in a few sentences
     sections: tuple[Section, ...]
     """The first one has the numbers behind the answer, the second says how far to trust them."""
 
-    appendix: tuple[Section, ...] = ()
-    """Every table, and how things were measured."""
+    appendix: tuple[Section, ...] = ()  # every table, and how things were measured
 
 
 def read_drawing(path: Path) -> Drawing:

@@ -32,20 +32,11 @@ _NOT_LATIN_1 = re.compile(r"[^ -~\xa1-\xff]")
 _LIGATURE = re.compile(r"([-,])(?=\1)")
 """LaTeX would turn two of these into a dash or a quotation mark."""
 
-_LONG = 30
-"""A column with texts of more letters is broken into lines."""
-
-_LINE = {"scriptsize": 134, "tiny": 157}
-"""How many letters fit a line, by the font size of a table."""
-
-_GAP = 1.6
-"""Gap between two columns, in letters."""
-
-_ROOM = 45
-"""If fewer letters are left for long columns, the table is set in the smaller size."""
-
-_LEAST_ROOM = 28
-"""The fewest letters that long columns get in the smaller size."""
+_LONG = 30  # a column with texts of more letters is broken into lines
+_LINE = {"scriptsize": 134, "tiny": 157}  # how many letters fit a line, by the font size of a table
+_GAP = 1.6  # gap between two columns, in letters
+_ROOM = 45  # if fewer letters are left for long columns, the table is set in the smaller size
+_LEAST_ROOM = 28  # the fewest letters that long columns get in the smaller size
 
 
 def write_report(document: Document, folder: Path) -> None:

@@ -16,8 +16,7 @@ class Column(NamedTuple):
     numeric: bool = True
 
 
-SIZE = Column(size_cell)
-"""The sizes of samples: tokens, or pixels of an image."""
+SIZE = Column(size_cell)  # the sizes of samples: tokens, or pixels of an image
 
 
 def words(write: Callable[[Any], str]) -> Column:

@@ -10,27 +10,16 @@ import pandas as pd
 from dpprof.experiments.records.terms import COMPONENTS, EVIDENCE
 from dpprof.results.analysis.selection import find_fitting, needed_bytes
 from dpprof.results.analysis.tables.axes import BASELINE, SETTING, count_tokens, name_speed
+from dpprof.results.report import wording
 from dpprof.results.report.rendering.document import Blocks
 from dpprof.results.report.sections import column
 from dpprof.results.report.sections.column import Column
 from dpprof.results.report.sections.tables import list_items, tabulate, tabulate_experiments
-from dpprof.results.report.wording import (
-    GIB,
-    MIB,
-    THIS_MACHINE,
-    count_batch,
-    number,
-    percent,
-    text_of,
-)
 
 BUDGET = "What a privacy budget costs"
 
-_LEAST_SHARE = 0.01
-"""An owner below this share of every peak has no column."""
-
-_MOST_OWNERS = 8
-"""More columns do not fit on a page."""
+_LEAST_SHARE = 0.01  # an owner below this share of every peak has no column
+_MOST_OWNERS = 8  # more columns do not fit on a page
 
 
 def owners(composition: pd.DataFrame) -> Blocks:
@@ -40,16 +29,18 @@ def owners(composition: pd.DataFrame) -> Blocks:
     largest = shares[shares >= _LEAST_SHARE].nlargest(_MOST_OWNERS)
     shown = [name for name in COMPONENTS if name in largest]
     rows = rows.assign(other=rows["peak_bytes"] - rows[shown].sum(axis=1))
-    columns = {"peak": column.amount("peak_bytes", MIB)}
-    columns |= {name.replace("_", " "): column.amount(name, MIB) for name in [*shown, "other"]}
+    columns = {"peak": column.amount("peak_bytes", wording.MIB)}
+    columns |= {
+        name.replace("_", " "): column.amount(name, wording.MIB) for name in [*shown, "other"]
+    }
     caption = (
         "MiB by owner at the peak of a steady-state step, from the instrument memory where it ran, "
         "else from estimate. Other sums up the owners below 1 % of every peak, and those beyond "
         "the eight largest."
     )
     causes = {
-        "peak (MiB)": column.amount("peak_bytes", MIB),
-        "phase": column.words(lambda row: text_of(row["phase"]).replace("_", " ")),
+        "peak (MiB)": column.amount("peak_bytes", wording.MIB),
+        "phase": column.words(lambda row: wording.text_of(row["phase"]).replace("_", " ")),
         "operator": column.text("op"),
         "module": column.text("module"),
         "from": column.text("instrument"),
@@ -81,9 +72,9 @@ def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Blocks:
     )
     speed = name_speed(row for _, row in rows.iterrows())
     columns = {
-        "peak (GiB)": column.amount("peak_bytes", GIB, 2),
+        "peak (GiB)": column.amount("peak_bytes", wording.GIB, 2),
         "ratio": column.amount("ratio", digits=2),
-        "reserved (GiB)": column.amount("reserved_bytes", GIB, 2),
+        "reserved (GiB)": column.amount("reserved_bytes", wording.GIB, 2),
         "of the memory": column.words(_share),
         "FLOP multiplier": column.amount("dp_flop_multiplier", digits=2),
         "least step (ms)": column.three_digits("roofline_step_s", 1e-3),
@@ -104,13 +95,13 @@ def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Blocks:
 def _share(row: Any) -> str:
     share = row["share"]
     if share > 0 and not row["fitting"]:  # unknown where the target has no size
-        return f"does not fit ({percent(share)})"
-    return percent(share) + (", with retries" if share > 1 else "")
+        return f"does not fit ({wording.percent(share)})"
+    return wording.percent(share) + (", with retries" if share > 1 else "")
 
 
 def tell_capacity(advice: pd.DataFrame) -> Blocks:
     """Return the largest batch of each method that fits; nothing without capacity results."""
-    rows = advice.assign(target=advice["target"].fillna(THIS_MACHINE))
+    rows = advice.assign(target=advice["target"].fillna(wording.THIS_MACHINE))
     columns = {
         "model": column.words(_name_training),
         "target": column.text("target"),
@@ -118,15 +109,15 @@ def tell_capacity(advice: pd.DataFrame) -> Blocks:
         "T": column.SIZE,
         "method": column.text("method"),
         "verdict": column.text("verdict"),
-        "largest batch": Column(partial(count_batch, name="largest_batch_size")),
-        "its peak (GiB)": column.amount("largest_peak_bytes", GIB),
+        "largest batch": Column(partial(wording.count_batch, name="largest_batch_size")),
+        "its peak (GiB)": column.amount("largest_peak_bytes", wording.GIB),
         "safe batch": column.amount("safe_batch_size", digits=0),
         **column.speed(rows),
-        "90 % interval": column.interval("tokens_per_s", partial(number, digits=0)),
+        "90 % interval": column.interval("tokens_per_s", partial(wording.number, digits=0)),
         "FLOPs x": column.amount("dp_flop_multiplier", digits=2),
     }
     budgets = rows.dropna(subset=["budget_bytes"]).groupby("target")["budget_bytes"].first()
-    memory = ", ".join(f"{name} {size / GIB:,.1f} GiB" for name, size in budgets.items())
+    memory = ", ".join(f"{name} {size / wording.GIB:,.1f} GiB" for name, size in budgets.items())
     caption = (
         f"The largest batch whose predicted peak fits in memory ({memory or 'none does'}), and a "
         "safe batch: its allocator never has to release its cache. "
@@ -218,7 +209,7 @@ def _tell_hours(rows: pd.DataFrame) -> Blocks:
         "so many samples, as many as safely fit, then noise and optimizer once. Batches vary by "
         "Poisson sampling; hours are those of the expected number of samples."
     )
-    here = rows.assign(target=rows["target"].fillna(THIS_MACHINE))
+    here = rows.assign(target=rows["target"].fillna(wording.THIS_MACHINE))
     return tabulate(caption, columns, here, "budget.csv")
 
 
@@ -232,9 +223,9 @@ def reconciliation(composition: pd.DataFrame, peaks: pd.DataFrame) -> Blocks:
     estimated = peaks[peaks["instrument"] == "estimate"].groupby("experiment_id")["peak_bytes"]
     rows = rows.assign(estimated=rows["experiment_id"].map(estimated.first()))
     columns = {
-        "recorded (MiB)": column.amount("peak_bytes", MIB, 2),
+        "recorded (MiB)": column.amount("peak_bytes", wording.MIB, 2),
         "from": column.text("instrument"),
-        "allocator (MiB)": column.amount("allocator_peak_bytes", MIB, 2),
+        "allocator (MiB)": column.amount("allocator_peak_bytes", wording.MIB, 2),
         "gap": column.amount("gap_bytes", digits=0),
         "bound": column.amount("bound_bytes", digits=0),
         "reconciled": column.words(lambda row: _RECONCILED.get(row["valid"], "-")),

@@ -10,11 +10,8 @@ from dpprof.results.report.rendering.document import Blocks, Bullets, Paragraph,
 from dpprof.results.report.sections import column
 from dpprof.results.report.sections.column import Column
 
-MAX_ROWS = 60
-"""The most rows of a table; instead of a longer one the report names the CSV."""
-
-_ORDER = ("model", "seq_len", "batch_size")
-"""The columns by which rows are sorted first."""
+MAX_ROWS = 60  # the most rows of a table; instead of a longer one the report names the CSV
+_ORDER = ("model", "seq_len", "batch_size")  # the columns by which rows are sorted first
 
 
 def tabulate_experiments(
