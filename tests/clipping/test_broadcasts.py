@@ -6,7 +6,9 @@ import peft
 import pytest
 import torch
 import transformers
+from products import one_in
 from small_models import (
+    FLAT,
     TINY,
     Composed,
     assert_exact,
@@ -113,13 +115,16 @@ def test_t5_is_exact_with_padding(tokens, way) -> None:
     assert_exact(way, model, (ids, mask), losses)
 
 
-@pytest.mark.parametrize("tokens", [T, B])
-@pytest.mark.parametrize("name", MODELS)
+def has_no_tokens(name, tokens, _) -> bool:
+    return tokens == B and "image_size" in MODELS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "way"), one_in(2, MODELS, [T, B], FLAT, unless=has_no_tokens)
+)
 def test_models_are_exact_as_they_are(name, tokens, way) -> None:
     model = build(name)
     if side := getattr(model.config, "image_size", 0):
-        if tokens == B:
-            pytest.skip("images have no tokens")
         inputs = torch.randn(B, 3, side, side).double()
     else:
         inputs = torch.randint(2, V, (B, tokens))
@@ -216,8 +221,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("samples", [1, B, T])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "samples", "way"), one_in(2, FORMS, [1, B, T], FLAT))
 def test_every_way_to_enter_is_exact(form, samples, way) -> None:
     model = Model(*FORMS[form])
     x = draw(samples)

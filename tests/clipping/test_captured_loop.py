@@ -348,8 +348,7 @@ def test_no_step_follows_the_last_one_that_was_planned() -> None:
     assert private.spent.steps == 5
 
 
-@pytest.mark.parametrize("stop", [1, 2, 6])
-def test_a_resumed_run_ends_with_the_same_bits(stop) -> None:
+def test_a_resumed_run_ends_with_the_same_bits() -> None:
     def run(stop: int | None) -> Tensor:
         model = Model().double()
         private = prepare(model, max_batch_size=2)
@@ -368,7 +367,9 @@ def test_a_resumed_run_ends_with_the_same_bits(stop) -> None:
                     break
         return weights(model)
 
-    assert torch.equal(run(None), run(stop))
+    whole = run(None)
+    for stop in (1, 2, 6):
+        assert torch.equal(whole, run(stop)), stop
 
 
 def test_graphs_outlive_an_epoch() -> None:
@@ -778,8 +779,7 @@ def test_a_buffer_does_not_tell_how_many_graphs_a_batch_took(caplog) -> None:
     assert "the model writes a buffer in forward" in caplog.text
 
 
-@pytest.mark.parametrize("stop", [2, 3, 5, 8])
-def test_small_batches_are_resumed_to_the_bit(stop) -> None:
+def test_small_batches_are_resumed_to_the_bit() -> None:
     """The first batch after a state may have one sample, which shows no mixing."""
 
     def run(stop: int | None) -> Tensor:
@@ -798,4 +798,6 @@ def test_small_batches_are_resumed_to_the_bit(stop) -> None:
                     break
         return weights(model)
 
-    assert torch.equal(run(None), run(stop))
+    whole = run(None)
+    for stop in (2, 3, 5, 8):
+        assert torch.equal(whole, run(stop)), stop

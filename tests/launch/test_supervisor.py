@@ -42,10 +42,10 @@ def test_ok_with_a_model_of_another_package(tmp_path) -> None:
 
 
 def test_oom_is_real_and_says_what_was_requested(tmp_path) -> None:
-    # The first activation alone, 64 x 512 x 4096 x 4 bytes, is 512 MiB.
-    dimensions = {"vocab_size": 16, "d_model": 4096, "layers": 1, "heads": 1}
+    # The first activation alone, 128 x 1,024 x 1,024 x 4 bytes, is 512 MiB.
+    dimensions = {"vocab_size": 16, "d_model": 1024, "layers": 1, "heads": 1}
     result, log = supervised(
-        tmp_path, model=dimensions, batch_size=64, seq_len=512, memory_limit_bytes="2GiB"
+        tmp_path, model=dimensions, batch_size=128, seq_len=1024, memory_limit_bytes="2GiB"
     )
 
     assert (result.outcome, len(result.attempts)) == ("oom", 1)
