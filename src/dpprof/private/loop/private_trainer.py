@@ -324,8 +324,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         )
         privacy = self.privacy
         owners = read_users(
-            *(privacy.unit, privacy.users, privacy.samples_of_user, privacy.user_gradient),
-            len(dataset),
+            *(privacy.unit, privacy.users, privacy.samples_of_user, privacy.user_gradient), dataset
         )
         numbers = find_public_numbers(
             loader,
@@ -347,7 +346,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             users=owners,
         )
         self.spent.sampling = numbers.sampling
-        warn_of_delta(privacy.delta, numbers.samples)
+        warn_of_delta(privacy.delta, numbers.samples, numbers.unit)
         self._data_loader = loader
         self._steps = _Steps(poisson, self.args.device if self._is_sharded else None)
         return self._steps
