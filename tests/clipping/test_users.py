@@ -15,6 +15,7 @@ from opacus.data_loader import DPDataLoader
 from scipy.stats import chi2
 from small_models import Composed, Small, default_dtype, draw, gradients, squares
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpprof.private import (
@@ -203,6 +204,18 @@ def test_samples_that_are_mixed_within_users_are_refused(way) -> None:
     clipping = way(model, 1.0)  # in another batch these samples are of different users
     with pytest.raises(UnsupportedError, match="mixes samples"):
         clipping.backward(model(torch.randn(4, 3)), users=Segments((2, 2)))
+
+
+def test_rows_that_the_graph_does_not_show_are_refused(way) -> None:
+    def hide(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(lambda x: model.layer(x.flatten(0, 1)), x, use_reentrant=True)
+        return y.view(len(x), -1).square().sum(1)
+
+    model = Composed(hide, layer=nn.Linear(3, 2))
+    clipping = way(model, 1.0, first_batch="trusted")
+    losses = model(torch.randn(4, 5, 3, requires_grad=True))
+    with pytest.raises(UnsupportedError, match=r"layer\.weight saw 20 samples, and there are 4"):
+        clipping.backward(losses, users=Segments((1, 3)))
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (4, 0), (5, -1), (2.0, 2.0), (4, 4), ()])
