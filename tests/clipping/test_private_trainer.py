@@ -676,6 +676,6 @@ def test_cyclic_and_truncated_steps_are_counted_drawn_and_resumed(tmp_path) -> N
     assert drawn == first[5:]
     assert torch.equal(trained(again.model), trained(whole.model))
     assert again.spent.history == whole.spent.history == [(1.0, 0.5, 3)]
-    assert again.spent.sampling == whole.spent.sampling == (0.5, 3, 2, 4)
+    assert again.spent.sampling == whole.spent.sampling == (0.5, 3, 2, 4, "sample")
     assert again.spent.epsilon() == whole.spent.epsilon() > 0
     assert "Of more than 2 so many are kept, at random" in whole.guarantee

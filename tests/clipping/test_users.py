@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from one_call import Model, load, prepare, seeded, train, weights
+from opacus.data_loader import DPDataLoader
 from scipy.stats import chi2
 from small_models import Composed, Small, default_dtype, draw, gradients, squares
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpprof.private import (
@@ -204,19 +206,32 @@ def test_samples_that_are_mixed_within_users_are_refused(way) -> None:
         clipping.backward(model(torch.randn(40, 3)), users=Segments((2,) * 20))
 
 
+def test_rows_that_the_graph_does_not_show_are_refused(way) -> None:
+    def hide(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(lambda x: model.layer(x.flatten(0, 1)), x, use_reentrant=True)
+        return y.view(len(x), -1).square().sum(1)
+
+    model = Composed(hide, layer=nn.Linear(3, 2))
+    clipping = way(model, 1.0, first_batch="trusted")
+    losses = model(torch.randn(4, 5, 3, requires_grad=True))
+    with pytest.raises(UnsupportedError, match=r"layer\.weight saw 20 samples, and there are 4"):
+        clipping.backward(losses, users=Segments((1, 3)))
+
+
 @pytest.mark.parametrize("sizes", [(2, 1), (4, 0), (5, -1), (2.0, 2.0), (4, 4), ()])
 def test_segments_must_be_those_of_the_losses(sizes) -> None:
     model = nn.Linear(3, 1)
     clipping = BookKeeping(model, 1.0)
-    with pytest.raises(ValueError, match="whole numbers of at least 1 that add up to 4, and are"):
-        clipping.backward(squares(model, torch.ones(4, 3)), users=Segments(sizes))
+    for users in (Segments(sizes), Segments(list(sizes)), sizes):
+        with pytest.raises(ValueError, match=r"whole numbers of at least 1 that add up to 4, and"):
+            clipping.backward(squares(model, torch.ones(4, 3)), users=users)
     clipping.backward(squares(model, torch.ones(4, 3))[:0], users=Segments(()))
     assert not gradients(model).any()
 
 
 def draw_users(steps: int, most: int, rank: int = 0, **options):
     """Return what is accounted for, and the samples of each step, with what is known of parts."""
-    owners = read_users("user", IDS, most, "mean", len(IDS))
+    owners = read_users("user", IDS, most, "mean", IDS)
     loader = DataLoader(TensorDataset(torch.arange(len(IDS))), batch_size=4, shuffle=True)
     largest = options.pop("max_batch_size", None)
     numbers = find_public_numbers(loader, users=owners, **options)
@@ -387,11 +402,17 @@ def test_what_is_no_user_is_refused_by_name(options, message) -> None:
     assert train(prepare(model), model, 1) > 0  # nothing stays behind
 
 
+def test_loaders_that_draw_otherwise_are_refused_by_name() -> None:
+    own = DPDataLoader.from_data_loader(load(), generator=seeded(1))
+    with pytest.raises(ValueError, match=r"Opacus's data loader .* for unit='user' give"):
+        prepare(Model().double(), **USERS, data_loader=own)
+
+
 def test_ids_may_be_tensors_and_arrays_in_any_order() -> None:
     each = [[at] for at in range(24)]
     kinds = [(torch.tensor(IDS), OWN), (np.array(IDS, dtype=np.uint8), OWN), (range(24), each)]
     for ids, expected in kinds:
-        users = read_users("user", ids, 6, "mean", 24)
+        users = read_users("user", ids, 6, "mean", range(24))
         assert [users.draw(user, seeded(0)) for user in range(len(users))] == expected
 
 
@@ -438,7 +459,7 @@ def test_check_compares_by_user() -> None:
     with pytest.raises(WrongTrainingError, match="not the sum of the samples' clipped gradients"):
         check(model, loss, batch, optimizer, step=step, users=users)
     check(model, loss, batch, optimizer, step=step)
-    with pytest.raises(ValueError, match=r"users must be of at least two users, .* \(6,\)"):
+    with pytest.raises(ValueError, match="users must be of at least two users, and are of one"):
         check(model, loss, batch, optimizer, users=Segments((6,)))
     with pytest.raises(ValueError, match="add up to 6, and are"):
         check(model, loss, batch, optimizer, users=Segments((6, 1)))

@@ -297,12 +297,12 @@ def _verify_delta(delta: float) -> None:
         raise ValueError(f"delta must lie between 0 and 1, and is {delta}")
 
 
-def warn_of_delta(delta: float | None, samples: int) -> None:
-    """Warn of a delta that protects no single sample, or user."""
-    if delta is not None and delta >= 1 / samples:
+def warn_of_delta(delta: float | None, count: int, unit: str = "sample") -> None:
+    """Warn of a delta that protects no single sample, or other unit, of so many."""
+    if delta is not None and delta >= 1 / count:
         warnings.warn(
-            f"delta {delta:g} is at least 1/{samples:,}, one over the number of samples: it allows "
-            "that some sample is published as it is",
+            f"delta {delta:g} is at least 1/{count:,}, one over the number of {unit}s: it allows "
+            f"that some {unit} is published as it is",
             stacklevel=3,
         )
 

@@ -139,16 +139,15 @@ def check(
 
 
 def _refuse_other_users(users: Segments | None, of_training: Users | None) -> None:
-    """Refuse users that the training has otherwise, or a single one (``ValueError``)."""
+    """Refuse users that the training has otherwise (``ValueError``)."""
     if users is None and of_training is not None:
         raise ValueError(
             "this training has unit='user': give users=Segments(sizes), how many samples of the "
             "batch each user has"
         )
-    if users is not None and len(users.sizes) < 2:  # noqa: PLR2004
-        raise ValueError(f"users must be of at least two users, and have sizes {users.sizes}")
-    if users is not None and of_training is not None and users.averages != of_training.averages:
+    averages = getattr(users, "averages", True)
+    if of_training is not None and averages != of_training.averages:
         raise ValueError(
             f"users.averages must be {of_training.averages}, as user_gradient of the training "
-            f"says, and is {users.averages}"
+            f"says, and is {averages}"
         )

@@ -12,11 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.private.allocation_marks import allocates
 from dpprof.private.contributions.alone import Alone, Taken
-from dpprof.private.contributions.contributions import Kept, device_of, zero_samples
+from dpprof.private.contributions.contributions import (
+    Contributions,
+    Kept,
+    device_of,
+    zero_samples,
+)
 from dpprof.private.contributions.sample_gradients import SampleGradients
 from dpprof.private.contributions.sample_norms import SampleNorms
 from dpprof.private.contributions.sums import dtype_of_sum
 from dpprof.private.engine.factor import LEAST_FACTOR, clip_factor
+from dpprof.private.errors import BatchAxisError
 from dpprof.private.graph.broadcasts import Broadcasts
 from dpprof.private.graph.first_batch import Handler
 from dpprof.private.graph.layout import Layout
@@ -113,14 +119,17 @@ class Batch(ABC):
 
     def handling(self, handler: Handler) -> AbstractContextManager[None]:
         """Let ``handler`` take what samples, or users, contribute inside the context."""
-        rows = self._rows
+        rows, name_of = self._rows, self.clipping.name_of
         if rows is None:
             return self.clipping.handling(handler)
-        return self.clipping.handling(
-            lambda layer, uses: handler(
-                layer, [(p, rows.group_contribution(use)) for p, use in uses]
-            )
-        )
+
+        def join(layer: nn.Module, uses: Contributions) -> None:
+            for parameter, use in uses:
+                if len(use[0]) != rows.count:  # later they are as many as there are users
+                    raise BatchAxisError.of(name_of(parameter), len(use[0]), rows.count)
+            handler(layer, [(p, rows.group_contribution(use)) for p, use in uses])
+
+        return self.clipping.handling(join)
 
     @torch.no_grad()
     def find_factors(self) -> Tensor:

@@ -43,7 +43,7 @@ from dpprof.private.refusals.released_state import ReleasedState
 from dpprof.private.refusals.tensor_kinds import refuse_inputs, refuse_losses
 from dpprof.private.samples.batches import give, may_call
 from dpprof.private.samples.company import compare_samples
-from dpprof.private.samples.users import Segments
+from dpprof.private.samples.users import Segments, verify_segments
 from dpprof.private.substitutes import substitute
 
 if TYPE_CHECKING:
@@ -475,7 +475,7 @@ class Clipping(ABC):
     def _backward(self, losses: Tensor, enter: Enter, users: Segments | None) -> None:
         self._prepare(losses)
         if users is not None:
-            users.verify(len(losses))
+            verify_segments(users, len(losses))
         is_due = self._is_due()
         self._first_batches.begin()
         try:

@@ -194,8 +194,10 @@ def _runs_of(owners_R: Owners) -> list[Owners]:
 
 def _list_places(owners_R: Owners, samples: int) -> Tensor:
     """List the rows of each sample; (B, k), -1 beyond the last."""
-    each = [np.flatnonzero(owners_R == sample) for sample in range(samples)]
-    places_Bk = np.full((samples, max(map(len, each))), -1)
-    for sample, rows in enumerate(each):
-        places_Bk[sample, : len(rows)] = rows
+    rows = np.flatnonzero(owners_R != FREE)
+    rows = rows[np.argsort(owners_R[rows], kind="stable")]
+    each_B = np.bincount(owners_R[rows], minlength=samples)
+    is_row_Bk = np.arange(each_B.max()) < each_B[:, None]
+    places_Bk = np.full(is_row_Bk.shape, -1)
+    places_Bk[is_row_Bk] = rows
     return torch.from_numpy(places_Bk)

@@ -139,8 +139,7 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
         )
         privacy = self.privacy
         owners = read_users(
-            *(privacy.unit, privacy.users, privacy.samples_of_user, privacy.user_gradient),
-            len(dataset),
+            *(privacy.unit, privacy.users, privacy.samples_of_user, privacy.user_gradient), dataset
         )
         numbers = find_public_numbers(
             loader,
@@ -162,7 +161,7 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
             users=owners,
         )
         self.spent.sampling = numbers.sampling
-        warn_of_delta(privacy.delta, numbers.samples)
+        warn_of_delta(privacy.delta, numbers.samples, numbers.unit)
         self._data_loader = loader
         self._steps = JoinedParts(poisson, self.args.device if self._is_sharded else None)
         return self._steps

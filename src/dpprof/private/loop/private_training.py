@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -291,9 +291,7 @@ def make_private(
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, and is {method!r}")
     refuse_execution(execution)
-    owners = read_users(
-        *(unit, users, samples_of_user, user_gradient), len(cast("Any", data_loader.dataset))
-    )
+    owners = read_users(unit, users, samples_of_user, user_gradient, data_loader.dataset)
     part_size, is_auto = read_max_batch_size(max_batch_size, unit), max_batch_size == AUTO
     optimizer = join_optimizers(optimizer)
     stability = find_stability(clipping, stability)
@@ -317,7 +315,7 @@ def make_private(
     counted = Spent(sampling, delta, accountant)
     if spent is not None:
         spent.continue_with(counted)
-    warn_of_delta(delta, numbers.samples)
+    warn_of_delta(delta, numbers.samples, unit)
     refuse_related(sampling_generator, noise_generator)
     if is_correlated := is_correlated_noise(noise, bands):
         _refuse_truncation(noise, truncated_batch_size)

@@ -33,15 +33,6 @@ class Segments(NamedTuple):
     averages: bool = True
     """Whether a user's gradient is the mean of those of his samples, and not their sum."""
 
-    def verify(self, samples: int) -> None:
-        """Refuse other segments than those of so many samples (``ValueError``)."""
-        is_right = all(type(size) is int and size > 0 for size in self.sizes)
-        if not is_right or sum(self.sizes) != samples:
-            raise ValueError(
-                "users must be how many samples each user has in the batch, whole numbers of at "
-                f"least 1 that add up to {samples}, and are {self.sizes}"
-            )
-
     def share_of(self, samples: Tensor) -> Tensor | float:
         """Return what multiplies each sample's gradient in its user's; (B,), or a number."""
         if not self.averages:
@@ -53,6 +44,17 @@ class Segments(NamedTuple):
         """Join what samples have to what users have of them; (B, ...) to (U, ...)."""
         parts = torch.split(samples, list(self.sizes))
         return torch.stack([part.mean(0) if self.averages else part.sum(0) for part in parts])
+
+
+def verify_segments(users: Any, samples: int) -> None:
+    """Refuse what are no segments, or others than those of so many samples (``ValueError``)."""
+    is_right = isinstance(users, Segments) and isinstance(users.sizes, tuple)
+    is_right = is_right and all(type(size) is int and size > 0 for size in users.sizes)
+    if not is_right or sum(users.sizes) != samples:
+        raise ValueError(
+            "users must be Segments of how many samples each user has in the batch, a tuple of "
+            f"whole numbers of at least 1 that add up to {samples}, and are {users}"
+        )
 
 
 class Users:
@@ -97,7 +99,7 @@ class Users:
 
 
 def read_users(
-    unit: str, users: Any, samples_of_user: Any, user_gradient: str, samples: int
+    unit: str, users: Any, samples_of_user: Any, user_gradient: str, dataset: Any
 ) -> Users | None:
     """Read who is protected; None for each sample by itself.
 
@@ -106,7 +108,7 @@ def read_users(
         users: (N,) the id of each sample's user, a whole number.
         samples_of_user: The most samples of a user in a batch.
         user_gradient: One of ``GRADIENTS``.
-        samples: N, of the data set.
+        dataset: Of N samples; ``find_public_numbers`` refuses one without length.
 
     Raises:
         ValueError: They are none of these, or contradict each other.
@@ -134,9 +136,9 @@ def read_users(
             f"{type(users).__name__}{'' if ids is None else f' of {ids.dtype}, {ids.shape}'}; "
             "number other ids, for example by pandas.factorize"
         )
-    if len(ids) != samples:
+    if hasattr(dataset, "__len__") and len(ids) != len(dataset):
         raise ValueError(
-            f"users must have an id for each of {samples:,} samples, and has {len(ids):,}"
+            f"users must have an id for each of {len(dataset):,} samples, and has {len(ids):,}"
         )
     return Users(ids, samples_of_user, averages=user_gradient == "mean")
 
