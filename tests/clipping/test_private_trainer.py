@@ -23,6 +23,7 @@ from dpprof.private import (  # noqa: E402 (it needs transformers)
     UnsupportedError,
     WrongTrainingError,
 )
+from dpprof.private.loop.private_trainer import PrivateTrainerMixin  # noqa: E402
 from dpprof.private.loop.trainer_losses import read_losses  # noqa: E402
 
 SAMPLES, T, V, BOUND = 12, 6, 17, 0.3
@@ -496,6 +497,32 @@ class OwnLoader(PrivateTrainer):
 def test_a_loss_or_a_loader_of_ones_own_is_refused(kind, told, tmp_path) -> None:
     with pytest.raises(ValueError, match=f"{told} is not allowed in private training"):
         make("bert", tmp_path, trainer=kind)
+
+
+class OwnTrainer(transformers.Trainer):
+    """A trainer of a user's own, with a loss of its own."""
+
+    scale = 1.0
+
+    def compute_loss(self, *inputs, **named):
+        return self.scale * super().compute_loss(*inputs, **named)
+
+
+class PrivateOwn(PrivateTrainerMixin, OwnTrainer):
+    pass
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.1])
+def test_a_trainer_of_ones_own_is_private_if_its_loss_is_what_is_clipped(scale, tmp_path) -> None:
+    model = build("llama, LoRA")
+    before, expected = of_first_step("llama, LoRA", model)
+    trainer = make("llama, LoRA", tmp_path, model=model, trainer=PrivateOwn)
+    trainer.scale = scale
+    told = pytest.raises(ValueError, match="or compute_loss of PrivateOwn does; give it losses_of")
+    with nullcontext() if scale == 1 else told:
+        trainer.train()
+        found = (before - trained(model)) * (SAMPLES / 2)
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 class Masked(transformers.GPT2LMHeadModel):
