@@ -72,10 +72,8 @@ def installed(tmp_path_factory) -> Callable[..., str]:
 
 
 def test_the_command_answers_what_the_readme_asks(run) -> None:
-    said = run(
-        "-m", "dpprof", *["advise", "--model", "1b", "--target", "h200", "--seq-len", "1024"]
-    )
-    assert said.startswith("Use flash-bk with batches of ")
+    asked = ("advise", "--model", "1b", "--target", "h200", "--seq-len", "1024")
+    assert run("-m", "dpprof", *asked).startswith("Use flash-bk with batches of ")
 
 
 def test_the_loop_of_the_readme_trains(run, tmp_path) -> None:
