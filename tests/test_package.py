@@ -1,4 +1,4 @@
-"""The wheel alone, in an environment without the checkout: its command, README's loop, its types."""
+"""The wheel without the checkout: its command, the README's loop, and its types."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", name="run")
 def installed(tmp_path_factory) -> Callable[..., str]:
-    """Install the wheel where torch and others come from this environment; return what runs there."""
+    """Install the wheel beside this environment's torch; return what runs Python there."""
     folder = tmp_path_factory.mktemp("package")
     for name in PACKAGED:
         source, target = ROOT / name, folder / "source" / name
