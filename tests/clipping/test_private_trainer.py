@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from documents import TRAINERS, find_code
 from one_call import seeded
 from opacus.accountants import RDPAccountant
 from simulated_graphs import simulated_graphs
@@ -523,6 +524,15 @@ def test_a_trainer_of_ones_own_is_private_if_its_loss_is_what_is_clipped(scale, 
         trainer.train()
         found = (before - trained(model)) * (SAMPLES / 2)
         assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_the_trainer_of_the_page_trains_as_it_stands(tmp_path) -> None:
+    names = {"model": build("bert"), "dataset": 12 * draw("bert"), "output_dir": str(tmp_path)}
+    before = trained(names["model"])
+    exec(find_code(TRAINERS, "PrivateTrainer("), names)  # noqa: S102
+    assert names["trainer"].private_optimizer.steps == 6
+    assert names["trainer"].spent.epsilon() <= 3.0
+    assert not torch.equal(trained(names["model"]), before)
 
 
 class Masked(transformers.GPT2LMHeadModel):
