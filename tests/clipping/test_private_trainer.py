@@ -487,15 +487,29 @@ class OwnLoss(PrivateTrainer):
         return super().compute_loss(*inputs, **named)
 
 
+class OwnStep(transformers.Trainer):
+    def training_step(self, *inputs, **named):
+        return super().training_step(*inputs, **named)
+
+
+class PrivateOwnStep(PrivateTrainerMixin, OwnStep):
+    pass
+
+
 class OwnLoader(PrivateTrainer):
     def get_train_dataloader(self):
         return super().get_train_dataloader()
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [(OwnLoss, "compute_loss"), (OwnLoader, "get_train_dataloader")]
+    ("kind", "told"),
+    [
+        (OwnLoss, "compute_loss"),
+        (PrivateOwnStep, "training_step"),
+        (OwnLoader, "get_train_dataloader"),
+    ],
 )
-def test_a_loss_or_a_loader_of_ones_own_is_refused(kind, told, tmp_path) -> None:
+def test_what_training_would_not_call_is_refused(kind, told, tmp_path) -> None:
     with pytest.raises(ValueError, match=f"{told} is not allowed in private training"):
         make("bert", tmp_path, trainer=kind)
 
