@@ -8,6 +8,7 @@ import jsonschema
 from fresh_process import ROOT
 
 PRIVATE_TRAINING = "how-to/private-training.md"
+TRAINERS = "how-to/trainers.md"
 CORRELATED = "how-to/correlated-noise.md"
 FULL_SPEED = "how-to/full-speed.md"
 

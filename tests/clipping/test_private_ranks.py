@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from documents import PRIVATE_TRAINING, find_code
+from documents import TRAINERS, find_code
 from rank_pool import RankPool
 from small_models import gradients, one_by_one
 
@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 import parallel_trainer
 
-LOOP = find_code(PRIVATE_TRAINING, "Accelerator")
+LOOP = find_code(TRAINERS, "Accelerator")
 
 
 @pytest.fixture(scope="module")

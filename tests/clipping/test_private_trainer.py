@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from documents import TRAINERS, find_code
 from one_call import seeded
 from opacus.accountants import RDPAccountant
 from simulated_graphs import simulated_graphs
@@ -23,6 +24,7 @@ from dpprof.private import (  # noqa: E402 (it needs transformers)
     UnsupportedError,
     WrongTrainingError,
 )
+from dpprof.private.loop.private_trainer import PrivateTrainerMixin  # noqa: E402
 from dpprof.private.loop.trainer_losses import read_losses  # noqa: E402
 
 SAMPLES, T, V, BOUND = 12, 6, 17, 0.3
@@ -485,17 +487,66 @@ class OwnLoss(PrivateTrainer):
         return super().compute_loss(*inputs, **named)
 
 
+class OwnStep(transformers.Trainer):
+    def training_step(self, *inputs, **named):
+        return super().training_step(*inputs, **named)
+
+
+class PrivateOwnStep(PrivateTrainerMixin, OwnStep):
+    pass
+
+
 class OwnLoader(PrivateTrainer):
     def get_train_dataloader(self):
         return super().get_train_dataloader()
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [(OwnLoss, "compute_loss"), (OwnLoader, "get_train_dataloader")]
+    ("kind", "told"),
+    [
+        (OwnLoss, "compute_loss"),
+        (PrivateOwnStep, "training_step"),
+        (OwnLoader, "get_train_dataloader"),
+    ],
 )
-def test_a_loss_or_a_loader_of_ones_own_is_refused(kind, told, tmp_path) -> None:
+def test_what_training_would_not_call_is_refused(kind, told, tmp_path) -> None:
     with pytest.raises(ValueError, match=f"{told} is not allowed in private training"):
         make("bert", tmp_path, trainer=kind)
+
+
+class OwnTrainer(transformers.Trainer):
+    """A trainer of a user's own, with a loss of its own."""
+
+    scale = 1.0
+
+    def compute_loss(self, *inputs, **named):
+        return self.scale * super().compute_loss(*inputs, **named)
+
+
+class PrivateOwn(PrivateTrainerMixin, OwnTrainer):
+    pass
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.1])
+def test_a_trainer_of_ones_own_is_private_if_its_loss_is_what_is_clipped(scale, tmp_path) -> None:
+    model = build("llama, LoRA")
+    before, expected = of_first_step("llama, LoRA", model)
+    trainer = make("llama, LoRA", tmp_path, model=model, trainer=PrivateOwn)
+    trainer.scale = scale
+    told = pytest.raises(ValueError, match="or compute_loss of PrivateOwn does; give it losses_of")
+    with nullcontext() if scale == 1 else told:
+        trainer.train()
+        found = (before - trained(model)) * (SAMPLES / 2)
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_the_trainer_of_the_page_trains_as_it_stands(tmp_path) -> None:
+    names = {"model": build("bert"), "dataset": 12 * draw("bert"), "output_dir": str(tmp_path)}
+    before = trained(names["model"])
+    exec(find_code(TRAINERS, "PrivateTrainer("), names)  # noqa: S102
+    assert names["trainer"].private_optimizer.steps == 6
+    assert names["trainer"].spent.epsilon() <= 3.0
+    assert not torch.equal(trained(names["model"]), before)
 
 
 class Masked(transformers.GPT2LMHeadModel):

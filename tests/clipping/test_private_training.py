@@ -390,5 +390,5 @@ def test_the_loop_in_the_documents_trains(page) -> None:
     names["data_loader"] = DataLoader(data, batch_size=10, shuffle=True)
     exec(find_code(page, "make_private"), names)  # noqa: S102
 
-    assert names["optimizer"].steps == 12
+    assert names["private"].optimizer.steps == 12
     assert not torch.equal(weights(model), before)

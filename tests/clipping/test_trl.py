@@ -2,9 +2,11 @@
 
 import logging
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
+from documents import TRAINERS, find_code
 from one_call import seeded
 from opacus.accountants import RDPAccountant
 from simulated_graphs import simulated_graphs
@@ -23,6 +25,7 @@ from trl_cases import (  # noqa: E402 (it needs TRL)
     build_tokenizer,
     clipped_sum,
     completions,
+    datasets,
     make,
     pairs,
     prompt_of,
@@ -272,6 +275,15 @@ def test_losses_are_those_of_trl(tmp_path) -> None:
                 private.compute_batch_loss(dict(loader.load(range(at, at + 1)))) for at in range(4)
             ]
         torch.testing.assert_close(together, torch.stack(alone).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_fine_tuning_of_the_page_trains_as_it_stands(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.setattr(trl, "SFTConfig", partial(trl.SFTConfig, use_cpu=True))
+    names = {"model": build(), "output_dir": str(tmp_path), "tokenizer": build_tokenizer()}
+    names["dataset"] = datasets.Dataset.from_list(completions())
+    exec(find_code(TRAINERS, "SFTConfig"), names)  # noqa: S102
+    assert 0 < names["trainer"].spent.epsilon() <= 3.0
 
 
 def test_fine_tuning_is_captured(tmp_path, monkeypatch) -> None:

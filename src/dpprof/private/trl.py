@@ -63,7 +63,7 @@ class _TrlMixin(PrivateTrainerMixin):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *others: Any) -> Tensor:
         """Take a private step; with ``log_private`` add up what TRL logs, in a pass of its own."""
         loss = super().training_step(model, inputs, *others)
-        if self.privacy.log_private:
+        if self.privacy.log_private and self._ranks.size == 1:  # ranks have other numbers of parts
             with torch.no_grad(), random_state_kept(), self._autocast():
                 for batch, part in inputs["parts"]:
                     if not part.is_empty:
@@ -76,7 +76,8 @@ class PrivateSFTTrainer(_TrlMixin, SFTTrainer):  # type: ignore[misc]  # TRL has
 
     Each sample's loss is the mean over its own labelled tokens: those of its completion, of the
     assistant, or all, as ``SFTConfig`` says. TRL prepares the data, adapters and bases of 4 bits.
-    Entropy and accuracy are not logged in training, unless ``log_private`` asks for them.
+    Entropy and accuracy are not logged in training, unless ``log_private`` asks for them in one
+    process.
 
     Args:
         privacy: The settings.

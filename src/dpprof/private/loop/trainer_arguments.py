@@ -192,7 +192,7 @@ def refuse_arguments(args: Any, trainer: Any, *, is_sharded: bool) -> None:
     refuse(refused)
 
 
-def refuse_overrides(kind: Any, mixin: type) -> None:
+def refuse_overrides(kind: Any, mixin: Any) -> None:
     """Refuse methods of a trainer's class that private training would not call.
 
     Args:
@@ -204,7 +204,14 @@ def refuse_overrides(kind: Any, mixin: type) -> None:
     """
     why = "training does not call it; use losses_of"
     base: Any = super(mixin, kind)
-    refused = {"compute_loss": (kind.compute_loss is not base.compute_loss, why)}
+    is_lost = base.training_step is not Trainer.training_step
+    refused = {
+        "compute_loss": (kind.compute_loss is not base.compute_loss, why),
+        "training_step": (
+            is_lost and kind.training_step is mixin.training_step,
+            "the class after the mixin overrides it, and training would not call it",
+        ),
+    }
     kept = {"create_optimizer": mixin, "get_train_dataloader": mixin}
     for name, owner in {**kept, "_get_train_sampler": Trainer}.items():
         is_other = getattr(kind, name) is not getattr(owner, name)

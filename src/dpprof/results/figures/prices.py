@@ -155,7 +155,7 @@ def draw_ranks(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """
     advice = tables["advice"].loc[lambda rows: rows["verdict"].ne("wrong")]
     sized = with_size(advice, tables["runs"]).rename(columns={"model_size": "parameters_total"})
-    ranks = advice["parallel"].map(read_world_size)
+    ranks = advice["parallel"].map(read_world_size).astype(int)  # text, if there are no rows
     kinds = [name_kind(row) for _, row in advice.iterrows()]
     options = sized.assign(ranks=ranks, kind=kinds, parallel=None, batch_size=1)
     for end, speed in (("", ""), ("_low", "_high"), ("_high", "_low")):  # slow is dear
