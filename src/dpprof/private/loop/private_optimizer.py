@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from dpprof.private.accounting.budget import Spent
 from dpprof.private.engine.engine import Clipping
@@ -40,9 +39,6 @@ class PrivateOptimizer(NoisyOptimizer):
     captured: CapturedParts | None = None
     """Runs steps as CUDA graphs; None for an ordinary loop."""
 
-    correction: RemovableHandle | None = None
-    """Of Adam's second moment; None for Adam as it is."""
-
     _clips_failed_parts_again = True
     _part: Part | None = None
     _fold: int = 0
@@ -54,12 +50,6 @@ class PrivateOptimizer(NoisyOptimizer):
         refuse_optimizer(optimizer)
         _refuse_other_parameters(optimizer, clipping)
         super().__init__(optimizer, clipping, **settings)
-
-    def remove(self) -> None:
-        """Remove clipping, noise, and the correction of the second moment."""
-        if self.correction is not None:
-            self.correction.remove()
-        super().remove()
 
     def take_part(self, part: Part) -> None:
         """Prepare for the coming part of a batch.

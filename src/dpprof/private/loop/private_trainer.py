@@ -31,7 +31,7 @@ from dpprof.private.accounting.budget import (
     warn_of_delta,
 )
 from dpprof.private.accounting.schedule import Sampling
-from dpprof.private.engine.factor import find_stability
+from dpprof.private.engine.factor import find_factor
 from dpprof.private.layers.causal_lm import causal_lm_losses, evaluated, is_same_loss
 from dpprof.private.layers.rotary_positions import refuse_positions
 from dpprof.private.layers.sample_losses import sample_losses, shift_labels
@@ -93,8 +93,8 @@ class PrivacyArguments:
         max_batch_size: Samples at a time, by default ``per_device_train_batch_size``; or ``auto``,
             as of ``make_private``.
         method: ``flash-bk`` (``auto``) or ``flash``, which needs less memory.
-        clipping: ``flat`` or ``normalised``, as of ``make_private``.
-        stability: Of normalised clipping, by default 0.01.
+        clipping: ``flat``, ``normalised`` or ``psac``, as of ``make_private``.
+        stability: As of ``make_private``.
         execution: ``auto`` or ``eager``, as of ``make_private``.
         accountant: ``prv``, ``rdp``, ``pld`` or ``tightest``, as of ``make_private``.
         head: Of causal language models: ``logits``, or ``chunked`` or ``kept`` for
@@ -239,7 +239,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         )
         if privacy.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, not {privacy.method!r}")
-        find_stability(privacy.clipping, privacy.stability)
+        find_factor(privacy.clipping, privacy.stability)
         refuse_execution(privacy.execution)
         read_max_batch_size(privacy.max_batch_size)
         if privacy.head not in ("logits", "chunked", "kept"):
@@ -367,7 +367,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self._clipping = METHODS[privacy.method](
             self.model_wrapped,
             privacy.max_grad_norm,
-            stability=find_stability(privacy.clipping, privacy.stability),
+            **find_factor(privacy.clipping, privacy.stability),
             loss_scale=privacy.loss_scale or 1.0,
             public_buffers=privacy.public_buffers,
         )
@@ -386,8 +386,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             expected_batch_size=self._steps.loader.numbers.expected_batch_size,
             generator=None if self._draws_anew else privacy.noise_generator,
         )
-        floor = privacy.second_moment_floor
-        self.optimizer.correction = correct_second_moment(self.optimizer, floor)
+        correct_second_moment(self.optimizer, privacy.second_moment_floor)
         self.optimizer.planned_steps = None if privacy.epsilon is None else self.state.max_steps
         self.optimizer.spent = self.spent
         loader = self._steps.loader

@@ -14,7 +14,7 @@ from dpprof.private.accounting.budget import Spent, find_noise, verify_budget, w
 from dpprof.private.accounting.schedule import Sampling
 from dpprof.private.engine.book_keeping import BookKeeping
 from dpprof.private.engine.engine import Clipping
-from dpprof.private.engine.factor import find_stability
+from dpprof.private.engine.factor import find_factor
 from dpprof.private.engine.flash_clipping import FlashClipping
 from dpprof.private.loop.captured_parts import capture_parts, refuse_execution
 from dpprof.private.loop.method_choice import choose_method, draw_first
@@ -210,9 +210,9 @@ def make_private(
         method: ``flash-bk`` is the fastest on nearly every GPU, ``flash`` needs less memory;
             ``auto`` predicts both and takes the faster one that fits (``choose_method``), which
             takes seconds and needs ``losses_of`` and a known GPU, and is ``flash-bk`` elsewhere.
-        clipping: ``flat`` scales long gradients to C, ``normalised`` all gradients to less than C
-            (AUTO-S, ``factor``): another mechanism with the same noise and accounting.
-        stability: The gamma of normalised clipping, by default 0.01.
+        clipping: ``flat`` scales long gradients to C, ``normalised`` (AUTO-S) and ``psac`` all to
+            less than C (``factor``): other mechanisms with the same noise and accounting.
+        stability: Of normalised clipping, by default 0.01, or the r of psac, by default 0.1.
         max_batch_size: The most samples at a time; a batch with more comes in parts. ``auto`` tries
             which number is fastest on a CPU, and how many fit on a GPU (``part_size``); it needs
             ``losses_of``.
@@ -234,8 +234,8 @@ def make_private(
             ``folds``. With ``bisr`` all steps are one Gaussian mechanism.
         bands: Of correlated noise; ``bands - 1`` tensors of the parameters' size are kept.
         noise_buffers: Where they are: on the ``device``, or in the host's memory, ``cpu``.
-        second_moment_floor: Takes the noise's variance out of AdamW's second moment, and leaves at
-            least this (DP-AdamBC, ``correct_second_moment``); None for AdamW as it is.
+        second_moment_floor: What AdamW's second moment without the noise's is at least (DP-AdamBC,
+            ``correct_second_moment``); None for AdamW as it is.
         loss_scale: What losses are multiplied with for backward in float16 (``Clipping``).
         public_buffers: Names of what may change because it holds nothing of the samples, or is not
             read again (``Clipping``).
@@ -279,7 +279,7 @@ def make_private(
         raise ValueError(f"method must be one of {', '.join(METHODS)}, and is {method!r}")
     refuse_execution(execution)
     part_size, is_auto = read_max_batch_size(max_batch_size), max_batch_size == AUTO
-    stability = find_stability(clipping, stability)
+    factor = find_factor(clipping, stability)
     verify_budget(noise_multiplier, epsilon, delta, accountant=accountant)
     if losses_of is None and (check or verify_every is not None or is_auto):
         raise ValueError(
@@ -316,7 +316,7 @@ def make_private(
     clipped = METHODS[method](
         model,
         max_grad_norm,
-        stability=stability,
+        **factor,
         loss_scale=loss_scale,
         public_buffers=public_buffers,
     )
@@ -351,7 +351,7 @@ def make_private(
             noise_buffers=noise_buffers,
         )
         undo.callback(private.remove)
-        private.correction = correct_second_moment(private, second_moment_floor)
+        correct_second_moment(private, second_moment_floor)
         if is_auto and draw is not None:
             part_size = find_max_batch_size(clipped, optimizer, draw(), numbers.expected_batch_size)
             loader.max_batch_size = part_size

@@ -168,7 +168,7 @@ class NoisyOptimizer(Optimizer):
         """How many batches got noise; counted where it is drawn."""
 
         made_with = {"rank": ranks.rank, "number of ranks": ranks.size}
-        self._made_with = self.settings | made_with | {"stability": clipping.stability}
+        self._made_with = self.settings | made_with | {"stability": clipping.named_stability}
         self._made_with["noise"] = "independent" if strategy is None else strategy.describe()
         self._batches_before = clipping.batches
         self._failures_before = clipping.failures
@@ -401,7 +401,7 @@ class NoisyOptimizer(Optimizer):
         trained = (f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params)
         alike: dict[str, float | str] = {
             **{name: value or 0 for name, value in self.settings.items()},
-            "stability": self.clipping.stability or 0,
+            "stability": self.clipping.named_stability or 0,
             "the number of steps": self.steps,
             "the trained parameters": "\n".join(trained),
             "what is reduced together, or the line of correlated noise,": (
