@@ -40,7 +40,7 @@ from dpprof.private.loop.method_choice import FirstBatch
 from dpprof.private.loop.part_size import AUTO, find_max_batch_size, read_max_batch_size
 from dpprof.private.loop.poisson_batches import PoissonLoader, refuse_related
 from dpprof.private.loop.private_optimizer import PrivateOptimizer
-from dpprof.private.loop.private_training import METHODS
+from dpprof.private.loop.private_training import METHODS, refuse_truncation
 from dpprof.private.loop.public_numbers import find_public_numbers
 from dpprof.private.loop.second_moment import correct_second_moment
 from dpprof.private.loop.secret_files import (
@@ -53,6 +53,7 @@ from dpprof.private.loop.secret_files import (
     split_secrets,
     writing_secrets,
 )
+from dpprof.private.noise.strategies import Strategy, is_correlated_noise, make_strategy
 from dpprof.private.number_formats import refuse_loss_scale
 from dpprof.private.ranks.ranks import Ranks, is_distributed
 from dpprof.private.samples.batches import move
@@ -99,7 +100,10 @@ class PrivacyArguments:
         accountant: ``prv``, ``rdp``, ``pld`` or ``tightest``, as of ``make_private``.
         head: Of causal language models: ``logits``, or ``chunked`` or ``kept`` for
             ``causal_lm_losses``.
-        second_moment_floor: As of ``make_private``.
+        noise: As of ``make_private``, and so are the next three; ``max_steps`` are planned.
+        bands: Of correlated noise, at most as many as ``folds``.
+        noise_buffers: ``device`` or ``cpu``.
+        second_moment_floor: Of DP-AdamBC.
         loss_scale: Runs the model in float16 by autocast, for GPUs without units for bfloat16, and
             multiplies losses with this power of two for backward (``Clipping``). Samples that
             overflow are left out, and counted in ``Clipping.nonfinite_samples``. Evaluation stays
@@ -137,6 +141,9 @@ class PrivacyArguments:
     execution: str = "auto"
     accountant: str = "prv"
     head: str = "logits"
+    noise: str = "independent"
+    bands: int = 1
+    noise_buffers: str = "device"
     second_moment_floor: float | None = None
     loss_scale: float | None = None
     public_buffers: Collection[str] = ()
@@ -240,6 +247,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         if privacy.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, not {privacy.method!r}")
         find_factor(privacy.clipping, privacy.stability)
+        is_correlated_noise(privacy.noise, privacy.bands)
+        refuse_truncation(privacy.noise, privacy.truncated_batch_size)
         refuse_execution(privacy.execution)
         read_max_batch_size(privacy.max_batch_size)
         if privacy.head not in ("logits", "chunked", "kept"):
@@ -333,7 +342,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             rank=self._ranks.rank,
             ranks=self._ranks.size,
         )
-        self.spent.sampling = numbers.sampling
+        self.spent.sampling = Sampling(1.0) if privacy.noise == "bisr" else numbers.sampling
         warn_of_delta(privacy.delta, numbers.samples)
         self._data_loader = loader
         self._steps = _Steps(poisson, self.args.device if self._is_sharded else None)
@@ -359,7 +368,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         if noise is None:
             assert privacy.epsilon is not None
             assert privacy.delta is not None
-            budget = (privacy.epsilon, privacy.delta, self.state.max_steps)
+            planned = 1 if privacy.noise == "bisr" else self.state.max_steps
+            budget = (privacy.epsilon, privacy.delta, planned)
             noise = find_noise(*budget, self.spent.sampling, privacy.accountant)
         if self._ranks.size > 1 and not self._is_sharded:
             # Here, and not by accelerate, so that the clipping knows it.
@@ -385,6 +395,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             noise_multiplier=noise,
             expected_batch_size=self._steps.loader.numbers.expected_batch_size,
             generator=None if self._draws_anew else privacy.noise_generator,
+            strategy=self._make_strategy(self._steps.loader.folds),
+            noise_buffers=privacy.noise_buffers,
         )
         correct_second_moment(self.optimizer, privacy.second_moment_floor)
         self.optimizer.planned_steps = None if privacy.epsilon is None else self.state.max_steps
@@ -398,6 +410,12 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         )
         loader.optimizer = self.optimizer
         return self.optimizer
+
+    def _make_strategy(self, folds: int) -> Strategy | None:
+        noise, bands = self.privacy.noise, self.privacy.bands
+        if not is_correlated_noise(noise, bands):
+            return None
+        return make_strategy(noise, steps=self.state.max_steps, bands=bands, folds=folds)
 
     def _check_losses(self) -> None:
         """Compare the clipped gradient of the first two samples with those of each alone."""

@@ -302,8 +302,7 @@ def make_private(
     warn_of_delta(delta, numbers.samples)
     refuse_related(sampling_generator, noise_generator)
     is_correlated = is_correlated_noise(noise, bands)
-    if is_correlated:
-        _refuse_truncation(noise, truncated_batch_size)
+    refuse_truncation(noise, truncated_batch_size)
     is_planned = is_correlated or epsilon is not None
     planned = _plan_steps(epochs, steps, numbers.steps_of_epoch) if is_planned else None
     if noise_multiplier is None:
@@ -361,8 +360,9 @@ def make_private(
     return PrivateTraining(model, private, loader, counted)
 
 
-def _refuse_truncation(noise: str, truncated_batch_size: int | None) -> None:
-    if truncated_batch_size is not None:
+def refuse_truncation(noise: str, truncated_batch_size: int | None) -> None:
+    """Refuse truncated batches under correlated noise (``ValueError``)."""
+    if truncated_batch_size is not None and noise != "independent":
         raise ValueError(
             f"a sample may take another one's place in a truncated batch, and how far that moves "
             f"sums under noise={noise!r} is not known; leave out truncated_batch_size"
