@@ -715,6 +715,18 @@ def test_too_few_folds_are_refused(tmp_path) -> None:
         trainer.train()
 
 
+def test_the_bound_follows_a_quantile_and_both_are_counted(tmp_path) -> None:
+    privacy = {"noise_multiplier": 0.5, "bound_quantile": 0.5, "delta": 1e-2, "accountant": "rdp"}
+    trainer = make("bert", tmp_path, privacy=privacy, max_steps=4)
+    trainer.train()
+
+    [(noise, rate, steps)] = trainer.spent.history
+    assert (noise, rate, steps) == (pytest.approx(0.5), 0.5, 4)
+    assert trainer.private_optimizer.noise_multiplier > 0.5
+    assert trainer.private_optimizer.max_grad_norm != BOUND
+    assert "The bound moves after each step" in trainer.guarantee
+
+
 def test_the_second_moment_is_corrected(tmp_path) -> None:
     options = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 0.01}
     both = []

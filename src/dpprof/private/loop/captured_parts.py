@@ -328,6 +328,9 @@ def capture_parts(
     clipping = optimizer.clipping
     if not placement.is_cuda(next(clipping.model.parameters())) or execution == "eager":
         return None
+    if optimizer.quantile is not None:
+        _log.warning("steps run as an ordinary loop, and not as CUDA graphs: the bound moves")
+        return None
     if clipping.ranks.size > 1 or clipping.ranks.is_sharded:
         _log.warning("steps run as an ordinary loop, and not as CUDA graphs: there are more ranks")
         return None

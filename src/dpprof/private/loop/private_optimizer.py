@@ -1,6 +1,6 @@
 """The optimizer of ``make_private``: a loop calls its ``backward``, and it keeps to a budget."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from dpprof.private.engine.engine import Clipping
 from dpprof.private.loop.captured_parts import CapturedParts, Part, ToClip
 from dpprof.private.noise.inner_optimizers import refuse_optimizer
 from dpprof.private.noise.optimizer import NoisyOptimizer
+from dpprof.private.noise.quantile import QuantileBound
 from dpprof.private.noise.schedules import NOISY
 
 
@@ -24,6 +25,8 @@ class PrivateOptimizer(NoisyOptimizer):
     Args:
         optimizer: Of all trained parameters of the model, and of no others.
         clipping: Of the model.
+        bound_quantile: The quantile of norms that the bound follows (``QuantileBound``); then the
+            noise multiplier is that of sum and count together.
         settings: As of ``NoisyOptimizer``.
 
     Raises:
@@ -46,9 +49,20 @@ class PrivateOptimizer(NoisyOptimizer):
     _clipped: int | None = None
     """The clipping's count of batches after the last ``backward`` of this."""
 
-    def __init__(self, optimizer: Optimizer, clipping: Clipping, **settings: Any) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        clipping: Clipping,
+        *,
+        bound_quantile: float | None = None,
+        **settings: Any,
+    ) -> None:
         refuse_optimizer(optimizer)
         _refuse_other_parameters(optimizer, clipping)
+        if bound_quantile is not None:
+            _refuse_fixed_bound(clipping, settings)
+            self.quantile = QuantileBound(bound_quantile, settings["expected_batch_size"])
+            settings["noise_multiplier"] = self.quantile.split(settings["noise_multiplier"])
         super().__init__(optimizer, clipping, **settings)
 
     def take_part(self, part: Part) -> None:
@@ -79,6 +93,8 @@ class PrivateOptimizer(NoisyOptimizer):
         """Throw away the sums of a batch that is not finished, and forget its part."""
         super().discard()
         self._part, self._clipped = None, None
+        if self.quantile is not None:
+            self.quantile.forget()
         if self.captured is not None:
             self.captured.drop()
 
@@ -102,6 +118,8 @@ class PrivateOptimizer(NoisyOptimizer):
         captured = self.captured
         if captured is None or not captured.waits_for_step:
             done = super().step()
+            if self.quantile is not None and not self._is_last_step_skipped:
+                self.max_grad_norm = self.quantile.move(self.max_grad_norm, self.steps)
             if captured is not None and not self._is_last_step_skipped:
                 captured.end_ordinary()
             return done
@@ -167,6 +185,8 @@ class PrivateOptimizer(NoisyOptimizer):
             state["privacy"]["spent"] = self.spent.state_dict()
         if self.captured is not None:
             state["privacy"]["secrets"]["captured"] = self.captured.state_dict()
+        if self.quantile is not None:
+            state["privacy"]["secrets"]["quantile"] = self.quantile.secret.hex()
         return state
 
     def load_state_dict(
@@ -193,6 +213,8 @@ class PrivateOptimizer(NoisyOptimizer):
         spent = state_dict["privacy"].get("spent")
         if self.spent is not None and spent is not None:
             self.spent.load_state_dict(spent, exact=exact and with_samples)
+        if exact and self.quantile is not None:
+            self.quantile.secret = bytes.fromhex(state_dict["privacy"]["secrets"]["quantile"])
         if exact and self.captured is not None:
             self.captured.load_state_dict(state_dict["privacy"]["secrets"]["captured"])
 
@@ -281,8 +303,23 @@ class PrivateOptimizer(NoisyOptimizer):
             )
         losses_B = losses[:0] if part.is_empty else losses
         self.clipping.backward(losses_B)
+        if self.quantile is not None and self.clipping.sample_norms is not None:
+            self.quantile.count(self.clipping.sample_norms[: len(losses_B)], self.max_grad_norm)
         self._part, self._clipped = None, self.clipping.batches
         return losses_B.detach()
+
+
+def _refuse_fixed_bound(clipping: Clipping, settings: Mapping[str, Any]) -> None:
+    """Refuse what needs a bound that stays, or a count of one process (``ValueError``)."""
+    refused = {
+        "several ranks": clipping.ranks.size > 1,
+        "clipping that is not flat": clipping.stability is not None,
+        "correlated noise": settings.get("strategy") is not None,
+        "secure_mode": settings.get("secure_mode", False),
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ValueError(f"bound_quantile does not work with {name}; leave out one of them")
 
 
 def _refuse_other_parameters(optimizer: Optimizer, clipping: Clipping) -> None:

@@ -100,9 +100,10 @@ class PrivacyArguments:
         accountant: ``prv``, ``rdp``, ``pld`` or ``tightest``, as of ``make_private``.
         head: Of causal language models: ``logits``, or ``chunked`` or ``kept`` for
             ``causal_lm_losses``.
-        noise: As of ``make_private``, and so are the next three; ``max_steps`` are planned.
+        noise: As of ``make_private``, and so are the next two; ``max_steps`` are planned.
         bands: Of correlated noise, at most as many as ``folds``.
         noise_buffers: ``device`` or ``cpu``.
+        bound_quantile: As of ``make_private``, and so is the next one.
         second_moment_floor: Of DP-AdamBC.
         loss_scale: Runs the model in float16 by autocast, for GPUs without units for bfloat16, and
             multiplies losses with this power of two for backward (``Clipping``). Samples that
@@ -144,6 +145,7 @@ class PrivacyArguments:
     noise: str = "independent"
     bands: int = 1
     noise_buffers: str = "device"
+    bound_quantile: float | None = None
     second_moment_floor: float | None = None
     loss_scale: float | None = None
     public_buffers: Collection[str] = ()
@@ -364,13 +366,6 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         privacy = self.privacy
         if privacy.delta is not None:
             import_accountant(privacy.accountant)  # epsilon will be logged
-        noise = privacy.noise_multiplier
-        if noise is None:
-            assert privacy.epsilon is not None
-            assert privacy.delta is not None
-            planned = 1 if privacy.noise == "bisr" else self.state.max_steps
-            budget = (privacy.epsilon, privacy.delta, planned)
-            noise = find_noise(*budget, self.spent.sampling, privacy.accountant)
         if self._ranks.size > 1 and not self._is_sharded:
             # Here, and not by accelerate, so that the clipping knows it.
             self.model_wrapped: nn.Module = DistributedDataParallel(self.model)
@@ -392,11 +387,12 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self.optimizer = PrivateOptimizer(
             inner,
             self._clipping,
-            noise_multiplier=noise,
+            noise_multiplier=self._find_noise(),
             expected_batch_size=self._steps.loader.numbers.expected_batch_size,
             generator=None if self._draws_anew else privacy.noise_generator,
             strategy=self._make_strategy(self._steps.loader.folds),
             noise_buffers=privacy.noise_buffers,
+            bound_quantile=privacy.bound_quantile,
         )
         correct_second_moment(self.optimizer, privacy.second_moment_floor)
         self.optimizer.planned_steps = None if privacy.epsilon is None else self.state.max_steps
@@ -410,6 +406,16 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         )
         loader.optimizer = self.optimizer
         return self.optimizer
+
+    def _find_noise(self) -> float:
+        privacy = self.privacy
+        if privacy.noise_multiplier is not None:
+            return privacy.noise_multiplier
+        assert privacy.epsilon is not None
+        assert privacy.delta is not None
+        planned = 1 if privacy.noise == "bisr" else self.state.max_steps
+        budget = (privacy.epsilon, privacy.delta, planned)
+        return find_noise(*budget, self.spent.sampling, privacy.accountant)
 
     def _make_strategy(self, folds: int) -> Strategy | None:
         noise, bands = self.privacy.noise, self.privacy.bands

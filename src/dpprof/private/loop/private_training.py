@@ -172,6 +172,7 @@ def make_private(
     noise: str = "independent",
     bands: int = 1,
     noise_buffers: str = "device",
+    bound_quantile: float | None = None,
     second_moment_floor: float | None = None,
     loss_scale: float = 1.0,
     public_buffers: Collection[str] = (),
@@ -183,8 +184,7 @@ def make_private(
         optimizer: Any PyTorch optimizer of its parameters.
         data_loader: With ``shuffle=True`` or without; batches become Poisson batches, which draw
             each sample with the probability ``batch_size / samples``.
-        losses_of: Computes the losses of a batch, one for each sample. It serves ``check`` and
-            ``verify_every`` alone.
+        losses_of: Computes the losses of a batch, one a sample; for ``check`` and ``verify_every``.
         max_grad_norm: Bound C of each sample's gradient.
         noise_multiplier: Standard deviation of the noise over C; or give ``epsilon``.
         epsilon: The budget, which needs ``delta`` and either ``epochs`` or ``steps``. The least
@@ -205,8 +205,7 @@ def make_private(
             subset of so many stays. No step is larger, and on a GPU one graph runs it. Chosen near
             the mean it costs epsilon: ``pld`` tells how much, ``prv`` and ``rdp`` bound it by the
             probability that a batch is cut. Both need the data's number of samples to be public.
-        spent: Of an earlier training on the same samples (``PrivateTraining.spent``), whose steps
-            count too.
+        spent: Of an earlier training on the same samples, whose steps count too.
         method: ``flash-bk`` is the fastest on nearly every GPU, ``flash`` needs less memory;
             ``auto`` predicts both and takes the faster one that fits (``choose_method``), which
             takes seconds and needs ``losses_of`` and a known GPU, and is ``flash-bk`` elsewhere.
@@ -217,8 +216,7 @@ def make_private(
             which number is fastest on a CPU, and how many fit on a GPU (``part_size``); it needs
             ``losses_of``.
         execution: ``auto`` runs steps as CUDA graphs on a GPU, where ``backward`` is given the
-            function of the losses (``PrivateOptimizer.backward``) and nothing prevents it; a
-            warning says once what does. ``eager`` never does.
+            function of the losses and nothing prevents it (a warning says what); or ``eager``.
         accountant: ``prv``; ``rdp``, which spends more; ``pld``, of dp-accounting, fast for long
             trainings too; or ``tightest``, the least of all that are installed.
         check: Whether the clipped gradient of a first batch is compared with those of its single
@@ -226,7 +224,7 @@ def make_private(
             with those beside others (``company``).
         verify_every: Repeat that comparison, and look at gradients as in the first batch, at
             random steps, on average every so many. The training's bits stay the same.
-        sampling_generator: Draws the samples; by default the operating system seeds one.
+        sampling_generator: Draws the samples; by default one that the operating system seeds.
         noise_generator: Draws the noise; likewise.
         secure_mode: Draw noise that withstands floating point attacks.
         noise: ``independent`` in each step, or correlated, ``banded`` or ``bisr``
@@ -234,6 +232,7 @@ def make_private(
             ``folds``. With ``bisr`` all steps are one Gaussian mechanism.
         bands: Of correlated noise; ``bands - 1`` tensors of the parameters' size are kept.
         noise_buffers: Where they are: on the ``device``, or in the host's memory, ``cpu``.
+        bound_quantile: Moves C from ``max_grad_norm`` to a quantile of norms (``QuantileBound``).
         second_moment_floor: What AdamW's second moment without the noise's is at least (DP-AdamBC,
             ``correct_second_moment``); None for AdamW as it is.
         loss_scale: What losses are multiplied with for backward in float16 (``Clipping``).
@@ -348,6 +347,7 @@ def make_private(
             if is_correlated and planned
             else None,
             noise_buffers=noise_buffers,
+            bound_quantile=bound_quantile,
         )
         undo.callback(private.remove)
         correct_second_moment(private, second_moment_floor)

@@ -88,6 +88,7 @@ class PublicNumbers(NamedTuple):
             f"gets {_describe_noise(optimizer.strategy, noise * bound)} and is divided by "
             f"{self.expected_batch_size:g}. Neighbouring data differ by one sample that is added "
             f"or removed. {public}"
+            + ("" if optimizer.quantile is None else f" {optimizer.quantile.describe()}")
         )
 
 
