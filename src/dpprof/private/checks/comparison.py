@@ -298,7 +298,7 @@ class Comparison:
 
     def _clip(self, samples: Samples) -> Gradients:
         settings = self.loop.settings
-        clip_as_set = partial(clip, stability=settings.stability, adaptive=settings.is_adaptive)
+        clip_as_set = partial(clip, stability=settings.stability, psac=settings.is_psac)
         return clip_as_set(samples, settings.groups, settings.divisor)
 
     def _compare_norms(self, samples: Samples, taken: StepEffects, reason: str) -> None:

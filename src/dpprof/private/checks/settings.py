@@ -97,9 +97,9 @@ class Settings:
         return None if self.clipping is None else self.clipping.stability
 
     @property
-    def is_adaptive(self) -> bool:
-        """Whether clipping is adaptive."""
-        return self.clipping is not None and self.clipping.is_adaptive
+    def is_psac(self) -> bool:
+        """Whether the factor is that of PSAC."""
+        return self.clipping is not None and self.clipping.is_psac
 
     @property
     def noise(self) -> float:

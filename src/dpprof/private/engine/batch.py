@@ -147,8 +147,8 @@ class Batch(ABC):
 
     def _clip_factor(self, norms_B: Tensor, bound: float) -> Tensor:
         stability, scale = self.clipping.stability, self.clipping.loss_scale
-        adaptive = self.clipping.is_adaptive
-        return clip_factor(norms_B, bound, stability, scale, adaptive=adaptive)
+        psac = self.clipping.is_psac
+        return clip_factor(norms_B, bound, stability, scale, psac=psac)
 
     def _set_factor(self, sample: int, norms_B: Tensor, bound: float) -> bool:
         """Set norm and factor of a sample that is added alone; tell whether it is finite."""

@@ -1,4 +1,4 @@
-"""The clipping factor: of flat, of normalised and of adaptive clipping.
+"""The clipping factor: of flat, of normalised and of PSAC.
 
 Normalised clipping, ANOTHER MECHANISM than flat clipping, multiplies each sample's gradient by
 C / (norm + gamma), whether it is long or short. So C only scales the step, as the learning rate
@@ -8,7 +8,7 @@ Stronger", arXiv 2206.07136, AUTO-S, whose factor is 1 / (norm + gamma). Each sa
 C norm / (norm + gamma), which is less than C: the sensitivity, and so the noise and the accounting,
 are those of flat clipping.
 
-Adaptive clipping multiplies by C / (norm + r / (norm + r)), for gradients that become short: they
+PSAC multiplies by C / (norm + r / (norm + r)), for gradients that become short: they
 weigh about as much as they are, and not 1 / gamma times. Source: Xia et al. 2023, "Differentially
 Private Learning with Per-Sample Adaptive Clipping", arXiv 2212.00328, DP-PSAC. Each sample
 contributes less than C, as with normalised clipping, and all else is as there.
@@ -32,7 +32,7 @@ from torch import Tensor
 from dpprof.private.norms.rounding import LEAST_NORM
 
 STABILITIES = {"flat": None, "normalised": 0.01, "psac": 0.1}
-"""By the name of a clipping, what is used where none is given, as in the sources."""
+"""By the name of a clipping, what is used where none is given."""
 
 LEAST_STABILITY = 2.0**-10
 
@@ -51,17 +51,17 @@ def clip_factor(
     stability: float | None = None,
     loss_scale: float = 1.0,
     *,
-    adaptive: bool = False,
+    psac: bool = False,
 ) -> Tensor:
     """Compute the factor that scales a gradient of this norm to at most ``max_grad_norm``.
 
     Flat clipping, ``stability=None``: ``min(1, C / (norm + 1e-6))``, elementwise; the constant is
     Opacus's, so that results can be compared to the last digits. Normalised clipping:
-    ``C / (norm + stability)``; ``adaptive``: ``C / (norm + stability / (norm + stability))``. What
+    ``C / (norm + stability)``; ``psac``: ``C / (norm + stability / (norm + stability))``. What
     is scaled may be ``loss_scale`` times the gradient.
     """
     if stability is not None:
-        added = stability / (norm + stability) if adaptive else stability
+        added = stability / (norm + stability) if psac else stability
         factor = max_grad_norm / (norm + added)
     else:
         factor = torch.clamp(max_grad_norm / (norm + LEAST_NORM), max=1.0)
@@ -84,17 +84,17 @@ def find_factor(clipping: str, stability: float | None) -> dict[str, Any]:
             "stability is of clipping='normalised' and 'psac'; flat clipping takes none"
         )
     usual = STABILITIES[clipping]
-    return {"stability": usual if stability is None else stability, "adaptive": clipping == "psac"}
+    return {"stability": usual if stability is None else stability, "psac": clipping == "psac"}
 
 
-def find_least_norm(max_grad_norm: float, stability: float | None, *, adaptive: bool) -> float:
+def find_least_norm(max_grad_norm: float, stability: float | None, *, psac: bool) -> float:
     """Return C over the largest factor: errors of norms below it count as those of this norm."""
-    if stability is None or not adaptive:
+    if stability is None or not psac:
         return stability or max_grad_norm
     return 1.0 if stability >= 1 else 2 * math.sqrt(stability) - stability
 
 
-def verify_bound(max_grad_norm: float, stability: float | None, *, adaptive: bool = False) -> None:
+def verify_bound(max_grad_norm: float, stability: float | None, *, psac: bool = False) -> None:
     """Verify that a bound can be kept.
 
     Raises:
@@ -108,12 +108,12 @@ def verify_bound(max_grad_norm: float, stability: float | None, *, adaptive: boo
             f"{max_grad_norm}; multiply the losses, and divide the learning rate"
         )
     if stability is None:
-        if adaptive:
-            raise ValueError("adaptive clipping needs a stability, its r, such as 0.1")
+        if psac:
+            raise ValueError("psac clipping needs a stability, its r, such as 0.1")
         return
     least = max(LEAST_STABILITY, max_grad_norm / _LARGEST_FACTOR)
     is_positive = math.isfinite(stability) and stability > 0
-    if not (is_positive and find_least_norm(0.0, stability, adaptive=adaptive) >= least):
+    if not (is_positive and find_least_norm(0.0, stability, psac=psac) >= least):
         raise ValueError(
             f"stability must be finite and at least {least:g} at max_grad_norm {max_grad_norm:g}, "
             f"and is {stability}: norms of shorter gradients may be told as zero"
