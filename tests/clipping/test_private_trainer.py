@@ -24,6 +24,8 @@ from dpprof.private import (  # noqa: E402 (it needs transformers)
     UnsupportedError,
     WrongTrainingError,
 )
+from dpprof.private.accounting.budget import find_noise  # noqa: E402
+from dpprof.private.accounting.schedule import Sampling  # noqa: E402
 from dpprof.private.loop.private_trainer import PrivateTrainerMixin  # noqa: E402
 from dpprof.private.loop.trainer_losses import read_losses  # noqa: E402
 
@@ -673,6 +675,11 @@ REFUSED = {
     "method": {"privacy": {"method": "ghost"}},
     "clipping": {"privacy": {"clipping": "auto"}},
     "stability": {"privacy": {"stability": 0.1}},
+    "noise must be one of": {"privacy": {"noise": "pink"}},
+    "independent noise has one band": {"privacy": {"bands": 2}},
+    "under noise='bisr' is not known": {
+        "privacy": {"noise": "bisr", "bands": 2, "truncated_batch_size": 4}
+    },
     "head": {"privacy": {"head": "small"}},
     "accountant": {"privacy": {"accountant": "gdp"}},
     "include_num_input_tokens_seen": {"include_num_input_tokens_seen": True},
@@ -730,3 +737,63 @@ def test_cyclic_and_truncated_steps_are_counted_drawn_and_resumed(tmp_path) -> N
     assert again.spent.sampling == whole.spent.sampling == (0.5, 3, 2, 4, "sample")
     assert again.spent.epsilon() == whole.spent.epsilon() > 0
     assert "Of more than 2 so many are kept, at random" in whole.guarantee
+
+
+@pytest.mark.parametrize(("noise", "history"), [("banded", (0.5, 2)), ("bisr", (1.0, 1))])
+def test_correlated_noise_is_counted_and_resumed(noise, history, tmp_path) -> None:
+    options = {"max_steps": 6, "gradient_accumulation_steps": 1, "save_strategy": "steps"}
+    options |= {"save_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 0.1}
+    privacy = {"folds": 3, "noise": noise, "bands": 3, "epsilon": 8.0, "delta": 1e-2}
+    privacy |= {"noise_multiplier": None, "accountant": "rdp", "resume": "exact"}
+    whole = make("bert", tmp_path, privacy=privacy, **options)
+    whole.train()
+    again = make("bert", tmp_path, privacy=privacy, **options)
+    again.privacy.noise_generator.manual_seed(8)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+    rate, turns = history
+    found = find_noise(8.0, 1e-2, turns, Sampling(rate), "rdp")
+    assert whole.spent.history == again.spent.history == [(found, rate, turns)]
+    assert whole.spent.epsilon() <= 8
+    assert torch.equal(trained(again.model), trained(whole.model))
+    assert f"correlated Gaussian noise ({noise} of 3 bands, 6 steps and 3 folds" in whole.guarantee
+
+
+def test_too_few_folds_are_refused(tmp_path) -> None:
+    trainer = make(
+        "bert", tmp_path, privacy={"noise": "banded", "bands": 3, "folds": 2}, max_steps=4
+    )
+    with pytest.raises(ValueError, match="3 bands need samples that take part at most once in any"):
+        trainer.train()
+
+
+def test_the_bound_follows_a_quantile_and_both_are_counted(tmp_path) -> None:
+    privacy = {"noise_multiplier": 0.5, "bound_quantile": 0.5, "delta": 1e-2, "accountant": "rdp"}
+    trainer = make("bert", tmp_path, privacy=privacy, max_steps=4)
+    trainer.train()
+
+    [(noise, rate, steps)] = trainer.spent.history
+    assert (noise, rate, steps) == (pytest.approx(0.5), 0.5, 4)
+    assert trainer.private_optimizer.noise_multiplier > 0.5
+    assert trainer.private_optimizer.max_grad_norm != BOUND
+    assert "The bound moves after each step" in trainer.guarantee
+
+
+def test_the_second_moment_is_corrected(tmp_path) -> None:
+    options = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 0.01}
+    both = []
+    for floor in (None, 1e-3):
+        trainer = make(
+            "bert",
+            tmp_path,
+            privacy={"noise_multiplier": 1.0, "second_moment_floor": floor},
+            **options,
+        )
+        trainer.train()
+        both.append(trainer)
+    states = [next(iter(one.private_optimizer.state.values())) for one in both]
+    variance = (BOUND / 6) ** 2 * (1 - 0.999**4)
+
+    assert not torch.equal(*(trained(one.model) for one in both))
+    assert "noise_variance" not in states[0]
+    assert states[1]["noise_variance"] == pytest.approx(variance)

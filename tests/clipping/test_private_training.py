@@ -261,7 +261,10 @@ SETTINGS = {
         {"data_loader": lambda: load(shuffle=False, sampler=SequentialSampler(range(6)))},
         "the sampler knows 6 samples, and the dataset has 24",
     ),
-    "clipping": ({"clipping": "auto"}, "clipping must be one of flat, normalised, and is 'auto'"),
+    "clipping": (
+        {"clipping": "auto"},
+        "clipping must be one of flat, normalised, psac, and is 'auto'",
+    ),
     "stability": ({"stability": 0.01}, "stability is of clipping='normalised'"),
     "no stability": ({"clipping": "normalised", "stability": 0.0}, "stability must be finite"),
     "no batches": ({"data_loader": lambda: load(batch_size=None)}, "=None makes no batches"),

@@ -111,7 +111,19 @@ def test_removed_it_leaves_adamw() -> None:
     inner = private.optimizer.original_optimizer
     assert len(inner._optimizer_step_post_hooks) == 1
     private.remove()
+    loss = model.losses(*(torch.ones(2, *shape).double() for shape in ((5,), ())))
+    loss.mean().backward()
+    before = copy.deepcopy((model, inner.state_dict()))
+    inner.step()
     assert not inner._optimizer_step_post_hooks
+
+    other, state = before
+    usual = adamw(other)
+    usual.load_state_dict(state)
+    for parameter, stepped in zip(other.parameters(), model.parameters(), strict=True):
+        parameter.grad = stepped.grad
+    usual.step()
+    assert torch.equal(weights(other), weights(model))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from small_models import BODIES, EVERY, Around, gradients
 from torch import nn
 
 from dpprof.private import FlashClipping, PerLayerClipping
-from dpprof.private.engine.factor import LEAST_STABILITY, STABILITY
+from dpprof.private.engine.factor import LEAST_STABILITY, STABILITIES
 
 BOUND = {torch.float64: 1e-6, torch.float32: 0.01, torch.bfloat16: 0.01}
 """Beyond C: more than the 2^-34 and 2^-8 that ``norms.rounding`` derives for one sample's rounding,
@@ -54,7 +54,7 @@ FIELDS = {
     "cancels": st.booleans(),
     "scale": st.sampled_from([0.0, 1e-8, 1e-3, 1.0, -1.0, 1e3, 1e6]),
     "bound": st.sampled_from([1e-2, 1.0, 50.0]),
-    "stability": st.sampled_from([None, LEAST_STABILITY, STABILITY, 1.0]),
+    "stability": st.sampled_from([None, LEAST_STABILITY, STABILITIES["normalised"], 1.0]),
 }
 Case = namedtuple("Case", FIELDS)  # noqa: PYI024 (the strategies say the types)
 CASES = st.builds(Case, **FIELDS)

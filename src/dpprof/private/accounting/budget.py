@@ -153,13 +153,13 @@ class Spent:
     def count(self, optimizer: "NoisyOptimizer", fold: int = 0) -> None:
         """Count a step, which an optimizer is about to take on samples of a fold."""
         own = self.histories.setdefault(_name_fold(self.training, fold), [])
-        kind = optimizer.noise_multiplier, self.sampling.rate
+        kind = optimizer.counted_noise_multiplier, self.sampling.rate
         steps = own.pop()[2] if own and own[-1][:2] == kind else 0
         own.append((*kind, steps + 1))
 
     def count_turns_after(self, optimizer: "NoisyOptimizer", fold: int) -> int:
         """Count the most steps that may draw one sample, once another step of a fold is counted."""
-        kind = optimizer.noise_multiplier, self.sampling.rate
+        kind = optimizer.counted_noise_multiplier, self.sampling.rate
         own = self.histories.get(_name_fold(self.training, fold), [])
         same = [
             _count(s for s in steps if s[:2] == kind)

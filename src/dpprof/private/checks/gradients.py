@@ -239,10 +239,11 @@ def clip(
     *,
     scale: float = 1.0,
     stability: float | None = None,
+    psac: bool = False,
 ) -> Gradients:
     """Compute the sum of clipped gradients over a divisor; ``scale`` multiplies each before.
 
-    ``stability`` is that of normalised clipping.
+    ``stability`` is that of normalised clipping, or of PSAC.
     """
     sums = {}
     for parameters, bound in groups:
@@ -250,7 +251,8 @@ def clip(
         if stability is None:
             factors_B = (bound / (norms_B + _EPSILON)).clamp(max=1.0)
         else:
-            factors_B = bound / (norms_B + stability)
+            added_B = stability / (norms_B + stability) if psac else stability
+            factors_B = bound / (norms_B + added_B)
         factors_B = scale * factors_B / divisor
         for parameter in parameters:
             own = samples.gradients[parameter]

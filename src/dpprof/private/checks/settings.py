@@ -97,6 +97,11 @@ class Settings:
         return None if self.clipping is None else self.clipping.stability
 
     @property
+    def is_psac(self) -> bool:
+        """Whether the factor is that of PSAC."""
+        return self.clipping is not None and self.clipping.is_psac
+
+    @property
     def noise(self) -> float:
         """The standard deviation of the noise in the gradients that the optimizer is given."""
         private = self._private

@@ -144,7 +144,7 @@ class Batch(ABC):
 
     def compute_norms(self, bound: float) -> tuple[Tensor, Tensor]:
         """Compute the norms of gradients as they are without ``loss_scale``; which are unsure."""
-        least = max(self.clipping.stability or bound, LEAST_NORM)
+        least = max(self.clipping.find_least_norm(bound), LEAST_NORM)
         norms_B, unsure_B = self.norms.compute(least)
         scale = self.clipping.loss_scale
         return norms_B if scale == 1 else norms_B / scale, unsure_B
@@ -182,7 +182,9 @@ class Batch(ABC):
         return factors_B.masked_fill(self.excluded_B, 0)
 
     def _clip_factor(self, norms_B: Tensor, bound: float) -> Tensor:
-        return clip_factor(norms_B, bound, self.clipping.stability, self.clipping.loss_scale)
+        stability, scale = self.clipping.stability, self.clipping.loss_scale
+        psac = self.clipping.is_psac
+        return clip_factor(norms_B, bound, stability, scale, psac=psac)
 
     def _set_factor(self, sample: int, norms_B: Tensor, bound: float) -> bool:
         """Set norm and factor of a sample that is added alone; tell whether it is finite."""

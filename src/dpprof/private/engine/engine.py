@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dpprof.private.contributions.sums import ClippedSums, dtype_of_sum, refuse_gradients
 from dpprof.private.engine.batch import Batch, Enter
-from dpprof.private.engine.factor import verify_bound
+from dpprof.private.engine.factor import find_least_norm, verify_bound
 from dpprof.private.engine.receiver import Receiver
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.graph.broadcasts import Broadcasts
@@ -72,6 +72,7 @@ class Clipping(ABC):
         max_grad_norm: Bound C, positive and finite.
         stability: None for flat clipping. A number gamma makes it normalised clipping (AUTO-S),
             which multiplies each sample's gradient by C / (norm + gamma): ``factor``.
+        psac: Makes it per-sample adaptive clipping (DP-PSAC), of which the stability is the r.
         first_batch: ``verified`` spends two more backwards on the first batch of two samples or
             more, and refuses it where samples are mixed between layers (the module
             ``first_batch`` says what that proves); ``trusted`` does not.
@@ -144,6 +145,7 @@ class Clipping(ABC):
         max_grad_norm: float,
         *,
         stability: float | None = None,
+        psac: bool = False,
         first_batch: str = "verified",
         public_buffers: Collection[str] = (),
         batch_second: Collection[str] = (),
@@ -151,7 +153,7 @@ class Clipping(ABC):
         loss_scale: float = 1.0,
     ) -> None:
         self.model = model
-        self._stability = stability
+        self._stability, self._is_psac = stability, psac
         self.max_grad_norm = max_grad_norm
         self.sample_norms: Tensor | None = None
         """(B,) norms of the last batch's gradients, before clipping."""
@@ -304,13 +306,27 @@ class Clipping(ABC):
 
     @max_grad_norm.setter
     def max_grad_norm(self, bound: float) -> None:
-        verify_bound(bound, self._stability)
+        verify_bound(bound, self._stability, psac=self._is_psac)
         self._max_grad_norm = float(bound)
 
     @property
     def stability(self) -> float | None:
-        """The gamma of normalised clipping; None for flat clipping."""
+        """The gamma of normalised clipping, or the r of PSAC; None for flat clipping."""
         return self._stability
+
+    @property
+    def is_psac(self) -> bool:
+        """Whether the factor is that of PSAC."""
+        return self._is_psac
+
+    @property
+    def named_stability(self) -> float | str | None:
+        """The stability, with the name of PSAC."""
+        return f"{self._stability} of psac" if self._is_psac else self._stability
+
+    def find_least_norm(self, bound: float) -> float:
+        """Return a bound over the largest factor that it gives."""
+        return find_least_norm(bound, self._stability, psac=self._is_psac)
 
     @property
     def loss_scale(self) -> float:

@@ -136,7 +136,7 @@ class _TwoPasses(Batch):
         if self._projections is None:
             return
         scale = self.clipping.loss_scale
-        least = self.clipping.stability or self.clipping.max_grad_norm
+        least = self.clipping.find_least_norm(self.clipping.max_grad_norm)
         differs_B = self._projections.compare(
             self.sample_norms * scale, least * scale, self.excluded_B
         )

@@ -336,9 +336,12 @@ def capture_parts(
     clipping = optimizer.clipping
     if not placement.is_cuda(next(clipping.model.parameters())) or execution == "eager":
         return None
-    is_distributed = clipping.ranks.size > 1 or clipping.ranks.is_sharded
-    if is_distributed or numbers.unit == "user":
-        why = "there are more ranks" if is_distributed else "the unit is a user, of any size"
+    reasons = {
+        "the bound moves": optimizer.quantile is not None,
+        "there are more ranks": clipping.ranks.size > 1 or clipping.ranks.is_sharded,
+        "the unit is a user, of any size": numbers.unit == "user",
+    }
+    if why := next((reason for reason, holds in reasons.items() if holds), None):
         _log.warning("steps run as an ordinary loop, and not as CUDA graphs: %s", why)
         return None
     expected = optimizer.expected_batch_size

@@ -1,12 +1,11 @@
 """The optimizer of ``make_private``: a loop calls its ``backward``, and it keeps to a budget."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from dpprof.private.accounting.budget import Spent
 from dpprof.private.engine.engine import Clipping
@@ -14,6 +13,7 @@ from dpprof.private.loop.captured_parts import CapturedParts, Part, ToClip
 from dpprof.private.loop.joined_optimizers import JoinedOptimizers
 from dpprof.private.noise.inner_optimizers import refuse_optimizer
 from dpprof.private.noise.optimizer import NoisyOptimizer
+from dpprof.private.noise.quantile import QuantileBound
 from dpprof.private.noise.schedules import NOISY
 from dpprof.private.samples.users import Users
 
@@ -28,6 +28,8 @@ class PrivateOptimizer(NoisyOptimizer):
         optimizer: Of all trained parameters of the model, and of no others.
         clipping: Of the model.
         users: Whose samples are clipped as one; None where each sample is by itself.
+        bound_quantile: The quantile of norms that the bound follows (``QuantileBound``); then the
+            noise multiplier is that of sum and count together.
         settings: As of ``NoisyOptimizer``.
 
     Raises:
@@ -43,9 +45,6 @@ class PrivateOptimizer(NoisyOptimizer):
     captured: CapturedParts | None = None
     """Runs steps as CUDA graphs; None for an ordinary loop."""
 
-    correction: RemovableHandle | None = None
-    """Of Adam's second moment; None for Adam as it is."""
-
     _clips_failed_parts_again = True
     _part: Part | None = None
     _fold: int = 0
@@ -59,19 +58,22 @@ class PrivateOptimizer(NoisyOptimizer):
         clipping: Clipping,
         *,
         users: Users | None = None,
+        bound_quantile: float | None = None,
         **settings: Any,
     ) -> None:
         self.users = users
         refuse_optimizer(optimizer)
         _refuse_other_parameters(optimizer, clipping)
+        if bound_quantile is not None:
+            _refuse_fixed_bound(clipping, settings)
+            self.quantile = QuantileBound(bound_quantile, settings["expected_batch_size"])
+            settings["noise_multiplier"] = self.quantile.split(settings["noise_multiplier"])
         super().__init__(optimizer, clipping, **settings)
         if isinstance(optimizer, JoinedOptimizers):
             optimizer.attach()
 
     def remove(self) -> None:
-        """Remove clipping, noise and what corrects them; joined optimizers step alone again."""
-        if self.correction is not None:
-            self.correction.remove()
+        """Remove clipping and noise, as ``NoisyOptimizer`` does; joined optimizers step alone."""
         super().remove()
         if isinstance(self.original_optimizer, JoinedOptimizers):
             self.original_optimizer.detach()
@@ -104,6 +106,8 @@ class PrivateOptimizer(NoisyOptimizer):
         """Throw away the sums of a batch that is not finished, and forget its part."""
         super().discard()
         self._part, self._clipped = None, None
+        if self.quantile is not None:
+            self.quantile.forget()
         if self.captured is not None:
             self.captured.drop()
 
@@ -127,6 +131,8 @@ class PrivateOptimizer(NoisyOptimizer):
         captured = self.captured
         if captured is None or not captured.waits_for_step:
             done = super().step()
+            if self.quantile is not None and not self._is_last_step_skipped:
+                self.max_grad_norm = self.quantile.move(self.max_grad_norm, self.steps)
             if captured is not None and not self._is_last_step_skipped:
                 captured.end_ordinary()
             return done
@@ -192,6 +198,8 @@ class PrivateOptimizer(NoisyOptimizer):
             state["privacy"]["spent"] = self.spent.state_dict()
         if self.captured is not None:
             state["privacy"]["secrets"]["captured"] = self.captured.state_dict()
+        if self.quantile is not None:
+            state["privacy"]["secrets"]["quantile"] = self.quantile.secret.hex()
         return state
 
     def load_state_dict(
@@ -218,6 +226,8 @@ class PrivateOptimizer(NoisyOptimizer):
         spent = state_dict["privacy"].get("spent")
         if self.spent is not None and spent is not None:
             self.spent.load_state_dict(spent, exact=exact and with_samples)
+        if exact and self.quantile is not None:
+            self.quantile.secret = bytes.fromhex(state_dict["privacy"]["secrets"]["quantile"])
         if exact and self.captured is not None:
             self.captured.load_state_dict(state_dict["privacy"]["secrets"]["captured"])
 
@@ -306,8 +316,25 @@ class PrivateOptimizer(NoisyOptimizer):
             )
         losses_B = losses[:0] if part.is_empty else losses
         self.clipping.backward(losses_B, users=None if part.is_empty else part.users)
+        if self.quantile is not None and self.clipping.sample_norms is not None:
+            units = len(losses_B) if part.users is None else len(part.users.sizes)
+            norms_B = self.clipping.sample_norms[: 0 if part.is_empty else units]
+            self.quantile.count(norms_B, self.max_grad_norm)
         self._part, self._clipped = None, self.clipping.batches
         return losses_B.detach()
+
+
+def _refuse_fixed_bound(clipping: Clipping, settings: Mapping[str, Any]) -> None:
+    """Refuse what needs a bound that stays, or a count of one process (``ValueError``)."""
+    refused = {
+        "several ranks": clipping.ranks.size > 1,
+        "clipping that is not flat": clipping.stability is not None,
+        "correlated noise": settings.get("strategy") is not None,
+        "secure_mode": settings.get("secure_mode", False),
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ValueError(f"bound_quantile does not work with {name}; leave out one of them")
 
 
 def _refuse_other_parameters(optimizer: Optimizer, clipping: Clipping) -> None:

@@ -16,7 +16,7 @@ from transformers import BatchEncoding, Trainer
 from dpprof.private.accounting.accountants import import_accountant
 from dpprof.private.accounting.budget import Spent, find_noise, warn_of_delta
 from dpprof.private.accounting.schedule import Sampling
-from dpprof.private.engine.factor import find_stability
+from dpprof.private.engine.factor import find_factor
 from dpprof.private.layers.rotary_positions import refuse_positions
 from dpprof.private.loop.captured_parts import capture_parts
 from dpprof.private.loop.part_size import AUTO, read_max_batch_size
@@ -35,6 +35,7 @@ from dpprof.private.loop.trainer_batches import JoinedParts
 from dpprof.private.loop.trainer_checkpoints import PrivateCheckpoints
 from dpprof.private.loop.trainer_logs import PrivateLogs
 from dpprof.private.loop.trainer_losses import PrivateLosses
+from dpprof.private.noise.strategies import Strategy, is_correlated_noise, make_strategy
 from dpprof.private.ranks.ranks import Ranks, is_distributed
 from dpprof.private.samples.users import read_users
 
@@ -160,7 +161,8 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
             ranks=self._ranks.size,
             users=owners,
         )
-        self.spent.sampling = numbers.sampling
+        is_bisr = privacy.noise == "bisr"
+        self.spent.sampling = Sampling(1.0, unit=numbers.unit) if is_bisr else numbers.sampling
         warn_of_delta(privacy.delta, numbers.samples, numbers.unit)
         self._data_loader = loader
         self._steps = JoinedParts(poisson, self.args.device if self._is_sharded else None)
@@ -186,19 +188,13 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
         privacy = self.privacy
         if privacy.delta is not None:
             import_accountant(privacy.accountant)  # epsilon will be logged
-        noise = privacy.noise_multiplier
-        if noise is None:
-            assert privacy.epsilon is not None
-            assert privacy.delta is not None
-            budget = (privacy.epsilon, privacy.delta, self.state.max_steps)
-            noise = find_noise(*budget, self.spent.sampling, privacy.accountant)
         if self._ranks.size > 1 and not self._is_sharded:
             # Here, and not by accelerate, so that the clipping knows it.
             self.model_wrapped: nn.Module = DistributedDataParallel(self.model)
         self._clipping = METHODS[privacy.method](
             self.model_wrapped,
             privacy.max_grad_norm,
-            stability=find_stability(privacy.clipping, privacy.stability),
+            **find_factor(privacy.clipping, privacy.stability),
             loss_scale=privacy.loss_scale or 1.0,
             public_buffers=privacy.public_buffers,
         )
@@ -214,13 +210,15 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
         self.optimizer = PrivateOptimizer(
             inner,
             self._clipping,
-            noise_multiplier=noise,
+            noise_multiplier=self._find_noise(),
             expected_batch_size=self._steps.loader.numbers.expected_batch_size,
             generator=None if self._draws_anew else privacy.noise_generator,
             users=self._steps.loader.users,
+            strategy=self._make_strategy(self._steps.loader.folds),
+            noise_buffers=privacy.noise_buffers,
+            bound_quantile=privacy.bound_quantile,
         )
-        floor = privacy.second_moment_floor
-        self.optimizer.correction = correct_second_moment(self.optimizer, floor)
+        correct_second_moment(self.optimizer, privacy.second_moment_floor)
         self.optimizer.planned_steps = None if privacy.epsilon is None else self.state.max_steps
         self.optimizer.spent = self.spent
         loader = self._steps.loader
@@ -231,6 +229,22 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
         )
         loader.optimizer = self.optimizer
         return self.optimizer
+
+    def _find_noise(self) -> float:
+        privacy = self.privacy
+        if privacy.noise_multiplier is not None:
+            return privacy.noise_multiplier
+        assert privacy.epsilon is not None
+        assert privacy.delta is not None
+        planned = 1 if privacy.noise == "bisr" else self.state.max_steps
+        budget = (privacy.epsilon, privacy.delta, planned)
+        return find_noise(*budget, self.spent.sampling, privacy.accountant)
+
+    def _make_strategy(self, folds: int) -> Strategy | None:
+        noise, bands = self.privacy.noise, self.privacy.bands
+        if not is_correlated_noise(noise, bands):
+            return None
+        return make_strategy(noise, steps=self.state.max_steps, bands=bands, folds=folds)
 
     def train(self, resume_from_checkpoint: Any = None, *inputs: Any, **named: Any) -> Any:
         """Train, as ``Trainer`` does; afterwards model and optimizer are as they were.

@@ -14,7 +14,7 @@ from dpprof.private.accounting.budget import Spent, verify_budget, warn_of_delta
 from dpprof.private.accounting.schedule import Sampling
 from dpprof.private.engine.book_keeping import BookKeeping
 from dpprof.private.engine.engine import Clipping
-from dpprof.private.engine.factor import find_stability
+from dpprof.private.engine.factor import find_factor
 from dpprof.private.engine.flash_clipping import FlashClipping
 from dpprof.private.loop.captured_parts import capture_parts, refuse_execution
 from dpprof.private.loop.joined_optimizers import join_optimizers
@@ -178,6 +178,7 @@ def make_private(
     noise: str = "independent",
     bands: int = 1,
     noise_buffers: str = "device",
+    bound_quantile: float | None = None,
     second_moment_floor: float | None = None,
     loss_scale: float = 1.0,
     public_buffers: Collection[str] = (),
@@ -190,8 +191,7 @@ def make_private(
             step together: one draw of noise, one step for the accountant.
         data_loader: With ``shuffle=True`` or without; batches become Poisson batches, which draw
             each sample with the probability ``batch_size / samples``.
-        losses_of: Computes the losses of a batch, one for each sample. It serves ``check`` and
-            ``verify_every`` alone.
+        losses_of: Computes the losses of a batch, one a sample; for ``check`` and ``verify_every``.
         max_grad_norm: Bound C of each sample's gradient.
         noise_multiplier: Standard deviation of the noise over C; or give ``epsilon``.
         epsilon: The budget, which needs ``delta`` and either ``epochs`` or ``steps``. The least
@@ -218,20 +218,18 @@ def make_private(
             must keep the order of samples.
         samples_of_user: The most samples of a user in a step, drawn anew in each.
         user_gradient: A user's gradient is the ``mean`` or the ``sum`` of those of his samples.
-        spent: Of an earlier training on the same samples (``PrivateTraining.spent``), and the same
-            users, whose steps count too.
+        spent: Of an earlier training on the same samples and the same users, whose steps count too.
         method: ``flash-bk`` is the fastest on nearly every GPU, ``flash`` needs less memory;
             ``auto`` predicts both and takes the faster one that fits (``choose_method``), which
             takes seconds and needs ``losses_of`` and a known GPU, and is ``flash-bk`` elsewhere.
-        clipping: ``flat`` scales long gradients to C, ``normalised`` all gradients to less than C
-            (AUTO-S, ``factor``): another mechanism with the same noise and accounting.
-        stability: The gamma of normalised clipping, by default 0.01.
+        clipping: ``flat`` scales long gradients to C, ``normalised`` (AUTO-S) and ``psac`` all to
+            less than C (``factor``): other mechanisms with the same noise and accounting.
+        stability: Of normalised clipping, by default 0.01, or the r of psac, by default 0.1.
         max_batch_size: The most samples at a time; a batch with more comes in parts. ``auto`` tries
             which number is fastest on a CPU, and how many fit on a GPU (``part_size``); it needs
             ``losses_of``.
         execution: ``auto`` runs steps as CUDA graphs on a GPU, where ``backward`` is given the
-            function of the losses (``PrivateOptimizer.backward``) and nothing prevents it; a
-            warning says once what does. ``eager`` never does.
+            function of the losses and nothing prevents it (a warning says what); or ``eager``.
         accountant: ``prv``; ``rdp``, which spends more; ``pld``, of dp-accounting, fast for long
             trainings too; or ``tightest``, the least of all that are installed.
         check: Whether the clipped gradient of a first batch is compared with those of its single
@@ -239,7 +237,7 @@ def make_private(
             with those beside others (``company``).
         verify_every: Repeat that comparison, and look at gradients as in the first batch, at
             random steps, on average every so many. The training's bits stay the same.
-        sampling_generator: Draws the samples; by default the operating system seeds one.
+        sampling_generator: Draws the samples; by default one that the operating system seeds.
         noise_generator: Draws the noise; likewise.
         secure_mode: Draw noise that withstands floating point attacks.
         noise: ``independent`` in each step, or correlated, ``banded`` or ``bisr``
@@ -247,8 +245,9 @@ def make_private(
             ``folds``. With ``bisr`` all steps are one Gaussian mechanism.
         bands: Of correlated noise; ``bands - 1`` tensors of the parameters' size are kept.
         noise_buffers: Where they are: on the ``device``, or in the host's memory, ``cpu``.
-        second_moment_floor: Takes the noise's variance out of AdamW's second moment, and leaves at
-            least this (DP-AdamBC, ``correct_second_moment``); None for AdamW as it is.
+        bound_quantile: Moves C from ``max_grad_norm`` to a quantile of norms (``QuantileBound``).
+        second_moment_floor: What AdamW's second moment without the noise's is at least (DP-AdamBC,
+            ``correct_second_moment``); None for AdamW as it is.
         loss_scale: What losses are multiplied with for backward in float16 (``Clipping``).
         public_buffers: Names of what may change because it holds nothing of the samples, or is not
             read again (``Clipping``).
@@ -294,7 +293,7 @@ def make_private(
     owners = read_users(unit, users, samples_of_user, user_gradient, data_loader.dataset)
     part_size, is_auto = read_max_batch_size(max_batch_size, unit), max_batch_size == AUTO
     optimizer = join_optimizers(optimizer)
-    stability = find_stability(clipping, stability)
+    factor = find_factor(clipping, stability)
     verify_budget(noise_multiplier, epsilon, delta, accountant=accountant)
     if losses_of is None and (check or verify_every is not None or is_auto):
         raise ValueError(
@@ -317,8 +316,8 @@ def make_private(
         spent.continue_with(counted)
     warn_of_delta(delta, numbers.samples, unit)
     refuse_related(sampling_generator, noise_generator)
-    if is_correlated := is_correlated_noise(noise, bands):
-        _refuse_truncation(noise, truncated_batch_size)
+    refuse_truncation(noise, truncated_batch_size)
+    is_correlated = is_correlated_noise(noise, bands)
     has_end = is_correlated or epsilon is not None
     planned = numbers.plan_steps(epochs, steps) if has_end else None
     if epsilon is not None and planned is not None:
@@ -332,7 +331,7 @@ def make_private(
     clipped = METHODS[method](
         model,
         max_grad_norm,
-        stability=stability,
+        **factor,
         loss_scale=loss_scale,
         public_buffers=public_buffers,
     )
@@ -375,9 +374,10 @@ def make_private(
             if is_correlated and planned
             else None,
             noise_buffers=noise_buffers,
+            bound_quantile=bound_quantile,
         )
         undo.callback(private.remove)
-        private.correction = correct_second_moment(private, second_moment_floor)
+        correct_second_moment(private, second_moment_floor)
         if is_auto and draw is not None:
             part_size = find_max_batch_size(clipped, optimizer, draw(), numbers.expected_batch_size)
             loader.max_batch_size = part_size
@@ -387,8 +387,9 @@ def make_private(
     return PrivateTraining(model, private, loader, counted)
 
 
-def _refuse_truncation(noise: str, truncated_batch_size: int | None) -> None:
-    if truncated_batch_size is not None:
+def refuse_truncation(noise: str, truncated_batch_size: int | None) -> None:
+    """Refuse truncated batches under correlated noise (``ValueError``)."""
+    if truncated_batch_size is not None and noise != "independent":
         raise ValueError(
             f"a sample may take another one's place in a truncated batch, and how far that moves "
             f"sums under noise={noise!r} is not known; leave out truncated_batch_size"

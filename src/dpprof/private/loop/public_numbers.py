@@ -113,6 +113,7 @@ class PublicNumbers(NamedTuple):
             f"gets {_describe_noise(optimizer.strategy, noise * bound, unit)} and is divided by "
             f"{self.expected_batch_size:g}. Neighbouring data differ by one {unit} that is added "
             f"or removed{', with all samples' if each_of else ''}. {public}"
+            + ("" if optimizer.quantile is None else f" {optimizer.quantile.describe()}")
         )
 
 

@@ -12,27 +12,22 @@ four tensors of a parameter's size, one parameter at a time, and no FLOPs of pro
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from dpprof.private.noise.optimizer import NoisyOptimizer
+from dpprof.private.noise.schedules import NOISY
 
 _VARIANCE = "noise_variance"
 """In the state of a parameter: the average of the noise's variance, as Adam averages squares."""
 
 
-def correct_second_moment(optimizer: NoisyOptimizer, floor: float | None) -> RemovableHandle | None:
-    """Divide by what Adam's second moment has beside noise.
+def correct_second_moment(optimizer: NoisyOptimizer, floor: float | None) -> None:
+    """Divide by what Adam's second moment has beside noise, until the optimizer is removed.
 
     Args:
         optimizer: Of an ``AdamW``; its noise is independent.
         floor: The least that the corrected second moment counts as; None leaves Adam as it is.
-
-    Returns:
-        What ends it, by ``remove``.
 
     Raises:
         ValueError: The floor is out of its range, or it is another optimizer, or correlated noise.
@@ -41,7 +36,7 @@ def correct_second_moment(optimizer: NoisyOptimizer, floor: float | None) -> Rem
     else follows from gradients that have noise.
     """
     if floor is None:
-        return None
+        return
     inner = optimizer.original_optimizer
     if not (math.isfinite(floor) and floor > 0):
         raise ValueError(f"second_moment_floor must be positive and finite, and is {floor}")
@@ -55,28 +50,33 @@ def correct_second_moment(optimizer: NoisyOptimizer, floor: float | None) -> Rem
             "second_moment_floor subtracts the variance of independent noise; that of correlated "
             "noise differs from step to step"
         )
-    return inner.register_step_post_hook(_make_hook(optimizer, floor))
+
+    def follow_step(*_: object) -> None:
+        if getattr(inner, NOISY, None) is optimizer:
+            _correct(optimizer, floor)
+        else:
+            handle.remove()
+
+    handle = inner.register_step_post_hook(follow_step)
 
 
-def _make_hook(optimizer: NoisyOptimizer, floor: float) -> Callable[..., None]:
-    @torch.no_grad()
-    def correct(inner: Any, *_: Any) -> None:
-        size = optimizer.expected_batch_size if optimizer.loss_reduction == "mean" else 1.0
-        assert size is not None
-        variance = (optimizer.noise_multiplier * optimizer.max_grad_norm / size) ** 2
-        for group in inner.param_groups:
-            mean_decay, decay = group["betas"]
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                state = inner.state[parameter]
-                before = state.get(_VARIANCE, 0.0)
-                state[_VARIANCE] = decay * before + (1 - decay) * variance
-                step = state["step"]
-                step = step.item() if step.is_cpu else step  # read no number from a GPU
-                seen = 1 - decay**step
-                second = state["exp_avg_sq"] / seen
-                usual = second.sqrt() + group["eps"]
-                corrected = (second - state[_VARIANCE] / seen).clamp_(min=floor).sqrt_()
-                mean = state["exp_avg"] / (1 - mean_decay**step)
-                parameter.add_(mean * group["lr"] * (1 / usual - 1 / corrected))
-
-    return correct
+@torch.no_grad()
+def _correct(optimizer: NoisyOptimizer, floor: float) -> None:
+    """Replace what PyTorch's step took off each parameter."""
+    size = optimizer.expected_batch_size if optimizer.loss_reduction == "mean" else 1.0
+    assert size is not None
+    variance = (optimizer.noise_multiplier * optimizer.max_grad_norm / size) ** 2
+    for group in optimizer.param_groups:
+        mean_decay, decay = group["betas"]
+        for parameter in (p for p in group["params"] if p.grad is not None):
+            state = optimizer.state[parameter]
+            before = state.get(_VARIANCE, 0.0)
+            state[_VARIANCE] = decay * before + (1 - decay) * variance
+            step = state["step"]
+            step = step.item() if step.is_cpu else step  # read no number from a GPU
+            seen = 1 - decay**step
+            second = state["exp_avg_sq"] / seen
+            usual = second.sqrt() + group["eps"]
+            corrected = (second - state[_VARIANCE] / seen).clamp_(min=floor).sqrt_()
+            mean = state["exp_avg"] / (1 - mean_decay**step)
+            parameter.add_(mean * group["lr"] * (1 / usual - 1 / corrected))

@@ -11,10 +11,11 @@ from transformers import Trainer
 from transformers.debug_utils import DebugOption
 
 from dpprof.private.accounting.budget import verify_budget
-from dpprof.private.engine.factor import find_stability
+from dpprof.private.engine.factor import find_factor
 from dpprof.private.loop.captured_parts import refuse_execution
 from dpprof.private.loop.part_size import read_max_batch_size
-from dpprof.private.loop.private_training import METHODS
+from dpprof.private.loop.private_training import METHODS, refuse_truncation
+from dpprof.private.noise.strategies import is_correlated_noise
 from dpprof.private.number_formats import refuse_loss_scale
 
 
@@ -41,13 +42,17 @@ class PrivacyArguments:
         max_batch_size: Samples at a time, by default ``per_device_train_batch_size``; or ``auto``,
             as of ``make_private``.
         method: ``flash-bk`` (``auto``) or ``flash``, which needs less memory.
-        clipping: ``flat`` or ``normalised``, as of ``make_private``.
-        stability: Of normalised clipping, by default 0.01.
+        clipping: ``flat``, ``normalised`` or ``psac``, as of ``make_private``.
+        stability: As of ``make_private``.
         execution: ``auto`` or ``eager``, as of ``make_private``.
         accountant: ``prv``, ``rdp``, ``pld`` or ``tightest``, as of ``make_private``.
         head: Of causal language models: ``logits``, or ``chunked`` or ``kept`` for
             ``causal_lm_losses``.
-        second_moment_floor: As of ``make_private``.
+        noise: As of ``make_private``, and so are the next two; ``max_steps`` are planned.
+        bands: Of correlated noise, at most as many as ``folds``.
+        noise_buffers: ``device`` or ``cpu``.
+        bound_quantile: As of ``make_private``, and so is the next one.
+        second_moment_floor: Of DP-AdamBC.
         loss_scale: Runs the model in float16 by autocast, for GPUs without units for bfloat16, and
             multiplies losses with this power of two for backward (``Clipping``). Samples that
             overflow are left out, and counted in ``Clipping.nonfinite_samples``. Evaluation stays
@@ -89,6 +94,10 @@ class PrivacyArguments:
     execution: str = "auto"
     accountant: str = "prv"
     head: str = "logits"
+    noise: str = "independent"
+    bands: int = 1
+    noise_buffers: str = "device"
+    bound_quantile: float | None = None
     second_moment_floor: float | None = None
     loss_scale: float | None = None
     public_buffers: Collection[str] = ()
@@ -110,7 +119,9 @@ class PrivacyArguments:
         verify_budget(*budget, accountant=self.accountant)
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, not {self.method!r}")
-        find_stability(self.clipping, self.stability)
+        find_factor(self.clipping, self.stability)
+        is_correlated_noise(self.noise, self.bands)
+        refuse_truncation(self.noise, self.truncated_batch_size)
         refuse_execution(self.execution)
         read_max_batch_size(self.max_batch_size, self.unit)
         if self.head not in ("logits", "chunked", "kept"):

@@ -19,6 +19,7 @@ from dpprof.private.noise.buffers import NoiseBuffers
 from dpprof.private.noise.inner_optimizers import refuse_optimizer
 from dpprof.private.noise.noise import NoiseOfStep, draw_secure_noise, refuse_insecure
 from dpprof.private.noise.noise_keys import NoiseKeys
+from dpprof.private.noise.quantile import QuantileBound
 from dpprof.private.noise.schedules import NOISY, keep_to_batches
 from dpprof.private.noise.strategies import Strategy
 from dpprof.private.ranks.ranks import Settings
@@ -109,6 +110,9 @@ class NoisyOptimizer(Optimizer):
         >>> optimizer.zero_grad()
     """
 
+    quantile: QuantileBound | None = None
+    """Moves the bound; None for a bound that stays."""
+
     step_hook: Callable[[Any], None] | None = None
     _is_last_step_skipped = False
     _is_last_part = True
@@ -168,7 +172,7 @@ class NoisyOptimizer(Optimizer):
         """How many batches got noise; counted where it is drawn."""
 
         made_with = {"rank": ranks.rank, "number of ranks": ranks.size}
-        self._made_with = self.settings | made_with | {"stability": clipping.stability}
+        self._made_with = self.settings | made_with | {"stability": clipping.named_stability}
         self._made_with["noise"] = "independent" if strategy is None else strategy.describe()
         self._batches_before = clipping.batches
         self._failures_before = clipping.failures
@@ -226,6 +230,12 @@ class NoisyOptimizer(Optimizer):
         }
 
     @property
+    def counted_noise_multiplier(self) -> float:
+        """What accountants count: less than the noise of the sum where norms are counted too."""
+        noise = self.noise_multiplier
+        return noise if self.quantile is None else self.quantile.join(noise)
+
+    @property
     def strategy(self) -> Strategy | None:
         """How the noise of steps is correlated; None for independent noise."""
         return None if self.buffers is None else self.buffers.strategy
@@ -260,6 +270,11 @@ class NoisyOptimizer(Optimizer):
         Raises:
             ValueError: Accountants that count steps do not know the strategy of the noise.
         """
+        if self.quantile is not None:
+            raise ValueError(
+                "accountants read noise_multiplier, and with bound_quantile a step counts as "
+                "counted_noise_multiplier; the privacy account of make_private knows it"
+            )
         if self.strategy is not None and not self.strategy.is_sampled:
             raise ValueError(
                 "bisr is one mechanism for all steps, which sampling does not amplify, and an "
@@ -401,7 +416,7 @@ class NoisyOptimizer(Optimizer):
         trained = (f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params)
         alike: dict[str, float | str] = {
             **{name: value or 0 for name, value in self.settings.items()},
-            "stability": self.clipping.stability or 0,
+            "stability": self.clipping.named_stability or 0,
             "the number of steps": self.steps,
             "the trained parameters": "\n".join(trained),
             "what is reduced together, or the line of correlated noise,": (

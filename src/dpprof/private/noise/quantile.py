@@ -1,0 +1,99 @@
+"""A bound that follows a quantile of the gradients' norms, by counts with noise of their own.
+
+Source: Andrew et al. 2021, "Differentially Private Learning with Adaptive Clipping", arXiv
+1905.03871. Each step releases, beside its sum, how many gradients were at most C long: b - 1/2
+summed over samples, b 0 or 1, so that a sample moves it by 1/2. The next step's bound is
+C exp(-0.2 (share - quantile)), where the share divides by the expected batch size.
+
+Formal guarantee: sum and count of a step are one Gaussian mechanism (theorem 1). With noise of
+standard deviation z' C on the sum, and s on the count, its noise multiplier z has
+z^-2 = z'^-2 + (2 s)^-2. The accountant counts z; the sum gets the larger z'. The bound follows from
+what is released.
+
+The noise of a count follows from a secret, the step, the bound and the count itself, so no two
+counts get the same noise, also where a run is repeated (``noise_keys``).
+"""
+
+import hashlib
+import math
+import os
+
+import numpy as np
+from torch import Tensor
+
+from dpprof.private.engine.factor import LARGEST_BOUND, LEAST_BOUND
+
+RATE = 0.2
+"""How fast the bound moves, as in the source."""
+
+_COUNT_NOISE = 20
+"""The expected batch size over the standard deviation of a count's noise, as in the source."""
+
+
+class QuantileBound:
+    """Counts the gradients within a bound, and moves it.
+
+    Args:
+        quantile: The share of gradients that the bound is to be at least as long as.
+        expected_batch_size: The mean batch size.
+
+    Raises:
+        ValueError: The quantile is out of its range.
+    """
+
+    def __init__(self, quantile: float, expected_batch_size: float) -> None:
+        if not 0 < quantile < 1:
+            raise ValueError(f"bound_quantile must lie between 0 and 1, and is {quantile}")
+        self.quantile, self._size = quantile, expected_batch_size
+        self.count_noise = expected_batch_size / _COUNT_NOISE
+        """Standard deviation of the noise of a count."""
+
+        self.secret = os.urandom(32)
+        self._count = 0.0
+
+    def split(self, noise_multiplier: float) -> float:
+        """Return the noise multiplier of the sum, of that of sum and count together.
+
+        Raises:
+            ValueError: The count alone would spend as much.
+        """
+        if noise_multiplier == 0:
+            return 0.0
+        left = noise_multiplier**-2 - (2 * self.count_noise) ** -2
+        if left <= 0:
+            raise ValueError(
+                f"bound_quantile needs an expected batch size above {10 * noise_multiplier:g}, ten "
+                f"times the noise multiplier, and it is {self._size:g}"
+            )
+        return (1 + 1e-12) / math.sqrt(left)  # which rounding does not take below
+
+    def join(self, noise_multiplier: float) -> float:
+        """Return the noise multiplier of sum and count together, of that of the sum."""
+        if noise_multiplier == 0:
+            return 0.0
+        return 1 / math.sqrt(noise_multiplier**-2 + (2 * self.count_noise) ** -2)
+
+    def count(self, norms_B: Tensor, bound: float) -> None:
+        """Count the gradients of a part; (B,) norms, of which NaN is above each bound."""
+        self._count += float((norms_B <= bound).sum()) - len(norms_B) / 2
+
+    def forget(self) -> None:
+        """Forget the batch at hand."""
+        self._count = 0.0
+
+    def move(self, bound: float, step: int) -> float:
+        """Return the next bound, after a step on a whole batch."""
+        digest = hashlib.sha256(self.secret + repr((step, bound, self._count)).encode()).digest()
+        noise = np.random.default_rng(int.from_bytes(digest)).normal(scale=self.count_noise)
+        share = 0.5 + (self._count + noise) / self._size
+        self.forget()
+        moved = bound * math.exp(-RATE * (share - self.quantile))
+        return min(max(moved, LEAST_BOUND), LARGEST_BOUND)
+
+    def describe(self) -> str:
+        """Say what the guarantee of a step says beside that of its sum."""
+        return (
+            f"The bound moves after each step, to where {self.quantile:.0%} of gradients are "
+            f"shorter: their count has Gaussian noise of standard deviation {self.count_noise:g}, "
+            "and sum and count together are counted as one mechanism."
+        )

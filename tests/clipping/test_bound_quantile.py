@@ -1,0 +1,150 @@
+"""A bound that follows a quantile: its noise and budget, where it goes, and how it is resumed."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from one_call import BATCH, SAMPLES, Model, prepare, train, weights
+
+from dpprof.private.accounting.accountants import bound_epsilon
+from dpprof.private.noise.quantile import QuantileBound
+
+NOISE = 0.5  # a tenth of a batch of 6 is 0.6
+
+
+def test_sum_and_count_together_are_as_private_as_the_noise_that_is_counted() -> None:
+    """Scaled by their noise, a sample moves sum and count by 1 / noise (L2)."""
+    bound = QuantileBound(0.5, BATCH)
+    of_sum = bound.split(NOISE)
+
+    assert bound.count_noise == BATCH / 20
+    assert math.hypot(1 / of_sum, 0.5 / bound.count_noise) == pytest.approx(1 / NOISE)
+    assert bound.join(of_sum) == pytest.approx(NOISE, rel=1e-11)
+    assert bound.join(of_sum) >= NOISE
+    assert of_sum > NOISE
+
+
+def test_a_training_counts_both_and_adds_the_larger_noise() -> None:
+    model = Model().double()
+    private = prepare(model, bound_quantile=0.5, noise_multiplier=NOISE, delta=1e-3)
+    train(private, model)
+
+    of_sum = QuantileBound(0.5, BATCH).split(NOISE)
+    assert private.optimizer.noise_multiplier == of_sum
+    [(counted, rate, steps)] = private.spent.history
+    assert (rate, steps) == (BATCH / SAMPLES, 8)
+    assert counted == pytest.approx(NOISE)
+    expected = bound_epsilon([(NOISE, rate, 8)], 1e-3, "prv")
+    assert private.epsilon_spent() == pytest.approx(expected, rel=1e-6)
+    assert "shorter: their count has Gaussian noise of standard deviation 0.3, and" in (
+        private.guarantee
+    )
+
+
+def test_without_noise_the_bound_goes_to_the_quantile() -> None:
+    """By the formula of the source, from the norms of each step's samples."""
+    bound, norms = QuantileBound(0.25, 100), torch.arange(1.0, 101)
+    bound.count_noise, at = 0.0, 90.0
+    for step in range(400):
+        bound.count(norms[:30], at)
+        bound.count(norms[30:], at)
+        expected = at * math.exp(-0.2 * (float((norms <= at).float().mean()) - 0.25))
+        at = bound.move(at, step)
+        assert at == pytest.approx(expected)
+
+    assert 24 <= at <= 27
+
+
+def test_the_noise_of_counts_is_normal_and_of_its_size() -> None:
+    bound = QuantileBound(0.5, 100)
+    drawn = []
+    for step in range(4000):
+        bound.count(torch.ones(100), 0.5)  # none is within: a count of -50
+        drawn.append(-math.log(bound.move(1.0, step)) / 0.2 * 100 + 50)  # quantile 0.5 is 50
+
+    assert np.mean(drawn) == pytest.approx(0, abs=0.3)
+    assert np.std(drawn) == pytest.approx(5, rel=0.05)
+    assert np.mean(np.abs(drawn) < 5) == pytest.approx(0.683, abs=0.03)
+
+
+def test_norms_that_are_not_finite_are_above_each_bound() -> None:
+    bound = QuantileBound(0.5, 4)
+    bound.count(torch.tensor([math.nan, math.inf, 0.1, 0.2]), 1.0)
+    assert bound._count == 0  # two within, two above
+
+
+def test_the_bound_moves_once_for_each_batch_however_many_parts_it_has() -> None:
+    bounds = []
+    for most in (None, 2):
+        model = Model().double()
+        private = prepare(model, bound_quantile=0.5, noise_multiplier=0.0, max_batch_size=most)
+        private.optimizer.quantile.count_noise = 0.0
+        train(private, model)
+        bounds.append(private.optimizer.max_grad_norm)
+
+    assert bounds[0] == pytest.approx(bounds[1])
+    assert bounds[0] != 0.5
+
+
+def test_an_exact_resume_ends_with_the_same_bits_and_another_draws_anew() -> None:
+    options = {"bound_quantile": 0.5, "noise_multiplier": NOISE}
+    models = [Model().double() for _ in range(3)]
+    private = prepare(models[0], **options)
+    train(private, models[0], epochs=1)
+    state = copy.deepcopy(private.state_dict())
+    train(private, models[0], epochs=1)
+    resumed = []
+    for model, exact in zip(models[1:], (True, False), strict=True):
+        resumed.append(prepare(model, **options))
+        resumed[-1].load_state_dict(state, exact=exact)
+        assert (
+            resumed[-1].optimizer.max_grad_norm
+            == state["optimizer"]["privacy"]["settings"]["max_grad_norm"]
+        )
+        train(resumed[-1], model, epochs=1)
+
+    assert torch.equal(weights(models[0]), weights(models[1]))
+    bounds = [one.optimizer.max_grad_norm for one in (private, *resumed)]
+    assert bounds[0] == bounds[1] != bounds[2]
+
+
+def test_equal_counts_get_equal_noise_and_others_another() -> None:
+    moved = []
+    for norms in (torch.zeros(4), torch.zeros(4), torch.zeros(3)):
+        bound = QuantileBound(0.5, 6)
+        bound.secret = bytes(32)
+        bound.count(norms, 1.0)
+        moved.append(math.log(bound.move(1.0, 3)) / -0.2 * 6 - (len(norms) / 2))
+
+    assert moved[0] == moved[1]
+    assert moved[0] != pytest.approx(moved[2], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"bound_quantile": 1.0}, "bound_quantile must lie between 0 and 1, and is 1.0"),
+        ({"noise_multiplier": 0.7}, "needs an expected batch size above 7, ten times the noise mu"),
+        ({"clipping": "normalised"}, "does not work with clipping that is not flat"),
+        ({"secure_mode": True, "noise_generator": None}, "does not work with secure_mode"),
+        (
+            {"noise": "banded", "bands": 2, "folds": 2, "steps": 8},
+            "does not work with correlated noise",
+        ),
+    ],
+)
+def test_what_is_refused(options, said) -> None:
+    model = Model().double()
+    settings = {"bound_quantile": 0.5, "noise_multiplier": NOISE} | options
+
+    with pytest.raises(ValueError, match=said):
+        prepare(model, **settings)
+
+
+def test_an_accountant_that_reads_the_noise_of_the_sum_is_refused() -> None:
+    model = Model().double()
+    private = prepare(model, bound_quantile=0.5, noise_multiplier=NOISE)
+    with pytest.raises(ValueError, match="a step counts as counted_noise_multiplier"):
+        private.optimizer.attach_step_hook(lambda _: None)
