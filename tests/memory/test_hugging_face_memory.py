@@ -40,6 +40,8 @@ QUICK = [
     ("gpt2", "flash-bk", {"loop": "hf-manual"} | PADDED),
     ("llama", "standard", {"loop": "hf-trainer", "dtype": "bfloat16"}),
     ("gemma2", "flash-bk", {"loop": "torchtune", "dtype": "bfloat16"}),
+    ("llama", "standard", {"optimizer": "adamw-in-backward", "checkpointing": "non-reentrant"}),
+    ("gpt2", "flash-bk", {"optimizer": "lamb"}),
 ]
 SLOW = [
     (model, method, lora | padding)
@@ -62,8 +64,9 @@ SLOW += [
     for fields in (LORA, whole, LORA | whole)
 ]
 SLOW += [
-    ("llama", method, {"optimizer": "sgd-momentum"} | fields)
+    ("llama", method, {"optimizer": optimizer} | fields)
     for method in ("standard", "flash-bk", "flash", "opacus-hooks", "microbatch")
+    for optimizer in ("sgd-momentum", "lamb")
     for fields in ({}, LORA | {"dtype": "bfloat16"})
 ]
 SLOW += [

@@ -14,8 +14,9 @@ _CLOSEST: Mapping[tuple[str, str], str] = {
     ("lora", "dora"): "lora alone: DoRA adds a vector for each matrix, and norms of its columns",
     ("lora", "ia3"): "rank 1, which trains more and keeps more inputs",
     ("optimizer", "paged"): "adamw-8bit: pages leave the GPU only where its memory runs out",
-    ("optimizer", "galore|backward"): "adafactor or adamw-8bit, whose states are small too",
-    ("optimizer", "lamb|adam"): "adamw, with two states for each element",
+    ("optimizer", "galore"): "adafactor or adamw-8bit, whose states are small too",
+    ("optimizer", "backward"): "adamw-in-backward, which frees each gradient as soon",
+    ("optimizer", "adam"): "adamw, with two states for each element",
     ("model", "lstm|gru|rnn"): "a function of your own that builds it, as package.module:function",
     ("checkpointing", "selective|partial|every"): "none and non-reentrant, which bound it",
 }
