@@ -11,7 +11,7 @@ _CLOSEST: Mapping[tuple[str, str], str] = {
     ("loss", "liger|unsloth|fused|cut"): "head chunked, which has no logits of all tokens either",
     ("attention", "flash|xformers|flex"): "sdpa, by which PyTorch takes its own flash attention",
     ("parallel", "fsdp1|zero|deepspeed"): "fsdp, PyTorch's FSDP2, without buffers of whole groups",
-    ("lora", "dora"): "lora alone: DoRA adds a vector for each matrix, and norms of its columns",
+    ("lora", "dora"): "use_dora=true, beside rank",
     ("lora", "ia3"): "rank 1, which trains more and keeps more inputs",
     ("optimizer", "paged"): "adamw-8bit: pages leave the GPU only where its memory runs out",
     ("optimizer", "galore"): "adafactor or adamw-8bit, whose states are small too",

@@ -89,6 +89,12 @@ def _in_fine_tuning(experiment: "Experiment") -> Iterator[str]:
         yield "padding requires a model that reads text, and this one reads images"
     if experiment.trainable == "lora" and experiment.lora is None:
         yield "trainable lora requires lora, such as lora: {rank: 16}"
+    if experiment.lora is None or not experiment.lora.use_dora:
+        return
+    if experiment.method.startswith("opacus"):
+        yield "use_dora requires a method that is not Opacus's, which knows no rule for its lengths"
+    if experiment.base_format is not None:
+        yield "use_dora requires quantization none: lengths of quantised weights are not predicted"
 
 
 def _in_quantization(experiment: "Experiment") -> Iterator[str]:
