@@ -38,6 +38,7 @@ VARIANTS = {
     "head": {"trainable": "head"},
     "adapters": {"lora": "rank=2"},
     "adapters everywhere": {"lora": "rank=2,target_modules=all-linear"},
+    "DoRA": {"lora": "rank=2,use_dora=true"},
     "16 bits": {"lora": "rank=2,target_modules=all-linear", **IN_16_BITS},
     "norms in 16 bits": {"trainable": "norm|ln", **IN_16_BITS},
     "reentrant checkpoint": {"lora": "rank=2", "checkpointing": "reentrant"},
@@ -46,6 +47,7 @@ VARIANTS = {
 CHEAP = {
     ("llama", "whole"),
     ("gemma2", "whole"),
+    ("llama", "DoRA"),
     ("llama", "reentrant checkpoint"),
     ("gpt2", "16 bits"),
     ("qwen2", "norms in 16 bits"),

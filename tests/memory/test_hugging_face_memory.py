@@ -19,7 +19,8 @@ REFUSED = {
     "flash-bk": (),
     "standard": (),
 }
-LORA, PADDED = {"lora": {"rank": 2}}, {"padding": {"fraction": 0.3}}
+LORA, DORA = {"lora": {"rank": 2}}, {"lora": {"rank": 2, "use_dora": True}}
+PADDED = {"padding": {"fraction": 0.3}}
 
 
 def in_16_bits(dtype: str, **fields) -> dict:
@@ -40,11 +41,21 @@ QUICK = [
     ("gpt2", "flash-bk", {"loop": "hf-manual"} | PADDED),
     ("llama", "standard", {"loop": "hf-trainer", "dtype": "bfloat16"}),
     ("gemma2", "flash-bk", {"loop": "torchtune", "dtype": "bfloat16"}),
+    ("llama", "standard", {"optimizer": "adamw-in-backward", "checkpointing": "non-reentrant"}),
+    ("gpt2", "flash-bk", {"optimizer": "lamb"}),
+    ("llama", "flash-bk", DORA | {"dtype": "bfloat16"}),
+    ("gpt2", "standard", DORA),
 ]
 SLOW = [
     (model, method, lora | padding)
     for model, method, lora, padding in itertools.product(MODELS, REFUSED, ({}, LORA), ({}, PADDED))
     if lora or model not in REFUSED[method]
+]
+SLOW += [
+    (model, method, DORA | fields)
+    for model in ("llama", "qwen2")
+    for method in ("standard", "flash-bk", "flash", "microbatch")
+    for fields in ({}, {"dtype": "bfloat16", "parameters_dtype": "bfloat16"})
 ]
 SLOW += [
     ("llama", "standard", LORA | {"dtype": "bfloat16", "parameters_dtype": "bfloat16"}),
@@ -62,8 +73,9 @@ SLOW += [
     for fields in (LORA, whole, LORA | whole)
 ]
 SLOW += [
-    ("llama", method, {"optimizer": "sgd-momentum"} | fields)
+    ("llama", method, {"optimizer": optimizer} | fields)
     for method in ("standard", "flash-bk", "flash", "opacus-hooks", "microbatch")
+    for optimizer in ("sgd-momentum", "lamb")
     for fields in ({}, LORA | {"dtype": "bfloat16"})
 ]
 SLOW += [

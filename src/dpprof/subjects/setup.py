@@ -1,13 +1,13 @@
 """Sets up what every instrument measures: model, method, optimizer and batch."""
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import distributed, nn
-from torch.optim import SGD, Adafactor, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
@@ -27,6 +27,7 @@ from dpprof.subjects.models.quantized import (
     import_bitsandbytes,
 )
 from dpprof.subjects.models.transformer import find_attention
+from dpprof.subjects.optimizers import make_optimizer
 
 Held = Callable[[nn.Parameter], Iterable[tuple[Component, Any]]]
 """Returns what a method keeps for a parameter beside ``.grad``, with its component."""
@@ -157,24 +158,9 @@ def set_up(
         step.compile()
     moment("wrapped_with_dp", TensorHolders(step.module, held_for=step.held_for))
     trainable = [p for p in step.module.parameters() if p.requires_grad]
-    step.attach_optimizer(_make_optimizer(experiment, trainable))
+    step.attach_optimizer(make_optimizer(experiment, trainable))
     moment("optimizer_created", TensorHolders(step.module, step.optimizer, held_for=step.held_for))
     if distributed.is_initialized() and distributed.get_rank():
         torch.manual_seed(experiment.seed + distributed.get_rank())  # other samples on other ranks
     batch = make_batch(model, device, experiment)
     return Training(step, batch, facts)
-
-
-def _make_optimizer(experiment: Experiment, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    rate = experiment.learning_rate
-    if experiment.optimizer.startswith("sgd"):
-        momentum = 0.9 if experiment.optimizer == "sgd-momentum" else 0.0
-        return SGD(parameters, lr=rate, momentum=momentum)
-    if experiment.optimizer == "adafactor":
-        return Adafactor(parameters, lr=rate)
-    if experiment.optimizer == "adamw-8bit":
-        in_8_bits: Optimizer = import_bitsandbytes().optim.AdamW8bit(parameters, lr=rate)
-        return in_8_bits
-    is_graph = experiment.execution == "graph"  # which counts steps on the device
-    fused = True if experiment.optimizer == "adamw-fused" else None
-    return AdamW(parameters, lr=rate, capturable=is_graph, fused=fused)

@@ -42,7 +42,16 @@ from dpprof.experiments.config.validation import InputError, read_model
 from dpprof.private.number_formats import SHORT
 from dpprof.system.files import canonical_json, sha256_hex
 
-Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adafactor", "sgd", "sgd-momentum"]
+Optimizer = Literal[
+    "adamw",
+    "adamw-fused",
+    "adamw-8bit",
+    "adamw-in-backward",
+    "adafactor",
+    "lamb",
+    "sgd",
+    "sgd-momentum",
+]
 ID_PATTERN = r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}"
 
 
@@ -102,7 +111,9 @@ class Experiment(Spec):
         "adamw",
         description="the optimizer that applies the gradient; adamw-fused is PyTorch's AdamW with "
         "fused=True, which reads and writes each number once; adamw-8bit is bitsandbytes' "
-        "AdamW8bit; adafactor is PyTorch's Adafactor; sgd-momentum is SGD with momentum 0.9",
+        "AdamW8bit; adamw-in-backward steps each parameter in backward and frees its gradient "
+        "(method standard); adafactor is PyTorch's Adafactor; lamb is You et al.'s; sgd-momentum "
+        "is SGD with momentum 0.9",
     )
     attention: Literal["sdpa", "eager", "opacus"] = Field(
         "sdpa",

@@ -37,6 +37,11 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
         "for the architecture"
     )
     dropout: Fraction = Field(0.0, description="dropout of the adapters' inputs")
+    use_dora: bool = Field(
+        False,
+        description="DoRA (Liu et al. 2024): beside the adapters, which give a direction, a trained "
+        "length of each output",
+    )
 
     @property
     def text(self) -> str:
@@ -44,7 +49,8 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
         modules = self.target_modules
         named = "+".join(modules) if isinstance(modules, tuple) else modules
         dropout = f"dropout {self.dropout:g}" if self.dropout else None
-        parts = [f"rank {self.rank}", f"alpha {self.scale:g}", named, dropout]
+        dora = "DoRA" if self.use_dora else None
+        parts = [f"rank {self.rank}", f"alpha {self.scale:g}", named, dropout, dora]
         return ", ".join(part for part in parts if part)
 
     @property

@@ -88,6 +88,12 @@ def _in_fine_tuning(experiment: "Experiment") -> Iterator[str]:
         yield "padding requires a model that reads text, and this one reads images"
     if experiment.trainable == "lora" and experiment.lora is None:
         yield "trainable lora requires lora, such as lora: {rank: 16}"
+    if experiment.lora is None or not experiment.lora.use_dora:
+        return
+    if experiment.method.startswith("opacus"):
+        yield "use_dora requires a method that is not Opacus's, which knows no rule for its lengths"
+    if experiment.base_format is not None:
+        yield "use_dora requires quantization none: lengths of quantised weights are not predicted"
 
 
 def _in_quantization(experiment: "Experiment") -> Iterator[str]:
@@ -113,18 +119,34 @@ def _in_quantization(experiment: "Experiment") -> Iterator[str]:
 
 
 def _in_optimizer(experiment: "Experiment") -> Iterator[str]:
-    if experiment.optimizer not in ("adamw-8bit", "adafactor"):
+    optimizer = experiment.optimizer
+    if optimizer == "adamw-in-backward":
+        yield from _in_backward(experiment)
+    if optimizer not in ("adamw-8bit", "adafactor", "adamw-in-backward", "lamb"):
         return
     if experiment.execution == "graph":
         yield (
-            f"optimizer {experiment.optimizer} counts its steps on the host, which a CUDA graph "
-            "would not repeat; use adamw or sgd with execution graph"
+            f"optimizer {optimizer} counts its steps on the host, which a CUDA graph would not "
+            "repeat; use adamw or sgd with execution graph"
         )
     if _is_sharded(experiment):
         yield (
-            f"optimizer {experiment.optimizer} keeps states of whole parameters, and fsdp shards "
-            "them; use adamw or sgd with fsdp"
+            f"optimizer {optimizer} keeps states of whole parameters, and fsdp shards them; use "
+            "adamw or sgd with fsdp"
         )
+
+
+def _in_backward(experiment: "Experiment") -> Iterator[str]:
+    named = "optimizer adamw-in-backward"
+    if experiment.method != "standard":
+        yield (
+            f"{named} requires method standard: a private gradient exists after the whole backward "
+            "pass, when all samples' norms are known; closest: adamw"
+        )
+    if experiment.parallel is not None or experiment.loss_scale != 1:
+        yield f"{named} requires one process, and loss_scale 1: it takes gradients as they come"
+    if experiment.checkpointing == "reentrant":
+        yield f"{named} requires checkpointing none or non-reentrant, which have one backward pass"
 
 
 def _in_formats(experiment: "Experiment") -> Iterator[str]:

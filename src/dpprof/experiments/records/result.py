@@ -127,6 +127,12 @@ class PredictedTime(Part):
     communication_share: float | None = optional(
         "share of the step in which a rank waits for what ranks exchange; null: one rank"
     )
+    between_sources: float = Field(
+        0.0,
+        description="what low and high have beyond the errors of operators, for programs and "
+        "machines that differ: a standard deviation of the logarithm",
+    )
+    unlike: str | None = optional("what of the step nobody measured, where there is such a thing")
 
     @property
     def update(self) -> float:

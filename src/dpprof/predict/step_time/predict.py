@@ -29,6 +29,7 @@ from dpprof.predict.memory import exchanges
 from dpprof.predict.memory.events import Op
 from dpprof.predict.step_time.collective_time import CollectiveModel
 from dpprof.predict.step_time.gpu_model import MEMORY, NO_HOST, GpuModel
+from dpprof.predict.step_time.intervals import widen
 from dpprof.predict.step_time.op_time import Z_90, OpTime, UnknownTimeError
 from dpprof.predict.step_time.own_table import OwnTable, moved_bytes, read_own_table, shape_of
 
@@ -241,6 +242,7 @@ def predict_time(
             is_graph = experiment.execution == "graph"
             ranks = experiment.parallel
             step = predict_step(ops, experiment.dtype, target, is_graph=is_graph, parallel=ranks)
+            step = widen(step, experiment, target)
     except (UnknownTimeError, ResultError) as error:
         return None, {"time": f"not predicted: {error}"}
     time = Time(step_s=[], predicted_step_s=step)

@@ -347,6 +347,7 @@ def _add_adapters(model: Any, experiment: Experiment) -> None:
         r=lora.rank,
         lora_alpha=lora.scale,
         lora_dropout=lora.dropout,
+        use_dora=lora.use_dora,
         target_modules=list(modules) if isinstance(modules, tuple) else modules,
         task_type=_PEFT_TASKS.get(experiment.task),
     )

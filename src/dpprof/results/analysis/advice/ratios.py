@@ -162,12 +162,13 @@ def split_step(
         for of_update, seconds in ((False, step.median - step.update), (True, step.update))
     )
     basis, of_products = _find_products(step, experiment)
+    whole = find_spread(step.low, step.high)  # both steps are of one program and machine
     has_python = experiment.method != BASELINE and experiment.execution != "graph"
     return StepParts(
         device=f"{experiment.world_size} x {target_text(experiment)}, {experiment.dtype}",
         method=experiment.method,
         samples=samples,
-        spread=find_spread(step.low, step.high),
+        spread=math.sqrt(max(whole**2 - step.between_sources**2, 0.0)),
         of_products=of_products,
         own=OWN[basis],
         of_python=_PYTHON if has_python and target is not None else 0.0,
