@@ -1,6 +1,6 @@
 # `make` measures, reports and prints the answer, `make test` tests, `make test-slow` runs the tests
-# that take long, `make examples` trains, `make install` only sets up, `make docs` builds the documentation, `make perf` measures
-# what dpprof itself costs.
+# that take long, `make examples` trains, `make learning` measures what privacy costs in accuracy, `make install` only sets
+# up, `make docs` builds the documentation, `make perf` measures what dpprof itself costs.
 # MODEL, TARGET and EPSILON ask the default sweep about another model, GPU and budget, as in
 # make MODEL=hf:qwen2.5-0.5b TARGET=l40s; CONFIG=path replaces it. PYTHON chooses the interpreter; WORKERS says how many
 # processes share the tests.
@@ -18,7 +18,7 @@ comma := ,
 INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report install test test-slow examples lint docs gallery perf schemas answers lock clean
+.PHONY: report install test test-slow examples learning lint docs gallery perf schemas answers lock clean
 .DEFAULT_GOAL := report
 
 # What is asked instead: Hugging Face's models with adapters and whole, others from scratch and whole.
@@ -58,6 +58,10 @@ examples: install
 	done; rm .example.log
 	torchrun --nproc-per-node 2 examples/two_ranks.py
 	python examples/run_notebook.py examples/private_finetuning.ipynb
+
+# Trainings that learn, with dpprof and with Opacus, over epsilon: 25 minutes on two cores.
+learning: install
+	snakemake --snakefile workflow/learning.smk --cores $(CORES)
 
 # Style, types, import rules and the workflow's own linter.
 lint: install

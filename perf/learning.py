@@ -17,12 +17,11 @@ from opacus import PrivacyEngine
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpprof.experiments.records.record import Part
 from dpprof.private import make_private
 from dpprof.private.accounting.budget import find_noise
 from dpprof.private.accounting.schedule import Sampling
 from dpprof.system.files import write_atomically
-from learning_plan import BANDS, Cell
+from learning_plan import BANDS, Cell, CellResult, Run
 from learning_tasks import (
     METRICS,
     build_model,
@@ -38,33 +37,6 @@ UNREACHED = 1e9
 """A bound that no gradient reaches, where there is no privacy."""
 
 Step = Callable[..., None]
-
-
-class Run(Part):
-    """A training with one seed."""
-
-    seed: int
-    before: float
-    """The held-out metric of the model that the training begins with."""
-
-    held_out: float
-    cpu_s: float
-    """CPU seconds of the steps, without imports, data and measuring."""
-
-
-class CellResult(Part):
-    """What a process measured."""
-
-    cell: Cell
-    metric: str
-    samples: int
-    sample_rate: float
-    noise_multiplier: float
-    parameters: int
-    """How many are trained."""
-
-    runs: list[Run]
-    place: str
 
 
 def find_multiplier(cell: Cell, samples: int) -> float:

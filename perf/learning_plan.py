@@ -59,6 +59,33 @@ class Cell(Part):
         return "-".join([self.task, self.library, budget, *filter(None, [self.change])])
 
 
+class Run(Part):
+    """A training with one seed."""
+
+    seed: int
+    before: float
+    """The held-out metric of the model that the training begins with."""
+
+    held_out: float
+    cpu_s: float
+    """CPU seconds of the steps, without imports, data and measuring."""
+
+
+class CellResult(Part):
+    """What the process of a cell measured."""
+
+    cell: Cell
+    metric: str
+    samples: int
+    sample_rate: float
+    noise_multiplier: float
+    parameters: int
+    """How many are trained."""
+
+    runs: list[Run]
+    place: str
+
+
 class Changes(Part):
     """Settings that are tried one at a time, with dpprof, at one epsilon."""
 

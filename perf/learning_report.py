@@ -20,7 +20,7 @@ from dpprof.results.report.rendering.write import write_report
 from dpprof.results.report.sections import column
 from dpprof.results.report.sections.tables import paragraph, tabulate
 from dpprof.system.files import write_atomically
-from learning import CellResult
+from learning_plan import CellResult
 
 CELL = ["task", "library", "epsilon", "change"]
 LIBRARIES = {"dpprof": "flash-bk", "opacus": "opacus-hooks"}

@@ -62,7 +62,7 @@ def test_planning_for_the_shipped_environment_is_planning_for_the_lock(planning,
 def test_the_shipped_environment_pins_the_versions_of_the_lock(locked) -> None:
     pinned = dict(job_environment._PIN.findall(ENVIRONMENT.read_text()))
 
-    assert len(pinned) == 16
+    assert len(pinned) == 17
     assert pinned == {name: locked[name] for name in pinned}
 
 
