@@ -119,7 +119,6 @@ def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: boo
 
 
 def _list_modules(experiments: Sequence[Experiment]) -> list[str]:
-    """Return the modules that capacities of these experiments need."""
     methods = dict.fromkeys(experiment.method for experiment in experiments)
     modules = ["torch._dynamo", "dpprof.predict.capacity", *registry.modules("methods", methods)]
     models = [experiment.model for experiment in experiments]

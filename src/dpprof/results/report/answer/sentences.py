@@ -147,7 +147,6 @@ def _tell_training(rows: pd.DataFrame, name: str, sized: str) -> str:
 
 
 def _tell_none(rows: pd.DataFrame, sized: str) -> str:
-    """Say why no private method trains a model."""
     private = rows[rows["private"].astype(bool)]
     where = f"{sized} on {listed(rows['target'].fillna(wording.THIS_MACHINE).unique())}"
     if private.empty:
@@ -329,7 +328,6 @@ def _tell_predicted(target: str, rows: pd.DataFrame) -> str:
 
 
 def _tell_nothing(runs: pd.DataFrame) -> str:
-    """Return that nothing can be told, and why."""
     if runs.empty:
         return "Nothing can be told yet: no planned run has a result."
     if (runs["outcome"] == "ok").any():
