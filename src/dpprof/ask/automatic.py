@@ -124,7 +124,6 @@ def compare(model: nn.Module, first: FirstBatch, **asked: Any) -> tuple[str, str
 def _predict(
     estimate: Callable[[Experiment], "Measurement"], fields: dict[str, Any]
 ) -> tuple[float, bool]:
-    """Return the predicted seconds of a step, and whether it fits."""
     from dpprof.experiments.launch.worker import undisturbed  # noqa: PLC0415 (not in every training)
 
     dtype = "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -1,29 +1,35 @@
 """Capacities of several methods at once, of which ``advise`` and ``budget`` make their answers."""
 
+import shutil
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from dpprof.ask.defaults import find_target
 from dpprof.ask.predictions import predict
-from dpprof.ask.progress_line import ProgressLine
 from dpprof.ask.questions import multiply, refuse_repeated
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.validation import refuse, spell
 from dpprof.experiments.launch.forks import Forks
+from dpprof.experiments.launch.progress import format_duration
 from dpprof.experiments.planning.code_digest import code_digest, verdict_digest, verified_as
 from dpprof.experiments.records.answers import take_kept
 from dpprof.experiments.records.record import ResultError
 from dpprof.experiments.records.result import Result, read_run, result_path
 from dpprof.experiments.records.verdict import Standing, verdict_path
 from dpprof.results.analysis.standings import read_standings
+from dpprof.system.console import printable
 from dpprof.system.hardware import available_cores
 
 INSTRUMENT = "capacity"
 _FINAL = ("ok", "oom", "unsupported")
+_BLANK = "\r\x1b[2K"  # goes to the begin of the terminal's line, and clears it
 LISTS = ("dtype", "image_size", "seq_len", "checkpointing", "execution", "head")
 """Fields of which one may ask about several values: the first changes last."""
 
@@ -102,7 +108,7 @@ def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: boo
         return result
 
     forks = Forks(_list_modules(experiments))
-    with ProgressLine(len(experiments)) as progress:
+    with _ProgressLine(len(experiments)) as progress:
         if registry.is_lent(experiments[0].model):
             return list(map(find, experiments))
         pool = ThreadPoolExecutor(max_workers=available_cores())
@@ -113,7 +119,6 @@ def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: boo
 
 
 def _list_modules(experiments: Sequence[Experiment]) -> list[str]:
-    """Return the modules that capacities of these experiments need."""
     methods = dict.fromkeys(experiment.method for experiment in experiments)
     modules = ["torch._dynamo", "dpprof.predict.capacity", *registry.modules("methods", methods)]
     models = [experiment.model for experiment in experiments]
@@ -138,3 +143,48 @@ def _read_known(root: Path, experiment: Experiment) -> Result | None:
     except (FileNotFoundError, ResultError):
         return None
     return result if result.code_digest == digest and result.outcome in _FINAL else None
+
+
+class _ProgressLine:
+    """Counts capacities on a terminal's last line, which goes away when the answer comes."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._found = total, 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        self._write(f"0 of {self._total} found")
+        return self
+
+    def tell(self, result: Result) -> None:
+        """Count a capacity, and say what it is; threads may call this at the same time."""
+        experiment, capacity = result.experiment, result.capacity
+        what = f"{experiment.method} on {experiment.model_name}, {experiment.dtype}"
+        if capacity is not None:
+            what += f": a batch of {capacity.batch_size:,} fits"
+        elif result.error is not None:
+            what += f": {result.outcome}: {result.error.message}"
+        with self._lock:
+            self._found += 1
+            took = format_duration(result.wall_s)
+            self._write(f"{self._found} of {self._total} found, in {took}: {what}")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._write("")
+
+    @staticmethod
+    def _write(text: str) -> None:
+        if not sys.stderr.isatty():
+            return
+        most = shutil.get_terminal_size().columns - 1
+        line = printable(f"dpprof: {text}" if text else "").replace("\n", " ")
+        try:
+            sys.stderr.write(_BLANK + (line if len(line) <= most else f"{line[: most - 3]}..."))
+            sys.stderr.flush()
+        except OSError:
+            return  # a closed terminal is no error

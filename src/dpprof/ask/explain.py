@@ -137,7 +137,6 @@ def explain(a: Peak, b: Peak | None = None, *, loop: str | None = None) -> Expla
 
 
 def _predict_in(result: Result, loop: str) -> Result:
-    """Predict a result's experiment in another loop."""
     fields = result.experiment.model_dump(mode="json") | {"loop": loop}
     fields |= dict.fromkeys(("loss", "loss_dtype", "keep_logits"))
     if result.capacity is not None:  # memory is of the batch that it states

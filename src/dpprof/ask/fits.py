@@ -192,7 +192,6 @@ def fits(
 
 
 def _ask(target: str, model: str, way: str, seq_len: int) -> dict[str, Any]:
-    """Return the fields of an experiment."""
     registry.check("targets", target, spell("target"))
     device = registry.load("targets", target)
     if not isinstance(device, Target):
@@ -238,7 +237,6 @@ def _fill(
 
 
 def _spell_command(fields: Mapping[str, Any]) -> str:
-    """Return the command that asks about a model alone."""
     options = {option_name(k): v for k, v in fields.items() if k not in ("method", "batch_size")}
     options["--methods"] = fields["method"]
     words = [word for name, value in options.items() for word in (name, str(value))]

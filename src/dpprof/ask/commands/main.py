@@ -34,11 +34,6 @@ COMMANDS: Mapping[str, str] = {
 QUESTIONS = ("advise", "budget", "compare", "estimate", "explain", "fits", "verify")
 """Subcommands whose modules are those of their questions; others lie beside this one."""
 
-REMOVED: Mapping[str, str] = {
-    "capacity": "dpprof advise takes the same options, and says how large a batch fits"
-}
-"""Former subcommands, and what to use instead."""
-
 EXTRAS: Mapping[str, str] = {"figure": "report", "report": "report", "watch": "report"}
 """Subcommands that need more than the package alone, and the extra that has it."""
 
@@ -65,8 +60,7 @@ def _run(words: Sequence[str]) -> None:
         case [name, *rest] if name in COMMANDS:
             import_command(name).main(rest)
         case [name, *_]:
-            otherwise = REMOVED.get(name) or one_of(COMMANDS, name)
-            why = f"{name[:80]!a} is not allowed; {otherwise}"
+            why = f"{name[:80]!a} is not allowed; {one_of(COMMANDS, name)}"
             print(printable(f"dpprof: error: {why}"), file=sys.stderr)
             sys.exit(2)
 

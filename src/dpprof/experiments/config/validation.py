@@ -72,7 +72,6 @@ def _keys(location: Sequence[int | str]) -> list[str]:
 
 
 def _key(location: Sequence[int | str]) -> str:
-    """Return a pydantic location as a dotted key."""
     keys = (ascii(part)[1:-1] for part in _keys(location))
     return ".".join(
         key if len(key) <= _MAX_LENGTH else f"{key[: _MAX_LENGTH - 3]}..." for key in keys

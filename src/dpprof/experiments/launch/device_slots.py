@@ -51,5 +51,4 @@ def _describe(gpus: Sequence[Gpu]) -> dict[str, Any]:
 
 
 def _limit_threads(threads: int) -> dict[str, str]:
-    """Return the environment variables that give a process a number of threads."""
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}

@@ -132,7 +132,6 @@ class _Descriptors:
 def _carry_out(
     assignment: Assignment, own: _Descriptors, passed: _Descriptors, output: _Descriptors
 ) -> None:
-    """Carry out an assignment in a forked child."""
     os.setsid()
     [printed] = output.receive().values()
     for standard in (sys.stdout, sys.stderr):

@@ -269,7 +269,6 @@ def _write_code(artifacts: Sequence[Artifact], *, elsewhere: bool) -> None:
 
 
 def _is_older(path: Path, time_ns: int) -> bool:
-    """Return whether a file is there, and was not changed after a time."""
     try:
         return path.stat().st_mtime_ns <= time_ns
     except OSError:

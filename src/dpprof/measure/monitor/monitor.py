@@ -235,7 +235,6 @@ class Monitor:
 
 
 def _find_executed(counter: FlopCounter, tokens: int) -> Quantity:
-    """Return the executed FLOPs for each token."""
     if counter.unpriced is not None:
         return Quantity(None, f"executed FLOPs are unknown: {counter.unpriced}")
     if tokens == 0:

@@ -74,7 +74,6 @@ def _prefers_cudnn(gpu: AttentionGpu) -> tuple[bool, str]:
 
 
 def _find_obstacle(backend: Backend, call: AttentionCall, gpu: AttentionGpu) -> str | None:
-    """Return why a backend cannot run a call, or None if it can."""
     switch = "mem_efficient" if backend == "efficient" else backend
     if not getattr(torch.backends.cuda, f"{switch}_sdp_enabled")():
         return "is switched off"

@@ -108,7 +108,6 @@ class Recorder(Journal, TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        """Record nothing within."""
         before, self.recording = self.recording, False
         try:
             yield

@@ -115,7 +115,6 @@ def _sum_live(
 
 
 def _list_holdings(live: Iterable[LiveStorage]) -> step_costs.Holdings:
-    """Sum what is live by component, layer, operator and phase."""
     names = ("component", "layer", "op", "phase", "bytes", "storages")
     sums = _sum_live(live, lambda s, owner: (owner.component, s.layer or s.module, s.op, s.phase))
     rows = [(*values, nbytes, number) for values, nbytes, number in sums]

@@ -197,7 +197,6 @@ def _unite(intervals: Iterable[tuple[float, float]]) -> list[list[float]]:
 
 
 def _spread(ops: Sequence[Issued], common_spread: float) -> float:
-    """Return the spread of the seconds of operators together."""
     weighted: dict[tuple[str, Basis], float] = defaultdict(float)
     for op in ops:
         weighted[op.kind, op.time.basis] += op.time.seconds * op.time.spread

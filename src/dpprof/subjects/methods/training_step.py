@@ -38,12 +38,8 @@ Enter = Callable[[Phase], None]
 class Batch:
     """What a model gets and what it has to find, samples first; iterates over its tensors."""
 
-    x: Tensor
-    """Token ids, (B, T) int64; or images, (B, channels, height, width)."""
-
-    labels: Tensor
-    """Ids or classes, int64: of tokens (B, T), or of samples (B,)."""
-
+    x: Tensor  # token ids, (B, T) int64; or images, (B, channels, height, width)
+    labels: Tensor  # ids or classes, int64: of tokens (B, T), or of samples (B,)
     mask_BT: Tensor | None = None
     """The mask, for models that take it: 1 for tokens and 0 for padding, (B, T) int64."""
 
@@ -53,8 +49,7 @@ class Batch:
     others: tuple[Tensor, ...] = ()
     """What a model that computes its losses gets beside ``x``. It takes no labels."""
 
-    gives_labels: bool = False
-    """Whether the model gets the labels too, last."""
+    gives_labels: bool = False  # whether the model gets the labels too, last
 
     def __iter__(self) -> Iterator[Tensor]:
         each = (self.x, self.labels, self.mask_BT, self.decoder_BT, *self.others)
@@ -81,8 +76,7 @@ class ClipGroup(NamedTuple):
 
     parameters: Sequence[nn.Parameter]
     bound: float
-    epsilon: float = 1e-6
-    """Added to the norm, by which the bound is divided; the value is Opacus's."""
+    epsilon: float = 1e-6  # added to the norm, by which the bound is divided; the value is Opacus's
 
 
 class TrainingStep(ABC):
@@ -129,9 +123,7 @@ class TrainingStep(ABC):
     executions: ClassVar[Collection[str]] = ("eager",)
     """The ways of ``execution`` in which the method's step runs."""
 
-    correlates: ClassVar[bool] = False
-    """Whether it runs with correlated noise, or without noise."""
-
+    correlates: ClassVar[bool] = False  # whether it runs with correlated noise, or without noise
     heads: ClassVar[Collection[str]] = ("logits",)
     """The ways of ``head`` in which the method's step runs."""
 

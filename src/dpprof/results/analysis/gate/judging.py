@@ -188,7 +188,6 @@ def judge_exact(
 
 
 def _find_threshold(figure: ExactFigure, thresholds: Thresholds) -> float:
-    """Return the threshold of a figure, as a share of the baseline."""
     if figure.metric == "memory":
         fallback = 0.0 if figure.figure == "fits" else thresholds.memory
         return thresholds.components.get(figure.part or "", fallback)

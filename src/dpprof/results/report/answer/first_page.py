@@ -11,30 +11,12 @@ from dpprof.results.analysis.collection import NO_RESULT
 from dpprof.results.analysis.tables.axes import name_size, name_speed
 from dpprof.results.analysis.tables.frames import varying_axes
 from dpprof.results.figures.agreement import say_agreement
+from dpprof.results.report import wording
 from dpprof.results.report.rendering.document import Blocks, Drawing, Section
 from dpprof.results.report.sections import column
 from dpprof.results.report.sections.column import Column
 from dpprof.results.report.sections.outcomes import MEANINGS, count_verified
 from dpprof.results.report.sections.tables import list_items, tabulate
-from dpprof.results.report.wording import (
-    ENDS,
-    GIB,
-    MIB,
-    MS,
-    THIS_MACHINE,
-    count_batch,
-    count_failures,
-    name_gpus,
-    name_setting,
-    name_tokens,
-    name_trained,
-    percent,
-    ratio_with_interval,
-    reach,
-    rounded,
-    rows_in,
-    spell_large,
-)
 from dpprof.system.words import listed, plural
 
 TRUST = "Can I believe this?"
@@ -47,7 +29,7 @@ _SAID = {
 }
 """The axes that the columns of every training say."""
 
-_SPEED = Column(lambda row: rounded(row["tokens_per_s"]))
+_SPEED = Column(lambda row: wording.rounded(row["tokens_per_s"]))
 _METHOD = column.words(lambda row: row["method"])
 _VERDICTS: Mapping[Any, str] = {True: "yes", False: "failed"}
 _VERIFIED = column.words(lambda row: _VERDICTS.get(row["verified"], "not known"))
@@ -85,14 +67,16 @@ def _tell_trainings(tables: selection.Tables) -> Blocks:
     # Speeds are of steps of one microbatch, a plan's hours of steps of many.
     speed = {} if is_timed else {name_speed(row for _, row in rows.iterrows()): _SPEED}
     columns = {
-        "model": column.words(name_trained),
+        "model": column.words(wording.name_trained),
         "size": column.words(name_size),
         "dtype": column.words(lambda row: row["dtype"]),
         **{name.replace("_", " "): column.text(name) for name in others},
-        "GPUs": column.words(name_gpus),
+        "GPUs": column.words(wording.name_gpus),
         "method": _METHOD,
         "microbatch": Column(
-            lambda row: row["verdict"] if pd.isna(row["safe_batch_size"]) else count_batch(row)
+            lambda row: (
+                row["verdict"] if pd.isna(row["safe_batch_size"]) else wording.count_batch(row)
+            )
         ),
         **speed,
         "GPU hours": column.three_digits("gpu_hours"),
@@ -117,8 +101,8 @@ def _tell_plan(noise: pd.DataFrame, rows: pd.DataFrame) -> str:
     used = noise[noise["chosen"].astype(bool)] if noise["chosen"].any() else noise
     priced = " and price" if rows["price"].notna().any() else ""
     first = used.iloc[0]
-    said = f"Hours{priced} are those of {name_tokens(first)} (delta {first['delta']:g}, "
-    said += f"{spell_large(first['samples'])} samples)"
+    said = f"Hours{priced} are those of {wording.name_tokens(first)} (delta {first['delta']:g}, "
+    said += f"{wording.spell_large(first['samples'])} samples)"
     plans = used[used["epsilon"] == first["epsilon"]]
     if len(plans[["steps", "batch_size"]].drop_duplicates()) == 1:
         said += (
@@ -135,20 +119,20 @@ def _tell_here(tables: selection.Tables) -> Blocks:
         return []
     setting = rows.iloc[0]
     runs = tables["runs"]
-    failures = rows_in(setting, runs[runs["outcome"] != "ok"]).drop_duplicates("method")
+    failures = wording.rows_in(setting, runs[runs["outcome"] != "ok"]).drop_duplicates("method")
     failed = failures[~failures["method"].isin(rows["method"])].set_index("method")["outcome"]
     verified = tables["methods"].set_index("method")["verified"]
     shown = pd.concat([rows, failed.reset_index()])
     shown = shown.assign(verified=shown["method"].map(verified))
     if over := rows["step_ratio"].notna().any() or rows["peak_ratio"].notna().any():
         figures = {
-            "time over standard": Column(ratio_with_interval),
+            "time over standard": Column(wording.ratio_with_interval),
             "peak over standard": column.amount("peak_ratio", digits=2),
         }
     else:
         figures = {
-            "step (ms)": column.amount("median_step_s", MS),
-            "peak (MiB)": column.amount("peak_bytes", MIB),
+            "step (ms)": column.amount("median_step_s", wording.MS),
+            "peak (MiB)": column.amount("peak_bytes", wording.MIB),
         }
 
     def or_outcome(each: Column) -> Column:
@@ -157,8 +141,8 @@ def _tell_here(tables: selection.Tables) -> Blocks:
     columns = {"method": _METHOD}
     columns |= {heading: or_outcome(each) for heading, each in figures.items()}
     caption = (
-        f"Measured on {THIS_MACHINE}, {name_setting(setting)}: the median step time and the "
-        f"{_PEAKS.get(setting['peak_kind'], '')}peak"
+        f"Measured on {wording.THIS_MACHINE}, {wording.name_setting(setting)}: the median step "
+        f"time and the {_PEAKS.get(setting['peak_kind'], '')}peak"
         + (", over those of standard" if over else "")
         + (" (95 % intervals over processes)" if rows["step_ratio_low"].notna().any() else "")
         + "."
@@ -174,10 +158,10 @@ def _tell_predicted(tables: selection.Tables) -> Blocks:
         return []
     rows = pd.concat(predicted.values(), ignore_index=True)
     columns = {
-        "model": column.words(name_setting),
-        "GPUs": column.words(name_gpus),
+        "model": column.words(wording.name_setting),
+        "GPUs": column.words(wording.name_gpus),
         "method": _METHOD,
-        "peak (GiB)": column.three_digits("peak_bytes", GIB),
+        "peak (GiB)": column.three_digits("peak_bytes", wording.GIB),
         "x standard": column.amount("peak_ratio", digits=2),
         "memory": column.words(lambda row: "fits" if row["_fits"] else "does not fit"),
     }
@@ -236,7 +220,7 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
         return "Nothing was replicated, so how far times differ by noise alone is unknown."
     if floors.empty:
         return "How far times differ by noise alone is unknown: too few processes tell it."
-    floor = reach(*(percent(floors.agg(end)) for end in ENDS))
+    floor = wording.reach(*(wording.percent(floors.agg(end)) for end in wording.ENDS))
     said = (
         f"Measured times repeat within {floor} in 95 % of cases; smaller differences may be noise."
     )
@@ -255,7 +239,7 @@ def _reconcile(composition: pd.DataFrame) -> str:
     gap = (judged["gap_bytes"].abs() / judged["allocator_peak_bytes"]).astype(float).max()
     return (
         f"Recorded peaks agree with the allocator's in {good:,} of {len(judged):,} "
-        f"{plural(len(judged), 'experiment')} (largest gap {percent(gap, 2)})."
+        f"{plural(len(judged), 'experiment')} (largest gap {wording.percent(gap, 2)})."
     )
 
 
@@ -267,7 +251,7 @@ def _tell_untried(composition: pd.DataFrame, runs: pd.DataFrame) -> str:
     places = sorted(set(runs.loc[~runs["instrument"].isin(PREDICTIONS), "device_name"].dropna()))
     said = f"Nothing ran on {listed(untried)}: what is said of them is predicted."
     if places:
-        said += f" This report's own measurements are of {THIS_MACHINE} ({listed(places)})."
+        said += f" This report's own measurements are of {wording.THIS_MACHINE} ({listed(places)})."
     return (
         f"{said} docs/validation.md and docs/numbers/step-time.md compare predictions for GPUs "
         "with what others measured."
@@ -281,8 +265,8 @@ def _tell_runs(runs: pd.DataFrame) -> str:
     if predicted:
         counted = f"{len(runs):,} {plural(len(runs), 'result')} ({len(runs) - predicted:,} measured"
         counted += f", {predicted:,} predicted)"
-    success = f"{ok:,} ok ({percent(ok / len(runs))})" if len(runs) else "none has a result"
-    failures = count_failures(runs)
+    success = f"{ok:,} ok ({wording.percent(ok / len(runs))})" if len(runs) else "none has a result"
+    failures = wording.count_failures(runs)
     return f"{counted}: {success}.{f' Not ok: {failures}; see Outcomes.' if failures else ''}"
 
 

@@ -20,26 +20,7 @@ from dpprof.results.analysis.selection import (
 from dpprof.results.analysis.statistics import NO_DIFFERENCE
 from dpprof.results.analysis.tables.axes import BASELINE, name_model, name_speed
 from dpprof.results.analysis.tables.frames import least_of
-from dpprof.results.report.wording import (
-    ENDS,
-    GIB,
-    MIB,
-    MS,
-    THIS_MACHINE,
-    count_batch,
-    count_failures,
-    name_gpus,
-    name_setting,
-    name_tokens,
-    name_trained,
-    name_trainings,
-    number,
-    reach,
-    rounded,
-    rows_in,
-    significant,
-    span,
-)
+from dpprof.results.report import wording
 from dpprof.system.words import listed, plural
 
 _ALIKE = 0.005  # a ratio this near to 1 is 1.00 in two digits
@@ -75,8 +56,8 @@ def ask(tables: Tables) -> str:
 
 
 def _ask_for_trainings(trainings: Sequence[pd.DataFrame], noise: pd.DataFrame) -> str:
-    names = name_trainings(trainings)
-    models = {name_trained(rows.iloc[0]) for rows in trainings}
+    names = wording.name_trainings(trainings)
+    models = {wording.name_trained(rows.iloc[0]) for rows in trainings}
     what = f"{len(models)} {plural(len(models), 'model')} in {len(names)} settings"
     if len(names) <= _MOST_MODELS:  # each may have an "and" or a "with" of its own
         *most, last = sorted(names, key=lambda name: " with " in name)
@@ -84,22 +65,22 @@ def _ask_for_trainings(trainings: Sequence[pd.DataFrame], noise: pd.DataFrame) -
     elif len(names) == len(models):
         what = f"{len(models)} models"
     rows = pd.concat(trainings)
-    targets = listed(rows["target"].fillna(THIS_MACHINE).unique())
+    targets = listed(rows["target"].fillna(wording.THIS_MACHINE).unique())
     if noise.empty:
         return f"How should one train {what} privately on {targets}?"
     hourly = (rows["price"] / rows["gpu_hours"]).dropna().astype(float)
     cost = f", if an hour of any GPU costs {hourly.iloc[0]:.4g}" if len(hourly) else ""
     return (
         f"With which method should one train {what} on {targets}, and at what price for "
-        f"{name_tokens(noise.iloc[0])}{cost}?"
+        f"{wording.name_tokens(noise.iloc[0])}{cost}?"
     )
 
 
 def _name_places(runs: pd.DataFrame) -> str:
     """Return what is trained where, targets first; places with the same models become one."""
-    places = runs["target"].fillna(THIS_MACHINE)
+    places = runs["target"].fillna(wording.THIS_MACHINE)
     where: dict[str, list[str]] = {}
-    for place in sorted(places.unique(), key=lambda place: place == THIS_MACHINE):
+    for place in sorted(places.unique(), key=lambda place: place == wording.THIS_MACHINE):
         where.setdefault(_name_models(runs[places == place]), []).append(f"on {place}")
     *most, last = (f"{models} {listed(named)}" for models, named in where.items())
     return f"{', '.join(most)}, and {last}" if most else last
@@ -128,7 +109,7 @@ def tell_answer(tables: Tables) -> list[str]:
     says so, with one of the reasons.
     """
     trainings = find_trainings(tables)
-    names = name_trainings(trainings), name_trainings(trainings, "seq_len")
+    names = wording.name_trainings(trainings), wording.name_trainings(trainings, "seq_len")
     said = [*map(_tell_training, trainings[:_MOST], *names)]
     here = find_here(tables["experiments"])
     if len(here):
@@ -179,8 +160,8 @@ def _tell_training(rows: pd.DataFrame, name: str, sized: str) -> str:
     best = _find_best(able)
     place = rows["target"].map(str) + rows["parallel"].map(str)
     same = rows[place == place[best.name]]
-    said = f"For {name} use {best['method']} on {name_gpus(best)}, in microbatches of "
-    said += count_batch(best)
+    said = f"For {name} use {best['method']} on {wording.name_gpus(best)}, in microbatches of "
+    said += wording.count_batch(best)
     if pd.isna(best["tokens_per_s"]):
         return f"{said}; no time is predicted there{failed}."
     said += _tell_speed(best, same) if pd.isna(best["gpu_hours"]) else _tell_price(best)
@@ -195,9 +176,8 @@ def _tell_training(rows: pd.DataFrame, name: str, sized: str) -> str:
 
 
 def _tell_none(rows: pd.DataFrame, sized: str) -> str:
-    """Say why no private method trains a model."""
     private = rows[rows["private"].astype(bool)]
-    where = f"{sized} on {listed(rows['target'].fillna(THIS_MACHINE).unique())}"
+    where = f"{sized} on {listed(rows['target'].fillna(wording.THIS_MACHINE).unique())}"
     if private.empty:
         return f"The sweep asks about no private method for {where}"
     if private["verdict"].eq("failed").all():
@@ -233,11 +213,11 @@ def _find_cheap(able: pd.DataFrame, best: Any) -> list[str]:
         for price, spread in zip(others["price"], spreads, strict=True)
     ]
     cheapest = others[is_close].sort_values("price").drop_duplicates("target")
-    return [name_gpus(row) for _, row in cheapest.iterrows()]
+    return [wording.name_gpus(row) for _, row in cheapest.iterrows()]
 
 
 def _tell_speed(best: Any, same: pd.DataFrame) -> str:
-    said = f" at {rounded(best['tokens_per_s'])} {name_speed([best])}"
+    said = f" at {wording.rounded(best['tokens_per_s'])} {name_speed([best])}"
     plain = same.loc[same["method"] == BASELINE, "tokens_per_s"].dropna()
     if plain.empty:
         return said
@@ -245,10 +225,11 @@ def _tell_speed(best: Any, same: pd.DataFrame) -> str:
 
 
 def _tell_price(best: Any) -> str:
-    hours = " to ".join(significant(best[f"gpu_hours_{end}"]) for end in ("low", "high"))
-    said = f": a predicted {significant(best['gpu_hours'])} GPU hours (90 % interval {hours})"
+    hours = " to ".join(wording.significant(best[f"gpu_hours_{end}"]) for end in ("low", "high"))
+    median = wording.significant(best["gpu_hours"])
+    said = f": a predicted {median} GPU hours (90 % interval {hours})"
     if pd.notna(best["price"]):
-        said += f" that cost {significant(best['price'])}"
+        said += f" that cost {wording.significant(best['price'])}"
     ratio = best["hours_ratio"]
     if pd.isna(ratio):
         return said
@@ -258,7 +239,7 @@ def _tell_price(best: Any) -> str:
 
 def _tell_here(rows: pd.DataFrame, tables: Tables) -> str:
     private = rows[rows["method"] != BASELINE]
-    where = f"On {THIS_MACHINE}, a step of {name_setting(rows.iloc[0])}"
+    where = f"On {wording.THIS_MACHINE}, a step of {wording.name_setting(rows.iloc[0])}"
     timed = private.dropna(subset=["median_step_s"])
     if private.empty:
         return f"{where} {_absolute(rows.iloc[0])} without privacy; no private method succeeded."
@@ -275,7 +256,7 @@ def _tell_here(rows: pd.DataFrame, tables: Tables) -> str:
 
 
 def _times(ratio: float) -> str:
-    return f"{number(ratio, digits=2)} times"
+    return f"{wording.number(ratio, digits=2)} times"
 
 
 def _is_alike(ratio: float) -> bool:
@@ -285,10 +266,10 @@ def _is_alike(ratio: float) -> bool:
 def _absolute(row: Any) -> str:
     facts = []
     if pd.notna(row["median_step_s"]):
-        facts.append(f"takes {number(row['median_step_s'], MS)} ms")
+        facts.append(f"takes {wording.number(row['median_step_s'], wording.MS)} ms")
     if pd.notna(row["peak_bytes"]):
         kind = "allocated" if row["peak_kind"] == "allocated" else "resident, libraries included"
-        facts.append(f"peaks at {number(row['peak_bytes'], MIB)} MiB {kind}")
+        facts.append(f"peaks at {wording.number(row['peak_bytes'], wording.MIB)} MiB {kind}")
     return " and ".join(facts)
 
 
@@ -299,7 +280,7 @@ def _tell_fastest(row: Any) -> str:
     if row["step_verdict"] == NO_DIFFERENCE:
         said = f"takes no detectably different time with {method} from plain training"
     else:
-        interval = span(row["step_ratio_low"], row["step_ratio_high"], digits=2)
+        interval = wording.span(row["step_ratio_low"], row["step_ratio_high"], digits=2)
         sure = "not replicated" if interval == "-" else f"95 % interval {interval}"
         said = f"takes {_times(ratio)} as long with {method} as without privacy ({sure})"
     peak = row["peak_ratio"]
@@ -314,11 +295,11 @@ def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
     others = timed[timed["method"] != fastest["method"]]
     count = f"the other {len(others)}" if len(others) > 1 else str(others["method"].iloc[0])
     ratios = others["step_ratio"].dropna().astype(float)
-    steps = others["median_step_s"].astype(float) / MS
+    steps = others["median_step_s"].astype(float) / wording.MS
     figures, unit, digits = (ratios, "times", 2) if len(ratios) else (steps, "ms", 1)
-    ends = (number(figures.agg(end), digits=digits) for end in ENDS)
-    said = f"{count} {plural(len(others), 'takes', 'take')} {reach(*ends)} {unit}"
-    names = rows_in(fastest, tables["settings"])["not_slower"].dropna()
+    ends = (wording.number(figures.agg(end), digits=digits) for end in wording.ENDS)
+    said = f"{count} {plural(len(others), 'takes', 'take')} {wording.reach(*ends)} {unit}"
+    names = wording.rows_in(fastest, tables["settings"])["not_slower"].dropna()
     alike = str(names.iloc[0]).split() if len(names) else []
     if 0 < len(alike) < len(others):
         said += f", of which {listed(alike)} not detectably more"
@@ -333,7 +314,7 @@ def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
     if pd.notna(ratio) and pd.notna(step):
         peak = f"{_times(ratio)} plain training's, at {_times(step)} the time"
     else:
-        peak = f"{number(least['peak_bytes'], MIB)} MiB"
+        peak = f"{wording.number(least['peak_bytes'], wording.MIB)} MiB"
     return f"{said}, and {least['method']} has the lowest peak, {peak}"
 
 
@@ -356,15 +337,16 @@ def _tell_predicted(target: str, rows: pd.DataFrame) -> str:
     if private.empty:
         private = rows
     least = least_of(private, "peak_bytes")
-    peak = significant(least["peak_bytes"], GIB)
-    said = f"On {target}, {name_setting(least)} is predicted to peak at {peak} GiB with "
+    peak = wording.significant(least["peak_bytes"], wording.GIB)
+    said = f"On {target}, {wording.name_setting(least)} is predicted to peak at {peak} GiB with "
     said += str(least["method"])
     ratio = least["peak_ratio"]
     if pd.notna(ratio) and least["method"] != BASELINE:
         said += ", as plain training" if _is_alike(ratio) else f", {_times(ratio)} plain training"
     others = private[private["method"] != least["method"]]
     if len(others):
-        sizes = reach(*(significant(others["peak_bytes"].agg(end), GIB) for end in ENDS))
+        ends = (others["peak_bytes"].agg(end) for end in wording.ENDS)
+        sizes = wording.reach(*(wording.significant(end, wording.GIB) for end in ends))
         named = others["method"].iloc[0] if len(others) == 1 else f"the other {len(others)}"
         said += f", and at {sizes} GiB with {named}"
     sized = rows[rows["target_memory_bytes"].notna()]
@@ -375,7 +357,6 @@ def _tell_predicted(target: str, rows: pd.DataFrame) -> str:
 
 
 def _tell_nothing(runs: pd.DataFrame) -> str:
-    """Return that nothing can be told, and why."""
     if runs.empty:
         return "Nothing can be told yet: no planned run has a result."
     if (runs["outcome"] == "ok").any():
@@ -383,5 +364,6 @@ def _tell_nothing(runs: pd.DataFrame) -> str:
     first = runs.iloc[0]
     return (
         f"Nothing can be told: none of {len(runs):,} {plural(len(runs), 'run')} succeeded "
-        f"({count_failures(runs)}). The first, {first['method']}, said: {first['error_message']}"
+        f"({wording.count_failures(runs)}). The first, {first['method']}, said: "
+        f"{first['error_message']}"
     )

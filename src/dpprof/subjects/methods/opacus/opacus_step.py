@@ -42,9 +42,7 @@ class OpacusStep(TrainingStep):
     grad_sample_mode: str
     """Opacus's name of the way to per-sample gradients or norms, by which it picks an optimizer."""
 
-    clipping: ClassVar[str] = "flat"
-    """Opacus's name of the mechanism."""
-
+    clipping: ClassVar[str] = "flat"  # opacus's name of the mechanism
     parallel_kinds: ClassVar[Collection[str]] = ("ddp",)
     unsupported_ranks: ClassVar[Mapping[str, str]] = {
         "fsdp": "Opacus trains under FSDP with ghost clipping alone, the method opacus-ghost"
