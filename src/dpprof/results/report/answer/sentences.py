@@ -137,9 +137,9 @@ def _tell_mechanism(trainings: Sequence[pd.DataFrame]) -> list[str]:
         return []
     said = (
         f"With noise_strategy {best['noise_strategy']}, {best['method']} takes {_times(ratio)} the "
-        f"GPU hours of independent noise for {name_trained(best)} on {name_gpus(best)}, with as "
-        "much noise in the sum over steps: what SGD has in its parameters. AdamW reads single "
-        "steps, so try it."
+        f"GPU hours of independent noise for {wording.name_trained(best)} on "
+        f"{wording.name_gpus(best)}, with as much noise in the sum over steps: what SGD has in its "
+        "parameters. AdamW reads single steps, so try it."
     )
     return [said]
 
