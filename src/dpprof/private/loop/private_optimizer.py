@@ -304,7 +304,7 @@ class PrivateOptimizer(NoisyOptimizer):
         losses_B = losses[:0] if part.is_empty else losses
         self.clipping.backward(losses_B)
         if self.quantile is not None and self.clipping.sample_norms is not None:
-            self.quantile.count(self.clipping.sample_norms[: len(losses_B)], self.max_grad_norm)
+            self.quantile.count(self.clipping.sample_norms, self.max_grad_norm)
         self._part, self._clipped = None, self.clipping.batches
         return losses_B.detach()
 
