@@ -317,9 +317,7 @@ class PrivateOptimizer(NoisyOptimizer):
         losses_B = losses[:0] if part.is_empty else losses
         self.clipping.backward(losses_B, users=None if part.is_empty else part.users)
         if self.quantile is not None and self.clipping.sample_norms is not None:
-            units = len(losses_B) if part.users is None else len(part.users.sizes)
-            norms_B = self.clipping.sample_norms[: 0 if part.is_empty else units]
-            self.quantile.count(norms_B, self.max_grad_norm)
+            self.quantile.count(self.clipping.sample_norms, self.max_grad_norm)
         self._part, self._clipped = None, self.clipping.batches
         return losses_B.detach()
 
