@@ -202,8 +202,9 @@ def test_samples_that_are_mixed_within_users_are_refused(way) -> None:
 
     model = Composed(mix, layer=nn.Linear(3, 2))
     clipping = way(model, 1.0)  # in another batch these samples are of different users
+    losses = model(torch.randn(40, 3))  # so many that random halves of them part some pair
     with pytest.raises(UnsupportedError, match="mixes samples"):
-        clipping.backward(model(torch.randn(4, 3)), users=Segments((2, 2)))
+        clipping.backward(losses, users=Segments((2,) * 20))
 
 
 def test_rows_that_the_graph_does_not_show_are_refused(way) -> None:
