@@ -53,7 +53,6 @@ from dpprof.private.checks.padding import change_padding
 from dpprof.private.checks.settings import Mechanism
 from dpprof.private.graph.nodes import nodes_behind
 from dpprof.private.samples.company import COMPANY, WrongTrainingError
-from dpprof.private.samples.users import verify_segments
 from dpprof.private.substitutes import substitute
 
 _MIXES = "samples are mixed or permuted before this layer, or its input has another axis first"
@@ -119,10 +118,6 @@ class Comparison:
                     "loss each time; draw with PyTorch's functions, or with generators of NumPy or "
                     "Python"
                 )
-            if loop.users is not None:
-                verify_segments(loop.users, self.batch.samples)
-                if len(loop.users.sizes) < 2:  # noqa: PLR2004 (one has no others)
-                    raise ValueError("users must be of at least two users, and are of one")
             samples = self._take_samples().join(loop.users)
             self._compare_company()
             taken = self._compare_gradients(samples)

@@ -17,7 +17,7 @@ from dpprof.private.checks.loop import Gradients, Loop
 from dpprof.private.samples.batches import give
 from dpprof.private.samples.company import Company, WrongTrainingError
 from dpprof.private.samples.random_state import States
-from dpprof.private.samples.users import Segments
+from dpprof.private.samples.users import Segments, verify_segments
 from dpprof.private.substitutes import substitute
 
 _EPSILON = 1e-6
@@ -45,9 +45,14 @@ class Samples(NamedTuple):
         return norms_B
 
     def join(self, users: Segments | None) -> "Samples":
-        """Return what users have, in place of their samples; all as it is where there are none."""
+        """Return what users have, in place of their samples; all as it is where there are none.
+
+        Raises:
+            ValueError: They are not those of the samples, or a single one, who has no others.
+        """
         if users is None:
             return self
+        verify_segments(users, len(self.losses_B), least=2)
         joined = {parameter: users.join(own) for parameter, own in self.gradients.items()}
         return Samples(users.join(self.losses_B), joined)
 

@@ -46,14 +46,19 @@ class Segments(NamedTuple):
         return torch.stack([part.mean(0) if self.averages else part.sum(0) for part in parts])
 
 
-def verify_segments(users: Any, samples: int) -> None:
-    """Refuse what are no segments, or others than those of so many samples (``ValueError``)."""
+def verify_segments(users: Any, samples: int, *, least: int = 1) -> None:
+    """Refuse what are no segments of so many samples, and at least so many users (``ValueError``).
+
+    Of no samples there is no user.
+    """
     is_right = isinstance(users, Segments) and isinstance(users.sizes, tuple)
+    is_right = is_right and len(users.sizes) >= min(least, samples)
     is_right = is_right and all(type(size) is int and size > 0 for size in users.sizes)
     if not is_right or sum(users.sizes) != samples:
         raise ValueError(
-            "users must be Segments of how many samples each user has in the batch, a tuple of "
-            f"whole numbers of at least 1 that add up to {samples}, and are {users}"
+            f"users must be Segments of how many samples each of at least {least} users has in the "
+            f"batch, a tuple of whole numbers of at least 1 that add up to {samples}, and are "
+            f"{users}"
         )
 
 
