@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from one_call import Model, prepare, seeded, train, weights
+from simulated_graphs import simulated_graphs
 from torch.optim.lr_scheduler import LambdaLR
 
 RATE = 0.1
@@ -153,3 +154,16 @@ def test_a_state_of_one_optimizer_is_not_loaded_into_two() -> None:
     _, _, two = make()
     with pytest.raises(ValueError, match="of no joined optimizers, and there are 2"):
         two.load_state_dict(one.state_dict())
+
+
+def test_their_steps_follow_graphs_too(monkeypatch) -> None:
+    trained = []
+    for execution in ("auto", "eager"):
+        with simulated_graphs(monkeypatch):
+            model, _, private = make(execution=execution, noise_generator=None)
+            private.optimizer.noise_multiplier = 0.0
+            train(private, model, epochs=4)
+            if execution == "auto":
+                assert private.optimizer.captured.state_dict()["replayed"] > 3
+        trained.append(weights(model))
+    torch.testing.assert_close(*trained)
