@@ -15,6 +15,7 @@ from dpprof.experiments.config.datasheets import (
     RTX_4060_TI,
     RTX_4060_TI_16GB,
     find_by_device_name,
+    find_context,
     list_targets,
 )
 
@@ -122,6 +123,11 @@ def test_every_gpu_that_is_a_target_is_known_by_its_drivers_name_and_checked_her
 def test_what_others_call_a_gpu_is_the_same_gpu() -> None:
     for name, other in (("a100-80gb", "a100"), ("h100-sxm", "h100"), ("v100-16gb", "v100")):
         assert registry.load("targets", name) is registry.load("targets", other)
+
+
+def test_a_context_is_as_large_as_measured_and_else_as_assumed() -> None:
+    assert find_context("t4") == 141 * 2**20
+    assert find_context("h100") == find_context(RTX_3060) == 600 * 2**20
 
 
 def test_an_unknown_variant_has_no_data_sheet() -> None:

@@ -74,6 +74,13 @@ def find_by_device_name(name: str | None) -> Target | None:
     return _BY_DEVICE_NAME.get(name) if name else None
 
 
+def find_context(target: Target | str | None) -> int:
+    """Return the bytes of a CUDA context with its libraries on a GPU, by its name where known."""
+    contexts = {row["name"]: row["context"] for row in _ROWS if "context" in row}
+    context = contexts.get(target, _CONTEXT) if isinstance(target, str) else _CONTEXT
+    return TypeAdapter(ByteSize).validate_python(context)
+
+
 def list_targets() -> dict[str, Target]:
     """Return every GPU that has a data sheet here, by name, those with most memory first."""
     named = {row["name"]: _TARGETS[row["name"].upper().replace("-", "_")] for row in _ROWS}
