@@ -63,4 +63,4 @@ def test_estimates_are_as_wide_as_left_out_sources_need(published) -> None:
 def test_most_rows_of_sources_that_are_left_out_are_inside(published) -> None:
     for groups in (("texts", "images"), ("stated",)):
         some = [number for number in published if number.group in groups]
-        assert sum(one.inside for one in judge(some)) >= 0.9 * len(some)
+        assert sum(one.inside for one in judge(some)) >= 0.85 * len(some)

@@ -2,14 +2,22 @@
 
 Columns: multiprocessors, dense FLOPs in 16 bits that each does in a clock, added up in float32, and
 the boost clock of matrix products in MHz, which on Hopper is lower than the board's. Clocks: tables
-of the architecture white papers; for L40S and L4 their data sheets; the B200's is not in a
-vendor's document that could be found, and is that of hmc-tech.com/gpu/nvidia-b200.
+of the architecture white papers; for L40, L40S, L4 and smaller GeForce cards their data sheets; the
+B200's is in no vendor's document that could be found, and is that of hmc-tech.com/gpu/nvidia-b200.
 """
 
 import pytest
 
 from dpprof.experiments.config import registry
-from dpprof.experiments.config.datasheets import H100_NVL, RTX_3060, find_by_device_name
+from dpprof.experiments.config.datasheets import (
+    H100_NVL,
+    RTX_3060,
+    RTX_4060_TI,
+    RTX_4060_TI_16GB,
+    find_by_device_name,
+    find_context,
+    list_targets,
+)
 
 PROCESSORS = {
     "NVIDIA H200": (132, 4096, 1830),
@@ -28,6 +36,19 @@ PROCESSORS = {
     "NVIDIA GeForce RTX 3090": (82, 512, 1695),
     "NVIDIA GeForce RTX 5090": (170, 512, 2407),
     "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": (188, 1024, 2617),
+    "NVIDIA GH200 480GB": (132, 4096, 1830),
+    "NVIDIA A100-PCIE-40GB": (108, 2048, 1410),
+    "NVIDIA L40": (142, 512, 2490),
+    "NVIDIA GeForce RTX 4060": (24, 512, 2460),
+    "NVIDIA GeForce RTX 4070": (46, 512, 2475),
+    "NVIDIA GeForce RTX 4070 SUPER": (56, 512, 2475),
+    "NVIDIA GeForce RTX 4070 Ti": (60, 512, 2610),
+    "NVIDIA GeForce RTX 4070 Ti SUPER": (66, 512, 2610),
+    "NVIDIA GeForce RTX 4080": (76, 512, 2505),
+    "NVIDIA GeForce RTX 4080 SUPER": (80, 512, 2550),
+    "NVIDIA GeForce RTX 5070": (48, 512, 2512),
+    "NVIDIA GeForce RTX 5070 Ti": (70, 512, 2452),
+    "NVIDIA GeForce RTX 5080": (84, 512, 2617),
     "Tesla T4": (40, 1024, 1590),
     "Tesla V100-SXM2-16GB": (80, 1024, 1530),
     "Tesla V100-SXM2-32GB": (80, 1024, 1530),
@@ -65,6 +86,14 @@ def test_a_card_without_tensor_cores_for_bfloat16_says_what_that_costs() -> None
     )
 
 
+@pytest.mark.parametrize("gpu", [RTX_4060_TI, RTX_4060_TI_16GB])
+def test_boards_of_two_sizes_differ_in_memory_alone(gpu) -> None:
+    assert gpu.flops_per_s["bfloat16"] == pytest.approx(34 * 512 * 2535e6, rel=0.05)
+    assert gpu.flops_per_s == RTX_4060_TI.flops_per_s
+    assert find_by_device_name("NVIDIA GeForce RTX 4060 Ti") is None
+    assert RTX_4060_TI_16GB.memory_bytes > 2 * RTX_4060_TI.memory_bytes
+
+
 def test_the_small_card_whose_name_says_too_little_is_known_as_a_target_alone() -> None:
     peak = RTX_3060.flops_per_s["bfloat16"]
 
@@ -85,10 +114,20 @@ def test_the_nvl_board_stays_below_its_highest_clock_and_far_below_a_sparse_peak
 def test_every_gpu_that_is_a_target_is_known_by_its_drivers_name_and_checked_here() -> None:
     targets = [registry.load("targets", name) for name in registry.names("targets")]
     named = [find_by_device_name(name) for name in [*PROCESSORS, "NVIDIA H100 NVL"]]
-    known = [*named, RTX_3060]
+    known = {*named, RTX_3060, RTX_4060_TI, RTX_4060_TI_16GB}
 
-    assert all(target in known for target in targets if target is not None)
-    assert len(known) == len([target for target in targets if target is not None])
+    assert known == {target for target in targets if target is not None}
+    assert known == set(list_targets().values())
+
+
+def test_what_others_call_a_gpu_is_the_same_gpu() -> None:
+    for name, other in (("a100-80gb", "a100"), ("h100-sxm", "h100"), ("v100-16gb", "v100")):
+        assert registry.load("targets", name) is registry.load("targets", other)
+
+
+def test_a_context_is_as_large_as_measured_and_else_as_assumed() -> None:
+    assert find_context("t4") == 141 * 2**20
+    assert find_context("h100") == find_context(RTX_3060) == 600 * 2**20
 
 
 def test_an_unknown_variant_has_no_data_sheet() -> None:

@@ -171,6 +171,7 @@ REFUSED = [
     {"lora": "dora"},
     {"lora": "ia3"},
     {"lora": "rank=2,use_dora=true", "method": "opacus-hooks"},
+    {"lora": "rank=2,use_dora=true,dropout=0.1", "method": "flash"},
     {"lora": "rank=2,use_dora=true", "quantization": "nf4", "method": "flash-bk"},
     {"optimizer": "galore"},
     {"optimizer": "adamw-in-backward"},

@@ -20,6 +20,7 @@ from dpprof.ask.layout import WIDTH, name_settings
 from dpprof.ask.measured import Measured, compare, write_rows
 from dpprof.ask.predictions import PredictionError, predict
 from dpprof.ask.questions import make_experiment, naming
+from dpprof.experiments.config.datasheets import find_context
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.tasks import name_size
 from dpprof.experiments.launch.progress import tell_result
@@ -183,6 +184,8 @@ def _format_peak(memory: Memory, experiment: Experiment) -> list[str]:
     ]
     if memory.allocator is not None:
         lines += _format_allocator(memory.allocator)
+        shown = memory.allocator.reserved_bytes + find_context(experiment.target)
+        lines.append(f"        {shown / _GIB:.2f} GiB by nvidia-smi, with the context of CUDA")
     told = (memory.assumed.get(key) for key in (experiment.dtype, "logits"))
     lines += [f"        {text}" for text in told if text]
     by_reason: dict[str, list[str]] = {}

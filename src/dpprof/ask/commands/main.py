@@ -15,6 +15,7 @@ COMMANDS: Mapping[str, str] = {
     "profile": "measure one experiment in a process of its own",
     "estimate": "predict one experiment, for this machine or for a GPU that is not here",
     "advise": "say which batch fits on a GPU, and which private method to use there",
+    "targets": "list the GPUs that predictions are for, with their limits",
     "fits": "say which models can be trained privately on a GPU, and what that costs",
     "budget": "say what a privacy budget costs in noise, GPU hours and money",
     "explain": "say why one run needs more memory than another, to the byte",

@@ -1,8 +1,9 @@
 """The devices that an estimate can be for; they need not be present.
 
 ``tables/datasheets.json`` has a row for each GPU. ``driver`` is the name by which its driver calls
-it; the RTX 3060 has none here, because boards of 8 and of 12 GB share one. Each is an attribute of
-this module too, as ``H100_PCIE`` of the row h100-pcie, by which pyproject.toml declares it.
+it; the RTX 3060 and 4060 Ti have none here, because boards of two sizes share one. Each is an
+attribute of this module too, as ``H100_PCIE`` of the row h100-pcie, by which pyproject.toml
+declares it, some by several names.
 
 Memory is the device's total that PyTorch reports in public logs (the least where drivers differ),
 minus the memory of a CUDA context and its libraries. Compute and bandwidth are the data sheets'
@@ -17,7 +18,10 @@ Where totals are in issues: T4 Zheng-Chong/CatVTON 133; V100 kchengiva/Shift-GCN
 liucongg/ChatGLM-Finetuning 73 (32 GB); RTX 3060 Kunhao-Liu/StyleGaussian 12; RTX 3090
 vllm-project/vllm 16343; RTX 5090 TrajectoryCrafter/TrajectoryCrafter 20; RTX PRO 6000 antirez/ds4
 431. An A5000 has as much memory as an RTX 3090 (24,564 MiB by nvidia-smi, 24,576 by older drivers).
-A10G and A6000: logs in public repositories, 22.06 and 47.40 GiB.
+GH200 stas00/ml-engineering 60; RTX 4060 AIRI-Institute/HairFastGAN 8. A10G, A6000, A100 PCIe 40 GB,
+RTX 4070 Ti SUPER, 4080 and 5080: logs in public repositories. An L40 has as much as an L40S. Of
+other GeForce cards no log was found. They have the least of those of their generation and size;
+with 12 GB they lack as much of 12 GiB as these lack of 16 (450 MiB of Ada, 553 of Blackwell).
 """
 
 import json
@@ -67,3 +71,16 @@ def __getattr__(name: str) -> Target:
 def find_by_device_name(name: str | None) -> Target | None:
     """Return the target of a driver's name for a GPU; None for unknown variants."""
     return _BY_DEVICE_NAME.get(name) if name else None
+
+
+def find_context(target: Target | str | None) -> int:
+    """Return the bytes of a CUDA context with its libraries on a GPU, by its name where known."""
+    contexts = {row["name"]: row["context"] for row in _ROWS if "context" in row}
+    context = contexts.get(target, _CONTEXT) if isinstance(target, str) else _CONTEXT
+    return TypeAdapter(ByteSize).validate_python(context)
+
+
+def list_targets() -> dict[str, Target]:
+    """Return every GPU that has a data sheet here, by name, those with most memory first."""
+    named = {row["name"]: _TARGETS[row["name"].upper().replace("-", "_")] for row in _ROWS}
+    return dict(sorted(named.items(), key=lambda item: -item[1].memory_bytes))

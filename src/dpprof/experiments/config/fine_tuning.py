@@ -39,7 +39,7 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
     dropout: Fraction = Field(0.0, description="dropout of the adapters' inputs")
     use_dora: bool = Field(
         False,
-        description="DoRA (Liu et al. 2024): beside the adapters, which give a direction, a trained "
+        description="DoRA (Liu et al. 2024): beside adapters, which give a direction, a trained "
         "length of each output",
     )
 

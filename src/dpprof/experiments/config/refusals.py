@@ -92,6 +92,8 @@ def _in_fine_tuning(experiment: "Experiment") -> Iterator[str]:
         return
     if experiment.method.startswith("opacus"):
         yield "use_dora requires a method that is not Opacus's, which knows no rule for its lengths"
+    elif experiment.lora.dropout and experiment.method not in ("standard", "microbatch"):
+        yield "use_dora requires dropout 0 with a private method: it would draw twice for a sample"
     if experiment.base_format is not None:
         yield "use_dora requires quantization none: lengths of quantised weights are not predicted"
 
