@@ -5,9 +5,8 @@ from factory import make_experiment
 from fresh_process import run_fresh
 
 from dpprof.experiments.records.result import Measurement
-from dpprof.measure.instruments import clean
+from dpprof.measure.instruments import opening
 from dpprof.measure.instruments.clean import measure
-from dpprof.measure.instruments.opening import count_io
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def test_what_was_counted_before_is_taken_off() -> None:
         SimpleNamespace(**dict(zip(kinds, counts, strict=True)))
         for counts in ((1_000, 50, 4_096, 0), (1_700, 80, 8_192, 512))
     )
-    counted = count_io(SimpleNamespace(io_counters=lambda: after), before, 7)
+    counted = opening.count_io(SimpleNamespace(io_counters=lambda: after), before, 7)
 
     assert counted.model_dump() == {
         "bytes_read": 700,
@@ -56,7 +55,7 @@ def test_what_was_counted_before_is_taken_off() -> None:
 
 
 def test_a_system_that_counts_nothing_gives_null_and_a_reason(monkeypatch) -> None:
-    monkeypatch.setattr(clean, "read_counts", lambda _: None)
+    monkeypatch.setattr(opening, "read_counts", lambda _: None)
     measured = measure(make_experiment(), lambda _: None)
 
     assert measured.host_io is None
