@@ -122,7 +122,7 @@ def train(cell: Cell, pretrained: Path | None) -> CellResult:
         samples=len(data.train),
         sample_rate=cell.settings.batch_size / len(data.train),
         noise_multiplier=noise,
-        parameters=sum(one.numel() for one in model.parameters() if one.requires_grad),
+        parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         runs=runs,
         place=describe_place("torch", "opacus", threads=1),
     )

@@ -111,7 +111,7 @@ class Sweep(Part):
     @classmethod
     def _read_none(cls, epsilons: Any) -> Any:
         is_list = isinstance(epsilons, list)
-        return [None if one == "none" else one for one in epsilons] if is_list else epsilons
+        return [None if e == "none" else e for e in epsilons] if is_list else epsilons
 
     def plan(self) -> list[Cell]:
         """Return all cells: every task with every library and epsilon, then the changes."""
@@ -122,8 +122,8 @@ class Sweep(Part):
             )
         ]
         if None in self.epsilons:
-            plain = [one for one in cells if one.epsilon is None and one.library == "dpprof"]
-            cells += [one.model_copy(update={"library": "torch"}) for one in plain]
+            plain = [cell for cell in cells if cell.epsilon is None and cell.library == "dpprof"]
+            cells += [cell.model_copy(update={"library": "torch"}) for cell in plain]
         return cells + [
             cell for task, own in self.tasks.items() for cell in self._change(task, own)
         ]

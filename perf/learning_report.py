@@ -67,7 +67,7 @@ def compare_libraries(frame: pd.DataFrame) -> pd.DataFrame:
         columns="library",
         values=["held_out", "cpu_s"],
         dropna=False,
-    )
+    ).dropna(subset=[("held_out", name) for name in LIBRARIES])
     groups = [group for _, group in table.groupby(level=[0, 1], dropna=False)]
     rows = []
     for group in groups:
@@ -118,7 +118,7 @@ def draw(table: pd.DataFrame, metrics: Mapping[str, str]) -> Figure:
     figure, axes = new_figure(len(metrics), row_inches=2.3)
     for axis, (task, metric) in zip(axes[0], metrics.items(), strict=True):
         rows = table[table["task"] == task].sort_values("epsilon", na_position="last")
-        names = ["none" if np.isnan(one) else f"{one:g}" for one in rows["epsilon"]]
+        names = ["none" if np.isnan(epsilon) else f"{epsilon:g}" for epsilon in rows["epsilon"]]
         for at, (library, method) in enumerate(LIBRARIES.items()):
             places = np.arange(len(rows)) + 0.16 * (at - 0.5)
             middle = rows[library]
@@ -154,13 +154,14 @@ def write_document(frame: pd.DataFrame, drawing: Picture, place: str) -> Documen
         ),
     }
     titles = dict(zip(LIBRARIES, LIBRARIES, strict=True)) | {"difference": "difference"}
-    found = {title: _between(name) for title, name in titles.items()}
-    seconds = {f"{name} (s)": column.amount(f"{name}_s") for name in (*LIBRARIES, "torch")}
+    measured = {title: _between(name) for title, name in titles.items()}
+    timed = [name for name in (*LIBRARIES, "torch") if f"{name}_s" in libraries]
+    seconds = {f"{name} (s)": column.amount(f"{name}_s") for name in timed}
     both = tabulate(
         "Accuracy (digits), or bits per character, of held-out data: means over seeds, and 95 % t "
         "intervals; the difference is that of trainings with the same seed. Seconds are CPU "
         "seconds of a training's steps on one core; torch trains without per-sample gradients.",
-        budget | found | seconds,
+        budget | measured | seconds,
         libraries,
         "learning.csv",
     )
@@ -170,7 +171,7 @@ def write_document(frame: pd.DataFrame, drawing: Picture, place: str) -> Documen
         {
             **{name: column.text(name) for name in ("task", "change")},
             "held out": _between("held_out"),
-            "difference": found["difference"],
+            "difference": measured["difference"],
             "noise": column.amount("noise_multiplier", digits=2),
             "CPU (s)": column.amount("cpu_s"),
         },

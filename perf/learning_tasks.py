@@ -140,7 +140,7 @@ def build_model(task: Task, settings: Settings, pretrained: Path | None) -> nn.M
 
 def make_optimizer(task: Task, model: nn.Module, rate: float) -> torch.optim.Optimizer:
     """Make the task's optimizer."""
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
     if task == "digits":
         return torch.optim.SGD(trained, lr=rate, momentum=0.9)
     return torch.optim.Adam(trained, lr=rate)

@@ -10,6 +10,7 @@ sys.path[:0] = [str(HERE / "src"), str(HERE / "perf")]
 
 from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.planning.code_digest import file_digest
+from dpprof.experiments.planning.job_environment import offer_interpreter
 from dpprof.system.files import write_if_changed
 from learning_plan import read_sweep
 
@@ -19,6 +20,7 @@ CODE = FOLDER / "plan" / "code"
 
 if workflow.is_main_process:
     try:
+        offer_interpreter()
         CELLS = read_sweep(
             Path(config.get("learning", HERE / "config/learning.yaml"))
         ).plan()

@@ -38,11 +38,11 @@ def find_obstacles(loop: Loop, batch: TrainingBatch | None) -> tuple[str, ...]:
         batch: Samples that the user calls public, for what is said of them is not private; None
             where only settings are looked at.
     """
-    found = list(find_by_settings(loop.model))
+    sentences = list(find_by_settings(loop.model))
     if (resting := find_resting(loop)) is not None:
-        found.append(f"the learning rate of {resting} is 0")
+        sentences.append(f"the learning rate of {resting} is 0")
     if batch is None:
-        return tuple(found)
+        return tuple(sentences)
     zeros = [p for p in loop.trained if not p.any()]
     with loop.quiet():
         with torch.no_grad():
@@ -51,7 +51,7 @@ def find_obstacles(loop: Loop, batch: TrainingBatch | None) -> tuple[str, ...]:
         samples = take_together(loop, batch) or take_alone(loop, batch)[0]
         shifted = _find_shift(loop, batch)
     judged = () if samples is None else chain(_judge_bound(loop, samples), _judge(loop, samples))
-    return (*found, *judged, *filter(None, [shifted]))
+    return (*sentences, *judged, *filter(None, [shifted]))
 
 
 def find_by_settings(model: nn.Module) -> Iterator[str]:
@@ -115,7 +115,7 @@ def _bound_signal(loop: Loop, samples: Samples) -> float:
         clip(samples.at([place]), settings.groups, 1.0, stability=settings.stability)
         for place in range(count)
     )
-    rows_BP = torch.stack([torch.cat([g.flatten() for g in one.values()]) for one in clipped])
+    rows_BP = torch.stack([torch.cat([g.flatten() for g in own.values()]) for own in clipped])
     products_BB = (rows_BP @ rows_BP.mT).double().fill_diagonal_(0.0)
     means_B, pairs = products_BB.sum(1) / (count - 1), count * (count - 1)
     mean = means_B.mean()
