@@ -39,10 +39,10 @@ class InBackward(AdamW):
     def __init__(self, parameters: Sequence[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, lr=lr)
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._step_one)
+            parameter.register_post_accumulate_grad_hook(self._step_one)  # type: ignore[no-untyped-call]
 
     def _step_one(self, parameter: Tensor) -> None:
-        self.step()  # type: ignore[no-untyped-call]
+        self.step()
         parameter.grad = None
 
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -300,8 +299,7 @@ class Comparison:
 
     def _clip(self, samples: Samples) -> Gradients:
         settings = self.loop.settings
-        clip_as_set = partial(clip, stability=settings.stability, psac=settings.is_psac)
-        return clip_as_set(samples, settings.groups, settings.divisor)
+        return clip(samples, settings.groups, settings.divisor, **settings.factor)
 
     def _compare_norms(self, samples: Samples, taken: StepEffects, reason: str) -> None:
         """Compare the norms that a clipping found, unless a step by hand splits the batch."""

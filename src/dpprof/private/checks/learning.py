@@ -64,7 +64,7 @@ def find_by_settings(model: nn.Module) -> Iterator[str]:
 
 def _judge_bound(loop: Loop, samples: Samples) -> Iterator[str]:
     """Yield the sentence of a bound that clips no sample, or every one to nearly nothing."""
-    if loop.settings.stability is not None:
+    if loop.settings.factor.get("stability") is not None:
         return
     for parameters, bound in loop.settings.groups:
         norms_B = samples.norms(parameters)
@@ -112,8 +112,7 @@ def _bound_signal(loop: Loop, samples: Samples) -> float:
     """
     settings, count = loop.settings, len(samples.losses_B)
     clipped = (
-        clip(samples.at([place]), settings.groups, 1.0, stability=settings.stability)
-        for place in range(count)
+        clip(samples.at([place]), settings.groups, 1.0, **settings.factor) for place in range(count)
     )
     rows_BP = torch.stack([torch.cat([g.flatten() for g in own.values()]) for own in clipped])
     products_BB = (rows_BP @ rows_BP.mT).double().fill_diagonal_(0.0)

@@ -92,14 +92,12 @@ class Settings:
         return [(self._trained, float(self._private.max_grad_norm))]
 
     @property
-    def stability(self) -> float | None:
-        """The stability of normalised clipping; None for flat clipping."""
-        return None if self.clipping is None else self.clipping.stability
-
-    @property
-    def is_psac(self) -> bool:
-        """Whether the factor is that of PSAC."""
-        return self.clipping is not None and self.clipping.is_psac
+    def factor(self) -> dict[str, Any]:
+        """What ``clip`` is told of another factor than that of flat clipping."""
+        clipping = self.clipping
+        if clipping is None:
+            return {}
+        return {"stability": clipping.stability, "psac": clipping.is_psac}
 
     @property
     def noise(self) -> float:
