@@ -99,7 +99,7 @@ def diagnose(loop: Loop, samples: Samples, actual: Gradients, limit: float) -> s
 def _mistakes(loop: Loop, samples: Samples) -> Iterator[tuple[Gradients, str]]:
     """Yield the gradient that each known mistake gives, and its name."""
     count, groups, divisor = len(samples.losses_B), loop.settings.groups, loop.settings.divisor
-    clip_as_set = partial(clip, **loop.settings.factor)
+    clip_as_set: Callable[..., Gradients] = partial(clip, **loop.settings.factor)
     unclipped = [(parameters, math.inf) for parameters, _ in groups]
     bound = math.hypot(*(limit for _, limit in groups))
     for scale, share, why in (
