@@ -9,7 +9,6 @@ seldom as the data allow.
 import json
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from dpprof.experiments.accounting.mechanism_plan import (
     MOMENTUM,
@@ -63,8 +62,10 @@ def _plan(
     multiplier, accountant = planned.noise_multiplier or 0.0, planned.accountant
     try:
         if name != _INDEPENDENT:
-            find = partial(_find_noise, _ONE_MECHANISM if is_one else of, privacy)
-            multiplier, accountant = find_tightest(find, privacy.accountant)
+            counted, target = _ONE_MECHANISM if is_one else of, (privacy.epsilon[0], privacy.delta)
+            multiplier, accountant = find_tightest(
+                lambda name: find_noise_multiplier(counted, *target, name), privacy.accountant
+            )
         plain, heavy = (_measure(name, steps, plan.folds, each) for each in (0.0, MOMENTUM))
         plan = plan.model_copy(
             update={
@@ -90,10 +91,6 @@ def _measure(name: str, steps: int, folds: int, momentum: float) -> NoiseErrors:
     noise = "bisr" if name.startswith("bisr") else "banded"
     strategy = make_strategy(noise, steps=steps, bands=bands_of(name), folds=folds)
     return find_errors(strategy, momentum=momentum)
-
-
-def _find_noise(of: Schedule, privacy: Privacy, accountant: str) -> float:
-    return find_noise_multiplier(of, privacy.epsilon[0], privacy.delta, accountant)
 
 
 def _find_banded(

@@ -49,26 +49,28 @@ class KeptAnswers(Mapping[str, str]):
     def __init__(self) -> None:
         self._archive = zipfile.ZipFile(_KEPT)
         self._members = self._archive.namelist()
-        self._read = functools.cache(self._read_member)
+        self._read: dict[str, dict[str, str]] = {}
 
     def __getitem__(self, name: str) -> str:
         """Return the text of a file."""
         place = bisect.bisect(self._members, name)
         if not place:
             raise KeyError(name)
-        return self._read(self._members[place - 1])[name]
+        return self._load(self._members[place - 1])[name]
 
     def __iter__(self) -> Iterator[str]:
         """Return the names of all files."""
-        return (name for member in self._members for name in self._read(member))
+        return (name for member in self._members for name in self._load(member))
 
     def __len__(self) -> int:
         """Return the number of files."""
         return sum(1 for _ in self)
 
-    def _read_member(self, member: str) -> dict[str, str]:
-        *lines, _ = self._archive.read(member).decode().split("\0")
-        return dict(zip(lines[::2], lines[1::2], strict=True))
+    def _load(self, member: str) -> dict[str, str]:
+        if member not in self._read:
+            *lines, _ = self._archive.read(member).decode().split("\0")
+            self._read[member] = dict(zip(lines[::2], lines[1::2], strict=True))
+        return self._read[member]
 
 
 @functools.cache
