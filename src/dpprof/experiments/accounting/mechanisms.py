@@ -62,9 +62,10 @@ def _plan(
     multiplier, accountant = planned.noise_multiplier or 0.0, planned.accountant
     try:
         if name != _INDEPENDENT:
-            counted, target = _ONE_MECHANISM if is_one else of, (privacy.epsilon[0], privacy.delta)
+            counted = _ONE_MECHANISM if is_one else of
+            epsilon, delta = privacy.epsilon[0], privacy.delta
             multiplier, accountant = find_tightest(
-                lambda name: find_noise_multiplier(counted, *target, name), privacy.accountant
+                lambda by: find_noise_multiplier(counted, epsilon, delta, by), privacy.accountant
             )
         plain, heavy = (_measure(name, steps, plan.folds, each) for each in (0.0, MOMENTUM))
         plan = plan.model_copy(
