@@ -59,7 +59,7 @@ examples: install
 	torchrun --nproc-per-node 2 examples/two_ranks.py
 	python examples/run_notebook.py examples/private_finetuning.ipynb
 
-# Trainings that learn, with dpprof and with Opacus, over epsilon: 25 minutes on two cores.
+# Trainings that learn, with dpprof and with Opacus, over epsilon.
 learning: install
 	snakemake --snakefile workflow/learning.smk --cores $(CORES)
 

@@ -14,8 +14,15 @@ from torch import Tensor, nn
 
 from dpprof.private.checks.batch import TrainingBatch
 from dpprof.private.checks.effects import find_resting
-from dpprof.private.checks.gradients import Samples, clip, take_alone, take_together
+from dpprof.private.checks.gradients import (
+    Samples,
+    clip,
+    read_losses,
+    take_alone,
+    take_together,
+)
 from dpprof.private.checks.loop import Loop
+from dpprof.private.norms.complex_numbers import as_real
 
 _FEWEST = 8
 """With fewer samples the length of their mean tells little."""
@@ -91,7 +98,7 @@ def _judge(loop: Loop, samples: Samples) -> Iterator[str]:
     count = len(samples.losses_B)
     deviation = loop.settings.noise * loop.settings.divisor / private.expected_batch_size
     noise = deviation * math.sqrt(sum(p.numel() for p in loop.trained))
-    if not noise or count < _FEWEST:
+    if not noise or count < _FEWEST or loop.settings.is_correlated:
         return
     most = _bound_signal(loop, samples)
     steps = getattr(private, "planned_steps", None) or STEPS
@@ -114,7 +121,9 @@ def _bound_signal(loop: Loop, samples: Samples) -> float:
     clipped = (
         clip(samples.at([place]), settings.groups, 1.0, **settings.factor) for place in range(count)
     )
-    rows_BP = torch.stack([torch.cat([g.flatten() for g in own.values()]) for own in clipped])
+    rows_BP = torch.stack(
+        [torch.cat([as_real(g).flatten() for g in own.values()]) for own in clipped]
+    )
     products_BB = (rows_BP @ rows_BP.mT).double().fill_diagonal_(0.0)
     means_B, pairs = products_BB.sum(1) / (count - 1), count * (count - 1)
     mean = means_B.mean()
@@ -131,7 +140,7 @@ def _find_shift(loop: Loop, batch: TrainingBatch) -> str | None:
     seen: dict[str, list[Any]] = {"tokens": [], "logits": []}
 
     def look(module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) and inputs:
             seen["tokens"].append((module.num_embeddings, inputs[0]))
         if module is loop.model:
             seen["logits"].append(getattr(output, "logits", output))
@@ -139,11 +148,11 @@ def _find_shift(loop: Loop, batch: TrainingBatch) -> str | None:
     with ExitStack() as hooks, loop.plain() as model, loop.drawing():
         for module in model.modules():
             hooks.enter_context(module.register_forward_hook(look))
-        value = batch.call(loop.loss, model)
+        losses = read_losses(batch.call(loop.loss, model), batch.samples)
         logits = seen["logits"][-1] if seen["logits"] else None
         if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.requires_grad:  # noqa: PLR2004 (B, T, V)
             return None
-        gradient = torch.autograd.grad(value.sum(), logits, allow_unused=True)[0]
+        gradient = torch.autograd.grad(losses.sum(), logits, allow_unused=True)[0]
     if gradient is None:
         return None
     for letters, tokens_BT in seen["tokens"]:
