@@ -73,12 +73,13 @@ def installed(tmp_path_factory) -> Callable[..., str]:
 
 def test_the_command_answers_what_the_readme_asks(run) -> None:
     asked = ("advise", "--model", "1b", "--target", "h200", "--seq-len", "1024")
-    assert run("-m", "dpprof", *asked).startswith("Use flash-bk with batches of ")
+    assert run("-m", "dpprof", *asked).startswith("Use flash-bk, 57 samples at once ")
 
 
 def test_the_loop_of_the_readme_trains(run, tmp_path) -> None:
     file = tmp_path / "user.py"
-    file.write_text(USER + find_code("../README.md", "make_private"))
+    loop = find_code("../README.md", "make_private")
+    file.write_text(f"{USER}{loop}\nprint(private.epsilon_spent())\n")
     assert 0 < float(run(str(file))) <= 3.0
 
 
