@@ -14,7 +14,7 @@ _HEADS = ("target", "GiB", "GB/s", "16 bits", "source")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
     Parser("targets", __doc__).parse_args(argv)
-    rows = [_HEADS]
+    rows: list[tuple[str, ...]] = [_HEADS]
     others: dict[str, list[str]] = {}
     own = list_targets()
     for name, target in own.items():
