@@ -39,7 +39,9 @@ class InBackward(AdamW):
     def __init__(self, parameters: Sequence[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, lr=lr)
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._step_one)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._step_one
+            )
 
     def _step_one(self, parameter: Tensor) -> None:
         self.step()
