@@ -61,6 +61,7 @@ def without_comments(source: bytes) -> bytes:
     return text.strip(b"\n") + b"\n"
 
 
+@functools.cache
 def _module_files(module: str) -> list[Path]:
     """Return the files of a dpprof module and of its parent packages."""
     parts = module.split(".")
