@@ -217,7 +217,7 @@ def make_private(
         users: (samples,) the id of each sample's user, a whole number. ``collate_fn`` and losses
             must keep the order of samples.
         samples_of_user: The most samples of a user in a step, drawn anew in each.
-        user_gradient: A user's gradient is the ``mean`` or the ``sum`` of those of his samples.
+        user_gradient: A user's gradient is the ``mean`` or the ``sum`` of those of their samples.
         spent: Of an earlier training on the same samples and the same users, whose steps count too.
         method: ``flash-bk`` is the fastest on nearly every GPU, ``flash`` needs less memory;
             ``auto`` predicts both and takes the faster one that fits (``choose_method``), which
