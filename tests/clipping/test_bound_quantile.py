@@ -50,7 +50,8 @@ def test_without_noise_the_bound_goes_to_the_quantile() -> None:
     for step in range(400):
         bound.count(norms[:30], at)
         bound.count(norms[30:], at)
-        expected = at * math.exp(-0.2 * (float((norms <= at).float().mean()) - 0.25))
+        within = sum(min(max((1.1 * at - norm) / (0.2 * at), 0), 1) for norm in norms.tolist())
+        expected = at * math.exp(-0.2 * (within / 100 - 0.25))
         at = bound.move(at, step)
         assert at == pytest.approx(expected)
 
@@ -73,6 +74,25 @@ def test_norms_that_are_not_finite_are_above_each_bound() -> None:
     bound = QuantileBound(0.5, 4)
     bound.count(torch.tensor([math.nan, math.inf, 0.1, 0.2]), 1.0)
     assert bound._count == 0  # two within, two above
+
+
+def test_last_digits_of_norms_do_not_move_a_count() -> None:
+    """Norms at the bound itself, each up or down by rounding, as company makes them."""
+    counts = []
+    for direction in (0.0, math.inf):
+        bound = QuantileBound(0.5, 1000)
+        bound.count(torch.nextafter(torch.full((1000,), 0.7), torch.tensor(direction)), 0.7)
+        counts.append(bound._count)
+
+    assert abs(counts[0] - counts[1]) <= 1e-3  # 1000 where samples count whole
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.9, 0.95, 1.0, 1.1, 1e30, math.nan])
+@pytest.mark.parametrize("bound", [1e-38, 1.0, 1e38])
+def test_a_sample_moves_a_count_by_at_most_a_half(norm, bound) -> None:
+    alone = QuantileBound(0.5, 4)
+    alone.count(torch.tensor([norm * bound]).double(), bound)
+    assert abs(alone._count) <= 0.5
 
 
 def test_the_bound_moves_once_for_each_batch_however_many_parts_it_has() -> None:

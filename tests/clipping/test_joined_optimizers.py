@@ -67,6 +67,20 @@ def test_each_takes_the_step_of_its_own_kind() -> None:
         torch.testing.assert_close(moved, expected)
 
 
+def test_a_group_is_added_to_a_member_and_not_to_all() -> None:
+    model, optimizers, private = make()
+    group = {"params": [torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))]}
+    before = len(private.optimizer.param_groups)
+    for joined in (private.optimizer, private.optimizer.original_optimizer):
+        with pytest.raises(RuntimeError, match="call add_param_group of the one that is to step"):
+            joined.add_param_group(group)
+    assert len(private.optimizer.param_groups) == before
+
+    optimizers[0].add_param_group(group)
+    with pytest.raises(RuntimeError, match="not clipped"):
+        train(private, model)
+
+
 def test_schedules_of_members_step_once_for_each_batch() -> None:
     model, optimizers, private = make()
     schedules = [LambdaLR(one, lambda step: 0.5**step) for one in optimizers]

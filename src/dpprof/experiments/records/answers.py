@@ -47,8 +47,8 @@ class KeptAnswers(Mapping[str, str]):
     """
 
     def __init__(self) -> None:
-        self._archive = zipfile.ZipFile(_KEPT)
-        self._members = self._archive.namelist()
+        with zipfile.ZipFile(_KEPT) as archive:
+            self._members = archive.namelist()
         self._read: dict[str, dict[str, str]] = {}
 
     def __getitem__(self, name: str) -> str:
@@ -68,7 +68,8 @@ class KeptAnswers(Mapping[str, str]):
 
     def _load(self, member: str) -> dict[str, str]:
         if member not in self._read:
-            *lines, _ = self._archive.read(member).decode().split("\0")
+            with zipfile.ZipFile(_KEPT) as archive:  # opened anew: forked processes read too
+                *lines, _ = archive.read(member).decode().split("\0")
             self._read[member] = dict(zip(lines[::2], lines[1::2], strict=True))
         return self._read[member]
 

@@ -37,6 +37,8 @@ class JoinedOptimizers(Optimizer):
             noise cannot be put inside of one (``refuse_optimizer``).
     """
 
+    _is_made = False
+
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         if not optimizers:
             raise ValueError("optimizer is an empty list; give the optimizers of the model")
@@ -57,6 +59,7 @@ class JoinedOptimizers(Optimizer):
         self._members = [_Member(member) for member in optimizers]
         self._is_stepping = False
         super().__init__([torch.empty(0)], {})  # which the members' groups replace
+        self._is_made = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -113,7 +116,16 @@ class JoinedOptimizers(Optimizer):
             self._is_stepping = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Keep the members' own: parameters are added to one of them."""
+        """Refuse a group, which does not say whose it is.
+
+        Raises:
+            RuntimeError: It always does, once this is made.
+        """
+        if self._is_made:
+            raise RuntimeError(
+                "a group of parameters is added to one optimizer, and these are several: call "
+                "add_param_group of the one that is to step on it"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the members' states, in their order."""

@@ -259,6 +259,10 @@ class NoisyOptimizer(Optimizer):
         """The parameters of the original optimizer, with those that are frozen."""
         return [p for group in self.param_groups for p in group["params"]]
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the original optimizer; a step needs its parameters clipped."""
+        self.original_optimizer.add_param_group(param_group)
+
     @property
     def accumulated_iterations(self) -> int:
         """How many batches a step counts as, for accountants."""

@@ -2,8 +2,11 @@
 
 Source: Andrew et al. 2021, "Differentially Private Learning with Adaptive Clipping", arXiv
 1905.03871. Each step releases, beside its sum, how many gradients were at most C long: b - 1/2
-summed over samples, b 0 or 1, so that a sample moves it by 1/2. The next step's bound is
+summed over samples, b from 0 to 1, so that a sample moves it by 1/2. The next step's bound is
 C exp(-0.2 (share - quantile)), where the share divides by the expected batch size.
+
+Here b falls from 1 to 0 between 0.9 C and 1.1 C. The norms of the other samples may change in their
+last digits when a sample is added; a b that jumps at C would turn each such change into 1.
 
 Formal guarantee: sum and count of a step are one Gaussian mechanism (theorem 1). With noise of
 standard deviation z' C on the sum, and s on the count, its noise multiplier z has
@@ -25,6 +28,9 @@ from dpprof.private.engine.factor import LARGEST_BOUND, LEAST_BOUND
 
 RATE = 0.2
 """How fast the bound moves, as in the source."""
+
+_RAMP = 0.1
+"""How far from the bound, as a share of it, gradients count in part."""
 
 _COUNT_NOISE = 20
 """The expected batch size over the standard deviation of a count's noise, as in the source."""
@@ -75,7 +81,9 @@ class QuantileBound:
 
     def count(self, norms_B: Tensor, bound: float) -> None:
         """Count the gradients of a part; (B,) norms, of which NaN is above each bound."""
-        self._count += float((norms_B <= bound).sum()) - len(norms_B) / 2
+        above_B = norms_B.double() / bound - 1
+        within_B = (0.5 - above_B / (2 * _RAMP)).clamp(0, 1).nan_to_num(0)
+        self._count += float(within_B.sum()) - len(norms_B) / 2
 
     def forget(self) -> None:
         """Forget the batch at hand."""
