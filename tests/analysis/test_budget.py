@@ -51,6 +51,7 @@ def test_a_step_is_its_samples_at_the_safe_batchs_speed_and_one_update(tmp_path)
     assert planned.gpu_hours_low == pytest.approx(100 * 6.6 / 3600 / 1.1)
     assert planned.gpu_hours_high == pytest.approx(100 * 6.6 / 3600 * 1.1)
     assert planned.price == pytest.approx(2 * 100 * 6.6 / 3600)
+    assert planned.most_kwh == pytest.approx(0.7 * 100 * 6.6 / 3600)  # 700 W
     # A quarter of the epsilon takes four times the batch, in as many steps.
     assert (other.epsilon, other.batch_size, other.steps) == (2, 256, 100)
     assert other.step_s == pytest.approx(25.8)

@@ -150,13 +150,13 @@ def test_the_details_have_noise_over_batches_and_every_epsilon(tmp_path) -> None
     ]
     # 64 samples take 8 times 800 s and 200 s, 100 times, which are 183 hours, at 2 an hour.
     assert [" ".join(line.split()) for line in lines[7:10]] == [
-        "flash-bk\N{DAGGER} 8 64 0.500 8 x 8 183 167 to 202 366.67 2.00",
-        "flash-bk\N{DAGGER} 2 256 2.000 32 x 8 717 652 to 788 1,433.33 7.82",
-        "standard\N{DAGGER} none 64 none 8 x 8 91.7 83.3 to 101 183.33 1.00",
+        "flash-bk\N{DAGGER} 8 64 0.500 8 x 8 183 167 to 202 366.67 128 2.00",
+        "flash-bk\N{DAGGER} 2 256 2.000 32 x 8 717 652 to 788 1,433.33 502 7.82",
+        "standard\N{DAGGER} none 64 none 8 x 8 91.7 83.3 to 101 183.33 64.2 1.00",
     ]
     assert lines[6].split() == [
         *("method", "epsilon", "batch", "noise", "micro-batch", "GPU", "hours"),
-        *("90", "%", "interval", "price", "x", "standard"),
+        *("90", "%", "interval", "price", "kWh", "x", "standard"),
     ]
 
 

@@ -77,7 +77,7 @@ def test_a_group_is_added_to_a_member_and_not_to_all() -> None:
     assert len(private.optimizer.param_groups) == before
 
     optimizers[0].add_param_group(group)
-    with pytest.raises(RuntimeError, match="not clipped"):
+    with pytest.raises(RuntimeError, match="which its Clipping does not clip"):
         train(private, model)
 
 

@@ -16,6 +16,7 @@ from dpprof.experiments.config.datasheets import (
     RTX_4060_TI_16GB,
     find_by_device_name,
     find_context,
+    find_watts,
     list_targets,
 )
 
@@ -128,6 +129,13 @@ def test_what_others_call_a_gpu_is_the_same_gpu() -> None:
 def test_a_context_is_as_large_as_measured_and_else_as_assumed() -> None:
     assert find_context("t4") == 141 * 2**20
     assert find_context("h100") == find_context(RTX_3060) == 600 * 2**20
+
+
+def test_a_boards_power_is_known_by_its_data_sheet_alone() -> None:
+    assert find_watts(registry.find_gpu("t4")) == 70
+    assert find_watts(registry.find_gpu("h100-sxm")) == 700
+    assert find_watts(RTX_3060.model_copy(update={"source": "another"})) is None
+    assert find_watts(registry.find_gpu("cpu")) is None
 
 
 def test_an_unknown_variant_has_no_data_sheet() -> None:

@@ -90,8 +90,7 @@ def _name(advice: Advice) -> str:
 
 def _name_target(advice: Advice) -> str:
     """Return the target, with its memory where that is not the card's."""
-    names = registry.names("targets")
-    card = registry.load("targets", advice.target) if advice.target in names else None
+    card = registry.find_gpu(advice.target)
     if card is None or advice.budget_bytes in (None, card.memory_bytes):
         return f"on {advice.target}"
     return f"on {advice.target} with {three_digits(advice.budget_bytes, _GIB)} GiB"
@@ -192,9 +191,9 @@ def format_advice(advice: Advice, others: Sequence[str] = ()) -> str:
 
 def tell_prices(sides: Iterable[Advice]) -> list[str]:
     """Say what dtypes cost on a GPU that has no units for them."""
-    names, prices = registry.names("targets"), {}
+    prices = {}
     for side in sides:
-        target = registry.load("targets", side.target) if side.target in names else None
+        target = registry.find_gpu(side.target)
         prices[side.dtype] = None if target is None else target.price_of(side.dtype)
     return [f"{dtype}: {price}." for dtype, price in prices.items() if price]
 

@@ -27,7 +27,10 @@ _OF_EPSILON = (
     "Another epsilon: its batches in as many steps have the noise of the first epsilon in each; "
     "with the same batch, hours stay and the noise multiplier is another."
 )
-_OF_HOURS = "GPU hours: of all GPUs together, for the expected samples of Poisson-sampled batches."
+_OF_HOURS = (
+    "GPU hours: of all GPUs together, for the expected samples of Poisson-sampled batches; kWh: of "
+    "boards that draw the most they may."
+)
 
 
 def _find_rule(privacy: Privacy, noise: NoisePlan) -> str:
@@ -135,7 +138,7 @@ def format_budget(budget: Budget) -> str:
     signs = find_signs(costs)
     return fit_screen(
         [tell_price(budget), _tell_training(budget), *_tell_assumed(budget.privacy, budget.noise)],
-        _lay_out_costs(budget, costs, signs, {"epsilon", "batch", "noise"}),
+        _lay_out_costs(budget, costs, signs, {"epsilon", "batch", "noise", "kWh"}),
         [
             *(_tell_epsilon(budget, plan) for plan in budget.noise.epsilons[1:]),
             *_tell_cheapest(budget),
@@ -208,6 +211,7 @@ def _list_cells(cost: MethodCost, signs: Marks) -> dict[str, str]:
         "90 % interval": f"{low} to {high}" if is_known else "",
         "hours": three_digits(cost.gpu_hours, cost.gpus) if is_known else "",
         "price": format_number(cost.price, ",.2f") if is_known else "",
+        "kWh": three_digits(cost.most_kwh) if is_known else "",
         "x standard": format_number(cost.hours_ratio, ".2f") if is_known else "",
     }
 

@@ -6,7 +6,7 @@ from typing import Any
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.datasheets import find_by_device_name
 from dpprof.experiments.config.refusals import INDEPENDENT
-from dpprof.experiments.config.target import CPU_TARGET, Target
+from dpprof.experiments.config.target import Target
 from dpprof.experiments.config.validation import InputError, spell
 from dpprof.system.hardware import nvml, visible_gpus
 
@@ -53,14 +53,12 @@ def add_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find_gpu(target: Any) -> Target | None:
     """Return the GPU that a question is about; None for another target, or one to be refused."""
-    if isinstance(target, str) and target != CPU_TARGET and target in registry.names("targets"):
-        target = registry.load("targets", target)
-    elif isinstance(target, Mapping):
+    if isinstance(target, Mapping):
         try:
-            target = Target.model_validate(target)
+            return Target.model_validate(target)
         except ValueError:
             return None  # it is refused, in a sentence, where the experiment is made
-    return target if isinstance(target, Target) else None
+    return registry.find_gpu(target)
 
 
 def find_target() -> dict[str, Any]:

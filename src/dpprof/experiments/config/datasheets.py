@@ -10,6 +10,7 @@ minus the memory of a CUDA context and its libraries. Compute and bandwidth are 
 dense figures, because training does not use the sparse ones, which are twice as high. GeForce cards
 add up products of 16 bits in float32 at half the speed of adding them up in 16 bits; PyTorch adds
 up in float32. A test computes the peaks again from processors and clocks; a sparse figure fails it.
+``watts`` is the most that a board draws, of a GH200 with its processor.
 
 Volta and Turing have neither TF32 nor bfloat16: their products run as float32's, which is an upper
 bound for bfloat16.
@@ -78,6 +79,12 @@ def find_context(target: Target | str | None) -> int:
     contexts = {row["name"]: row["context"] for row in _ROWS if "context" in row}
     context = contexts.get(target, _CONTEXT) if isinstance(target, str) else _CONTEXT
     return TypeAdapter(ByteSize).validate_python(context)
+
+
+def find_watts(target: Target | None) -> float | None:
+    """Return the most that a GPU's board draws; None where it has no data sheet here."""
+    watts = dict(zip(_TARGETS.values(), (row["watts"] for row in _ROWS), strict=True))
+    return None if target is None else watts.get(target)
 
 
 def list_targets() -> dict[str, Target]:

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 from dpprof.experiments.config.architecture import PREFIX, bundled_names
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.naming import is_code
+from dpprof.experiments.config.target import Target
 from dpprof.experiments.config.validation import one_of, refuse
 from dpprof.private.errors import UnsupportedError
 from dpprof.system.hardware import available_cores, interchangeable_gpus, why_no_cuda
@@ -191,6 +192,13 @@ def load(group: Group, name: str) -> Any:
     except Exception as error:
         why = f"cannot be imported: {type(error).__name__}: {error}"
         raise EntryPointError(group, name, why) from error
+
+
+def find_gpu(target: Target | str | None) -> Target | None:
+    """Return a GPU by a target's name or description; None for a processor or an unknown name."""
+    if isinstance(target, str):
+        target = load("targets", target) if target in names("targets") else None
+    return target if isinstance(target, Target) else None
 
 
 def source_file(group: Group, name: str) -> Path | None:

@@ -64,7 +64,7 @@ class Target(BaseModel, frozen=True, extra="forbid"):
         peak = self.flops_per_s.get(dtype)
         return self.flops_per_s.get("bfloat16") if peak is None and dtype == "float16" else peak
 
-    def price_of(self, dtype: Dtype) -> str | None:
+    def price_of(self, dtype: str) -> str | None:
         """Say what a dtype costs on a GPU that has no units for it; None for one that has."""
         is_old = int(self.compute_capability.partition(".")[0]) < _TENSOR_CORES_IN_BFLOAT16
         if not is_old or dtype not in ("bfloat16", "tf32"):

@@ -40,6 +40,9 @@ class MethodCost(Part):
     gpu_hours_low: float | None = optional("lower end of the 90 % interval")
     gpu_hours_high: float | None = optional("upper end of the 90 % interval")
     price: float | None = optional("of these hours")
+    most_kwh: float | None = optional(
+        "energy of these hours at the most that the board draws, by its data sheet"
+    )
     hours_ratio: float | None = optional(
         "these hours over those of standard with the planned batch"
     )

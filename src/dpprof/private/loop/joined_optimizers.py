@@ -115,7 +115,7 @@ class JoinedOptimizers(Optimizer):
         finally:
             self._is_stepping = False
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, _: dict[str, Any]) -> None:
         """Refuse a group, which does not say whose it is.
 
         Raises:

@@ -12,6 +12,8 @@ from typing import Any
 
 from dpprof.experiments.accounting.mechanism_plan import NoiseOfMechanism, momentum_of
 from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan
+from dpprof.experiments.config import registry
+from dpprof.experiments.config.datasheets import find_watts
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.refusals import INDEPENDENT
@@ -153,7 +155,7 @@ def price_method(
     batches = of_each / capacity.stated_batch_size
     step_s = of_each * step.each_sample(capacity.stated_batch_size) + step.update
     hours = cost.gpus * noise.planned.steps * step_s / 3600
-    price = privacy.price_per_hour
+    price, watts = privacy.price_per_hour, find_watts(registry.find_gpu(result.experiment.target))
     smaller = f"of a batch of {capacity.stated_batch_size:,}: one so small may take longer a sample"
     return cost.model_copy(
         update=fits
@@ -163,6 +165,7 @@ def price_method(
             "gpu_hours_low": hours * step.low / step.median,
             "gpu_hours_high": hours * step.high / step.median,
             "price": None if price is None else price * hours,
+            "most_kwh": None if watts is None else watts * hours / 1000,
             "parts": option.parts and accumulate(option.parts, batches),
             "message": cost.message or (f"time is predicted {smaller}" if batches < 1 else None),
         }

@@ -132,7 +132,7 @@ def split_step(
 ) -> StepParts:
     """Split a predicted step of so many samples by its FLOPs and bytes."""
     tokens = experiment.tokens_in(samples)
-    target = _find_target(experiment)
+    target = registry.find_gpu(experiment.target)
     rates = _Rates.of(target, experiment)
     exchange_share = step.communication_share or 0.0
     busy_s = step.median * max(1.0 - step.waiting_share - exchange_share, 0.0)
@@ -175,14 +175,6 @@ def split_step(
         each=each,
         update=update,
     )
-
-
-def _find_target(experiment: Experiment) -> Target | None:
-    """Return the GPU of a prediction; None for a processor, or a name that is not known here."""
-    target = experiment.target
-    if isinstance(target, str) and target in registry.names("targets"):
-        target = registry.load("targets", target)
-    return target if isinstance(target, Target) else None
 
 
 class _Rates(NamedTuple):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.datasheets import find_by_device_name
 from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.config.target import CPU_TARGET, Dtype, Target
+from dpprof.experiments.config.target import CPU_TARGET, Dtype
 from dpprof.experiments.records.ceilings import Ceilings, device_name, find_ceilings
 from dpprof.experiments.records.reconciliation import JOINED, bound_bytes, reconcile
 from dpprof.experiments.records.result import Launched, Result
@@ -127,15 +127,8 @@ def _measures(group: ExperimentRuns, experiment: Experiment) -> bool:
         return group.experiment.id == experiment.id
     if experiment.target == CPU_TARGET or group.experiment.device == "cpu":
         return experiment.target == CPU_TARGET and group.experiment.device == "cpu"
-    target = _target_of(experiment)
+    target = registry.find_gpu(experiment.target)
     return any(find_by_device_name(r.device.get("name")) == target for r in group.results)
-
-
-def _target_of(experiment: Experiment) -> Target | None:
-    """Return an experiment's target; None for this machine, and where there is no target."""
-    target: Any = experiment.target
-    loaded: Target | None = registry.load("targets", target) if isinstance(target, str) else target
-    return loaded
 
 
 def _peak_row(
@@ -157,7 +150,7 @@ def _peak_row(
             unknown=find_unknown_workspaces(memory.assumed),
         )
     allocator = attribution.allocator_peak_bytes
-    target = _target_of(experiment)
+    target = registry.find_gpu(experiment.target)
     reason = attribution.reason and attribution.reason.replace(
         JOINED, "no measurement to compare with"
     )
