@@ -310,6 +310,22 @@ def test_a_look_at_another_batch_ends_the_iteration() -> None:
         next(parts)
 
 
+def test_an_older_iteration_takes_no_part_of_a_newer_one() -> None:
+    """Else what is told of parts, such as which is the last, would be told of others."""
+    model = Model().double()
+    _, optimizer, loader = prepare(model, max_batch_size=2)
+    older, newer = iter(loader), iter(loader)
+    next(older)
+    next(newer)
+    with pytest.raises(RuntimeError, match="another iteration over this data loader began"):
+        next(older)
+    optimizer.discard()
+    for x, _ in newer:
+        assert optimizer._part.size == len(x)
+        optimizer.discard()
+    assert not loader._parts.drawn
+
+
 def test_a_state_loaded_within_the_loop_ends_the_iteration() -> None:
     model = Model().double()
     private = prepare(model)

@@ -221,17 +221,17 @@ class PoissonLoader:
         self._parts.drawn.clear()
         self._parts.steps, self._parts.turn = len(self) - self._done, self._batches
         for batch in self._loader:
-            if turn != self._turn:
-                raise RuntimeError(
-                    "another iteration over this data loader began, or a state was loaded, since "
-                    "this one handed out its last part; go on with the newer one"
-                )
             part = self._parts.drawn.popleft()
             if part.is_last:
                 self._state = part.state
                 self._done = (self._done + 1) % len(self)
                 self._batches += 1
             yield batch, part
+            if turn != self._turn:  # before more samples are drawn
+                raise RuntimeError(
+                    "another iteration over this data loader began, or a state was loaded, since "
+                    "this one handed out its last part; go on with the newer one"
+                )
 
     def load(self, indices: Iterable[int]) -> Any:
         """Load and collate some samples, which nothing drew."""
