@@ -189,23 +189,27 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(stop_after) -> None:
     assert resumed.spent.history == private.spent.history
 
 
-def test_steps_are_taken_again_only_on_samples_that_are_drawn_again() -> None:
-    """Steps on other samples release something else, and count beside those before."""
+def test_steps_that_are_taken_again_in_a_process_count_again() -> None:
+    """With another rate, or other samples, they release something else, whose noise is fresh."""
     model = Model().double()
     private = prepare(model)
     train(private, model, epochs=1)
     saved = copy.deepcopy(private.state_dict())
     privacy = saved["optimizer"]["privacy"] | {"secrets": saved["secrets"]["noise"]}
     alone = saved["optimizer"] | {"privacy": privacy}
+    before = weights(model)
     train(private, model, epochs=1)
+    released = weights(model)
     private.load_state_dict(saved, exact=True)
-    assert private.spent.history == [(1.0, 0.25, 4)]
-
-    train(private, model, epochs=1)
-    private.optimizer.load_state_dict(alone, exact=True)
+    assert torch.equal(weights(model), before)
     assert private.spent.steps == 8
+    private.optimizer.param_groups[0]["lr"] = 0.05
     train(private, model, epochs=1)
+    assert not torch.equal(weights(model), released)
     assert private.spent.steps == 12
+    private.optimizer.load_state_dict(alone, exact=True)
+    train(private, model, epochs=1)
+    assert private.spent.steps == 16
 
 
 def test_a_batch_that_was_left_is_thrown_away() -> None:

@@ -124,11 +124,11 @@ class Spent:
             "sampling": self.sampling[1:],
         }
 
-    def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; no step is forgotten.
 
         Steps that this process took after the state was saved stay counted, as a training of their
-        own. With ``exact`` they do not: they are taken again, and release the same.
+        own, also where they are taken again: with another rate, say, they release something else.
 
         Raises:
             ValueError: The saved steps have other folds or units, or truncated batches otherwise.
@@ -137,7 +137,7 @@ class Spent:
         for name, then, now in zip(_SAMPLING, state["sampling"], self.sampling[1:], strict=True):
             if then != now and any(histories.values()):
                 raise ValueError(f"what was spent has {name} {then}, and this training {now}")
-        beyond, further = uuid.uuid4().hex, not exact and training == self.training
+        beyond, further = uuid.uuid4().hex, training == self.training
         for name in [name for name in self.histories if _is_of(name, self.training)]:
             own, fold = self.histories.pop(name), name.removeprefix(self.training)
             left = _beyond(own, histories.get(name, [])) if further else own
@@ -154,8 +154,10 @@ class Spent:
         """Count a step, which an optimizer is about to take on samples of a fold."""
         own = self.histories.setdefault(_name_fold(self.training, fold), [])
         kind = optimizer.counted_noise_multiplier, self.sampling.rate
-        steps = own.pop()[2] if own and own[-1][:2] == kind else 0
-        own.append((*kind, steps + 1))
+        if own and own[-1][:2] == kind:
+            own[-1] = (*kind, own[-1][2] + 1)  # never fewer, wherever this is interrupted
+        else:
+            own.append((*kind, 1))
 
     def count_turns_after(self, optimizer: "NoisyOptimizer", fold: int) -> int:
         """Count the most steps that may draw one sample, once another step of a fold is counted."""
