@@ -212,6 +212,18 @@ def test_steps_that_are_taken_again_in_a_process_count_again() -> None:
     assert private.spent.steps == 16
 
 
+def test_steps_of_two_runs_from_one_state_all_count() -> None:
+    models = [Model().double() for _ in range(2)]
+    first, second = (prepare(model, folds=2) for model in models)
+    train(first, models[0], epochs=1)
+    second.load_state_dict(first.state_dict())
+    for private, model in zip((first, second), models, strict=True):
+        train(private, model, epochs=1)
+    first.load_state_dict(second.state_dict())
+    assert first.spent.steps == 12
+    assert first.spent.history == [(1.0, 0.5, 6)]  # of each of two folds
+
+
 def test_a_batch_that_was_left_is_thrown_away() -> None:
     model = Model().double()
     private = prepare(model, max_batch_size=1)
