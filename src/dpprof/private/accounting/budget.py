@@ -145,7 +145,7 @@ class Spent:
 
     def count(self, optimizer: "NoisyOptimizer", fold: int = 0) -> None:
         """Count a step, which an optimizer is about to take on samples of a fold."""
-        own = self.histories.setdefault(_name_fold(self.training, fold), [])
+        own = self.histories.setdefault(self.training + (f"/{fold}" if fold else ""), [])
         kind = optimizer.counted_noise_multiplier, self.sampling.rate
         if own and own[-1][:2] == kind:
             own[-1] = (*kind, own[-1][2] + 1)  # never fewer, wherever this is interrupted
@@ -255,10 +255,6 @@ class Spent:
                 few = math.exp(epsilon) * false_positive_rate + delta
                 rate = min(rate, few, 1 - math.exp(-epsilon) * (1 - delta - false_positive_rate))
         return max(rate, false_positive_rate)
-
-
-def _name_fold(training: str, fold: int) -> str:
-    return f"{training}/{fold}" if fold else training
 
 
 def _training_of(name: str) -> str:

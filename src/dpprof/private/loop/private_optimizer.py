@@ -115,11 +115,6 @@ class PrivateOptimizer(NoisyOptimizer):
             self.captured.drop()
         super().zero_grad(set_to_none)
 
-    def _forget_sums(self) -> None:
-        super()._forget_sums()
-        if self.quantile is not None:
-            self.quantile.forget()
-
     @property
     def is_within_a_batch(self) -> bool:
         """Whether there are sums that no step has applied."""

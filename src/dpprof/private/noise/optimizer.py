@@ -497,6 +497,8 @@ class NoisyOptimizer(Optimizer):
         if self.clipping.sums.owner is self:
             self.clipping.sums.forget()
             self.clipping.shard_sums.forget()
+        if self.quantile is not None:
+            self.quantile.forget()
 
     def remove(self) -> None:
         """Remove clipping and noise: model and original optimizer are as without them.
