@@ -134,12 +134,40 @@ def test_equal_counts_get_equal_noise_and_others_another() -> None:
     moved = []
     for norms in (torch.zeros(4), torch.zeros(4), torch.zeros(3)):
         bound = QuantileBound(0.5, 6)
-        bound.secret = bytes(32)
+        bound.keys.secret = bound.keys.nonce = bytes(32)
         bound.count(norms, 1.0)
         moved.append(math.log(bound.move(1.0, 3)) / -0.2 * 6 - (len(norms) / 2))
 
     assert moved[0] == moved[1]
     assert moved[0] != pytest.approx(moved[2], abs=1e-6)
+
+
+def test_a_state_that_is_loaded_anew_draws_other_noise_for_equal_counts() -> None:
+    """Else equal bounds would tell that the counts of two batches are equal."""
+    model = Model().double()
+    private = prepare(model, bound_quantile=0.5, noise_multiplier=NOISE, sample_rate=1.0)
+    state, bounds = copy.deepcopy(private.state_dict()), []
+    for exact in (False, False, True, True):
+        private.load_state_dict(state, exact=exact)
+        train(private, model, epochs=1)
+        bounds.append(private.optimizer.max_grad_norm)
+
+    assert len(set(bounds)) == 3
+    assert bounds[2] == bounds[3]
+
+
+def test_the_count_of_a_step_that_failed_is_not_in_the_next_one() -> None:
+    model = Model().double()
+    private = prepare(model, bound_quantile=0.5, noise_multiplier=NOISE)
+    _, optimizer, loader = private
+    fails = optimizer.original_optimizer.register_step_post_hook(lambda *_: 1 / 0)
+    batches = iter(loader)
+    optimizer.backward(model.losses, *next(batches))
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    fails.remove()
+    optimizer.zero_grad()
+    assert optimizer.quantile._count == 0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Models that mix samples, or put another axis first, are refused on the first batch."""
 
+from functools import partial
+
 import pytest
 import torch
 from small_models import EVERY, FLAT, Composed, each_of, is_clear, squares
@@ -162,6 +164,20 @@ def test_a_layer_without_a_gradient_is_waited_for_some_batches(way) -> None:
         clipping.backward(squares(model, torch.randn(B, T, D)))
         model.zero_grad()
     assert looks == [False] * TRIES + [True]
+
+
+@pytest.mark.parametrize("reorder", [partial(torch.flip, dims=[0]), partial(torch.roll, shifts=1)])
+def test_a_graph_that_begins_to_reorder_samples_later_is_refused(reorder, way) -> None:
+    orders = [lambda x: x]
+    model = between(lambda h: orders[-1](h.clone()))
+    x = torch.randn(2, T, D)  # no half is itself in another order
+    clipping = way(model, 1.0)
+    clipping.backward(squares(model, x))
+    model.zero_grad()
+    orders.append(reorder)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=MIXED):
+            clipping.backward(reorder(squares(model, x)))
 
 
 def test_samples_that_are_not_finite_do_not_stand_in_its_way(way) -> None:

@@ -365,3 +365,13 @@ def test_secure_mode_needs_a_secure_generator_whenever_it_is_turned_on() -> None
     optimizer = private(BookKeeping(model, 1.0), model, generator=torch.Generator())
     with pytest.raises(ValueError, match="secure_mode needs a cryptographically secure generator"):
         optimizer.secure_mode = True
+
+
+def test_noise_that_float32_rounds_away_is_refused(training) -> None:
+    model, clipping, optimizer = training
+    clipping.max_grad_norm, optimizer.expected_batch_size = 1e-38, 1e8
+    optimizer.noise_multiplier = 1.0
+    clipping.backward(model.losses(*batch()))
+    with pytest.raises(RuntimeError, match="would be rounded away in float32"):
+        optimizer.step()
+    assert optimizer.steps == 0

@@ -189,23 +189,39 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(stop_after) -> None:
     assert resumed.spent.history == private.spent.history
 
 
-def test_steps_are_taken_again_only_on_samples_that_are_drawn_again() -> None:
-    """Steps on other samples release something else, and count beside those before."""
+def test_steps_that_are_taken_again_in_a_process_count_again() -> None:
+    """With another rate, or other samples, they release something else, whose noise is fresh."""
     model = Model().double()
     private = prepare(model)
     train(private, model, epochs=1)
     saved = copy.deepcopy(private.state_dict())
     privacy = saved["optimizer"]["privacy"] | {"secrets": saved["secrets"]["noise"]}
     alone = saved["optimizer"] | {"privacy": privacy}
+    before = weights(model)
     train(private, model, epochs=1)
+    released = weights(model)
     private.load_state_dict(saved, exact=True)
-    assert private.spent.history == [(1.0, 0.25, 4)]
-
-    train(private, model, epochs=1)
-    private.optimizer.load_state_dict(alone, exact=True)
+    assert torch.equal(weights(model), before)
     assert private.spent.steps == 8
+    private.optimizer.param_groups[0]["lr"] = 0.05
     train(private, model, epochs=1)
+    assert not torch.equal(weights(model), released)
     assert private.spent.steps == 12
+    private.optimizer.load_state_dict(alone, exact=True)
+    train(private, model, epochs=1)
+    assert private.spent.steps == 16
+
+
+def test_steps_of_two_runs_from_one_state_all_count() -> None:
+    models = [Model().double() for _ in range(2)]
+    first, second = (prepare(model, folds=2) for model in models)
+    train(first, models[0], epochs=1)
+    second.load_state_dict(first.state_dict())
+    for private, model in zip((first, second), models, strict=True):
+        train(private, model, epochs=1)
+    first.load_state_dict(second.state_dict())
+    assert first.spent.steps == 12
+    assert first.spent.history == [(1.0, 0.5, 6)]  # of each of two folds
 
 
 def test_a_batch_that_was_left_is_thrown_away() -> None:
@@ -308,6 +324,22 @@ def test_a_look_at_another_batch_ends_the_iteration() -> None:
     optimizer.discard()
     with pytest.raises(RuntimeError, match="another iteration over this data loader began"):
         next(parts)
+
+
+def test_an_older_iteration_takes_no_part_of_a_newer_one() -> None:
+    """Else what is told of parts, such as which is the last, would be told of others."""
+    model = Model().double()
+    _, optimizer, loader = prepare(model, max_batch_size=2)
+    older, newer = iter(loader), iter(loader)
+    next(older)
+    next(newer)
+    with pytest.raises(RuntimeError, match="another iteration over this data loader began"):
+        next(older)
+    optimizer.discard()
+    for x, _ in newer:
+        assert optimizer._part.size == len(x)
+        optimizer.discard()
+    assert not loader._parts.drawn
 
 
 def test_a_state_loaded_within_the_loop_ends_the_iteration() -> None:

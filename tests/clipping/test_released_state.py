@@ -1,6 +1,7 @@
 """No tensor that a module holds takes samples to ``state_dict()`` or to a later step."""
 
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +130,7 @@ HELD = {
     "a set": (set, lambda module, x: module.held.add(x)),
     "a deque": (lambda: deque(maxlen=2), lambda module, x: module.held.append(x)),
     "nested": (lambda: {"a": [(0, [None])]}, lambda module, x: put(module.held["a"][0][1], x)),
+    "a simple namespace": (SimpleNamespace, lambda module, x: setattr(module.held, "mean", x)),
     "a number's place": (lambda: 0, lambda module, x: setattr(module, "held", x)),
     "a module in a list": (
         lambda: [nn.BatchNorm1d(D, affine=False)],
@@ -145,6 +147,14 @@ def test_what_attributes_hold_stays(kind) -> None:
     model = make(holder(build(), change))
     message = r"1\.(held|held_by_all|\w+\.running_mean) .* takes what .*compute it anew .*delete it"
     with pytest.raises(RuntimeError, match=message):
+        step(BookKeeping(model, 0.5), model, draw())
+
+
+@pytest.mark.slow  # to import transformers
+def test_a_cache_of_keys_stays() -> None:
+    cache = pytest.importorskip("transformers").DynamicCache()
+    model = make(holder(cache, lambda _, x: cache.update(x[None], x[None], 0)))
+    with pytest.raises(RuntimeError, match=r"1\.held came .* takes what"):
         step(BookKeeping(model, 0.5), model, draw())
 
 

@@ -184,8 +184,11 @@ def test_a_run_that_stops_within_a_round_of_folds_goes_on_there() -> None:
     first_again = prepare(**options)
     first_again.load_state_dict(back)
     train(first_again, 1)
-    first_again.load_state_dict(back)  # what was taken since counts, as a training of its own
-    assert sorted(first_again.spent.history) == [(1.0, 0.75, 1), (1.0, 0.75, 2)]
+    first_again.load_state_dict(back)  # what was taken since counts: a second step of the last fold
+    assert first_again.spent.steps == 6
+    assert first_again.spent.history == [(1.0, 0.75, 2)]
+    train(first_again, 1)
+    assert first_again.spent.history == [(1.0, 0.75, 3)]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import copy
 import math
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -36,17 +37,6 @@ def _count(history: Iterable[Steps]) -> int:
     return sum(steps for _, _, steps in history)
 
 
-def _beyond(history: Iterable[Steps], saved: Iterable[Steps]) -> list[Steps]:
-    """Return the steps of a history that come after those that were saved of it."""
-    done, beyond = _count(saved), []
-    for noise, rate, steps in history:
-        left = max(0, steps - done)
-        done -= steps - left
-        if left:
-            beyond.append((noise, rate, left))
-    return beyond
-
-
 class Spent:
     """Counts steps, and tells what they spent.
 
@@ -64,7 +54,8 @@ class Spent:
         self.histories: dict[str, list[Steps]] = {self.training: []}
         """The steps of each training; trainings that are counted together share the dictionary.
 
-        Steps of folds but the first are under the training's name with the fold's number.
+        After a load steps are under a name of their own behind the training's, so that a name has
+        the steps of one process in their order; those of folds but the first, under its number too.
         """
 
     @property
@@ -74,22 +65,31 @@ class Spent:
         Opacus's accountants take such a list. With folds no sample was drawn in more steps than
         these: of each training and kind of steps, those of the fold that has the most.
         """
-        trainings = dict.fromkeys(name.partition("/")[0] for name in self.histories)
+        trainings = dict.fromkeys(map(_training_of, self.histories))
         return [steps for training in trainings for steps in self._list_most(training)]
 
     @history.setter
     def history(self, own: Iterable[Steps]) -> None:
-        self.histories[self.training][:] = own
+        self.histories[self.training] = list(own)
 
     def _list_most(self, training: str) -> list[Steps]:
-        folds = [own for name, own in self.histories.items() if _is_of(name, training)]
-        if len(folds) == 1:
-            return folds[0]
+        own = {n: steps for n, steps in self.histories.items() if _training_of(n) == training}
+        if len(own) == 1:
+            return next(iter(own.values()))
         most: dict[tuple[float, float], int] = {}
-        for own in folds:
-            for kind in {steps[:2] for steps in own}:
-                most[kind] = max(most.get(kind, 0), _count(s for s in own if s[:2] == kind))
+        for fold in dict.fromkeys(name.partition("/")[2] for name in own):
+            for kind, steps in self._count_kinds(training, fold).items():
+                most[kind] = max(most.get(kind, 0), steps)
         return [(noise, rate, steps) for (noise, rate), steps in most.items()]
+
+    def _count_kinds(self, training: str, fold: str) -> Counter[tuple[float, float]]:
+        """Count the steps of a fold by noise multiplier and rate."""
+        kinds: Counter[tuple[float, float]] = Counter()
+        for name, own in self.histories.items():
+            if _training_of(name) == training and name.partition("/")[2] == fold:
+                for noise, rate, steps in own:
+                    kinds[noise, rate] += steps
+        return kinds
 
     @property
     def steps(self) -> int:
@@ -124,11 +124,11 @@ class Spent:
             "sampling": self.sampling[1:],
         }
 
-    def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; no step is forgotten.
 
-        Steps that this process took after the state was saved stay counted, as a training of their
-        own. With ``exact`` they do not: they are taken again, and release the same.
+        Steps that this process took after the state was saved stay counted, also where they are
+        taken again: with another rate, say, they release something else.
 
         Raises:
             ValueError: The saved steps have other folds or units, or truncated batches otherwise.
@@ -137,35 +137,28 @@ class Spent:
         for name, then, now in zip(_SAMPLING, state["sampling"], self.sampling[1:], strict=True):
             if then != now and any(histories.values()):
                 raise ValueError(f"what was spent has {name} {then}, and this training {now}")
-        beyond, further = uuid.uuid4().hex, not exact and training == self.training
-        for name in [name for name in self.histories if _is_of(name, self.training)]:
-            own, fold = self.histories.pop(name), name.removeprefix(self.training)
-            left = _beyond(own, histories.get(name, [])) if further else own
-            if left and (further or training != self.training):
-                self.histories[(beyond if further else self.training) + fold] = left
-        self.training = training
-        self.histories.setdefault(training, [])
         for name, saved in histories.items():
             counted = self.histories.setdefault(name, [])
-            if _is_of(name, training) or _count(saved) > _count(counted):
+            if _count(saved) > _count(counted):
                 counted[:] = [(noise, rate, steps) for noise, rate, steps in saved]
+        self.training = f"{_training_of(training)}:{uuid.uuid4().hex}"
 
     def count(self, optimizer: "NoisyOptimizer", fold: int = 0) -> None:
         """Count a step, which an optimizer is about to take on samples of a fold."""
-        own = self.histories.setdefault(_name_fold(self.training, fold), [])
+        own = self.histories.setdefault(self.training + (f"/{fold}" if fold else ""), [])
         kind = optimizer.counted_noise_multiplier, self.sampling.rate
-        steps = own.pop()[2] if own and own[-1][:2] == kind else 0
-        own.append((*kind, steps + 1))
+        if own and own[-1][:2] == kind:
+            own[-1] = (*kind, own[-1][2] + 1)  # never fewer, wherever this is interrupted
+        else:
+            own.append((*kind, 1))
 
     def count_turns_after(self, optimizer: "NoisyOptimizer", fold: int) -> int:
         """Count the most steps that may draw one sample, once another step of a fold is counted."""
         kind = optimizer.counted_noise_multiplier, self.sampling.rate
-        own = self.histories.get(_name_fold(self.training, fold), [])
-        same = [
-            _count(s for s in steps if s[:2] == kind)
-            for steps in (own, self._list_most(self.training))
-        ]
-        return _count(self.history) + (same[0] == same[1])
+        training = _training_of(self.training)
+        own = self._count_kinds(training, str(fold or ""))[kind]
+        most = _count(steps for steps in self._list_most(training) if steps[:2] == kind)
+        return _count(self.history) + (own == most)
 
     def find_noise(self, epsilon: float, planned: int) -> float:
         """Return the least noise multiplier with which all planned steps keep a budget.
@@ -264,12 +257,8 @@ class Spent:
         return max(rate, false_positive_rate)
 
 
-def _name_fold(training: str, fold: int) -> str:
-    return f"{training}/{fold}" if fold else training
-
-
-def _is_of(name: str, training: str) -> bool:
-    return name.partition("/")[0] == training
+def _training_of(name: str) -> str:
+    return name.partition("/")[0].partition(":")[0]
 
 
 def verify_budget(

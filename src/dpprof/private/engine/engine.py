@@ -530,6 +530,8 @@ class Clipping(ABC):
         batch = self._receiver.batch = self._read_graph(losses, users)
         self._first_batches.verify(losses, self.handling, self._coverage, batch.layout)
         batch.layout.raises = True
+        if len(losses) > 1 and not batch.layout.has_orders:
+            self._in_order.add(batch.layout.outline)
         batch.changed.clear()
         if self.ranks.is_sharded:
             self._expect_shards(losses)
@@ -573,8 +575,6 @@ class Clipping(ABC):
         broadcasts = Broadcasts(layout, leaves, name_of)
         try:
             layout.group()
-            if len(losses) > 1 and not layout.has_orders:
-                self._in_order.add(layout.outline)
             ways = broadcasts.ways | layout.describe() | describe(self._batch_second)
             self._first_batches.expect(ways)
             reused = self._find_reused(layout.nodes, broadcasts)

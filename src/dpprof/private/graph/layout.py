@@ -75,6 +75,9 @@ class Layout:
         self.problem: BatchAxisError | None = None
         """The first layer that contributed, and of which nothing is proven."""
 
+        self._is_trusted = False
+        """Whether rows count as those of samples by their number alone."""
+
         self.raises = False
         """Whether such a layer is refused at once, and not only noted."""
 
@@ -110,7 +113,8 @@ class Layout:
             self.has_orders |= self._proof.has_orders
         along = self._owners_along(self._proof, node, axis, count)
         if along is None or (along == MANY).any():
-            # Samples may lie on another axis, or code mixes them: the first batch shows it.
+            # Samples may lie on another axis, or code mixes them: ``first_batch`` shows it.
+            self._is_trusted |= count == self.samples
             return Rows.in_order(count, count) if count == self.samples else None
         rows = Rows.of(whole(along, 0, count), self.samples)
         # What an index picks may depend on data: as many rows of each sample do not.
@@ -197,11 +201,12 @@ class Layout:
         return "the losses are in another order than the rows; keep the order of samples"
 
     def describe(self) -> set[str]:
-        """Name the graph by which rows were proven to be those of samples; empty if none were.
+        """Name the graph by which rows count as those of samples; empty where it proves one each.
 
         It leaves lengths out: the same code on another batch is described alike.
         """
-        if all(shape_of(node)[axis] == self.samples for node, axis in self._rows):
+        are_one_each = all(shape_of(node)[axis] == self.samples for node, axis in self._rows)
+        if are_one_each and not self._is_trusted:
             return set()
         names = Counter(
             (node.name(), *(below.name() for below, _ in node.next_functions if below is not None))

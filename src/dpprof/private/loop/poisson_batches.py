@@ -219,19 +219,23 @@ class PoissonLoader:
         self._of_workers.manual_seed(int.from_bytes(digest[:7], "big"))
         self._parts.generator.set_state(self._state)
         self._parts.drawn.clear()
-        self._parts.steps, self._parts.turn = len(self) - self._done, self._batches
+        left = self._parts.steps = len(self) - self._done
+        self._parts.turn = self._batches
         for batch in self._loader:
-            if turn != self._turn:
-                raise RuntimeError(
-                    "another iteration over this data loader began, or a state was loaded, since "
-                    "this one handed out its last part; go on with the newer one"
-                )
             part = self._parts.drawn.popleft()
+            left -= part.is_last
             if part.is_last:
                 self._state = part.state
                 self._done = (self._done + 1) % len(self)
                 self._batches += 1
             yield batch, part
+            if turn != self._turn:  # before more samples are drawn
+                if not left:
+                    return
+                raise RuntimeError(
+                    "another iteration over this data loader began, or a state was loaded, since "
+                    "this one handed out its last part; go on with the newer one"
+                )
 
     def load(self, indices: Iterable[int]) -> Any:
         """Load and collate some samples, which nothing drew."""

@@ -106,8 +106,6 @@ class PrivateOptimizer(NoisyOptimizer):
         """Throw away the sums of a batch that is not finished, and forget its part."""
         super().discard()
         self._part, self._clipped = None, None
-        if self.quantile is not None:
-            self.quantile.forget()
         if self.captured is not None:
             self.captured.drop()
 
@@ -199,19 +197,15 @@ class PrivateOptimizer(NoisyOptimizer):
         if self.captured is not None:
             state["privacy"]["secrets"]["captured"] = self.captured.state_dict()
         if self.quantile is not None:
-            state["privacy"]["secrets"]["quantile"] = self.quantile.secret.hex()
+            state["privacy"]["secrets"]["quantile"] = self.quantile.keys.state_dict()
         return state
 
-    def load_state_dict(
-        self, state_dict: dict[str, Any], *, exact: bool = False, with_samples: bool = False
-    ) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, exact: bool = False) -> None:
         """Go on as ``NoisyOptimizer`` does; no step that was counted is forgotten.
 
         Args:
             state_dict: Of ``state_dict``.
             exact: As of ``NoisyOptimizer``.
-            with_samples: Whether the loader goes back too, so that the steps after ``state_dict``
-                are taken again, and count once. Otherwise they were other steps.
 
         Raises:
             ValueError: As of that; or one of both runs replays CUDA graphs, which round otherwise.
@@ -225,9 +219,11 @@ class PrivateOptimizer(NoisyOptimizer):
         super().load_state_dict(state_dict, exact=exact)
         spent = state_dict["privacy"].get("spent")
         if self.spent is not None and spent is not None:
-            self.spent.load_state_dict(spent, exact=exact and with_samples)
-        if exact and self.quantile is not None:
-            self.quantile.secret = bytes.fromhex(state_dict["privacy"]["secrets"]["quantile"])
+            self.spent.load_state_dict(spent)
+        if self.quantile is not None:
+            self.quantile.keys.renew()
+            if exact:
+                self.quantile.keys.load_state_dict(secrets["quantile"])
         if exact and self.captured is not None:
             self.captured.load_state_dict(state_dict["privacy"]["secrets"]["captured"])
 

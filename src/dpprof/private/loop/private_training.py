@@ -130,8 +130,7 @@ class PrivateTraining:
             optimizer["privacy"] = {**optimizer["privacy"], "secrets": secrets["noise"]}
         self.data_loader.refuse_other(loader, exact=exact)
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(optimizer, exact=exact, with_samples=True)
-        # Last, so that samples are not drawn again where their steps do not count as taken again.
+        self.optimizer.load_state_dict(optimizer, exact=exact)
         self.data_loader.load_state_dict(loader, exact=exact)
         for device in self._devices if secrets else ():
             set_state(device, secrets["random"][str(device)])

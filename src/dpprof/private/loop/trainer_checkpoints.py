@@ -115,7 +115,7 @@ class PrivateCheckpoints(PrivateBase):
             path = self._secrets_of(checkpoint) / self._name_of_rank("secrets", "pt")
             state = join_secrets(state, read_secrets(path, checkpoint, name))
         whole = optimizer | {"privacy": state["privacy"]}
-        self.private_optimizer.load_state_dict(whole, exact=exact, with_samples=True)
+        self.private_optimizer.load_state_dict(whole, exact=exact)
         self.lr_scheduler.load_state_dict(scheduler)
         assert self._steps is not None
         self._steps.loader.load_state_dict(state["loader"], exact=exact)

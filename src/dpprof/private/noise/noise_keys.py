@@ -141,7 +141,7 @@ class NoiseKeys:
             self.renew()
         self._step = step
         for device in self._make_words_for(sums):
-            self._words[device][0].fill_(_to_number(self._derive("device", 8)))
+            self._words[device][0].fill_(_to_number(self.derive("device", 8)))
 
     def prepare(self, sums: Sequence[Tensor]) -> None:
         """Make what digests and kernels read for sums like these, so that a graph can read it."""
@@ -180,7 +180,7 @@ class NoiseKeys:
             made = self._digest([total for total in sums if total.device == device])
             digests.append(made if share is None else share(made))
         values = b"".join(_read(digest) for digest in digests)
-        return StepKey(self._derive("step", _BYTES, values + (after or b"")))
+        return StepKey(self.derive("step", _BYTES, values + (after or b"")))
 
     def _digest(self, sums: Sequence[Tensor]) -> Tensor:
         """Hash sums on one device; two numbers of 64 bits."""
@@ -191,12 +191,13 @@ class NoiseKeys:
             return words
         hashes = hash_words(flat, table)
         hashed = b"".join(number.to_bytes(8, "little", signed=True) for number in hashes)
-        made = self._derive("digest", 16, hashed)
+        made = self.derive("digest", 16, hashed)
         for word, eight in zip(words, (made[:8], made[8:]), strict=True):
             word.fill_(_to_number(eight))
         return words
 
-    def _derive(self, purpose: str, size: int, digest: bytes = b"") -> bytes:
+    def derive(self, purpose: str, size: int, digest: bytes = b"") -> bytes:
+        """Return bytes for a purpose in this step, which follow from the secret and a digest."""
         numbers = b"".join(number.to_bytes(8, "little") for number in (self._rank, self._step))
         return _derive(self.secret, purpose, size, self.nonce + numbers + digest)
 

@@ -27,6 +27,9 @@ from dpprof.private.ranks.ranks import Settings
 HOOK = "_clipping_noise_hook"
 """The attribute of an optimizer with the hook that refuses steps without noise."""
 
+LEAST_STD = 2.0**-133
+"""Of the noise of an average: 2^16 times the least number of float32."""
+
 _INNER = "original_optimizer"
 
 _INTO_INNER = "make it alike, or load the state into optimizer.original_optimizer"
@@ -366,6 +369,11 @@ class NoisyOptimizer(Optimizer):
         """Verify what a step rests on, count it, and prepare its noise."""
         sums = self.clipping.sums
         sums.refuse_other_bound(self.max_grad_norm)
+        if 0 < self._std < LEAST_STD:
+            raise RuntimeError(
+                f"noise of standard deviation {self._std:g} would be rounded away in float32; "
+                f"noise_multiplier * max_grad_norm / expected_batch_size is at least {LEAST_STD:g}"
+            )
         if self.strategy is not None:
             self._refuse_beyond(self.strategy)
         ranks = self.clipping.ranks
@@ -489,6 +497,8 @@ class NoisyOptimizer(Optimizer):
         if self.clipping.sums.owner is self:
             self.clipping.sums.forget()
             self.clipping.shard_sums.forget()
+        if self.quantile is not None:
+            self.quantile.forget()
 
     def remove(self) -> None:
         """Remove clipping and noise: model and original optimizer are as without them.

@@ -13,18 +13,17 @@ standard deviation z' C on the sum, and s on the count, its noise multiplier z h
 z^-2 = z'^-2 + (2 s)^-2. The accountant counts z; the sum gets the larger z'. The bound follows from
 what is released.
 
-The noise of a count follows from a secret, the step, the bound and the count itself, so no two
-counts get the same noise, also where a run is repeated (``noise_keys``).
+The noise of a count follows from keys of its own (``noise_keys``), the step, the bound and the
+count itself, so no two counts get the same noise, also where a run is repeated.
 """
 
-import hashlib
 import math
-import os
 
 import numpy as np
 from torch import Tensor
 
 from dpprof.private.engine.factor import LARGEST_BOUND, LEAST_BOUND
+from dpprof.private.noise.noise_keys import NoiseKeys
 
 RATE = 0.2
 """How fast the bound moves, as in the source."""
@@ -54,7 +53,7 @@ class QuantileBound:
         self.count_noise = expected_batch_size / _COUNT_NOISE
         """Standard deviation of the noise of a count."""
 
-        self.secret = os.urandom(32)
+        self.keys = NoiseKeys()
         self._count = 0.0
 
     def split(self, noise_multiplier: float) -> float:
@@ -91,8 +90,9 @@ class QuantileBound:
 
     def move(self, bound: float, step: int) -> float:
         """Return the next bound, after a step on a whole batch."""
-        digest = hashlib.sha256(self.secret + repr((step, bound, self._count)).encode()).digest()
-        noise = np.random.default_rng(int.from_bytes(digest)).normal(scale=self.count_noise)
+        self.keys.begin(step, [])
+        key = self.keys.derive("count", 32, repr((bound, self._count)).encode())
+        noise = np.random.default_rng(int.from_bytes(key)).normal(scale=self.count_noise)
         share = 0.5 + (self._count + noise) / self._size
         self.forget()
         moved = bound * math.exp(-RATE * (share - self.quantile))

@@ -4,8 +4,9 @@ Only the optimizer's step adds noise. A running mean, a codebook, an expert's bi
 forward writes leaves the run in ``state_dict()``, or is read by a later forward, where a sample of
 an earlier batch moves the gradients of all others by more than C. So every tensor that a module
 holds stays as it was when the clipping was made: parameters that are not trained, buffers,
-persistent or not, attributes, also of classes, and what lists, tuples, dictionaries, sets and
-deques among these hold, also of modules that are held so. ``forwards`` verifies trained parameters.
+persistent or not, attributes, also of classes, and what lists, tuples, dictionaries, sets, deques,
+dataclasses, simple namespaces and transformers' caches among these hold, also of modules that are
+held so. ``forwards`` verifies trained parameters.
 
 It proves that such a tensor is the same object in the same version, and that a buffer or an
 attribute has the same bytes, for ``.data`` leaves versions as they are. It does not see numbers,
@@ -13,7 +14,9 @@ arrays of NumPy and objects of other classes, what is outside of modules, and wr
 parameters through ``.data`` between steps, as when adapters are merged.
 """
 
+import dataclasses
 import operator
+import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -232,8 +235,8 @@ class ReleasedState:
             for item in _open(value) if name not in without else ():
                 if isinstance(item, Tensor) and id(item) not in parameters:
                     yield (module, name), item
-                elif isinstance(item, _CONTAINERS):
-                    self._sources.append(item.values() if isinstance(item, dict) else item)
+                elif (inside := _inside(item)) is not None:
+                    self._sources.append(inside)
 
 
 def _open(value: Any) -> Iterator[Any]:
@@ -242,12 +245,26 @@ def _open(value: Any) -> Iterator[Any]:
     waiting = [value]
     while waiting:
         item = waiting.pop()
-        if isinstance(item, _CONTAINERS):
+        inside = _inside(item)
+        if inside is not None:
             if id(item) in seen:
                 continue
             seen.add(id(item))
-            waiting += item.values() if isinstance(item, dict) else item
+            waiting += inside
         yield item
+
+
+def _inside(item: Any) -> Collection[Any] | None:
+    """Return what is in a container; None of what is none."""
+    kind = type(item)
+    if isinstance(item, dict):
+        return item.values()
+    if isinstance(item, _CONTAINERS):
+        return item
+    is_record = dataclasses.is_dataclass(kind) or kind is types.SimpleNamespace
+    if is_record or kind.__module__ == "transformers.cache_utils":
+        return vars(item).values() if hasattr(item, "__dict__") else ()
+    return None
 
 
 def _by_place(held: Iterable[_Held]) -> dict[_Place, list[Tensor]]:
