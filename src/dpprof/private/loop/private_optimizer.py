@@ -16,6 +16,7 @@ from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.noise.quantile import QuantileBound
 from dpprof.private.noise.schedules import NOISY
 from dpprof.private.samples.users import Users
+from dpprof.private.state_readers import WRITERS, is_asked_by
 
 
 class PrivateOptimizer(NoisyOptimizer):
@@ -200,6 +201,8 @@ class PrivateOptimizer(NoisyOptimizer):
             state["privacy"]["secrets"]["captured"] = self.captured.state_dict()
         if self.quantile is not None:
             state["privacy"]["secrets"]["quantile"] = self.quantile.secret.hex()
+        if is_asked_by(WRITERS):
+            del state["privacy"]["secrets"]
         return state
 
     def load_state_dict(
