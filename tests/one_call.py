@@ -74,6 +74,14 @@ def weights(model: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
+def find_names(state: Any) -> set[str]:
+    """Return all names in nested dictionaries and lists."""
+    if isinstance(state, dict):
+        return {*map(str, state), *(name for one in state.values() for name in find_names(one))}
+    parts = state if isinstance(state, list | tuple) else []
+    return {name for one in parts for name in find_names(one)}
+
+
 def scheduled_weights() -> tuple[Tensor, list[float], int]:
     """Train on ranks, with a schedule; returns the weights, the rate of each step, and parts."""
     model = Model().double()

@@ -94,3 +94,23 @@ def test_a_users_loop_is_checked_by_the_types_of_the_package(run, tmp_path) -> N
         AssertionError, match='Argument "epochs" to "make_private" has incompatible'
     ):
         run("-m", "mypy", "--strict", str(file))
+
+
+def test_the_version_is_that_of_the_last_tag_and_the_commits_since(tmp_path) -> None:
+    pytest.importorskip("setuptools_scm")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+
+    def describe(*actions: str) -> str:
+        for action in actions:
+            git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *action.split()]
+            subprocess.run(git, cwd=tmp_path, check=True, capture_output=True)
+        scm = [sys.executable, "-m", "setuptools_scm"]
+        return subprocess.check_output(scm, cwd=tmp_path, text=True).strip()
+
+    commit = "commit --allow-empty --message b"
+    assert describe() == "0.1.0.dev0"  # without git, as in an image
+    assert describe("init", "add .", commit).startswith(
+        "0.1.0.dev1+g"
+    )  # as in a clone without tags
+    assert describe("tag v0.1.0") == "0.1.0"
+    assert describe(commit, commit).startswith("0.1.1.dev2+g")

@@ -1,6 +1,7 @@
 """Where the memory, time, FLOPs and bytes of differentially private training go."""
 
-from typing import TYPE_CHECKING
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from dpprof.private.lazy_imports import import_at_first_use
 
@@ -27,4 +28,9 @@ _MODULES = {
     "verify": "dpprof.ask.verify",
 }
 __all__ = list(_MODULES)
-__getattr__ = import_at_first_use(__name__, _MODULES)
+_find = import_at_first_use(__name__, _MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name, which is loaded at first use, or ``__version__``, as installed."""
+    return version("dpprof") if name == "__version__" else _find(name)

@@ -157,6 +157,12 @@ def with_packages(**versions: str) -> dict:
     return {"provenance": PROVENANCE | {"packages": PROVENANCE["packages"] | versions}}
 
 
+def test_commits_between_releases_are_comparable(tmp_path) -> None:
+    usual, later = (with_packages(dpprof=f"0.1.0{dev}") for dev in ("", ".dev3+g1a2b3c4"))
+    write_memory(tmp_path, sized(100, **usual), sized(101, **later), instrument="memory")
+    assert compare(tmp_path).verdict == "regression"
+
+
 CPU_NAMES = ("synthetic cpu, 2 cores", "other cpu, 2 cores")
 UNLIKE = {
     "device": ({"device": CPU | {"name": "other cpu"}}, "device", *CPU_NAMES),

@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from fresh_process import run_fresh
+from fresh_process import ROOT, run_fresh
 
+import dpprof
 from dpprof.ask.commands.main import COMMANDS, EXTRAS, import_command, main
 
 
@@ -62,9 +63,12 @@ for name in EXTRAS:
 
 
 def test_the_version_is_that_of_the_package(capsys) -> None:
+    """As installed, and the commit that a checkout is at now."""
     main(["--version"])
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)[:9]
 
-    assert capsys.readouterr().out.startswith("dpprof 0.")
+    said = rf"dpprof {re.escape(dpprof.__version__)} \(commit {commit}(, edited)?\)\n"
+    assert re.fullmatch(said, capsys.readouterr().out)
 
 
 def test_an_estimate_is_told_and_kept(capsys, tmp_path, monkeypatch) -> None:

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(words: Sequence[str]) -> None:
     match words:
         case ["--version"]:
-            print(f"dpprof {version('dpprof')}")
+            print(f"dpprof {version('dpprof')}{_tell_commit()}")
         case [] | ["-h" | "--help"]:
             print(usage())
             sys.exit(0 if words else 2)
@@ -64,6 +64,15 @@ def _run(words: Sequence[str]) -> None:
             why = f"{name[:80]!a} is not allowed; {one_of(COMMANDS, name)}"
             print(printable(f"dpprof: error: {why}"), file=sys.stderr)
             sys.exit(2)
+
+
+def _tell_commit() -> str:
+    """Return what a checkout holds now; its version is that of the commit that was installed."""
+    from dpprof.experiments.records.provenance import describe_git  # noqa: PLC0415 (needs psutil)
+
+    git = describe_git()
+    edited = ", edited" if git["dirty"] else ""
+    return "" if git["commit"] is None else f" (commit {git['commit'][:9]}{edited})"
 
 
 def import_command(name: str) -> Any:

@@ -238,9 +238,14 @@ def caption(group: Group, name: str) -> str:
 
 
 def distribution_of(group: Group, name: str) -> str:
-    """Return the distribution and version that declare a name; ``dpprof`` for its own."""
-    distribution = _entry(group, name).dist
-    return f"{distribution.name} {distribution.version}" if distribution else "dpprof"
+    """Return the distribution and version that declare a name; ``dpprof`` for its own.
+
+    Its own version follows from the commit, and says nothing that its sources do not say.
+    """
+    entry = _entry(group, name)
+    if entry.dist is None or _declared_here(entry):
+        return "dpprof"
+    return f"{entry.dist.name} {entry.dist.version}"
 
 
 _RANKS_OF_A_CORE = 8

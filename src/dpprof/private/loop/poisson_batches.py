@@ -21,6 +21,7 @@ from dpprof.private.loop.captured_parts import Part
 from dpprof.private.loop.public_numbers import PublicNumbers
 from dpprof.private.noise.noise_keys import make_generator
 from dpprof.private.samples.users import Users
+from dpprof.private.state_readers import LIGHTNING, WRITERS, is_asked_by
 
 if TYPE_CHECKING:
     from dpprof.private.loop.private_optimizer import PrivateOptimizer
@@ -143,6 +144,7 @@ class PoissonLoader:
         folds = [every[fold :: numbers.folds][rank::ranks] for fold in range(numbers.folds)]
         if not all(folds):
             raise ValueError(f"{len(every)} {numbers.unit}s are too few for {ranks} ranks")
+        self._largest = numbers.largest_of_rank or len(folds[0]) * (users.most if users else 1)
         self._parts = _Parts(
             *(folds, numbers.sample_rate, max_batch_size, generator),
             largest=numbers.largest_of_rank,
@@ -171,7 +173,17 @@ class PoissonLoader:
         return self.numbers.folds
 
     def __len__(self) -> int:
-        """How many steps an epoch has; it has more parts."""
+        """How many steps an epoch has; it has more parts.
+
+        Raises:
+            RuntimeError: Lightning asks, which takes so many parts, and then leaves the batch.
+        """
+        if self.max_batch_size < self._largest and is_asked_by(LIGHTNING):
+            raise RuntimeError(
+                f"Lightning ends an epoch after as many parts as there are batches, and "
+                f"max_batch_size={self.max_batch_size} makes more of them; iterate over the parts "
+                "of a batch in training_step, or leave max_batch_size out"
+            )
         return self.numbers.steps_of_epoch
 
     @property
@@ -243,7 +255,7 @@ class PoissonLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the next batch begins; ``secrets`` tell which samples follow."""
-        return {
+        state = {
             "secrets": {
                 "generator": self._state,
                 "samples": self.samples,
@@ -258,6 +270,9 @@ class PoissonLoader:
             "sample rate": self.sample_rate,
             "samples of a user": self.numbers.samples_of_user,
         }
+        if is_asked_by(WRITERS):
+            del state["secrets"]
+        return state
 
     def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
         """Go on from a state: the next iteration hands out the rest of its epoch.

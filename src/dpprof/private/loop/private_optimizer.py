@@ -16,6 +16,7 @@ from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.noise.quantile import QuantileBound
 from dpprof.private.noise.schedules import NOISY
 from dpprof.private.samples.users import Users
+from dpprof.private.state_readers import WRITERS, is_asked_by
 
 
 class PrivateOptimizer(NoisyOptimizer):

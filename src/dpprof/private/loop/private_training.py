@@ -29,6 +29,7 @@ from dpprof.private.ranks.ranks import find_ranks
 from dpprof.private.samples.random_state import get_state, set_state
 from dpprof.private.samples.repeated_checks import RepeatedChecks
 from dpprof.private.samples.users import read_users
+from dpprof.private.state_readers import WRITERS, is_asked_by
 
 METHODS: dict[str, type[Clipping]] = {
     "auto": BookKeeping,
@@ -97,7 +98,7 @@ class PrivateTraining:
             RuntimeError: A batch is not finished.
         """
         optimizer, loader = self.optimizer.state_dict(), self.data_loader.state_dict()
-        return {
+        state = {
             "optimizer": optimizer,
             "model": self.model.state_dict(),
             "data_loader": loader,
@@ -107,6 +108,9 @@ class PrivateTraining:
                 "random": {str(device): get_state(device) for device in self._devices},
             },
         }
+        if is_asked_by(WRITERS):
+            del state["secrets"]
+        return state
 
     def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
         """Restore a state; the next iteration over the data loader goes on where it was saved.

@@ -23,6 +23,7 @@ from dpprof.private.noise.quantile import QuantileBound
 from dpprof.private.noise.schedules import NOISY, keep_to_batches
 from dpprof.private.noise.strategies import Strategy
 from dpprof.private.ranks.ranks import Settings
+from dpprof.private.state_readers import WRITERS, is_asked_by
 
 HOOK = "_clipping_noise_hook"
 """The attribute of an optimizer with the hook that refuses steps without noise."""
@@ -534,7 +535,7 @@ class NoisyOptimizer(Optimizer):
             ``state`` and ``param_groups`` of the optimizer inside, and ``privacy``: settings as
             they were given and as they are, the number of steps, and ``secrets``, which nobody may
             see who sees what is released: what noise follows from, and the clipping's counts. Only
-            ``exact=True`` reads them.
+            ``exact=True`` reads them; checkpoints of Lightning and accelerate get none.
 
         Raises:
             RuntimeError: A batch is not finished.
@@ -553,6 +554,8 @@ class NoisyOptimizer(Optimizer):
             "steps": self.steps,
             "secrets": secrets,
         }
+        if is_asked_by(WRITERS):
+            del privacy["secrets"]
         return self.original_optimizer.state_dict() | {"privacy": privacy}
 
     def load_state_dict(self, state_dict: dict[str, Any], *, exact: bool = False) -> None:
