@@ -280,7 +280,7 @@ def resume(
     whole_run, other_run = (prepare(case, strategy=strategy) for _ in range(2))
     go_on(*whole_run)
     file = io.BytesIO()
-    torch.save([one.state_dict() for one in (whole_run[0], whole_run[2])], file)
+    torch.save([whole_run[0].state_dict(), whole_run[2].state_dict(exact=True)], file)
     go_on(*whole_run)
     file.seek(0)
     weights, state = torch.load(file, weights_only=True)
@@ -289,7 +289,7 @@ def resume(
     optimizer.load_state_dict(state, exact=True)
     go_on(*other_run)
     found = [{name: whole(p) for name, p in named(run[0])} for run in (whole_run, other_run)]
-    privacy = [run[2].state_dict()["privacy"] for run in (whole_run, other_run)]
+    privacy = [run[2].state_dict(exact=True)["privacy"] for run in (whole_run, other_run)]
     made_with = state["privacy"]["made_with"]
     made_with["rank"] = 1 - made_with["rank"]
     try:

@@ -13,7 +13,6 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from dpprof.private import make_private
-from dpprof.private.loop.secret_files import split_secrets
 
 SAMPLES, BATCH, STEPS, D = 24, 6, 8, 5
 RATE, BOUND, NOISE = BATCH / SAMPLES, 0.5, 1.0
@@ -64,14 +63,14 @@ def train(
             private.optimizer.step()
             private.optimizer.zero_grad()
             if private.optimizer.steps == resumes_after and private.optimizer.is_last_part:
-                state, resumes_after = private.state_dict(), 0
+                state, resumes_after = private.state_dict(exact=True), 0
                 private.remove()
                 private = begin(0)
                 private.load_state_dict(state, exact=True)
                 break
     if not isinstance(model, FSDPModule):
         Path("out").mkdir()
-        torch.save(split_secrets(private.state_dict())[0], "out/state.pt")
+        torch.save(private.state_dict(), "out/state.pt")
     private.remove()
     return {"guarantee": private.guarantee}
 

@@ -94,7 +94,7 @@ CHANGES = {
     "rate": lambda p: p.optimizer.param_groups[0].update(lr=0.01),
     "frozen": lambda p: p.model.layers[0].weight.requires_grad_(requires_grad=False),
     "module": lambda p: p.model.layers.insert(1, nn.Dropout(0.0)),
-    "state": lambda p: p.load_state_dict(p.state_dict(), exact=True),
+    "state": lambda p: p.load_state_dict(p.state_dict(exact=True), exact=True),
 }
 
 
@@ -283,7 +283,7 @@ def test_a_batch_that_is_left_is_forgotten(end) -> None:
     private.optimizer.backward(model.losses, *batch)
     assert private.optimizer.captured.is_open
     with pytest.raises(RuntimeError, match="within a batch"):
-        private.state_dict()
+        private.state_dict(exact=True)
     if end == "iterate again":
         next(iter(private.data_loader))
     else:
@@ -360,7 +360,7 @@ def test_a_resumed_run_ends_with_the_same_bits() -> None:
                 private.optimizer.zero_grad()
                 number += private.optimizer.is_last_part
                 if private.optimizer.is_last_part and private.optimizer.steps == stop:
-                    state, stop = private.state_dict(), None
+                    state, stop = private.state_dict(exact=True), None
                     model = Model().double()
                     private = prepare(model, max_batch_size=2)
                     private.load_state_dict(state, exact=True)
@@ -646,7 +646,7 @@ def test_a_run_without_generators_is_resumed_to_the_bit(make, schedule, verify_e
         private = prepare(model, optimizer=optimizer, **options)
         falling = SCHEDULES[schedule](private.optimizer)
         if stop is None:
-            states.append(copy.deepcopy(private.state_dict()))
+            states.append(copy.deepcopy(private.state_dict(exact=True)))
         private.load_state_dict(states[0], exact=True)
         while private.optimizer.steps < 12:
             for batch in private.data_loader:
@@ -657,7 +657,7 @@ def test_a_run_without_generators_is_resumed_to_the_bit(make, schedule, verify_e
                     if falling is not None:
                         falling.step()
                     if private.optimizer.steps == stop:
-                        state, stop = copy.deepcopy(private.state_dict()), None
+                        state, stop = copy.deepcopy(private.state_dict(exact=True)), None
                         rates = None if falling is None else falling.state_dict()
                         model = Model().double()
                         optimizer = make(model.parameters(), lr=0.1)
@@ -678,8 +678,8 @@ def test_an_exact_resume_by_another_execution_is_refused() -> None:
     captured, eager = (prepare(Model().double(), execution=one) for one in ("auto", "eager"))
     for own, other in ((captured, eager), (eager, captured)):
         with pytest.raises(ValueError, match="one of both runs replays CUDA graphs"):
-            own.load_state_dict(other.state_dict(), exact=True)
-        own.load_state_dict(other.state_dict())
+            own.load_state_dict(other.state_dict(exact=True), exact=True)
+        own.load_state_dict(other.state_dict(exact=True))
 
 
 def test_where_nothing_is_ever_replayed_a_warning_says_so(caplog) -> None:
@@ -750,7 +750,7 @@ def test_a_parameter_that_trains_after_a_state_gets_its_state_in_a_loop(make) ->
                 private.load_state_dict(states[0], exact=True)
             model.layers[0].weight.requires_grad_(not is_frozen)
             loop(private, model.losses, epochs=3)
-            states.append(copy.deepcopy(private.state_dict()))
+            states.append(copy.deepcopy(private.state_dict(exact=True)))
         trained.append(weights(model))
     # AdamW counts its steps in float32 on a device.
     torch.testing.assert_close(*trained, rtol=1e-3, atol=1e-4)
@@ -791,7 +791,7 @@ def test_small_batches_are_resumed_to_the_bit() -> None:
                 private.optimizer.step()
                 private.optimizer.zero_grad()
                 if private.optimizer.steps == stop:
-                    state, stop = copy.deepcopy(private.state_dict()), None
+                    state, stop = copy.deepcopy(private.state_dict(exact=True)), None
                     model = Model().double()
                     private = prepare(model, data_loader=load(batch_size=2))
                     private.load_state_dict(state, exact=True)

@@ -72,7 +72,7 @@ class Run:
         return self.released[-1]
 
     def state(self):
-        return copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
+        return copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict(exact=True)])
 
     def load(self, state, *, exact: bool) -> "Run":
         model, optimizer = copy.deepcopy(state)
@@ -290,7 +290,7 @@ def test_a_captured_step_is_that_of_a_loop(noise, inner, parts, monkeypatch) -> 
 def test_a_state_is_a_copy_and_is_secret() -> None:
     run = Run(d=5)
     run.step()
-    privacy = run.optimizer.state_dict()["privacy"]
+    privacy = run.optimizer.state_dict(exact=True)["privacy"]
     kept = [each.clone() for each in privacy["secrets"]["buffers"]["kept"]]
     run.step()
     for before, after in zip(kept, privacy["secrets"].pop("buffers")["kept"], strict=True):
@@ -350,7 +350,7 @@ def test_settings_and_states_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="noise_buffers must be one of device, cpu, and is 'gpu'"):
         Run(noise_buffers="gpu")
     run = Run(d=5)
-    state = run.optimizer.state_dict()
+    state = run.optimizer.state_dict(exact=True)
     for other, told in (
         (Run("bisr", d=5), "made with noise 'banded of 3 bands, 7 steps and 3 folds', and this"),
         (Run(d=5, strategy=None), "and this one with 'independent'"),
@@ -393,7 +393,7 @@ def test_one_call_correlates_noise_and_goes_on_to_the_same_bits(noise) -> None:
     runs = [prepare(noise=noise, max_batch_size=2, noise_generator=None) for _ in range(2)]
     (model, private), (other_model, other) = runs
     train(private, model, epochs=1)
-    other.load_state_dict(copy.deepcopy(private.state_dict()), exact=True)
+    other.load_state_dict(copy.deepcopy(private.state_dict(exact=True)), exact=True)
     for each_model, each in runs:
         train(each, each_model, epochs=1)
 
@@ -422,7 +422,7 @@ def test_a_batch_that_a_loop_leaves_begins_the_strategy_anew() -> None:
 @pytest.mark.parametrize("noise", NOISES)
 def test_a_loader_that_goes_back_alone_begins_the_strategy_anew(noise) -> None:
     model, private = prepare(noise=noise)
-    state = private.data_loader.state_dict()
+    state = private.data_loader.state_dict(exact=True)
     for _ in range(3):
         private.data_loader.load_state_dict(state)
         batch = next(iter(private.data_loader))
@@ -439,14 +439,14 @@ def test_all_steps_of_bisr_are_one_mechanism_and_the_budget_has_one_beginning() 
     assert private.epsilon_spent() == pytest.approx(2.0, rel=0.02)
     assert private.epsilon_spent() <= 2.0
     before = weights(model)
-    private.load_state_dict(private.state_dict())
+    private.load_state_dict(private.state_dict(exact=True))
     with pytest.raises(RuntimeError, match="the privacy budget is spent: with bisr it is for one"):
         train(private, model, epochs=1)
     assert torch.equal(weights(model), before)
 
     model, private = prepare(noise="bisr", noise_multiplier=5.0)  # no budget: what is spent counts
     train(private, model, epochs=1)
-    private.load_state_dict(private.state_dict())
+    private.load_state_dict(private.state_dict(exact=True))
     train(private, model, epochs=1)
     assert private.spent.history == [(5.0, 1.0, 2)]
 

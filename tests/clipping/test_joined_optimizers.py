@@ -99,7 +99,7 @@ def test_schedules_of_members_step_once_for_each_batch() -> None:
 def test_a_training_is_resumed_to_the_bit() -> None:
     model, _, private = make()
     train(private, model, epochs=1)
-    state = copy.deepcopy(private.state_dict())
+    state = copy.deepcopy(private.state_dict(exact=True))
     train(private, model, epochs=1)
 
     again, _, other = make(noise_generator=seeded(8))
@@ -167,7 +167,7 @@ def test_a_state_of_one_optimizer_is_not_loaded_into_two() -> None:
     _, _, one = make(lambda model: torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9))
     _, _, two = make()
     with pytest.raises(ValueError, match="of no joined optimizers, and there are 2"):
-        two.load_state_dict(one.state_dict())
+        two.load_state_dict(one.state_dict(exact=True))
 
 
 def test_their_steps_follow_graphs_too(monkeypatch) -> None:

@@ -70,10 +70,6 @@ def with_step(step: Callable[[Any, Any], None]) -> Callable[[type], type]:
     return lambda module: type("Other", (module,), {"training_step": step})
 
 
-def hand_the_loader(module: type) -> type:
-    return type("Loads", (module,), {"train_dataloader": lambda self: self.private.data_loader})
-
-
 def save_within_a_batch(module: Any, _: Any) -> None:
     module.private.optimizer.backward(module.sample_losses, *next(module.parts))
     module.trainer.save_checkpoint("within.ckpt")
@@ -118,10 +114,6 @@ MISUSES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "another data loader": (
         lambda: {"change": with_step(clip_what_comes), "fit": {"train_dataloaders": other()}},
         "these samples were not drawn by the private data loader",
-    ),
-    "parts that Lightning counts": (
-        lambda: {"change": hand_the_loader},
-        "Lightning ends an epoch after as many parts as there are batches",
     ),
     "a scaler": (lambda: {"plugins": [scale()]}, "GradScaler does not work with clipping"),
     "more epochs": (lambda: {"max_epochs": 4}, "the privacy budget is spent"),

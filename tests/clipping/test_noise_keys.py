@@ -156,7 +156,7 @@ class Run:
 def test_resumed_rolled_back_and_reordered_steps_have_independent_noise(way) -> None:
     run = Run(way)
     noises = [run.step(), run.step()]
-    state = copy.deepcopy(run.optimizer.state_dict())
+    state = copy.deepcopy(run.optimizer.state_dict(exact=True))
     noises += [run.step(1), run.step(2)]
     run.optimizer.load_state_dict(state)  # rolled back
     noises += [run.step(1), run.step(2)]
@@ -262,7 +262,11 @@ def test_of_500_steps_only_those_with_equal_sums_share_noise(monkeypatch) -> Non
         return NoisyOptimizer(sgd, BookKeeping(model, 1.0, first_batch="trusted"), **options)
 
     optimizer = begin()
-    states, sums, noises = [copy.deepcopy(optimizer.state_dict())], [], torch.empty(500, n)
+    states, sums, noises = (
+        [copy.deepcopy(optimizer.state_dict(exact=True))],
+        [],
+        torch.empty(500, n),
+    )
     for step in range(500):
         kind = draws.choice(["new", "resumed", "rolled back", "forked", "other order", "exactly"])
         if kind in ("new", "resumed"):
@@ -281,7 +285,7 @@ def test_of_500_steps_only_those_with_equal_sums_share_noise(monkeypatch) -> Non
         sums.append(summed.numpy().tobytes())
         optimizer.zero_grad()
         if draws.random() < 0.2:
-            states.append(copy.deepcopy(optimizer.state_dict()))
+            states.append(copy.deepcopy(optimizer.state_dict(exact=True)))
 
     both = torch.corrcoef(noises).fill_diagonal_(0).abs() * math.sqrt(n)
     related = [(one, other) for one, other in (both > 5.5).nonzero().tolist() if one < other]

@@ -83,7 +83,7 @@ def test_a_resumed_run_has_parts_of_the_same_size(monkeypatch) -> None:
     found = iter([2, 5])
     monkeypatch.setattr(part_size, "choose_fastest", lambda *_: next(found))
     first, again = (prepare(Model().double(), max_batch_size="auto") for _ in range(2))
-    again.load_state_dict(first.state_dict(), exact=True)
+    again.load_state_dict(first.state_dict(exact=True), exact=True)
     assert again.data_loader.max_batch_size == 2
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from documents import PRIVATE_TRAINING, find_code
-from one_call import BATCH, SAMPLES, D, Model, load, prepare, seeded, train, weights
+from one_call import BATCH, SAMPLES, D, Model, find_names, load, prepare, seeded, train, weights
 from opacus import GradSampleModule, PrivacyEngine
 from opacus.data_loader import DPDataLoader
 from opacus.optimizers import DPOptimizer
@@ -176,7 +176,7 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(stop_after) -> None:
             optimizer.step()
             optimizer.zero_grad()
             if optimizer.steps == stop_after and not optimizer.is_within_a_batch:
-                saved = copy.deepcopy(first.state_dict())
+                saved = copy.deepcopy(first.state_dict(exact=True))
                 break
     first.optimizer.clipping.remove()
     again = Model().double()
@@ -194,7 +194,7 @@ def test_steps_that_are_taken_again_in_a_process_count_again() -> None:
     model = Model().double()
     private = prepare(model)
     train(private, model, epochs=1)
-    saved = copy.deepcopy(private.state_dict())
+    saved = copy.deepcopy(private.state_dict(exact=True))
     privacy = saved["optimizer"]["privacy"] | {"secrets": saved["secrets"]["noise"]}
     alone = saved["optimizer"] | {"privacy": privacy}
     before = weights(model)
@@ -216,10 +216,10 @@ def test_steps_of_two_runs_from_one_state_all_count() -> None:
     models = [Model().double() for _ in range(2)]
     first, second = (prepare(model, folds=2) for model in models)
     train(first, models[0], epochs=1)
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(first.state_dict(exact=True))
     for private, model in zip((first, second), models, strict=True):
         train(private, model, epochs=1)
-    first.load_state_dict(second.state_dict())
+    first.load_state_dict(second.state_dict(exact=True))
     assert first.spent.steps == 12
     assert first.spent.history == [(1.0, 0.5, 6)]  # of each of two folds
 
@@ -326,6 +326,19 @@ def test_a_look_at_another_batch_ends_the_iteration() -> None:
         next(parts)
 
 
+@pytest.mark.parametrize("part", ["optimizer", "data_loader", None])
+def test_a_state_has_secrets_only_where_they_are_asked_for(part) -> None:
+    """Frameworks write what ``state_dict()`` returns into checkpoints by themselves."""
+    private = prepare(Model().double(), bound_quantile=0.5, noise_multiplier=0.5)
+    whole = private if part is None else getattr(private, part)
+    assert "secrets" in find_names(whole.state_dict(exact=True))
+    state = whole.state_dict()
+    assert "secrets" not in find_names(state)
+    with pytest.raises(ValueError, match=r"save state_dict\(exact=True\)"):
+        whole.load_state_dict(state, exact=True)
+    whole.load_state_dict(state)
+
+
 def test_an_older_iteration_takes_no_part_of_a_newer_one() -> None:
     """Else what is told of parts, such as which is the last, would be told of others."""
     model = Model().double()
@@ -345,7 +358,7 @@ def test_an_older_iteration_takes_no_part_of_a_newer_one() -> None:
 def test_a_state_loaded_within_the_loop_ends_the_iteration() -> None:
     model = Model().double()
     private = prepare(model)
-    saved = copy.deepcopy(private.state_dict())
+    saved = copy.deepcopy(private.state_dict(exact=True))
     parts = iter(private.data_loader)
     private.optimizer.backward(model.losses(*next(parts)))
     private.optimizer.step()
@@ -379,7 +392,7 @@ def test_few_samples_have_a_batch_of_their_own_size() -> None:
 
 
 def test_a_state_of_other_data_is_refused() -> None:
-    saved = prepare(Model().double()).data_loader.state_dict()
+    saved = prepare(Model().double()).data_loader.state_dict(exact=True)
     fewer = TensorDataset(*load().dataset[:12])
     private = prepare(Model().double(), data_loader=DataLoader(fewer, batch_size=6, shuffle=True))
     with pytest.raises(ValueError, match="saved with steps in an epoch: 4, and here"):
@@ -398,7 +411,7 @@ def test_a_state_within_a_batch_is_refused() -> None:
     batch = next(iter(private.data_loader))
     private.optimizer.backward(model.losses(*batch))
     with pytest.raises(RuntimeError, match="a state cannot be saved within a batch"):
-        private.state_dict()
+        private.state_dict(exact=True)
 
 
 def test_opacus_own_loader_keeps_its_rate() -> None:

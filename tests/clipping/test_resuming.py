@@ -46,7 +46,10 @@ class Run:
         return self.model.losses(ids, labels, weights)
 
     def state(self):
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(exact=True),
+        }
 
     def save(self) -> io.BytesIO:
         file = io.BytesIO()
@@ -127,7 +130,7 @@ def test_what_schedules_changed_is_restored_and_goes_on() -> None:
 
 def test_a_state_is_that_of_the_optimizer_inside_with_privacy_added() -> None:
     run = Run(inner="adamw").train(1)
-    state = run.optimizer.state_dict()
+    state = run.optimizer.state_dict(exact=True)
     inner = run.optimizer.original_optimizer.state_dict()
     assert state.keys() == {*inner, "privacy"}
     assert same({key: state[key] for key in inner}, inner)
@@ -136,13 +139,13 @@ def test_a_state_is_that_of_the_optimizer_inside_with_privacy_added() -> None:
 
 def test_a_state_in_the_optimizer_inside_leaves_noise_fresh() -> None:
     first = Run().train(1)
-    state = first.optimizer.state_dict()
+    state = first.optimizer.state_dict(exact=True)
     first.train(1)
     for _ in range(2):
         other = Run()
         other.optimizer.original_optimizer.load_state_dict(state)
         assert same(other.optimizer.original_optimizer.state_dict()["state"], state["state"])
-        assert not same(other.optimizer.state_dict()["privacy"], state["privacy"])
+        assert not same(other.optimizer.state_dict(exact=True)["privacy"], state["privacy"])
         assert not same(other.train(1).state(), first.state())
 
 
@@ -166,7 +169,7 @@ def refuse(run: Run, state, told: str, error=ValueError) -> None:
     ],
 )
 def test_a_state_of_other_settings_is_refused(option, other, told) -> None:
-    state = Run().train(1).optimizer.state_dict()
+    state = Run().train(1).optimizer.state_dict(exact=True)
     refuse(Run(**{option: other}).train(2), state, told)
 
 
@@ -201,7 +204,7 @@ REFUSED = {
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(what) -> None:
     run = Run().train(1)
     run.optimizer.noise_multiplier = 0.75
-    state = run.optimizer.state_dict()
+    state = run.optimizer.state_dict(exact=True)
     change, message = REFUSED[what]
     change(state)
     refuse(Run(), state, message, KeyError if what == "no counts" else ValueError)
@@ -210,7 +213,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(what) -> None:
 @pytest.mark.parametrize("is_secure", [False, True])
 def test_a_generator_without_a_state_goes_on_with_fresh_noise_alone(is_secure) -> None:
     run = Run(generator=Secure(), secure_mode=is_secure).train(1)
-    state = run.optimizer.state_dict()
+    state = run.optimizer.state_dict(exact=True)
     with pytest.raises(ValueError, match="has no secrets, so its noise cannot be repeated"):
         run.optimizer.load_state_dict(state, exact=True)
     run.optimizer.load_state_dict(state)
@@ -218,7 +221,7 @@ def test_a_generator_without_a_state_goes_on_with_fresh_noise_alone(is_secure) -
 
 
 def test_a_generator_takes_the_states_of_its_kind_alone() -> None:
-    state = Run(generator=torch.Generator()).optimizer.state_dict()
+    state = Run(generator=torch.Generator()).optimizer.state_dict(exact=True)
     state["privacy"]["secrets"]["noise"]["cpu"] = torch.zeros(16, dtype=torch.uint8)
     refuse(Run(generator=torch.Generator()), state, "does not take this state .*size")
 
@@ -227,7 +230,7 @@ def test_secure_noise_is_the_systems_or_of_a_secure_generator() -> None:
     with pytest.raises(ValueError, match="PyTorch's own are not; leave out the generator"):
         Run(generator=torch.Generator(), secure_mode=True)
     run = Run(secure_mode=True).train(1)
-    assert run.optimizer.state_dict()["privacy"]["secrets"]["noise"] == {}
+    assert run.optimizer.state_dict(exact=True)["privacy"]["secrets"]["noise"] == {}
 
 
 def left_after_backward(run: Run) -> None:
@@ -256,10 +259,10 @@ def left_before_it_was_applied(run: Run) -> None:
 )
 def test_within_a_batch_a_state_is_neither_saved_nor_loaded(leave) -> None:
     run = Run().train(1)
-    state = run.optimizer.state_dict()
+    state = run.optimizer.state_dict(exact=True)
     leave(run)
     with pytest.raises(RuntimeError, match="cannot be saved within a batch: sums without noise"):
-        run.optimizer.state_dict()
+        run.optimizer.state_dict(exact=True)
     with pytest.raises(RuntimeError, match="cannot be loaded within a batch"):
         run.optimizer.load_state_dict(state)
 
@@ -268,7 +271,7 @@ def test_a_batch_that_was_dropped_may_be_followed_by_a_state() -> None:
     run = Run().train(1)
     left_after_backward(run)
     run.optimizer.zero_grad()
-    assert run.optimizer.state_dict()["privacy"]["steps"] == 1
+    assert run.optimizer.state_dict(exact=True)["privacy"]["steps"] == 1
 
 
 # The loop of the document, in processes that are killed.
@@ -332,7 +335,7 @@ dataset, sample_rate, total_steps = TensorDataset(*data), 0.1, 24
 '''
 
 END = """
-states = [one.state_dict() for one in (model, optimizer, accountant)]
+states = [model.state_dict(), optimizer.state_dict(exact=True), accountant.state_dict()]
 torch.save([*states, sampling.get_state(), torch.get_rng_state()], "final.pt")
 """
 

@@ -167,7 +167,7 @@ def test_a_run_that_stops_within_a_round_of_folds_goes_on_there() -> None:
     drawn = train(whole, 8)
     first = prepare(**options)
     train(first, 5)
-    state = copy.deepcopy(first.state_dict())
+    state = copy.deepcopy(first.state_dict(exact=True))
 
     exact = prepare(seed=6, **options)
     exact.load_state_dict(state, exact=True)
@@ -199,7 +199,7 @@ def test_a_state_of_another_sampling_is_refused(change, told) -> None:
     saved = prepare(folds=3, truncated_batch_size=4)
     train(saved, 1)
     with pytest.raises(ValueError, match=told):
-        prepare(**change).load_state_dict(saved.state_dict())
+        prepare(**change).load_state_dict(saved.state_dict(exact=True))
     spent = Spent(Sampling(0.75, 3), 1e-3, "rdp")
     with pytest.raises(ValueError, match=r"has truncated_batch_size \(of a rank\) 4, and .* None"):
         spent.load_state_dict(saved.spent.state_dict())

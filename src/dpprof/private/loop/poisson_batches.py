@@ -21,7 +21,6 @@ from dpprof.private.loop.captured_parts import Part
 from dpprof.private.loop.public_numbers import PublicNumbers
 from dpprof.private.noise.noise_keys import make_generator
 from dpprof.private.samples.users import Users
-from dpprof.private.state_readers import LIGHTNING, WRITERS, is_asked_by
 
 if TYPE_CHECKING:
     from dpprof.private.loop.private_optimizer import PrivateOptimizer
@@ -144,7 +143,6 @@ class PoissonLoader:
         folds = [every[fold :: numbers.folds][rank::ranks] for fold in range(numbers.folds)]
         if not all(folds):
             raise ValueError(f"{len(every)} {numbers.unit}s are too few for {ranks} ranks")
-        self._largest = numbers.largest_of_rank or len(folds[0]) * (users.most if users else 1)
         self._parts = _Parts(
             *(folds, numbers.sample_rate, max_batch_size, generator),
             largest=numbers.largest_of_rank,
@@ -173,17 +171,7 @@ class PoissonLoader:
         return self.numbers.folds
 
     def __len__(self) -> int:
-        """How many steps an epoch has; it has more parts.
-
-        Raises:
-            RuntimeError: Lightning asks, which takes so many parts, and then leaves the batch.
-        """
-        if self.max_batch_size < self._largest and is_asked_by(LIGHTNING):
-            raise RuntimeError(
-                f"Lightning ends an epoch after as many parts as there are batches, and "
-                f"max_batch_size={self.max_batch_size} makes more of them; iterate over the parts "
-                "of a batch in training_step, or leave max_batch_size out"
-            )
+        """How many steps an epoch has; it has more parts."""
         return self.numbers.steps_of_epoch
 
     @property
@@ -253,15 +241,15 @@ class PoissonLoader:
         """Load and collate some samples, which nothing drew."""
         return self._loader.collate_fn([self._loader.dataset[at] for at in indices])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the next batch begins; ``secrets`` tell which samples follow."""
-        state = {
-            "secrets": {
-                "generator": self._state,
-                "samples": self.samples,
-                "max_batch_size": self.max_batch_size,
-                "users of samples": self.users and self.users.digest,
-            },
+    def state_dict(self, *, exact: bool = False) -> dict[str, Any]:
+        """Return where the next batch begins; with ``secrets``, which samples follow, if exact."""
+        secrets = {
+            "generator": self._state,
+            "samples": self.samples,
+            "max_batch_size": self.max_batch_size,
+            "users of samples": self.users and self.users.digest,
+        }
+        return ({"secrets": secrets} if exact else {}) | {
             "steps of the epoch": self._done,
             "batches": self._batches,
             "steps in an epoch": len(self),
@@ -270,9 +258,6 @@ class PoissonLoader:
             "sample rate": self.sample_rate,
             "samples of a user": self.numbers.samples_of_user,
         }
-        if is_asked_by(WRITERS):
-            del state["secrets"]
-        return state
 
     def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
         """Go on from a state: the next iteration hands out the rest of its epoch.
@@ -298,8 +283,11 @@ class PoissonLoader:
     def refuse_other(self, state: dict[str, Any], *, exact: bool) -> None:
         """Refuse a state that ``load_state_dict`` cannot go on from (``ValueError``)."""
         if exact and not state.get("secrets"):
-            raise ValueError("this state has no secrets, so no run can draw the same samples")
-        saved, own = dict(state), self.state_dict()
+            raise ValueError(
+                "this state has no secrets, so no run can draw the same samples: save "
+                "state_dict(exact=True), or leave out exact=True here"
+            )
+        saved, own = dict(state), self.state_dict(exact=exact)
         names = [name for name in own if name not in ("secrets", "steps of the epoch", "batches")]
         if exact:
             saved, own = saved | saved["secrets"], own | own["secrets"]

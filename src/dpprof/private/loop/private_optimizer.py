@@ -16,7 +16,6 @@ from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.noise.quantile import QuantileBound
 from dpprof.private.noise.schedules import NOISY
 from dpprof.private.samples.users import Users
-from dpprof.private.state_readers import WRITERS, is_asked_by
 
 
 class PrivateOptimizer(NoisyOptimizer):
@@ -190,16 +189,18 @@ class PrivateOptimizer(NoisyOptimizer):
             )
         self.spent.count(self, 0 if is_whole else self._fold)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, exact: bool = False) -> dict[str, Any]:
         """Return that of ``NoisyOptimizer``, with what was spent."""
-        state = super().state_dict()
+        state = super().state_dict(exact=exact)
         if self.spent is not None:
             state["privacy"]["spent"] = self.spent.state_dict()
-        if self.captured is not None:
-            state["privacy"]["secrets"]["captured"] = self.captured.state_dict()
-        if self.quantile is not None:
-            state["privacy"]["secrets"]["quantile"] = self.quantile.keys.state_dict()
         return state
+
+    def _list_secrets(self) -> dict[str, Any]:
+        secrets = super()._list_secrets()
+        if self.captured is not None:
+            secrets["captured"] = self.captured.state_dict()
+        return secrets
 
     def load_state_dict(self, state_dict: dict[str, Any], *, exact: bool = False) -> None:
         """Go on as ``NoisyOptimizer`` does; no step that was counted is forgotten.

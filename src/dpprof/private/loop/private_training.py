@@ -29,7 +29,6 @@ from dpprof.private.ranks.ranks import find_ranks
 from dpprof.private.samples.random_state import get_state, set_state
 from dpprof.private.samples.repeated_checks import RepeatedChecks
 from dpprof.private.samples.users import read_users
-from dpprof.private.state_readers import WRITERS, is_asked_by
 
 METHODS: dict[str, type[Clipping]] = {
     "auto": BookKeeping,
@@ -86,30 +85,29 @@ class PrivateTraining:
         """Return the epsilon of all steps so far (``Spent.epsilon``)."""
         return self.spent.epsilon(delta)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, exact: bool = False) -> dict[str, Any]:
         """Return all that a run needs to go on, between two steps.
 
         That is the state of the model, of the optimizer, with what was spent, and of the sampling.
-        Under ``secrets`` is what only an exact resume needs: of the noise, the sampling and
-        PyTorch's generators. Keep it apart from what is published, with a mode of 0600: the noise
-        of the next step follows from it. Generators of Python and NumPy are not in it.
+
+        Args:
+            exact: Whether it has ``secrets`` too, of the noise, the sampling and PyTorch's
+                generators, which ``load_state_dict`` needs for ``exact``. Keep these apart from
+                what is published, with a mode of 0600: the noise of the next step follows from
+                them. Generators of Python and NumPy are not in it.
 
         Raises:
             RuntimeError: A batch is not finished.
         """
-        optimizer, loader = self.optimizer.state_dict(), self.data_loader.state_dict()
-        state = {
-            "optimizer": optimizer,
-            "model": self.model.state_dict(),
-            "data_loader": loader,
-            "secrets": {
+        optimizer = self.optimizer.state_dict(exact=exact)
+        loader = self.data_loader.state_dict(exact=exact)
+        state = {"optimizer": optimizer, "model": self.model.state_dict(), "data_loader": loader}
+        if exact:
+            state["secrets"] = {
                 "noise": optimizer["privacy"].pop("secrets"),
                 "sampling": loader.pop("secrets"),
                 "random": {str(device): get_state(device) for device in self._devices},
-            },
-        }
-        if is_asked_by(WRITERS):
-            del state["secrets"]
+            }
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, exact: bool = False) -> None:
@@ -127,7 +125,9 @@ class PrivateTraining:
         """
         secrets: dict[str, Any] = state.get("secrets", {}) if exact else {}
         if exact and not secrets:
-            raise ValueError("this state has no secrets, and exact=True needs them")
+            raise ValueError(
+                "this state has no secrets: save state_dict(exact=True), or leave out exact=True"
+            )
         loader, optimizer = dict(state["data_loader"]), dict(state["optimizer"])
         if secrets:
             loader["secrets"] = secrets["sampling"]

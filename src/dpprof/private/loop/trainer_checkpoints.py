@@ -44,8 +44,8 @@ class PrivateCheckpoints(PrivateBase):
         """Return what this rank has beside the optimizer's state, with its secrets."""
         assert self._steps is not None
         return {
-            "loader": self._steps.loader.state_dict(),
-            "privacy": self.private_optimizer.state_dict()["privacy"],
+            "loader": self._steps.loader.state_dict(exact=True),
+            "privacy": self.private_optimizer.state_dict(exact=True)["privacy"],
         }
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

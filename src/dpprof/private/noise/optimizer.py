@@ -23,7 +23,6 @@ from dpprof.private.noise.quantile import QuantileBound
 from dpprof.private.noise.schedules import NOISY, keep_to_batches
 from dpprof.private.noise.strategies import Strategy
 from dpprof.private.ranks.ranks import Settings
-from dpprof.private.state_readers import WRITERS, is_asked_by
 
 HOOK = "_clipping_noise_hook"
 """The attribute of an optimizer with the hook that refuses steps without noise."""
@@ -528,19 +527,33 @@ class NoisyOptimizer(Optimizer):
         """End a step on all batches that were clipped since the last one, which a graph took."""
         self._batches_before = self.clipping.batches
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, exact: bool = False) -> dict[str, Any]:
         """Return what this rank needs to go on; ``torch.load(weights_only=True)`` reads it.
+
+        Args:
+            exact: Whether it has ``secrets``, which ``load_state_dict`` needs for ``exact``.
+                Whoever writes states by itself, as frameworks do, gets none.
 
         Returns:
             ``state`` and ``param_groups`` of the optimizer inside, and ``privacy``: settings as
             they were given and as they are, the number of steps, and ``secrets``, which nobody may
-            see who sees what is released: what noise follows from, and the clipping's counts. Only
-            ``exact=True`` reads them; checkpoints of Lightning and accelerate get none.
+            see who sees what is released: what noise follows from, and the clipping's counts.
 
         Raises:
             RuntimeError: A batch is not finished.
         """
         self._refuse_within_a_batch("saved")
+        privacy = {
+            "made_with": dict(self._made_with),
+            "settings": self.settings,
+            "steps": self.steps,
+        }
+        if exact:
+            privacy["secrets"] = self._list_secrets()
+        return self.original_optimizer.state_dict() | {"privacy": privacy}
+
+    def _list_secrets(self) -> dict[str, Any]:
+        """Return what noise follows from, and counts of what was drawn."""
         secrets = {
             "noise": {} if self._is_of_system else self.keys.state_dict(),
             "batches": self.clipping.batches,
@@ -548,15 +561,9 @@ class NoisyOptimizer(Optimizer):
         }
         if self.buffers is not None:
             secrets["buffers"] = self.buffers.state_dict()
-        privacy = {
-            "made_with": dict(self._made_with),
-            "settings": self.settings,
-            "steps": self.steps,
-            "secrets": secrets,
-        }
-        if is_asked_by(WRITERS):
-            del privacy["secrets"]
-        return self.original_optimizer.state_dict() | {"privacy": privacy}
+        if self.quantile is not None:
+            secrets["quantile"] = self.quantile.keys.state_dict()
+        return secrets
 
     def load_state_dict(self, state_dict: dict[str, Any], *, exact: bool = False) -> None:
         """Go on where ``state_dict`` was called, or raise and change nothing.
@@ -620,7 +627,8 @@ class NoisyOptimizer(Optimizer):
             return
         if not secrets.get("noise") or self._is_of_system:
             raise ValueError(
-                "this state has no secrets, so its noise cannot be repeated; leave out exact=True"
+                "this state has no secrets, so its noise cannot be repeated: save "
+                "state_dict(exact=True), or leave out exact=True here"
             )
         if self.buffers is not None:
             self.buffers.refuse_other(secrets["buffers"])
