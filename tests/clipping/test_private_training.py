@@ -1,6 +1,7 @@
 """``make_private``: an ordinary loop, with Opacus's batches, noise and budget."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -222,6 +223,19 @@ def test_steps_of_two_runs_from_one_state_all_count() -> None:
     first.load_state_dict(second.state_dict(exact=True))
     assert first.spent.steps == 12
     assert first.spent.history == [(1.0, 0.5, 6)]  # of each of two folds
+
+
+def test_steps_of_a_fork_count_beside_those_of_the_other(monkeypatch) -> None:
+    private = prepare(Model().double())
+    spent = private.spent
+    spent.count(private.optimizer)
+    fork = copy.deepcopy(spent)
+    spent.count(private.optimizer)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: 0)
+        fork.count(private.optimizer)
+    spent.load_state_dict(fork.state_dict())
+    assert spent.history == [(1.0, 0.25, 3)]
 
 
 def test_a_batch_that_was_left_is_thrown_away() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import uuid
 import warnings
 from collections import Counter
@@ -51,11 +52,13 @@ class Spent:
         self.training = uuid.uuid4().hex
         """Names this training among those that are counted together."""
 
+        self._process = os.getpid()
+
         self.histories: dict[str, list[Steps]] = {self.training: []}
         """The steps of each training; trainings that are counted together share the dictionary.
 
-        After a load steps are under a name of their own behind the training's, so that a name has
-        the steps of one process in their order; those of folds but the first, under its number too.
+        After a load, or a fork, steps are under a name of their own behind the training's, so that
+        a name has the steps of one line; those of folds but the first, under its number too.
         """
 
     @property
@@ -141,10 +144,12 @@ class Spent:
             counted = self.histories.setdefault(name, [])
             if _count(saved) > _count(counted):
                 counted[:] = [(noise, rate, steps) for noise, rate, steps in saved]
-        self.training = f"{_training_of(training)}:{uuid.uuid4().hex}"
+        self.training, self._process = _name_line(training), os.getpid()
 
     def count(self, optimizer: "NoisyOptimizer", fold: int = 0) -> None:
         """Count a step, which an optimizer is about to take on samples of a fold."""
+        if os.getpid() != self._process:  # the other process goes on under the name of before
+            self.training, self._process = _name_line(self.training), os.getpid()
         own = self.histories.setdefault(self.training + (f"/{fold}" if fold else ""), [])
         kind = optimizer.counted_noise_multiplier, self.sampling.rate
         if own and own[-1][:2] == kind:
@@ -255,6 +260,10 @@ class Spent:
                 few = math.exp(epsilon) * false_positive_rate + delta
                 rate = min(rate, few, 1 - math.exp(-epsilon) * (1 - delta - false_positive_rate))
         return max(rate, false_positive_rate)
+
+
+def _name_line(training: str) -> str:
+    return f"{_training_of(training)}:{uuid.uuid4().hex}"
 
 
 def _training_of(name: str) -> str:
