@@ -95,6 +95,12 @@ def test_how_a_checkpoint_was_saved_is_no_part_of_the_model(folder) -> None:
     assert resolve("hf:a.json") == {"hf": "a", **TINY}
 
 
+def test_a_name_of_the_hub_is_that_of_the_same_bundled_model() -> None:
+    assert resolve("hf:bert-base-uncased") == resolve("hf:bert-base")
+    named = {"hf": "bert-large-uncased", "task": "masked-lm"}
+    assert resolve(named) == resolve({"hf": "bert-large", "task": "masked-lm"})
+
+
 def test_models_multiply_and_are_excluded_like_names() -> None:
     text = """
     sweeps: {s: {model: [hf:tiny-gpt2, {hf: tiny-llama, vocab_size: 50}, tiny], method: flash,

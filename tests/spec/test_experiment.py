@@ -179,6 +179,11 @@ REFUSED = [
     {"attention": "flash_attention_2"},
     {"head": "liger"},
     {"checkpointing": "every-other"},
+    {"checkpointing": "offload"},
+    {"optimizer": "optimizer_in_bwd"},
+    {"padding": "packing"},
+    {"model": {"hf": "tiny-bert", "task": "question-answering"}},
+    {"model": {"hf": "tiny-llama", "task": "dpo"}},
 ]
 
 

@@ -33,6 +33,13 @@ _ABOUT_FILES = {
 }
 """Keys of a config that say how a checkpoint was saved, and nothing about the model's shape."""
 
+_SAME: Mapping[str, str] = {
+    "bert-base-uncased": "bert-base",
+    "bert-large-uncased": "bert-large",
+    "vit-base-patch16-224": "vit-base",
+}
+"""The bundled names of models that the hub names otherwise."""
+
 _MAX_NAME = 40
 
 Quantization = Literal["nf4", "nf4-double", "fp4", "fp4-double", "int8"]
@@ -112,24 +119,30 @@ def resolve(value: Any) -> Any:
         ValueError: There is no such config, or it cannot be used; the message says what can.
     """
     if isinstance(value, str) and value.startswith(PREFIX):
-        name = value.removeprefix(PREFIX)
+        name = _settle(value)
         return _make(_last_part(name), _find(name))
     if not (isinstance(value, dict) and "hf" in value):
         return value
-    name = value["hf"]
-    if not isinstance(name, str):
+    if not isinstance(value["hf"], str):
         raise ValueError("hf must be a model's name")  # noqa: TRY004 (pydantic's way)
+    name = _settle(value["hf"])
     overrides = {key: new for key, new in value.items() if key not in ("hf", "task")}
     task = {} if value.get("task") is None else {"task": value["task"]}
     if "model_type" in overrides:
         return _make(name, overrides) | task
-    base = _find(name.removeprefix(PREFIX))
+    base = _find(name)
     changed = {key for key, new in overrides.items() if key not in base or base[key] != new}
     # The option by which Opacus's users untie weights is spelled.
     untied = overrides.get("tie_word_embeddings") is False and "tie_word_embeddings" in changed
     variant = _last_part(name) + ("-untied" if untied else "")
     variant += "-custom" if changed - {"tie_word_embeddings"} else ""
     return _make(variant, base | overrides) | task
+
+
+def _settle(name: str) -> str:
+    """Return a name without its prefix, and as it is bundled."""
+    name = name.removeprefix(PREFIX)
+    return _SAME.get(name, name)
 
 
 def _last_part(name: str) -> str:
@@ -173,7 +186,8 @@ def _find(name: str) -> dict[str, Any]:
         return {"model_type": name}
     raise ValueError(
         f"after {PREFIX} comes the path of a config.json or of its folder, a name on the hub, as "
-        f"owner/name, an architecture ({', '.join(architectures)}), or a bundled name; "
+        f"owner/name, an architecture ({', '.join(architectures)}), or a bundled name, and a "
+        "mapping with model_type and keys of its config describes any other; "
         + one_of(bundled_names(), name)
     )
 

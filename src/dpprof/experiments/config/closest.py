@@ -11,13 +11,23 @@ _CLOSEST: Mapping[tuple[str, str], str] = {
     ("loss", "liger|unsloth|fused|cut"): "head chunked, which has no logits of all tokens either",
     ("attention", "flash|xformers|flex"): "sdpa, by which PyTorch takes its own flash attention",
     ("parallel", "fsdp1|zero|deepspeed"): "fsdp, PyTorch's FSDP2, without buffers of whole groups",
+    ("padding", "pack"): "to leave it out: a packed row is a full sample",
+    (
+        "task",
+        "question|span|squad",
+    ): "token-classification with num_labels 2, whose head is the same",
+    ("task", "dpo|grpo|kto|orpo|ppo|reward|preference"): "causal-lm, where a pair is two samples",
     ("lora", "dora"): "use_dora=true, beside rank",
     ("lora", "ia3"): "rank 1, which trains more and keeps more inputs",
     ("optimizer", "paged"): "adamw-8bit: pages leave the GPU only where its memory runs out",
     ("optimizer", "galore"): "adafactor or adamw-8bit, whose states are small too",
-    ("optimizer", "backward"): "adamw-in-backward, which frees each gradient as soon",
+    ("optimizer", "backward|bwd"): "adamw-in-backward, which frees each gradient as soon",
     ("optimizer", "adam"): "adamw, with two states for each element",
     ("model", "lstm|gru|rnn"): "a function of your own that builds it, as package.module:function",
+    (
+        "checkpointing",
+        "offload",
+    ): "non-reentrant, which frees activations too, and computes them again",
     ("checkpointing", "selective|partial|every"): "none and non-reentrant, which bound it",
 }
 """The closest question by the key, and by a pattern of what is asked for."""
@@ -35,6 +45,6 @@ def find_closest(key: str, asked: Any) -> str:
     texts = [
         text
         for (name, pattern), text in _CLOSEST.items()
-        if key.partition(".")[0] == name and re.search(pattern, asked.lower())
+        if name in key.split(".") and re.search(pattern, asked.lower())
     ]
     return f"; closest: {texts[0]}" if texts else ""
