@@ -163,4 +163,5 @@ def join_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> Optimizer:
     if isinstance(optimizers, list | tuple):
         return JoinedOptimizers(optimizers)
     refuse_other_class("optimizer", optimizers, Optimizer)
+    assert isinstance(optimizers, Optimizer)
     return optimizers
