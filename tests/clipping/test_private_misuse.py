@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from one_call import D, Model, load, prepare, seeded, train
+from opacus import GradSampleModule
 from small_models import take_step
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from dpprof.private import UnsupportedError, suggest_max_grad_norm
+from dpprof.private import BookKeeping, UnsupportedError, suggest_max_grad_norm
 
 BUDGET = {"noise_multiplier": None, "epsilon": 5.0, "delta": 1e-3, "accountant": "rdp"}
 
@@ -204,8 +205,58 @@ MISUSES = {
     "packed samples": (lose_packed_samples, "a collator that packs samples joins them"),
     "a mean over the batch": (
         lambda: step(lambda m, optimizer, batch: optimizer.backward(m.losses(*batch).mean())),
-        r"one loss for each of \d+ samples, and losses have shape \(\)",
+        r"losses must be one for each sample, \(B,\), and have shape \(\); compute them with",
     ),
+    "a mean over the batch in the check": (
+        lambda: prepare(m := model(), losses_of=lambda *batch: m.losses(*batch).mean()),
+        r"the step fails: ValueError: losses must be one for each sample, \(B,\)",
+    ),
+    "losses of 16 bits": (
+        lambda: prepare(m := model(), losses_of=lambda *batch: m.losses(*batch).bfloat16()),
+        r"torch.bfloat16; compute them of outputs\.float\(\)",
+    ),
+    "losses that the model has no part in": (
+        lambda: prepare(model(), losses_of=lambda x, y: (x[:, 0] - y).square()),
+        "compute it of the model's outputs, without no_grad",
+    ),
+    "losses that take the model": (
+        lambda: prepare(model(), losses_of=lambda model, x, y: model.losses(x, y)),
+        r"takes \(model, x, y\), and is called with the parts of a batch \(2\)",
+    ),
+    "no losses": (
+        lambda: step(lambda _, optimizer, batch: optimizer.backward(lambda *_: None, *batch)),
+        "losses must be of PyTorch's class Tensor, and is NoneType",
+    ),
+    "a model in Opacus's": (
+        lambda: BookKeeping(GradSampleModule(model()), 1.0),
+        "GradSampleModule does not work with clipping yet: .*give a model that Opacus",
+    ),
+    "no model": (lambda: BookKeeping(torch.relu, 1.0), "model must be of PyTorch's class Module"),
+    "a data set for a loader": (
+        lambda: prepare(model(), data_loader=load().dataset),
+        "data_loader must be of PyTorch's class DataLoader, and is TensorDataset",
+    ),
+    "a class for an optimizer": (
+        lambda: prepare(model(), optimizer=torch.optim.SGD),
+        "optimizer must be of PyTorch's class Optimizer, and is the class SGD",
+    ),
+    "a seed for a generator": (
+        lambda: prepare(model(), sampling_generator=42),
+        "sampling_generator must be of PyTorch's class Generator, and is int",
+    ),
+    "half a step": (lambda: prepare(model(), **BUDGET, steps=2.5), "steps must be a whole number"),
+    "half a sample": (lambda: prepare(model(), max_batch_size=2.5), "must be a whole number"),
+    "a budget without limit": (
+        lambda: prepare(model(), **BUDGET | {"epsilon": float("inf")}, steps=3),
+        "epsilon must be positive and finite, and is inf",
+    ),
+    **{
+        f"{name} as a text": (
+            lambda name=name: prepare(model(), **BUDGET | {"steps": 3, name: "3"}),
+            f"{name} must be a number, and is '3'",
+        )
+        for name in ("max_grad_norm", "epsilon", "delta", "steps")
+    },
     "loss.backward()": (
         after_forward(lambda _, losses: losses.mean().backward()),
         r"call backward\(losses\) of its Clipping in place of loss\.backward\(\)",

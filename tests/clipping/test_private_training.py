@@ -277,7 +277,10 @@ SETTINGS = {
     "no steps": (BUDGET | {"steps": 0}, "at least one step, and 0 are planned"),
     "no delta": (BUDGET | {"delta": None, "steps": 3}, "epsilon needs a delta"),
     "delta": ({"delta": 1.0}, "delta must lie between 0 and 1, and is 1.0"),
-    "epsilon": (BUDGET | {"epsilon": -1.0, "steps": 3}, "epsilon must be positive, and is -1.0"),
+    "epsilon": (
+        BUDGET | {"epsilon": -1.0, "steps": 3},
+        "epsilon must be positive and finite, and is -1.0",
+    ),
     "method": ({"method": "ghost"}, "method must be one of auto, flash-bk, flash, and is 'ghost'"),
     "accountant": (
         {"accountant": "gdp"},

@@ -387,6 +387,17 @@ def test_what_the_graph_does_not_prove_is_refused_by_name(form, way, first_batch
     clipping.backward(EXACT["a mean over rows"](model, x))  # the next batch
 
 
+@pytest.mark.parametrize("none", [torch.zeros(0, dtype=torch.long), torch.zeros(B).bool()])
+def test_an_expert_that_gets_no_rows_is_refused_by_name(none, way) -> None:
+    model, x = make_model(), draw()[:, 0]
+    clipping = way(model, 0.1)
+    hidden = model[:4](x)
+    chosen = model[4](hidden[none])
+    losses = model[4](hidden).index_add(0, none.nonzero()[:, 0], chosen).square().mean((1, 2))
+    with pytest.raises(BatchAxisError, match=r"4 saw 0 samples, .* in as_one="):
+        clipping.backward(losses)
+
+
 def influences(losses_of, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Which samples' losses depend on each row of the first layer's output, by differences."""
     sizes, shift = [], {"at": None}

@@ -91,7 +91,10 @@ REFUSED = [
     ({"folds": 3}, "a fold has 2.66667 samples, fewer than the mean batch size, 4; give fewer"),
     ({"folds": 0}, "folds must be a whole number, at least 1, and is 0"),
     ({"folds": True}, "folds must be a whole number, at least 1, and is True"),
-    ({"truncated_batch_size": 0}, "truncated_batch_size must be a whole number, and is 0"),
+    (
+        {"truncated_batch_size": 0},
+        "truncated_batch_size must be a whole number, at least 1, and is 0",
+    ),
     ({"truncated_batch_size": 5, "ranks": 2}, "must be a multiple of 2, and is 5"),
     ({"folds": 2, "samples": 8}, "epsilon follows from the number of samples, which is public"),
     ({"truncated_batch_size": 4, "sample_rate": 0.5}, "leave out samples and sample_rate"),

@@ -1,5 +1,7 @@
 """What the library raises where nothing in the standard library says it."""
 
+from typing import Any
+
 
 class UnsupportedError(Exception):
     """A combination of valid values that cannot run, here or anywhere; the message says why."""
@@ -17,3 +19,16 @@ class BatchAxisError(UnsupportedError, ValueError):
             f"rows of each sample, which the graph must show{why and f' ({why})'}; name a module "
             "around it that gets and returns samples in as_one=[...], or freeze it"
         )
+
+
+def refuse_no_number(name: str, value: Any) -> None:
+    """Refuse a setting that is no number, such as a text (``TypeError``)."""
+    if not hasattr(type(value), "__float__"):
+        raise TypeError(f"{name} must be a number, and is {value!r}")
+
+
+def refuse_other_class(name: str, value: Any, wanted: type) -> None:
+    """Refuse what is no object of a class of PyTorch (``TypeError``)."""
+    if not isinstance(value, wanted):
+        what = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise TypeError(f"{name} must be of PyTorch's class {wanted.__name__}, and is {what}")

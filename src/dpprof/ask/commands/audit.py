@@ -5,6 +5,7 @@ The exit status is 1 if the training is not as private as its accountant says.
 
 import argparse
 import importlib
+import inspect
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,13 @@ from dpprof.experiments.config import registry
 from dpprof.experiments.config.naming import is_code
 from dpprof.experiments.config.validation import refuse
 from dpprof.system.console import say
+
+_PARTS = 4
+"""What the function returns."""
+
+
+_LEAST = 100
+"""The least canaries that show anything."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,10 +41,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_and_log(argv, "what else is printed")
     with ending_in_a_sentence():
+        if arguments.canaries < _LEAST:
+            raise refuse("--canaries", arguments.canaries, f"it must be at least {_LEAST}")
         if not is_code(arguments.training):
             raise refuse("training", arguments.training, "name a function, as package.module:name")
         registry.check("models", arguments.training, "training")
-        parts = registry.load("models", arguments.training)()
+        make = registry.load("models", arguments.training)
+        takes_nothing = all(
+            p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            for p in inspect.signature(make).parameters.values()
+        )
+        parts = make() if takes_nothing else None
+        if not isinstance(parts, tuple) or len(parts) != _PARTS:
+            raise refuse(
+                "training",
+                arguments.training,
+                "it must take nothing, and return a model, the losses of its samples, data, and "
+                "the function that trains",
+            )
     audited = importlib.import_module("dpprof.private").audit(
         *parts,
         delta=arguments.delta,

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import difflib
 import io
 import os
 import sys
@@ -29,6 +30,19 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             epilog=f"example: dpprof {command} {example}" if example else None,
         )
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        """Parse; refuse an unknown option by the option that is like it, without the usage."""
+        arguments: argparse.Namespace
+        arguments, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.75)
+            hint = "".join(f"; did you mean {option!r}?" for option in near)
+            why = shorten_lines(printable(f"{name!r} is not allowed{hint}"))
+            usage = f"usage: {self.prog} --help lists the options"
+            self.exit(2, f"{usage}\n{self.prog}: error: {why}\n")
+        return arguments
 
     def error(self, message: str) -> NoReturn:
         """End the process with the usage and an error message."""

@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.delete and not arguments.configs:
         parser.error("--delete: name every config whose results to keep")
     configs = arguments.configs or [Path("config/config.yaml")]
+    if not arguments.configs and not configs[0].exists():
+        parser.error(f"{configs[0]} is not here; name the configs whose results to keep")
     with ending_in_a_sentence():
         beyond = files_beyond(Path(), [plan_of(config) for config in configs])
         for file in beyond:

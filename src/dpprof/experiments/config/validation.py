@@ -62,7 +62,11 @@ def one_of(names: Iterable[str], value: Any = None) -> str:
     """Return the list of allowed names, and a suggestion where a typo is likely."""
     ordered = sorted(names)
     text = f"allowed: {', '.join(ordered)}" if ordered else "nothing is allowed here"
-    near = difflib.get_close_matches(value, ordered, n=1) if isinstance(value, str) else []
+    near: list[str] = []
+    if isinstance(value, str):
+        bare = {re.sub("^hf:|[^a-z0-9]", "", name): name for name in ordered}
+        own = re.sub("[^a-z0-9]|^.*/|nvidia|geforce", "", value.lower())  # as others spell it
+        near = [bare[own]] if own in bare else difflib.get_close_matches(value, ordered, n=1)
     return f"did you mean {near[0]!r}? {text}" if near else text
 
 

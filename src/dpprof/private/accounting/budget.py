@@ -18,6 +18,7 @@ from dpprof.private.accounting.accountants import (
 from dpprof.private.accounting.noise_multiplier import find_for_sampling
 from dpprof.private.accounting.schedule import Accountant, Sampling
 from dpprof.private.accounting.search import BeyondReachError
+from dpprof.private.errors import refuse_no_number
 
 if TYPE_CHECKING:
     from dpprof.private.noise.optimizer import NoisyOptimizer
@@ -284,13 +285,16 @@ def verify_budget(
         raise ValueError("give either noise_multiplier or epsilon")
     if epsilon is not None and delta is None:
         raise ValueError("epsilon needs a delta, less than one over the number of samples")
-    if epsilon is not None and not epsilon > 0:
-        raise ValueError(f"epsilon must be positive, and is {epsilon}")
+    if epsilon is not None:
+        refuse_no_number("epsilon", epsilon)
+        if not 0 < epsilon < math.inf:
+            raise ValueError(f"epsilon must be positive and finite, and is {epsilon}")
     if delta is not None:
         _verify_delta(delta)
 
 
 def _verify_delta(delta: float) -> None:
+    refuse_no_number("delta", delta)
     if not 0 < delta < 1:
         raise ValueError(f"delta must lie between 0 and 1, and is {delta}")
 

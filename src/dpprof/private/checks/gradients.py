@@ -67,14 +67,15 @@ def read_losses(value: Any, count: int) -> Tensor:
         value = value.loss_per_sample
     if not isinstance(value, Tensor):
         raise TypeError(
-            f"loss must return a tensor or the loss of Opacus's criterion, and returned "
-            f"{type(value).__name__}"
+            "loss must return a tensor, one loss for each sample, or the loss of Opacus's "
+            f"criterion, and returned {type(value).__name__}"
         )
     if value.dim() == 0 or value.shape == (count,):
         return value
     raise ValueError(
         f"loss must return one loss a sample, ({count},), or their mean, and returned "
-        f"{tuple(value.shape)}; give Opacus's criterion shape=logits.shape for losses of tokens"
+        f"{tuple(value.shape)}; average over what a sample has, such as tokens, or give Opacus's "
+        "criterion shape=logits.shape"
     )
 
 
@@ -224,8 +225,9 @@ def _differentiate(
 ) -> tuple[float, Gradients]:
     if not loss.requires_grad:
         raise WrongTrainingError(
-            "the loss depends on no trained parameter; a frozen model under reentrant "
-            "checkpointing needs enable_input_require_grads()"
+            "the loss depends on no trained parameter; compute it of the model's outputs, without "
+            "no_grad(), detach() or item(); a frozen model under reentrant checkpointing needs "
+            "enable_input_require_grads()"
         )
     return float(loss.detach()), loop.differentiate(loss, retain_graph=retain_graph)
 

@@ -108,7 +108,7 @@ class Loop:
         if isinstance(private, private_optimizer.PrivateOptimizer):
             private.backward(value)
         elif isinstance(private, NoisyOptimizer):
-            private.clipping.backward(value, users=self.users if len(value) else None)
+            private.clipping.backward(value, users=self.users if value.numel() else None)
         elif isinstance(value, Tensor) and value.dim():
             torch.autograd.backward(value.mean() if self.settings.averages else value.sum())
         else:

@@ -20,7 +20,7 @@ from dpprof.private.contributions.sums import ClippedSums, dtype_of_sum, refuse_
 from dpprof.private.engine.batch import Batch, Enter
 from dpprof.private.engine.factor import find_least_norm, verify_bound
 from dpprof.private.engine.receiver import Receiver
-from dpprof.private.errors import UnsupportedError
+from dpprof.private.errors import UnsupportedError, refuse_other_class
 from dpprof.private.graph.broadcasts import Broadcasts
 from dpprof.private.graph.first_batch import FirstBatches, Handler
 from dpprof.private.graph.layout import Layout
@@ -152,6 +152,7 @@ class Clipping(ABC):
         as_one: Collection[str] = (),
         loss_scale: float = 1.0,
     ) -> None:
+        refuse_other_class("model", model, nn.Module)
         self.model = model
         self._stability, self._is_psac = stability, psac
         self.max_grad_norm = max_grad_norm

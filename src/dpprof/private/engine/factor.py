@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpprof.private.errors import refuse_no_number
 from dpprof.private.norms.rounding import LEAST_NORM
 
 STABILITIES = {"flat": None, "normalised": 0.01, "psac": 0.1}
@@ -100,6 +101,7 @@ def verify_bound(max_grad_norm: float, stability: float | None, *, psac: bool = 
     Raises:
         ValueError: It is not positive and finite, or the stability is too small.
     """
+    refuse_no_number("max_grad_norm", max_grad_norm)
     if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
         raise ValueError(f"max_grad_norm must be positive and finite, and is {max_grad_norm}")
     if not LEAST_BOUND <= max_grad_norm <= LARGEST_BOUND:

@@ -343,6 +343,8 @@ _JOINING = (_cat, _diagonal, _index, _index_select, _added, _select, _slice, _sp
 
 def owners_below(operand: Operand) -> Owners | None:
     """Return the owners of what an operator got as one operand."""
+    if all(0 in shape for shape in shapes_of(operand.node)):  # as where no row is picked
+        return np.full((1,) * len(operand.shape), FREE, np.int32)
     rule = _RULES.get(kind_of(operand.node))
     if rule is None or (rule in (_index, _index_select, _added) and is_read_once(operand.node)):
         return None

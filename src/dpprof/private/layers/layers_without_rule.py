@@ -145,7 +145,10 @@ def run_any_layer_on(
             _refuse_object(name, value)
     refuse_inputs(layer, tensors)
     if not tensors:
-        raise UnsupportedError(f"{name} has no rule and gets no tensor, so it has no samples")
+        raise UnsupportedError(
+            f"{name} has no rule and gets no tensor, so it has no samples; name a module around it "
+            "that gets and returns samples in as_one=[...], or freeze its parameters"
+        )
     axis = int(is_second(layer, settings))
     if axis and (len({x.shape[1:2] for x in tensors}) > 1 or tensors[0].dim() <= axis):
         raise ValueError(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from dpprof.private.errors import refuse_other_class
 from dpprof.private.noise.inner_optimizers import refuse_optimizer
 from dpprof.private.noise.schedules import NOISY
 
@@ -157,5 +158,10 @@ def join_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> Optimizer:
 
     Raises:
         ValueError: ``JoinedOptimizers`` raises it.
+        TypeError: There is something else.
     """
-    return optimizers if isinstance(optimizers, Optimizer) else JoinedOptimizers(optimizers)
+    if isinstance(optimizers, list | tuple):
+        return JoinedOptimizers(optimizers)
+    refuse_other_class("optimizer", optimizers, Optimizer)
+    assert isinstance(optimizers, Optimizer)
+    return optimizers

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from numbers import Integral
 
 import torch
 from torch.optim import SGD, Optimizer
@@ -38,6 +39,8 @@ _log = logging.getLogger("dpprof")
 def read_max_batch_size(size: int | str | None, unit: str = "sample") -> int | None:
     """Return the number, or None where there is none yet (``ValueError`` for other words)."""
     if not isinstance(size, str):
+        if size is not None and not isinstance(size, Integral):
+            raise ValueError(f"max_batch_size must be a whole number, and is {size!r}")
         return size
     if size != AUTO:
         raise ValueError(f"max_batch_size must be a number or {AUTO}, and is {size!r}")

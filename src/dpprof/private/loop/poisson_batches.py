@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from dpprof.private.errors import refuse_other_class
 from dpprof.private.loop.captured_parts import Part
 from dpprof.private.loop.public_numbers import PublicNumbers
 from dpprof.private.noise.noise_keys import make_generator
@@ -305,7 +306,11 @@ def refuse_related(sampling: torch.Generator | None, noise: torch.Generator | No
 
     Raises:
         ValueError: They are one, or in the same state.
+        TypeError: One is something else, such as a seed.
     """
+    for name, generator in (("sampling_generator", sampling), ("noise_generator", noise)):
+        if generator is not None:
+            refuse_other_class(name, generator, torch.Generator)
     if sampling is None or noise is None:
         return
     if sampling is noise or (

@@ -15,6 +15,7 @@ from dpprof.private.noise.inner_optimizers import refuse_optimizer
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.noise.quantile import QuantileBound
 from dpprof.private.noise.schedules import NOISY
+from dpprof.private.refusals.tensor_kinds import refuse_losses
 from dpprof.private.samples.users import Users
 
 
@@ -287,7 +288,8 @@ class PrivateOptimizer(NoisyOptimizer):
         if part is None:
             raise RuntimeError(
                 "these samples were not drawn by the private data loader, or were clipped before; "
-                "iterate over the data loader that make_private returned"
+                "iterate over the data loader that make_private returned, and add up several "
+                "losses of a sample for one backward"
             )
         self._refuse()
         if isinstance(losses, Tensor):
@@ -307,6 +309,7 @@ class PrivateOptimizer(NoisyOptimizer):
 
     def _clip(self, part: Part, losses: Tensor) -> Tensor:
         """Clip a part as an ordinary loop does; return its losses, (B,), detached."""
+        refuse_losses(losses)
         if losses.shape != (part.size,):
             raise ValueError(
                 f"there must be one loss for each of {part.size} samples, and losses have shape "

@@ -16,6 +16,7 @@ from dpprof.private.engine.book_keeping import BookKeeping
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.engine.factor import find_factor
 from dpprof.private.engine.flash_clipping import FlashClipping
+from dpprof.private.errors import refuse_other_class
 from dpprof.private.loop.captured_parts import capture_parts, refuse_execution
 from dpprof.private.loop.joined_optimizers import join_optimizers
 from dpprof.private.loop.method_choice import choose_method, draw_first
@@ -290,6 +291,7 @@ def make_private(
         >>> optimizer.steps
         2
     """
+    refuse_other_class("data_loader", data_loader, DataLoader)
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, and is {method!r}")
     refuse_execution(execution)
@@ -321,8 +323,7 @@ def make_private(
     refuse_related(sampling_generator, noise_generator)
     refuse_truncation(noise, truncated_batch_size)
     is_correlated = is_correlated_noise(noise, bands)
-    has_end = is_correlated or epsilon is not None
-    planned = numbers.plan_steps(epochs, steps) if has_end else None
+    planned = numbers.plan_steps(epochs, steps) if is_correlated or epsilon is not None else None
     if epsilon is not None and planned is not None:
         noise_multiplier = counted.find_noise(epsilon, 1 if noise == "bisr" else planned)
     assert noise_multiplier is not None

@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from dpprof.private.accounting.schedule import Sampling
+from dpprof.private.errors import refuse_no_number
 from dpprof.private.noise.strategies import Strategy
 from dpprof.private.samples.users import Users
 
@@ -80,6 +81,10 @@ class PublicNumbers(NamedTuple):
 
     def plan_steps(self, epochs: int | None, steps: int | None) -> int:
         """Return how many steps a training has (``ValueError`` if that is not one number)."""
+        for name, value in (("epochs", epochs), ("steps", steps)):
+            refuse_no_number(name, 0 if value is None else value)
+        if steps is not None and steps != int(steps):
+            raise ValueError(f"steps must be a whole number, and is {steps}")
         if (epochs is None) == (steps is None):
             raise ValueError(
                 "epsilon and correlated noise need a length: give either epochs or steps"
@@ -197,12 +202,13 @@ def _refuse_outside(
     samples: Any, sample_rate: Any, size: Any, folds: Any, truncated_batch_size: Any
 ) -> None:
     """Refuse a number that is out of its range (``ValueError``)."""
+    whole = "a whole number, at least 1"
     for name, value, kind, most, allowed in (
-        ("samples", samples, Integral, math.inf, "a whole number, at least 1"),
+        ("samples", samples, Integral, math.inf, whole),
         ("sample_rate", sample_rate, Real, 1.0, "above 0 and at most 1"),
         ("expected_batch_size", size, Real, _MOST, "positive and finite"),
-        ("folds", folds, Integral, math.inf, "a whole number, at least 1"),
-        ("truncated_batch_size", truncated_batch_size, Integral, math.inf, "a whole number"),
+        ("folds", folds, Integral, math.inf, whole),
+        ("truncated_batch_size", truncated_batch_size, Integral, math.inf, whole),
     ):
         is_number = isinstance(value, kind) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 < value <= most):

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from dpprof.private.contributions.sums import own_part, refuse_gradients
 from dpprof.private.engine.engine import Clipping
+from dpprof.private.errors import refuse_no_number
 from dpprof.private.noise.buffers import NoiseBuffers
 from dpprof.private.noise.inner_optimizers import refuse_optimizer
 from dpprof.private.noise.noise import NoiseOfStep, draw_secure_noise, refuse_insecure
@@ -200,6 +201,7 @@ class NoisyOptimizer(Optimizer):
 
     @noise_multiplier.setter
     def noise_multiplier(self, multiplier: float) -> None:
+        refuse_no_number("noise_multiplier", multiplier)
         if not (math.isfinite(multiplier) and multiplier >= 0):
             raise ValueError(f"noise_multiplier must be finite and at least 0, and is {multiplier}")
         self._noise_multiplier = float(multiplier)

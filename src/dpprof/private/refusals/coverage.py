@@ -23,6 +23,9 @@ _WRAPPERS = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
         "it replaces parameters"
     ),
+    "opacus.grad_sample.gsm_base.AbstractGradSampleModule": (
+        "it computes gradients of its own; give a model that Opacus did not wrap"
+    ),
 }
 
 
@@ -41,7 +44,7 @@ def refuse_wrapper(module: nn.Module) -> None:
     """Refuse modules that distribute or copy a model (``UnsupportedError``)."""
     for name in class_names(module):
         if name in _WRAPPERS:
-            kind = name.rpartition(".")[2]
+            kind = type(module).__name__
             raise UnsupportedError(f"{kind} does not work with clipping yet: {_WRAPPERS[name]}")
 
 

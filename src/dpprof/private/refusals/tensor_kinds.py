@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
-from dpprof.private.errors import UnsupportedError
+from dpprof.private.errors import UnsupportedError, refuse_other_class
 from dpprof.private.ranks.ranks import is_distributed
 
 NUMBERS = (
@@ -61,17 +61,23 @@ def refuse_losses(losses: Tensor) -> None:
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("gradients do not exist in inference mode; call backward outside of it")
+    refuse_other_class("losses", losses, Tensor)
     what = find_no_bytes(losses)
     if what is not None:
         raise ValueError(f"losses are {what}")
     if losses.dim() != 1:
-        shape = tuple(losses.shape)
-        raise ValueError(f"losses must be one for each sample, (B,), and have shape {shape}")
+        raise ValueError(
+            f"losses must be one for each sample, (B,), and have shape {tuple(losses.shape)}; "
+            "compute them with reduction='none', and average over what a sample has"
+        )
     # torch.zeros(0) stands for a batch without samples, and has the default dtype.
     is_none = not len(losses) and not losses.requires_grad
     if losses.dtype not in (torch.float32, torch.float64) and not is_none:
         # A clipping factor that is rounded up would let a sample exceed the bound.
-        raise ValueError(f"losses must be float32 or float64, and are {losses.dtype}")
+        raise ValueError(
+            f"losses must be float32 or float64, and are {losses.dtype}; compute them of "
+            "outputs.float()"
+        )
 
 
 def find_unusual(x: Tensor) -> str | None:

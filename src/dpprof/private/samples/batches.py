@@ -117,6 +117,9 @@ def give(
         function: Computes the losses.
         batch: As the data loader hands it out.
         before: Arguments that come first.
+
+    Raises:
+        TypeError: The function takes the batch neither by its parts nor as one argument.
     """
     if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(batch))
@@ -125,7 +128,15 @@ def give(
     else:
         return (batch,), {}
     inputs, named = arguments
-    return arguments if may_call(function, *before, *inputs, **named) else ((batch,), {})
+    if may_call(function, *before, *inputs, **named):
+        return arguments
+    if not may_call(function, *before, batch):
+        parts = ", ".join(named) or str(len(inputs))
+        raise TypeError(
+            f"the function of the losses takes {inspect.signature(function)}, and is called with "
+            f"{'the model and ' * bool(before)}the parts of a batch ({parts}), or all in one"
+        )
+    return (batch,), {}
 
 
 def may_call(function: Callable[..., Any], *inputs: Any, **named: Any) -> bool:
@@ -170,7 +181,8 @@ def _is_split(value: Any, samples: int, path: str) -> bool:
         return True
     raise ValueError(
         f"{path} has {samples} entries that are as long as the batch of {samples} samples, and may "
-        "be samples or parts of samples; give a batch of another size, or parts by name"
+        "be samples or parts of samples; give a batch of another size, parts by name, or samples "
+        "as dictionaries"
     )
 
 
