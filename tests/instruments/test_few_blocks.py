@@ -21,12 +21,13 @@ FIRST = (
     {"method": "standard", "checkpointing": "reentrant", "target": "l40s"},
     {"method": "flash-bk", "dtype": "bfloat16", "seq_len": 48, "execution": "graph"},
     {"method": "microbatch", "batch_size": 3, **ON_THIS_CPU},
-    {"method": "opacus-fast-gradient-clipping", "parallel": "kind=ddp,world_size=4"},
+    {"method": "opacus-fast-gradient-clipping", "parallel": "kind=ddp,world_size=4"}
+    | {"attention": "opacus"},
     {"method": "standard", "parallel": "kind=fsdp,world_size=8", "dtype": "bfloat16"},
     {"method": "flash", "hf": "gpt-neox", "lora": "rank=2", "head": "chunked"}
     | {"batch_size": 9, "optimizer": "adamw-fused"},
 )
-"""Every way in which the records of different experiments differ, at least once."""
+"""Every field in which the records of different experiments differ, at least once."""
 
 
 def _combine():
