@@ -64,8 +64,9 @@ def assert_trains_as_a_loop(make=Model, losses_of=None, after=None, **options) -
     return replayed["auto"]
 
 
-@pytest.mark.parametrize("method", ["flash-bk", "flash"])
-@pytest.mark.parametrize("max_batch_size", [None, 2, 4])
+@pytest.mark.parametrize(
+    ("method", "max_batch_size"), [("flash-bk", None), ("flash-bk", 4), ("flash", 2)]
+)
 def test_a_loop_is_captured_without_being_asked(method, max_batch_size) -> None:
     options = {"max_batch_size": max_batch_size, "method": method}
     assert assert_trains_as_a_loop(**options) > 4
@@ -98,7 +99,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("max_batch_size", [None, 2])
+@pytest.mark.parametrize("max_batch_size", [pytest.param(None, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_a_change_between_steps_counts(change, max_batch_size) -> None:
     def after(private):

@@ -288,7 +288,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize(("at", "optimizer", "change"), one_in(2, [1, 2, 3, 4], OPTIMIZERS, HOOKS))
+@pytest.mark.parametrize(("at", "optimizer", "change"), one_in(4, [1, 2, 3, 4], OPTIMIZERS, HOOKS))
 def test_a_hook_changes_what_follows_it_as_in_a_loop(change, optimizer, at) -> None:
     def make() -> Training:
         training = Training(optimizer=optimizer)

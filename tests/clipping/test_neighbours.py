@@ -191,7 +191,7 @@ SIZES = {torch.float32: 1e5, torch.bfloat16: 2.0**17, torch.float64: 1e12}
 
 @pytest.mark.parametrize(
     ("dtype", "kind", "way"),
-    one_in(3, [torch.float32, torch.float64, torch.bfloat16], sorted(LAYERS), WAYS),
+    one_in(6, [torch.float32, torch.float64, torch.bfloat16], sorted(LAYERS), WAYS),
 )
 def test_cancelling_samples_contribute_the_same_with_others(dtype, kind, way) -> None:
     if kind in USED_TWICE and way is PerLayerClipping:

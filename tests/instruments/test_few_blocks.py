@@ -18,18 +18,16 @@ OPACUS = tuple(
 HUGGING_FACE = ("gpt2", "llama", "qwen2", "mistral", "gpt-neox", "opt", "phi", "gemma2")
 ON_THIS_CPU = {"device": "cpu", "target": "cpu"}
 FIRST = (
-    {"method": "standard", "checkpointing": "reentrant"},
+    {"method": "standard", "checkpointing": "reentrant", "target": "l40s"},
     {"method": "flash-bk", "dtype": "bfloat16", "seq_len": 48, "execution": "graph"},
-    {"method": "microbatch", "batch_size": 3},
-    {"method": "per-layer", "target": "l40s"},
-    {"method": "opacus-hooks", "attention": "opacus"},
-    {"method": "flash-bk", "device": "cpu", "target": "cpu", "batch_size": 1},
-    {"method": "opacus-fast-gradient-clipping", "parallel": "kind=ddp,world_size=4"},
-    {"method": "flash-bk", "parallel": "kind=fsdp,world_size=8", "dtype": "bfloat16"},
+    {"method": "microbatch", "batch_size": 3, **ON_THIS_CPU},
+    {"method": "opacus-fast-gradient-clipping", "parallel": "kind=ddp,world_size=4"}
+    | {"attention": "opacus"},
+    {"method": "standard", "parallel": "kind=fsdp,world_size=8", "dtype": "bfloat16"},
     {"method": "flash", "hf": "gpt-neox", "lora": "rank=2", "head": "chunked"}
     | {"batch_size": 9, "optimizer": "adamw-fused"},
 )
-"""Every way in which the records of different experiments differ, at least once."""
+"""Every field in which the records of different experiments differ, at least once."""
 
 
 def _combine():
@@ -52,7 +50,10 @@ def _combine():
     for method, target in itertools.product(OWN[:3], ("h100", "a100", "l40s", "b200")):
         yield {"method": method, "target": target, "optimizer": "sgd", "seq_len": 300}
     for method in (*OWN, *OPACUS):
-        yield {"method": method, "device": "cpu", "target": "cpu", "attention": "eager"}
+        yield {"method": method, "attention": "eager", **ON_THIS_CPU}
+    yield {"method": "opacus-hooks", "attention": "opacus"}
+    yield {"method": "flash-bk", "batch_size": 1, **ON_THIS_CPU}
+    yield {"method": "per-layer", "target": "l40s"}
 
 
 def _experiment(case):

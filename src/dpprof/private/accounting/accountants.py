@@ -15,8 +15,6 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from scipy.stats import binom
-
 from dpprof.private.accounting.schedule import Sampling
 from dpprof.private.accounting.search import FAILURES, BeyondReachError
 
@@ -145,6 +143,7 @@ def _bound_truncated(
     (epsilon, delta').
     """
     count = sampling.drawn_from
+    binom = importlib.import_module("scipy.stats").binom  # slow to import, and seldom needed
     tau = sum(steps * binom.sf(sampling.largest, count, rate) for _, rate, steps in history)
     epsilon = bound(delta)
     while tau and epsilon < _FAR:
