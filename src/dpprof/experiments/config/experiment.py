@@ -118,7 +118,7 @@ class Experiment(Spec):
     attention: Literal["sdpa", "eager", "opacus"] = Field(
         "sdpa",
         description="sdpa (PyTorch's scaled_dot_product_attention); eager (spelled out); opacus "
-        "(DPMultiheadAttention)",
+        "(DPMultiheadAttention; of recurrent models DPLSTM, DPGRU or DPRNN)",
     )
     checkpointing: Literal["none", "non-reentrant", "reentrant"] = Field(
         "none",

@@ -1,9 +1,8 @@
 """Recurrent classifiers and language models: a table, an LSTM, GRU or plain RNN, a linear head.
 
-Methods of Opacus run its ``DPLSTM``, ``DPGRU`` and ``DPRNN``, as ``ModuleValidator.fix`` puts them
-in the place of PyTorch's layers, which all others run. Sources: Opacus's example
-char-lstm-classification; Zaremba et al. 2014, "Recurrent Neural Network Regularization", section
-4.1, without dropout, whose tables are not tied.
+``attention`` opacus builds Opacus's ``DPLSTM``, ``DPGRU`` and ``DPRNN``, which its methods need, in
+the place of PyTorch's layers. Sources: Opacus's example char-lstm-classification; Zaremba et al.
+2014, "Recurrent Neural Network Regularization", section 4.1, without dropout.
 
 Shape legend: B batch, T tokens, D width of an embedding or state, V vocabulary.
 """
@@ -16,6 +15,8 @@ from torch import Tensor, nn
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.private.errors import UnsupportedError
 
+_CHECKPOINTING = ("non-reentrant", "reentrant")
+
 
 @dataclass(frozen=True)
 class Recurrent:
@@ -25,7 +26,7 @@ class Recurrent:
     state, or of tokens, (B, T, V).
 
     Raises:
-        UnsupportedError: Checkpointing, or another attention than the usual.
+        UnsupportedError: Checkpointing, or attention eager.
     """
 
     kind: Literal["LSTM", "GRU", "RNN"]
@@ -38,13 +39,13 @@ class Recurrent:
 
     def __call__(self, experiment: Experiment) -> nn.Module:
         """Build the module."""
-        for key, usual in (("attention", "sdpa"), ("checkpointing", "none")):
-            if (value := getattr(experiment, key)) != usual:
+        for key, refused in (("attention", ("eager",)), ("checkpointing", _CHECKPOINTING)):
+            if (value := getattr(experiment, key)) in refused:
                 raise UnsupportedError(
                     f"{experiment.model_name} is a recurrent network, which is not built with "
                     f"{key} {value}; leave it out"
                 )
-        return _Recurrent(self, is_opacus=experiment.method.startswith("opacus"))
+        return _Recurrent(self, is_opacus=experiment.attention == "opacus")
 
     def reduce(self) -> "Recurrent":
         """Return a small network with the same layers, for verification."""
@@ -60,7 +61,7 @@ class _Recurrent(nn.Module):
         kinds: Any = nn
         prefix = ""
         if is_opacus:
-            import opacus.layers as kinds  # noqa: PLC0415 (slow, and for its methods alone)
+            import opacus.layers as kinds  # noqa: PLC0415 (slow, and for few)
 
             prefix = "DP"
         build = getattr(kinds, f"{prefix}{of.kind}")
