@@ -23,11 +23,11 @@ _CLOSEST: Mapping[tuple[str, str], str] = {
     ("optimizer", "galore"): "adafactor or adamw-8bit, whose states are small too",
     ("optimizer", "backward|bwd"): "adamw-in-backward, which frees each gradient as soon",
     ("optimizer", "adam"): "adamw, with two states for each element",
-    ("model", "lstm|gru|rnn"): "a function of your own that builds it, as package.module:function",
     (
         "checkpointing",
         "offload",
     ): "non-reentrant, which frees activations too, and computes them again",
+    ("model", "lstm|gru|rnn"): "char-lstm or ptb-lstm-small, or a function that builds yours",
     ("checkpointing", "selective|partial|every"): "none and non-reentrant, which bound it",
 }
 """The closest question by the key, and by a pattern of what is asked for."""

@@ -37,7 +37,7 @@ from dpprof.experiments.config.refusals import (
     refuse_strategy,
 )
 from dpprof.experiments.config.target import Dtype
-from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES, Task
+from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES, OWN_TASKS, Task
 from dpprof.experiments.config.validation import InputError, read_model
 from dpprof.private.number_formats import SHORT
 from dpprof.system.files import canonical_json, sha256_hex
@@ -118,7 +118,7 @@ class Experiment(Spec):
     attention: Literal["sdpa", "eager", "opacus"] = Field(
         "sdpa",
         description="sdpa (PyTorch's scaled_dot_product_attention); eager (spelled out); opacus "
-        "(DPMultiheadAttention)",
+        "(DPMultiheadAttention; of recurrent models DPLSTM, DPGRU or DPRNN)",
     )
     checkpointing: Literal["none", "non-reentrant", "reentrant"] = Field(
         "none",
@@ -310,7 +310,9 @@ class Experiment(Spec):
         """What the model is trained for."""
         if isinstance(self.model, Architecture):
             return self.model.trained_for
-        return "causal-lm" if self.image_size is None else "image-classification"
+        if self.image_size is not None:
+            return "image-classification"
+        return OWN_TASKS.get(str(self.model), "causal-lm")
 
     def lengths(self, batch_size: int) -> list[int]:
         """Return the lengths of a batch's samples, in tokens, without padding."""

@@ -17,7 +17,8 @@ Task = Literal[
 TASKS: tuple[str, ...] = get_args(Task)
 
 OWN_IMAGE_SIZES: Mapping[str, int | None] = {
-    **dict.fromkeys(("tiny", "small", "medium", "1b")),
+    **dict.fromkeys(("tiny", "small", "medium", "1b", "ptb-lstm-small", "ptb-lstm-medium")),
+    **dict.fromkeys(("char-lstm", "char-gru", "char-rnn")),
     "opacus-cnn": 28,
     "resnet20-gn": 32,
     "wrn-16-4": 32,
@@ -27,6 +28,11 @@ OWN_IMAGE_SIZES: Mapping[str, int | None] = {
 }
 """The usual height and width, in pixels, of the images of dpprof's own models; None for those that
 read text."""
+
+OWN_TASKS: Mapping[str, Task] = dict.fromkeys(
+    ("char-lstm", "char-gru", "char-rnn"), "sequence-classification"
+)
+"""What dpprof's own models of text are trained for, where it is not to tell the next token."""
 
 IMAGE_SIZE = 224
 """The usual height and width of transformers' image models whose config does not state it."""

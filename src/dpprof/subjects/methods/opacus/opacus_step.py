@@ -65,6 +65,13 @@ class OpacusStep(TrainingStep):
             raise UnsupportedError(
                 "Opacus's hooks do not work under non-reentrant checkpointing; use reentrant"
             )
+        for layer in model.modules():
+            if isinstance(layer, nn.RNNBase) and any(p.requires_grad for p in layer.parameters()):
+                raise UnsupportedError(
+                    f"Opacus has no per-sample gradients of torch.nn.{type(layer).__name__}; build "
+                    f"its DP{type(layer).__name__} (attention opacus builds it in models with "
+                    "names), or use flash-bk or flash"
+                )
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.is_complex():
                 raise UnsupportedError(

@@ -1,0 +1,82 @@
+"""Recurrent classifiers and language models: a table, an LSTM, GRU or plain RNN, a linear head.
+
+``attention`` opacus builds Opacus's ``DPLSTM``, ``DPGRU`` and ``DPRNN``, which its methods need, in
+the place of PyTorch's layers. Sources: Opacus's example char-lstm-classification; Zaremba et al.
+2014, "Recurrent Neural Network Regularization", section 4.1, without dropout.
+
+Shape legend: B batch, T tokens, D width of an embedding or state, V vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.private.errors import UnsupportedError
+
+_CHECKPOINTING = ("non-reentrant", "reentrant")
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """A recurrent model's kind and sizes; called with an experiment, it builds the module.
+
+    The module maps token ids (B, T) to the logits of classes, (B, classes), from the last step's
+    state, or of tokens, (B, T, V).
+
+    Raises:
+        UnsupportedError: Checkpointing, or attention eager.
+    """
+
+    kind: Literal["LSTM", "GRU", "RNN"]
+    vocab_size: int
+    embedding: int
+    hidden: int
+    layers: int = 1
+    classes: int | None = None
+    """What a classifier tells apart; None for a language model."""
+
+    def __call__(self, experiment: Experiment) -> nn.Module:
+        """Build the module."""
+        for key, refused in (("attention", ("eager",)), ("checkpointing", _CHECKPOINTING)):
+            if (value := getattr(experiment, key)) in refused:
+                raise UnsupportedError(
+                    f"{experiment.model_name} is a recurrent network, which is not built with "
+                    f"{key} {value}; leave it out"
+                )
+        return _Recurrent(self, is_opacus=experiment.attention == "opacus")
+
+    def reduce(self) -> "Recurrent":
+        """Return a small network with the same layers, for verification."""
+        classes = None if self.classes is None else 5
+        return replace(self, vocab_size=50, embedding=8, hidden=8, classes=classes)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, of: Recurrent, *, is_opacus: bool) -> None:
+        super().__init__()
+        self.is_classifier = of.classes is not None
+        self.embedding = nn.Embedding(of.vocab_size, of.embedding)
+        kinds: Any = nn
+        prefix = ""
+        if is_opacus:
+            import opacus.layers as kinds  # noqa: PLC0415 (slow, and for few)
+
+            prefix = "DP"
+        build = getattr(kinds, f"{prefix}{of.kind}")
+        self.rnn = build(of.embedding, of.hidden, num_layers=of.layers, batch_first=True)
+        self.head = nn.Linear(of.hidden, of.classes or of.vocab_size)
+
+    def forward(self, x_BT: Tensor) -> Tensor:
+        """Return the logits of the classes, (B, classes), or of the next tokens, (B, T, V)."""
+        h_BTD, _ = self.rnn(self.embedding(x_BT))
+        logits: Tensor = self.head(h_BTD[:, -1] if self.is_classifier else h_BTD)
+        return logits
+
+
+CHAR_LSTM = Recurrent("LSTM", 259, 64, 128, classes=18)  # bytes and 3 more; 18 languages
+CHAR_GRU = replace(CHAR_LSTM, kind="GRU")
+CHAR_RNN = replace(CHAR_LSTM, kind="RNN")
+PTB_LSTM_SMALL = Recurrent("LSTM", 10_000, 200, 200, layers=2)
+PTB_LSTM_MEDIUM = replace(PTB_LSTM_SMALL, embedding=650, hidden=650)
