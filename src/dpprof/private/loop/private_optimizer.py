@@ -195,13 +195,9 @@ class PrivateOptimizer(NoisyOptimizer):
         state = super().state_dict(exact=exact)
         if self.spent is not None:
             state["privacy"]["spent"] = self.spent.state_dict()
+        if exact and self.captured is not None:
+            state["privacy"]["secrets"]["captured"] = self.captured.state_dict()
         return state
-
-    def _list_secrets(self) -> dict[str, Any]:
-        secrets = super()._list_secrets()
-        if self.captured is not None:
-            secrets["captured"] = self.captured.state_dict()
-        return secrets
 
     def load_state_dict(self, state_dict: dict[str, Any], *, exact: bool = False) -> None:
         """Go on as ``NoisyOptimizer`` does; no step that was counted is forgotten.

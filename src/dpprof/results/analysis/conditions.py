@@ -77,8 +77,8 @@ def facts_of(result: Result) -> dict[Fact, Any]:
     device, provenance = result.device, result.provenance
     packages, settings = (provenance.get(key) or {} for key in ("packages", "settings"))
     facts = {Fact("versions", name): packages.get(name) for name in _packages_of(result)}
-    own = Fact("versions", "dpprof")
-    facts[own] = facts[own] and facts[own].partition(".dev")[0]  # commits before one release
+    if own := packages.get("dpprof"):  # without commits before one release
+        facts[Fact("versions", "dpprof")] = own.partition(".dev")[0]
     if not predicted:
         facts[Fact("device", "device")] = hardware_of(result)
     if on_cpu:

@@ -58,13 +58,11 @@ class _Recurrent(nn.Module):
         super().__init__()
         self.is_classifier = of.classes is not None
         self.embedding = nn.Embedding(of.vocab_size, of.embedding)
-        kinds: Any = nn
-        prefix = ""
+        build: Any = getattr(nn, of.kind)
         if is_opacus:
-            import opacus.layers as kinds  # noqa: PLC0415 (slow, and for few)
+            from opacus import layers  # noqa: PLC0415 (slow, and for few)
 
-            prefix = "DP"
-        build = getattr(kinds, f"{prefix}{of.kind}")
+            build = getattr(layers, f"DP{of.kind}")
         self.rnn = build(of.embedding, of.hidden, num_layers=of.layers, batch_first=True)
         self.head = nn.Linear(of.hidden, of.classes or of.vocab_size)
 
