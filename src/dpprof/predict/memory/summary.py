@@ -234,7 +234,7 @@ def _explain_no_formula(experiment: Experiment) -> str:
         return "a plain step cannot be counted" if experiment.padding is None else padded
     if isinstance(experiment.model, Architecture):
         return "the formula holds for no experts, no convolutions, and no layers without attention"
-    return "the layers of another package's model are not known"
+    return "the formula is of transformers, and the layers of this model are not known"
 
 
 def bound_step_s(ops: Iterable[Op], dtype: Dtype, ceilings: Target) -> float:
