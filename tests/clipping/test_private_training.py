@@ -457,3 +457,22 @@ def test_the_loop_in_the_documents_trains(page) -> None:
 
     assert names["private"].optimizer.steps == 12
     assert not torch.equal(weights(model), before)
+
+
+def test_a_state_that_accelerate_saves_resumes_without_secrets(tmp_path) -> None:
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model = Model().double()
+    private = prepare(accelerator.prepare_model(model))
+    accelerator.register_for_checkpointing(private)
+    accelerator.prepare(private.optimizer)  # which is not asked for
+    train(private, model, 1)
+    accelerator.save_state(tmp_path)
+    files = [*tmp_path.glob("optimizer*"), *tmp_path.glob("custom*")]
+    states = [torch.load(path, weights_only=False) for path in files]
+    assert len(states) == 2
+    assert "spent" in find_names(states)
+    assert "secrets" not in find_names(states)
+
+    again = prepare(Model().double())
+    again.load_state_dict(states[1])
+    assert again.spent.steps == private.spent.steps == 4
