@@ -19,12 +19,11 @@ class OtherGenerators:
     """The generators of NumPy and Python that this process has."""
 
     def __init__(self) -> None:
-        kinds = (np.random.BitGenerator, random.Random)
-        self._all = [
-            value
-            for value in gc.get_objects()
-            if issubclass(type(value), kinds) and not issubclass(type(value), random.SystemRandom)
-        ]
+        kinds = [np.random.BitGenerator, random.Random]
+        for kind in kinds:  # which grows: one look-up for each of a million objects is fast
+            kinds += kind.__subclasses__()
+        seeded = {kind for kind in kinds if not issubclass(kind, random.SystemRandom)}
+        self._all = [value for value in gc.get_objects() if type(value) in seeded]
 
     def read(self) -> list[bytes]:
         """Return their states."""
