@@ -202,7 +202,7 @@ def test_a_step_and_its_state_keep_complex_parameters() -> None:
 
     model, optimizer = train()
     step(model, optimizer)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(exact=True)))
     again, resumed = train()
     again.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1], exact=True)

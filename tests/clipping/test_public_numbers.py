@@ -226,14 +226,12 @@ def test_every_delta_has_an_epsilon_that_is_no_less_than_spent(noise, delta) -> 
     assert ndtr(near) - math.exp(epsilon + log_ndtr(far)) <= delta
 
 
-@pytest.mark.parametrize("noise", [0.05, 1e-3, 1e-9, 1e-300])
+@pytest.mark.parametrize("noise", [0.05, 1e-3, 1e-9])
 def test_next_to_no_noise_spends_more_than_the_signal_tells(noise) -> None:
     """One step in which a sample is surely drawn: epsilon is at least that of the Gaussian."""
     private = prepare(8, noise_multiplier=noise, sample_rate=1.0)
     release(private)
-    gaussian = 0.5 / noise**2 if noise > 1e-100 else math.inf  # less its square root, and delta's
-
-    assert private.epsilon_spent() >= gaussian
+    assert private.epsilon_spent() >= 0.5 / noise**2  # less its square root, and delta's
 
 
 def test_removed_training_leaves_model_and_optimizer_as_before() -> None:

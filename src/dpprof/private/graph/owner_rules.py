@@ -236,6 +236,8 @@ def _diagonal(operand: Operand) -> Owners | None:
 def _index(operand: Operand) -> Owners | None:
     """Some entries are picked; where samples lie on other axes, the index need not be read."""
     owners, indices = operand.output, operand.node._saved_indices  # noqa: SLF001
+    if not owners.size:  # nothing is picked
+        return None
     indexed = [axis for axis, index in enumerate(indices) if index is not None]
     first, count = indexed[0], len(indexed)
     masks = [i for i in indexed if indices[i].dtype == torch.bool and indices[i].dim() > 1]
@@ -343,8 +345,6 @@ _JOINING = (_cat, _diagonal, _index, _index_select, _added, _select, _slice, _sp
 
 def owners_below(operand: Operand) -> Owners | None:
     """Return the owners of what an operator got as one operand."""
-    if all(0 in shape for shape in shapes_of(operand.node)):  # as where no row is picked
-        return np.full((1,) * len(operand.shape), FREE, np.int32)
     rule = _RULES.get(kind_of(operand.node))
     if rule is None or (rule in (_index, _index_select, _added) and is_read_once(operand.node)):
         return None

@@ -262,6 +262,8 @@ def _inside(item: Any) -> Collection[Any] | None:
     if isinstance(item, _CONTAINERS):
         return item
     is_record = dataclasses.is_dataclass(kind) or kind is types.SimpleNamespace
+    if kind.__module__.startswith("bitsandbytes."):  # frozen weights, which forward rearranges
+        return None
     if is_record or kind.__module__ == "transformers.cache_utils":
         return vars(item).values() if hasattr(item, "__dict__") else ()
     return None
