@@ -20,6 +20,7 @@ class Opened:
     def __init__(self, browser, file, *, clock: bool = False, **options) -> None:
         """``clock``: whether the test may move the page's clock forward."""
         self.context = browser.new_context(offline=True, viewport=SIZE, **options)
+        self.context.set_default_timeout(180_000)  # a machine may be busy with other tests
         self.page = self.context.new_page()
         if clock:
             self.page.clock.install()
