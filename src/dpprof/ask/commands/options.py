@@ -18,6 +18,19 @@ TASK_HELP = (
     "usual for its architecture)"
 )
 
+_OF_RUNS_ALONE = frozenset(
+    {
+        "max_grad_norm",
+        "learning_rate",
+        "seed",
+        "warmup_steps",
+        "timed_steps",
+        "wait_for_idle_gpu_s",
+        "busy_gpu",
+    }
+)
+"""What changes no answer of a question; ``dpprof profile --help`` describes it."""
+
 _CODE = "or package.module:function, code of your own, which no file may name"
 
 
@@ -31,10 +44,13 @@ def add_experiment_options(
     """Add an option for every field of an experiment, described as in the schema.
 
     Those in ``several`` take one or more values, and collect those of every time they are given.
-    ``notes`` adds to the description of a field; ``defaults`` are those of a question.
+    ``notes`` adds to the description of a field; ``defaults`` are those of a question, whose help
+    leaves out what changes no answer.
     """
+    hidden = () if defaults is None else _OF_RUNS_ALONE
     notes = {"model": _CODE, **(notes or {})}
     defaults = {"device": "auto", **(defaults or {})}
+    parser.usage = f"{parser.prog} --OPTION VALUE ..."  # all options would fill a screen
     group = parser.add_argument_group("experiment")
     for name, field in Experiment.model_fields.items():
         if name in leave_out:
@@ -45,7 +61,12 @@ def add_experiment_options(
         described = "; ".join(filter(None, [field.description, notes.get(name)]))
         help_text = f"{described} ({note})".replace("%", "%%")
         many: dict[str, Any] = {"nargs": "+", "action": "extend"} if name in several else {}
-        group.add_argument(option_name(name), help=help_text, metavar="VALUE", **many)
+        group.add_argument(
+            option_name(name),
+            help=argparse.SUPPRESS if name in hidden else help_text,
+            metavar="VALUE",
+            **many,
+        )
         if name == "model":
             group.add_argument("--task", help=TASK_HELP, metavar="VALUE")
 
