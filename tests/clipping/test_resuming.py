@@ -311,6 +311,12 @@ TRAININGS = {
     },
 }
 
+STOPS = {
+    "replayed, small batches": (24, (2, 3, 5, 8)),
+    "replayed, noise by a secret": (8, (1, 5)),
+}
+"""How many steps there are, and after how many a run stops; else 8, and in the second epoch."""
+
 
 @pytest.mark.parametrize("kind", TRAININGS)
 def test_every_private_training_goes_on_to_the_same_bits(kind, monkeypatch) -> None:
@@ -332,8 +338,9 @@ def test_every_private_training_goes_on_to_the_same_bits(kind, monkeypatch) -> N
     with simulated_graphs(monkeypatch) if "replayed" in kind else nullcontext():
         whole = make()
         states = {0: copy.deepcopy(whole[1].state_dict(exact=True))}
-        go_on(*whole, 8)
-        for stop in (1, 5) if "replayed" in kind else (3,):
+        steps, stops = STOPS.get(kind, (8, (5,)))
+        go_on(*whole, steps)
+        for stop in stops:
             stopped = make()
             stopped[1].load_state_dict(states[0], exact=True)
             go_on(*stopped, stop)
@@ -344,7 +351,7 @@ def test_every_private_training_goes_on_to_the_same_bits(kind, monkeypatch) -> N
             model, private, schedule = make(**seeds)
             private.load_state_dict(saved[0], exact=True)
             schedule.load_state_dict(saved[1])
-            go_on(model, private, schedule, 8)
+            go_on(model, private, schedule, steps)
 
             assert torch.equal(weights(model), weights(whole[0]))
             assert private.spent.history == whole[1].spent.history
