@@ -84,15 +84,6 @@ def test_another_workflow_uses_this_one_as_a_module(clone: Checkout, tmp_path: P
     assert not (clone.path / "results").exists()
 
 
-def test_results_go_where_directory_says(clone: Checkout, tmp_path: Path) -> None:
-    """The config beside the workflow serves where the folder has none of its own."""
-    planned = clone.planned(TABLES, "--directory", str(tmp_path))
-
-    assert [len(planned[rule]) for rule in ("profile", "verify", "ceilings")] == [2, 1, 1]
-    assert (tmp_path / "results" / "plan").is_dir()
-    assert not (clone.path / "results").exists()
-
-
 @pytest.mark.skipif(
     not (shutil.which("rsync") and importlib.util.find_spec("snakemake_storage_plugin_fs")),
     reason="needs snakemake-storage-plugin-fs, and rsync, which it calls",
@@ -134,7 +125,9 @@ def test_a_python_without_torch_plans_the_same_and_runs_nothing(
     assert finished.results() == before
 
 
-def test_results_that_come_without_their_plan_count(finished: Checkout) -> None:
+def test_results_without_their_plan_count_and_an_unplanned_id_is_told(
+    finished: Checkout,
+) -> None:
     """Such as those that were copied from another machine, oldest first or not."""
     shutil.rmtree(finished.path / "results" / "plan")
     shutil.rmtree(finished.path / ".snakemake")
@@ -147,11 +140,7 @@ def test_results_that_come_without_their_plan_count(finished: Checkout) -> None:
 
     assert set(planned) == {"profile", "tables"}
     assert planned["profile"] == [stale.name]
-
-
-def test_an_id_that_nothing_planned_has_is_told(finished: Checkout) -> None:
     said = finished.snakemake("results/clean/tiny-standard-b1-t8-00000000.r0.json", status=1)
-
     assert "results/plan/specs/tiny-standard-b1-t8-00000000.json" in said
     assert "Missing input files for rule profile" in said
     assert "Traceback" not in said
