@@ -84,23 +84,43 @@ def test_another_workflow_uses_this_one_as_a_module(clone: Checkout, tmp_path: P
     assert not (clone.path / "results").exists()
 
 
-@pytest.mark.skipif(
+needs_storage = pytest.mark.skipif(
     not (shutil.which("rsync") and importlib.util.find_spec("snakemake_storage_plugin_fs")),
     reason="needs snakemake-storage-plugin-fs, and rsync, which it calls",
 )
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> tuple[str, ...]:
+    """Options by which results are in a storage, and all else in another folder."""
+    storage = ("--default-storage-provider", "fs", "--default-storage-prefix")
+    return (*storage, str(tmp_path / "store"), "--directory", str(tmp_path / "here"))
+
+
+@needs_storage
+def test_a_sweep_whose_results_are_in_a_storage_is_planned_here(
+    clone: Checkout, stored, tmp_path: Path
+) -> None:
+    planned = clone.planned(*stored)
+
+    counts = {rule: len(outputs) for rule, outputs in planned.items()}
+    assert [counts[rule] for rule in ("profile", "verify", "ceilings", "report")] == [2, 1, 1, 1]
+    assert [path.name for path in (tmp_path / "here" / "results").iterdir()] == ["plan"]
+
+
+@needs_storage
+@pytest.mark.slow
 def test_a_sweep_whose_results_are_in_a_storage_ends_in_its_report(
-    clone: Checkout, tmp_path: Path
+    clone: Checkout, stored, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    options = ("--default-storage-provider", "fs", "--default-storage-prefix", str(store))
-    here = ("--directory", str(tmp_path / "here"))
-    clone.snakemake(*options, *here)
+    clone.snakemake(*stored)
 
     assert outcomes(store / "results" / "clean") == ["ok"] * 2
     assert (store / "results" / "report.pdf").read_bytes().startswith(b"%PDF")
     assert [path.name for path in (tmp_path / "here" / "results").iterdir()] == ["plan"]
-    assert "Nothing to be done" in clone.snakemake(*options, *here, "-n")
-    said = clone.snakemake(*options, *here, "--config", "partial=true", status=1)
+    assert "Nothing to be done" in clone.snakemake(*stored, "-n")
+    said = clone.snakemake(*stored, "--config", "partial=true", status=1)
     assert "partial=true reports on what is in ./results; leave it out with a storage" in said
 
 

@@ -253,6 +253,7 @@ def test_the_old_report_stays_until_there_is_a_new_one(finished: Checkout) -> No
     assert (finished.path / "results" / "report.md").read_bytes() != report["report.md"]
 
 
+@pytest.mark.slow  # tests/analysis/test_collection.py names and leaves out what is damaged
 def test_a_damaged_result_is_named_and_partial_reports_on_the_others(finished: Checkout) -> None:
     (damaged,) = (finished.path / "results" / "clean").glob("*hooks*.json")
     damaged.write_text(damaged.read_text()[:-100])
