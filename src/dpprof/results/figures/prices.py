@@ -106,7 +106,6 @@ def _draw_lines(axis: Axes, rows: pd.DataFrame, plain: pd.DataFrame, epsilons: l
 def _name_lines(
     figure: Figure, drawn: list[tuple[Axes, pd.DataFrame, pd.DataFrame]], methods: list[str]
 ) -> None:
-    """Name the lines at their ends where they are few, else in a legend."""
     if len(methods) > _MOST_LABELS:
         handles = [Line2D([], [], label=name, **method_style(name)) for name in methods]
         figure.legend(handles=handles, loc="outside lower center", ncols=4)
@@ -204,7 +203,6 @@ def _draw_methods(axis: Axes, rows: pd.DataFrame, name: str) -> None:
 
 
 def _say_gpus(panels: list[Panel]) -> str:
-    """Return the fewest GPUs on which a private method safely fits, of each training."""
     said = []
     for title, rows in panels:
         fitting = rows.loc[fits_privately(rows), "ranks"]

@@ -62,7 +62,6 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
 
 
 def _kept(sections: Mapping[str, Blocks]) -> tuple[Section, ...]:
-    """Return the sections that have something to show."""
     return tuple(
         Section(title=title, blocks=tuple(blocks)) for title, blocks in sections.items() if blocks
     )
@@ -143,7 +142,6 @@ def _how(runs: pd.DataFrame) -> Blocks:
 
 
 def _limits(runs: pd.DataFrame, composition: pd.DataFrame) -> Blocks:
-    """Return what the numbers do not show."""
     said = [
         (
             "Tokens and weights are random: the report shows cost, not learning. It computes noise "
