@@ -10,14 +10,15 @@ import json
 import math
 from collections.abc import Callable, Sequence
 
-from dpprof.experiments.accounting.mechanism_plan import (
+from dpprof.experiments.accounting.noise import find_batch_size
+from dpprof.experiments.accounting.plan import (
     MOMENTUM,
+    NoiseOfBatch,
     NoiseOfMechanism,
     bands_of,
+    describe_noise,
     explain_impossible,
 )
-from dpprof.experiments.accounting.noise import find_batch_size
-from dpprof.experiments.accounting.plan import NoiseOfBatch, describe_noise
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.private.accounting.noise_multiplier import find_noise_multiplier, find_tightest
 from dpprof.private.accounting.schedule import Schedule

@@ -6,11 +6,9 @@ As for another epsilon, steps stay and the batch changes: the less noise, the fe
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpprof.experiments.accounting.mechanism_plan import NoiseOfMechanism, bands_of
-from dpprof.experiments.accounting.plan import NoisePlan
+from dpprof.experiments.accounting.plan import NoiseOfMechanism, NoisePlan, bands_of
 from dpprof.experiments.config.privacy import Privacy
-from dpprof.experiments.records.budget import MethodCost
-from dpprof.experiments.records.mechanisms import MechanismCost, Mechanisms
+from dpprof.experiments.records.budget import MechanismCost, Mechanisms, MethodCost
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.advice.advice import advise, describe

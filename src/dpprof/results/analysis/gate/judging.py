@@ -15,9 +15,9 @@ from dpprof.experiments.records.comparison import (
     FigureName,
     Judgement,
     Metric,
+    Thresholds,
     TimeStatistics,
 )
-from dpprof.experiments.records.regression_thresholds import Thresholds
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.terms import OUTCOMES
 from dpprof.results.analysis.groups import ExperimentRuns

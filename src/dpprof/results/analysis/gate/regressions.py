@@ -26,11 +26,11 @@ from dpprof.experiments.records.comparison import (
     FolderComparison,
     Metric,
     Run,
+    Thresholds,
     Unlike,
     Verdict,
 )
 from dpprof.experiments.records.record import ResultError
-from dpprof.experiments.records.regression_thresholds import Thresholds
 from dpprof.experiments.records.result import Result, read_result
 from dpprof.results.analysis.collection import drop_details
 from dpprof.results.analysis.conditions import Fact, facts_of

@@ -13,10 +13,10 @@ from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.conditions import (
     Surroundings,
     find_shared_hosts,
-    find_usual_machines,
-    find_usual_settings,
+    find_usual,
     list_unusual,
     machine_of,
+    surroundings_of,
 )
 from dpprof.results.analysis.groups import RECORDERS
 from dpprof.subjects.methods.opacus.opacus_paths import OpacusPath
@@ -44,7 +44,7 @@ def find_caveats(
     for run, result in collected.runs:
         if result.outcome == "ok":
             groups[run.id, run.instrument].append(result)
-    machines, usual = find_usual_machines(every), find_usual_settings(every)
+    machines, usual = find_usual(every, machine_of), find_usual(every, surroundings_of)
     rows = [
         Finding(kind, name, instrument, finding)
         for (name, instrument), results in groups.items()
