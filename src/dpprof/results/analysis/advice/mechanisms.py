@@ -45,17 +45,12 @@ def price_mechanisms(
     target: str,
     standing: Standing,
 ) -> Mechanisms:
-    """Price mechanisms for capacity results of one method.
+    """Price mechanisms, with the noise that is ``planned``, for capacity results of one method.
 
-    Args:
-        results: By the number of bands, of which one is independent noise; ``bisr`` keeps and reads
-            as much past noise as ``banded``. There is none of bands that ``exceed_memory``, or that
-            have a reason.
-        privacy: The budget.
-        noise: What it asks for with independent noise.
-        planned: The noise of each mechanism.
-        target: A name for display.
-        standing: The method's.
+    ``results`` are by the number of bands, of which one is independent noise; ``bisr`` keeps and
+    reads as much past noise as ``banded``. There is none of bands that ``exceed_memory``, or that
+    have a reason. ``noise`` is what the budget asks for with independent noise; ``target`` is a
+    name for display, ``standing`` the method's.
     """
     alone = results[1]
     epsilon = privacy.epsilon[0]
