@@ -92,11 +92,9 @@ def draw_mechanisms(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def _draw_lines(axis: Axes, rows: pd.DataFrame, plain: pd.DataFrame, epsilons: list[float]) -> None:
-    style: dict[str, Any] = {"linewidth": 1, "elinewidth": 0.6, "markersize": 4}
     for method, costs in rows.sort_values("epsilon").groupby("method"):
-        hours = costs["gpu_hours"]
-        ends = [hours - costs["gpu_hours_low"], costs["gpu_hours_high"] - hours]
-        axis.errorbar(costs["epsilon"], hours, yerr=ends, **method_style(str(method)) | style)
+        name = str(method)
+        draw_line(axis, costs, "epsilon", "gpu_hours", method=name, label=name)
     for hours in plain["gpu_hours"]:
         axis.axhline(hours, linestyle="--", linewidth=1, color=method_style(BASELINE)["color"])
     scale_log(axis, epsilons, "epsilon", base=10)
@@ -113,8 +111,7 @@ def _name_lines(
     figure.draw_without_rendering()
     dashed = {BASELINE: {"linestyle": "--", "marker": ""}}
     for axis, rows, plain in drawn:
-        last = rows.loc[rows.groupby("method")["epsilon"].idxmax()]
-        ends = [(row["epsilon"], row["gpu_hours"], row["method"]) for _, row in last.iterrows()]
+        ends = ends_of(axis)
         ends += [(rows["epsilon"].max(), hours, BASELINE) for hours in plain["gpu_hours"]]
         label_ends(axis, ends, style_of=lambda name: method_style(name) | dashed.get(name, {}))
 
