@@ -63,7 +63,6 @@ def answer_default_sweep(root: Path) -> None:
 
 def main() -> None:
     """Run from the command line."""
-    sys.path.pop(0)  # profile.py in this folder would hide the standard library's
     with tempfile.TemporaryDirectory() as folder:
         for arguments in find_questions():
             print(shlex.join(["dpprof", *arguments]), flush=True)

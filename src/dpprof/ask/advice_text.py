@@ -16,8 +16,7 @@ from dpprof.results.analysis.advice.advice import (
 )
 from dpprof.results.analysis.advice.ratios import Ratio
 from dpprof.results.analysis.standings import find_signs, sign
-from dpprof.system.numbers import three_digits
-from dpprof.system.words import listed, plural
+from dpprof.system.words import listed, plural, three_digits
 
 SPEED = "tokens/s"
 _GIB = 2**30

@@ -16,8 +16,7 @@ from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.tasks import name_size
 from dpprof.experiments.records.budget import Budget, MethodCost
 from dpprof.results.analysis.standings import Marks, find_signs, sign
-from dpprof.system.numbers import three_digits
-from dpprof.system.words import listed, plural
+from dpprof.system.words import listed, plural, three_digits
 
 _OF_NOISE = (
     "Noise: of a step, the noise multiplier over the batch; of the training, that over the root of "

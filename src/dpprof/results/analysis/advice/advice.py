@@ -236,7 +236,6 @@ def _find_step(results: Sequence[Result], options: Sequence[Option]) -> Predicte
 
 
 def _explain_time(results: Sequence[Result], step: PredictedTime | None) -> str:
-    """Say what the predicted times rest on, or why there are none."""
     if step is None and all(result.capacity is None for result in results):
         return "not predicted: nothing fits"
     if step is None:

@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpprof.experiments.accounting.mechanism_plan import NoiseOfMechanism, momentum_of
-from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan
+from dpprof.experiments.accounting.plan import AtEpsilon, NoiseOfMechanism, NoisePlan, momentum_of
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.datasheets import find_watts
 from dpprof.experiments.config.experiment import Experiment
