@@ -39,7 +39,7 @@ def outline(nodes: Iterable[Any]) -> Outline:
 
 def describe(node: Any) -> Any:
     """Return the name of an operator, and the axes that it has saved."""
-    axes = _axes_in(type(node))
+    axes = _axes_in(node.__class__)
     return (node.name(), *(getattr(node, name) for name in axes)) if axes else node.name()
 
 
