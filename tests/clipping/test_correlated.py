@@ -452,6 +452,25 @@ def test_all_steps_of_bisr_are_one_mechanism_and_the_budget_has_one_beginning() 
 
 
 @pytest.mark.parametrize(
+    ("noise", "counted"), [("banded", (1.0, 0.75, 4)), ("bisr", (1.0, 1.0, 2))]
+)
+def test_a_run_that_goes_back_counts_what_is_seen_again(noise, counted) -> None:
+    model, private = prepare(noise=noise)
+    train(private, model, epochs=1)
+    state = copy.deepcopy(private.state_dict(exact=True))
+    train(private, model, epochs=1)
+    before = private.spent.steps
+    private.load_state_dict(state, exact=True)
+    assert private.spent.steps - before == (2 if noise == "banded" else 1)
+    assert private.spent.history == [counted]
+    private.load_state_dict(private.state_dict(exact=True), exact=True)  # it goes back behind both
+    if noise == "bisr":
+        private.optimizer.planned_steps = 8
+        with pytest.raises(RuntimeError, match="or this run goes back"):
+            private.load_state_dict(state, exact=True)
+
+
+@pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"folds": 1}, r"3 bands need samples that take part .* that holds for 1 \(folds\)"),

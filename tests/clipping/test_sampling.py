@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 
 import pytest
 import torch
@@ -40,6 +41,20 @@ def draw(
 
 def near(found: torch.Tensor, expected: float, count: int) -> bool:
     return bool(((found - expected).abs() <= 5 * math.sqrt(0.25 / count)).all())
+
+
+def test_a_fork_draws_batches_of_its_own(monkeypatch) -> None:
+    """Epsilon of both counts draws that are independent: twice the same batches cost more."""
+    data = DataLoader(TensorDataset(torch.arange(200)), batch_size=100, shuffle=True)
+    parts = PoissonLoader(data, find_public_numbers(data))._parts
+    parts.steps, state = 2, parts.generator.get_state()
+    (mine, _), parent = parts, os.getpid()
+    parts.generator.set_state(state)
+    assert next(iter(parts)) == mine
+    parts.generator.set_state(state)
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    first, second = parts
+    assert first not in (mine, second)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

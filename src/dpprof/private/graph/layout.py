@@ -23,6 +23,7 @@ from dpprof.private.contributions.contributions import Contributions, Receive, r
 from dpprof.private.errors import BatchAxisError
 from dpprof.private.graph.nodes import (
     Outline,
+    describe,
     find_users,
     nodes_behind,
     operator_of,
@@ -209,7 +210,10 @@ class Layout:
         if are_one_each and not self._is_trusted:
             return set()
         names = Counter(
-            (node.name(), *(below.name() for below, _ in node.next_functions if below is not None))
+            (
+                describe(node),
+                *(below.name() for below, _ in node.next_functions if below is not None),
+            )
             for node in self.nodes
         )
         return {f"rows of samples, in graph {hash(frozenset(names.items()))}"}

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,8 +34,18 @@ Outline = frozenset[Any]
 
 def outline(nodes: Iterable[Any]) -> Outline:
     """Return the outline of a graph: batches of other lengths have the same."""
-    axes = ((node.name(), getattr(node, "_saved_dim", None)) for node in nodes)
-    return frozenset(Counter(axes).items())
+    return frozenset(Counter(map(describe, nodes)).items())
+
+
+def describe(node: Any) -> Any:
+    """Return the name of an operator, and the axes that it has saved."""
+    axes = _axes_in(node.__class__)
+    return (node.name(), *(getattr(node, name) for name in axes)) if axes else node.name()
+
+
+@cache
+def _axes_in(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_saved_dim")]
 
 
 def kind_of(node: Any) -> str:

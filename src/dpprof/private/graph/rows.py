@@ -75,6 +75,12 @@ class Rows:
         runs = _runs_of(owned_R)
         if len(runs) > 1 and not all(np.bincount(run, minlength=samples).all() for run in runs):
             return None
+        # As many rows as all samples could have, but shifted: one sample's into another's place.
+        each = np.bincount(owned_R).max()
+        places_R = np.arange(len(owners_R)) // each % samples
+        is_whole = len(owners_R) == each * samples
+        if is_whole and is_free_R.any() and (places_R != owners_R)[~is_free_R].any():
+            return None
         return cls(samples, len(owners_R), [], _list_places(owners_R, samples))
 
     @classmethod

@@ -10,6 +10,7 @@ sample that stands for a batch without samples.
 
 import hashlib
 import math
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any, cast
@@ -50,6 +51,7 @@ class _Parts(Sampler[list[int]]):
         self._threshold = math.floor(sample_rate * 2**bits) / 2**bits
         self.most = max_batch_size or len(folds[0]) * (1 if users is None else users.most)
         self.generator = generator
+        self._process = os.getpid()
         self.steps = 0
         """How many batches the next iteration draws."""
 
@@ -62,6 +64,9 @@ class _Parts(Sampler[list[int]]):
         for turn in range(self.turn, self.turn + self.steps):
             fold = turn % len(self._folds)
             indices = self._folds[fold]
+            if os.getpid() != self._process:  # a fork would draw the other's batches
+                self._process = os.getpid()
+                self.generator.set_state(make_generator().get_state())
             drawn = torch.rand(len(indices), generator=self.generator, dtype=self._dtype)
             chosen = (drawn < self._threshold).nonzero()[:, 0]
             if self._largest is not None and len(chosen) > self._largest:

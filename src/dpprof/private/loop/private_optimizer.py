@@ -49,6 +49,8 @@ class PrivateOptimizer(NoisyOptimizer):
     _clips_failed_parts_again = True
     _part: Part | None = None
     _fold: int = 0
+    _most_steps = 0
+    """Of all that this process took before a state was loaded."""
 
     _clipped: int | None = None
     """The clipping's count of batches after the last ``backward`` of this."""
@@ -175,20 +177,37 @@ class PrivateOptimizer(NoisyOptimizer):
             RuntimeError: The noise of ``bisr`` begins once more than a budget allows.
         """
         super().begin_noise()
-        buffers, is_whole = self.buffers, False
-        if buffers is not None and not buffers.strategy.is_sampled:
-            if buffers.done:
-                return
-            is_whole = True
-        if self.spent is None:
+        is_begun = self.buffers is not None and self.buffers.done > 0
+        if self.spent is None or (self._is_one_mechanism and is_begun):
             return
-        if is_whole and self.planned_steps is not None and self.spent.steps:
+        self._refuse_another_line()
+        self.spent.count(self, 0 if self._is_one_mechanism else self._fold)
+
+    @property
+    def _is_one_mechanism(self) -> bool:
+        return self.strategy is not None and not self.strategy.is_sampled
+
+    def _refuse_another_line(self) -> None:
+        """Refuse to count all steps of ``bisr`` once more than a budget allows."""
+        is_planned = self.planned_steps is not None and self._is_one_mechanism
+        if is_planned and self.spent is not None and self.spent.steps:
             raise RuntimeError(
                 "the privacy budget is spent: with bisr it is for one line of steps, and the noise "
                 "begins anew, as after a state without exact=True, a fork, a batch that was thrown "
-                "away, or one of another fold than the next"
+                "away, or one of another fold than the next; or this run goes back"
             )
-        self.spent.count(self, 0 if is_whole else self._fold)
+
+    def _count_again(self) -> None:
+        """Count what samples added before a state to which this run went back.
+
+        It is seen again, below other draws (``buffers``).
+        """
+        assert self.buffers is not None
+        again = 1 if self._is_one_mechanism else self.buffers.strategy.bands - 1
+        for age in range(min(again, self.buffers.done)):
+            fold = ((self.buffers.fold or 0) - age) % self.buffers.strategy.folds
+            if self.spent is not None:
+                self.spent.count(self, 0 if self._is_one_mechanism else fold)
 
     def state_dict(self, *, exact: bool = False) -> dict[str, Any]:
         """Return that of ``NoisyOptimizer``, with what was spent."""
@@ -208,6 +227,7 @@ class PrivateOptimizer(NoisyOptimizer):
 
         Raises:
             ValueError: As of that; or one of both runs replays CUDA graphs, which round otherwise.
+            RuntimeError: As of that; or a budget of ``bisr`` is to be spent twice.
         """
         secrets = state_dict.get("privacy", {}).get("secrets") or {}
         if exact and secrets and ("captured" in secrets) != (self.captured is not None):
@@ -215,10 +235,17 @@ class PrivateOptimizer(NoisyOptimizer):
                 "one of both runs replays CUDA graphs, and the other does not, so it would not "
                 "end with the same bits; give both the same execution, or leave out exact=True"
             )
+        self._most_steps = max(self._most_steps, self.steps)
+        goes_back = self._most_steps > state_dict.get("privacy", {}).get("steps", 0)
+        counts_again = exact and goes_back and self.strategy is not None
+        if counts_again:
+            self._refuse_another_line()
         super().load_state_dict(state_dict, exact=exact)
         spent = state_dict["privacy"].get("spent")
         if self.spent is not None and spent is not None:
             self.spent.load_state_dict(spent)
+        if counts_again:
+            self._count_again()
         if self.quantile is not None:
             self.quantile.keys.renew()
             if exact:

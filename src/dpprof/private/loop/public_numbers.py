@@ -106,8 +106,8 @@ class PublicNumbers(NamedTuple):
         cut += f" Of each at most {each_of:,} samples take part, at random." if each_of else ""
         public = (
             f"The number of {unit}s, {self.samples:,}, is public, for the probability and the "
-            f"number of steps follow from it: a {unit} is removed by one in its place whose "
-            "gradient is zero. Give samples=... to keep it private."
+            f"number of steps follow from it: a {unit} is removed by one in its place that "
+            "adds to no sum and no count. Give samples=... to keep it private."
             if self.follows_from_data
             else "Probability, divisor and number of steps were given: this holds if none was "
             "computed from the data, as numbers_of_opacus computes them."

@@ -142,12 +142,10 @@ class NoisyOptimizer(Optimizer):
         refuse_optimizer(optimizer)
         if not isinstance(clipping, Clipping):
             raise TypeError(f"clipping must be a Clipping, and is a {type(clipping).__name__}")
-        size = expected_batch_size
-        if size is not None and not (math.isfinite(size) and size > 0):
-            raise ValueError(f"expected_batch_size must be positive and finite, and is {size}")
+        self.expected_batch_size = expected_batch_size
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', and is {loss_reduction!r}")
-        if loss_reduction == "mean" and size is None:
+        if loss_reduction == "mean" and expected_batch_size is None:
             raise ValueError("expected_batch_size must be given where loss_reduction is 'mean'")
         # Optimizer's own __init__ is not called: groups, state and defaults are the original's.
         self.original_optimizer = optimizer
@@ -159,7 +157,6 @@ class NoisyOptimizer(Optimizer):
         clipping.settings_of_step = self._settings_of_ranks
         clipping.shard_sums.forget()
         self.noise_multiplier = noise_multiplier
-        self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
         self.generator = generator
         self.buffers = None if strategy is None else NoiseBuffers(strategy, noise_buffers)
@@ -190,6 +187,12 @@ class NoisyOptimizer(Optimizer):
     param_groups: Any = _attribute_of(_INNER, "param_groups", "The original optimizer's groups.")
     state: Any = _attribute_of(_INNER, "state", "The original optimizer's state.")
     defaults: Any = _attribute_of(_INNER, "defaults", "The original optimizer's defaults.")
+    _optimizer_step_pre_hooks: Any = _attribute_of(
+        _INNER, "_optimizer_step_pre_hooks", "Hooks before its step, which see noise alone."
+    )
+    _optimizer_step_post_hooks: Any = _attribute_of(
+        _INNER, "_optimizer_step_post_hooks", "Hooks after its step."
+    )
     max_grad_norm: Any = _attribute_of(
         "clipping", "max_grad_norm", "The bound of the clipping; setting it changes that too."
     )
@@ -205,6 +208,17 @@ class NoisyOptimizer(Optimizer):
         if not (math.isfinite(multiplier) and multiplier >= 0):
             raise ValueError(f"noise_multiplier must be finite and at least 0, and is {multiplier}")
         self._noise_multiplier = float(multiplier)
+
+    @property
+    def expected_batch_size(self) -> float | None:
+        """What a sum is divided by where ``loss_reduction`` is ``mean``."""
+        return self._expected_batch_size
+
+    @expected_batch_size.setter
+    def expected_batch_size(self, size: float | None) -> None:
+        if size is not None and not (math.isfinite(size) and size > 0):
+            raise ValueError(f"expected_batch_size must be positive and finite, and is {size}")
+        self._expected_batch_size = size
 
     @property
     def secure_mode(self) -> bool:
@@ -490,7 +504,6 @@ class NoisyOptimizer(Optimizer):
         for parameter in self.params:
             parameter.grad = None
         self._forget_sums()
-        self._is_noised = False
         self._batches_before = self.clipping.batches
         self._failures_before = self.clipping.failures
 
@@ -499,6 +512,7 @@ class NoisyOptimizer(Optimizer):
         if self.clipping.sums.owner is self:
             self.clipping.sums.forget()
             self.clipping.shard_sums.forget()
+        self._is_noised = False
         if self.quantile is not None:
             self.quantile.forget()
 
