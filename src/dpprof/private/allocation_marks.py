@@ -47,11 +47,7 @@ def allocates_for_its_caller(function: _F) -> _F:
 
 
 def components_by_code(births: "Mapping[Function, Component]") -> "dict[CodeType, Component]":
-    """List the code of marked functions, and of a method's own ``births``, which come first.
-
-    Raises:
-        TypeError: One of them is no function written in Python.
-    """
+    """List the code of marked functions, and of a method's own ``births``, which come first."""
     return {
         code: component
         for function, component in (MARKED | dict(births)).items()

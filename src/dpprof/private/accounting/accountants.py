@@ -47,21 +47,11 @@ def list_installed() -> list[str]:
 def bound_epsilon(
     history: Sequence[Steps], delta: float, accountant: str, sampling: Sampling | None = None
 ) -> float:
-    """Return an upper bound of epsilon, by one accountant alone.
+    """Return an upper bound of epsilon, by one accountant alone; infinity where there is none.
 
-    Args:
-        history: The steps that may draw one sample, in any order.
-        delta: The delta.
-        accountant: ``prv``, ``rdp`` or ``pld``.
-        sampling: Says whether batches are truncated.
-
-    Returns:
-        The bound; infinity where there is none.
-
-    Raises:
-        BeyondReachError: The accountant does not tell it, in seconds and within 1 GiB; the message
-            says why.
-        ImportError: It is not installed.
+    ``history`` are the steps that may draw one sample, in any order. ``BeyondReachError`` says
+    why the accountant does not tell it in seconds and within 1 GiB, ``ImportError`` that it is
+    not installed.
     """
     if any(noise == 0 for noise, _, _ in history):
         return math.inf
@@ -197,22 +187,14 @@ def _compose_pld(history: tuple[Steps, ...], sampling: Sampling | None, count: i
 
 
 def import_accountant(accountant: str) -> None:
-    """Import what an accountant needs.
-
-    Raises:
-        ImportError: It is not installed.
-    """
+    """Import what an accountant needs; ``ImportError`` if it is not installed."""
     import_opacus()
     if accountant == "pld":
         import_dp_accounting()
 
 
 def import_opacus() -> Any:
-    """Import Opacus's accountants, which takes as long as PyTorch does.
-
-    Raises:
-        ImportError: Opacus is not installed.
-    """
+    """Import Opacus's accountants, which takes as long as PyTorch does (``ImportError``)."""
     try:
         return importlib.import_module("opacus.accountants")
     except ModuleNotFoundError as error:
@@ -223,11 +205,7 @@ def import_opacus() -> Any:
 
 
 def import_dp_accounting() -> Any:
-    """Import Google's dp-accounting.
-
-    Raises:
-        ImportError: It is not installed.
-    """
+    """Import Google's dp-accounting; ``ImportError`` if it is not installed."""
     try:
         importlib.import_module("dp_accounting.pld")
         return importlib.import_module("dp_accounting")

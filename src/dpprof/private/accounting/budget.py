@@ -274,11 +274,7 @@ def _training_of(name: str) -> str:
 def verify_budget(
     noise_multiplier: float | None, epsilon: float | None, delta: float | None, *, accountant: str
 ) -> None:
-    """Verify that the arguments say how much noise there is.
-
-    Raises:
-        ValueError: They do not, or a number is out of its range.
-    """
+    """Verify that the arguments say how much noise there is (``ValueError``)."""
     if accountant not in ACCOUNTANTS:
         raise ValueError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {accountant!r}")
     if (noise_multiplier is None) == (epsilon is None):
@@ -312,18 +308,9 @@ def warn_of_delta(delta: float | None, count: int, unit: str = "sample") -> None
 def find_noise(
     epsilon: float, delta: float, steps: int, sampling: Sampling, accountant: str
 ) -> float:
-    """Find the least noise multiplier that keeps a budget.
+    """Find the least noise multiplier that keeps a budget over so many planned steps.
 
-    Args:
-        epsilon: The budget.
-        delta: The delta of the guarantee.
-        steps: How many steps are planned.
-        sampling: How each draws samples.
-        accountant: One of ``ACCOUNTANTS``.
-
-    Raises:
-        ImportError: The accountant is not installed.
-        BeyondReachError: No noise multiplier keeps it.
+    ``ImportError``: the accountant is not installed; ``BeyondReachError``: nothing keeps it.
     """
     import_accountant(accountant)
     try:

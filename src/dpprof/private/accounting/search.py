@@ -28,17 +28,9 @@ def find_least(
 ) -> float:
     """Find a value that spends at most the target, and less than a tolerance below it.
 
-    It takes the spent epsilon for a power of the value, which it nearly is between two values.
-
-    Args:
-        spent: Returns the epsilon that a value spends, which falls while the value grows.
-        target: The epsilon.
-        tolerance: How far below it the spent epsilon may be.
-        guess: The first value to try.
-        most: The largest value to try.
-
-    Raises:
-        BeyondReachError: Not even the largest value spends so little, or the smallest so much.
+    ``spent`` returns the epsilon of a value, which falls while the value grows: nearly as a
+    power between two values. ``BeyondReachError``: not even ``most`` spends so little, or the
+    smallest so much.
     """
     aim, low, high = target - tolerance / 2, 0.0, math.inf
     value, power, before = min(guess, most), _POWER, (0.0, 0.0)

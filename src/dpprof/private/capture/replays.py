@@ -17,17 +17,11 @@ from dpprof.private.samples.random_state import random_state_kept
 class Replays:
     """Clips batches by replaying graphs, and steps on them.
 
-    Graphs have the surroundings under which they were captured, and are replayed under no others:
-    not for a part, and not for a step. Who calls this runs every other batch as an ordinary loop.
-
-    Args:
-        optimizer: With its clipping, on one rank.
-        part_size: Samples of a graph.
-        losses_of: Computes (B,) losses from tensors like those of a batch.
-
-    Raises:
-        ValueError: ``part_size`` is less than 1.
-        UnsupportedError: There are several ranks.
+    Graphs have the surroundings under which they were captured, and are replayed under no
+    others: not for a part, and not for a step. Who calls this runs every other batch as an
+    ordinary loop. A graph has ``part_size`` samples (``ValueError`` below 1), and ``losses_of``
+    computes (B,) losses from tensors like those of a batch. ``UnsupportedError``: there are
+    several ranks.
     """
 
     def __init__(
@@ -64,15 +58,10 @@ class Replays:
         return is_verified and present.are_those_of(self._noted)
 
     def add(self, batch: Sequence[Tensor], count: int | None = None) -> Tensor | None:
-        """Clip a batch, or a part of one, by replaying graphs.
+        """Clip a batch, or a part of one, by replaying graphs; return the losses.
 
-        Args:
-            batch: The arguments of ``losses_of``, samples first.
-            count: How many samples count, the first ones; by default all.
-
-        Returns:
-            Their losses; or None, where the batch, with the parts before, is to run as an ordinary
-            loop.
+        The first ``count`` samples of ``batch`` count, by default all. None, where the
+        batch, with the parts before, is to run as an ordinary loop.
         """
         with self._forgetting():
             graphs = self._open or self._graphs
@@ -89,11 +78,10 @@ class Replays:
             return graphs.run_parts(batch, len(batch[0]) if count is None else count)
 
     def finish(self) -> bool:
-        """Step on the parts that were added.
+        """Step on the parts that were added, and return whether it did.
 
-        Returns:
-            Whether it did. If something of a sample was unusual, or something changed since, no
-            step was taken, and the batch is to run as an ordinary loop.
+        If something of a sample was unusual, or something changed since, the batch is to
+        run as an ordinary loop.
         """
         assert self._open is not None
         with self._forgetting():
@@ -118,12 +106,7 @@ class Replays:
         self._noted = self._look(batch)
 
     def rehearse(self, compute: Callable[[], Tensor], batch: Sequence[Tensor]) -> None:
-        """Clip a batch with all checks, throw its sums away, and note it.
-
-        Args:
-            compute: Computes the losses of the batch.
-            batch: Its tensors.
-        """
+        """Clip a batch, of these tensors, with all checks, throw its sums away, and note it."""
         clipping, optimizer = self._clipping, self._optimizer
         counts = clipping.batches, clipping.nonfinite_samples_total
         try:

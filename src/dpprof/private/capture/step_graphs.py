@@ -139,9 +139,8 @@ class StepGraphs:
     def add_noise(self) -> None:
         """Add noise to the sums and average them.
 
-        Raises:
-            RuntimeError: A given generator would repeat the noise of an earlier step; or the graphs
-                clip and draw noise by other settings than the optimizer's.
+        ``RuntimeError``: a given generator would repeat the noise of an earlier step; or
+        the graphs clip and draw noise by other settings than the optimizer's.
         """
         assert self._noise is not None
         if self._optimizer.settings != self._settings:

@@ -160,11 +160,7 @@ def audit(
 
 
 def _verify(count: int, **shares: float) -> None:
-    """Refuse too few canaries, and shares that are none.
-
-    Raises:
-        ValueError: There are some.
-    """
+    """Refuse too few canaries, and shares that are none (``ValueError``)."""
     if count < _FEWEST:
         raise ValueError(f"there must be at least {_FEWEST} canaries, and there are {count}")
     for name, value in shares.items():
@@ -175,11 +171,7 @@ def _verify(count: int, **shares: float) -> None:
 def _watch_gradients(
     train: Train, model: nn.Module, samples: MarkedSamples, losses_of: LossesOf, count: int
 ) -> tuple[Any, Tensor]:
-    """Train with canaries in gradients; return what was returned, and their scores, (m,).
-
-    Raises:
-        ValueError: Nothing was released for them.
-    """
+    """Train with canaries in gradients; return what was returned, and their scores, (m,)."""
     widened = WithCanaries(model, count)
     with adding_up_releases(widened.canaries) as scores_m:
         returned = train(widened, samples, with_gradients(losses_of, widened.canaries))
@@ -210,11 +202,7 @@ def _compute_losses(
 
 
 def _read_epsilon(returned: Any, delta: float) -> float:
-    """Return the epsilon that a training's accountant says.
-
-    Raises:
-        TypeError: Nothing tells it.
-    """
+    """Return the epsilon that a training's accountant says; ``TypeError`` if nothing tells it."""
     if isinstance(returned, Real) and not isinstance(returned, bool):
         return float(returned)
     for owner in (returned, getattr(returned, "spent", None)):

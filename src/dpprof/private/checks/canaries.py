@@ -33,12 +33,7 @@ LossesOf = Callable[..., Tensor]
 
 
 class WithCanaries(nn.Module):
-    """A model with a number of its own for each canary; all else is the model's.
-
-    Args:
-        model: The model, which is trained too.
-        count: m.
-    """
+    """A trained model with a number of its own for each of m canaries; all else is the model's."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
         super().__init__()
@@ -62,10 +57,8 @@ class WithCanaries(nn.Module):
 class MarkedSamples(Dataset[Any]):
     """The user's samples, then one for each canary, all with their marks.
 
-    Args:
-        data: The user's samples: tuples, lists, mappings, or single objects.
-        canaries: Those of the canaries, in turn; all m are marked.
-        included: (m,) bool, the coins.
+    ``data`` has tuples, lists, mappings or single objects. All m canaries are marked: by those
+    of ``canaries`` in turn, and by the coins ``included``, (m,) bool.
     """
 
     def __init__(self, data: Any, canaries: Any, included: Tensor) -> None:

@@ -54,14 +54,11 @@ class Draws:
 
 
 class Replay:
-    """Replaces numbers by those of ``Draws``.
+    """Replaces numbers by those of ``Draws``, ``made`` for the whole batch.
 
-    Args:
-        made: What was drawn for the whole batch.
-        sample: The sample that is computed alone, or looked at in company; None for a step.
-        is_alone: Whether nothing but this sample is computed.
-        split: How many samples a step has that may compute its batch in parts, in order; None where
-            the loss is computed once.
+    ``sample`` is computed alone, or looked at in company; None for a step. ``split`` is how
+    many samples a step has that may compute its batch in parts, in order; None for a loss that
+    is computed once.
     """
 
     def __init__(
@@ -181,10 +178,8 @@ class Replay:
 class StepWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees whether anything computes in 16 bits, and may silence noise.
 
-    Args:
-        silent: Whether Gaussian draws get their mean, but for those of the loss.
-        draws: Keeps or repeats the numbers that the loss draws.
-        generators: Gets the states of the user's generators before they draw.
+    Where ``silent``, Gaussian draws get their mean, but for those of the loss, which ``draws``
+    keeps or repeats; ``generators`` gets the states of the user's generators before they draw.
     """
 
     in_16_bits = False

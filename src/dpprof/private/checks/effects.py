@@ -46,19 +46,10 @@ def _read_rates(loop: Loop) -> dict[torch.nn.Parameter, float]:
 
 
 def compare_noise(loop: Loop, silent: Gradients, first: Gradients, second: Gradients) -> int:
-    """Compare the variance of each parameter's noise with its scale, by a chi-squared test.
+    """Compare each parameter's noise with its scale, by a chi-squared test; return how many.
 
-    Args:
-        loop: Has the scale.
-        silent: The gradients without noise.
-        first: Those of a step with noise.
-        second: Those of another one.
-
-    Returns:
-        How many numbers were compared.
-
-    Raises:
-        WrongTrainingError: A parameter gets no noise, the same each time, or of another scale.
+    ``silent`` are gradients without noise, ``first`` and ``second`` of steps with noise.
+    ``WrongTrainingError``: a parameter gets no noise, the same each time, or of another scale.
     """
     drawn, scale = 0, loop.settings.noise
     for parameter in loop.trained:

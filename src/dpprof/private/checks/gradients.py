@@ -47,8 +47,8 @@ class Samples(NamedTuple):
     def join(self, users: Segments | None) -> "Samples":
         """Return what users have, in place of their samples; all as it is where there are none.
 
-        Raises:
-            ValueError: They are not those of the samples, or a single one, who has no others.
+        ``ValueError``: they are not those of the samples, or a single one, who has no
+        others.
         """
         if users is None:
             return self
@@ -82,12 +82,9 @@ def read_losses(value: Any, count: int) -> Tensor:
 def take_alone(loop: Loop, batch: TrainingBatch) -> tuple[Samples | None, str | None]:
     """Compute the gradient of each sample in a batch of its own, by ordinary autograd.
 
-    Returns:
-        The samples, and the reason why they may rightly differ from those in the batch, if there is
-        one. The samples are None where that reason made one fail alone.
-
-    Raises:
-        WrongTrainingError: A sample fails alone without such a reason.
+    The reason why samples may rightly differ from those in the batch comes with them, if there
+    is one; they are None where it made one fail alone. Without it a failure is a
+    ``WrongTrainingError``.
     """
     reason, results, draws = _find_reason(loop, batch), [], loop.draws
     each = _count_in_turn(loop, batch)
@@ -193,11 +190,8 @@ def find_part_of_all(loop: Loop, batch: TrainingBatch) -> str | None:
 def compare_company(loop: Loop, batch: TrainingBatch, samples: Samples, limit: float) -> str | None:
     """Compare each sample's loss and gradient with those among copies of it, with the same draws.
 
-    Returns:
-        Why that shows nothing; None if it does.
-
-    Raises:
-        WrongTrainingError: A loss or its gradient depends on the other samples.
+    Returns why that shows nothing; None if it does. ``WrongTrainingError``: one depends on
+    others.
     """
     for sample in range(batch.samples):
         company = batch.take([sample] * batch.samples)

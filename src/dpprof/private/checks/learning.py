@@ -40,10 +40,8 @@ _FAR = 10
 def find_obstacles(loop: Loop, batch: TrainingBatch | None) -> tuple[str, ...]:
     """Return what keeps a training from learning, a sentence each.
 
-    Args:
-        loop: The training.
-        batch: Samples that the user calls public, for what is said of them is not private; None
-            where only settings are looked at.
+    What is said of the samples of ``batch`` is not private; None where only settings are looked
+    at.
     """
     sentences = list(find_by_settings(loop.model))
     if (resting := find_resting(loop)) is not None:

@@ -52,12 +52,9 @@ class StepEffects(NamedTuple):
 class Loop:
     """A user's model, loss, optimizer and step; each step that it takes is undone.
 
-    Args:
-        model: The model, wrapped or not.
-        loss: What the loop differentiates, from the model and a batch.
-        private: Opacus's optimizer, dpprof's, or the settings of a loop by hand.
-        step: One whole step on a batch; None: that of an ordinary loop.
-        users: Whose samples of the batch are clipped as one; None where each is by itself.
+    ``loss`` is what the loop differentiates, from the model and a batch; ``private`` Opacus's
+    optimizer, dpprof's, or the settings of a loop by hand; ``step`` one whole step on a batch,
+    None for that of an ordinary loop. ``users`` tell whose samples are clipped as one.
     """
 
     def __init__(
@@ -222,19 +219,12 @@ class Loop:
     def take(
         self, batch: TrainingBatch, *, silent: bool, times: int = 1, is_empty: bool = False
     ) -> StepEffects | None:
-        """Take a step, from cleared gradients, and undo it.
+        """Take a step, from cleared gradients, undo it, and return its effects, or None.
 
-        Args:
-            batch: Its batch.
-            silent: Whether it draws no noise.
-            times: How often it is taken, from the same parameters, with the gradients that it left.
-            is_empty: Whether the one sample stands for a batch without samples.
-
-        Returns:
-            The effects of the last one; None if the optimizer made no step.
-
-        Raises:
-            WrongTrainingError: The optimizer made several steps in one.
+        Where ``silent`` it draws no noise. It is taken several ``times`` from the same
+        parameters, with the gradients that it left: the last one's effects count, None if
+        the optimizer made none. ``is_empty`` says that the one sample stands for a batch
+        without samples. ``WrongTrainingError``: the optimizer made several steps.
         """
         taken: list[Gradients] = []
 

@@ -35,14 +35,8 @@ class Guesses(NamedTuple):
 def find_p_value(right: int, guesses: int, canaries: int, *, epsilon: float, delta: float) -> float:
     """Bound the probability of so many right guesses under (epsilon, delta)-differential privacy.
 
-    Args:
-        right: Guesses that were right.
-        guesses: How many there were; on other canaries nothing was guessed.
-        canaries: How many there are, each included by a fair coin.
-        epsilon: Of the guarantee that is questioned.
-        delta: Of the same.
-
-    Source: Steinke et al. 2023, theorem 5.2 and algorithm 2.
+    Each of the ``canaries`` is included by a fair coin, and nothing was guessed on those beyond
+    ``guesses``. Source: Steinke et al. 2023, theorem 5.2 and algorithm 2.
     """
     probability = 1 / (1 + np.exp(-epsilon))
     beta = float(binom.sf(right - 1, guesses, probability))
@@ -56,12 +50,7 @@ def bound_epsilon(
 ) -> float:
     """Return the largest epsilon that so many right guesses reject; 0 where they reject none.
 
-    Args:
-        right: Guesses that were right.
-        guesses: How many there were.
-        canaries: How many canaries there are.
-        delta: Of the guarantee.
-        significance: The probability with which the bound may be wrong.
+    The bound may be wrong with the probability ``significance``.
     """
 
     def rejects(epsilon: float) -> bool:
@@ -87,13 +76,9 @@ def guess(
     """Guess that canaries of high scores were included, and those of low scores were not.
 
     It guesses all, half, a quarter of them and so on, always on the most certain, and tells the
-    best bound. Each number of guesses has its share of the significance, so that the best holds.
-
-    Args:
-        scores: (m,) of the canaries; they must not follow from the coins but by what was released.
-        included: (m,) the coins.
-        delta: Of the guarantee.
-        significance: The probability with which the bound may be wrong.
+    best bound. Each number of guesses has its share of the significance, so that the best
+    holds. ``scores``, (m,), must not follow from the coins ``included``, (m,), but by what was
+    released.
     """
     canaries = len(scores)
     numbers = [canaries]

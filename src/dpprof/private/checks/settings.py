@@ -29,13 +29,7 @@ class Mechanism(NamedTuple):
 
 
 class Settings:
-    """The settings of a private optimizer, or of a loop by hand.
-
-    Args:
-        private: Opacus's optimizer, dpprof's, or the settings of a loop by hand.
-        trained: The trained parameters of the model.
-        hooks: Opacus's hooks on it.
-    """
+    """The settings of a private optimizer, or of a loop by hand; ``hooks`` are Opacus's."""
 
     def __init__(
         self,
@@ -118,11 +112,7 @@ class Settings:
         return setting(*bounds)
 
     def verify(self, names: Mapping[nn.Parameter, str]) -> None:
-        """Refuse an optimizer with other parameters than the model's, and bounds that differ.
-
-        Args:
-            names: The parameters of the model, and their names.
-        """
+        """Refuse an optimizer with other parameters than the model's, and bounds that differ."""
         optimized = set(self.optimized)
         if not self._trained:
             raise WrongTrainingError("no parameter of the model requires a gradient")
@@ -159,9 +149,8 @@ def setting(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 def refuse_unknown(private: Any, step: Any) -> None:
     """Refuse an argument that does not say how a loop is private.
 
-    Raises:
-        TypeError: It is of an unknown type, or its bound adapts.
-        ValueError: A loop by hand has no step.
+    ``TypeError``: it is of an unknown type, or its bound adapts; ``ValueError``: no step is
+    given.
     """
     if not isinstance(private, PrivateOptimizer | Mechanism):
         raise TypeError(

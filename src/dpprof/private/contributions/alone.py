@@ -41,11 +41,7 @@ Taken = Mapping[int, Sequence[Contribution]]
 
 
 class Alone:
-    """The samples of a batch that are measured and added one by one.
-
-    Args:
-        samples: Their places in the batch.
-    """
+    """The samples of a batch, by their places, that are measured and added one by one."""
 
     def __init__(self, samples: Sequence[int]) -> None:
         self.samples = samples
@@ -171,11 +167,9 @@ WAITING = 2
 class Mending:
     """Puts gradients computed alone in the place of kept ones, while their tokens are there.
 
-    Nothing waits for a GPU: some layers later its answer has come.
-
-    Args:
-        least: The norm below which rounding counts for nothing.
-        deferral: If not None, it takes which samples are unsure, and nothing is mended.
+    Nothing waits for a GPU: some layers later its answer has come. Below the norm ``least``
+    rounding counts for nothing. A ``deferral`` takes which samples are unsure, and nothing is
+    mended.
     """
 
     def __init__(self, least: float, deferral: Deferral | None) -> None:

@@ -344,12 +344,11 @@ class Receive(Protocol):
         *,
         may_repeat: bool = False,
     ) -> None:
-        """Take contributions.
+        """Take contributions of trained parameters.
 
-        Args:
-            contributions: The contributions of trained parameters.
-            changed_B: Which samples' outputs are others when computed again; (B,).
-            may_repeat: Whether the gradient of the layer's input may be differentiated again.
+        Outputs of samples in ``changed_B``, (B,), are others when computed again;
+        ``may_repeat`` says that the gradient of the layer's input may be differentiated
+        again.
         """
 
 

@@ -52,13 +52,7 @@ MAX_DIFFERENCE_WHEN_ROUNDED = 2.0**-5
 
 
 class Projections:
-    """Projects the gradients of one batch as they are measured, and as they are summed.
-
-    Args:
-        parameters: All that may get a gradient.
-        losses: (B,), of the batch.
-        generator: Draws the direction on the losses' device.
-    """
+    """Projects the gradients of one batch as they are measured, and as they are summed."""
 
     def __init__(
         self,
@@ -89,11 +83,9 @@ class Projections:
     def compare(self, norms_B: Tensor, least: float, excluded_B: Tensor | None) -> Tensor:
         """Tell which samples' gradients differ too much; (B,).
 
-        Args:
-            norms_B: The measured norms of the samples' gradients, scaled as these are.
-            least: The norm with which shorter gradients are compared, scaled likewise: C, or the
-                stability of normalised clipping, which makes short gradients longer.
-            excluded_B: Samples that contribute nothing; None for none.
+        Both norms are scaled as gradients are. Those shorter than ``least`` are compared
+        with it: C, or the stability of normalised clipping, which makes short gradients
+        longer. Samples in ``excluded_B`` contribute nothing.
         """
         on_device = [moved_BN.to(norms_B.device) for moved_BN in self._differences.values()]
         moved_B = torch.cat(on_device, dim=1).square_().sum(1).sqrt_()
@@ -104,10 +96,7 @@ class Projections:
         return differs_B
 
     def find_difference(self, differs_B: Tensor) -> nn.Parameter | None:
-        """Return the parameter in which the first sample that differs does so most, or None.
-
-        This waits for the device.
-        """
+        """Return the parameter in which the first sample that differs does so most; this waits."""
         differs = [] if isinstance(differs_B, FakeTensor) else differs_B.tolist()
         if not any(differs):
             return None

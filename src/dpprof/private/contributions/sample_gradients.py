@@ -17,11 +17,7 @@ from dpprof.private.norms.tiles import REDUCED_SLICE, accumulator_of, spans
 
 
 class BesideScale:
-    """What is computed together with the per-sample gradients of a scale.
-
-    Args:
-        is_shifted: Whether the same layer has a shift.
-    """
+    """What is computed together with the per-sample gradients of a scale, and maybe a shift."""
 
     def __init__(self, *, is_shifted: bool) -> None:
         self.is_shifted = is_shifted

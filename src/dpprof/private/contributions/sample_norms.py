@@ -80,14 +80,13 @@ class _Kind(NamedTuple):
 class SampleNorms:
     """Adds up the squared norms of one batch's per-sample gradients, layer by layer.
 
-    Each layer leaves a few figures for each sample, or the per-sample gradients of a vector. They
-    become norms together, once backward is over: a GPU takes as long for a few numbers as for many.
+    Each layer leaves a few figures for each sample, or the per-sample gradients of a vector.
+    They become norms together, once backward is over: a GPU takes as long for a few numbers as
+    for many.
 
     Args:
-        losses: (B,), detached; of a batch without samples, contributions are ignored, because they
-            belong to none.
-        reused: Parameters that may be used more than once. Their norms need all uses, so
-            ``add_reused`` adds them at the end.
+        losses: (B,), detached; of a batch without samples, contributions are ignored.
+        reused: Parameters whose norms need all uses; ``add_reused`` adds them at the end.
         keep: Gets each contribution whose squared norms were added.
         keeps: Whether contributions are kept until the norms are known.
         shares: Whether ranks share each sum.
@@ -162,12 +161,9 @@ class SampleNorms:
 
     @allocates("norm_samples")
     def compute(self, least: float) -> tuple[Tensor, Tensor]:
-        """Compute norms, (B,), and which of them are unsure (``norms.rounding``), (B,).
+        """Compute norms, (B,), and which are unsure (``norms.rounding``), (B,), and forget all.
 
-        This forgets what was added.
-
-        Args:
-            least: Norms below this are not clipped.
+        Norms below ``least`` are not clipped.
         """
         if not len(self._losses):
             return self._losses, self._losses.bool()

@@ -81,11 +81,7 @@ class ClippedSums:
             vars(self).update(kept)
 
     def begin(self, bound: float) -> None:
-        """Begin to clip a part of a batch, to a bound.
-
-        Raises:
-            RuntimeError: The bound is another than that of the parts before.
-        """
+        """Begin to clip a part of a batch, to the bound of the parts before (``RuntimeError``)."""
         self.refuse_other_bound(bound)
         self.bound = bound
 

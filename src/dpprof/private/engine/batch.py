@@ -38,16 +38,10 @@ Enter = Callable[[Any], None]
 
 
 class Batch(ABC):
-    """A batch from its losses to its clipped sums; it is thrown away when these are there.
+    """A batch from its losses, (B,), to its clipped sums; it is thrown away when these are there.
 
-    Args:
-        clipping: Whose sums get the batch.
-        losses: (B,), with their graph.
-        layout: The sample of each row of a layer.
-        broadcasts: What enters for all samples.
-        reused: Parameters that more than one contribution may be for.
-        users: Whose samples are clipped as one; None where each sample is by itself. Otherwise B of
-            all but losses is the number of users.
+    More than one contribution may be for parameters that are ``reused``. With ``users``, whose
+    samples are clipped as one, B of all but losses is the number of users.
     """
 
     def __init__(
@@ -150,7 +144,7 @@ class Batch(ABC):
         return norms_B if scale == 1 else norms_B / scale, unsure_B
 
     def compute_factors(self, norms_B: Tensor, unsure_B: Tensor, bound: float) -> Tensor:
-        """Compute clipping factors; samples that are not finite, or are added alone, get 0.
+        """Compute factors; samples that are not finite, or are added alone, get 0.
 
         The norms of the latter are corrected in place.
         """

@@ -62,10 +62,7 @@ class _KeptBatch(Batch):
             self.add_up_vectors(on_device, factors_B)
 
     def _take_vectors(self) -> list[list[tuple[nn.Parameter, Tensor]]]:
-        """Take the kept gradients of all vectors of each GPU, to be summed at once.
-
-        Each takes a launch otherwise.
-        """
+        """Take the kept gradients of all vectors of each GPU: each is a launch otherwise."""
         vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
         for parameter, kept in reversed(list(self._kept.items())):
             only = kept[0]

@@ -39,18 +39,9 @@ class Receiver:
     Layers that have a rule hand over contributions. Of a loose parameter, which a module around
     layers uses itself, autograd computes the sum over samples; the graph of a batch says how to
     find the gradients of its samples (``Broadcasts``), which are handed over in its place. Any
-    other gradient of a clipped parameter is refused.
-
-    Args:
-        coverage: The clipped parameters.
-        loose: The loose ones, with their modules.
-        ranks: The ranks that train the model.
-        forwards: Sees who writes parameters.
-        shard_sums: Count the uses of parameters in a batch.
-        is_normalised: Whether short gradients become longer.
-        name_of: Names a parameter.
-        name_of_layer: Names a layer.
-        why_no_gradients: Returns why no loss may contain a gradient; nothing where it may.
+    other gradient of a clipped parameter is refused. ``forwards`` sees who writes parameters,
+    and ``shard_sums`` count the uses of parameters. ``why_no_gradients`` returns why no loss
+    may contain a gradient; nothing where it may.
     """
 
     def __init__(
@@ -135,11 +126,7 @@ class Receiver:
         self._handler(layer, contributions)
 
     def watch(self) -> None:
-        """Watch everything that may get a gradient of a clipped parameter from autograd.
-
-        Raises:
-            UnsupportedError: Something else watches it.
-        """
+        """Watch everything that may get a gradient of a clipped parameter from autograd."""
         for parameter in self._coverage:
             for leaf in self._ranks.leaves(parameter):
                 if not leaf.requires_grad:

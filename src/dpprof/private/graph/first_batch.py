@@ -51,13 +51,9 @@ TRIES = 10
 
 
 class FirstBatches:
-    """Verifies batches until each layer that runs was seen.
+    """Verifies batches until each layer that runs was seen; ``what`` is one of ``FIRST_BATCH``.
 
-    Args:
-        what: One of ``FIRST_BATCH``, or ``ValueError`` is raised.
-        loss_scale: What losses are multiplied with for backward.
-        ranks: Under ``fully_shard`` all run backward together, and share their findings.
-        name_of: Names a layer.
+    Under ``fully_shard`` all ranks run backward together, and share their findings.
     """
 
     def __init__(
@@ -104,14 +100,10 @@ class FirstBatches:
     ) -> None:
         """Verify a batch, unless that is done; one with fewer than two samples shows nothing.
 
-        Args:
-            losses: (B,), whose graph stays.
-            handling: Lets a function look at every layer's contributions.
-            parameters: Say on which devices random numbers are drawn.
-            layout: Notes layers of which it proves nothing.
-
-        Raises:
-            UnsupportedError: Samples are mixed.
+        The graph of the losses, (B,), stays. ``handling`` lets a function look at every
+        layer's contributions, ``parameters`` say on which devices random numbers are drawn,
+        and ``layout`` notes layers of which it proves nothing. ``UnsupportedError``:
+        samples are mixed.
         """
         if not losses.requires_grad or isinstance(losses, FakeTensor):
             return

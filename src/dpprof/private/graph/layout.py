@@ -40,14 +40,11 @@ _IN_PLACE = {"AsStrided", "CopySlices"}
 
 
 class Layout:
-    """Tells which rows samples have in one batch.
+    """Tells which rows samples have in one batch, by its losses, (B,); None for no batch.
 
-    Args:
-        losses: (B,); None for no batch.
-        name_of: Names a parameter.
-        in_order: Outlines of graphs that were proven to keep samples in order, where lengths tell
-            the rows of a layer.
-        reads: Whether an index may be read; where a graph is captured, others will be there later.
+    ``in_order`` are outlines of graphs that were proven to keep samples in order, where lengths
+    tell the rows of a layer. ``reads`` tells whether an index may be read; where a graph is
+    captured, others will be there later.
     """
 
     def __init__(
@@ -90,12 +87,7 @@ class Layout:
         return find_users(self.nodes)
 
     def rows_of(self, node: Any, axis: int = 0) -> Rows | None:
-        """Return which rows of what a node returned samples have; None where nothing proves it.
-
-        Args:
-            node: An operator.
-            axis: The axis of rows.
-        """
+        """Return which rows, on an axis of what a node returned, samples have, if proven."""
         count = shape_of(node)[axis : axis + 1]
         if not self.samples or not count:
             return None

@@ -13,10 +13,7 @@ _IDENTITY = "RegisterPostBackwardFunctionBackward"
 
 
 def nodes_behind(*tensors: Tensor, until: Collection[Any] = ()) -> Iterator[Any]:
-    """Visit every node of the graph behind tensors once, as far as some nodes.
-
-    Nodes inside of reentrant checkpointing are not visited.
-    """
+    """Visit every node behind tensors once, but no node inside of reentrant checkpointing."""
     waiting, seen = [tensor.grad_fn for tensor in tensors], set(until)
     while waiting:
         node = waiting.pop()

@@ -381,11 +381,8 @@ def owners_above(
 ) -> Owners | None:
     """Return the owners of what an operator returned, where it keeps entries apart.
 
-    Args:
-        node: The operator.
-        position: Which operand it is.
-        below: The operand's owners; no entry is free.
-        shapes: The operand's, and that of what was returned.
+    ``below`` are those of the operand at ``position``, none of them free; ``shapes`` are the
+    operand's, and that of what was returned.
     """
     (before, after), kind = shapes, kind_of(node)
     rule = _RULES.get(kind)

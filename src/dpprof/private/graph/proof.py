@@ -35,11 +35,9 @@ Output = tuple[Any, int]
 class Proof:
     """The owners of what the operators behind the losses of one batch returned.
 
-    Args:
-        losses: The losses, as an operator's output; what it returned has one element a sample.
-        samples: B.
-        users: The users of each node's output.
-        reads: Whether an index may be read.
+    ``losses`` is an operator's output; what it returned has one element for each of
+    ``samples``. ``users`` are those of each node's output; ``reads`` tells whether an index may
+    be read.
     """
 
     def __init__(

@@ -52,10 +52,7 @@ class _Parameters(NamedTuple):
 
 
 class _Projections(torch.autograd.Function):
-    """The projections of queries, keys and values, and the biases that join keys and values.
-
-    Inputs that are the same tensor are projected in one product.
-    """
+    """The projections of queries, keys and values (equal ones in one product), joined to biases."""
 
     @staticmethod
     def forward(ctx: Any, own: _Parameters, receive: Receive, count: int, *tensors: Tensor) -> Any:
@@ -137,9 +134,8 @@ def run_attention(  # noqa: PLR0917 (as torch's)
 ) -> tuple[Tensor, Tensor | None]:
     """Run multi-head attention; the arguments are torch's.
 
-    Raises:
-        UnsupportedError: Its tensors are nested.
-        ValueError: Its tensors have no batch, or a mask has another shape or dtype.
+    ``UnsupportedError``: its tensors are nested. ``ValueError``: they have no batch, or a mask
+    has another shape or dtype.
     """
     q, k, v = _project(layer, receive, query, key, value)
     mask = _join_masks(layer, attn_mask, key_padding_mask, q, k)

@@ -30,8 +30,7 @@ def run_embedding_bag(
 ) -> Tensor:
     """Run embedding bags of equal length, (B, T), or joined to one axis, with offsets.
 
-    Raises:
-        ValueError: The offsets are missing, or are no offsets, or weights have another shape.
+    ``ValueError``: the offsets are missing, or are no offsets, or weights have another shape.
     """
     if per_sample_weights is not None and (
         layer.mode != "sum" or per_sample_weights.shape != input.shape

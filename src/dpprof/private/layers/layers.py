@@ -44,8 +44,7 @@ def cast_for_normalisation(x: Tensor) -> Tensor:
 def cast_weight(weight: Tensor, x: Tensor) -> Tensor:
     """Cast a weight to an input's dtype, which autocast may have chosen.
 
-    Raises:
-        ValueError: One is complex and the other is not, or the input is of integers.
+    ``ValueError``: one is complex and the other is not, or the input is of integers.
     """
     refuse_other_numbers(weight, x)
     return weight.to(x.dtype)

@@ -105,8 +105,7 @@ def run_group_norm(layer: nn.GroupNorm, receive: Receive, input: Tensor) -> Tens
 def run_instance_norm(layer: Any, receive: Receive, input: Tensor) -> Tensor:  # noqa: A002
     """Run an instance norm: a group norm with a channel in each group.
 
-    Raises:
-        ValueError: The input has no batch axis, or one value for each channel.
+    ``ValueError``: the input has no batch axis, or one value for each channel.
     """
     layer._check_input_dim(input)  # noqa: SLF001 (it has no public name)
     name, shape = type(layer).__name__, tuple(input.shape)

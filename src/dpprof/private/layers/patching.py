@@ -99,10 +99,7 @@ def patch_layer(
     replaced: type[nn.Module],
     is_on: Callable[[], bool],
 ) -> None:
-    """Let ``forward`` run a layer in place of a class's while ``is_on`` tells so.
-
-    ``replaced`` is the layer's own class, or a base whose ``forward`` its own calls.
-    """
+    """Let ``forward`` run a layer while ``is_on``, in place of that of its own class or a base."""
     classes: tuple[Any, Any] = (type(layer), replaced)
     layer.__class__ = _derive_class(*classes, False)
     vars(layer)[_PATCH] = _Patch(layer, forward, is_on)

@@ -229,10 +229,7 @@ def run_opacus_recurrent(
     input: Tensor | PackedSequence,  # noqa: A002
     state_init: Tensor | _State | None = None,
 ) -> Any:
-    """Run a layer of Opacus's, whose dropout is within each step, as ``run_recurrent`` does.
-
-    It may consist of Opacus's own cells alone (``UnsupportedError``).
-    """
+    """Run a layer of Opacus's own cells (``UnsupportedError``), with dropout within each step."""
     drop = layer.dropout_layer or _KEEP
     return _run(layer, _mode_of_cells(layer), receive, input, state_init, drop_state=drop)
 

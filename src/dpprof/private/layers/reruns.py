@@ -121,11 +121,7 @@ class Gradients(NamedTuple):
 
 
 class Rerun:
-    """Runs a layer again on each of ``samples`` samples alone.
-
-    It has the layer's call and trained parameters, the inputs, which of them need a gradient, and
-    the gradients of its outputs.
-    """
+    """Runs a layer's call again on each of ``samples`` samples alone."""
 
     def __init__(  # noqa: PLR0917
         self,
@@ -145,11 +141,7 @@ class Rerun:
         self._gs, self._samples = gs, samples
 
     def find(self, projected: Sequence[Tensor]) -> Gradients:
-        """Find gradients with the inputs cut among samples in the first way that fits.
-
-        Raises:
-            UnsupportedError: The layer does not run on one sample.
-        """
+        """Find gradients with the inputs cut among samples in the first way that fits."""
         ways = self._ways_to_cut()
         first: Gradients | None = None
         problem: Exception | None = None

@@ -130,14 +130,9 @@ def find_rules(
 ) -> dict[nn.Module, Found]:
     """Find the rule of each layer that is trained.
 
-    Args:
-        model: The model.
-        wrapper: The one of its modules that may distribute it.
-        second: The modules that may have the batch on their second axis (``batch_axis``).
-        is_sharded: Whether ``fully_shard`` shards the model.
-
-    Raises:
-        UnsupportedError: A layer has none, or the model cannot be clipped.
+    ``wrapper`` is the module that may distribute the model, and modules in ``second`` may have
+    the batch on their second axis. ``UnsupportedError``: a layer has none, or cannot be
+    clipped.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -175,11 +170,10 @@ def _let_batch_be_second(chosen: Found, layer: nn.Module, settings: Settings) ->
 
 
 def refuse_mixing(layer: nn.Module) -> None:
-    """Refuse layers, with or without parameters, whose samples depend on one another.
+    """Refuse layers whose samples depend on one another (``UnsupportedError``).
 
-    Raises:
-        UnsupportedError: It is a batch normalisation that is trained or in training mode, or keeps
-            statistics of its inputs, to which no noise is added.
+    These are batch normalisations that are trained or in training mode, or keep statistics of
+    their inputs, to which no noise is added.
     """
     name = type(layer).__name__
     if isinstance(layer, BATCH_NORM):
@@ -197,14 +191,10 @@ def refuse_mixing(layer: nn.Module) -> None:
 
 
 def find_rewritten(model: nn.Module) -> dict[nn.Module, Callable[..., Tensor]]:
-    """Find modules without trained parameters of their own that run otherwise while clipped.
+    """Find the functions of modules without trained parameters of their own that run otherwise.
 
-    Returns:
-        The function that runs each: a frozen batch normalisation, a quantised layer, or a loss
-        whose head is trained.
-
-    Raises:
-        UnsupportedError: A loss is not one for each sample.
+    These are frozen batch normalisations, quantised layers, and losses whose head is trained;
+    ``UnsupportedError``: such a loss is not one for each sample.
     """
     runs: dict[nn.Module, Callable[..., Tensor]] = {}
     for module in model.modules():
@@ -230,16 +220,12 @@ def find_rule(layer: nn.Module) -> Found | None:
     """Find the rule of a layer; ``torch.func`` runs a layer without one.
 
     A module that contains layers, or holds parameters that others use, has none (None): its
-    parameters must enter for all samples (``broadcasts``).
-
-    A subclass has the rule of the class whose ``forward`` it inherits. A subclass of an embedding,
-    attention or a recurrent layer may also call it by ``super()``, as in OPT and Gemma: for these
-    ``torch.func`` fails, or needs a whole table for each sample. A layer that computes an RMS norm
-    has the rule of RMS norms.
-
-    Raises:
-        UnsupportedError: The layer's parameters are computed from others, it is patched by another
-            ``Clipping``, or it is an embedding whose options change its table or mix samples.
+    parameters must enter for all samples (``broadcasts``). A subclass has the rule of the class
+    whose ``forward`` it inherits. One of an embedding, attention or a recurrent layer may also
+    call it by ``super()``, as in OPT and Gemma: for these ``torch.func`` fails, or needs a
+    whole table for each sample. A layer that computes an RMS norm has the rule of RMS norms.
+    ``UnsupportedError``: the layer's parameters are computed from others, it is patched by
+    another ``Clipping``, or it is an embedding whose options change its table or mix samples.
     """
     _refuse_held_elsewhere(layer)
     by_class = _find_by_class(layer)

@@ -73,12 +73,7 @@ class ToClip(NamedTuple):
 
 
 class CapturedParts:
-    """Clips parts by replaying graphs, and says once why it does not.
-
-    Args:
-        optimizer: On one rank.
-        part_size: The samples of a graph (``find_part_size``).
-    """
+    """Clips parts by replaying graphs of ``part_size`` samples, and says once why it does not."""
 
     def __init__(self, optimizer: NoisyOptimizer, part_size: int) -> None:
         self._replays = Replays(optimizer, part_size, _call)
@@ -119,14 +114,10 @@ class CapturedParts:
         return self._replays.is_captured
 
     def add(self, to_clip: ToClip) -> Tensor | None:
-        """Clip a part by replaying graphs.
+        """Clip a part by replaying graphs; return its losses, (B,), detached.
 
-        Returns:
-            Its losses, (B,), detached; or None, where the whole batch is to run as an ordinary
-            loop, first what ``take_parts`` returns.
-
-        Raises:
-            RuntimeError: The part before had no step.
+        None, where the whole batch is to run as an ordinary loop, first what ``take_parts``
+        returns. ``RuntimeError``: the part before had no step.
         """
         if self.waits_for_step:
             raise RuntimeError("the part before was clipped and had no step; call step() first")
@@ -159,8 +150,7 @@ class CapturedParts:
     def finish(self) -> bool:
         """Step on the parts that were added; if not, nothing changed, and ``add`` says what to do.
 
-        Raises:
-            RuntimeError: Noise was drawn, and something failed since.
+        ``RuntimeError``: noise was drawn, and something failed since.
         """
         before = self._optimizer.steps
         try:
@@ -188,11 +178,7 @@ class CapturedParts:
         return added
 
     def run_ordinary(self) -> None:
-        """Note that this batch runs as an ordinary loop, of losses that were given.
-
-        Raises:
-            RuntimeError: Parts of it were replayed.
-        """
+        """Note that this batch, no part of which was replayed, runs by losses that were given."""
         if self.is_open:
             raise RuntimeError(
                 "parts of this batch came with the function of the losses, and this one with "
@@ -359,14 +345,10 @@ def refuse_execution(execution: str) -> None:
 
 
 def find_part_size(expected: float, most: int | None) -> int:
-    """Return the samples of a graph with which batches of a mean size take least time.
+    """Return the samples of a graph with which batches of a mean size, n, take least time.
 
-    A graph of p samples is replayed about n / p + 1 / 2 times for n samples, each time in that of
-    p + 4: that is least where p is the root of 8 n.
-
-    Args:
-        expected: The mean batch size, n.
-        most: The most samples at a time; None for any number.
+    A graph of p samples is replayed about n / p + 1 / 2 times for n samples, each time in that
+    of p + 4: that is least where p is the root of 8 n.
     """
     best = max(1, round(math.sqrt(2 * _PRICE_OF_A_GRAPH * expected)))
     return best if most is None else min(best, most)

@@ -39,14 +39,8 @@ def choose_method(
 ) -> str:
     """Return the method that is predicted to be the fastest that fits on the model's GPU.
 
-    Args:
-        model: On its device, before any clipping.
-        optimizer: Of its parameters.
-        draw: Returns a batch of any number of samples; None where its losses are not known.
-        batch_size: The samples of a step.
-
-    Returns:
-        A key of ``METHODS``. A line of the logger ``dpprof`` says why.
+    It is a key of ``METHODS``, and a line of the logger ``dpprof`` says why. ``draw`` returns a
+    batch of any number of samples; None where its losses are not known.
     """
     for chooser in entry_points(group="dpprof.private", name="choose_method"):
         return str(chooser.load()(model, optimizer, draw, batch_size))

@@ -54,14 +54,8 @@ def find_max_batch_size(
 ) -> int:
     """Find how many samples to clip at a time, by clipping copies of some; nothing of that stays.
 
-    Args:
-        clipping: Of the model, on one rank.
-        optimizer: Whose state will need memory.
-        first: Samples as long as those of the training.
-        expected: The mean batch size.
-
-    Returns:
-        The number. A line of the logger ``dpprof`` says why.
+    A line of the logger ``dpprof`` says why. The samples of ``first`` are as long as others,
+    and the mean batch size is ``expected``.
     """
     most = math.ceil(expected + 4 * math.sqrt(expected))  # more are drawn once in 30,000 steps
     parameter = next(clipping.model.parameters())
@@ -88,12 +82,7 @@ def find_max_batch_size(
 
 
 def choose_fastest(measure_s: Callable[[int], float], most: int) -> int:
-    """Return the power of two, or ``most``, that takes the least time for each sample.
-
-    Args:
-        measure_s: Returns the seconds that a number of samples takes.
-        most: The most samples that are of use.
-    """
+    """Return the power of two, or ``most``, that takes the least time for each sample."""
     begun, times = time.monotonic(), dict[int, float]()
     for size in [2**power for power in range(most.bit_length()) if 2**power < most] + [most]:
         times[size] = measure_s(size) / size
@@ -109,13 +98,8 @@ def choose_fastest(measure_s: Callable[[int], float], most: int) -> int:
 def choose_largest(measure_peak: Callable[[int], int], room: int, most: int) -> int:
     """Return the most samples that fit, by the peaks of one and of two, and a try of that number.
 
-    Args:
-        measure_peak: Returns the most bytes that a number of samples needs, with all that is held.
-        room: The bytes that there are.
-        most: The most samples that are of use.
-
-    Raises:
-        OutOfMemoryError: Not even two samples fit.
+    ``measure_peak`` returns the most bytes that so many samples need, with all that is held.
+    ``OutOfMemoryError``: not even two fit.
     """
     one, two = measure_peak(1), measure_peak(2)
     each = max(1, two - one)

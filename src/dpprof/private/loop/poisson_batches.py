@@ -302,12 +302,7 @@ class PoissonLoader:
 
 
 def refuse_related(sampling: torch.Generator | None, noise: torch.Generator | None) -> None:
-    """Refuse generators from which samples and noise would follow alike.
-
-    Raises:
-        ValueError: They are one, or in the same state.
-        TypeError: One is something else, such as a seed.
-    """
+    """Refuse generators from which samples and noise would follow alike (``ValueError``)."""
     for name, generator in (("sampling_generator", sampling), ("noise_generator", noise)):
         if generator is not None:
             refuse_other_class(name, generator, torch.Generator)

@@ -25,15 +25,10 @@ _VARIANCE = "noise_variance"
 def correct_second_moment(optimizer: NoisyOptimizer, floor: float | None) -> None:
     """Divide by what Adam's second moment has beside noise, until the optimizer is removed.
 
-    Args:
-        optimizer: Of an ``AdamW``; its noise is independent.
-        floor: The least that the corrected second moment counts as; None leaves Adam as it is.
-
-    Raises:
-        ValueError: The floor is out of its range, or it is another optimizer, or correlated noise.
-
-    Formal guarantee: that of the optimizer. Noise multiplier, C and divisor are public, and all
-    else follows from gradients that have noise.
+    ``floor`` is the least that the corrected second moment counts as; None leaves Adam as it
+    is. ``ValueError``: it is out of its range, or the optimizer is no ``AdamW`` with
+    independent noise. Formal guarantee: that of the optimizer. Noise multiplier, C and divisor
+    are public, and all else follows from gradients that have noise.
     """
     if floor is None:
         return

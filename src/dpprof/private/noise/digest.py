@@ -39,15 +39,10 @@ _ROWS = 256
 
 
 def hash_words(sums: Sequence[Tensor], table: Tensor) -> list[int]:
-    """Hash sums; on a CPU in as many threads as PyTorch uses.
+    """Hash sums, (n,) int32 each; on a CPU in as many threads as PyTorch uses.
 
-    Args:
-        sums: Words of 32 bits, (n,) int32 each.
-        table: Secret numbers, (2, LANES) int64.
-
-    Returns:
-        Numbers of 64 bits, for each ``2 LANES`` words two, or eight of products of bytes; none of
-        fake tensors.
+    Returns numbers of 64 bits, for each ``2 LANES`` words two, or eight of products of bytes;
+    none of fake tensors. The ``table`` has secret numbers, (2, LANES) int64.
     """
     if isinstance(table, FakeTensor):
         return []

@@ -100,11 +100,7 @@ class NoiseKeys:
             return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore a state: equal sums will get equal noise.
-
-        Raises:
-            ValueError: It is of noise of another source.
-        """
+        """Restore a state of the same source (``ValueError``): equal sums will get equal noise."""
         own = ["secret", "nonce"] if self.generator is None else [self.generator.device.type]
         if list(state) != own:
             raise ValueError(
@@ -159,14 +155,11 @@ class NoiseKeys:
     def bind(
         self, sums: Sequence[Tensor], share: Share | None = None, after: bytes | None = None
     ) -> "StepKey":
-        """Return the key of the step for sums.
+        """Return the key of the step for all sums that get noise in it.
 
         Where kernels add the noise of all of them on one device, the digest stays there.
-
-        Args:
-            sums: All that get noise in this step.
-            share: Given where ranks add their sums up.
-            after: The key of the step before, from which this one is to follow too.
+        ``share`` is there where ranks add their sums up; the key follows also from that of
+        the step before, ``after``.
         """
         devices = {total.device for total in sums}
         if self.generator is not None or not devices:
@@ -211,10 +204,8 @@ class NoiseKeys:
 class StepKey:
     """The key of a step: what its noise is drawn from on each device.
 
-    Args:
-        key: From which all follows; empty where it is on the device.
-        words: By device, what kernels read: a seed and another 64 bits, (2,) int64.
-        generator: Draws the noise in place of what follows from the key.
+    Of an empty ``key`` all follows from what is on the device: ``words`` are what kernels read
+    there, a seed and another 64 bits, (2,) int64. A ``generator`` takes its place.
     """
 
     def __init__(
@@ -267,9 +258,7 @@ def set_words(generator: torch.Generator, words: Tensor) -> None:
 def make_generator(source: torch.Generator | None = None, rank: int = 0) -> torch.Generator:
     """Make a generator on the CPU, all of whose state follows from a secret and the rank.
 
-    Args:
-        source: Draws the secret; None for the operating system.
-        rank: Of this process.
+    ``source`` draws the secret; None for the operating system.
     """
     made = torch.Generator("cpu")
     set_words(made, _derive_words(_draw_secret(source), f"rank {rank}"))

@@ -36,15 +36,7 @@ _COUNT_NOISE = 20
 
 
 class QuantileBound:
-    """Counts the gradients within a bound, and moves it.
-
-    Args:
-        quantile: The share of gradients that the bound is to be at least as long as.
-        expected_batch_size: The mean batch size.
-
-    Raises:
-        ValueError: The quantile is out of its range.
-    """
+    """Counts the gradients within a bound, and moves it to their quantile (``ValueError``)."""
 
     def __init__(self, quantile: float, expected_batch_size: float) -> None:
         if not 0 < quantile < 1:
@@ -57,11 +49,7 @@ class QuantileBound:
         self._count = 0.0
 
     def split(self, noise_multiplier: float) -> float:
-        """Return the noise multiplier of the sum, of that of sum and count together.
-
-        Raises:
-            ValueError: The count alone would spend as much.
-        """
+        """Return the sum's noise multiplier, of that of sum and count together (``ValueError``)."""
         if noise_multiplier == 0:
             return 0.0
         left = noise_multiplier**-2 - (2 * self.count_noise) ** -2

@@ -159,14 +159,10 @@ def inverse_root(bands: int) -> Coefficients:
 def find_sensitivity(column: Coefficients, folds: int) -> float:
     """Find how far one sample of bound 1 moves ``C G`` (L2), taking part every so many steps.
 
-    Args:
-        column: The first column of C, one number for each step; not negative, and none larger than
-            the one before: then the most that any sample can do is to take part as often as it may,
-            from the first step on (Kalinin and Lampert 2024, arXiv 2405.13763, theorem 2).
-        folds: The least number of steps from one participation to the next.
-
-    Raises:
-        ValueError: The column is another one.
+    The first ``column`` of C has one number for each step, not negative, and none larger than
+    the one before (``ValueError``): then the most that any sample can do is to take part as
+    often as it may, from the first step on (Kalinin and Lampert 2024, arXiv 2405.13763, theorem
+    2).
     """
     rises = np.diff(column, prepend=column[:1]).max() > 1e-12 * column[0]
     if column.min() < 0 or rises:

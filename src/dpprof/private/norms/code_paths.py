@@ -39,11 +39,7 @@ or norms, and the sampler's arguments; must return the sampler's result for them
 
 
 def finds_norms(path: CodePath) -> bool:
-    """Tell whether a way finds norms without per-sample gradients.
-
-    Raises:
-        TypeError: It is a plain string, which does not say what it makes.
-    """
+    """Tell whether a way, and no plain string, finds norms without per-sample gradients."""
     if not isinstance(path, CodePath):
         raise TypeError(
             f"the code path {path!r} does not say what it makes; give a member of a subclass of "

@@ -233,8 +233,7 @@ def project_rows(x: Tensor, g: Tensor, kernel: Kernel, u: Tensor) -> Tensor:
 def crop(x: Tensor, g: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor, Kernel]:
     """Leave out what is before the first output gradient and after the last, on each axis.
 
-    Returns:
-        Input, output gradient and kernel of a convolution with the same gradient of its weight.
+    The weight of the convolution that is left has the same gradient.
     """
     x = _pad(x, kernel)
     axes = zip(kernel.shape[2:], kernel.stride, kernel.dilation, strict=True)

@@ -142,12 +142,9 @@ def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> GramSums:
 
 
 def gram_of_given(x_BTd: Tensor, grams_BTT: Tensor, p: int) -> GramSums:
-    """Multiply inputs' Gram matrices by given ones of output gradients, panel by panel.
+    """Multiply inputs' Gram matrices by given ones of output gradients of width p, by panels.
 
-    Args:
-        x_BTd: The inputs.
-        grams_BTT: The Gram matrices; only panels that ``fill_grams`` writes are read.
-        p: The width of the output gradients.
+    Only panels that ``fill_grams`` writes are read.
     """
     T, d = x_BTd.shape[1:]
     sums_5B = _sum_gram_panels(

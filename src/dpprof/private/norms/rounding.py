@@ -95,11 +95,9 @@ def size_of(square_of_x_B: Tensor, square_of_g_B: Tensor) -> Tensor:
 
 
 def is_unsure(squares: Squares, least: float) -> Tensor:
-    """Tell for which samples rounding may count; (B,).
+    """Tell for which samples rounding may count, of the sum over layers clipped together; (B,).
 
-    Args:
-        squares: The sum over all layers that are clipped together.
-        least: Norms below this are not clipped.
+    Norms below ``least`` are not clipped.
     """
     found_B, slack_B, size_B = squares
     most_B = found_B.clamp(min(least, 1e15) ** 2, _LARGEST)

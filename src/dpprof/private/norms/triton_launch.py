@@ -229,14 +229,9 @@ def launch_cross_entropy(
 ) -> Tensor:
     """Put gradients of losses in the place of logits, and return the losses; (N,) in float32.
 
-    Args:
-        z_NV: Logits without gaps, in bfloat16, float16 or float32: what is scaled and capped.
-        labels_N: (N,) int64.
-        incoming_N: What the gradients of each row are multiplied by, (N,); None for 1.
-        ignored: The label of rows without a loss.
-        smoothing: The share of the target that all ids have alike.
-        scale: What logits are multiplied by.
-        cap: What bounds them then, as ``cap * tanh(z / cap)``; None for nothing.
+    Logits have no gaps, in bfloat16, float16 or float32; labels are (N,) int64, of rows without
+    a loss ``ignored``. Gradients of each row are multiplied by ``incoming_N``; logits by
+    ``scale``, and then bounded as ``cap * tanh(z / cap)``.
     """
     N, V = z_NV.shape
     losses_N = z_NV.new_empty(N, dtype=torch.float32)
@@ -253,16 +248,9 @@ def launch_cross_entropy(
 def launch_noise(summed: Tensor, words: Tensor, which: int, std: float, factor: float) -> None:
     """Multiply a sum by a factor, and add normal noise of standard deviation ``std``, in place.
 
-    Args:
-        summed: The sum, in float32, without gaps.
-        words: On the same device, a cipher's key and a part of its counter; (2,), int64.
-        which: Number of the sum, below 2^31. Two sums of the same words and number get the same
-            noise.
-        std: Standard deviation of the noise.
-        factor: What the sum is multiplied by.
-
-    Raises:
-        ValueError: The sum has 2^34 elements or more, which the counter cannot tell apart.
+    The sum is in float32, without gaps, of fewer than 2^34 elements, which the counter tells
+    apart (``ValueError``). ``words`` are a cipher's key and a part of its counter, (2,) int64.
+    Two sums of the same words and number, ``which``, below 2^31, get the same noise.
     """
     n = summed.numel()
     if n >= 2**34:

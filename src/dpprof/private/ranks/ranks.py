@@ -59,10 +59,7 @@ class Reduction(Protocol):
 class Ranks:
     """The ranks that train one model; without a process group the one process alone.
 
-    Args:
-        groups: Their process groups: one; or that of a replica's shards, and then that of the same
-            shard's replicas.
-        device: The device of the parameters.
+    Process groups are one; or that of a replica's shards, and then that of a shard's replicas.
     """
 
     wrapper: nn.Module | None = None
@@ -79,11 +76,7 @@ class Ranks:
             self.size *= distributed.get_world_size(group)
 
     def own(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that an optimizer trains, of one that a layer has at present.
-
-        Raises:
-            UnsupportedError: It is distributed in a way that clipping does not know.
-        """
+        """Return the parameter that an optimizer trains, of one that a layer has at present."""
         if is_distributed(parameter):
             raise UnsupportedError(
                 "a sharded parameter (DTensor) that is not fully_shard's does not work with "
@@ -116,11 +109,7 @@ class Ranks:
         return ""
 
     def agree(self, settings: Settings) -> None:
-        """Verify that all ranks have the same settings.
-
-        Raises:
-            RuntimeError: They differ; every rank raises it.
-        """
+        """Verify that all ranks have the same settings; or else each raises a ``RuntimeError``."""
         if not self.groups:
             return
         # Six bytes of a digest are exact in float64.
@@ -167,10 +156,8 @@ class Ranks:
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield parameters, with the noised average over all ranks of this rank's sums.
 
-        Args:
-            sums: Emptied, so that none outlives its average.
-            add_noise: Adds the noise.
-            joins: Whether small sums may get their noise together.
+        These are emptied, so that none outlives its average. Small ones may get noise
+        together if it ``joins`` them.
         """
         parameters = list(sums)
         own = [own_part(summed) for summed in sums.values()]
@@ -233,11 +220,7 @@ def is_sharded_alone(module: nn.Module) -> bool:
 
 
 def refuse_other_wrapper(ranks: Ranks) -> None:
-    """Refuse to run a layer inside of a wrapper that the clipping does not know.
-
-    Raises:
-        UnsupportedError: ``DistributedDataParallel`` runs the model.
-    """
+    """Refuse to run a layer inside of a wrapper that the clipping does not know."""
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if active is not None and active is not ranks.wrapper:
         raise UnsupportedError(
@@ -340,11 +323,7 @@ class Replicas(Ranks):
 
 
 def find_ranks(model: nn.Module) -> Ranks:
-    """Find the ranks that train a model.
-
-    Raises:
-        UnsupportedError: It is distributed in a way that is not exact with clipping.
-    """
+    """Find the ranks that train a model, if that is exact with clipping (``UnsupportedError``)."""
     _refuse_replicate(model)
     states = states_of(model)
     if isinstance(model, DistributedDataParallel):

@@ -31,12 +31,7 @@ def computes_gradients(
 ) -> bool:
     """Tell whether the backward under way computes gradients of parameters that contribute.
 
-    Args:
-        contributions: The contributions of the node that runs.
-        name_of: Names a parameter.
-
-    Raises:
-        UnsupportedError: ``torch.autograd.grad`` was asked for one, which gets none.
+    ``UnsupportedError``: ``torch.autograd.grad`` was asked for one, which gets none.
     """
     own = {id(parameter): parameter for parameter, _ in contributions}
     # Neither has a public name.

@@ -120,13 +120,9 @@ def is_mask(part: Any) -> bool:
 
 
 def choose(dataset: Any, most: int = COMPARED, *, at_random: bool = False) -> list[Any]:
-    """Load ``COMPARED`` samples of different lengths, the longest first.
+    """Load ``COMPARED`` samples of different lengths, or ``most`` if fewer, the longest first.
 
-    Args:
-        dataset: It has a length, and samples by index.
-        most: Load no more, but two.
-        at_random: Choose them by the operating system's randomness; otherwise they are among the
-            first ``LOOKED_AT``.
+    By default they are among the first ``LOOKED_AT``; ``at_random`` takes any.
     """
     count = len(cast("Sized", dataset))
     places: Sequence[int] = range(min(LOOKED_AT, count))
@@ -176,14 +172,9 @@ class Company:
     def compare(self, states: States) -> list[str]:
         """Compare all samples together with each alone, and in other batches.
 
-        Args:
-            states: The states of all generators; ``random_state_kept`` restores those it knows.
-
-        Returns:
-            What could not be compared, and why.
-
-        Raises:
-            WrongTrainingError: A loss depends on other samples. No message has a sample's numbers.
+        Returns what could not be compared, and why. ``states`` are those of all generators;
+        ``random_state_kept`` restores those it knows. ``WrongTrainingError``: a loss
+        depends on other samples; no message has a sample's numbers.
         """
         if self.count < 2:  # noqa: PLR2004 (one has no company)
             return []
@@ -318,8 +309,7 @@ class Company:
     def _differ(self, found_B: Tensor, expected_B: Tensor, allowed_B: Tensor) -> bool:
         """Tell whether losses differ, and not only in their order, which ``collate_fn`` may change.
 
-        Raises:
-            WrongTrainingError: They differ in their order, by which samples of users are told.
+        By the order samples of users are told, so there that is a ``WrongTrainingError``.
         """
         if _agree(found_B, expected_B, allowed_B).all():
             return False
@@ -411,20 +401,11 @@ def compare_samples(
     *,
     keeps_order: bool = False,
 ) -> list[str]:
-    """Compare samples that are collated together, each alone and in parts.
+    """Compare samples that are collated together, each alone and in parts, as of ``Company``.
 
-    Args:
-        clipping: The clipping of the model.
-        losses_of: Computes losses, one for each sample, of what ``collate`` returns.
-        load: Returns samples of the dataset, the longest first.
-        collate: Makes a batch of some.
-        keeps_order: As of ``Company``.
-
-    Returns:
-        What could not be compared, and why.
-
-    Raises:
-        WrongTrainingError: A sample's loss depends on others.
+    Returns what could not be compared, and why. ``load`` returns the longest sample first, and
+    ``losses_of`` computes losses, one for each, of what ``collate`` returns.
+    ``WrongTrainingError``: a sample's loss depends on others.
     """
     with random_state_kept() as others, clipping.disabled():  # the data may draw
         states = States(others)

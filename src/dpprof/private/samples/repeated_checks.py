@@ -22,19 +22,10 @@ _log = logging.getLogger("dpprof")
 
 
 class RepeatedChecks:
-    """Chooses steps and samples, and compares these (``company``).
+    """Chooses steps, each with probability ``1 / every``, and samples, and compares these.
 
-    Args:
-        clipping: The clipping of the model.
-        losses_of: Computes losses, one for each sample, of what ``collate`` returns.
-        dataset: It has a length, and samples by index.
-        collate: Makes a batch of some samples.
-        most: How many samples fit into memory.
-        every: Each step is chosen with probability ``1 / every``; None for no step.
-        keeps_order: As of ``Company``.
-
-    Raises:
-        ValueError: ``every`` is no whole number above zero, or ranks run each step together.
+    At ``most`` so many samples fit into memory; all else is as of ``company.compare_samples``.
+    ``ValueError``: ``every`` is no whole number above zero, or ranks run each step together.
     """
 
     def __init__(
@@ -82,14 +73,8 @@ class RepeatedChecks:
     def compare(self, *, at_random: bool = True) -> list[str]:
         """Compare samples; every generator and the model are afterwards as before.
 
-        Args:
-            at_random: Take any samples of the data; otherwise some of the first.
-
-        Returns:
-            What could not be compared, and why.
-
-        Raises:
-            WrongTrainingError: A sample's loss depends on others.
+        Returns what could not be compared, and why. ``at_random`` takes any samples of the
+        data, and not the first.
         """
         load = partial(choose, self._dataset, self._most, at_random=at_random)
         return compare_samples(
