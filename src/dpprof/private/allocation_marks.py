@@ -36,8 +36,7 @@ def allocates(component: "Component") -> Callable[[_F], _F]:
     return mark
 
 
-HELPERS: set[CodeType] = set()
-"""The code of every function that allocates for whoever calls it."""
+HELPERS: set[CodeType] = set()  # the code of every function that allocates for whoever calls it
 
 
 def allocates_for_its_caller(function: _F) -> _F:

@@ -18,8 +18,7 @@ from typing import Any
 from dpprof.private.accounting.schedule import Sampling
 from dpprof.private.accounting.search import FAILURES, BeyondReachError
 
-Steps = tuple[float, float, int]
-"""Noise multiplier, sample rate, and number of steps."""
+Steps = tuple[float, float, int]  # noise multiplier, sample rate, and number of steps
 
 _FAR = 200.0
 """Above this epsilon ``rdp`` alone tells it: the others take ever more time and memory, and such an
@@ -35,8 +34,7 @@ float64 decides, and what they tell may be too low."""
 _MOST_BYTES = 300 * 2**20
 """What ``prv`` may hold: with torch a process stays below 1 GiB, and a bound takes seconds."""
 
-_MOST_KINDS = 32
-"""Kinds of steps that ``pld`` composes: each takes about a second."""
+_MOST_KINDS = 32  # kinds of steps that ``pld`` composes: each takes about a second
 
 
 def list_installed() -> list[str]:

@@ -28,11 +28,8 @@ ACCOUNTANTS: tuple[Accountant, ...] = get_args(Accountant)
 _SAMPLING = ("folds", "truncated_batch_size (of a rank)", "samples (of a fold on a rank)", "unit")
 """How a step draws, beside its rate."""
 
-_DELTAS = [10.0**-power for power in range(1, 13)]
-"""At which a trade-off curve asks for epsilon."""
-
-_FAR = 200.0
-"""An epsilon that bounds no rate."""
+_DELTAS = [10.0**-power for power in range(1, 13)]  # at which a trade-off curve asks for epsilon
+_FAR = 200.0  # an epsilon that bounds no rate
 
 
 def _count(history: Iterable[Steps]) -> int:

@@ -33,9 +33,7 @@ class Replays:
         if ranks.size > 1 or ranks.is_sharded:
             raise UnsupportedError("a captured step trains on one rank, and there are several")
         self.part_size, self.losses_of = part_size, losses_of
-        self.captures = 0
-        """How often graphs were made."""
-
+        self.captures = 0  # how often graphs were made
         self._optimizer, self._clipping = optimizer, optimizer.clipping
         self._noted: Surroundings | None = None
         """Those of the last batch that ran as an ordinary loop."""

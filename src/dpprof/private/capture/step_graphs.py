@@ -61,14 +61,10 @@ class StepGraphs:
             else None
             for group in optimizer.param_groups
         ]
-        self.surroundings: Surroundings | None = None
-        """Under which this was captured."""
-
+        self.surroundings: Surroundings | None = None  # under which this was captured
         self._settings = optimizer.settings
         self._sums: list[Tensor] | None = None
-        self.replays = 0
-        """Of this batch, so far."""
-
+        self.replays = 0  # of this batch, so far
         self._parts: dict[bool, _Part] = {}
         """The graph of the first part of a batch (True), and that of each other part (False), which
         adds its sums to those of the parts before."""
@@ -77,9 +73,7 @@ class StepGraphs:
         self._step: Callable[[], None] | None = None
         """The graph of the optimizer's step; None where that runs in Python."""
 
-        self._options: list[Any] = []
-        """The options of the optimizer when its step was captured."""
-
+        self._options: list[Any] = []  # the options of the optimizer when its step was captured
         self._held: list[Any] = []
         """The memory that graphs read: once nothing else keeps it, it could become another's."""
 

@@ -49,11 +49,8 @@ from dpprof.private.checks.one_run import guess
 Train = Callable[[nn.Module, Any, LossesOf], Any]
 """Trains a model on samples with losses; returns what tells the epsilon."""
 
-_FEWEST = 100
-"""Canaries; fewer show nothing."""
-
-_AT_A_TIME = 64
-"""Canaries in the data whose losses are computed together."""
+_FEWEST = 100  # canaries; fewer show nothing
+_AT_A_TIME = 64  # canaries in the data whose losses are computed together
 
 
 class Audited(NamedTuple):

@@ -28,8 +28,7 @@ It is 0 for an ordinary sample, at + 1 for a canary in the data, -(at + 1) for o
 _SCALE = 1e6
 """Times its coordinate, a canary's loss: its gradient exceeds any bound, and is clipped to it."""
 
-LossesOf = Callable[..., Tensor]
-"""From ``(model, *batch)`` to the losses of samples, (B,)."""
+LossesOf = Callable[..., Tensor]  # from ``(model, *batch)`` to the losses of samples, (B,)
 
 
 class WithCanaries(nn.Module):

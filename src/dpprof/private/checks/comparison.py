@@ -93,9 +93,7 @@ class Comparison:
     limit: float = 0.0
     worst: float = 0.0
     is_random: bool = False
-    is_each: bool = False
-    """Whether the loss function returns one loss for each sample."""
-
+    is_each: bool = False  # whether the loss function returns one loss for each sample
     hides_layers: bool = False
     checked: list[str] = field(default_factory=list)
     unchecked: dict[str, str] = field(default_factory=dict)

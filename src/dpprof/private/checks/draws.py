@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_RTOL = 1e-2
-"""How much rounding may change the tensors that decide on a sample's numbers."""
+_RTOL = 1e-2  # how much rounding may change the tensors that decide on a sample's numbers
 
 
 class _Draw(NamedTuple):
@@ -22,9 +21,7 @@ class _Draw(NamedTuple):
 
     func: Any
     scalars: tuple[Any, ...]
-    depends_on: tuple[Tensor, ...]
-    """The tensors that decide on the numbers, such as probabilities."""
-
+    depends_on: tuple[Tensor, ...]  # the tensors that decide on the numbers, such as probabilities
     numbers: Tensor | None
     """The numbers; None if they cannot be told from what else the operator computes."""
 

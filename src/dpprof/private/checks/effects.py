@@ -16,8 +16,7 @@ _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 LIMIT_OF_16_BITS = 0.05
 
-_FALSE_ALARM = 1e-12
-"""The probability that right noise is called wrong, for each parameter."""
+_FALSE_ALARM = 1e-12  # the probability that right noise is called wrong, for each parameter
 
 
 def refuse_changes(loop: Loop, taken: StepEffects) -> None:

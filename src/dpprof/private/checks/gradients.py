@@ -20,11 +20,8 @@ from dpprof.private.samples.random_state import States
 from dpprof.private.samples.users import Segments, verify_segments
 from dpprof.private.substitutes import substitute
 
-_EPSILON = 1e-6
-"""What Opacus and dpprof add to the norm."""
-
-_RTOL = 1e-2
-"""How much rounding may change a loss."""
+_EPSILON = 1e-6  # what Opacus and dpprof add to the norm
+_RTOL = 1e-2  # how much rounding may change a loss
 
 _ALONE = 0.1
 """An error is relative to a parameter's own gradient, or to this share of the whole gradient."""

@@ -24,17 +24,10 @@ from dpprof.private.checks.gradients import (
 from dpprof.private.checks.loop import Loop
 from dpprof.private.norms.complex_numbers import as_real
 
-_FEWEST = 8
-"""With fewer samples the length of their mean tells little."""
-
-STEPS = 1_000
-"""The length of a training whose length is not known."""
-
-_CERTAIN = 3.0
-"""Standard deviations by which the signal may be longer than it looks in few samples."""
-
-_FAR = 10
-"""How many times C every gradient is, where hardly anything is left of them."""
+_FEWEST = 8  # with fewer samples the length of their mean tells little
+STEPS = 1_000  # the length of a training whose length is not known
+_CERTAIN = 3.0  # standard deviations by which the signal may be longer than it looks in few samples
+_FAR = 10  # how many times C every gradient is, where hardly anything is left of them
 
 
 def find_obstacles(loop: Loop, batch: TrainingBatch | None) -> tuple[str, ...]:

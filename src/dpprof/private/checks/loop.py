@@ -71,9 +71,7 @@ class Loop:
         self.private, self.users = private, users
         self.by_hand = step is not None
         self.step = step or self._step
-        self.draws = Draws()
-        """What the loss drew for the batch; every other call repeats it."""
-
+        self.draws = Draws()  # what the loss drew for the batch; every other call repeats it
         self.others: OtherGenerators | None = None
         self.generators: dict[torch.Generator, Tensor] = {}
         """The states of generators of PyTorch that the loop has, before they drew."""

@@ -12,22 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom
 
-_FEWEST = 16
-"""Guesses below which none are tried: all right, they show an epsilon of at most 1."""
-
-_HALVINGS = 50
-"""Of the interval of epsilon, to a relative width below 1e-14."""
-
-_MOST = 50.0
-"""The largest epsilon that is looked for; no number of canaries could show it."""
+_FEWEST = 16  # guesses below which none are tried: all right, they show an epsilon of at most 1
+_HALVINGS = 50  # of the interval of epsilon, to a relative width below 1e-14
+_MOST = 50.0  # the largest epsilon that is looked for; no number of canaries could show it
 
 
 class Guesses(NamedTuple):
     """A bound, and the guesses that show it."""
 
-    epsilon: float
-    """The lower bound."""
-
+    epsilon: float  # the lower bound
     guesses: int
     right: int
 

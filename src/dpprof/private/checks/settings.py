@@ -42,9 +42,7 @@ class Settings:
         optimizer: Any = private.optimizer if isinstance(private, Mechanism) else private
         while isinstance(optimizer, PrivateOptimizer):
             optimizer = optimizer.original_optimizer
-        self.optimizer: Optimizer = optimizer
-        """The innermost one."""
-
+        self.optimizer: Optimizer = optimizer  # the innermost one
         self.is_correlated = getattr(private, "buffers", None) is not None
         """Whether a step's noise takes back that of earlier ones."""
 

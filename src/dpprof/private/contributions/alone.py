@@ -45,12 +45,8 @@ class Alone:
 
     def __init__(self, samples: Sequence[int]) -> None:
         self.samples = samples
-        self.squares = dict.fromkeys(samples, 0.0)
-        """Squared norms of what was measured."""
-
-        self.factors: dict[int, float] = {}
-        """Clipping factors of those that contribute."""
-
+        self.squares = dict.fromkeys(samples, 0.0)  # squared norms of what was measured
+        self.factors: dict[int, float] = {}  # clipping factors of those that contribute
         self._added = dict.fromkeys(samples, 0.0)
 
     def take(self, uses: Sequence[Contribution | Kept]) -> Taken:
@@ -160,8 +156,7 @@ def _rows(use: Product | Lookup, some: slice) -> Tensor:
     return sums.index_add_(0, ids_T[is_here_T] - some.start, g_Td[is_here_T])
 
 
-WAITING = 2
-"""Layers in which a GPU may still look for unsure samples while backward goes on."""
+WAITING = 2  # layers in which a GPU may still look for unsure samples while backward goes on
 
 
 class Mending:

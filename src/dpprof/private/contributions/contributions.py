@@ -41,8 +41,7 @@ class Product(NamedTuple):
 
     x_BTd: Tensor
     g_BTp: Tensor
-    transposed: bool = False
-    """Whether the parameter is (d, p), as in GPT-2's Conv1D."""
+    transposed: bool = False  # whether the parameter is (d, p), as in GPT-2's Conv1D
 
     def transpose(self, like: "Product") -> "Product":
         """Return this use with inputs and output gradients exchanged.
@@ -132,9 +131,7 @@ class ChunkedProduct(NamedTuple):
 
     p: int
 
-    read: tuple[Tensor, ...]
-    """What ``gradients_of`` reads that other code has too."""
-
+    read: tuple[Tensor, ...]  # what ``gradients_of`` reads that other code has too
     grams_BTT: Tensor | None = None
     """Gram matrices of the output gradients, where they are known already."""
 
@@ -219,12 +216,8 @@ def refuse_float16(contributions: Iterable[tuple[Any, Any]]) -> None:
 class Convolution(NamedTuple):
     """The use of a convolution's weight, (O, C / groups, ...) as ``norms.convolution`` says."""
 
-    x: Tensor
-    """The inputs, (B, C, ...); for a transposed convolution the output gradients."""
-
-    g: Tensor
-    """The output gradients, (B, O, ...); for a transposed convolution the inputs."""
-
+    x: Tensor  # the inputs, (B, C, ...); for a transposed convolution the output gradients
+    g: Tensor  # the output gradients, (B, O, ...); for a transposed convolution the inputs
     kernel: Kernel
     transposed: bool = False
 
@@ -262,8 +255,7 @@ class Lookup(NamedTuple):
     ids_BT: Tensor
     g_BTd: Tensor
     rows: int
-    padding: int
-    """Row without a gradient, -1 for none."""
+    padding: int  # row without a gradient, -1 for none
 
     @property
     def trained_BTd(self) -> Tensor:  # noqa: N802 (its shape)
@@ -290,8 +282,7 @@ Summable = Product | ChunkedProduct | Convolution | Lookup | SampleGradients
 Contribution = Summable | Direct
 
 
-Kept = Summable | GradientsInParts
-"""What is kept until the norms are known."""
+Kept = Summable | GradientsInParts  # what is kept until the norms are known
 
 
 def device_of(kept: Kept) -> torch.device:

@@ -32,8 +32,7 @@ class Shift(NamedTuple):
     """The use of a vector that is added to every token, (p,)."""
 
     g_BTp: Tensor
-    beside: BesideScale | None = None
-    """Shared with the scale of the same layer, if there is one."""
+    beside: BesideScale | None = None  # shared with the scale of the same layer, if there is one
 
     def materialise(self, g_BTp: Tensor, beside: BesideScale | None = None) -> Tensor:
         """Compute the per-sample gradients; (B, p)."""
@@ -50,8 +49,7 @@ class Scale(NamedTuple):
     mean_BT1: Tensor | None
     rstd_BT1: Tensor
     g_BTd: Tensor
-    beside: BesideScale | None = None
-    """Shared with the shift of the same layer."""
+    beside: BesideScale | None = None  # shared with the shift of the same layer
 
     def materialise(
         self,
@@ -74,11 +72,8 @@ class Scale(NamedTuple):
 class SampleGradients(NamedTuple):
     """The per-sample gradients themselves."""
 
-    gradients: Tensor
-    """(B, *shape of the parameter)."""
-
-    is_own: bool = False
-    """Whether nothing else has the tensor, so that it may be overwritten."""
+    gradients: Tensor  # (B, *shape of the parameter)
+    is_own: bool = False  # whether nothing else has the tensor, so that it may be overwritten
 
     @staticmethod
     def materialise(gradients: Tensor, is_own: bool = False) -> Tensor:  # noqa: ARG004 (as a field)

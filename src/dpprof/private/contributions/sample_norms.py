@@ -70,9 +70,7 @@ class _Kind(NamedTuple):
     """What the figures of layers must have in common to become norms together."""
 
     of: type[GramSums | Squares]
-    sizes: tuple[int, ...]
-    """The d, p and terms of ``GramSums``; empty for ``Squares``."""
-
+    sizes: tuple[int, ...]  # the d, p and terms of ``GramSums``; empty for ``Squares``
     device: torch.device
     dtype: torch.dtype
 
@@ -131,9 +129,7 @@ class SampleNorms:
         self._stored: set[StorageWeakRef] = set()
         """The storages of inputs and output gradients that are kept as they are."""
 
-        self._added: list[Squares] = []
-        """What was added up already."""
-
+        self._added: list[Squares] = []  # what was added up already
         self._shared = SharedSquares()
         self._loss_scale = loss_scale
         self._mending = Mending(LEAST_NORM * loss_scale, deferral)

@@ -29,8 +29,7 @@ def dtype_of_sum(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-SMALL = 2**12
-"""The most elements of a sum that is processed together with others."""
+SMALL = 2**12  # the most elements of a sum that is processed together with others
 
 
 def group_small(sums: Sequence[Tensor]) -> list[list[int]]:
@@ -67,8 +66,7 @@ class ClippedSums:
         self.total: dict[nn.Parameter, Tensor] = {}
         """The sums of the parts of the batch that had a step."""
 
-        self.bound: float | None = None
-        """The C of the batch; None before its first part."""
+        self.bound: float | None = None  # the C of the batch; None before its first part
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:

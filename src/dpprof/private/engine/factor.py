@@ -42,8 +42,7 @@ LEAST_FACTOR = 2.0**-80
 LEAST_BOUND, LARGEST_BOUND = 1e-38, 1e38
 """Sums of smaller or larger contributions are beyond float32."""
 
-_LARGEST_FACTOR = 2.0**40
-"""Larger factors of short gradients could overflow in the sum."""
+_LARGEST_FACTOR = 2.0**40  # larger factors of short gradients could overflow in the sum
 
 
 def clip_factor(

@@ -52,9 +52,7 @@ class _TwoPasses(Batch):
         self._uses: Counter[nn.Parameter] = Counter()
         """How often each parameter was used, where samples were measured alone."""
 
-        self._taken: dict[nn.Parameter, list[Taken]] = defaultdict(list)
-        """Of the uses so far."""
-
+        self._taken: dict[nn.Parameter, list[Taken]] = defaultdict(list)  # of the uses so far
         self._weights_B = self.losses
 
     def clip(self, enter: Enter) -> None:

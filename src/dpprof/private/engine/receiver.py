@@ -64,9 +64,7 @@ class Receiver:
         self._why_no_gradients = why_no_gradients
         self._handler: Handler | None = None
         self.is_disabled = False
-        self.batch: Batch | None = None
-        """The batch whose backward runs."""
-
+        self.batch: Batch | None = None  # the batch whose backward runs
         self._hooks: dict[nn.Parameter, list[Any]] = {}
         self._stashed: dict[nn.Parameter, tuple[Tensor | None, Tensor]] = {}
         """While autograd adds up a loose parameter's gradient: what was there, and what it adds."""

@@ -53,15 +53,9 @@ class _Entry(NamedTuple):
 
     node: Any
     operand: int
-    shape: tuple[int, ...]
-    """The shape of its operand."""
-
-    is_complex: bool
-    """Whether its operand is; the gradient of a real operand is the real part."""
-
-    rows: Rows
-    """Which rows of its output samples have."""
-
+    shape: tuple[int, ...]  # the shape of its operand
+    is_complex: bool  # whether its operand is; the gradient of a real operand is the real part
+    rows: Rows  # which rows of its output samples have
     moves: list[tuple[Any, int]]
     """The operators between, from the value on, and which of their operands it is."""
 
@@ -154,9 +148,7 @@ class Broadcasts:
         name_of: Callable[[nn.Parameter], str] = str,
     ) -> None:
         self._layout, samples = layout, layout.samples
-        self.of: dict[nn.Parameter, Broadcast] = {}
-        """The gradients of each leaf."""
-
+        self.of: dict[nn.Parameter, Broadcast] = {}  # the gradients of each leaf
         self.ways: set[str] = set()
         """How each value enters; a batch whose lengths coincide may look unlike others."""
 

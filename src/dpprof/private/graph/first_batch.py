@@ -43,11 +43,8 @@ from dpprof.private.ranks.ranks import Ranks
 Handler = Callable[[nn.Module, Contributions], None]
 """Handles the contributions of a layer during one backward pass."""
 
-FIRST_BATCH = ("verified", "trusted")
-"""How the first batch is treated."""
-
-TRIES = 10
-"""The most batches to look at where a layer's gradients are all zero."""
+FIRST_BATCH = ("verified", "trusted")  # how the first batch is treated
+TRIES = 10  # the most batches to look at where a layer's gradients are all zero
 
 
 class FirstBatches:

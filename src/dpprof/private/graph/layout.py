@@ -35,8 +35,7 @@ from dpprof.private.graph.owners import MANY, Owners, along_first_axis, merge, w
 from dpprof.private.graph.proof import Output, Proof
 from dpprof.private.graph.rows import Rows
 
-_IN_PLACE = {"AsStrided", "CopySlices"}
-"""What changes of views in place leave in a graph."""
+_IN_PLACE = {"AsStrided", "CopySlices"}  # what changes of views in place leave in a graph
 
 
 class Layout:
@@ -72,12 +71,8 @@ class Layout:
         self.problem: BatchAxisError | None = None
         """The first layer that contributed, and of which nothing is proven."""
 
-        self._is_trusted = False
-        """Whether rows count as those of samples by their number alone."""
-
-        self.raises = False
-        """Whether such a layer is refused at once, and not only noted."""
-
+        self._is_trusted = False  # whether rows count as those of samples by their number alone
+        self.raises = False  # whether such a layer is refused at once, and not only noted
         self.has_orders = False
         """Whether rows have orders that lengths do not tell; then all of the graph is looked at."""
 

@@ -24,8 +24,7 @@ def nodes_behind(*tensors: Tensor, until: Collection[Any] = ()) -> Iterator[Any]
         yield node
 
 
-Outline = frozenset[Any]
-"""How often each operator is in a graph, with the axes that it has saved."""
+Outline = frozenset[Any]  # how often each operator is in a graph, with the axes that it has saved
 
 
 def outline(nodes: Iterable[Any]) -> Outline:

@@ -43,13 +43,10 @@ class Operand(NamedTuple):
     """A tensor that an operator got, and the owners of all that the operator returned."""
 
     node: Any
-    position: int
-    """Which operand it is."""
-
+    position: int  # which operand it is
     shape: Shape
     above: Sequence[Owners]
-    read: Callable[[Any], Any]
-    """Reads an index, None where its values are not known."""
+    read: Callable[[Any], Any]  # reads an index, None where its values are not known
 
     @property
     def output(self) -> Owners:

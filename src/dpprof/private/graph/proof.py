@@ -28,8 +28,7 @@ from dpprof.private.graph.owners import (
 )
 from dpprof.private.graph.rows import Rows
 
-Output = tuple[Any, int]
-"""A node, and which of its outputs."""
+Output = tuple[Any, int]  # A node, and which of its outputs
 
 
 class Proof:
@@ -49,16 +48,10 @@ class Proof:
         reads: bool,
     ) -> None:
         self._losses, self._samples, self._reads = losses, samples, reads
-        self.has_read = False
-        """Whether it rests on the values of an index."""
-
-        self.has_orders = False
-        """Whether an operator may have changed the order of samples."""
-
+        self.has_read = False  # whether it rests on the values of an index
+        self.has_orders = False  # whether an operator may have changed the order of samples
         self.owners: dict[Output, Owners] = {}
-        self.stops: dict[Output, Any] = {}
-        """The operators at which the proof stopped."""
-
+        self.stops: dict[Output, Any] = {}  # the operators at which the proof stopped
         self.mixes: dict[Output, Any] = {}
         """The operators that join, exchange or leave out what the losses of several samples use."""
 

@@ -40,8 +40,7 @@ from dpprof.private.norms import placement
 from dpprof.private.norms.linear import fill_grams
 from dpprof.private.norms.tiles import accumulator_of, spans
 
-CHUNK_BYTES = 2**28
-"""The logits of a chunk take about so much, in the dtype of sums."""
+CHUNK_BYTES = 2**28  # the logits of a chunk take about so much, in the dtype of sums
 
 
 def run_head(layer: nn.Linear, receive: Receive | None, x: Tensor, loss: HeadLoss) -> Tensor:

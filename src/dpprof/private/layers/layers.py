@@ -262,9 +262,7 @@ class RmsFormula(NamedTuple):
 
     eps: float
     axes: tuple[int, ...]
-    is_shifted: bool = False
-    """Whether the scale is 1 + w, as in Gemma, and not w."""
-
+    is_shifted: bool = False  # whether the scale is 1 + w, as in Gemma, and not w
     casts_first: bool = False
     """Whether 16-bit inputs are cast back before they are scaled, as in Llama, and not after."""
 

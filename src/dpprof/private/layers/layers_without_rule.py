@@ -33,8 +33,7 @@ from dpprof.private.layers.reruns import (
 from dpprof.private.norms.complex_numbers import interleave
 from dpprof.private.refusals.tensor_kinds import refuse_inputs
 
-_TENSOR = object()
-"""The mark in place of a tensor that a layer returned."""
+_TENSOR = object()  # the mark in place of a tensor that a layer returned
 
 
 class _AnyLayer(torch.autograd.Function):

@@ -62,9 +62,7 @@ class _Watching:
 class PatchedLayer:
     """First base class of every patched layer's class."""
 
-    original: type[nn.Module]
-    """The layer's class before it was patched."""
-
+    original: type[nn.Module]  # the layer's class before it was patched
     replaced: type[nn.Module] | None
     """The class whose ``forward`` is replaced; None where only the calls are watched."""
 

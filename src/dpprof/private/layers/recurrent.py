@@ -28,8 +28,7 @@ from dpprof.private.layers.layers import apply, autocast_dtype, refuse_other_num
 _State = tuple[Tensor, ...]
 """The hidden state of a step, and the cell state of an LSTM; (B, h) each."""
 
-_Matrix = tuple[nn.Parameter, nn.Parameter | None]
-"""A weight, and its bias if there is one."""
+_Matrix = tuple[nn.Parameter, nn.Parameter | None]  # A weight, and its bias if there is one
 
 _Drop = Callable[[Tensor], Tensor]
 _KEEP = nn.Identity()

@@ -110,14 +110,9 @@ def has_gradient(y: Tensor) -> bool:
 class Gradients(NamedTuple):
     """What running a layer again on each sample gives."""
 
-    of_parameters: Sequence[Tensor]
-    """(B, *shape of the parameter) each."""
-
-    of_inputs: Sequence[Tensor]
-    """The gradients of inputs, in their shapes."""
-
-    changed_B: Tensor
-    """Which samples' outputs differ from those of forward."""
+    of_parameters: Sequence[Tensor]  # (B, *shape of the parameter) each
+    of_inputs: Sequence[Tensor]  # the gradients of inputs, in their shapes
+    changed_B: Tensor  # which samples' outputs differ from those of forward
 
 
 class Rerun:

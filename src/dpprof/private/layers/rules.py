@@ -105,8 +105,7 @@ _KNOWN: Mapping[LayerRule, str] = {
 _CALLED_BY_SUPER = (run_embedding, run_embedding_bag, run_attention, run_recurrent, run_cell)
 """Rules that also run a layer whose own ``forward`` calls the base's."""
 
-_COMPLEX = (run_linear_or_head, run_conv1d, run_embedding)
-"""Rules that know complex parameters."""
+_COMPLEX = (run_linear_or_head, run_conv1d, run_embedding)  # rules that know complex parameters
 
 _NOT_COMPLEX = (run_attention, run_recurrent, run_opacus_recurrent)
 """Rules of layers that cannot run without one; all others run complex layers without a rule."""

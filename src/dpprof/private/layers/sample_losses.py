@@ -8,8 +8,7 @@ from torch.nn import functional
 
 from dpprof.private.allocation_marks import allocates_for_its_caller
 
-UNLABELLED = -100
-"""The label of a token that the loss ignores, as in PyTorch's cross-entropy."""
+UNLABELLED = -100  # the label of a token that the loss ignores, as in PyTorch's cross-entropy
 
 
 @allocates_for_its_caller

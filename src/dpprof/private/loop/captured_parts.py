@@ -26,17 +26,10 @@ _log = logging.getLogger("dpprof")
 EXECUTIONS = ("auto", "eager")
 """As CUDA graphs where that is possible, or always as an ordinary loop."""
 
-_PRICE_OF_A_GRAPH = 4
-"""How many samples take as long as what a replay does for any number of them."""
-
-_FEW = 8
-"""Replays for each capture below which captures cost more than they save."""
-
-_MOST_CAPTURES = 4
-"""Captures after which their use is judged."""
-
-_MOST_ORDINARY = 50
-"""Ordinary batches in turn after which no batch is looked at any more."""
+_PRICE_OF_A_GRAPH = 4  # how many samples take as long as what a replay does for any number of them
+_FEW = 8  # replays for each capture below which captures cost more than they save
+_MOST_CAPTURES = 4  # captures after which their use is judged
+_MOST_ORDINARY = 50  # ordinary batches in turn after which no batch is looked at any more
 
 _TOO_OFTEN = "shapes, settings or what the model reads change too often"
 
@@ -46,15 +39,9 @@ class Part(NamedTuple):
 
     size: int
     is_last: bool
-    is_empty: bool
-    """Whether its one sample stands for a batch without samples."""
-
-    state: Tensor
-    """Of the generator, once the batch was drawn."""
-
-    fold: int = 0
-    """Of the data, from which the batch was drawn."""
-
+    is_empty: bool  # whether its one sample stands for a batch without samples
+    state: Tensor  # of the generator, once the batch was drawn
+    fold: int = 0  # of the data, from which the batch was drawn
     users: Segments | None = None
     """How many samples each user has; None where each sample is clipped by itself."""
 
@@ -82,26 +69,19 @@ class CapturedParts:
         self._added: list[ToClip] = []
         """Parts of a batch that is not finished, with copies of their tensors."""
 
-        self._tensors: list[Tensor] = []
-        """Of the last part."""
-
+        self._tensors: list[Tensor] = []  # of the last part
         self._is_off = self._is_ordinary = False
         """Whether no batch is replayed any more, or this one is not."""
 
-        self._replayed = self._in_turn = 0
-        """Parts that were replayed, and ordinary batches since."""
-
+        self._replayed = self._in_turn = 0  # parts that were replayed, and ordinary batches since
         self._resumed: tuple[Mapping[str, Any], Surroundings] | None = None
         """A state that was loaded, and what surrounded it, until the first batch."""
 
-        self._was_verified = False
-        """Whether the run that was saved had verified its first batch."""
-
+        self._was_verified = False  # whether the run that was saved had verified its first batch
         self._buffers: dict[Tensor, int] | None = None
         """The buffers before an ordinary batch, and their versions."""
 
-        self.waits_for_step = False
-        """Whether the last part was added, and had no step yet."""
+        self.waits_for_step = False  # whether the last part was added, and had no step yet
 
     @property
     def is_open(self) -> bool:

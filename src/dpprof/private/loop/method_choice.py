@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 from dpprof.private.samples.batches import give
 from dpprof.private.samples.random_state import random_state_kept
 
-DEFAULT = "flash-bk"
-"""It is the faster one of nearly every model on nearly every GPU."""
+DEFAULT = "flash-bk"  # it is the faster one of nearly every model on nearly every GPU
 
 _log = logging.getLogger("dpprof")
 
@@ -25,12 +24,8 @@ _log = logging.getLogger("dpprof")
 class FirstBatch(NamedTuple):
     """A batch, and what computes its losses."""
 
-    losses_of: Callable[..., Tensor]
-    """From the batch's parts to the losses, (B,)."""
-
-    batch: Sequence[Any]
-    """Its parts, samples first."""
-
+    losses_of: Callable[..., Tensor]  # from the batch's parts to the losses, (B,)
+    batch: Sequence[Any]  # its parts, samples first
     samples: int
 
 

@@ -24,8 +24,7 @@ from dpprof.private.samples.random_state import random_state_kept
 
 AUTO = "auto"
 
-_MOST_S = 20.0
-"""No further size is tried once the tries have taken so long."""
+_MOST_S = 20.0  # no further size is tried once the tries have taken so long
 
 _ALIKE = 1.02
 """Times that differ by less count as equal: then fewer samples, which need less memory."""

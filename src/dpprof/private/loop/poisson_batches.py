@@ -50,12 +50,8 @@ class _Parts(Sampler[list[int]]):
         self._threshold = math.floor(sample_rate * 2**bits) / 2**bits
         self.most = max_batch_size or len(folds[0]) * (1 if users is None else users.most)
         self.generator = generator
-        self.steps = 0
-        """How many batches the next iteration draws."""
-
-        self.turn = 0
-        """How many were drawn before, which says from which fold the first is."""
-
+        self.steps = 0  # how many batches the next iteration draws
+        self.turn = 0  # how many were drawn before, which says from which fold the first is
         self.drawn: deque[Part] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:

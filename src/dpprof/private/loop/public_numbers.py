@@ -23,8 +23,7 @@ from dpprof.private.errors import refuse_no_number
 from dpprof.private.noise.strategies import Strategy
 from dpprof.private.samples.users import Users
 
-_LEAST_RATE = 2.0**-53
-"""Samples are drawn by multiples of it."""
+_LEAST_RATE = 2.0**-53  # samples are drawn by multiples of it
 
 _MOST = sys.float_info.max
 

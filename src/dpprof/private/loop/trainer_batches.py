@@ -21,8 +21,7 @@ class JoinedParts:
         self.loader = loader
         self.dataset = range(loader.numbers.samples)  # whose length the Trainer asks for
         self._device = device
-        self.handed = 0
-        """Batches that were handed out; and those before this run."""
+        self.handed = 0  # batches that were handed out; and those before this run
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -26,8 +26,7 @@ class PrivateLogs(PrivateBase):
     """When epsilon was logged last, and how long its computation took."""
 
     _flops_of_token: int | None = None
-    _norms: list[Tensor]
-    """Of the samples of steps, until they are logged."""
+    _norms: list[Tensor]  # of the samples of steps, until they are logged
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Multiply those of one token, which take long to find, by the tokens of all parts.

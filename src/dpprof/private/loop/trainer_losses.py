@@ -27,8 +27,7 @@ _OF_PACKING = {
 }
 """What collators give that pack samples."""
 
-_LOOKED_AT = 64
-"""Samples among which one with labels is looked for."""
+_LOOKED_AT = 64  # samples among which one with labels is looked for
 
 _UNPACKED = "give each sample a row of its own, padded (packing=False, padding_free=False)"
 

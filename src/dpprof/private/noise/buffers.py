@@ -39,8 +39,7 @@ from dpprof.private.noise.strategies import Strategy
 AddDraw = Callable[[Tensor, float], None]
 """Multiplies a tensor by a factor, and adds a draw of the noise."""
 
-PLACES = ("device", "cpu")
-"""Where past noise is kept: where the sums are, or in the host's memory."""
+PLACES = ("device", "cpu")  # where past noise is kept: where the sums are, or in the host's memory
 
 
 class NoiseBuffers:
@@ -58,15 +57,9 @@ class NoiseBuffers:
         self.kept: list[Tensor] = []
         """By sum, in the order in which these get noise, ``bands - 1`` tensors of its shape."""
 
-        self.key = b""
-        """Of the last step."""
-
-        self.done = 0
-        """Steps since the strategy began."""
-
-        self.fold: int | None = None
-        """Of the data, from which the last step's batch was drawn."""
-
+        self.key = b""  # of the last step
+        self.done = 0  # steps since the strategy began
+        self.fold: int | None = None  # of the data, from which the last step's batch was drawn
         self._at = 0
         self._is_open = self._is_loaded = False
 

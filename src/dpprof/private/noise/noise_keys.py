@@ -243,8 +243,7 @@ class StepKey:
         return self._generators[device]
 
 
-WORDS = 624
-"""Words of 32 bits in the state of PyTorch's generator on a CPU, MT19937."""
+WORDS = 624  # words of 32 bits in the state of PyTorch's generator on a CPU, MT19937
 
 
 def set_words(generator: torch.Generator, words: Tensor) -> None:

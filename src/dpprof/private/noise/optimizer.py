@@ -28,8 +28,7 @@ from dpprof.private.ranks.ranks import Settings
 HOOK = "_clipping_noise_hook"
 """The attribute of an optimizer with the hook that refuses steps without noise."""
 
-LEAST_STD = 2.0**-133
-"""Of the noise of an average: 2^16 times the least number of float32."""
+LEAST_STD = 2.0**-133  # of the noise of an average: 2^16 times the least number of float32
 
 _INNER = "original_optimizer"
 

@@ -25,11 +25,8 @@ from torch import Tensor
 from dpprof.private.engine.factor import LARGEST_BOUND, LEAST_BOUND
 from dpprof.private.noise.noise_keys import NoiseKeys
 
-RATE = 0.2
-"""How fast the bound moves, as in the source."""
-
-_RAMP = 0.1
-"""How far from the bound, as a share of it, gradients count in part."""
+RATE = 0.2  # how fast the bound moves, as in the source
+_RAMP = 0.1  # how far from the bound, as a share of it, gradients count in part
 
 _COUNT_NOISE = 20
 """The expected batch size over the standard deviation of a count's noise, as in the source."""

@@ -12,8 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-NOISY = "_noisy_optimizer"
-"""The attribute of an optimizer with the ``NoisyOptimizer`` around it."""
+NOISY = "_noisy_optimizer"  # the attribute of an optimizer with the ``NoisyOptimizer`` around it
 
 _BASES = {
     "torch.optim.lr_scheduler": "LRScheduler",

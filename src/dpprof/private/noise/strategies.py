@@ -38,16 +38,10 @@ NOISES = ("banded", "bisr")
 class Strategy(NamedTuple):
     """How the noise of steps is correlated (``make_strategy``)."""
 
-    noise: str
-    """One of ``NOISES``."""
-
+    noise: str  # one of ``NOISES``
     bands: int
-    steps: int
-    """How many steps it is for; no step may follow them."""
-
-    folds: int
-    """In so many consecutive steps a sample takes part at most once; at least ``bands``."""
-
+    steps: int  # how many steps it is for; no step may follow them
+    folds: int  # in so many consecutive steps a sample takes part at most once; at least ``bands``
     coefficients: tuple[float, ...]
     """The ``bands`` first coefficients of C for ``banded``, and of C^-1 for ``bisr``, scaled so
     that the sensitivity is 1."""
@@ -86,9 +80,7 @@ class NoiseErrors(NamedTuple):
     Both are root mean squares over all steps.
     """
 
-    step: float
-    """Of the noise of a step."""
-
+    step: float  # of the noise of a step
     training: float
     """Of the noise in the parameters: the sum over the steps so far, as the optimizer weighs it."""
 

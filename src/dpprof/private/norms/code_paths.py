@@ -51,18 +51,14 @@ def finds_norms(path: CodePath) -> bool:
 class Way(CodePath):
     """The ways of ``dpprof.private``."""
 
-    TILED_GRAM = "tiled gram", "norms"
-    TILED_PRODUCT = "tiled product", "norms"
-    """The ways of ``norms.linear``."""
-
+    TILED_GRAM = "tiled gram", "norms"  # of ``norms.linear``
+    TILED_PRODUCT = "tiled product", "norms"  # likewise
     KEPT = "kept product", "gradients"
     """A matrix's per-sample gradients, kept until the clipping factors are known."""
 
     DIRECT = "sample gradients", "gradients"
     """Per-sample gradients that are small, or have no other way."""
 
-    SUMMED = "sums of rows", "norms"
-    """The norm of a lookup table's gradient, from ``norms.table``."""
-
+    SUMMED = "sums of rows", "norms"  # the norm of a lookup table's gradient, from ``norms.table``
     CROSSED = "cross terms", "norms"
     """The inner product of a matrix's two uses, also as a table, from ``norms.table``."""

@@ -55,13 +55,9 @@ then at most that of a window's d = c k terms (``norms.rounding.depth_of_product
 class Kernel(NamedTuple):
     """How a convolution reads its input."""
 
-    shape: tuple[int, ...]
-    """The weight's: (O, C / groups, ...)."""
-
+    shape: tuple[int, ...]  # the weight's: (O, C / groups, ...)
     stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    """How many zeros are on both sides of each axis of space."""
-
+    padding: tuple[int, ...]  # how many zeros are on both sides of each axis of space
     dilation: tuple[int, ...]
     groups: int
 
@@ -86,9 +82,7 @@ class Phase(NamedTuple):
 
     first: int
     stride: int
-    starts: list[int]
-    """The pixel at which each offset starts."""
-
+    starts: list[int]  # the pixel at which each offset starts
     places: int
 
     @property

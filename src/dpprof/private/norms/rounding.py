@@ -59,28 +59,17 @@ MOST = 128.0
 """The norms of both factors, multiplied, are at most this times the norm of a sample that is sure.
 """
 
-_SLACK = 2.0**18
-"""The most slack, in eps times the squared norm."""
-
-_LARGEST = 1e32
-"""Larger squared norms count as this one, so that what overflows is unsure."""
-
-_LOST = 1e-30
-"""More than what underflows of a sum of squares."""
-
-LEAST_NORM = 1e-6
-"""What ``engine.factor`` adds to a norm: errors of shorter ones hardly count."""
-
-_SPLIT = 6
-"""What three TF32 products in place of one (``norms.float32_products``) add, in eps."""
+_SLACK = 2.0**18  # the most slack, in eps times the squared norm
+_LARGEST = 1e32  # larger squared norms count as this one, so that what overflows is unsure
+_LOST = 1e-30  # more than what underflows of a sum of squares
+LEAST_NORM = 1e-6  # what ``engine.factor`` adds to a norm: errors of shorter ones hardly count
+_SPLIT = 6  # what three TF32 products in place of one (``norms.float32_products``) add, in eps
 
 
 class Squares(NamedTuple):
     """Squared norms of one layer's per-sample gradients, each (B,)."""
 
-    found_B: Tensor
-    """The squared norms as computed."""
-
+    found_B: Tensor  # the squared norms as computed
     slack_B: Tensor | None
     """The most by which the true ones may exceed them; None where ``size`` bounds that."""
 

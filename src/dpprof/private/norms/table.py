@@ -27,11 +27,8 @@ from dpprof.private.norms.tiles import (
     square,
 )
 
-TILE = 256
-"""Positions, and tokens, in a tile of an inner product."""
-
-TILE_ON_GPU = 1024
-"""Replaces ``TILE`` on a GPU, where each tile is some thirty launches."""
+TILE = 256  # positions, and tokens, in a tile of an inner product
+TILE_ON_GPU = 1024  # replaces ``TILE`` on a GPU, where each tile is some thirty launches
 
 ON_GPU_BYTES = 64 * 2**20
 """Replaces ``WORKSPACE_BYTES`` on a GPU: PyTorch's sum by id sorts all positions for each part

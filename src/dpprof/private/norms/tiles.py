@@ -21,14 +21,9 @@ TOKEN_PARTS = 4
 """Parts into which the tokens of a normalisation are split; one needs one or two parts of its
 input as workspace."""
 
-UNDIVIDED = 2**13
-"""The most elements of a sample of a normalisation's input that is not split."""
-
-REDUCED_SLICE = 512
-"""Terms of a sum of products that are cast to float32 at a time."""
-
-SUMMED_SLICE = 128
-"""Terms of an entry of a Gram matrix that a library adds up in any order."""
+UNDIVIDED = 2**13  # the most elements of a sample of a normalisation's input that is not split
+REDUCED_SLICE = 512  # terms of a sum of products that are cast to float32 at a time
+SUMMED_SLICE = 128  # terms of an entry of a Gram matrix that a library adds up in any order
 
 SQUARED_AT_ONCE = 2**17
 """Elements of a sample whose squares PyTorch sums in one call. It adds them one after another, so

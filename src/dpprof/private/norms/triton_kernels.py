@@ -15,8 +15,7 @@ import triton.language as tl
 from dpprof.private.norms.tuning import GRAM, INTERPRETED, PRODUCT, TUNING
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-HALVED = tl.constexpr(32 if INTERPRETED else 128)
-"""Tokens of a tile that may be halved."""
+HALVED = tl.constexpr(32 if INTERPRETED else 128)  # tokens of a tile that may be halved
 
 
 @triton.jit

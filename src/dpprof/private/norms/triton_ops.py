@@ -198,8 +198,7 @@ SCALE = torch.ops.dpprof.scale_gradients
 WEIGH = torch.ops.dpprof.weigh
 CROSS_ENTROPY = torch.ops.dpprof.differentiate_cross_entropy_
 DIGEST = torch.ops.dpprof.digest_
-NOISE = torch.ops.dpprof.add_noise_
-"""The functions above as PyTorch's operators."""
+NOISE = torch.ops.dpprof.add_noise_  # the functions above as PyTorch's operators
 
 LAUNCHES = dict.fromkeys((f"dpprof.{name}" for name in (*KERNELS.values(), "scale_gradients")), 2)
 """Kernels that each operator launches: its own, and one that adds up the sums of its programs."""

@@ -21,8 +21,7 @@ INTERPRETED: bool = knobs.runtime.interpret
 """Whether this process interprets Triton programs, on tensors of a CPU."""
 
 _WIDE_K = 64
-_PRODUCTS = 1024
-"""The most products of a thread that are unrolled."""
+_PRODUCTS = 1024  # the most products of a thread that are unrolled
 
 _TIMES = 5
 
@@ -76,8 +75,7 @@ LOGITS = {"BLOCK": 2048}
 WEIGHED = {"BLOCK": 4096}
 """Elements of a block that is read once and written once: 16 for each of 256 threads."""
 
-GROUP = 1024
-"""Blocks of four random numbers that a program draws: four for each of 256 threads."""
+GROUP = 1024  # blocks of four random numbers that a program draws: four for each of 256 threads
 
 HASHED = 4096
 """Words of 32 bits that a program hashes: 16 for each of 256 threads, and one atomic addition."""

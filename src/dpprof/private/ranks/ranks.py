@@ -39,11 +39,8 @@ from dpprof.private.allocation_marks import allocates
 from dpprof.private.contributions.sums import group_small, own_part
 from dpprof.private.errors import UnsupportedError
 
-AddNoise = Callable[..., None]
-"""Adds noise to its first argument, and averages all."""
-
-Settings = Mapping[str, float | str]
-"""What is the same on all ranks, by name."""
+AddNoise = Callable[..., None]  # adds noise to its first argument, and averages all
+Settings = Mapping[str, float | str]  # what is the same on all ranks, by name
 
 
 class Reduction(Protocol):
@@ -62,11 +59,8 @@ class Ranks:
     Process groups are one; or that of a replica's shards, and then that of a shard's replicas.
     """
 
-    wrapper: nn.Module | None = None
-    """The ``DistributedDataParallel`` that may run the model."""
-
-    is_sharded = False
-    """Whether sums are reduced onto shards in backward."""
+    wrapper: nn.Module | None = None  # the ``DistributedDataParallel`` that may run the model
+    is_sharded = False  # whether sums are reduced onto shards in backward
 
     def __init__(self, groups: Sequence[Any] = (), device: torch.device | None = None) -> None:
         self.groups, self.device = groups, device or torch.device("cpu")

@@ -42,8 +42,7 @@ class ShardSums:
         self._begun: Reduction | None = None
         """The reduction of the first group, once nothing but its last sum is missing."""
 
-        self.is_counting = False
-        """Whether a first pass counts uses."""
+        self.is_counting = False  # whether a first pass counts uses
 
     def start(self, bound: float, *, continues: bool) -> None:
         """Start a part of a batch, clipped to a bound; where other parts come, its sums wait."""

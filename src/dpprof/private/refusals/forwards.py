@@ -31,14 +31,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dpprof.private.refusals.tensor_kinds import find_unusual
 
-FIRST = 3
-"""How many steps at the beginning always read parameters."""
-
-SHARE = 1 / 16
-"""The share of later steps that read them, on average."""
-
-MOST = 1024
-"""The most elements of a parameter that are read."""
+FIRST = 3  # how many steps at the beginning always read parameters
+SHARE = 1 / 16  # the share of later steps that read them, on average
+MOST = 1024  # the most elements of a parameter that are read
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

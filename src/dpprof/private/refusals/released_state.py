@@ -41,15 +41,13 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 _BASES = set(nn.Module.__mro__)
 
-_OF_RECURRENT = {"_flat_weights"}
-"""Parameters again, or those of before a conversion."""
+_OF_RECURRENT = {"_flat_weights"}  # parameters again, or those of before a conversion
 
 _EXTRA = "_extra_state"
 
 _PLAIN = {bool, int, float, str, type(None)}
 
-_SMALL = 4096
-"""Tensors with fewer elements are compared together."""
+_SMALL = 4096  # tensors with fewer elements are compared together
 
 
 class ReleasedState:

@@ -43,23 +43,16 @@ from dpprof.private.samples.random_state import States, random_state_kept
 if TYPE_CHECKING:
     from dpprof.private.engine.engine import Clipping
 
-COMPANY = "each sample's loss is the same beside others"
-"""The name of this check."""
-
-COMPARED = 4
-"""Samples that are compared, the shortest and the longest of ``LOOKED_AT`` among them."""
+COMPANY = "each sample's loss is the same beside others"  # the name of this check
+COMPARED = 4  # samples that are compared, the shortest and the longest of ``LOOKED_AT`` among them
 
 LOOKED_AT = 64
 
-_ROUNDS = 6
-"""How often samples are replaced where numbers are drawn."""
+_ROUNDS = 6  # how often samples are replaced where numbers are drawn
 
 _ROUNDING = 2.0
-_FLOOR = 16
-"""Units in the last place of a loss that always count as rounding."""
-
-_HIDDEN = 0.1
-"""The share of a loss from which on rounding hides too much."""
+_FLOOR = 16  # units in the last place of a loss that always count as rounding
+_HIDDEN = 0.1  # the share of a loss from which on rounding hides too much
 
 _COARSE = "rounding changes each loss by more than a tenth, and hides what others change"
 
@@ -166,8 +159,7 @@ class Company:
     keeps_order: bool = False
     """Whether samples stay in order, as those of users must; else ``collate_fn`` may change it."""
 
-    unchecked: list[str] = field(default_factory=list)
-    """What could not be compared, and why."""
+    unchecked: list[str] = field(default_factory=list)  # what could not be compared, and why
 
     def compare(self, states: States) -> list[str]:
         """Compare all samples together with each alone, and in other batches.

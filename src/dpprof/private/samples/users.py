@@ -12,11 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-UNITS = ("sample", "user")
-"""Of whom one is added or removed, at most."""
-
-GRADIENTS = ("mean", "sum")
-"""What a user's gradient is of those of his samples in a batch."""
+UNITS = ("sample", "user")  # of whom one is added or removed, at most
+GRADIENTS = ("mean", "sum")  # what a user's gradient is of those of his samples in a batch
 
 
 class Segments(NamedTuple):
