@@ -16,8 +16,7 @@ if TYPE_CHECKING:  # clipping marks functions too, and needs nothing else of res
 Function = Callable[..., Any]
 _F = TypeVar("_F", bound=Function)
 
-MARKED: "dict[Function, Component]" = {}
-"""Every function that ``allocates`` has marked so far, with its component."""
+MARKED: "dict[Function, Component]" = {}  # every marked function so far, with its component
 
 
 def allocates(component: "Component") -> Callable[[_F], _F]:

@@ -31,9 +31,7 @@ _ROUNDING = 100 * 2.0**-52
 """The least delta for each step that ``prv`` and ``pld`` convolve by FFT: below it the rounding of
 float64 decides, and what they tell may be too low."""
 
-_MOST_BYTES = 300 * 2**20
-"""What ``prv`` may hold: with torch a process stays below 1 GiB, and a bound takes seconds."""
-
+_MOST_BYTES = 300 * 2**20  # held by ``prv``: with torch below 1 GiB, and a bound takes seconds
 _MOST_KINDS = 32  # kinds of steps that ``pld`` composes: each takes about a second
 
 

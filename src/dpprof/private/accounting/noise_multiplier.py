@@ -6,8 +6,7 @@ from dpprof.private.accounting.accountants import bound_epsilon, list_installed
 from dpprof.private.accounting.schedule import Sampling, Schedule
 from dpprof.private.accounting.search import FAILURES, MOST, BeyondReachError, find_least
 
-EPSILON_TOLERANCE = 0.01
-"""The spent epsilon is at most this much below the budget, as by Opacus, and at most this share."""
+EPSILON_TOLERANCE = 0.01  # how far below the budget epsilon may be, and as which share of it
 
 
 def spend(of: Schedule, noise_multiplier: float, delta: float, accountant: str) -> float:

@@ -2,8 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-Accountant = Literal["prv", "rdp", "pld", "tightest"]
-"""Two of Opacus, one of Google's dp-accounting, and the least bound of all that are installed."""
+Accountant = Literal["prv", "rdp", "pld", "tightest"]  # Opacus's, dp-accounting's; the least bound
 
 
 class Schedule(NamedTuple):
@@ -24,12 +23,9 @@ class Sampling(NamedTuple):
 
     rate: float  # the probability with which a step draws each sample that may be drawn in it
     folds: int = 1  # step t draws from samples t, t + folds, ... alone.
-    largest: int | None = None
-    """What is drawn beyond so many samples is cut to a uniformly random subset; None: nothing."""
-
+    largest: int | None = None  # of more drawn samples a random subset stays; None: no limit
     drawn_from: int = 0  # the most samples among which ``largest`` are kept: of a fold, on one rank
-    unit: str = "sample"
-    """Of what the other fields say how it is drawn: a ``sample``, or a whole ``user``."""
+    unit: str = "sample"  # what the other fields draw: a ``sample``, or a whole ``user``
 
     def count_turns(self, steps: int) -> int:
         """Count the most steps of so many, in turn, that may draw one sample."""

@@ -4,9 +4,7 @@ import math
 from collections.abc import Callable
 
 MOST, LEAST = 1e6, 0.01  # the bounds of the values that are tried; Opacus has the first one too
-
-_POWER = -2.5
-"""The spent epsilon is about this power of the noise multiplier, from -1 (much noise) to -3.5."""
+_POWER = -2.5  # about how epsilon depends on the noise multiplier: from -1 (much noise) to -3.5
 
 _STEP, _MAX_CALLS = 8.0, 100
 

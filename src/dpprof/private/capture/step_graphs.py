@@ -70,12 +70,9 @@ class StepGraphs:
         adds its sums to those of the parts before."""
 
         self._noise: Callable[[], None] | None = None
-        self._step: Callable[[], None] | None = None
-        """The graph of the optimizer's step; None where that runs in Python."""
-
+        self._step: Callable[[], None] | None = None  # None where the step runs in Python
         self._options: list[Any] = []  # the options of the optimizer when its step was captured
-        self._held: list[Any] = []
-        """The memory that graphs read: once nothing else keeps it, it could become another's."""
+        self._held: list[Any] = []  # what graphs read: unless kept, it could become another's
 
     def _list_generators(self) -> list[torch.Generator]:
         generator = self._optimizer.keys.generator

@@ -46,9 +46,7 @@ from dpprof.private.checks.canaries import (
 )
 from dpprof.private.checks.one_run import guess
 
-Train = Callable[[nn.Module, Any, LossesOf], Any]
-"""Trains a model on samples with losses; returns what tells the epsilon."""
-
+Train = Callable[[nn.Module, Any, LossesOf], Any]  # trains, and returns what tells the epsilon
 _FEWEST = 100  # canaries; fewer show nothing
 _AT_A_TIME = 64  # canaries in the data whose losses are computed together
 

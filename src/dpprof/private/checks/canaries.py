@@ -25,9 +25,7 @@ MARK = "canary"
 It is 0 for an ordinary sample, at + 1 for a canary in the data, -(at + 1) for one that is not.
 """
 
-_SCALE = 1e6
-"""Times its coordinate, a canary's loss: its gradient exceeds any bound, and is clipped to it."""
-
+_SCALE = 1e6  # of a canary's loss over its coordinate: its gradient exceeds any bound
 LossesOf = Callable[..., Tensor]  # from ``(model, *batch)`` to the losses of samples, (B,)
 
 

@@ -22,8 +22,7 @@ class _Draw(NamedTuple):
     func: Any
     scalars: tuple[Any, ...]
     depends_on: tuple[Tensor, ...]  # the tensors that decide on the numbers, such as probabilities
-    numbers: Tensor | None
-    """The numbers; None if they cannot be told from what else the operator computes."""
+    numbers: Tensor | None  # None if they cannot be told from what else is computed
 
 
 class Draws:
@@ -32,8 +31,7 @@ class Draws:
     def __init__(self, samples: int = 0) -> None:
         self.samples = samples
         self.made: list[_Draw] = []
-        self.elsewhere: list[bytes] | None = None
-        """The states of NumPy's and Python's generators before, if the loss draws with them."""
+        self.elsewhere: list[bytes] | None = None  # states of NumPy and Python, if drawn from
 
     def of_turn(self, sample: int, each: int) -> "Draws":
         """Return a sample's own draws, where the loss draws ``each`` for sample after sample."""
@@ -73,8 +71,7 @@ class Replay:
         self._next = 0
         self._rows_of_states: dict[Any, Tensor] = {}
         self._missed: str | None = None
-        self.mixes: str | None = None
-        """An operator whose numbers for the sample depend on other samples."""
+        self.mixes: str | None = None  # an operator whose numbers depend on other samples
 
     @property
     def asked(self) -> int:

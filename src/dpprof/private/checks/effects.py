@@ -11,8 +11,7 @@ from dpprof.private.checks.loop import Gradients, Loop, StepEffects
 from dpprof.private.norms.complex_numbers import as_real
 from dpprof.private.samples.company import WrongTrainingError
 
-_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-2}
-"""The largest error that rounding may cause, by dtype."""
+_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-2}  # the largest error by rounding, by dtype
 
 LIMIT_OF_16_BITS = 0.05
 

@@ -22,9 +22,7 @@ from dpprof.private.substitutes import substitute
 
 _EPSILON = 1e-6  # what Opacus and dpprof add to the norm
 _RTOL = 1e-2  # how much rounding may change a loss
-
-_ALONE = 0.1
-"""An error is relative to a parameter's own gradient, or to this share of the whole gradient."""
+_ALONE = 0.1  # an error is relative to a parameter's gradient, or to this share of the whole one
 
 Groups = Sequence[tuple[Sequence[nn.Parameter], float]]
 

@@ -40,13 +40,10 @@ class WrongScaleError(WrongTrainingError):
 class StepEffects(NamedTuple):
     """The effects of one step."""
 
-    gradients: Gradients
-    """The gradients that the innermost optimizer was given; zeros where it was given none."""
-
+    gradients: Gradients  # that the innermost optimizer was given; zeros for none
     moved: set[nn.Parameter]
     in_16_bits: bool
-    squares: Gradients
-    """The squared norms of each sample by parameter, (B,), if a ``Clipping`` found them."""
+    squares: Gradients  # squared norms of samples, (B,), if a ``Clipping`` found them
 
 
 class Loop:
@@ -73,9 +70,7 @@ class Loop:
         self.step = step or self._step
         self.draws = Draws()  # what the loss drew for the batch; every other call repeats it
         self.others: OtherGenerators | None = None
-        self.generators: dict[torch.Generator, Tensor] = {}
-        """The states of generators of PyTorch that the loop has, before they drew."""
-
+        self.generators: dict[torch.Generator, Tensor] = {}  # the states before they drew
         while isinstance(model, AbstractGradSampleModule):
             model = model._module  # noqa: SLF001 (Opacus offers no other way that keeps its hooks)
         self.model: nn.Module = model

@@ -14,8 +14,7 @@ from dpprof.private.noise.noise_keys import NoiseKeys
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.samples.company import WrongTrainingError
 
-PrivateOptimizer: TypeAlias = DPOptimizer | NoisyOptimizer
-"""Opacus's optimizer, or dpprof's with the same interface."""
+PrivateOptimizer: TypeAlias = DPOptimizer | NoisyOptimizer  # with the same interface
 
 
 class Mechanism(NamedTuple):

@@ -36,8 +36,7 @@ from dpprof.private.norms.convolution import crop
 from dpprof.private.norms.rounding import Squares, is_unsure
 from dpprof.private.norms.tiles import WORKSPACE_BYTES, spans, square
 
-Taken = Mapping[int, Sequence[Contribution]]
-"""The uses of one parameter by each of some samples, by their places."""
+Taken = Mapping[int, Sequence[Contribution]]  # a parameter's uses by some samples, by their place
 
 
 class Alone:

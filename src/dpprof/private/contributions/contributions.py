@@ -113,8 +113,7 @@ def _is_rounded(x: Tensor) -> bool:
     return placement.is_cuda(x) and (x.dtype is torch.bfloat16 or (is_float32 and allows_tf32()))
 
 
-AT_ONCE_BYTES = 2**28
-"""A ``ChunkedProduct`` computes about so many bytes of output gradients at a time."""
+AT_ONCE_BYTES = 2**28  # output gradients that a ``ChunkedProduct`` computes at a time, about
 
 
 def samples_in_a_chunk(T: int, p: int, itemsize: int) -> int:
@@ -126,18 +125,12 @@ class ChunkedProduct(NamedTuple):
     """A ``Product`` whose output gradients are kept or computed for some samples at a time."""
 
     x_BTd: Tensor
-    gradients_of: Callable[[slice], Tensor]
-    """Computes the output gradients of some samples, (b, T, p), each time the same ones."""
-
+    gradients_of: Callable[[slice], Tensor]  # of some samples, (b, T, p), each time the same
     p: int
 
     read: tuple[Tensor, ...]  # what ``gradients_of`` reads that other code has too
-    grams_BTT: Tensor | None = None
-    """Gram matrices of the output gradients, where they are known already."""
-
-    incoming_BT: Tensor | None = None
-    """What multiplies the inputs in place of the output gradients, where these are kept."""
-
+    grams_BTT: Tensor | None = None  # of the output gradients, where known already
+    incoming_BT: Tensor | None = None  # multiplies the inputs, where output gradients are kept
     release: Callable[[slice], None] | None = None
     """Frees the kept output gradients of some samples, as ``parts`` yields them, once nothing needs
     them again; None where output gradients are not kept."""
@@ -273,8 +266,7 @@ class Lookup(NamedTuple):
         return summed
 
 
-Direct = Shift | Scale | SampleGradients
-"""Contributions that are always materialised: their gradients are small, or known no other way."""
+Direct = Shift | Scale | SampleGradients  # always materialised: small, or known no other way
 
 Summable = Product | ChunkedProduct | Convolution | Lookup | SampleGradients
 """Contributions whose weighted sum can be computed."""

@@ -47,8 +47,7 @@ MAX_DIFFERENCE = {torch.float32: 2.0**-12, torch.float64: 2.0**-32}
 """The largest D that passes: the order of a sum rounds it, and projections are summed in float32.
 """
 
-MAX_DIFFERENCE_WHEN_ROUNDED = 2.0**-5
-"""The largest D that passes where tensor cores round to 16 bits or TF32."""
+MAX_DIFFERENCE_WHEN_ROUNDED = 2.0**-5  # the same where tensor cores round to 16 bits or TF32
 
 
 class Projections:

@@ -21,11 +21,8 @@ class BesideScale:
 
     def __init__(self, *, is_shifted: bool) -> None:
         self.is_shifted = is_shifted
-        self.gradients: Tensor | None = None
-        """The per-sample gradients of the shift, where the scale's were computed with them."""
-
-        self.squares_B: Tensor | None = None
-        """The squares of all terms that were added up, where they are known."""
+        self.gradients: Tensor | None = None  # of the shift, if computed with the scale's
+        self.squares_B: Tensor | None = None  # of all terms that were added up, if known
 
 
 class Shift(NamedTuple):

@@ -126,9 +126,7 @@ class SampleNorms:
         self._vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
         """Per-sample gradients of vectors that are kept, (B, ...)."""
 
-        self._stored: set[StorageWeakRef] = set()
-        """The storages of inputs and output gradients that are kept as they are."""
-
+        self._stored: set[StorageWeakRef] = set()  # of operands that are kept as they are
         self._added: list[Squares] = []  # what was added up already
         self._shared = SharedSquares()
         self._loss_scale = loss_scale

@@ -60,12 +60,8 @@ class ClippedSums:
         """The ``NoisyOptimizer`` that takes them; without one ``backward`` puts them into
         ``.grad``."""
 
-        self.part: dict[nn.Parameter, Tensor] = {}
-        """The sums of what was clipped since the last step, which may be a part of a batch."""
-
-        self.total: dict[nn.Parameter, Tensor] = {}
-        """The sums of the parts of the batch that had a step."""
-
+        self.part: dict[nn.Parameter, Tensor] = {}  # what was clipped since the last step
+        self.total: dict[nn.Parameter, Tensor] = {}  # of the batch's parts that had a step
         self.bound: float | None = None  # the C of the batch; None before its first part
 
     @contextmanager

@@ -62,16 +62,10 @@ class Batch(ABC):
         if users is not None and self._rows is not None:
             self.own_losses = self._rows.sum(self.own_losses * users.share_of(losses))
 
-        self.changed: list[tuple[nn.Module, Tensor]] = []
-        """Layers that ran again, and whose samples' outputs were others then, (B,) bool."""
-
+        self.changed: list[tuple[nn.Module, Tensor]] = []  # (B,): outputs of layers differed again
         self.sample_norms = self.own_losses  # (B,) before clipping, once they are known
-        self.nonfinite_B: Tensor | None = None
-        """Samples whose loss or norm is not finite; None where there is none."""
-
-        self.excluded_B: Tensor | None = None
-        """Samples with a factor of 0: those that are not finite, and those added one by one."""
-
+        self.nonfinite_B: Tensor | None = None  # loss or norm is not finite; None for no sample
+        self.excluded_B: Tensor | None = None  # factor 0: not finite, or added one by one
         self.alone: Alone | None = None  # the samples that are added one by one
         self.norms = SampleNorms(
             self.own_losses,

@@ -32,16 +32,13 @@ from torch import Tensor
 from dpprof.private.errors import refuse_no_number
 from dpprof.private.norms.rounding import LEAST_NORM
 
-STABILITIES = {"flat": None, "normalised": 0.01, "psac": 0.1}
-"""By the name of a clipping, what is used where none is given."""
+STABILITIES = {"flat": None, "normalised": 0.01, "psac": 0.1}  # by clipping, the default
 
 LEAST_STABILITY = 2.0**-10
 
 LEAST_FACTOR = 2.0**-80
 
-LEAST_BOUND, LARGEST_BOUND = 1e-38, 1e38
-"""Sums of smaller or larger contributions are beyond float32."""
-
+LEAST_BOUND, LARGEST_BOUND = 1e-38, 1e38  # sums of other contributions leave float32
 _LARGEST_FACTOR = 2.0**40  # larger factors of short gradients could overflow in the sum
 
 

@@ -49,9 +49,7 @@ class _TwoPasses(Batch):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._projections: Projections | None = None
-        self._uses: Counter[nn.Parameter] = Counter()
-        """How often each parameter was used, where samples were measured alone."""
-
+        self._uses: Counter[nn.Parameter] = Counter()  # where samples were measured alone
         self._taken: dict[nn.Parameter, list[Taken]] = defaultdict(list)  # of the uses so far
         self._weights_B = self.losses
 

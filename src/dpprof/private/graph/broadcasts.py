@@ -44,8 +44,7 @@ that is alike for all samples, or multiply with a number."""
 
 LOSSES = "the losses"
 
-_ENTERING = {"Add", "Sub", "Mul", "Expand", "Repeat", "Where"}
-"""Operators that may repeat an operand along the first axis."""
+_ENTERING = {"Add", "Sub", "Mul", "Expand", "Repeat", "Where"}  # may repeat an operand along axis 0
 
 
 class _Entry(NamedTuple):
@@ -56,8 +55,7 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]  # the shape of its operand
     is_complex: bool  # whether its operand is; the gradient of a real operand is the real part
     rows: Rows  # which rows of its output samples have
-    moves: list[tuple[Any, int]]
-    """The operators between, from the value on, and which of their operands it is."""
+    moves: list[tuple[Any, int]]  # operators between, from the value on, and their operands
 
     def describe(self) -> str:
         """Tell the way by which it enters, without the lengths of axes."""
@@ -149,9 +147,7 @@ class Broadcasts:
     ) -> None:
         self._layout, samples = layout, layout.samples
         self.of: dict[nn.Parameter, Broadcast] = {}  # the gradients of each leaf
-        self.ways: set[str] = set()
-        """How each value enters; a batch whose lengths coincide may look unlike others."""
-
+        self.ways: set[str] = set()  # how values enter: equal lengths may look otherwise
         self._all: list[Broadcast] = []
         self._lookups: list[Any] = []
         try:

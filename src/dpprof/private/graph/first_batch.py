@@ -40,9 +40,7 @@ from dpprof.private.errors import BatchAxisError, UnsupportedError
 from dpprof.private.graph.layout import Layout
 from dpprof.private.ranks.ranks import Ranks
 
-Handler = Callable[[nn.Module, Contributions], None]
-"""Handles the contributions of a layer during one backward pass."""
-
+Handler = Callable[[nn.Module, Contributions], None]  # handles a layer's contributions
 FIRST_BATCH = ("verified", "trusted")  # how the first batch is treated
 TRIES = 10  # the most batches to look at where a layer's gradients are all zero
 
@@ -165,9 +163,7 @@ class _Batch:
         self._name_of, self._losses, self._loss_scale = name_of, losses.detach(), loss_scale
         self._samples = len(losses)
         finite = self._losses.isfinite().nonzero().flatten().tolist()
-        self.has_others = bool(finite) and self._samples > 1
-        """Whether there is a finite loss, and another sample on which it might depend."""
-
+        self.has_others = bool(finite) and self._samples > 1  # on which a finite loss may depend
         random.SystemRandom().shuffle(finite)
         half = (len(finite) + 1) // 2
         halves = [set(finite[:half]), set(finite[half:])]
@@ -175,11 +171,8 @@ class _Batch:
         """Whose losses are differentiated; none of a batch of one sample."""
 
         self._chosen: set[int] = set()
-        self._looks: list[list[bool]] = []
-        """Whether the gradients of layers have entries of the half, by backward pass."""
-
-        self.problem: UnsupportedError | None = None
-        """What is wrong with the first layer, in the order of backward, where something is."""
+        self._looks: list[list[bool]] = []  # by backward: have layers entries of the half?
+        self.problem: UnsupportedError | None = None  # of the first such layer in backward
 
     def choose(self, half: set[int]) -> Tensor:
         """Return the gradient with which the losses of a half are differentiated; (B,)."""

@@ -63,18 +63,13 @@ class Layout:
         self.outline = outline(self.nodes)
         self._proves = self.outline not in in_order
         self._name_of, self._reads = name_of, reads
-        self._proof: Proof | None = None
-        """What the graph proves, once somebody asks for rows that lengths do not tell."""
-
+        self._proof: Proof | None = None  # once rows are asked for that lengths do not tell
         self._rows: dict[tuple[Any, int], Rows | None] = {}
         self._receivers: list[tuple[Any, Receive]] = []
-        self.problem: BatchAxisError | None = None
-        """The first layer that contributed, and of which nothing is proven."""
-
+        self.problem: BatchAxisError | None = None  # of the first layer that is not proven
         self._is_trusted = False  # whether rows count as those of samples by their number alone
         self.raises = False  # whether such a layer is refused at once, and not only noted
-        self.has_orders = False
-        """Whether rows have orders that lengths do not tell; then all of the graph is looked at."""
+        self.has_orders = False  # that lengths do not tell: then all of the graph is looked at
 
     @cached_property
     def above(self) -> Mapping[Any, list[tuple[Any, int]]]:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import _Holder
 
-_IDENTITY = "RegisterPostBackwardFunctionBackward"
-"""The node by which FSDP notices that backward has passed a module: it returns what it gets."""
+_IDENTITY = "RegisterPostBackwardFunctionBackward"  # FSDP's, which returns what it gets
 
 
 def nodes_behind(*tensors: Tensor, until: Collection[Any] = ()) -> Iterator[Any]:

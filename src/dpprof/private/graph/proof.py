@@ -52,9 +52,7 @@ class Proof:
         self.has_orders = False  # whether an operator may have changed the order of samples
         self.owners: dict[Output, Owners] = {}
         self.stops: dict[Output, Any] = {}  # the operators at which the proof stopped
-        self.mixes: dict[Output, Any] = {}
-        """The operators that join, exchange or leave out what the losses of several samples use."""
-
+        self.mixes: dict[Output, Any] = {}  # operators that join, exchange or leave out samples
         order = self._sort(users)
         self._go_down(order)
         # Above an operator without a rule owners may follow from those below it. They may show

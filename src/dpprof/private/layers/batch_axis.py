@@ -38,8 +38,7 @@ _SETTING_IN = {
 _ATTENTION = nn.MultiheadAttention
 _FIRST, _SECOND = SimpleNamespace(batch_first=True), SimpleNamespace(batch_first=False)
 
-Settings = Sequence[Any]
-"""The modules whose ``batch_first`` holds for a layer, of which several may share it."""
+Settings = Sequence[Any]  # modules with the ``batch_first`` of a layer, several if shared
 
 
 def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Module, Settings]:

@@ -263,8 +263,7 @@ class RmsFormula(NamedTuple):
     eps: float
     axes: tuple[int, ...]
     is_shifted: bool = False  # whether the scale is 1 + w, as in Gemma, and not w
-    casts_first: bool = False
-    """Whether 16-bit inputs are cast back before they are scaled, as in Llama, and not after."""
+    casts_first: bool = False  # Llama casts 16-bit inputs back before they are scaled
 
     def scale_of(self, weight: Tensor) -> Tensor:
         """Return what normalised inputs are multiplied by."""

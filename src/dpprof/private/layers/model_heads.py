@@ -28,8 +28,7 @@ class Head(NamedTuple):
     scale: float = 1.0
 
 
-_NAMES = ("head", "classifier", "score", "classification_head")
-"""Attributes that hold the layer that makes the logits: the first that a module has."""
+_NAMES = ("head", "classifier", "score", "classification_head")  # attributes: the first there is
 
 
 def find_head(model: nn.Module) -> nn.Module:

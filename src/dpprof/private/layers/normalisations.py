@@ -38,8 +38,7 @@ from dpprof.private.layers.layers import (
 from dpprof.private.norms import placement
 from dpprof.private.refusals.calls import read_settings
 
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""The formats in which channels lie last, by the number of axes."""
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of axes
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -142,8 +141,7 @@ _PROBES = (
 Many layers compute in float32 even for float64; the rule does not.
 """
 
-_recognised: dict[tuple[object, ...], "Recognised | None"] = {}
-"""The formulas that were found, by class, width, and the plain attributes of a layer."""
+_recognised: dict[tuple[object, ...], "Recognised | None"] = {}  # by class, width, attributes
 
 
 class Recognised(NamedTuple):

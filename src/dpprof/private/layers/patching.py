@@ -63,8 +63,7 @@ class PatchedLayer:
     """First base class of every patched layer's class."""
 
     original: type[nn.Module]  # the layer's class before it was patched
-    replaced: type[nn.Module] | None
-    """The class whose ``forward`` is replaced; None where only the calls are watched."""
+    replaced: type[nn.Module] | None  # None where only the calls are watched
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = super().__reduce_ex__(protocol)

@@ -23,9 +23,7 @@ _4BIT = "bitsandbytes.nn.modules.Linear4bit"
 _OTHER = re.compile(r"peft\.tuners\.lora\.(aqlm|awq|eetq|gptq|hqq|inc|te|torchao)|(torchao)\b")
 """Modules of Python with classes of layers and tensors in other formats."""
 
-_PACKS = "support_avx512bf16_for_cpu"
-"""The attribute of a layer by which a forward in ``eval()`` packs its weight, for inference alone.
-"""
+_PACKS = "support_avx512bf16_for_cpu"  # by which ``eval()`` packs a weight, for inference alone
 
 
 def refuse_quantized(layer: nn.Module, *, is_sharded: bool = False) -> None:

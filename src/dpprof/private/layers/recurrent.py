@@ -25,9 +25,7 @@ from dpprof.private.contributions.sample_gradients import Shift
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.layers import apply, autocast_dtype, refuse_other_numbers
 
-_State = tuple[Tensor, ...]
-"""The hidden state of a step, and the cell state of an LSTM; (B, h) each."""
-
+_State = tuple[Tensor, ...]  # hidden state, and the cell state of an LSTM; (B, h) each
 _Matrix = tuple[nn.Parameter, nn.Parameter | None]  # A weight, and its bias if there is one
 
 _Drop = Callable[[Tensor], Tensor]

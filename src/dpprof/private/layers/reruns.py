@@ -29,12 +29,10 @@ from dpprof.private.norms.complex_numbers import interleave
 from dpprof.private.norms.tiles import accumulator_of
 from dpprof.private.substitutes import substitute
 
-_SAME = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""The share of its norm by which an entry's output may differ when computed again: rounding."""
+_SAME = {torch.float64: 1e-8, torch.float32: 1e-3}  # share of its norm that rounding may move
 _SAME_IN_16_BITS = 2.0**-5
 
-_not_mapped: weakref.WeakSet[type] = weakref.WeakSet()
-"""Classes that ``torch.func`` cannot map over samples."""
+_not_mapped: weakref.WeakSet[type] = weakref.WeakSet()  # that ``torch.func`` cannot map
 
 
 def parametrizing_safely() -> AbstractContextManager[None]:
@@ -72,8 +70,7 @@ class Call(nn.Module):
         self._arguments = [None if isinstance(value, Tensor) else value for value in arguments]
         self.autocast = autocast_dtype(arguments[self._places[0]])
         self.trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
-        self.returned: tuple[list[Any], Any] = [], None
-        """What the layer returned: its values, marks in place of tensors, and their structure."""
+        self.returned: tuple[list[Any], Any] = [], None  # values, marks for tensors, structure
 
     @property
     def name(self) -> str:

@@ -44,8 +44,7 @@ from dpprof.private.refusals.coverage import refuse_wrapper, trained_in
 from dpprof.private.refusals.gradient_hooks import refuse_hooks
 from dpprof.private.refusals.tensor_kinds import refuse_parameter
 
-LayerRule = Callable[..., Any]
-"""Called with the layer, a function that receives its contributions, and the layer's arguments."""
+LayerRule = Callable[..., Any]  # of the layer, what receives its contributions, and arguments
 
 
 def run_linear_or_head(
@@ -87,8 +86,7 @@ class Found(NamedTuple):
     """The rule of a layer."""
 
     rule: LayerRule
-    replaced: type[nn.Module]
-    """The class whose ``forward`` it replaces: the layer's own, or a base that this calls."""
+    replaced: type[nn.Module]  # whose ``forward`` it replaces: the layer's own, or a base
 
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm  # noqa: SLF001

@@ -23,9 +23,7 @@ from dpprof.private.samples.users import Segments
 
 _log = logging.getLogger("dpprof")
 
-EXECUTIONS = ("auto", "eager")
-"""As CUDA graphs where that is possible, or always as an ordinary loop."""
-
+EXECUTIONS = ("auto", "eager")  # as CUDA graphs where possible, or as an ordinary loop
 _PRICE_OF_A_GRAPH = 4  # how many samples take as long as what a replay does for any number of them
 _FEW = 8  # replays for each capture below which captures cost more than they save
 _MOST_CAPTURES = 4  # captures after which their use is judged
@@ -42,8 +40,7 @@ class Part(NamedTuple):
     is_empty: bool  # whether its one sample stands for a batch without samples
     state: Tensor  # of the generator, once the batch was drawn
     fold: int = 0  # of the data, from which the batch was drawn
-    users: Segments | None = None
-    """How many samples each user has; None where each sample is clipped by itself."""
+    users: Segments | None = None  # how many samples each user has; None for sample by sample
 
 
 class ToClip(NamedTuple):
@@ -66,21 +63,15 @@ class CapturedParts:
         self._replays = Replays(optimizer, part_size, _call)
         self._optimizer = optimizer
         self._structure: pytree.TreeSpec | None = None
-        self._added: list[ToClip] = []
-        """Parts of a batch that is not finished, with copies of their tensors."""
-
+        self._added: list[ToClip] = []  # of a batch not finished, with copies of tensors
         self._tensors: list[Tensor] = []  # of the last part
-        self._is_off = self._is_ordinary = False
-        """Whether no batch is replayed any more, or this one is not."""
-
+        self._is_off = self._is_ordinary = False  # for all batches; for this one
         self._replayed = self._in_turn = 0  # parts that were replayed, and ordinary batches since
         self._resumed: tuple[Mapping[str, Any], Surroundings] | None = None
         """A state that was loaded, and what surrounded it, until the first batch."""
 
         self._was_verified = False  # whether the run that was saved had verified its first batch
-        self._buffers: dict[Tensor, int] | None = None
-        """The buffers before an ordinary batch, and their versions."""
-
+        self._buffers: dict[Tensor, int] | None = None  # their versions before an ordinary batch
         self.waits_for_step = False  # whether the last part was added, and had no step yet
 
     @property

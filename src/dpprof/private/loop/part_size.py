@@ -25,12 +25,8 @@ from dpprof.private.samples.random_state import random_state_kept
 AUTO = "auto"
 
 _MOST_S = 20.0  # no further size is tried once the tries have taken so long
-
-_ALIKE = 1.02
-"""Times that differ by less count as equal: then fewer samples, which need less memory."""
-
-_USED = 0.9
-"""The share of the free memory that parts may use: other lengths and fragments need the rest."""
+_ALIKE = 1.02  # times that differ by less are equal: fewer samples need less memory
+_USED = 0.9  # of the free memory: other lengths and fragments need the rest
 
 _log = logging.getLogger("dpprof")
 

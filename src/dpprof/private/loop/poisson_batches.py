@@ -26,8 +26,7 @@ from dpprof.private.samples.users import Users
 if TYPE_CHECKING:
     from dpprof.private.loop.private_optimizer import PrivateOptimizer
 
-_LEAST_IN_FLOAT32 = 2.0**-12
-"""The least rate that is drawn in float32: to at most 2^-12 of it, and never more often."""
+_LEAST_IN_FLOAT32 = 2.0**-12  # the least rate drawn in float32: to at most 2^-12 of it
 
 
 class _Parts(Sampler[list[int]]):

@@ -18,8 +18,7 @@ import torch
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.noise.schedules import NOISY
 
-_VARIANCE = "noise_variance"
-"""In the state of a parameter: the average of the noise's variance, as Adam averages squares."""
+_VARIANCE = "noise_variance"  # in a parameter's state: averaged as Adam averages squares
 
 
 def correct_second_moment(optimizer: NoisyOptimizer, floor: float | None) -> None:

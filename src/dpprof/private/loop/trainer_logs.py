@@ -13,8 +13,7 @@ from dpprof.private.loop.trainer_base import PrivateBase
 
 _QUANTILES = (0.1, 0.5, 0.9)
 
-_PUBLIC_LOGS = {"learning_rate", "epoch", "epsilon", "noise_multiplier"}
-"""What training logs that does not follow from samples."""
+_PUBLIC_LOGS = {"learning_rate", "epoch", "epsilon", "noise_multiplier"}  # follow from no sample
 
 
 class PrivateLogs(PrivateBase):
@@ -22,9 +21,7 @@ class PrivateLogs(PrivateBase):
 
     spent: Spent
     _is_evaluating = False
-    _told_at = _telling_took_s = 0.0
-    """When epsilon was logged last, and how long its computation took."""
-
+    _told_at = _telling_took_s = 0.0  # when epsilon was logged, and what that took
     _flops_of_token: int | None = None
     _norms: list[Tensor]  # of the samples of steps, until they are logged
 

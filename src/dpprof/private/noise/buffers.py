@@ -36,9 +36,7 @@ from dpprof.private.allocation_marks import allocates
 from dpprof.private.contributions.sums import dtype_of_sum, own_part
 from dpprof.private.noise.strategies import Strategy
 
-AddDraw = Callable[[Tensor, float], None]
-"""Multiplies a tensor by a factor, and adds a draw of the noise."""
-
+AddDraw = Callable[[Tensor, float], None]  # multiplies by a factor, and adds a draw
 PLACES = ("device", "cpu")  # where past noise is kept: where the sums are, or in the host's memory
 
 
@@ -54,9 +52,7 @@ class NoiseBuffers:
 
     def begin_anew(self) -> None:
         """Forget what is kept: noise from now on is independent of all before."""
-        self.kept: list[Tensor] = []
-        """By sum, in the order in which these get noise, ``bands - 1`` tensors of its shape."""
-
+        self.kept: list[Tensor] = []  # ``bands - 1`` a sum, in the order of noise
         self.key = b""  # of the last step
         self.done = 0  # steps since the strategy began
         self.fold: int | None = None  # of the data, from which the last step's batch was drawn

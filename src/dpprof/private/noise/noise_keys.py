@@ -41,8 +41,7 @@ from dpprof.private.norms.complex_numbers import as_real
 
 _BYTES = 32
 
-Share = Callable[[Tensor], Tensor]
-"""Returns the digests of all ranks whose sums are added up, of that of this rank."""
+Share = Callable[[Tensor], Tensor]  # of this rank's digest, those of all that add up sums
 
 
 class NoiseKeys:
@@ -64,9 +63,7 @@ class NoiseKeys:
     ) -> None:
         self.generator, self._source, self._rank = generator, source, rank
         self._tables: dict[torch.device, Tensor] = {}
-        self._words: dict[torch.device, Tensor] = {}
-        """By device, a seed and a digest: what kernels read, also in a graph."""
-
+        self._words: dict[torch.device, Tensor] = {}  # a seed and a digest, for kernels
         self._process = os.getpid()
         self._step = 0
         self.secret = self.nonce = b""

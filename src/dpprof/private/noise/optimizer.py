@@ -25,9 +25,7 @@ from dpprof.private.noise.schedules import NOISY, keep_to_batches
 from dpprof.private.noise.strategies import Strategy
 from dpprof.private.ranks.ranks import Settings
 
-HOOK = "_clipping_noise_hook"
-"""The attribute of an optimizer with the hook that refuses steps without noise."""
-
+HOOK = "_clipping_noise_hook"  # on an optimizer: what refuses steps without noise
 LEAST_STD = 2.0**-133  # of the noise of an average: 2^16 times the least number of float32
 
 _INNER = "original_optimizer"

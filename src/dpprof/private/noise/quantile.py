@@ -27,9 +27,7 @@ from dpprof.private.noise.noise_keys import NoiseKeys
 
 RATE = 0.2  # how fast the bound moves, as in the source
 _RAMP = 0.1  # how far from the bound, as a share of it, gradients count in part
-
-_COUNT_NOISE = 20
-"""The expected batch size over the standard deviation of a count's noise, as in the source."""
+_COUNT_NOISE = 20  # expected batch size over the deviation of a count's noise
 
 
 class QuantileBound:
@@ -39,9 +37,7 @@ class QuantileBound:
         if not 0 < quantile < 1:
             raise ValueError(f"bound_quantile must lie between 0 and 1, and is {quantile}")
         self.quantile, self._size = quantile, expected_batch_size
-        self.count_noise = expected_batch_size / _COUNT_NOISE
-        """Standard deviation of the noise of a count."""
-
+        self.count_noise = expected_batch_size / _COUNT_NOISE  # standard deviation
         self.keys = NoiseKeys()
         self._count = 0.0
 

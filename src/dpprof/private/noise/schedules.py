@@ -22,8 +22,7 @@ _BASES = {
 }
 """The first class of each family of schedulers, by its module, which need not be imported."""
 
-_REPLACED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-"""What took the place of a ``step``."""
+_REPLACED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # took the place of a ``step``
 
 
 def keep_to_batches() -> None:

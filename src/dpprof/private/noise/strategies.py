@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Coefficients = NDArray[np.float64]
-"""The first column of a Toeplitz lower triangle, from its diagonal down."""
+Coefficients = NDArray[np.float64]  # first column of a Toeplitz lower triangle
 
 NOISES = ("banded", "bisr")
 
@@ -81,8 +80,7 @@ class NoiseErrors(NamedTuple):
     """
 
     step: float  # of the noise of a step
-    training: float
-    """Of the noise in the parameters: the sum over the steps so far, as the optimizer weighs it."""
+    training: float  # of the sum over all steps so far, as the optimizer weighs it
 
 
 def make_strategy(noise: str, *, steps: int, bands: int, folds: int | None = None) -> Strategy:

@@ -53,12 +53,7 @@ class Way(CodePath):
 
     TILED_GRAM = "tiled gram", "norms"  # of ``norms.linear``
     TILED_PRODUCT = "tiled product", "norms"  # likewise
-    KEPT = "kept product", "gradients"
-    """A matrix's per-sample gradients, kept until the clipping factors are known."""
-
-    DIRECT = "sample gradients", "gradients"
-    """Per-sample gradients that are small, or have no other way."""
-
+    KEPT = "kept product", "gradients"  # a matrix's, until the clipping factors are known
+    DIRECT = "sample gradients", "gradients"  # small, or with no other way
     SUMMED = "sums of rows", "norms"  # the norm of a lookup table's gradient, from ``norms.table``
-    CROSSED = "cross terms", "norms"
-    """The inner product of a matrix's two uses, also as a table, from ``norms.table``."""
+    CROSSED = "cross terms", "norms"  # of a matrix that is a table too, from ``norms.table``

@@ -21,8 +21,7 @@ import torch
 
 from dpprof.private.substitutes import substitute
 
-_NORMS = SimpleNamespace(are_exact=False)
-"""Whether ``exact_products`` has switched TF32 off, which training uses."""
+_NORMS = SimpleNamespace(are_exact=False)  # whether TF32 is off, which training uses
 
 
 def allows_tf32() -> bool:

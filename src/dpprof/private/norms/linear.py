@@ -74,9 +74,7 @@ FEW = 256
 
 _VECTOR = 4  # the rows of a panel are a multiple of this
 FLOPS_PER_BYTE = 10  # A round figure: data sheets of CPUs and GPUs give 5 to 20 in float32
-
-ON_TENSOR_CORES = 200
-"""``FLOPS_PER_BYTE`` in 16 bits or TF32 on a GPU: an A100, H100 and H200 reach 150 to 250."""
+ON_TENSOR_CORES = 200  # in 16 bits or TF32: an A100, H100 and H200 reach 150 to 250
 
 OF_GRAMS = 1.1
 """How many times as long a FLOP takes in a GPU's kernel of Gram matrices as in that of products. It
@@ -148,8 +146,7 @@ def fill_grams(g_BTp: Tensor, grams_BTT: Tensor) -> None:
         grams_BTT[:, rows, columns] = _multiply_panel(g_BTp, rows, columns)
 
 
-PanelOf = Callable[[Tensor, slice, slice], Tensor]
-"""Returns a panel of a Gram matrix, (B, rows, columns)."""
+PanelOf = Callable[[Tensor, slice, slice], Tensor]  # (B, rows, columns) of a Gram matrix
 
 
 @functools.lru_cache(64)  # of long sequences there are many panels

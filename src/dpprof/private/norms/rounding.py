@@ -55,10 +55,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MOST = 128.0
-"""The norms of both factors, multiplied, are at most this times the norm of a sample that is sure.
-"""
-
+MOST = 128.0  # the most that both factors' norms, multiplied, are of the norm of a sure sample
 _SLACK = 2.0**18  # the most slack, in eps times the squared norm
 _LARGEST = 1e32  # larger squared norms count as this one, so that what overflows is unsure
 _LOST = 1e-30  # more than what underflows of a sum of squares
@@ -70,9 +67,7 @@ class Squares(NamedTuple):
     """Squared norms of one layer's per-sample gradients, each (B,)."""
 
     found_B: Tensor  # the squared norms as computed
-    slack_B: Tensor | None
-    """The most by which the true ones may exceed them; None where ``size`` bounds that."""
-
+    slack_B: Tensor | None  # how far true ones may exceed them; None: see ``size``
     size_B: Tensor | None
     """The square of what rounding errors are relative to; None where nothing cancels, and for an
     inner product."""

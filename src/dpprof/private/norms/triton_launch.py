@@ -23,8 +23,7 @@ from dpprof.private.norms import triton_kernels, triton_passes, tuning
 from dpprof.private.norms.float32_products import name_precision
 from dpprof.private.norms.tuning import INTERPRETED
 
-_FEW_PROCESSORS = 7
-"""Processors that Triton's interpreter counts as: few, so that small inputs have several rounds."""
+_FEW_PROCESSORS = 7  # of Triton's interpreter: small inputs have several rounds
 
 _AXES = 3
 _COPY_ENGINE = 9

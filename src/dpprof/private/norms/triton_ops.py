@@ -23,11 +23,8 @@ from dpprof.private.norms.placement import is_simulated
 KERNELS = {Way.TILED_GRAM: "gram_squares", Way.TILED_PRODUCT: "product_squares"}
 """The kernel of each way to a norm."""
 
-_tiles: dict[tuple[str, int, int, int], dict[str, int]] = {}
-"""The configuration of a kernel's last run, by its name and T, d and p."""
-
-_is_faster: dict[tuple[str, int, int, int], bool] = {}
-"""Whether a kernel was faster than PyTorch's products, by its name and T, d and p."""
+_tiles: dict[tuple[str, int, int, int], dict[str, int]] = {}  # of a last run, by T, d and p
+_is_faster: dict[tuple[str, int, int, int], bool] = {}  # than products, by T, d and p
 
 
 @functools.cache

@@ -139,9 +139,7 @@ class Ranks:
         """Tell whether things hold on this rank; under ``fully_shard`` on any, and all ask."""
         return list(holds)
 
-    group_of: Callable[[nn.Parameter], int]
-    """Returns the number of the parameters that are sharded together with one (``Shards``)."""
-
+    group_of: Callable[[nn.Parameter], int]  # a number for what is sharded together
     begin_reduction: Callable[[Sequence[nn.Parameter]], Reduction]
     """Prepares to reduce the sums of parameters that are sharded together (``Shards``)."""
 

@@ -56,13 +56,9 @@ class Coverage:
     ) -> None:
         self._layers, self._ranks = layers, ranks
         self._parameters = {p for own in layers.values() for p in own.values()}
-        self.names: dict[nn.Parameter, str] = {}
-        """The name of every trained parameter that the model has had."""
-
+        self.names: dict[nn.Parameter, str] = {}  # of all that the model has had
         self._modules: list[nn.Module] = []
-        self._held: list[Any] = []
-        """The modules and parameters of these, when they were verified last."""
-
+        self._held: list[Any] = []  # modules and parameters, as verified last
         self._flags: list[Any] = []
         self._shared: set[nn.Parameter] = set()
 

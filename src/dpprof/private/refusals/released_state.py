@@ -36,8 +36,7 @@ _Held = tuple[_Place, Tensor]
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""What modules keep of themselves: parameters, buffers, modules, hooks."""
+_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, buffers, modules, hooks
 
 _BASES = set(nn.Module.__mro__)
 

@@ -156,9 +156,7 @@ class Company:
     gather: Callable[[Sequence[int]], Any]
     count: int
     collates: bool = True
-    keeps_order: bool = False
-    """Whether samples stay in order, as those of users must; else ``collate_fn`` may change it."""
-
+    keeps_order: bool = False  # as those of users must; ``collate_fn`` may change it
     unchecked: list[str] = field(default_factory=list)  # what could not be compared, and why
 
     def compare(self, states: States) -> list[str]:
