@@ -305,10 +305,7 @@ def warn_of_delta(delta: float | None, count: int, unit: str = "sample") -> None
 def find_noise(
     epsilon: float, delta: float, steps: int, sampling: Sampling, accountant: str
 ) -> float:
-    """Find the least noise multiplier that keeps a budget over so many planned steps.
-
-    ``ImportError``: the accountant is not installed; ``BeyondReachError``: nothing keeps it.
-    """
+    """Find the least noise multiplier that keeps a budget over steps (``BeyondReachError``)."""
     import_accountant(accountant)
     try:
         return find_for_sampling(sampling, steps, epsilon, delta, accountant)

@@ -15,10 +15,7 @@ def spend(of: Schedule, noise_multiplier: float, delta: float, accountant: str) 
 
 
 def find_noise_multiplier(of: Schedule, epsilon: float, delta: float, accountant: str) -> float:
-    """Find a noise multiplier that spends a budget, up to ``EPSILON_TOLERANCE``, and no more.
-
-    ``BeyondReachError``: no noise multiplier does, or the accountant fails.
-    """
+    """Find a noise multiplier that spends a budget, up to ``EPSILON_TOLERANCE``, and no more."""
     try:
         return find_by_accountant(lambda s, by: spend(of, s, delta, by), epsilon, accountant, 1.0)
     except BeyondReachError as error:

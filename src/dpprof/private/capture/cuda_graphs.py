@@ -33,11 +33,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, function: Callable[[], object], undo: Callable[[], object]) -> None:
-        """Run a function where it will be captured, twice: kernels are tuned first.
-
-        ``undo`` is called after each run; ``RuntimeError`` if the function waits for the
-        device.
-        """
+        """Run a function where it will be captured, twice, and ``undo`` that: kernels are tuned."""
         gc.collect()  # a caught error's traceback may keep the graph of an earlier batch
         present = torch.cuda.current_stream(self._stream.device)
         before = torch.cuda.get_sync_debug_mode()
@@ -62,8 +58,7 @@ class CudaGraphs:
     def capture(self, function: Callable[[], Output]) -> tuple[Callable[[], None], Output]:
         """Return a function that runs a function's kernels again, and the output they then write.
 
-        ``RuntimeError``: it does what no graph can. This process may then be unable to go
-        on.
+        ``RuntimeError``: it does what no graph can. This process may then be unable to go on.
         """
         graph = torch.cuda.CUDAGraph()
         for generator in self._list_generators():

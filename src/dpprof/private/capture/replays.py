@@ -17,11 +17,10 @@ from dpprof.private.samples.random_state import random_state_kept
 class Replays:
     """Clips batches by replaying graphs, and steps on them.
 
-    Graphs have the surroundings under which they were captured, and are replayed under no
-    others: not for a part, and not for a step. Who calls this runs every other batch as an
-    ordinary loop. A graph has ``part_size`` samples (``ValueError`` below 1), and ``losses_of``
-    computes (B,) losses from tensors like those of a batch. ``UnsupportedError``: there are
-    several ranks.
+    Graphs have the surroundings under which they were captured, and are replayed under no others:
+    not for a part, and not for a step. Who calls this runs every other batch as an ordinary loop. A
+    graph has ``part_size`` samples (``ValueError`` below 1), and ``losses_of`` computes (B,) losses
+    from tensors like those of a batch. ``UnsupportedError``: there are several ranks.
     """
 
     def __init__(
@@ -73,11 +72,7 @@ class Replays:
             return graphs.run_parts(batch, len(batch[0]) if count is None else count)
 
     def finish(self) -> bool:
-        """Step on the parts that were added, and return whether it did.
-
-        If something of a sample was unusual, or something changed since, the batch is to
-        run as an ordinary loop.
-        """
+        """Step on the parts that were added; or tell that an ordinary loop is to run the batch."""
         assert self._open is not None
         with self._forgetting():
             graphs, self._open = self._open, None

@@ -28,8 +28,6 @@ from dpprof.private.substitutes import substitute
 
 
 class _Part(NamedTuple):
-    """The graph of a part."""
-
     replay: Callable[[], None]
     losses_B: Tensor
     norms_B: Tensor

@@ -182,7 +182,6 @@ def _watch_gradients(
 def _compute_losses(
     losses_of: LossesOf, model: nn.Module, samples: Any, collate: Callable[[list[Any]], Any]
 ) -> Tensor:
-    """Compute the losses of samples in ``eval()``; (m,) in float64."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     losses = []

@@ -57,10 +57,7 @@ class TrainingBatch(NamedTuple):
 
 
 def read_batch(value: Any, function: Callable[..., Any], *first: Any) -> TrainingBatch:
-    """Return a batch as arguments of a function; with 0 samples if only losses tell how many.
-
-    ``ValueError``: it has fewer than two samples, or refers to itself.
-    """
+    """Return a batch as arguments of a function; with 0 samples if only losses tell how many."""
     batch = TrainingBatch(*batches.give(function, value, *first), 0)
     try:
         sizes = set(batches.find_sizes(batch.tree))

@@ -115,10 +115,7 @@ def with_coins(losses_of: LossesOf) -> LossesOf:
 
 @contextmanager
 def adding_up_releases(vector: nn.Embedding) -> Iterator[Tensor]:
-    """Add up the gradients of a vector that any optimizer steps on; (m,), in float64.
-
-    A hook of all optimizers sees them, so their steps are not captured as CUDA graphs meanwhile.
-    """
+    """Add up the gradients of a vector that any optimizer steps on, by a hook; (m,), in float64."""
     weight = vector.weight
     total_m = torch.zeros(len(weight), dtype=torch.float64)
 

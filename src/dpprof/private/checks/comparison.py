@@ -179,7 +179,6 @@ class Comparison:
             self.checked.append(COMPANY)
 
     def _compare_losses(self, samples: Samples, *, are_alone: bool = True) -> None:
-        """Compare the batch's losses with those of its samples alone."""
         count = self.batch.samples
         watch = StepWatcher(silent=False)
         with self.loop.plain() as model, watch, self.loop.drawing():
@@ -305,7 +304,6 @@ class Comparison:
             compare_norms(self.loop, samples, taken.squares, self.limit, reason)
 
     def _compare_with_dropout(self) -> None:
-        """Compare once more as training runs, with the same random numbers on both sides."""
         loop = self.loop
         if not loop.dropout and not self.is_random:
             return
@@ -351,7 +349,6 @@ class Comparison:
             )
 
     def _try_noise(self, silent: StepEffects) -> None:
-        """Compare the variance of each parameter's noise with its scale."""
         if self.loop.settings.noise == 0:
             self.unchecked["noise"] = "the noise multiplier is 0"
             return
@@ -362,7 +359,6 @@ class Comparison:
         self.checked.append(f"noise of the right scale, by {drawn} elements")
 
     def _compare_padding(self, silent: StepEffects, padding: Tensor | None) -> None:
-        """Change padded tokens, and compare the gradients."""
         changed = change_padding(self.batch, padding)
         if isinstance(changed, str):
             self.unchecked["padding"] = changed

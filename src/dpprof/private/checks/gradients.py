@@ -40,11 +40,7 @@ class Samples(NamedTuple):
         return norms_B
 
     def join(self, users: Segments | None) -> "Samples":
-        """Return what users have, in place of their samples; all as it is where there are none.
-
-        ``ValueError``: they are not those of the samples, or a single one, who has no
-        others.
-        """
+        """Return what users have, in place of their samples; all as it is where there are none."""
         if users is None:
             return self
         verify_segments(users, len(self.losses_B), least=2)
@@ -185,8 +181,7 @@ def find_part_of_all(loop: Loop, batch: TrainingBatch) -> str | None:
 def compare_company(loop: Loop, batch: TrainingBatch, samples: Samples, limit: float) -> str | None:
     """Compare each sample's loss and gradient with those among copies of it, with the same draws.
 
-    Returns why that shows nothing; None if it does. ``WrongTrainingError``: one depends on
-    others.
+    Returns why that shows nothing; None if it does. ``WrongTrainingError``: one depends on others.
     """
     for sample in range(batch.samples):
         company = batch.take([sample] * batch.samples)

@@ -31,11 +31,7 @@ _FAR = 10  # how many times C every gradient is, where hardly anything is left o
 
 
 def find_obstacles(loop: Loop, batch: TrainingBatch | None) -> tuple[str, ...]:
-    """Return what keeps a training from learning, a sentence each.
-
-    What is said of the samples of ``batch`` is not private; None where only settings are looked
-    at.
-    """
+    """Return what keeps a training from learning, a sentence each; maybe of public samples."""
     sentences = list(find_by_settings(loop.model))
     if (resting := find_resting(loop)) is not None:
         sentences.append(f"the learning rate of {resting} is 0")

@@ -140,10 +140,7 @@ class Loop:
             yield self.model
 
     def differentiate(self, losses: Tensor, *, retain_graph: bool = False) -> Gradients:
-        """Compute the ordinary gradient of losses; zeros where they depend on no parameter.
-
-        The losses are scaled as the clipping scales them, and the gradients scaled back.
-        """
+        """Compute the ordinary gradient of losses, by their scale; zeros where there is none."""
         scale = 1.0 if self.clipping is None else self.clipping.loss_scale
         gradients = torch.autograd.grad(
             scale * losses.sum(), self.trained, retain_graph=retain_graph, materialize_grads=True
@@ -264,10 +261,7 @@ class Loop:
 
     @contextmanager
     def _restored(self) -> Iterator[dict[Tensor, Tensor]]:
-        """Restore values, gradients, attributes and the optimizer's state at the end.
-
-        It yields the values of parameters and buffers.
-        """
+        """Restore values, which it yields, gradients, attributes and the optimizer's state."""
         tensors = [*self.names, *self.model.buffers()]
         values = {tensor: tensor.detach().clone() for tensor in tensors}
         gradients = [(p, p.grad) for p in self.names]
@@ -296,7 +290,6 @@ class Loop:
 
 
 def _find_hooks(model: nn.Module) -> list[Any]:
-    """Find Opacus's hooks on a model, whether or not Opacus wraps it."""
     hooks_by_id: dict[int, Any] = {}
     for module in model.modules():
         hooks = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]  # noqa: SLF001

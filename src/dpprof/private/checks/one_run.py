@@ -41,10 +41,7 @@ def find_p_value(right: int, guesses: int, canaries: int, *, epsilon: float, del
 def bound_epsilon(
     right: int, guesses: int, canaries: int, *, delta: float, significance: float
 ) -> float:
-    """Return the largest epsilon that so many right guesses reject; 0 where they reject none.
-
-    The bound may be wrong with the probability ``significance``.
-    """
+    """Return the largest epsilon that so many right guesses reject; 0 where they reject none."""
 
     def rejects(epsilon: float) -> bool:
         p_value = find_p_value(right, guesses, canaries, epsilon=epsilon, delta=delta)
@@ -69,9 +66,8 @@ def guess(
     """Guess that canaries of high scores were included, and those of low scores were not.
 
     It guesses all, half, a quarter of them and so on, always on the most certain, and tells the
-    best bound. Each number of guesses has its share of the significance, so that the best
-    holds. ``scores``, (m,), must not follow from the coins ``included``, (m,), but by what was
-    released.
+    best bound. Each number of guesses has its share of the significance, so that the best holds.
+    ``scores``, (m,), must not follow from the coins ``included``, (m,), but by what was released.
     """
     canaries = len(scores)
     numbers = [canaries]

@@ -146,8 +146,7 @@ def setting(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 def refuse_unknown(private: Any, step: Any) -> None:
     """Refuse an argument that does not say how a loop is private.
 
-    ``TypeError``: it is of an unknown type, or its bound adapts; ``ValueError``: no step is
-    given.
+    ``TypeError``: it is of an unknown type, or its bound adapts; ``ValueError``: no step is given.
     """
     if not isinstance(private, PrivateOptimizer | Mechanism):
         raise TypeError(

@@ -145,7 +145,6 @@ def _tiles(uses: Sequence[Contribution]) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _rows(use: Product | Lookup, some: slice) -> Tensor:
-    """Compute some rows of the gradient of a matrix or a table."""
     if isinstance(use, Product):
         left, right = (use.x_BTd, use.g_BTp) if use.transposed else (use.g_BTp, use.x_BTd)
         return left[0, :, some].double().t() @ right[0].double()
@@ -171,10 +170,7 @@ class Mending:
         self._waiting: deque[tuple[Any, Tensor, Callable[[list[bool]], None]]] = deque()
 
     def square(self, contribution: Merged, gradients: Tensor, size_B: Tensor | None) -> Tensor:
-        """Return squared norms of per-sample gradients; unsure samples are computed again, alone.
-
-        Both are mended in place, at the latest in ``finish``.
-        """
+        """Return squared norms of gradients; both are mended at the latest in ``finish``."""
         found_B = square(gradients)
         if size_B is not None:
             unsure_B = is_unsure(Squares(found_B, None, size_B), self._least)

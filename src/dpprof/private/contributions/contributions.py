@@ -73,10 +73,7 @@ class Product(NamedTuple):
 
     @allocates_for_its_caller
     def sum(self, weights_B: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Compute the weighted sum over samples; the weights scale the narrower operand.
-
-        If there is a sum ``onto``, it is added to that, in its memory.
-        """
+        """Compute the weighted sum over samples, added to ``onto``, in place, if there is one."""
         x, g = self.x_BTd, self.g_BTp
         weights_B11 = weights_B[:, None, None]
         if may_weigh(x):
@@ -329,9 +326,8 @@ class Receive(Protocol):
     ) -> None:
         """Take contributions of trained parameters.
 
-        Outputs of samples in ``changed_B``, (B,), are others when computed again;
-        ``may_repeat`` says that the gradient of the layer's input may be differentiated
-        again.
+        Outputs of samples in ``changed_B``, (B,), are others when computed again; ``may_repeat``
+        says that the gradient of the layer's input may be differentiated again.
         """
 
 

@@ -126,10 +126,7 @@ def _draw_direction(longest: int, losses: Tensor, generator: torch.Generator | N
 
 
 def _project(contribution: Summable, u: Tensor) -> Tensor:
-    """Project the gradients of samples; (B, N).
-
-    ``u`` multiplies the longer side of a matrix, or the windows of a convolution.
-    """
+    """Project samples' gradients; (B, N): the longer side of a matrix, windows of a convolution."""
     match contribution:
         case ChunkedProduct():
             return torch.cat([_project(product, u) for _, product in contribution.parts()])

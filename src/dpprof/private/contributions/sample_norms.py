@@ -78,9 +78,8 @@ class _Kind(NamedTuple):
 class SampleNorms:
     """Adds up the squared norms of one batch's per-sample gradients, layer by layer.
 
-    Each layer leaves a few figures for each sample, or the per-sample gradients of a vector.
-    They become norms together, once backward is over: a GPU takes as long for a few numbers as
-    for many.
+    Each layer leaves a few figures for each sample, or the per-sample gradients of a vector. They
+    become norms together, once backward is over: a GPU takes as long for a few numbers as for many.
 
     Args:
         losses: (B,), detached; of a batch without samples, contributions are ignored.

@@ -139,7 +139,6 @@ class ClippedSums:
         self.bound = None
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
-        """Refuse to be saved or copied."""
         raise TypeError("clipped sums without noise cannot be copied or saved; copy the model")
 
 

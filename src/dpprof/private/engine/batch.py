@@ -132,10 +132,7 @@ class Batch(ABC):
         return norms_B if scale == 1 else norms_B / scale, unsure_B
 
     def compute_factors(self, norms_B: Tensor, unsure_B: Tensor, bound: float) -> Tensor:
-        """Compute factors; samples that are not finite, or are added alone, get 0.
-
-        The norms of the latter are corrected in place.
-        """
+        """Compute factors, 0 for what is not finite or is added alone, whose norms are mended."""
         self.excluded_B = self.alone = None
         factors_B = self._clip_factor(norms_B, bound)
         is_lost_B = ~self.own_losses.to(norms_B.device).isfinite()

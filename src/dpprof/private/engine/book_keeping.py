@@ -42,7 +42,6 @@ class _KeptBatch(Batch):
         self._versions: dict[nn.Parameter, list[tuple[Tensor, int]]] = defaultdict(list)
 
     def clip(self, enter: Enter) -> None:
-        """Run one backward, and sum what was kept."""
         enter("backward")
         with self.handling(self.norms.add):
             torch.autograd.backward(self.losses, self.make_weights())
@@ -51,7 +50,6 @@ class _KeptBatch(Batch):
             self._sum_all(self.find_factors())
 
     def _sum_all(self, factors_B: Tensor) -> None:
-        """Sum what was kept."""
         if self.ranks.is_sharded:
             self.clipping.shard_sums.close_all(partial(self._sum, factors_B))
         vectors = [] if self.alone else self._take_vectors()
@@ -79,7 +77,6 @@ class _KeptBatch(Batch):
         self._kept[parameter].append(contribution)
 
     def measure_alone(self, samples: Sequence[int]) -> Alone | None:
-        """Measure samples by what is kept."""
         if not samples:
             return None
         alone = Alone(samples)
@@ -105,7 +102,6 @@ class _KeptBatch(Batch):
 
 
 def _exposed(contribution: Kept) -> list[Tensor]:
-    """List the tensors of a contribution that other code has too."""
     if not isinstance(contribution, Product | ChunkedProduct | Convolution | Lookup):
         return []
     read = contribution.read if isinstance(contribution, ChunkedProduct) else ()

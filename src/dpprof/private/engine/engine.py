@@ -599,7 +599,6 @@ class Clipping(ABC):
         self._released.verify()
 
     def _expect_shards(self, losses: Tensor) -> None:
-        """Prepare to reduce this batch's sums onto shards."""
         if not losses.requires_grad:
             raise RuntimeError(
                 "the losses depend on no trained parameter, and other ranks wait for this one's "
@@ -611,7 +610,6 @@ class Clipping(ABC):
     def _find_reused(
         self, nodes: Sequence[Any], broadcasts: Broadcasts
     ) -> Collection[nn.Parameter]:
-        """Find the parameters that more than one contribution of this batch may be for."""
         uses = count_uses(nodes)
         for parameter in broadcasts.of:
             uses[parameter] += 1

@@ -114,7 +114,6 @@ class Receiver:
             self._pass_on(layer, trained)
 
     def _pass_on(self, layer: nn.Module, contributions: Contributions) -> None:
-        """Hand contributions of trained parameters over."""
         assert self._handler is not None
         if self._is_normalised:
             refuse_float16(contributions)

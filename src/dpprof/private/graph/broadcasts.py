@@ -63,10 +63,7 @@ class _Entry(NamedTuple):
         return f"operand {self.operand} of {self.node.name()}, {len(self.shape)} axes, by {moves}"
 
     def differentiate(self, g: Tensor) -> Tensor:
-        """Turn the gradient of the operator's output into the value's; (B, ...).
-
-        That of the output has rows of each sample (``layout``).
-        """
+        """Turn the gradient of the output, with rows of samples, into the value's; (B, ...)."""
         kind = kind_of(self.node)
         if kind == "Mul":
             other = self.node._saved_self if self.operand else self.node._saved_other  # noqa: SLF001
@@ -99,10 +96,7 @@ def _pull_back(node: Any, operand: int, g: Tensor) -> Tensor:
 
 
 class Broadcast:
-    """The per-sample gradients of a value that enters for all samples, by all its entries.
-
-    There are no entries where the batch has one sample.
-    """
+    """Per-sample gradients of a value that enters for all samples, by its entries, if B > 1."""
 
     def __init__(self, entries: Collection[_Entry]) -> None:
         self._is_single = not entries

@@ -95,10 +95,9 @@ class FirstBatches:
     ) -> None:
         """Verify a batch, unless that is done; one with fewer than two samples shows nothing.
 
-        The graph of the losses, (B,), stays. ``handling`` lets a function look at every
-        layer's contributions, ``parameters`` say on which devices random numbers are drawn,
-        and ``layout`` notes layers of which it proves nothing. ``UnsupportedError``:
-        samples are mixed.
+        The graph of the losses, (B,), stays. ``handling`` lets a function look at every layer's
+        contributions, ``parameters`` say on which devices random numbers are drawn, and ``layout``
+        notes layers of which it proves nothing. ``UnsupportedError``: samples are mixed.
         """
         if not losses.requires_grad or isinstance(losses, FakeTensor):
             return
@@ -189,7 +188,6 @@ class _Batch:
         return self.has_others and all(map(any, zip_longest(*self._looks)))
 
     def look(self, layer: nn.Module, contributions: Contributions) -> None:
-        """Look at the gradients of a layer's outputs."""
         for _, contribution in contributions:
             if self.problem is None:
                 self.problem = self._find_problem(layer, _gradients_of(contribution))

@@ -34,9 +34,8 @@ Output = tuple[Any, int]  # A node, and which of its outputs
 class Proof:
     """The owners of what the operators behind the losses of one batch returned.
 
-    ``losses`` is an operator's output; what it returned has one element for each of
-    ``samples``. ``users`` are those of each node's output; ``reads`` tells whether an index may
-    be read.
+    ``losses`` is an operator's output; what it returned has one element for each of ``samples``.
+    ``users`` are those of each node's output; ``reads`` tells whether an index may be read.
     """
 
     def __init__(

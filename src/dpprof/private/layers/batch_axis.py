@@ -75,7 +75,6 @@ def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Mo
 
 
 def _find_setting(module: nn.Module) -> nn.Module | None:
-    """Find the module whose setting holds for a module of a known class; None for others."""
     path = next((_SETTING_IN[name] for name in class_names(module) if name in _SETTING_IN), None)
     if path is None:
         return None

@@ -111,7 +111,6 @@ def find_losses(
 
 
 def _scale_and_cap(z_NV: Tensor, loss: HeadLoss) -> Tensor:
-    """Scale and cap logits in place."""
     if loss.scale != 1:
         z_NV *= loss.scale
     if loss.softcap is not None:

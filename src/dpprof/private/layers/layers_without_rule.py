@@ -129,9 +129,8 @@ def run_any_layer_on(
 ) -> Any:
     """Run a patched layer that has no rule, with the batch where ``settings`` say.
 
-    ``UnsupportedError``: it gets no tensor, or what may hold tensors; or returns none, or a
-    number. ``ValueError``: a tensor has no second axis where the batch is, or one of another
-    length.
+    ``UnsupportedError``: it gets no tensor, or what may hold tensors; or returns none, or a number.
+    ``ValueError``: a tensor has no second axis where the batch is, or one of another length.
     """
     assert isinstance(layer, PatchedLayer)
     if not any(parameter.requires_grad for parameter in layer.parameters()):

@@ -88,9 +88,8 @@ def _split(
 ) -> tuple[nn.Linear, Tensor, Beside | None]:
     """Return the layer that is clipped, what it gets, and the frozen product beside it.
 
-    Of a head with LoRA that is the last product of the adapter, beside the layer that it
-    adapts; ``TypeError`` for all but one plain adapter that is on, and where the layer itself
-    is trained.
+    Of a head with LoRA that is the last product of the adapter, beside the layer that it adapts;
+    ``TypeError`` for all but one plain adapter that is on, and where the layer itself is trained.
     """
     if _LORA not in class_names(head):
         return _verify(hidden_BTd, head, labels_BT), hidden_BTd, None

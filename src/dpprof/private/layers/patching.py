@@ -42,7 +42,6 @@ class _Replacing:
     """Comes before the class whose ``forward`` a patch replaces."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the patch, or the original ``forward`` where there is none."""
         patch = _active(self, _PATCH)
         if patch is None:
             return super().forward(*inputs, **named)  # type: ignore[misc]

@@ -67,8 +67,7 @@ def is_quantized(layer: nn.Module) -> bool:
 def run_quantized(layer: Any, *inputs: Tensor) -> Tensor:
     """Run a quantised layer as it is, and in ``eval()`` without packing its weight.
 
-    ``RuntimeError``: it was packed before, and gives no gradients; ``UnsupportedError``: it
-    mixes.
+    ``RuntimeError``: it was packed before, and gives no gradients; ``UnsupportedError``: it mixes.
     """
     refuse_quantized(layer)
     original = layer.original

@@ -236,7 +236,6 @@ class Rerun:
     def _loop(
         self, each: Sequence[Tensor], places: Sequence[int | None], gs: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Do the same for one sample after another."""
         gradients: list[Tensor] = []
         outputs: list[Tensor] = []
         for b in range(self._samples):
@@ -252,7 +251,6 @@ class Rerun:
     def _differentiate(
         self, inputs: Sequence[Tensor], gs: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Differentiate one sample by ``torch.func``."""
         ys, pull_back, *_ = torch.func.vjp(
             lambda *operands: self._run_sample(inputs, operands),
             *self._parameters,
@@ -264,7 +262,6 @@ class Rerun:
     def _differentiate_alone(
         self, inputs: Sequence[Tensor], gs: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], list[Tensor]]:
-        """Differentiate one sample by autograd."""
         operands = [*self._parameters, *(inputs[i] for i in self._needed)]
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in operands]

@@ -127,9 +127,8 @@ def find_rules(
 ) -> dict[nn.Module, Found]:
     """Find the rule of each layer that is trained.
 
-    ``wrapper`` is the module that may distribute the model, and modules in ``second`` may have
-    the batch on their second axis. ``UnsupportedError``: a layer has none, or cannot be
-    clipped.
+    ``wrapper`` is the module that may distribute the model, and modules in ``second`` may have the
+    batch on their second axis. ``UnsupportedError``: a layer has none, or cannot be clipped.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

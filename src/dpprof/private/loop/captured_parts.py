@@ -265,7 +265,6 @@ def _list_trained(optimizer: NoisyOptimizer) -> list[bool]:
 
 
 def _read_buffers(model: nn.Module) -> dict[Tensor, int]:
-    """Return the versions of a model's buffers."""
     return {buffer: buffer._version for buffer in model.buffers()}  # noqa: SLF001 (no public name)
 
 
@@ -274,7 +273,6 @@ def _describe(tensors: Sequence[Tensor]) -> list[tuple[list[int], str]]:
 
 
 def _call(losses_of: Callable[..., Tensor], structure: pytree.TreeSpec, *tensors: Tensor) -> Tensor:
-    """Compute losses from the tensors that were taken out of the arguments."""
     inputs, named = pytree.tree_unflatten(tensors, structure)
     return losses_of(*inputs, **named)
 

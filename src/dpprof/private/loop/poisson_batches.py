@@ -30,8 +30,6 @@ _LEAST_IN_FLOAT32 = 2.0**-12  # the least rate drawn in float32: to at most 2^-1
 
 
 class _Parts(Sampler[list[int]]):
-    """Draws batches, and splits them."""
-
     def __init__(
         self,
         folds: Sequence[range],
@@ -72,7 +70,6 @@ class _Parts(Sampler[list[int]]):
                 yield samples
 
     def _draw_samples(self, unit: int) -> list[int]:
-        """Return the samples of a unit that was drawn."""
         return [unit] if self._users is None else self._users.draw(unit, self.generator)
 
     def _split(self, batch: Sequence[list[int]]) -> list[list[list[int]]]:

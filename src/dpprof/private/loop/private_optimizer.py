@@ -333,7 +333,6 @@ def _refuse_fixed_bound(clipping: Clipping, settings: Mapping[str, Any]) -> None
 
 
 def _refuse_other_parameters(optimizer: Optimizer, clipping: Clipping) -> None:
-    """Refuse an optimizer of other parameters than the model trains."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
         if parameter.requires_grad and not clipping.clips(parameter):

@@ -122,7 +122,6 @@ class PrivateLosses(PrivateBase):
         self._clipping.check(partial(self.compute_sample_losses, self.model), inputs)
 
     def _compare_samples(self) -> None:
-        """Compare samples alone and in company, now and at random steps."""
         assert self._data_loader is not None
         collate = self._data_loader.collate_fn
         checks = RepeatedChecks(
@@ -167,7 +166,6 @@ def read_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: floa
 
 
 def _inside(model: nn.Module) -> nn.Module:
-    """Return the model inside of adapters."""
     base = getattr(model, "get_base_model", None)
     return model if base is None else base()
 
@@ -181,8 +179,7 @@ def is_causal_lm(model: nn.Module) -> bool:
 def _number_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """Number a causal model's tokens after padding on the left from 0, as generation does.
 
-    Otherwise positions would begin after the padding, which is as long as the longest sample
-    says.
+    Otherwise positions would begin after the padding, which is as long as the longest sample says.
     """
     mask = inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or "position_ids" in inputs:  # noqa: PLR2004

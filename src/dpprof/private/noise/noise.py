@@ -154,9 +154,8 @@ def draw_secure_noise(std: float, like: Tensor, generator: torch.Generator | Non
     """Draw Gaussian noise whose floating point numbers do not reveal the sum that it is added to.
 
     It is half the sum of four draws, which are Opacus's where a generator is given, a
-    cryptographically secure one. Draws of fewer bits would leave the sum's last ones bare.
-    Source: Holohan & Braghin 2021, "Secure Random Sampling in Differential Privacy", section
-    5.1.
+    cryptographically secure one. Draws of fewer bits would leave the sum's last ones bare. Source:
+    Holohan & Braghin 2021, "Secure Random Sampling in Differential Privacy", section 5.1.
     """
     if generator is not None:
         draw_noise(std, like.new_empty(1, 1), generator)  # so that no half of a pair is old

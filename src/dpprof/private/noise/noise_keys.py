@@ -192,7 +192,6 @@ class NoiseKeys:
         return _derive(self.secret, purpose, size, self.nonce + numbers + digest)
 
     def _table_on(self, device: torch.device) -> Tensor:
-        """Return the secret numbers of the digest."""
         if device not in self._tables:
             self._tables[device] = _make_table(self.secret, device)
         return self._tables[device]

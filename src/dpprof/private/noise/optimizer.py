@@ -438,7 +438,6 @@ class NoisyOptimizer(Optimizer):
 
     @property
     def _is_of_system(self) -> bool:
-        """Whether the operating system draws the noise."""
         return self.secure_mode and self.generator is None
 
     @property
@@ -492,7 +491,6 @@ class NoisyOptimizer(Optimizer):
         self._failures_before = self.clipping.failures
 
     def _forget_sums(self) -> None:
-        """Forget the sums of a batch, unless they are another optimizer's."""
         if self.clipping.sums.owner is self:
             self.clipping.sums.forget()
             self.clipping.shard_sums.forget()
@@ -716,7 +714,6 @@ class NoisyOptimizer(Optimizer):
         self._failures_before = self.clipping.failures
 
     def _require_noise(self, optimizer: Optimizer, *_: Any) -> None:
-        """Refuse a direct step of the wrapped optimizer."""
         if not self._is_noised:
             raise RuntimeError(
                 f"{type(optimizer).__name__} was asked to step on gradients without noise; call "

@@ -74,10 +74,7 @@ class Strategy(NamedTuple):
 
 
 class NoiseErrors(NamedTuple):
-    """Standard deviations of noise, over that of independent noise in one step.
-
-    Both are root mean squares over all steps.
-    """
+    """Root mean squares over all steps of noise, over independent noise in one step."""
 
     step: float  # of the noise of a step
     training: float  # of the sum over all steps so far, as the optimizer weighs it
@@ -149,10 +146,9 @@ def inverse_root(bands: int) -> Coefficients:
 def find_sensitivity(column: Coefficients, folds: int) -> float:
     """Find how far one sample of bound 1 moves ``C G`` (L2), taking part every so many steps.
 
-    The first ``column`` of C has one number for each step, not negative, and none larger than
-    the one before (``ValueError``): then the most that any sample can do is to take part as
-    often as it may, from the first step on (Kalinin and Lampert 2024, arXiv 2405.13763, theorem
-    2).
+    The first ``column`` of C has one number for each step, not negative, and none larger than the
+    one before (``ValueError``): then the most that any sample can do is to take part as often as it
+    may, from the first step on (Kalinin and Lampert 2024, arXiv 2405.13763, theorem 2).
     """
     rises = np.diff(column, prepend=column[:1]).max() > 1e-12 * column[0]
     if column.min() < 0 or rises:
@@ -189,7 +185,6 @@ def find_errors(strategy: Strategy, *, momentum: float = 0.0) -> NoiseErrors:
 
 
 def _filter(column: Coefficients, divisor: Coefficients) -> Coefficients:
-    """Divide one polynomial by another."""
     signal: Any = importlib.import_module("scipy.signal")  # slow to import, and seldom needed
     quotient: Coefficients = signal.lfilter([1.0], divisor, column)
     return quotient

@@ -41,10 +41,7 @@ def name_precision(dtype: torch.dtype) -> str:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Compute PyTorch's float32 products in float32 inside the context.
-
-    Triton's kernels still see whether training uses TF32.
-    """
+    """Compute PyTorch's products, and not Triton's kernels, in float32 inside the context."""
     if _NORMS.are_exact or not allows_tf32():
         yield
         return

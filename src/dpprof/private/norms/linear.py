@@ -129,10 +129,7 @@ def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> GramSums:
 
 
 def gram_of_given(x_BTd: Tensor, grams_BTT: Tensor, p: int) -> GramSums:
-    """Multiply inputs' Gram matrices by given ones of output gradients of width p, by panels.
-
-    Only panels that ``fill_grams`` writes are read.
-    """
+    """Multiply inputs' Gram matrices by panels of given ones of output gradients of width p."""
     T, d = x_BTd.shape[1:]
     sums_5B = _sum_gram_panels(
         x_BTd, grams_BTT, lambda grams_BTT, rows, columns: grams_BTT[:, rows, columns]

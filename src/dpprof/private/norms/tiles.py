@@ -73,10 +73,7 @@ def multiply(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
 
 @allocates_for_its_caller
 def multiply_in_slices(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
-    """Multiply the matrices of each sample with less rounding: slices of K are added up.
-
-    The error is at most that of ``norms.rounding.depth_of_products``.
-    """
+    """Multiply the matrices of each sample, adding up slices (``norms.rounding``) of K."""
     if a_BMK.shape[2] <= SUMMED_SLICE:
         return multiply(a_BMK, b_BKN)
     first_a, *more_a = torch.split(a_BMK, SUMMED_SLICE, 2)

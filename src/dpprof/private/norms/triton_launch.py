@@ -103,12 +103,10 @@ def _can_describe(x_BTd: Tensor) -> bool:
 
 
 def _name(config: Config) -> dict[str, int]:
-    """Return a configuration under Triton's names."""
     return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 def _name_best(program: Any, x_BTd: Tensor) -> dict[str, int] | None:
-    """Name the configuration of a program's last run."""
     return _name(program.best_config) if len(x_BTd) else None
 
 
@@ -120,7 +118,6 @@ def _count_processors(device: torch.device) -> int:
 
 
 def _count(length: int, side: str, configs: list[Config]) -> int:
-    """Return the most tiles along an axis."""
     return int(cdiv(length, min(config.kwargs[side] for config in configs)))
 
 

@@ -87,10 +87,7 @@ def is_faster(way: Way, x_BTd: Tensor, g_BTp: Tensor, by_products: Callable[[], 
 
 
 def launch(operator: Any, *arguments: Any) -> Any:
-    """Run an operator that changes nothing; its function alone, where nobody looks at operators.
-
-    PyTorch's dispatcher costs as much Python again as starting the kernel.
-    """
+    """Run an operator; its function alone, which takes half as long, where nobody looks."""
     is_watched = (
         type(arguments[0]) is not Tensor
         or torch._C._len_torch_dispatch_stack()  # noqa: SLF001 (these have no public names)
@@ -130,10 +127,7 @@ def _run(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 def scale_gradients(
     x_BTd: Tensor, g_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor, shifted: bool
 ) -> Tensor:
-    """Compute the per-sample gradients of a scale in one pass over both tensors; (B, 1, d).
-
-    If ``shifted``, those of the shift follow; (B, 2, d).
-    """
+    """Compute a scale's gradients in one pass; (B, 1, d), or with the shift's, (B, 2, d)."""
     operands = (x_BTd, g_BTd, mean_BT, rstd_BT)
     sums_BRd: Tensor = _launchers().launch_scale_gradients(*operands, shifted=shifted)
     return sums_BRd

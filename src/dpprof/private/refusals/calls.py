@@ -20,9 +20,8 @@ _PLAIN = (bool, int, float, str, type(None))
 class LayerCall:
     """One call of a layer: its settings and the versions of its parameters, and of layers inside.
 
-    Settings are ``training`` and other plain attributes. An attribute that forward itself
-    changes, such as a counter, does not count. ``forward`` is that of the model; None for
-    layers inside.
+    Settings are ``training`` and other plain attributes. An attribute that forward itself changes,
+    such as a counter, does not count. ``forward`` is that of the model; None for layers inside.
     """
 
     __slots__ = ("_attributes", "_inside", "_layer", "_versions", "forward")

@@ -71,9 +71,8 @@ class Coverage:
     def verify(self, model: nn.Module) -> set[nn.Parameter]:
         """Verify that every trained parameter is clipped; return those of more than one layer.
 
-        ``RuntimeError``: one was not trained when the clipping was made, or belonged to
-        another layer; ``UnsupportedError``: one became a tensor that clipping is not exact
-        for.
+        ``RuntimeError``: one was not trained when the clipping was made, or belonged to another
+        layer; ``UnsupportedError``: one became a tensor that clipping is not exact for.
         """
         held, flags = self._look()
         is_same = len(held) == len(self._held) and all(map(operator.is_, held, self._held))

@@ -243,7 +243,6 @@ def _open(value: Any) -> Iterator[Any]:
 
 
 def _inside(item: Any) -> Collection[Any] | None:
-    """Return what is in a container; None of what is none."""
     kind = type(item)
     if isinstance(item, dict):
         return item.values()

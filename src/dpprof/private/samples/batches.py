@@ -102,9 +102,8 @@ def give(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a batch as the arguments with which a loop would call a function, after ``before``.
 
-    A mapping becomes arguments by name, a list or tuple arguments by position, where the
-    function takes them so; anything else is one argument. ``TypeError``: it takes the batch in
-    neither way.
+    A mapping becomes arguments by name, a list or tuple arguments by position, where the function
+    takes them so; anything else is one argument. ``TypeError``: it takes the batch in neither way.
     """
     if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(batch))

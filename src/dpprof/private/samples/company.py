@@ -113,10 +113,7 @@ def is_mask(part: Any) -> bool:
 
 
 def choose(dataset: Any, most: int = COMPARED, *, at_random: bool = False) -> list[Any]:
-    """Load ``COMPARED`` samples of different lengths, or ``most`` if fewer, the longest first.
-
-    By default they are among the first ``LOOKED_AT``; ``at_random`` takes any.
-    """
+    """Load ``COMPARED`` samples of different lengths, the longest first, or ``most``."""
     count = len(cast("Sized", dataset))
     places: Sequence[int] = range(min(LOOKED_AT, count))
     if at_random:
@@ -297,10 +294,7 @@ class Company:
         return alone_B
 
     def _differ(self, found_B: Tensor, expected_B: Tensor, allowed_B: Tensor) -> bool:
-        """Tell whether losses differ, and not only in their order, which ``collate_fn`` may change.
-
-        By the order samples of users are told, so there that is a ``WrongTrainingError``.
-        """
+        """Tell whether losses differ, and not only in their order, which counts for users."""
         if _agree(found_B, expected_B, allowed_B).all():
             return False
         in_order = found_B.sort().values, expected_B.sort().values
@@ -445,7 +439,6 @@ def _leaves_of(batch: Any, count: int) -> list[Any]:
 
 
 def _shapes_of(batch: Any, count: int) -> list[Any]:
-    """List the shapes of a batch's parts, without the axis of samples."""
     return [tuple(getattr(leaf, "shape", ()))[1:] for leaf in _leaves_of(batch, count)]
 
 

@@ -71,11 +71,7 @@ class RepeatedChecks:
         return is_first and self.draw()
 
     def compare(self, *, at_random: bool = True) -> list[str]:
-        """Compare samples; every generator and the model are afterwards as before.
-
-        Returns what could not be compared, and why. ``at_random`` takes any samples of the
-        data, and not the first.
-        """
+        """Compare samples, and leave all as before; return what could not be compared, and why."""
         load = partial(choose, self._dataset, self._most, at_random=at_random)
         return compare_samples(
             *(self._clipping, self._losses_of, load, self._collate), keeps_order=self._keeps_order

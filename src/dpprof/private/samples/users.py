@@ -44,10 +44,7 @@ class Segments(NamedTuple):
 
 
 def verify_segments(users: Any, samples: int, *, least: int = 1) -> None:
-    """Refuse what are no segments of so many samples, and at least so many users (``ValueError``).
-
-    Of no samples there is no user.
-    """
+    """Refuse what are no segments of samples, of ``least`` users, or none (``ValueError``)."""
     is_right = isinstance(users, Segments) and isinstance(users.sizes, tuple)
     is_right = is_right and len(users.sizes) >= min(least, samples)
     is_right = is_right and all(type(size) is int and size > 0 for size in users.sizes)
@@ -134,7 +131,6 @@ def read_users(
 
 
 def _read_ids(users: Any) -> NDArray[Any] | None:
-    """Return ids as an array; None of what is no list of numbers."""
     try:
         return np.asarray(users.cpu() if isinstance(users, Tensor) else users)
     except (TypeError, ValueError, OverflowError):
