@@ -52,11 +52,7 @@ class Replays:
         return is_verified and present.are_those_of(self._noted)
 
     def add(self, batch: Sequence[Tensor], count: int | None = None) -> Tensor | None:
-        """Clip a batch, or a part of one, by replaying graphs; return the losses.
-
-        The first ``count`` samples of ``batch`` count, by default all. None, where the
-        batch, with the parts before, is to run as an ordinary loop.
-        """
+        """Clip ``count`` samples by replaying graphs; None where an ordinary loop is to do it."""
         with self._forgetting():
             graphs = self._open or self._graphs
             if graphs is not None and not self._look(batch).are_those_of(graphs.surroundings):

@@ -120,10 +120,7 @@ def _bound_signal(loop: Loop, samples: Samples) -> float:
 
 
 def _find_shift(loop: Loop, batch: TrainingBatch) -> str | None:
-    """Say whether each token's label is the token itself, or the one after the next.
-
-    The gradient of a cross-entropy by logits is negative at the label alone.
-    """
+    """Say whether each label is its token, or the one after the next, by gradients of logits."""
     seen: dict[str, list[Any]] = {"tokens": [], "logits": []}
 
     def look(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -301,10 +301,7 @@ def _find_hooks(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def completed(clipping: Clipping, model: nn.Module) -> Iterator[NoisyOptimizer]:
-    """Give a clipping an optimizer without noise inside the context.
-
-    The clipping's own optimizer may be in the middle of a batch in parts: their sums are kept.
-    """
+    """Give a clipping, whose sums of parts are kept, an optimizer without noise in the context."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sgd = torch.optim.SGD(trained, lr=1.0)
     with ExitStack() as stack:

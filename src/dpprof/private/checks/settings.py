@@ -144,10 +144,7 @@ def setting(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def refuse_unknown(private: Any, step: Any) -> None:
-    """Refuse an argument that does not say how a loop is private.
-
-    ``TypeError``: it is of an unknown type, or its bound adapts; ``ValueError``: no step is given.
-    """
+    """Refuse an argument that does not say how a loop is private, or a loop by hand and no step."""
     if not isinstance(private, PrivateOptimizer | Mechanism):
         raise TypeError(
             "private must be an optimizer of Opacus, dpprof's NoisyOptimizer, a Clipping or a "

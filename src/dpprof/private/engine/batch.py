@@ -182,10 +182,7 @@ class Batch(ABC):
         factors_B: Tensor,
         taken: Taken,
     ) -> None:
-        """Sum contributions over samples, scaled by clipping factors, and add that.
-
-        ``taken`` is what is added alone. Autograd must be off, as it is in backward.
-        """
+        """Add a weighted sum over samples, and what is ``taken`` alone, with autograd off."""
         if not len(factors_B):  # it belongs to no sample
             return
         for contribution in contributions:

@@ -86,12 +86,6 @@ class _KeptBatch(Batch):
 
     def _sum(self, factors_B: Tensor, parameter: nn.Parameter) -> None:
         """Add what is kept to the sum, unless a hook wrote it since its norm was found."""
-        self._refuse_written(parameter)
-        contributions = self._kept.pop(parameter, [])
-        taken = self.alone.take(contributions) if self.alone else {}
-        self.add_up(parameter, contributions, factors_B, taken)
-
-    def _refuse_written(self, parameter: nn.Parameter) -> None:
         for tensor, version in self._versions.pop(parameter, ()):
             if tensor._version != version:  # noqa: SLF001 (it has no public name)
                 raise RuntimeError(
@@ -99,6 +93,9 @@ class _KeptBatch(Batch):
                     f"{self.clipping.name_of(parameter)} was changed in place after its norm was "
                     "found, by a hook maybe; change a copy"
                 )
+        contributions = self._kept.pop(parameter, [])
+        taken = self.alone.take(contributions) if self.alone else {}
+        self.add_up(parameter, contributions, factors_B, taken)
 
 
 def _exposed(contribution: Kept) -> list[Tensor]:

@@ -181,14 +181,10 @@ class FlashClipping(Clipping):
         return list(self._generators.values())
 
     def project(self, losses: Tensor) -> Projections:
-        """Return the random projections of one batch."""
-        return Projections(self._coverage, losses, self._find_generator(losses))
-
-    def _find_generator(self, losses: Tensor) -> torch.Generator | None:
-        """Return the source of random directions on a device; a model cannot know its seed."""
+        """Return the random projections of one batch; a model cannot know their seed."""
         if isinstance(losses, FakeTensor):
-            return None
+            return Projections(self._coverage, losses, None)
         if losses.device not in self._generators:
             self._generators[losses.device] = generator = torch.Generator(losses.device)
             generator.seed()
-        return self._generators[losses.device]
+        return Projections(self._coverage, losses, self._generators[losses.device])

@@ -101,11 +101,16 @@ class FirstBatches:
         """
         if not losses.requires_grad or isinstance(losses, FakeTensor):
             return
-        if self.are_verified and self._is_due_again():
-            self.look_again()
+        ranks = self._ranks
+        if self.are_verified and (self._asks or not ranks.is_sharded):
+            # Ranks that run backward together ask each other where one of them found such ways
+            # before; elsewhere these are refused (``refuse_late_ways``): other models need not ask.
+            (is_due,) = ranks.any(self._are_other)
+            if is_due:
+                self.look_again()
         if self.are_verified:
             return
-        batch, ranks = _Batch(losses, self._loss_scale, self._name_of), self._ranks
+        batch = _Batch(losses, self._loss_scale, self._name_of)
         if not batch.has_others and not ranks.is_sharded:
             return
         for half in batch.halves:
@@ -126,17 +131,6 @@ class FirstBatches:
         self.are_verified = not is_incomplete or self._looked_at == TRIES
         if self.are_verified:
             self._verified_ways = self._ways | (self._verified_ways or set())
-
-    def _is_due_again(self) -> bool:
-        """Tell whether a batch is computed in another way than those that were verified.
-
-        Ranks that run backward together ask each other where one of them found such ways before;
-        elsewhere they are refused (``refuse_late_ways``), so that other models need not ask.
-        """
-        if self._ranks.is_sharded and not self._asks:
-            return False
-        (is_due,) = self._ranks.any(self._are_other)
-        return is_due
 
     @property
     def has_late_ways(self) -> bool:

@@ -183,10 +183,7 @@ class Layout:
         return "the losses are in another order than the rows; keep the order of samples"
 
     def describe(self) -> set[str]:
-        """Name the graph by which rows count as those of samples; empty where it proves one each.
-
-        It leaves lengths out: the same code on another batch is described alike.
-        """
+        """Name the graph by which rows count as those of samples, without lengths; or nothing."""
         are_one_each = all(shape_of(node)[axis] == self.samples for node, axis in self._rows)
         if are_one_each and not self._is_trusted:
             return set()

@@ -120,10 +120,7 @@ def _scale_and_cap(z_NV: Tensor, loss: HeadLoss) -> Tensor:
 
 @allocates("logits_and_loss")
 def _find_target(z_NV: Tensor, labels_N: Tensor, loss: HeadLoss) -> Tensor:
-    """Compute what each loss subtracts from the logarithm of the sum of exponentials; (N,).
-
-    It is NaN where a label is outside of the vocabulary, also where it is ignored.
-    """
+    """Compute what losses subtract from logarithms; (N,), NaN where a label is out of range."""
     V = z_NV.shape[1]
     is_there_N = (labels_N >= 0) & (labels_N < V)
     target_N = z_NV.gather(1, labels_N.clamp(0, V - 1)[:, None])[:, 0]

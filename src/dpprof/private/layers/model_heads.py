@@ -66,10 +66,7 @@ def find_config(model: nn.Module) -> Any:
 
 @contextmanager
 def hidden_states_of(head: nn.Module) -> Iterator[list[Tensor]]:
-    """Let the head do nothing inside the context; yield a list that gets what it was given.
-
-    The model goes on with one logit of zero for each token.
-    """
+    """Let the head return one logit of zero for each token; yield a list of what it gets."""
     if "forward" in vars(head):
         raise UnsupportedError("the forward of the head is already replaced")
     hidden_states: list[Tensor] = []

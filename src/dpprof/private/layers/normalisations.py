@@ -102,10 +102,7 @@ def run_group_norm(layer: nn.GroupNorm, receive: Receive, input: Tensor) -> Tens
 
 
 def run_instance_norm(layer: Any, receive: Receive, input: Tensor) -> Tensor:  # noqa: A002
-    """Run an instance norm: a group norm with a channel in each group.
-
-    ``ValueError``: the input has no batch axis, or one value for each channel.
-    """
+    """Run an instance norm, of a batch: a group norm with a channel in each group."""
     layer._check_input_dim(input)  # noqa: SLF001 (it has no public name)
     name, shape = type(layer).__name__, tuple(input.shape)
     if input.dim() == layer._get_no_batch_dim():  # noqa: SLF001

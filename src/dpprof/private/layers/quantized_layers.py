@@ -27,10 +27,7 @@ _PACKS = "support_avx512bf16_for_cpu"  # by which ``eval()`` packs a weight, for
 
 
 def refuse_quantized(layer: nn.Module, *, is_sharded: bool = False) -> None:
-    """Refuse a quantised layer that mixes samples, is trained, or is in a format not known here.
-
-    ``UnsupportedError`` says why. ``is_sharded`` tells whether ``fully_shard`` shards the model.
-    """
+    """Refuse a quantised layer that mixes samples, is trained, or is in a format not known here."""
     other = _find_other_format(layer)
     if other is not None:
         raise UnsupportedError(

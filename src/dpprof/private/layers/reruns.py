@@ -87,11 +87,6 @@ class Call(nn.Module):
             returned = self.layer.original.forward(self.layer, *inputs, **named)
         return pytree.tree_map(lambda value: turn(value, self._axis), returned)
 
-    def run_with(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run it with other parameters too, and list the outputs that have gradients."""
-        state = dict(zip(self.trained, parameters, strict=True))
-        return with_gradients(torch.func.functional_call(self, state, (tensors,)))
-
 
 def with_gradients(returned: Any) -> list[Tensor]:
     """List the tensors that have gradients."""
@@ -279,7 +274,8 @@ class Rerun:
         tensors = list(inputs)
         for i, x in zip(self._needed, operands[count:], strict=True):
             tensors[i] = x
-        return self._call.run_with(operands[:count], tensors)
+        state = dict(zip(self._call.trained, operands[:count], strict=True))
+        return with_gradients(torch.func.functional_call(self._call, state, (tensors,)))
 
 
 def turn(x: Any, axis: int) -> Any:

@@ -119,10 +119,7 @@ class CapturedParts:
         return losses_B
 
     def finish(self) -> bool:
-        """Step on the parts that were added; if not, nothing changed, and ``add`` says what to do.
-
-        ``RuntimeError``: noise was drawn, and something failed since.
-        """
+        """Step on the parts that were added, unless ``add`` is to be asked what to do with them."""
         before = self._optimizer.steps
         try:
             is_done = self._replays.finish()
@@ -234,10 +231,7 @@ class CapturedParts:
             self._replays.captures -= resumed[0]["is_captured"]
 
     def _find_tensors(self, to_clip: ToClip) -> list[Tensor]:
-        """Return copies of the tensors of a part, on the device; none of what no graph takes.
-
-        Copies, because whoever gave them may write them again before the step.
-        """
+        """Return copies of a part's tensors: others may write these before the step; or none."""
         leaves, structure = pytree.tree_flatten((list(to_clip.inputs), dict(to_clip.named)))
         for leaf in leaves:
             if not (isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == to_clip.part.size):

@@ -91,11 +91,7 @@ def choose_fastest(measure_s: Callable[[int], float], most: int) -> int:
 
 
 def choose_largest(measure_peak: Callable[[int], int], room: int, most: int) -> int:
-    """Return the most samples that fit, by the peaks of one and of two, and a try of that number.
-
-    ``measure_peak`` returns the most bytes that so many samples need, with all that is held.
-    ``OutOfMemoryError``: not even two fit.
-    """
+    """Return the most samples that fit, by the peaks of one and of two, and a try of that."""
     one, two = measure_peak(1), measure_peak(2)
     each = max(1, two - one)
     chosen = max(1, min(most, 1 + (round(_USED * room) - one) // each))

@@ -73,10 +73,7 @@ class _Parts(Sampler[list[int]]):
         return [unit] if self._users is None else self._users.draw(unit, self.generator)
 
     def _split(self, batch: Sequence[list[int]]) -> list[list[list[int]]]:
-        """Split a batch into parts with whole units, of about as many samples each.
-
-        A part takes as much memory and time as if each user had as many as the largest.
-        """
+        """Split a batch into parts with whole units, each counted like the largest."""
         parts: list[list[list[int]]] = []
         for own in sorted(batch, key=len):
             if not parts or (len(parts[-1]) + 1) * len(own) > self.most:

@@ -50,8 +50,7 @@ class PrivateOptimizer(NoisyOptimizer):
     _part: Part | None = None
     _fold: int = 0
 
-    _clipped: int | None = None
-    """The clipping's count of batches after the last ``backward`` of this."""
+    _clipped: int | None = None  # the clipping's count of batches after the last ``backward``
 
     def __init__(
         self,

@@ -26,10 +26,7 @@ class PrivateLogs(PrivateBase):
     _norms: list[Tensor]  # of the samples of steps, until they are logged
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Multiply those of one token, which take long to find, by the tokens of all parts.
-
-        Without ``log_private`` they are 0.
-        """
+        """Multiply those of one token by the tokens of all parts; 0 without ``log_private``."""
         if not self.privacy.log_private:
             return 0
         main = getattr(self.model, "main_input_name", "input_ids")

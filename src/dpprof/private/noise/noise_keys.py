@@ -251,10 +251,7 @@ def set_words(generator: torch.Generator, words: Tensor) -> None:
 
 
 def make_generator(source: torch.Generator | None = None, rank: int = 0) -> torch.Generator:
-    """Make a generator on the CPU, all of whose state follows from a secret and the rank.
-
-    ``source`` draws the secret; None for the operating system.
-    """
+    """Make a generator on the CPU, which follows from a secret of ``source`` and the rank."""
     made = torch.Generator("cpu")
     set_words(made, _derive_words(_draw_secret(source), f"rank {rank}"))
     return made

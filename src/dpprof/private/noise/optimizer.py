@@ -111,17 +111,12 @@ class NoisyOptimizer(Optimizer):
         >>> optimizer.zero_grad()
     """
 
-    quantile: QuantileBound | None = None
-    """Moves the bound; None for a bound that stays."""
-
+    quantile: QuantileBound | None = None  # moves the bound; None for a bound that stays
     step_hook: Callable[[Any], None] | None = None
     _is_last_step_skipped = False
     _is_last_part = True
-    _clips_failed_parts_again = False
-    """Whether a part whose ``backward`` failed stays the one to clip next."""
-
-    _fold: int | None = None
-    """From which the batch at hand was drawn; None where a loop draws by itself."""
+    _clips_failed_parts_again = False  # where ``backward`` failed
+    _fold: int | None = None  # of the batch at hand; None where a loop draws by itself
 
     def __init__(
         self,

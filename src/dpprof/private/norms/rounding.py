@@ -79,10 +79,7 @@ def size_of(square_of_x_B: Tensor, square_of_g_B: Tensor) -> Tensor:
 
 
 def is_unsure(squares: Squares, least: float) -> Tensor:
-    """Tell for which samples rounding may count, of the sum over layers clipped together; (B,).
-
-    Norms below ``least`` are not clipped.
-    """
+    """Tell for which samples, longer than ``least``, rounding may count; (B,)."""
     found_B, slack_B, size_B = squares
     most_B = found_B.clamp(min(least, 1e15) ** 2, _LARGEST)
     # NaN is never sure.
@@ -133,10 +130,7 @@ def depth_of_sum(terms: int) -> int:
 
 
 def cross_slack(found_B: Tensor, size_B: Tensor, terms: int) -> Tensor:
-    """Bound the error of ``Squares`` where another part of the same norm may be subtracted.
-
-    ``terms`` is how many products the gradient sums for one element.
-    """
+    """Bound the error of ``Squares`` beside parts that are subtracted, by how many terms sum."""
     eps = torch.finfo(found_B.dtype).eps
     wrong_B = (0.5 * eps * math.sqrt(terms)) * size_B.sqrt()
     return 16 * eps * found_B + (2 * found_B.sqrt() + wrong_B) * wrong_B

@@ -54,10 +54,7 @@ class Reduction(Protocol):
 
 
 class Ranks:
-    """The ranks that train one model; without a process group the one process alone.
-
-    Process groups are one; or that of a replica's shards, and then that of a shard's replicas.
-    """
+    """The ranks that train one model, of one process group, or of shards' and replicas'."""
 
     wrapper: nn.Module | None = None  # the ``DistributedDataParallel`` that may run the model
     is_sharded = False  # whether sums are reduced onto shards in backward

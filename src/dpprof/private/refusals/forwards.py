@@ -84,10 +84,7 @@ class Forwards:
         return self._last
 
     def watcher(self) -> Callable[..., Any]:
-        """Return a function that calls the model, and then refuses writes of parameters.
-
-        ``torch.compile`` leaves it alone, and compiles the model that it calls.
-        """
+        """Return a function that calls the model, uncompiled, and refuses writes of parameters."""
         uncompiled: Any = torch.compiler.disable  # what it needs is imported late
         begin, refuse_change = uncompiled(self.begin), uncompiled(self.refuse_change)
 

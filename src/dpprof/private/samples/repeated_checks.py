@@ -60,10 +60,7 @@ class RepeatedChecks:
         return random.SystemRandom().randrange(self._every) == 0
 
     def is_due(self, *, goes_on: bool) -> bool:
-        """Draw whether to verify in a step, at its first part; ``goes_on`` says others follow.
-
-        With ``is_forced`` the coming part is verified.
-        """
+        """Draw, or be forced, to verify a step at its first part, by whether it ``goes_on``."""
         if self.is_forced:
             self.is_forced = False
             return True
