@@ -144,10 +144,7 @@ def _bound_truncated(
 
 
 def _refuse_long(history: Sequence[Steps], delta: float) -> None:
-    """Refuse what ``prv`` would need too much memory for.
-
-    Its grid has 2 L / h numbers: both are as in Opacus's ``PRVAccountant._get_domain``.
-    """
+    """Refuse too much memory for ``prv``: 2 L / h numbers, as in Opacus's ``_get_domain``."""
     counts, error = [steps for *_, steps in history], _DELTA_ERROR * delta
     alone = error / (8 * sum(counts))
     reach = 3 + max(

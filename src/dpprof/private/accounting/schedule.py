@@ -22,7 +22,7 @@ class Sampling(NamedTuple):
     """How a step draws its samples, as far as epsilon depends on it."""
 
     rate: float  # the probability with which a step draws each sample that may be drawn in it
-    folds: int = 1  # step t draws from samples t, t + folds, ... alone.
+    folds: int = 1  # step t draws from samples t, t + folds, ... alone
     largest: int | None = None  # of more drawn samples a random subset stays; None: no limit
     drawn_from: int = 0  # the most samples among which ``largest`` are kept: of a fold, on one rank
     unit: str = "sample"  # what the other fields draw: a ``sample``, or a whole ``user``

@@ -34,7 +34,7 @@ class Replays:
         self.part_size, self.losses_of = part_size, losses_of
         self.captures = 0  # how often graphs were made
         self._optimizer, self._clipping = optimizer, optimizer.clipping
-        self._noted: Surroundings | None = None  # of the last batch that ran as ordinary loop
+        self._noted: Surroundings | None = None  # of the last ordinary batch
         self._graphs: StepGraphs | None = None
         self._open: StepGraphs | None = None  # what parts were added to, until the batch ends
 

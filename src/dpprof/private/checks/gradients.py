@@ -232,10 +232,7 @@ def clip(
     stability: float | None = None,
     psac: bool = False,
 ) -> Gradients:
-    """Compute the sum of clipped gradients over a divisor; ``scale`` multiplies each before.
-
-    ``stability`` is that of normalised clipping, or of PSAC.
-    """
+    """Compute the sum of clipped gradients over a divisor; ``scale`` multiplies each before."""
     sums = {}
     for parameters, bound in groups:
         norms_B = scale * samples.norms(parameters)

@@ -281,7 +281,10 @@ def device_of(kept: Kept) -> torch.device:
 
 
 def storage_of(x: Tensor) -> StorageWeakRef:
-    """Identify the memory of a tensor and its views, without holding it, but not by an address."""
+    """Identify the memory that a tensor, and each view of it, holds, without holding it.
+
+    No other storage is equal to it: an address alone may be that of a later one.
+    """
     return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
 
 

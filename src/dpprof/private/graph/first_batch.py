@@ -46,10 +46,7 @@ TRIES = 10  # the most batches to look at where a layer's gradients are all zero
 
 
 class FirstBatches:
-    """Verifies batches until each layer that runs was seen; ``what`` is one of ``FIRST_BATCH``.
-
-    Under ``fully_shard`` all ranks run backward together, and share their findings.
-    """
+    """Verifies batches, or trusts them (``FIRST_BATCH``), until each layer that runs was seen."""
 
     def __init__(
         self, what: str, loss_scale: float, ranks: Ranks, name_of: Callable[[nn.Module], str]
@@ -165,7 +162,7 @@ class _Batch:
 
         self._chosen: set[int] = set()
         self._looks: list[list[bool]] = []  # by backward: have layers entries of the half?
-        self.problem: UnsupportedError | None = None  # of the first such layer in backward
+        self.problem: UnsupportedError | None = None  # of the first such layer
 
     def choose(self, half: set[int]) -> Tensor:
         """Return the gradient with which the losses of a half are differentiated; (B,)."""

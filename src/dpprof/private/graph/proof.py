@@ -28,7 +28,7 @@ from dpprof.private.graph.owners import (
 )
 from dpprof.private.graph.rows import Rows
 
-Output = tuple[Any, int]  # A node, and which of its outputs
+Output = tuple[Any, int]  # a node, and which of its outputs
 
 
 class Proof:

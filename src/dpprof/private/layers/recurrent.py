@@ -26,7 +26,7 @@ from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.layers import apply, autocast_dtype, refuse_other_numbers
 
 _State = tuple[Tensor, ...]  # hidden state, and the cell state of an LSTM; (B, h) each
-_Matrix = tuple[nn.Parameter, nn.Parameter | None]  # A weight, and its bias if there is one
+_Matrix = tuple[nn.Parameter, nn.Parameter | None]  # a weight, and its bias if there is one
 
 _Drop = Callable[[Tensor], Tensor]
 _KEEP = nn.Identity()

@@ -36,20 +36,12 @@ class PublicNumbers(NamedTuple):
     sample_rate: float
     """The probability with which a step draws each sample, or user, as of all that follows."""
 
-    expected_batch_size: float
-    """What the sum of a step is divided by, over all ranks."""
-
+    expected_batch_size: float  # what the sum of a step is divided by, over all ranks
     steps_of_epoch: int
 
-    samples: int
-    """In the data, as the public knows it."""
-
-    follows_from_data: bool
-    """Whether that was counted in the data."""
-
-    folds: int = 1
-    """Step t draws from samples t, t + folds, ... of the data alone."""
-
+    samples: int  # in the data, as the public knows it
+    follows_from_data: bool  # whether that was counted in the data
+    folds: int = 1  # step t draws from samples t, t + folds, ... of the data alone
     truncated_batch_size: int | None = None
     """The most samples of a step, over all ranks; None for any number."""
 

@@ -200,10 +200,7 @@ def refuse_arguments(args: Any, trainer: Any, *, is_sharded: bool) -> None:
 
 
 def refuse_overrides(kind: Any, mixin: Any) -> None:
-    """Refuse methods of a trainer's class that private training would not call (``ValueError``).
-
-    Classes after the mixin may have a ``compute_loss`` of their own.
-    """
+    """Refuse methods of a trainer's class that private training would not call (``ValueError``)."""
     why = "training does not call it; use losses_of"
     base: Any = super(mixin, kind)
     is_lost = base.training_step is not Trainer.training_step

@@ -67,7 +67,12 @@ class NoiseBuffers:
         return (self.strategy.bands - 1) * sum(sizes)
 
     def begin(self, nonce: bytes, fold: int | None = None) -> None:
-        """Begin a step, of a line by its nonce, and from a fold; None for a loop's own draw."""
+        """Begin a step.
+
+        Keys with another nonce are of another line of steps, and so is a fold that is not the next:
+        a sample of it may have taken part too short a time ago. It is None where a loop draws by
+        itself.
+        """
         follows = self.fold is None or fold == (self.fold + 1) % self.strategy.folds
         if self._is_open or nonce != self._nonce or not follows:
             self.begin_anew()

@@ -82,10 +82,7 @@ class NoiseKeys:
         self._process = os.getpid()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what must not be published: secret and nonce, or the given generator's state.
-
-        A generator that does not tell its state has none.
-        """
+        """Return what must not be published: secret and nonce, or a generator's state."""
         if self.generator is None:
             return {
                 name: torch.tensor(list(getattr(self, name)), dtype=torch.uint8)

@@ -115,7 +115,7 @@ class NoisyOptimizer(Optimizer):
     step_hook: Callable[[Any], None] | None = None
     _is_last_step_skipped = False
     _is_last_part = True
-    _clips_failed_parts_again = False  # where ``backward`` failed
+    _clips_failed_parts_again = False  # whether a part whose ``backward`` failed comes next
     _fold: int | None = None  # of the batch at hand; None where a loop draws by itself
 
     def __init__(

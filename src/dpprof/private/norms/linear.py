@@ -197,7 +197,10 @@ def _gram_panel(
 
 @allocates_for_its_caller
 def sum_of_grams(a_BMN: Tensor, b_BMN: Tensor, *, twice: int = 0) -> Tensor:
-    """Sum A * B, both diagonals, both squares; (5, B); some columns ``twice``. It overwrites A."""
+    """Sum A * B, the diagonals of both, and the squares of both; (5, B). This overwrites A.
+
+    The first ``twice`` columns count twice; diagonals are those of the others.
+    """
     both = (a_BMN, b_BMN)
     once = [gram[:, :, twice:] for gram in both] if twice else both
     traces = [gram.diagonal(dim1=1, dim2=2).sum(1) for gram in once]

@@ -130,7 +130,10 @@ def depth_of_sum(terms: int) -> int:
 
 
 def cross_slack(found_B: Tensor, size_B: Tensor, terms: int) -> Tensor:
-    """Bound the error of ``Squares`` beside parts that are subtracted, by how many terms sum."""
+    """Bound the error of ``Squares`` where another part of the same norm may be subtracted.
+
+    ``terms`` is how many products the gradient sums for one element.
+    """
     eps = torch.finfo(found_B.dtype).eps
     wrong_B = (0.5 * eps * math.sqrt(terms)) * size_B.sqrt()
     return 16 * eps * found_B + (2 * found_B.sqrt() + wrong_B) * wrong_B

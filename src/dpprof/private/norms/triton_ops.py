@@ -135,10 +135,7 @@ def scale_gradients(
 
 @torch.library.custom_op("dpprof::weigh", mutates_args=())
 def weigh(x_BTd: Tensor, weights_B: Tensor) -> Tensor:
-    """Multiply samples by their weights, (B,), in one pass; (B, T, d) in the dtype of ``x_BTd``.
-
-    PyTorch's product of 16-bit samples and float32 weights takes three times as long.
-    """
+    """Multiply samples by weights, (B,), in one pass; (B, T, d) in the dtype of ``x_BTd``."""
     weighed_BTd: Tensor = _launchers().launch_weigh(x_BTd, weights_B)
     return weighed_BTd
 
@@ -158,10 +155,7 @@ def differentiate_cross_entropy_(  # noqa: PLR0917 (an operator's options are po
     scale: float,
     cap: float | None,
 ) -> Tensor:
-    """Put gradients of losses in the place of logits, and return the losses; (N,) in float32.
-
-    PyTorch's operators read and write each number nine times more.
-    """
+    """Put gradients in the place of logits, and return the losses, (N,) in float32, in one pass."""
     options: Any = {"ignored": ignored, "smoothing": smoothing, "scale": scale, "cap": cap}
     losses_N: Tensor = _launchers().launch_cross_entropy(z_NV, labels_N, incoming_N, **options)
     return losses_N

@@ -143,11 +143,7 @@ class Ranks:
     def release_sums(
         self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise, *, joins: bool = True
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield parameters, with the noised average over all ranks of this rank's sums.
-
-        These are emptied, so that none outlives its average. Small ones may get noise
-        together if it ``joins`` them.
-        """
+        """Yield parameters, with the noised average over ranks of this one's sums, emptied."""
         parameters = list(sums)
         own = [own_part(summed) for summed in sums.values()]
         groups = group_small(own) if joins else [[place] for place in range(len(own))]

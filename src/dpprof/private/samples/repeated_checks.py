@@ -60,7 +60,7 @@ class RepeatedChecks:
         return random.SystemRandom().randrange(self._every) == 0
 
     def is_due(self, *, goes_on: bool) -> bool:
-        """Draw, or be forced, to verify a step at its first part, by whether it ``goes_on``."""
+        """Draw, unless forced, whether to verify a step, at its first part, if others follow."""
         if self.is_forced:
             self.is_forced = False
             return True
