@@ -26,7 +26,8 @@ from dpprof.private.samples.users import Users
 if TYPE_CHECKING:
     from dpprof.private.loop.private_optimizer import PrivateOptimizer
 
-_LEAST_IN_FLOAT32 = 2.0**-12  # the least rate drawn in float32: to at most 2^-12 of it
+_LEAST_IN_FLOAT32 = 2.0**-12
+"""The least rate that is drawn in float32: to at most 2^-12 of it, and never more often."""
 
 
 class _Parts(Sampler[list[int]]):
@@ -47,7 +48,9 @@ class _Parts(Sampler[list[int]]):
         self._threshold = math.floor(sample_rate * 2**bits) / 2**bits
         self.most = max_batch_size or len(folds[0]) * (1 if users is None else users.most)
         self.generator = generator
-        self.steps = 0  # how many batches the next iteration draws
+        self.steps = 0
+        """How many batches the next iteration draws."""
+
         self.turn = 0  # how many were drawn before, which says from which fold the first is
         self.drawn: deque[Part] = deque()
 
