@@ -9,15 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import _Holder
 
-_IDENTITY = "RegisterPostBackwardFunctionBackward"
-"""The node by which FSDP notices that backward has passed a module: it returns what it gets."""
+_IDENTITY = "RegisterPostBackwardFunctionBackward"  # FSDP's, which returns what it gets
 
 
 def nodes_behind(*tensors: Tensor, until: Collection[Any] = ()) -> Iterator[Any]:
-    """Visit every node of the graph behind tensors once, as far as some nodes.
-
-    Nodes inside of reentrant checkpointing are not visited.
-    """
+    """Visit every node behind tensors once, but no node inside of reentrant checkpointing."""
     waiting, seen = [tensor.grad_fn for tensor in tensors], set(until)
     while waiting:
         node = waiting.pop()
@@ -28,8 +24,7 @@ def nodes_behind(*tensors: Tensor, until: Collection[Any] = ()) -> Iterator[Any]
         yield node
 
 
-Outline = frozenset[Any]
-"""How often each operator is in a graph, with the axes that it has saved."""
+Outline = frozenset[Any]  # how often each operator is in a graph, with the axes that it has saved
 
 
 def outline(nodes: Iterable[Any]) -> Outline:

@@ -25,8 +25,7 @@ class _Blocks(NamedTuple):
     """Successive blocks of rows, each with as many of each sample, one sample's after another's."""
 
     repeats: int
-    each: int
-    """Rows of a sample in a block."""
+    each: int  # rows of a sample in a block
 
 
 class Rows:

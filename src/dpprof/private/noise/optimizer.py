@@ -25,11 +25,8 @@ from dpprof.private.noise.schedules import NOISY, keep_to_batches
 from dpprof.private.noise.strategies import Strategy
 from dpprof.private.ranks.ranks import Settings
 
-HOOK = "_clipping_noise_hook"
-"""The attribute of an optimizer with the hook that refuses steps without noise."""
-
-LEAST_STD = 2.0**-133
-"""Of the noise of an average: 2^16 times the least number of float32."""
+HOOK = "_clipping_noise_hook"  # on an optimizer: what refuses steps without noise
+LEAST_STD = 2.0**-133  # of the noise of an average: 2^16 times the least number of float32
 
 _INNER = "original_optimizer"
 
@@ -114,17 +111,12 @@ class NoisyOptimizer(Optimizer):
         >>> optimizer.zero_grad()
     """
 
-    quantile: QuantileBound | None = None
-    """Moves the bound; None for a bound that stays."""
-
+    quantile: QuantileBound | None = None  # moves the bound; None for a bound that stays
     step_hook: Callable[[Any], None] | None = None
     _is_last_step_skipped = False
     _is_last_part = True
-    _clips_failed_parts_again = False
-    """Whether a part whose ``backward`` failed stays the one to clip next."""
-
-    _fold: int | None = None
-    """From which the batch at hand was drawn; None where a loop draws by itself."""
+    _clips_failed_parts_again = False  # whether a part whose ``backward`` failed comes next
+    _fold: int | None = None  # of the batch at hand; None where a loop draws by itself
 
     def __init__(
         self,
@@ -455,7 +447,6 @@ class NoisyOptimizer(Optimizer):
 
     @property
     def _is_of_system(self) -> bool:
-        """Whether the operating system draws the noise."""
         return self.secure_mode and self.generator is None
 
     @property
@@ -508,7 +499,6 @@ class NoisyOptimizer(Optimizer):
         self._failures_before = self.clipping.failures
 
     def _forget_sums(self) -> None:
-        """Forget the sums of a batch, unless they are another optimizer's."""
         if self.clipping.sums.owner is self:
             self.clipping.sums.forget()
             self.clipping.shard_sums.forget()
@@ -733,7 +723,6 @@ class NoisyOptimizer(Optimizer):
         self._failures_before = self.clipping.failures
 
     def _require_noise(self, optimizer: Optimizer, *_: Any) -> None:
-        """Refuse a direct step of the wrapped optimizer."""
         if not self._is_noised:
             raise RuntimeError(
                 f"{type(optimizer).__name__} was asked to step on gradients without noise; call "
