@@ -46,10 +46,16 @@ QUICK = [
     ("llama", "flash-bk", DORA | {"dtype": "bfloat16"}),
     ("gpt2", "standard", DORA),
 ]
+ACCUMULATED = {"accumulation": 4, "loop": "hf-trainer", "dtype": "bfloat16"}
 SLOW = [
     (model, method, lora | padding)
     for model, method, lora, padding in itertools.product(MODELS, REFUSED, ({}, LORA), ({}, PADDED))
     if lora or model not in REFUSED[method]
+]
+SLOW += [
+    ("llama", method, ACCUMULATED | fields)
+    for method in ("standard", "flash-bk")
+    for fields in ({}, LORA, LORA | {"checkpointing": "non-reentrant"})
 ]
 SLOW += [
     (model, method, DORA | fields)

@@ -18,7 +18,11 @@ MODELS = {
     **{
         f"{name} {task}": {"model": {"hf": f"tiny-{name}", "task": task}, "seq_len": 24}
         for name, task in itertools.product(
-            ("bert", "roberta"), ("sequence-classification", "token-classification", "masked-lm")
+            ("bert", "roberta"),
+            (
+                *("sequence-classification", "token-classification", "masked-lm"),
+                "question-answering",
+            ),
         )
     },
     "llama classes": {
@@ -49,6 +53,7 @@ QUICK = [
     ("opacus-cnn", "flash-bk", {}),
     ("bert sequence-classification", "opacus-ghost", {"padding": 0.3}),
     ("t5", "flash-bk", {}),
+    ("bert question-answering", "flash-bk", {"padding": 0.3}),
     ("vit", "standard", {"loop": "hf-trainer", "optimizer": "sgd-momentum"}),
 ]
 SLOW = [

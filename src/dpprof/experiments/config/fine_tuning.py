@@ -62,7 +62,8 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
 class Padding(BaseModel, frozen=True, extra="forbid"):
     """Samples of different lengths, padded on the right to ``seq_len``."""
 
-    fraction: Fraction = Field(description="mean share of padding in a batch")
+    fraction: Fraction = Field(0.0, description="mean share of padding in a batch")
+    packed: bool = Field(False, description="rows are full, of several documents each")
 
     def lengths(self, batch_size: int, seq_len: int, seed: int) -> list[int]:
         """Return the lengths of a batch's samples, spread evenly and in random order.
@@ -77,7 +78,9 @@ class Padding(BaseModel, frozen=True, extra="forbid"):
 
 
 def _read_fraction(value: Any) -> Any:
-    """Return a mapping for a bare number, the fraction."""
+    """Return a mapping for a bare number, the fraction, and for ``packed``."""
+    if value == "packed":
+        return {"packed": True}
     if isinstance(value, str) and "=" in value:
         return _read_pairs(value)
     return {"fraction": value} if isinstance(value, int | float | str) else value

@@ -19,10 +19,10 @@ from dpprof.system.files import read_json
 Read = TypeVar("Read", bound=BaseModel)
 
 NAME_TAG, DIMENSIONS_TAG, TARGET_TAG = "<name>", "<dimensions>", "<target>"
-ARCHITECTURE_TAG = "<architecture>"
+ARCHITECTURE_TAG, RECURRENT_TAG = "<architecture>", "<recurrent>"
 """Tags for the ways to write a model or a target; pydantic puts them into error locations."""
 
-_NOT_KEYS = (NAME_TAG, DIMENSIONS_TAG, TARGET_TAG, ARCHITECTURE_TAG, "[key]")
+_NOT_KEYS = (NAME_TAG, DIMENSIONS_TAG, TARGET_TAG, ARCHITECTURE_TAG, RECURRENT_TAG, "[key]")
 
 MAX_SENTENCES = 10  # beyond this number of problems, a message only counts them
 _MAX_LENGTH = 80  # the most letters of a key or a value in a message

@@ -67,7 +67,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         time=Time(step_s=step_s, warmup_step_s=warm.step_s, median_s=median_s),
         throughput=Throughput(
             tokens_per_s=experiment.tokens_in_step / median_s,
-            samples_per_s=experiment.world_size * experiment.batch_size / median_s,
+            samples_per_s=experiment.batches_in_step * experiment.batch_size / median_s,
             steps_per_s=1 / median_s,
         ),
         host_io=host_io,
