@@ -134,9 +134,7 @@ def set_up(
             "they come, in the dtype of the parameters"
         )
     if experiment.accumulation > 1 and not method.accumulates:
-        raise UnsupportedError(
-            f"{experiment.method} does not run with accumulation; closest: accumulation 1"
-        )
+        raise UnsupportedError(f"{experiment.method} does not run with accumulation; closest: 1")
     if experiment.noise_strategy != INDEPENDENT and not method.correlates:
         raise UnsupportedError(
             f"{experiment.method} does not run with noise_strategy {experiment.noise_strategy}; "

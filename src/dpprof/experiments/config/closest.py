@@ -15,7 +15,6 @@ _CLOSEST: Mapping[tuple[str, str], str] = {
     ("task", "qa|span|squad"): "question-answering",
     ("task", "dpo|grpo|kto|orpo|ppo|reward|preference"): "causal-lm, where a pair is two samples",
     ("lora", "dora"): "use_dora=true, beside rank",
-    ("lora", "ia3"): "rank 1, which trains more and keeps more inputs",
     ("optimizer", "paged"): "paged-adamw-8bit or paged-adamw-32bit",
     ("optimizer", "lion"): "sgd-momentum, with one state for each element too",
     ("optimizer", "galore"): "adafactor or adamw-8bit, whose states are small too",

@@ -172,7 +172,7 @@ class Experiment(Spec):
     )
     lora: AsLora | None = optional(
         "adapters for a Hugging Face model: a mapping of rank, alpha, target_modules "
-        "and dropout, or rank=16,alpha=32,target_modules=q_proj+v_proj; null: none"
+        "and dropout, or rank=16,alpha=32,target_modules=q_proj+v_proj; or ia3; null: none"
     )
     trainable: Trainable | None = optional(
         "the parameters that are trained: all, lora, bias, head, or a regular "
@@ -311,6 +311,8 @@ class Experiment(Spec):
         if not isinstance(self.model, Architecture):
             return self.model if isinstance(self.model, str) else "custom"
         adapters = "" if self.lora is None else f"-lora{self.lora.rank}"
+        if self.lora is not None and self.lora.ia3:
+            adapters = "-ia3"
         return self.model.slug + adapters + (f"-{self.base_format}" if self.base_format else "")
 
     @property
@@ -341,13 +343,8 @@ class Experiment(Spec):
 
     @property
     def tokens_in_step(self) -> int:
-        """The tokens in the batches of all ranks, without padding."""
-        return self.batches_in_step * self.tokens_in(self.batch_size)
-
-    @property
-    def batches_in_step(self) -> int:
-        """The batches of a step: those that are accumulated, on all ranks."""
-        return self.world_size * self.accumulation
+        """The tokens in the accumulated batches of all ranks, without padding."""
+        return self.world_size * self.accumulation * self.tokens_in(self.batch_size)
 
     @property
     def tokens_per_sample(self) -> float:

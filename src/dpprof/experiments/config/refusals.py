@@ -109,14 +109,15 @@ def _in_fine_tuning(experiment: "Experiment") -> Iterator[str]:
         yield "padding requires a model that reads text, and this one reads images"
     if experiment.trainable == "lora" and experiment.lora is None:
         yield "trainable lora requires lora, such as lora: {rank: 16}"
-    if experiment.lora is None or not experiment.lora.use_dora:
+    if experiment.lora is None or not (experiment.lora.use_dora or experiment.lora.ia3):
         return
+    named = "ia3" if experiment.lora.ia3 else "use_dora"
     if experiment.method.startswith("opacus"):
-        yield "use_dora requires a method that is not Opacus's, which knows no rule for its lengths"
+        yield f"{named} requires a method that is not Opacus's, which knows no rule for its vectors"
     elif experiment.lora.dropout and experiment.method not in ("standard", "microbatch"):
         yield "use_dora requires dropout 0 with a private method: it would draw twice for a sample"
     if experiment.base_format is not None:
-        yield "use_dora requires quantization none: lengths of quantised weights are not predicted"
+        yield f"{named} requires quantization none: over quantised weights it is not predicted"
 
 
 def _in_packing(experiment: "Experiment") -> Iterator[str]:

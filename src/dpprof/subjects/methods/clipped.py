@@ -68,11 +68,12 @@ class ClippedStep(TrainingStep):
             # Costs do not depend on the number of steps: it may be any.
             strategy = make_strategy(noise, steps=max(1000, int(bands)), bands=int(bands))
             strategy = strategy._replace(steps=sys.maxsize)
+        of_rank = self.experiment.accumulation * self.experiment.batch_size
         self.optimizer = NoisyOptimizer(
             optimizer,
             self.clipping,
             noise_multiplier=self.experiment.noise_multiplier,
-            expected_batch_size=self.experiment.batches_in_step * self.experiment.batch_size,
+            expected_batch_size=self.experiment.world_size * of_rank,
             strategy=strategy,
         )
         self.optimizer.keys = NoiseKeys(source=seeded, rank=self.clipping.ranks.rank)

@@ -20,7 +20,7 @@ from dpprof.subjects.models.recurrent import Recurrent
 from dpprof.subjects.models.transformer import Transformer
 from dpprof.subjects.models.with_losses import WithLosses
 
-_PATTERNS = {"all": "", "lora": r"(^|\.)lora_", "bias": r"(^|\.)bias$"}
+_PATTERNS = {"all": "", "lora": r"(^|\.)(lora|ia3)_", "bias": r"(^|\.)bias$"}
 """Regular expressions for the parts that are found by name."""
 
 

@@ -335,6 +335,8 @@ def read_config(architecture: Architecture) -> Any:
         raise UnsupportedError(f"{kind} is an encoder, and no causal-lm; {_tell_tasks(kind, task)}")
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
         raise UnsupportedError(f"{kind} reads more than text; give the config of its text model")
+    if task == "question-answering":
+        config.num_labels = 2  # an answer's start and its end
     if task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # a decoder's class is that of the last token that is no padding
     return config
@@ -358,14 +360,19 @@ def _add_adapters(model: Any, experiment: Experiment) -> None:
     peft = _import_peft()
     lora = experiment.lora
     assert lora is not None
-    modules = lora.target_modules
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.scale,
-        lora_dropout=lora.dropout,
-        use_dora=lora.use_dora,
-        target_modules=list(modules) if isinstance(modules, tuple) else modules,
-        task_type=_PEFT_TASKS.get(experiment.task),
+    modules, task_type = lora.target_modules, _PEFT_TASKS.get(experiment.task)
+    of_vectors = peft.IA3Config(task_type=task_type)
+    config = (
+        of_vectors
+        if lora.ia3
+        else peft.LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.scale,
+            lora_dropout=lora.dropout,
+            use_dora=lora.use_dora,
+            target_modules=list(modules) if isinstance(modules, tuple) else modules,
+            task_type=task_type,
+        )
     )
     try:
         with warnings.catch_warnings():

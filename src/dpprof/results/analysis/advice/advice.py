@@ -178,8 +178,9 @@ def describe(result: Result, standing: Standing = UNKNOWN) -> Option:
     tight = capacity.safe_batch_size is None
     bound_s = None if tight else compute.roofline_step_s
     step = None if tight or result.time is None else result.time.predicted_step_s
-    tokens = experiment.batches_in_step * experiment.tokens_in(capacity.stated_batch_size)
     samples = experiment.accumulation * capacity.stated_batch_size
+    tokens = experiment.accumulation * experiment.tokens_in(capacity.stated_batch_size)
+    tokens *= experiment.world_size
     verdict: Recommendation = "unranked" if private else "baseline"
     message = None
     if tight:
