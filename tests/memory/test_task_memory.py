@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 from factory import make_experiment
 from memory_steps import record_and_estimate
 
@@ -10,6 +11,8 @@ from dpprof.experiments.config import registry
 from dpprof.measure.instruments.memory import measure
 from dpprof.predict.estimate import estimate
 from dpprof.private.errors import UnsupportedError
+from dpprof.private.layers.sample_losses import sample_losses
+from dpprof.subjects.setup import import_method, set_up
 
 MODELS = {
     "opacus-cnn": {"model": "opacus-cnn"},
@@ -27,6 +30,10 @@ MODELS = {
     },
     "llama classes": {
         "model": {"hf": "tiny-llama", "task": "sequence-classification"},
+        "seq_len": 24,
+    },
+    "llama answers": {
+        "model": {"hf": "tiny-llama", "task": "question-answering"},
         "seq_len": 24,
     },
     "t5": {"model": "hf:tiny-t5", "seq_len": 24},
@@ -81,6 +88,13 @@ SLOW += [
 ]
 
 
+SLOW += [
+    ("bert question-answering", "standard", {"loop": "hf-trainer"}),
+    ("llama answers", "standard", {"loop": "hf-trainer", "padding": 0.3}),
+    ("llama answers", "flash-bk", {"loop": "hf-trainer"}),
+]
+
+
 @pytest.mark.parametrize(
     ("model", "method", "fields"),
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
@@ -117,3 +131,19 @@ def test_padded_samples_have_no_model_flops_and_cudnns_workspace_is_unknown() ->
     )
     assert "workspace of convolution_backward" in of_images.memory.assumed
     assert of_images.time.predicted_step_s.rests_on["data sheet"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["standard", "flash-bk"])
+def test_the_loss_of_an_answer_is_transformers_own(method) -> None:
+    """The mean of two cross-entropies: of where an answer starts, and where it ends."""
+    losses = []
+    for fields in ({"method": method, "loss": "labels"}, {"method": "standard"}):
+        experiment = make_experiment(**MODELS["llama answers"] | fields)
+        kind = import_method(experiment)
+        step, batch, _ = set_up(experiment, kind, torch.device("cpu"), lambda *_: None)
+        output = step.module(*batch.inputs)
+        is_lost = output.dim() < 2
+        losses.append((output if is_lost else sample_losses(output, batch.labels)).mean())
+
+    torch.testing.assert_close(losses[0], losses[1])
