@@ -22,15 +22,12 @@ _CLOSEST: Mapping[tuple[str, str], str] = {
     ("loss", "liger|unsloth|fused|cut"): "head chunked, which has no logits of all tokens either",
     ("attention", "flash|xformers|flex"): "sdpa, by which PyTorch takes its own flash attention",
     ("parallel", "fsdp1|zero|deepspeed"): "fsdp, PyTorch's FSDP2, without buffers of whole groups",
-    ("padding", "pack"): "to leave it out: a packed row is a full sample",
-    (
-        "task",
-        "question|span|squad",
-    ): "token-classification with num_labels 2, whose head is the same",
+    ("padding", "pack"): "packed",
+    ("task", "qa|span|squad"): "question-answering",
     ("task", "dpo|grpo|kto|orpo|ppo|reward|preference"): "causal-lm, where a pair is two samples",
     ("lora", "dora"): "use_dora=true, beside rank",
-    ("lora", "ia3"): "rank 1, which trains more and keeps more inputs",
-    ("optimizer", "paged"): "adamw-8bit: pages leave the GPU only where its memory runs out",
+    ("optimizer", "paged"): "paged-adamw-8bit or paged-adamw-32bit",
+    ("optimizer", "lion"): "sgd-momentum, with one state for each element too",
     ("optimizer", "galore"): "adafactor or adamw-8bit, whose states are small too",
     ("optimizer", "backward|bwd"): "adamw-in-backward, which frees each gradient as soon",
     ("optimizer", "adam"): "adamw, with two states for each element",
@@ -38,7 +35,7 @@ _CLOSEST: Mapping[tuple[str, str], str] = {
         "checkpointing",
         "offload",
     ): "non-reentrant, which frees activations too, and computes them again",
-    ("model", "lstm|gru|rnn"): "char-lstm or ptb-lstm-small, or a function that builds yours",
+    ("model", "lstm|gru|rnn"): "char-lstm or ptb-lstm-small, or a mapping of kind and sizes",
     ("checkpointing", "selective|partial|every"): "none and non-reentrant, which bound it",
 }
 """The closest question by the key, and by a pattern of what is asked for."""
@@ -64,10 +61,10 @@ def find_closest(key: str, asked: Any) -> str:
 Read = TypeVar("Read", bound=BaseModel)
 
 NAME_TAG, DIMENSIONS_TAG, TARGET_TAG = "<name>", "<dimensions>", "<target>"
-ARCHITECTURE_TAG = "<architecture>"
+ARCHITECTURE_TAG, RECURRENT_TAG = "<architecture>", "<recurrent>"
 """Tags for the ways to write a model or a target; pydantic puts them into error locations."""
 
-_NOT_KEYS = (NAME_TAG, DIMENSIONS_TAG, TARGET_TAG, ARCHITECTURE_TAG, "[key]")
+_NOT_KEYS = (NAME_TAG, DIMENSIONS_TAG, TARGET_TAG, ARCHITECTURE_TAG, RECURRENT_TAG, "[key]")
 
 MAX_SENTENCES = 10  # beyond this number of problems, a message only counts them
 _MAX_LENGTH = 80  # the most letters of a key or a value in a message
