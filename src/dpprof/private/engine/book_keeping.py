@@ -99,6 +99,7 @@ class _KeptBatch(Batch):
 
 
 def _exposed(contribution: Kept) -> list[Tensor]:
+    """List the tensors of a contribution that other code has too."""
     if not isinstance(contribution, Product | ChunkedProduct | Convolution | Lookup):
         return []
     read = contribution.read if isinstance(contribution, ChunkedProduct) else ()

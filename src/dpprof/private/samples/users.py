@@ -131,6 +131,7 @@ def read_users(
 
 
 def _read_ids(users: Any) -> NDArray[Any] | None:
+    """Return ids as an array; None of what is no list of numbers."""
     try:
         return np.asarray(users.cpu() if isinstance(users, Tensor) else users)
     except (TypeError, ValueError, OverflowError):
