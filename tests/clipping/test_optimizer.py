@@ -395,6 +395,8 @@ def test_secure_mode_needs_a_secure_generator_whenever_it_is_turned_on() -> None
     optimizer = private(BookKeeping(model, 1.0), model, generator=torch.Generator())
     with pytest.raises(ValueError, match="secure_mode needs a cryptographically secure generator"):
         optimizer.secure_mode = True
+    with pytest.raises(AttributeError, match="generator"):
+        optimizer.generator = torch.Generator().manual_seed(5)
 
 
 def test_noise_that_float32_rounds_away_is_refused(training) -> None:

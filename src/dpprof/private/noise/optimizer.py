@@ -150,7 +150,7 @@ class NoisyOptimizer(Optimizer):
         clipping.shard_sums.forget()
         self.noise_multiplier = noise_multiplier
         self.loss_reduction = loss_reduction
-        self.generator = generator
+        self._generator = generator
         self.buffers = None if strategy is None else NoiseBuffers(strategy, noise_buffers)
         """Past noise, where that of steps is correlated."""
 
@@ -227,6 +227,11 @@ class NoisyOptimizer(Optimizer):
                     "and correlated noise is several; leave out one of them"
                 )
         self._secure_mode = is_secure
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """What was given to draw noise from; None: a secret. It cannot be set later."""
+        return self._generator
 
     @property
     def settings(self) -> dict[str, Any]:
