@@ -83,8 +83,7 @@ def choose_columns(names: Iterable[str], advice: Advice) -> list[str]:
 
 
 def _name(advice: Advice) -> str:
-    is_told = advice.lora is None or "-lora" in advice.model
-    return advice.model if is_told else f"{advice.model} with LoRA ({advice.lora})"
+    return advice.model + layout.name_adapters(advice.model, advice.lora)
 
 
 def _name_target(advice: Advice) -> str:
