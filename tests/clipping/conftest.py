@@ -4,8 +4,15 @@ Torch is imported late: pytest loads this file before the settings of threads ar
 """
 
 import os
+from pathlib import Path
 
 import pytest
+from products import thin
+
+
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    thin(items, Path(__file__).parent)
 
 
 @pytest.fixture(params=["FlashClipping", "BookKeeping"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
-from dpprof.private.samples.batches import find_sizes, find_whole, give, move, take
+from dpprof.private.samples.batches import find_sizes, find_whole, move, take
 
 B = 4
 ROWS = torch.arange(B * 3.0).view(B, 3)
@@ -91,27 +91,6 @@ def test_lists_of_samples_are_split_and_the_rest_is_kept() -> None:
     assert (found["none"], found["one"]) == (None, 1)
 
 
-def test_an_object_keeps_its_methods_and_its_fields() -> None:
-    graphs = Graphs()
-    found = take(graphs, B, [1])
-
-    assert found.sum() == ROWS[1].sum()
-    assert found.nested == {"names": ["b"]}
-    assert found.weights is WEIGHTS
-    assert graphs.nested == {"names": list("abcd")}
-
-
-def test_a_batch_encoding_is_split_by_its_fields() -> None:
-    transformers = pytest.importorskip("transformers")
-    batch = transformers.BatchEncoding({"input_ids": ROWS, "text": list("abcd")})
-    found = take(batch, B, [2])
-
-    assert type(found) is transformers.BatchEncoding
-    assert is_taken(found.input_ids, [2])
-    assert found["text"] == ["c"]
-    assert is_taken(batch["input_ids"], [0, 1, 2, 3])
-
-
 def test_a_packed_sequence_is_split_by_its_samples() -> None:
     sequences = [torch.rand(n, 2) for n in (1, 4, 2, 3)]
     packed = pack_sequence(sequences, enforce_sorted=False)
@@ -140,32 +119,6 @@ def test_what_belongs_to_all_samples_is_named() -> None:
     batch = {"x": ROWS, "g": [Frozen(ROWS, WEIGHTS), torch.tensor(1.0)]}
     assert list(find_whole(batch, B)) == ["batch['g'][0].weights"]
     assert set(find_sizes(batch)) == {B, 7, 2}  # a list of two may be one of samples
-
-
-def test_batches_are_given_as_the_function_takes_them() -> None:
-    named, pair = {"x": ROWS, "y": 1}, Pair(1, 2)
-
-    def by_parts(x, y):
-        return x, y
-
-    def by_names(**given):
-        return given
-
-    def whole(batch):
-        return batch
-
-    def after_model(model, batch):
-        return model, batch
-
-    assert give(by_parts, named) == ((), named)
-    assert give(by_names, named) == ((), named)
-    assert give(whole, named) == ((named,), {})
-    assert give(after_model, named, "model") == ((named,), {})
-    assert give(by_parts, pair) == ((1, 2), {})
-    assert give(whole, pair) == ((pair,), {})
-    assert give(whole, ROWS)[0][0] is ROWS
-    assert give(max, [1, 2]) == ((1, 2), {})
-    assert give(whole, {1: 2}) == (({1: 2},), {})
 
 
 class Attributes(dict):

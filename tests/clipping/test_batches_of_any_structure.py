@@ -139,19 +139,6 @@ def test_a_training_is_checked_and_trains_what_it_does_without(kind) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("kind", CASES)
-def test_mixed_samples_are_found_in_a_batch_of_any_structure(kind) -> None:
-    collate, function = CASES[kind]
-
-    class Mixing(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x - x.mean(0))
-
-    model = Mixing(*build())
-    with pytest.raises(WrongTrainingError, match="the model or the loss mixes samples"):
-        prepare(model, collate, of_model(function, model))
-
-
 @pytest.mark.parametrize("at", [0, 1])
 def test_the_optimizer_of_make_private_is_checked_within_its_loop(at) -> None:
     """Also between the parts of a batch, whose sums go on."""

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from one_call import BATCH, SAMPLES, Model, prepare, train, weights
+from one_call import BATCH, SAMPLES, Model, prepare, train
 
 from dpprof.private.accounting.accountants import bound_epsilon
 from dpprof.private.noise.quantile import QuantileBound
@@ -106,28 +106,6 @@ def test_the_bound_moves_once_for_each_batch_however_many_parts_it_has() -> None
 
     assert bounds[0] == pytest.approx(bounds[1])
     assert bounds[0] != 0.5
-
-
-def test_an_exact_resume_ends_with_the_same_bits_and_another_draws_anew() -> None:
-    options = {"bound_quantile": 0.5, "noise_multiplier": NOISE}
-    models = [Model().double() for _ in range(3)]
-    private = prepare(models[0], **options)
-    train(private, models[0], epochs=1)
-    state = copy.deepcopy(private.state_dict(exact=True))
-    train(private, models[0], epochs=1)
-    resumed = []
-    for model, exact in zip(models[1:], (True, False), strict=True):
-        resumed.append(prepare(model, **options))
-        resumed[-1].load_state_dict(state, exact=exact)
-        assert (
-            resumed[-1].optimizer.max_grad_norm
-            == state["optimizer"]["privacy"]["settings"]["max_grad_norm"]
-        )
-        train(resumed[-1], model, epochs=1)
-
-    assert torch.equal(weights(models[0]), weights(models[1]))
-    bounds = [one.optimizer.max_grad_norm for one in (private, *resumed)]
-    assert bounds[0] == bounds[1] != bounds[2]
 
 
 def test_equal_counts_get_equal_noise_and_others_another() -> None:

@@ -177,7 +177,7 @@ def losses_of(model, change, x):
 @pytest.mark.parametrize(
     ("change", "axes", "layer", "way"),
     one_in(
-        3,
+        8,
         *(IN_PLACE, (2, 3, 4), LAYERS, FLAT),
         unless=lambda _, axes, layer, *__: layer == PARAMETER and axes != 3,
     ),

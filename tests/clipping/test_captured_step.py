@@ -269,16 +269,6 @@ def test_a_graph_that_repeats_its_noise_is_refused(monkeypatch) -> None:
     assert not training.step.is_captured
 
 
-def test_padding_contributes_nothing() -> None:
-    training = Training(optimizer="sgd", noise=0.0).take(4, 4)
-    before = training.model[6].weight.detach().clone()
-    training.take(1)
-
-    moved = (training.model[6].weight - before).norm() * 5 / 0.1
-    assert training.step.is_captured
-    assert float(moved) <= 0.5 * (1 + 1e-5)
-
-
 HOOKS = {
     "noise": lambda o: setattr(o, "noise_multiplier", 5.0),
     "C": lambda o: setattr(o, "max_grad_norm", 0.01),
@@ -409,14 +399,6 @@ def test_inputs_with_gradients_and_an_empty_first_batch_train(way) -> None:
         training.step(x.requires_grad_())
 
     assert training.step.is_captured
-
-
-def test_an_accountant_counts_each_batch_once() -> None:
-    training, counted = Training(), []
-    training.optimizer.attach_step_hook(lambda one: counted.append(one.accumulated_iterations))
-    training.take(6, 9, 0, 3, 5)
-
-    assert sum(counted) == training.optimizer.steps == 5
 
 
 def test_a_buffer_that_changes_between_steps_is_refused() -> None:

@@ -99,7 +99,7 @@ def covariance(strategy, steps: int = STEPS):
 
 @pytest.mark.parametrize(
     ("noise", "bands", "inner", "dtype", "place"),
-    one_in(4, NOISES, [1, 2, 4, 7], INNER, [torch.float32, torch.float64, torch.bfloat16], PLACES),
+    one_in(6, NOISES, [1, 2, 4, 7], INNER, [torch.float32, torch.float64, torch.bfloat16], PLACES),
 )
 def test_the_covariance_over_steps_is_that_of_the_strategy(
     noise, bands, inner, dtype, place

@@ -321,15 +321,6 @@ def test_transforms_are_refused_by_name(name, way) -> None:
     clipping.backward(squares(model, x))
 
 
-def test_a_plain_backward_is_refused_as_before(way) -> None:
-    model = make("perceptron")
-    clipping = way(model, 0.5)
-    with pytest.raises(RuntimeError, match=r"call backward\(losses\) of its Clipping"):
-        penalty(model, draw()).sum().backward()
-    assert is_clear(model)
-    clipping.remove()
-
-
 def test_a_gradient_inside_of_a_checkpoint_counts_once(way) -> None:
     """Backward runs the code again, and with it the gradient of inputs."""
     model, x = make("perceptron"), draw()

@@ -1,10 +1,8 @@
 """Several optimizers of one model: one step, one draw of noise, one count."""
 
-import copy
-
 import pytest
 import torch
-from one_call import Model, prepare, seeded, train, weights
+from one_call import Model, prepare, train, weights
 from simulated_graphs import simulated_graphs
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -94,19 +92,6 @@ def test_schedules_of_members_step_once_for_each_batch() -> None:
         parts += 1
     assert parts > private.optimizer.steps == 4
     assert [group["lr"] for group in private.optimizer.param_groups] == [RATE * 0.5**4] * 2
-
-
-def test_a_training_is_resumed_to_the_bit() -> None:
-    model, _, private = make()
-    train(private, model, epochs=1)
-    state = copy.deepcopy(private.state_dict(exact=True))
-    train(private, model, epochs=1)
-
-    again, _, other = make(noise_generator=seeded(8))
-    other.load_state_dict(state, exact=True)
-    train(other, again, epochs=1)
-    assert torch.equal(weights(again), weights(model))
-    assert other.spent.history == private.spent.history == [(1.0, 0.25, 8)]
 
 
 def test_afterwards_each_steps_alone_again() -> None:

@@ -1,35 +1,45 @@
-"""Normalised clipping: every sample contributes C norm / (norm + gamma), which is less than C."""
+"""Normalised clipping: every sample contributes C norm / (norm + gamma), which is less than C.
+
+With per-sample adaptive clipping gamma is r / (norm + r).
+"""
 
 import math
 from functools import partial
 
 import pytest
 import torch
+from one_call import Model, prepare, train, weights
 from small_models import KINDS, batch, build, gradients, one_by_one, private
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dpprof.private import BookKeeping, FlashClipping, PerLayerClipping, UnsupportedError, check
-from dpprof.private.engine.factor import LEAST_STABILITY
+from dpprof.private.engine.factor import LEAST_STABILITY, clip_factor, find_least_norm
 
-C, GAMMA = 0.8, 0.05
+C, GAMMA, R = 0.8, 0.05, 0.1
+PSAC = {"stability": R, "psac": True}
+FACTORS = [
+    ({"stability": GAMMA}, lambda norm: C / (norm + GAMMA)),
+    (PSAC, lambda norm: C / (norm + R / (norm + R))),
+]
 
 
-def normalised(model: nn.Module, samples, losses_of, bound: float = C, gamma: float = GAMMA):
-    """Sum each sample's gradient times C / (norm + gamma), by ordinary autograd."""
+def normalised(model: nn.Module, samples, losses_of, factor=FACTORS[0][1]):
+    """Sum each sample's gradient times a factor of its norm, by ordinary autograd."""
     total = torch.zeros(())
     for sample in zip(*samples, strict=True):
         _, gradient, _ = one_by_one(losses_of, model, [part[None] for part in sample], math.inf)
-        total = total + gradient * bound / (gradient.norm() + gamma)
+        total = total + gradient * factor(gradient.norm())
     return total
 
 
+@pytest.mark.parametrize(("options", "factor"), FACTORS, ids=["normalised", "psac"])
 @pytest.mark.parametrize(("kind", "bias"), KINDS[::3])
-def test_it_is_that_of_single_samples(way, kind, bias) -> None:
+def test_it_is_that_of_single_samples(way, kind, bias, options, factor) -> None:
     model = build(kind, bias=bias)
-    expected = normalised(model, batch(), model.losses)
-    clipping = way(model, C, stability=GAMMA)
+    expected = normalised(model, batch(), model.losses, factor)
+    clipping = way(model, C, **options)
     clipping.backward(model.losses(*batch()))
 
     torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
@@ -82,16 +92,36 @@ def test_samples_of_any_size_contribute_less_than_the_bound(way, gamma, where) -
             assert moved == 0
 
 
-def test_long_gradients_reach_the_bound_and_short_ones_stay_in_proportion(way) -> None:
+@pytest.mark.parametrize(("options", "factor"), FACTORS, ids=["normalised", "psac"])
+def test_long_gradients_reach_the_bound_and_none_exceeds_it(way, options, factor) -> None:
     model = nn.Linear(4, 1, bias=False).double()
-    for norm in (1e-9, 0.05, 3.0, 1e9):
+    for norm in (1e-9, 1e-3, 0.05, 0.2, 1.0, 3.0, 1e9):
         model.zero_grad()
-        clipping = way(model, C, stability=GAMMA)
+        clipping = way(model, C, **options)
         clipping.backward(model(torch.full((1, 4), norm / 2, dtype=torch.float64))[:, 0])
         clipping.remove()
         contributed = float(gradients(model).norm())
-        assert contributed == pytest.approx(C * norm / (norm + GAMMA), rel=1e-9)
-        assert contributed < C
+        assert contributed == pytest.approx(norm * factor(norm), rel=1e-9)
+        assert contributed <= C * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("stability", [1e-4, R, 0.9, 1.0, 7.0])
+def test_the_least_norm_is_that_of_the_largest_factor(stability) -> None:
+    norms = torch.logspace(-8, 4, 200_000, dtype=torch.float64)
+    largest = clip_factor(norms, C, stability, psac=True).max()
+
+    least = find_least_norm(C, stability, psac=True)
+    assert float(largest) == pytest.approx(C / least, rel=1e-4)
+
+
+def test_make_private_takes_psac_by_name() -> None:
+    model, flat = Model().double(), Model().double()
+    told = prepare(model, clipping="psac")
+    assert (told.optimizer.clipping.stability, told.optimizer.clipping.is_psac) == (0.1, True)
+    train(told, model)
+    train(prepare(flat), flat)
+
+    assert not torch.allclose(weights(model), weights(flat))
 
 
 def test_noise_is_that_of_flat_clipping(way) -> None:
@@ -123,10 +153,11 @@ def test_passes_that_differ_are_refused_however_short_the_gradients_are() -> Non
         clipping.backward(losses_of(torch.randn(8, 5)))
 
 
-def test_check_knows_it() -> None:
+@pytest.mark.parametrize("options", [{"stability": GAMMA}, PSAC])
+def test_check_knows_it(options) -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
     loss = lambda model, x: model(x).square().sum(1)  # noqa: E731
-    clipping = BookKeeping(model, C, stability=GAMMA)
+    clipping = BookKeeping(model, C, **options)
     assert check(model, loss, (torch.randn(4, 5).double(),), clipping).max_relative_error < 1e-9
 
 
@@ -137,6 +168,9 @@ REFUSED = {
     "nan": (partial(BookKeeping, stability=math.nan), C, "and is nan"),
     "infinite": (partial(BookKeeping, stability=math.inf), C, "and is inf"),
     "factor": (partial(BookKeeping, stability=0.01), 1e12, "at least 0.909"),
+    "psac without": (partial(BookKeeping, psac=True), C, "psac clipping needs a stability, its r"),
+    "psac below": (partial(BookKeeping, psac=True, stability=1e-9), C, "at least 0.000976562"),
+    "psac negative": (partial(BookKeeping, psac=True, stability=-0.1), C, "and is -0.1"),
     "per layer": (partial(PerLayerClipping, stability=0.01), C, "per-layer clipping is not normal"),
 }
 
@@ -168,8 +202,16 @@ def test_float16_is_refused(way) -> None:
             clipping.backward(losses)
 
 
-def test_a_state_of_another_clipping_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("own", "others", "told"),
+    [
+        ({"stability": 0.01}, {}, r"made with stability None, and this one with 0\.01"),
+        (PSAC, {"stability": R}, r"was made with stability .*0\.1 of psac"),
+        ({"stability": R}, PSAC, r"was made with stability .*0\.1 of psac"),
+    ],
+)
+def test_a_state_of_another_clipping_is_refused(own, others, told) -> None:
     first, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    state = private(BookKeeping(first, C), first).state_dict()
-    with pytest.raises(ValueError, match=r"made with stability None, and this one with 0\.01"):
-        private(BookKeeping(other, C, stability=0.01), other).load_state_dict(state)
+    state = private(BookKeeping(first, C, **others), first).state_dict()
+    with pytest.raises(ValueError, match=told):
+        private(BookKeeping(other, C, **own), other).load_state_dict(state)

@@ -5,7 +5,6 @@ from math import inf, nan
 import numpy as np
 import pytest
 import torch
-from opacus.schedulers import ExponentialNoise
 from small_models import EVERY, batch, build, gradients, is_clear, private, sums_of
 from torch import nn
 
@@ -92,19 +91,6 @@ def test_a_step_without_zero_grad_is_refused(way) -> None:
     optimizer.zero_grad(set_to_none=False)  # zeros are as good as none
     clipping.backward(model.losses(*batch()))
     optimizer.step()
-
-
-def test_schedulers_of_pytorch_and_of_opacus_move_what_they_schedule(training) -> None:
-    model, clipping, optimizer = training
-    optimizer.noise_multiplier = 2.0
-    rate = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    noise = ExponentialNoise(optimizer, gamma=0.25)
-    clipping.backward(model.losses(*batch()))
-    optimizer.step()
-    rate.step()
-    noise.step()
-    assert optimizer.original_optimizer.param_groups[0]["lr"] == 0.5
-    assert optimizer.noise_multiplier == 0.5
 
 
 def test_a_closure_computes_the_gradient_of_a_step(training) -> None:

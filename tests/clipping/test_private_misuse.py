@@ -48,42 +48,6 @@ def step(change, **options: Any) -> None:
         return
 
 
-def after_forward(change):
-    """Do something between forward and backward."""
-
-    def run(model, optimizer, batch) -> None:
-        losses = model.losses(*batch)
-        change(model, losses)
-        optimizer.backward(losses)
-
-    return lambda: step(run)
-
-
-def after_backward(change):
-    """Do something between backward and step."""
-
-    def run(model, optimizer, batch) -> None:
-        optimizer.backward(model.losses(*batch))
-        change(model, optimizer)
-        optimizer.step()
-
-    return lambda: step(run)
-
-
-def thaw_later() -> None:
-    trained = model()
-    trained.layers[0].requires_grad_(False)
-    private = prepare(trained, optimizer=torch.optim.SGD(trained.layers[2].parameters()))
-    trained.layers[0].requires_grad_(True)
-    train(private, trained)
-
-
-def make_private_twice() -> None:
-    trained = model()
-    for _ in range(2):
-        prepare(trained)
-
-
 def replace_after_the_optimizer() -> None:
     trained = model()
     optimizer = torch.optim.SGD(trained.parameters())
@@ -110,16 +74,6 @@ def let_accelerate_skip_steps() -> None:
                 private.optimizer.backward(trained.losses(*batch))
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-def scale_losses() -> None:
-    scaler = torch.amp.GradScaler("cpu")
-
-    def run(model, optimizer, batch) -> None:
-        optimizer.backward(scaler.scale(model.losses(*batch).float()))
-        scaler.step(optimizer)
-
-    step(run)
 
 
 def lose_packed_samples() -> None:
@@ -186,7 +140,6 @@ MISUSES = {
         "drop_last=True leaves samples out",
     ),
     "a delta above one over the samples": (warn_of_delta, "delta 0.1 is at least 1/24"),
-    "made private twice": (make_private_twice, "already replaced, maybe by another Clipping"),
     "an optimizer of a part": (
         lambda: prepare(m := model(), optimizer=torch.optim.SGD(m.layers[0].parameters())),
         r"layers\.2\.weight is trained, and the optimizer does not have it",
@@ -196,12 +149,7 @@ MISUSES = {
         r"a parameter of shape \(1, 7\) that the model does not train; make the optimizer last",
     ),
     "an optimizer in accelerate's": (wrap_by_accelerate, "AcceleratedOptimizer wraps an optimizer"),
-    "the optimizer inside steps": (
-        after_backward(lambda _, optimizer: optimizer.original_optimizer.step()),
-        "SGD was asked to step on gradients without noise",
-    ),
     "steps that accelerate skips": (let_accelerate_skip_steps, "the part before had no backward"),
-    "thawed later": (thaw_later, r"layers\.0\.weight"),
     "packed samples": (lose_packed_samples, "a collator that packs samples joins them"),
     "a mean over the batch": (
         lambda: step(lambda m, optimizer, batch: optimizer.backward(m.losses(*batch).mean())),
@@ -245,7 +193,6 @@ MISUSES = {
         "sampling_generator must be of PyTorch's class Generator, and is int",
     ),
     "half a step": (lambda: prepare(model(), **BUDGET, steps=2.5), "steps must be a whole number"),
-    "half a sample": (lambda: prepare(model(), max_batch_size=2.5), "must be a whole number"),
     "a budget without limit": (
         lambda: prepare(model(), **BUDGET | {"epsilon": float("inf")}, steps=3),
         "epsilon must be positive and finite, and is inf",
@@ -257,27 +204,9 @@ MISUSES = {
         )
         for name in ("max_grad_norm", "epsilon", "delta", "steps")
     },
-    "loss.backward()": (
-        after_forward(lambda _, losses: losses.mean().backward()),
-        r"call backward\(losses\) of its Clipping in place of loss\.backward\(\)",
-    ),
-    "samples that are mixed": (lambda: prepare(Mixing().double()), "or the loss mixes samples"),
     "a count of the batch's tokens": (
         lambda: prepare(Counting().double()),
         "or the loss mixes samples",
-    ),
-    "another mode before backward": (
-        after_forward(lambda model, _: model.eval()),
-        r"changed between forward and backward \(training was True, and is False\)",
-    ),
-    "weights written before backward": (
-        after_forward(lambda model, _: nn.init.zeros_(model.layers[0].weight)),
-        "weight was changed in place",
-    ),
-    "GradScaler": (scale_losses, "GradScaler does not work with clipping"),
-    "a step without backward": (
-        lambda: step(lambda _, optimizer, __: optimizer.step()),
-        "no batch was clipped since the last step",
     ),
     "backward without a step": (skip_a_step, "the part before had no backward and step"),
     "backward of the clipping": (
@@ -298,7 +227,6 @@ MISUSES = {
         lambda: train_for(4, noise=0.5),
         "planned with a noise multiplier",
     ),
-    "more steps than planned": (lambda: train_for(3), "planned for 3 steps, and these are done"),
     "noise that follows from samples": (
         lambda: draw_from(seeded(5), seeded(5)),
         "draw the same numbers",

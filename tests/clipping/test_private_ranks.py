@@ -23,7 +23,7 @@ def pool() -> Iterator[RankPool]:
     made.close()
 
 
-@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("shards", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_step_sums_the_clipped_gradients_of_all_ranks(pool, tmp_path, shards) -> None:
     ranks = pool.compute(parallel_trainer.train, tmp_path, 0.0, max_steps=1, shards=shards)
     for rank, one in enumerate(ranks):
@@ -45,7 +45,7 @@ def test_a_step_sums_the_clipped_gradients_of_all_ranks(pool, tmp_path, shards) 
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("shards", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_user_lies_on_one_rank_and_is_clipped_as_one(pool, tmp_path, shards) -> None:
     ids = [0, 1, 0, 2, 1, 0, 3, 2, 0, 4, 5, 4]
     settings = {"privacy": {"unit": "user", "users": ids, "samples_of_user": 2}, "shards": shards}

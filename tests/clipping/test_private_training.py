@@ -7,7 +7,7 @@ import pytest
 import torch
 from documents import PRIVATE_TRAINING, find_code
 from one_call import BATCH, SAMPLES, D, Model, find_names, load, prepare, seeded, train, weights
-from opacus import GradSampleModule, PrivacyEngine
+from opacus import GradSampleModule
 from opacus.data_loader import DPDataLoader
 from opacus.optimizers import DPOptimizer
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
-from dpprof.private import make_private
 from dpprof.private.loop.poisson_batches import PoissonLoader, _Parts
 
 
@@ -57,42 +56,6 @@ def test_the_same_seeds_train_what_opacus_trains(method, max_batch_size) -> None
     assert (parts > 8) == (max_batch_size is not None)
     # Opacus adds 1e-6 to each norm before it divides by it.
     torch.testing.assert_close(weights(model), weights(other), rtol=1e-6, atol=1e-6)
-
-
-SCHEDULES = [
-    (8.0, 1e-5, 3, 10, "rdp"),
-    (1.0, 1e-6, 20, 50, "rdp"),
-    pytest.param(3.0, 1e-5, 2, 20, "prv", marks=pytest.mark.slow),
-    pytest.param(1.0, 1e-4, 5, 100, "prv", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("epsilon", "delta", "epochs", "batches", "accountant"), SCHEDULES)
-def test_a_budget_has_the_noise_that_opacus_finds(
-    epsilon, delta, epochs, batches, accountant
-) -> None:
-    loader = DataLoader(TensorDataset(torch.randn(2 * batches, D)), batch_size=2)
-    budget = {"epsilon": epsilon, "delta": delta, "epochs": epochs, "accountant": accountant}
-    model = nn.Linear(D, 1)
-    sgd = torch.optim.SGD(model.parameters())
-    private = make_private(model, sgd, loader, max_grad_norm=1.0, check=False, **budget)
-    other = nn.Linear(D, 1)
-    _, opacus, _ = PrivacyEngine(accountant=accountant).make_private_with_epsilon(
-        module=other,
-        optimizer=torch.optim.SGD(other.parameters()),
-        data_loader=loader,
-        target_epsilon=epsilon,
-        target_delta=delta,
-        epochs=epochs,
-        max_grad_norm=1.0,
-    )
-    found = []
-    for multiplier in (private.optimizer.noise_multiplier, opacus.noise_multiplier):
-        private.spent.history = [(multiplier, 1 / batches, epochs * batches)]
-        found.append(private.epsilon_spent())
-
-    assert epsilon - 0.01 * min(1.0, epsilon) <= found[0] <= epsilon
-    assert found[1] == pytest.approx(found[0], abs=0.01)  # Opacus's tolerance
 
 
 def test_a_budget_that_no_noise_keeps_is_refused_in_its_own_terms() -> None:
@@ -161,33 +124,6 @@ def _discarding(loader: PoissonLoader):
     for batch in loader:
         yield batch
         loader.optimizer.discard()
-
-
-@pytest.mark.parametrize("stop_after", [1, 4, 6])
-def test_a_run_that_is_resumed_ends_with_the_same_bits(stop_after) -> None:
-    model, other = Model().double(), Model().double()
-    private = prepare(model, max_batch_size=4)
-    train(private, model)
-    first = prepare(other, max_batch_size=4)
-    _, optimizer, loader = first
-    saved = None
-    while saved is None:
-        for batch in loader:
-            optimizer.backward(other.losses, *batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            if optimizer.steps == stop_after and not optimizer.is_within_a_batch:
-                saved = copy.deepcopy(first.state_dict(exact=True))
-                break
-    first.optimizer.clipping.remove()
-    again = Model().double()
-    resumed = prepare(again, max_batch_size=4, sampling_generator=None, noise_generator=seeded(9))
-    resumed.load_state_dict(saved, exact=True)
-    while resumed.optimizer.steps < 8:
-        train(resumed, again, epochs=1)
-
-    assert torch.equal(weights(again), weights(model))
-    assert resumed.spent.history == private.spent.history
 
 
 def test_steps_that_are_taken_again_in_a_process_count_again() -> None:
@@ -332,17 +268,6 @@ def test_a_part_without_a_step_is_refused() -> None:
     train((model, optimizer, loader), model, epochs=1)
 
 
-def test_a_look_at_another_batch_ends_the_iteration() -> None:
-    model = Model().double()
-    _, optimizer, loader = prepare(model, max_batch_size=2)
-    parts = iter(loader)
-    next(parts)
-    next(iter(loader))
-    optimizer.discard()
-    with pytest.raises(RuntimeError, match="another iteration over this data loader began"):
-        next(parts)
-
-
 @pytest.mark.parametrize("part", ["optimizer", "data_loader", None])
 def test_a_state_has_secrets_only_where_they_are_asked_for(part) -> None:
     """Frameworks write what ``state_dict()`` returns into checkpoints by themselves."""
@@ -401,13 +326,6 @@ def test_samples_are_never_drawn_more_often_than_the_rate_says() -> None:
         assert parts._threshold * 2**bits == int(parts._threshold * 2**bits)
 
 
-def test_few_samples_have_a_batch_of_their_own_size() -> None:
-    data = TensorDataset(torch.randn(49, D, dtype=torch.float64), torch.randn(49).double())
-    private = prepare(Model().double(), data_loader=DataLoader(data, shuffle=True), check=False)
-
-    assert private.optimizer.expected_batch_size == 1
-
-
 def test_a_state_of_other_data_is_refused() -> None:
     saved = prepare(Model().double()).data_loader.state_dict(exact=True)
     fewer = TensorDataset(*load().dataset[:12])
@@ -420,15 +338,6 @@ def test_a_state_of_other_settings_is_refused() -> None:
     state = prepare(Model().double()).state_dict()
     with pytest.raises(ValueError, match=r"made with noise_multiplier 1\.0, and this"):
         prepare(Model().double(), noise_multiplier=2.0).load_state_dict(state)
-
-
-def test_a_state_within_a_batch_is_refused() -> None:
-    model = Model().double()
-    private = prepare(model)
-    batch = next(iter(private.data_loader))
-    private.optimizer.backward(model.losses(*batch))
-    with pytest.raises(RuntimeError, match="a state cannot be saved within a batch"):
-        private.state_dict(exact=True)
 
 
 def test_opacus_own_loader_keeps_its_rate() -> None:

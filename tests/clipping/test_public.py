@@ -111,26 +111,22 @@ print("clipped")
 """
 
 
-def test_a_wheel_of_the_library_alone_clips_a_model(tmp_path) -> None:
-    library = tmp_path / "src" / "dpprof" / "private"
+@pytest.mark.parametrize("is_wheel", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_library_alone_clips_a_model(is_wheel, tmp_path) -> None:
+    """As a folder, or as the wheel that is built of it."""
+    alone = tmp_path / "src"
     kept = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "src" / "dpprof" / "private", library, ignore=kept)
-    (tmp_path / "pyproject.toml").write_text(PROJECT)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    alone = tmp_path / "alone"
-    install = [
-        "install",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-compile",
-        "--target",
-        str(alone),
-        ".",
-    ]
-    subprocess.run([*pip, *install], cwd=tmp_path, check=True)
+    source = ROOT / "src" / "dpprof" / "private"
+    shutil.copytree(source, alone / "dpprof" / "private", ignore=kept)
+    if is_wheel:
+        (tmp_path / "pyproject.toml").write_text(PROJECT)
+        alone = tmp_path / "alone"
+        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+        options = ["--no-deps", "--no-build-isolation", "--no-compile", "--target", str(alone)]
+        subprocess.run([*pip, *options, "."], cwd=tmp_path, check=True)
 
     # Without the site module nothing but these folders is found: no editable dpprof.
-    found = subprocess.run(
+    clipped = subprocess.run(
         [sys.executable, "-S", "-c", CLIPS],
         env={"PYTHONPATH": f"{alone}:{sysconfig.get_path('purelib')}"},
         cwd=tmp_path,
@@ -139,4 +135,4 @@ def test_a_wheel_of_the_library_alone_clips_a_model(tmp_path) -> None:
         check=False,
     )
 
-    assert found.stdout == "clipped\n", found.stderr
+    assert clipped.stdout == "clipped\n", clipped.stderr

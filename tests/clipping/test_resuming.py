@@ -1,16 +1,21 @@
 """A run that was stopped and resumed ends with the same bits as one that was not."""
 
+import copy
 import io
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from documents import PRIVATE_TRAINING, find_code
+from one_call import Model, load, prepare, seeded, weights
 from opacus.schedulers import ExponentialNoise
 from products import one_in
 from rank_pool import FORKS
+from simulated_graphs import simulated_graphs
 from small_models import FLAT, Secure, batch, build, take_step
+from torch.optim.lr_scheduler import ExponentialLR
 
 from dpprof.private import BookKeeping, NoisyOptimizer, make_strategy
 from dpprof.private.noise.strategies import NOISES
@@ -272,6 +277,85 @@ def test_a_batch_that_was_dropped_may_be_followed_by_a_state() -> None:
     left_after_backward(run)
     run.optimizer.zero_grad()
     assert run.optimizer.state_dict(exact=True)["privacy"]["steps"] == 1
+
+
+USERS = {"unit": "user", "users": [at % 9 for at in range(24)], "samples_of_user": 2}
+CORRELATED = {"bands": 2, "folds": 2, "steps": 8}
+TRAININGS = {
+    "in parts": lambda _: {"max_batch_size": 4},
+    "in folds, truncated": lambda _: {"folds": 3, "truncated_batch_size": 4},
+    "of users": lambda _: USERS | {"data_loader": load(batch_size=4)},
+    "of users, banded": lambda _: (
+        USERS | CORRELATED | {"data_loader": load(batch_size=4), "noise": "banded"}
+    ),
+    "bisr": lambda _: CORRELATED | {"noise": "bisr"},
+    "a quantile": lambda _: {"bound_quantile": 0.5, "noise_multiplier": 0.5},
+    "a corrected second moment": lambda model: {
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
+        "second_moment_floor": 1e-3,
+    },
+    "joined optimizers": lambda model: {
+        "optimizer": [
+            torch.optim.SGD([model.layers[0].weight, model.layers[2].weight], lr=0.1),
+            torch.optim.Adam([model.layers[0].bias, model.layers[2].bias], lr=0.1),
+        ]
+    },
+    "replayed": lambda _: {"max_batch_size": 2},
+    # The first batch after a state may have one sample, which shows no mixing.
+    "replayed, small batches": lambda _: {"data_loader": load(batch_size=2)},
+    "replayed, noise by a secret": lambda model: {
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1),
+        "max_batch_size": 2,
+        "verify_every": 2,
+        "noise_generator": None,
+    },
+}
+
+STOPS = {
+    "replayed, small batches": (24, (2, 3, 5, 8)),
+    "replayed, noise by a secret": (8, (1, 5)),
+}
+"""How many steps there are, and after how many a run stops; else 8, and in the second epoch."""
+
+
+@pytest.mark.parametrize("kind", TRAININGS)
+def test_every_private_training_goes_on_to_the_same_bits(kind, monkeypatch) -> None:
+    def make(**others):
+        model = Model().double()
+        private = prepare(model, **TRAININGS[kind](model) | others)
+        return model, private, ExponentialLR(private.optimizer, 0.9)
+
+    def go_on(model, private, schedule, until: int) -> None:
+        while private.optimizer.steps < until:
+            for part in private.data_loader:
+                private.optimizer.backward(model.losses, *part)
+                private.optimizer.step()
+                private.optimizer.zero_grad()
+                schedule.step()
+                if private.data_loader.is_last_part and private.optimizer.steps == until:
+                    break
+
+    with simulated_graphs(monkeypatch) if "replayed" in kind else nullcontext():
+        whole = make()
+        states = {0: copy.deepcopy(whole[1].state_dict(exact=True))}
+        steps, stops = STOPS.get(kind, (8, (5,)))
+        go_on(*whole, steps)
+        for stop in stops:
+            stopped = make()
+            stopped[1].load_state_dict(states[0], exact=True)
+            go_on(*stopped, stop)
+            saved = copy.deepcopy((stopped[1].state_dict(exact=True), stopped[2].state_dict()))
+            seeds = {"sampling_generator": seeded(8)}
+            if "secret" not in kind:
+                seeds["noise_generator"] = seeded(9)
+            model, private, schedule = make(**seeds)
+            private.load_state_dict(saved[0], exact=True)
+            schedule.load_state_dict(saved[1])
+            go_on(model, private, schedule, steps)
+
+            assert torch.equal(weights(model), weights(whole[0]))
+            assert private.spent.history == whole[1].spent.history
+            assert private.optimizer.max_grad_norm == whole[1].optimizer.max_grad_norm
 
 
 # The loop of the document, in processes that are killed.

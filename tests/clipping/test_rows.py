@@ -399,40 +399,6 @@ def test_an_expert_that_gets_no_rows_is_refused_by_name(none, way) -> None:
         clipping.backward(losses)
 
 
-def influences(losses_of, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Which samples' losses depend on each row of the first layer's output, by differences."""
-    sizes, shift = [], {"at": None}
-
-    def move(_module, _inputs, y):
-        sizes.append(len(y))
-        y = y.clone()
-        if shift["at"] is not None:
-            y[shift["at"]] += 1e-3
-        return y
-
-    def differ(row: int) -> torch.Tensor:
-        shift["at"] = row
-        return (losses_of(model, x) - plain).abs() > 1e-12
-
-    with torch.no_grad(), model[0].register_forward_hook(move):
-        plain = losses_of(model, x)
-        return torch.stack([differ(row) for row in range(sizes[0])])
-
-
-SEVERAL_CALLS = ("pairs, two calls", "pairs, two calls joined", "negatives", "a call for each")
-SEVERAL_CALLS += ("anchors that are repeated",)
-
-
-@pytest.mark.parametrize("form", [form for form in EXACT if form not in SEVERAL_CALLS])
-def test_what_is_proven_is_what_differences_show(form) -> None:
-    """Each row of a layer moves the loss of one sample at most, whose gradient it joins."""
-    model, x = make_model(), draw()
-    moved = influences(EXACT[form], model, x)
-
-    assert (moved.sum(1) <= 1).all()
-    assert moved.any(0).all()
-
-
 def test_as_many_rows_as_samples_in_another_order_are_refused_later_too(way) -> None:
     """An index by data keeps the order of the first batch, and not of the second."""
     model = make_model()

@@ -148,7 +148,7 @@ def assert_bounded(attack: str, seeds: range) -> None:
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_passes_that_differ_are_refused_by_name(attack) -> None:
-    assert_bounded(attack, range(8))
+    assert_bounded(attack, range(4))
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def hook_a_write_in_place(_, x):
 @pytest.mark.parametrize("attack", [one for one in ATTACKS if one != "a hook that writes"])
 def test_book_keeping_is_bounded(attack) -> None:
     """Few tokens: it keeps activations and output gradients."""
-    for seed in range(8):
+    for seed in range(4):
         try:
             found = contribution(BookKeeping, attack, seed, batch=1 + seed % 3, tokens=2)
         except RuntimeError as error:
@@ -293,11 +293,11 @@ def test_a_difference_counts_relative_to_what_a_sample_may_contribute() -> None:
     assert not compare(gradients, first, second, norms=1e4)
 
 
-def test_the_worst_difference_passes_as_seldom_as_is_said(monkeypatch) -> None:
-    """Of rank one, and 20 times as large as the limit: one in 20 passes."""
+@pytest.mark.parametrize("draws", [1000, pytest.param(4000, marks=pytest.mark.slow)])
+def test_the_worst_difference_passes_as_seldom_as_is_said(draws, monkeypatch) -> None:
+    """Of rank one, and 20 times as large as the limit: one in 20 passes, by four deviations."""
     monkeypatch.setattr(projections, "MAX_DIFFERENCE", {torch.float64: 0.05})
     torch.manual_seed(0)
-    draws = 4000
     rank_one = torch.zeros(draws, 6, 5, dtype=torch.float64)
     rank_one[:, 2, 3] = 1
     passed = sum(

@@ -173,7 +173,7 @@ DEPENDS_ON_THE_OTHERS = Case(
 """Gradients that are mostly rounding: their norms must not depend on the size of the batch."""
 
 
-@settings(max_examples=30, **COMMON)
+@settings(max_examples=20, **COMMON)
 @example(DEPENDS_ON_THE_OTHERS)
 @example(DEPENDS_ON_THE_OTHERS._replace(stability=LEAST_STABILITY))
 @given(CASES)

@@ -1,11 +1,7 @@
-"""Strategies of correlated noise are those of dense matrices, and of jax_privacy."""
+"""Strategies of correlated noise are those of dense matrices."""
 
 import itertools
-import json
 import math
-import os
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,12 +76,6 @@ def test_two_bands_are_the_best_ones(steps) -> None:
     assert best * (1 - 1e-5) <= made <= best * (1 + 1e-12)
 
 
-def test_more_bands_have_less_noise_in_a_training_and_more_in_a_step() -> None:
-    errors = [find_errors(make_strategy("banded", steps=300, bands=b)) for b in (1, 2, 4, 8, 16)]
-    assert all(more.training < fewer.training for fewer, more in itertools.pairwise(errors))
-    assert all(each.step > 1 for each in errors[1:])
-
-
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -106,43 +96,3 @@ def test_what_is_no_strategy_is_refused(settings, told) -> None:
     for column in ([1.0, 0.5, 0.6], [1.0, -0.5, -0.6]):
         with pytest.raises(ValueError, match="columns that fall, and stay at least 0"):
             find_sensitivity(np.array(column), 1)
-
-
-_ORACLE = """
-import json, sys, jax
-jax.config.update("jax_enable_x64", True)
-import jax.numpy as jnp
-from jax_privacy.matrix_factorization import toeplitz
-answers = []
-for n, bands, folds in json.loads(sys.argv[1]):
-    banded = toeplitz.optimize_banded_toeplitz(n, bands)
-    root = jnp.zeros(n).at[:bands].set(toeplitz.optimal_max_error_noising_coefs(n)[:bands])
-    strategy = toeplitz.inverse_coef(root)
-    square = toeplitz.minsep_sensitivity_squared(strategy, folds, n=n, skip_checks=True)
-    mean = lambda **of: float(jnp.mean(toeplitz.per_query_error(n=n, **of)) ** 0.5)
-    answers.append([banded.tolist(), mean(strategy_coef=banded), float(square**0.5),
-                    float(square**0.5) * mean(noising_coef=root)])
-print(json.dumps(answers))
-"""
-
-
-@pytest.mark.slow
-def test_strategies_are_those_of_jax_privacy() -> None:
-    """``JAX_PRIVACY_PYTHON`` is a Python with jax-privacy 2.0.0."""
-    python = os.environ.get("JAX_PRIVACY_PYTHON", "")
-    if not Path(python).is_file():
-        pytest.skip("JAX_PRIVACY_PYTHON names no Python with jax-privacy")
-    cases = [(10, 3, 3), (100, 1, 1), (100, 8, 10), (100, 100, 100), (1000, 16, 16), (2000, 64, 70)]
-    ran = subprocess.run(
-        [python, "-c", _ORACLE, json.dumps(cases)], check=True, capture_output=True, text=True
-    )
-    answers = json.loads(ran.stdout)
-    for (steps, bands, folds), (column, error, sensitivity, of_root) in zip(
-        cases, answers, strict=True
-    ):
-        banded = make_strategy("banded", steps=steps, bands=bands, folds=folds)
-        assert banded.coefficients == pytest.approx(column, abs=1e-6)
-        assert find_errors(banded).training == pytest.approx(error, rel=1e-8)
-        bisr = make_strategy("bisr", steps=steps, bands=bands, folds=folds)
-        assert bisr.scale == pytest.approx(sensitivity, rel=1e-9)
-        assert find_errors(bisr).training == pytest.approx(of_root, rel=1e-9)

@@ -35,6 +35,7 @@ from trl_cases import (  # noqa: E402 (it needs TRL)
 from dpprof.private.trl import PrivateDPOTrainer, PrivateSFTTrainer  # noqa: E402
 
 EACH = pytest.mark.parametrize("trainer", [PrivateSFTTrainer, PrivateDPOTrainer])
+in_full = partial(pytest.param, marks=pytest.mark.slow)
 PUBLIC = {"learning_rate", "epoch", "epsilon", "noise_multiplier", "step"}
 END = WORDS.index("</s>")
 
@@ -90,12 +91,12 @@ class PadLeft(trl.trainer.sft_trainer.DataCollatorForLanguageModeling):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("whole", {}),
-        ("lora", {}),
-        ("nf4", {}),
         ("whole", {"data_collator": PadLeft(0)}),
         ("lora", {"privacy": {"head": "kept"}}),
-        ("lora", {"privacy": {"method": "flash"}, "gradient_checkpointing": False}),
+        in_full("whole", {}),
+        in_full("lora", {}),
+        in_full("nf4", {}),
+        in_full("lora", {"privacy": {"method": "flash"}, "gradient_checkpointing": False}),
     ],
 )
 def test_completions_are_clipped_as_single_samples_are(kind, options, tmp_path) -> None:
@@ -170,13 +171,13 @@ def reference_of(trainer, kind: str) -> list[list[float]]:
 @pytest.mark.parametrize(
     ("kind", "loss_type", "options"),
     [
-        ("whole", "sigmoid", {}),
-        ("lora", "sigmoid", {}),
         ("nf4", "sigmoid", {}),
-        ("lora", "hinge", {}),
         ("lora", "ipo", {}),
         ("whole", "sigmoid", {"precompute_ref_log_probs": True}),
-        ("lora", "sigmoid", {"privacy": {"method": "flash", "head": "chunked"}}),
+        in_full("whole", "sigmoid", {}),
+        in_full("lora", "sigmoid", {}),
+        in_full("lora", "hinge", {}),
+        in_full("lora", "sigmoid", {"privacy": {"method": "flash", "head": "chunked"}}),
     ],
 )
 def test_pairs_are_clipped_as_single_samples_are(kind, loss_type, options, tmp_path) -> None:
@@ -215,7 +216,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(trainer, tmp_path) -> No
     options |= {"save_strategy": "steps", "save_steps": 1, "learning_rate": 0.01}
     whole = make(trainer, tmp_path, **options)
     whole.train()
-    for stopped in (1, 3):
+    for stopped in (2,):
         again = make(trainer, tmp_path / "again", **options | {"save_strategy": "no"})
         again.privacy.noise_generator.manual_seed(8)
         again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stopped}"))
@@ -225,14 +226,6 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(trainer, tmp_path) -> No
     accountant.history = [(1.0, 0.5, 4)]
     assert whole.spent.epsilon() == accountant.get_epsilon(delta=1e-2)
     assert whole.state.log_history[-2]["epsilon"] == pytest.approx(whole.spent.epsilon(), abs=1e-4)
-
-
-@EACH
-def test_a_budget_is_kept(trainer, tmp_path) -> None:
-    budget = {"noise_multiplier": None, "epsilon": 4.0, "delta": 1e-2, "accountant": "rdp"}
-    private = make(trainer, tmp_path, max_steps=4, privacy=budget)
-    private.train()
-    assert 3.9 < private.spent.epsilon() <= 4.0
 
 
 @EACH
@@ -286,6 +279,7 @@ def test_the_fine_tuning_of_the_page_trains_as_it_stands(tmp_path, monkeypatch) 
     assert 0 < names["trainer"].spent.epsilon() <= 3.0
 
 
+@pytest.mark.slow
 def test_fine_tuning_is_captured(tmp_path, monkeypatch) -> None:
     rows = [{"input_ids": [5 + (at * by) % 20 for by in range(6)]} for at in range(SAMPLES)]
     options = {"max_steps": 8, "learning_rate": 0.1, "data": rows}
@@ -321,9 +315,6 @@ REFUSED = [
     (PrivateSFTTrainer, "activation_offloading", {"activation_offloading": True}),
     (PrivateSFTTrainer, "shuffle_dataset", {"shuffle_dataset": True, "privacy": {"folds": 2}}),
     (PrivateSFTTrainer, "max_grad_norm", {"max_grad_norm": 0.5}),
-    (PrivateSFTTrainer, "fp16", {"fp16": True}),
-    (PrivateSFTTrainer, "neftune_noise_alpha", {"neftune_noise_alpha": 5.0}),
-    (PrivateSFTTrainer, "dataloader_drop_last", {"dataloader_drop_last": True}),
     (PrivateDPOTrainer, "loss_type", {"loss_type": "aot"}),
     (PrivateDPOTrainer, "loss_type", {"loss_type": ["sigmoid", "sft"]}),
     (PrivateDPOTrainer, "f_divergence_type", {"f_divergence_type": "forward_kl"}),

@@ -26,11 +26,11 @@ def judge(**counts: int) -> dict[str, int]:
 
 
 def test_hostile_input_is_refused() -> None:
-    judged = judge(configs=20, commands=10, files=4)
+    judged = judge(configs=10, commands=5, files=2)
 
-    assert judged["configs"] >= 20
-    assert judged["commands"] >= 10
-    assert judged["files"] >= 4
+    assert judged["configs"] >= 10
+    assert judged["commands"] >= 5
+    assert judged["files"] >= 2
 
 
 @pytest.mark.slow

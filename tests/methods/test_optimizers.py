@@ -9,7 +9,7 @@ from torch import nn
 from dpprof.predict.estimate import estimate
 from dpprof.subjects.optimizers import InBackward, make_optimizer
 
-WIDE = {"model": {"vocab_size": 64, "d_model": 64, "layers": 6, "heads": 2}}
+WIDE = {"model": {"vocab_size": 64, "d_model": 64, "layers": 3, "heads": 2}}
 WIDE |= {"method": "standard", "batch_size": 1, "seq_len": 4}
 
 
@@ -66,7 +66,7 @@ def test_gradients_of_few_parameters_live_at_a_time() -> None:
         return max(memory.timeline.components["gradients"])
 
     assert most("adamw-in-backward") == 4 * (64 * 256 + 256)  # of the widest layer
-    assert most("adamw") > 6 * 12 * 64**2 * 4
+    assert most("adamw") > 3 * 12 * 64**2 * 4
 
 
 @pytest.mark.parametrize(

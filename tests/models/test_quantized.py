@@ -143,11 +143,6 @@ def test_products_read_the_int8_weight_that_was_moved() -> None:
     assert all(one.SCB.device == one.device for one in weights)
 
 
-def test_a_quantised_weight_is_not_trained() -> None:
-    with pytest.raises(UnsupportedError, match="'q_proj' asks for quantised weights, which cannot"):
-        build_model(make_qlora("llama", "nf4", trainable="q_proj"))
-
-
 def test_without_bitsandbytes_it_is_unsupported_in_a_sentence(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     import_bitsandbytes.cache_clear()

@@ -289,8 +289,14 @@ def weigh(device, x_BTd, weights_B, count):
     return triton_launch.launch_weigh(x_BTd, weights_B.to(device)).cpu()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sizes", [(3, 7, 11), (2, 16, 32), (1, 3, 5), (4, 1, 1)])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    one_in(
+        2,
+        [(3, 7, 11), (2, 16, 32), (1, 3, 5), (4, 1, 1)],
+        [torch.float32, torch.bfloat16, torch.float16],
+    ),
+)
 def test_samples_times_their_weights_are_rounded_once(place, sizes, dtype) -> None:
     x_BTd = draw(*sizes, 1, dtype)[0]
     weights_B = torch.rand(5) / 3
@@ -313,10 +319,10 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("changed", list(LOSSES))
-@pytest.mark.parametrize("V", [1, 16, 37])
+@pytest.mark.parametrize(
+    ("V", "changed", "is_weighted", "dtype"),
+    one_in(3, [1, 16, 37], LOSSES, [False, True], [torch.float32, torch.bfloat16]),
+)
 def test_losses_and_gradients_of_logits(place, V, changed, is_weighted, dtype) -> None:
     options = PLAIN | LOSSES[changed]
     random = torch.Generator().manual_seed(V)

@@ -60,23 +60,6 @@ def test_batches_of_any_structure_are_checked(kind) -> None:
         setup._replace(loss=mixing).check(batch)
 
 
-def test_a_clipping_is_checked_on_arguments_of_any_structure() -> None:
-    model = build_mlp()
-    clipping = BookKeeping(model, BOUND)
-    found = clipping.check(lambda a, words: points_loss(model, a.x, a.y), Pair(X, Y), ["a"] * B)  # noqa: ARG005
-
-    assert found.samples == B
-
-
-def test_a_clipping_is_checked_on_one_batch_of_a_data_loader() -> None:
-    model = build_mlp()
-    clipping = BookKeeping(model, BOUND)
-    assert clipping.check(lambda x, y: points_loss(model, x, y), {"y": Y, "x": X}).samples == B
-    assert clipping.check(lambda x, y: points_loss(model, x, y), Pair(X, Y)).samples == B
-    assert clipping.check(lambda p: points_loss(model, *p), {"p": [X, Y]}).samples == B
-    assert clipping.check(lambda one: points_loss(model, **one), {"x": X, "y": Y}).samples == B
-
-
 @pytest.mark.parametrize("looks_up", [True, False], ids=["fails", "is another one"])
 def test_weights_as_many_as_samples_are_named(looks_up) -> None:
     def loss(model, x, y, weights):

@@ -198,12 +198,6 @@ def test_each_layers_own_bound_is_known() -> None:
     assert setup._replace(private=private).check().parameters == 4
 
 
-def test_a_batch_may_be_a_dictionary() -> None:
-    x, y = points()
-    setup = with_dpprof(BookKeeping, build_mlp(), points_loss)
-    assert setup.check({"y": y, "x": x}).samples == B
-
-
 @pytest.mark.parametrize("way", ["flash-bk", "opacus hooks", "opacus ghost"])
 def test_it_leaves_everything_as_it_was(way) -> None:
     setup = model, loss, private = WAYS[way](build_mlp(), points_loss)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from private_loops import WAYS, ByHand, build_mlp, check_by_hand, points_loss, with_hooks
+from products import one_in
 from torch import nn
 from torch.distributions import Beta, Normal
 from torch.nn import functional
@@ -66,7 +67,23 @@ def several(model, x):
     return torch.stack([error(model, x + torch.randn_like(x), x) for _ in range(3)]).mean(0)
 
 
+def attend(model, x):
+    h = model(x)[:, None, :, None]
+    attended = functional.scaled_dot_product_attention(h, h, h, dropout_p=0.3)
+    return (attended[:, 0, :, 0] - x).square().mean(1)
+
+
+def augment_each(model, x):
+    own = [one * torch.rand(()) + torch.randn(D) for one in x]
+    return error(model, torch.stack(own) if own else x, x)
+
+
 OWN_ROWS = {
+    "dropout in attention": attend,
+    "a loop over samples": augment_each,
+    "columns that are left out": lambda m, x: error(
+        m, x.index_fill(1, torch.randperm(D)[:2], 0.0), x
+    ),
     "diffusion": diffusion,
     "a variational autoencoder": vae,
     "a GAN": gan,
@@ -86,8 +103,7 @@ OWN_ROWS = {
 }
 
 
-@pytest.mark.parametrize("way", [BookKeeping, FlashClipping])
-@pytest.mark.parametrize("kind", OWN_ROWS)
+@pytest.mark.parametrize(("kind", "way"), one_in(2, OWN_ROWS, [BookKeeping, FlashClipping]))
 def test_losses_that_draw_pass(kind, way) -> None:
     model = build()
     clipping = way(model, 0.3)
@@ -164,7 +180,13 @@ def drawn_from_others(model, x):
     return error(model, x, torch.poisson((x - x.mean(0)).exp()))
 
 
+def weighed(model, x):
+    losses = diffusion(model, x)
+    return losses / losses.detach().mean()
+
+
 WRONG = {
+    "weighed by a detached mean": weighed,
     "mixup": mixup,
     "mixup of NumPy": mixup_of_numpy,
     "rolled": rolled,
@@ -210,6 +232,14 @@ def test_loops_of_every_way_pass_and_a_wrong_scale_is_found(way) -> None:
         WAYS[way](build_mlp(), lambda m, x, y: noisy_loss(m, x, y) / len(x)).check()
 
 
+def test_the_mean_of_losses_that_draw_passes_and_a_sum_is_found() -> None:
+    of_mean = WAYS["opacus hooks"](build_mlp(), lambda *batch: noisy_loss(*batch).mean())
+    assert of_mean.check().max_relative_error < 1e-2
+    setup = WAYS["flash-bk"](build_mlp(), lambda m, x, y: len(x) * noisy_loss(m, x, y))
+    with pytest.raises(WrongTrainingError, match="4 times its loss alone: it depends on the size"):
+        setup.check()
+
+
 def test_loops_by_hand_may_draw_sample_by_sample() -> None:
     for model in (build_mlp(), nn.Linear(5, 3)):  # whose noise has the shape of samples
         found = check_by_hand(model, noisy_loss)
@@ -238,6 +268,7 @@ def test_loops_by_hand_may_draw_part_by_part() -> None:
         ("bound", "samples are clipped to a bound of 1"),
         ("no noise", "gets no noise"),
         ("noise", "the noise has a standard deviation of"),
+        ("seed", r"0\.weight gets the same noise in every step"),
         ("divided twice", "is divided twice by the expected batch size"),
         ("clears nothing", "a second step adds to the gradients of the first"),
     ],
@@ -249,7 +280,14 @@ def test_wrong_loops_by_hand_with_losses_that_draw_are_found(wrong, message) -> 
         check_by_hand(model, noisy_loss, wrong)
 
 
-def test_loops_by_hand_that_draw_with_numpy_in_another_order_are_refused() -> None:
+def test_loops_by_hand_that_draw_in_another_order_are_refused() -> None:
+    def several_at_once(model, x, y):
+        drawn_NB = torch.randn(3 * len(x), 5).view(3, len(x), 5)
+        return torch.stack([points_loss(model, x + drawn, y) for drawn in drawn_NB]).mean(0)
+
+    with pytest.raises(ValueError, match="draws the numbers of its losses in another order"):
+        check_by_hand(build_mlp(), several_at_once)
+
     def loss(model, x, y):
         return points_loss(model, x * np.random.rand(), y)  # noqa: NPY002
 

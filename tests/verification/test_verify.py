@@ -35,17 +35,21 @@ def plugin(monkeypatch):
     registry._entries.cache_clear()
 
 
+ONE = ("sdpa",)
+"""The attention with which methods are tried by default here."""
+
+
 @functools.cache
 def verify_once(method: str, model: str, attentions: tuple[str, ...]):
     with substitute(verify_module, "ATTENTIONS", attentions):
         return verify_module.verify(model, method)
 
 
-def found(method: str, model: str = "built-in", attentions: tuple[str, ...] = ATTENTIONS):
+def found(method: str, model: str = "built-in", attentions: tuple[str, ...] = ONE):
     return verify_once(method, model, attentions)
 
 
-def verdict(method: str, model: str = "built-in", attentions: tuple[str, ...] = ATTENTIONS):
+def verdict(method: str, model: str = "built-in", attentions: tuple[str, ...] = ONE):
     """The cases of which the verdict consists, and what they amount to."""
     cases = judged(found(method, model, attentions).cases)
     assert [(one.attention, one.batch_size, one.scenario) for one in cases] == [
@@ -54,9 +58,6 @@ def verdict(method: str, model: str = "built-in", attentions: tuple[str, ...] = 
     ]
     return cases, *judge(cases)
 
-
-ONE = ("sdpa",)
-"""The attention with which another package's methods are tried."""
 
 PAIRS = [(method, "built-in") for method in OWN]
 PAIRS += [(method, "test-scaled") for method in ("opacus-hooks", "opacus-ghost")]
@@ -70,12 +71,13 @@ MECHANISMS = {
 }
 
 
+@pytest.mark.parametrize("attentions", [ONE, pytest.param(ATTENTIONS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("method", "model"), PAIRS)
-def test_our_own_methods_are_verified(method, model) -> None:
-    cases, passed, reason = verdict(method, model)
+def test_our_own_methods_are_verified(method, model, attentions) -> None:
+    cases, passed, reason = verdict(method, model, attentions)
 
     assert (passed, reason) == (True, None)
-    assert found(method, model).mechanism == MECHANISMS.get(method, FLAT)
+    assert found(method, model, attentions).mechanism == MECHANISMS.get(method, FLAT)
     for one in cases:
         assert one.max_relative_error <= TOLERANCE
         assert one.references[-1] == "torch.func"
@@ -92,7 +94,7 @@ def test_some_samples_are_clipped_and_some_are_not() -> None:
 
 
 def test_groups_are_clipped_each_by_its_own_norm() -> None:
-    cases, passed, _ = verdict("test-right-by-parameter", attentions=ONE)
+    cases, passed, _ = verdict("test-right-by-parameter")
 
     assert passed
     for one in cases:
@@ -129,7 +131,7 @@ WRONG = {
 
 @pytest.mark.parametrize("method", WRONG)
 def test_what_is_wrong_is_caught_and_said(method) -> None:
-    cases, passed, reason = verdict(method, attentions=ONE)
+    cases, passed, reason = verdict(method)
 
     assert passed is False
     assert reason.startswith(WRONG[method])
@@ -138,10 +140,10 @@ def test_what_is_wrong_is_caught_and_said(method) -> None:
 
 
 def test_more_than_c_passes_under_another_name_with_a_word_on_it() -> None:
-    cases, passed, _ = verdict("test-each-to-c-told", attentions=ONE)
+    cases, passed, _ = verdict("test-each-to-c-told")
 
     assert passed
-    assert found("test-each-to-c-told", attentions=ONE).mechanism == "clipping by parameter"
+    assert found("test-each-to-c-told").mechanism == "clipping by parameter"
     assert cases[0].sensitivity == pytest.approx(29**0.5)
 
 
@@ -156,15 +158,15 @@ HOLED = {
 
 @pytest.mark.parametrize("method", HOLED)
 def test_a_lost_guarantee_is_a_hole_and_no_failure(method) -> None:
-    assert verdict(method, attentions=ONE)[1:] == (True, None)
-    assert name_holes(found(method, attentions=ONE).cases) == [HOLED[method]]
+    assert verdict(method)[1:] == (True, None)
+    assert name_holes(found(method).cases) == [HOLED[method]]
 
 
 def test_what_is_refused_is_no_hole() -> None:
-    cases = found("test-refuses-all", attentions=ONE).cases
+    cases = found("test-refuses-all").cases
     refused = {one.scenario: one.reason for one in cases if one.scenario in HOLES}
 
-    assert verdict("test-refuses-all", attentions=ONE)[1:] == (True, None)
+    assert verdict("test-refuses-all")[1:] == (True, None)
     assert name_holes(cases) == []
     assert refused == {
         "frozen later": "RuntimeError: parameters were frozen or thawed",
@@ -197,8 +199,8 @@ def test_our_own_private_methods_have_no_holes(method) -> None:
 
 
 def test_another_packages_right_method_passes_in_every_scenario() -> None:
-    assert verdict("test-right", attentions=ONE)[1:] == (True, None)
-    cases = found("test-right", attentions=ONE).cases
+    assert verdict("test-right")[1:] == (True, None)
+    cases = found("test-right").cases
 
     assert {one.outcome for one in cases} == {"passed"}
     assert {one.scenario for one in cases} == {*GRADIENT_SCENARIOS, *HOLES} - {"other padding"}
@@ -206,10 +208,7 @@ def test_another_packages_right_method_passes_in_every_scenario() -> None:
 
 @pytest.mark.parametrize("method", ["standard", "test-forgets-a-bias"])
 def test_a_guarantee_is_tried_only_where_there_is_one(method) -> None:
-    attentions = ATTENTIONS if method == "standard" else ONE
-    tried = [
-        one.outcome for one in found(method, attentions=attentions).cases if one.scenario in HOLES
-    ]
+    tried = [one.outcome for one in found(method).cases if one.scenario in HOLES]
 
     assert tried == {"standard": [], "test-forgets-a-bias": ["unknown"] * 5}[method]
 
@@ -225,7 +224,7 @@ def test_what_a_model_does_not_allow_is_not_tried() -> None:
 
 
 def test_a_method_that_refuses_some_cases_is_verified_for_the_others() -> None:
-    cases, passed, reason = verdict("test-only-sdpa")
+    cases, passed, reason = verdict("test-only-sdpa", attentions=ATTENTIONS)
 
     assert passed is True
     assert reason == "attention eager, B = 1: it knows no other attention"

@@ -23,6 +23,9 @@ SUPPORTED = [
     ("opacus-ghost", "ddp"),
     ("opacus-ghost", "fsdp"),
 ]
+QUICK = [("opacus-hooks", "ddp"), ("opacus-per-layer", "ddp"), ("opacus-ghost", "fsdp")]
+"""Gradients of samples, of layers, and norms alone; Opacus's own rules are those of one process."""
+
 GPT2 = {"hf": "tiny-gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 UNTIED = {**GPT2, "tie_word_embeddings": False}
 LLAMA = {"hf": "tiny-llama", "tie_word_embeddings": False}
@@ -49,7 +52,8 @@ def pool(pools) -> RankPool:
 @pytest.mark.parametrize(
     ("method", "kind", "fields"),
     [
-        *((method, kind, {}) for method, kind in SUPPORTED),
+        *((method, kind, {}) for method, kind in QUICK),
+        *(pytest.param(*one, {}, marks=pytest.mark.slow) for one in SUPPORTED if one not in QUICK),
         *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS),
     ],
 )
@@ -72,10 +76,12 @@ def test_weights_are_those_of_the_joint_batch(pool, method, kind, fields) -> Non
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
-        ("opacus-hooks", "ddp"),
         ("opacus-per-layer", "ddp"),
-        ("opacus-ghost", "ddp"),
         ("opacus-ghost", "fsdp"),
+        *(
+            pytest.param(method, "ddp", marks=pytest.mark.slow)
+            for method in ("opacus-hooks", "opacus-ghost")
+        ),
     ],
 )
 def test_the_step_is_that_of_opacus_privacy_engine(pool, method, kind) -> None:
