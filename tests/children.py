@@ -95,10 +95,6 @@ def tell_half_a_character() -> str:
     return "half a \ud800 character"
 
 
-def tell_threads() -> str:
-    return os.environ["OMP_NUM_THREADS"]
-
-
 def ask(function: str, *arguments: str, output: Path, timeout_s: float = 60) -> Ended[str]:
     with isolate(output, [cpu_slot(3)], lambda: "digest", __file__) as isolation:
         isolation.begin(PYTHONPATH=f"{HERE.parent / 'src'}:{HERE}")

@@ -42,19 +42,6 @@ def environment(folder: Path, number: int, source: Path = ROOT / "src") -> dict[
     return others | settings
 
 
-def occupy(folder: Path, uuid: str, *, used_bytes: int, load: int = 0) -> None:
-    """Have others use a GPU, from now on."""
-    path = folder / "gpus.json"
-    gpus = json.loads(path.read_text())
-    changed = [
-        gpu | ({"used_bytes": used_bytes, "load": load} if gpu["uuid"] == uuid else {})
-        for gpu in gpus
-    ]
-    written = path.with_suffix(".new")
-    written.write_text(json.dumps(changed))
-    written.replace(path)
-
-
 def profile_command(output: Path, *options: str) -> list[str]:
     """Return the command that profiles a small experiment."""
     fields = ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4"]

@@ -87,12 +87,6 @@ def test_a_method_that_fits_but_not_safely_is_not_the_advice(tmp_path) -> None:
     assert {o.method: o.verdict for o in advice.options}["opacus-hooks"] == "tight"
 
 
-def test_where_nothing_fits_nothing_is_best(tmp_path) -> None:
-    advice = ask(tmp_path, opacus_ghost=None, standard=1.0)
-
-    assert (advice.best, advice.options[0].verdict) == (None, "does not fit")
-
-
 def test_without_a_predicted_time_methods_that_fit_are_not_ranked(tmp_path) -> None:
     found = result(tmp_path, "opacus-hooks", 1.0)
     advice = advise([found.model_copy(update={"time": None})], "this machine", {})

@@ -4,10 +4,8 @@ import csv
 
 import pandas as pd
 import pytest
-from factory import make_experiment, make_memory, write_manifest, write_runs
 
-from dpprof.ask.commands.tables import main
-from dpprof.results.analysis.tables.frames import TableFolder, read_table, write_frame, write_rows
+from dpprof.results.analysis.tables.frames import read_table, write_frame, write_rows
 
 WRITTEN = {
     "=1+1": "'=1+1",
@@ -50,22 +48,3 @@ def test_texts_are_read_as_they_were_and_numbers_stay_numbers(tmp_path) -> None:
     assert found["kind"].isna().all()
     assert found["other"].tolist() == [-0.5] * len(frame)
     assert path.read_text(encoding="utf-8").splitlines()[-1] == ",,-0.5"
-
-
-def test_what_a_run_says_reaches_figures_and_report_as_it_was(tmp_path) -> None:
-    recorded = make_memory({"parameters": 8})
-    recorded["memory"]["timeline"]["op"] = ["@x", "aten::mm", "-x"]
-    planned = write_runs(
-        tmp_path,
-        (make_experiment(method="flash"), "clean", {"outcome": "crashed", "message": "=1+1"}),
-        (make_experiment(method="standard"), "memory", {"recorded": recorded}),
-    )
-    manifest, tables = write_manifest(tmp_path, planned), tmp_path / "tables"
-    main([f"--manifest={manifest}", f"--output-dir={tables}"])
-
-    told = {name: (tables / f"{name}.csv").read_text() for name in ("runs", "timeline")}
-    assert ",'=1+1," in told["runs"]
-    assert [text in told["timeline"] for text in (",'@x,", ",aten::mm,", ",'-x,")] == [True] * 3
-    read = TableFolder(tables)
-    assert read["runs"]["error_message"].dropna().tolist() == ["=1+1"]
-    assert read["timeline"]["op"].tolist() == ["@x", "aten::mm", "-x"]

@@ -45,33 +45,11 @@ def test_smallest_fastest_and_their_ratios(tmp_path) -> None:
     assert row["fastest_verdict"] == "larger"
 
 
-def test_without_replicates_the_noise_is_unknown(tmp_path) -> None:
-    row = only_row(tmp_path, {STANDARD: [1.0], GHOST: [3.0], HOOKS: [2.0]})
-
-    assert not row["noise_known"]
-    assert pd.isna(row["not_slower"])
-    assert row["fastest_verdict"] is None
-
-
-def test_without_standard_there_is_no_ratio(tmp_path) -> None:
-    row = only_row(tmp_path, {GHOST: [3.0]}, {GHOST: 10})
-
-    assert (row["smallest"], row["fastest"]) == ("opacus-ghost", "opacus-ghost")
-    assert pd.isna(row["smallest_ratio"])
-    assert pd.isna(row["fastest_ratio"])
-
-
 def test_peaks_of_two_kinds_have_no_smallest(tmp_path) -> None:
     row = only_row(tmp_path, {GHOST: [3.0], HOOKS: [2.0]}, {GHOST: 10})
 
     assert pd.isna(row["smallest"])
     assert row["fastest"] == "opacus-hooks"
-
-
-def test_settings_without_a_private_method_that_succeeded_are_left_out(tmp_path) -> None:
-    runs = (STANDARD, "clean", {}), (GHOST, "clean", {"outcome": "oom"})
-
-    assert tables_of_runs(tmp_path, *runs)["settings"].empty
 
 
 def test_every_setting_has_a_row_and_methods_are_reduced_over_them(tmp_path) -> None:

@@ -17,10 +17,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_tables_are_read_as_they_were_written(folder) -> None:
-    assert TableFolder(folder)["samplers"].loc[0, "path"] == "hooks"
-
-
 def test_the_checksums_are_those_of_sha256sum(folder) -> None:
     done = subprocess.run(
         ["sha256sum", "--check", "--strict", SUMS], cwd=folder, capture_output=True, check=False

@@ -43,12 +43,6 @@ def row_of(table, experiment, **others):
     return found.iloc[0]
 
 
-def test_one_row_per_experiment_and_replicate(tables) -> None:
-    assert len(tables["runs"]) == 5
-    assert tables["runs"]["fragmentation"].isna().all()  # without a pool
-    assert row_of(tables["runs"], GHOST, replicate=1)["median_step_s"] == 4.0
-
-
 def test_medians_are_taken_over_processes(tables) -> None:
     ghost = row_of(tables["experiments"], GHOST)
 
@@ -149,14 +143,6 @@ def test_phases_components_and_samplers_are_rows(tmp_path) -> None:
     assert row_of(tables["samplers"], GHOST, layer="Linear")["path"] == "norm sampler"
 
 
-def test_allocated_peaks_are_preferred_and_not_compared_with_rss(tmp_path) -> None:
-    runs = many(STANDARD, [1.0]) + many(GHOST, [1.0], peak_allocated_bytes=100)
-    ghost = row_of(experiments_of(tmp_path, *runs), GHOST)
-
-    assert (ghost["peak_kind"], ghost["peak_bytes"]) == ("allocated", 100)
-    assert ghost["peak_ratio"] is None or math.isnan(ghost["peak_ratio"])
-
-
 def test_reserved_and_resident_memory_keep_their_spread(tmp_path) -> None:
     names = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
     sizes = [(60, 80, 500), (60, 100, 400)]
@@ -179,13 +165,6 @@ def test_outcomes_and_success_rate_per_method(tables) -> None:
     assert outcomes.loc["opacus-ghost", ["runs", "ok", "oom", "crashed"]].tolist() == [4, 3, 1, 0]
     assert outcomes.loc["opacus-ghost", "success_rate"] == 0.75
     assert outcomes.loc["standard", "success_rate"] == 1.0
-
-
-def test_a_failure_keeps_kind_phase_message_and_log(tables) -> None:
-    failed = row_of(tables["runs"], OTHER_BATCH)
-
-    columns = ["outcome", "error_kind", "error_phase", "error_message", "error_log"]
-    assert failed[columns].tolist() == ["oom", "SyntheticError", "backward", "no room", "x.log"]
 
 
 def test_steps_keep_raw_samples_with_warm_up_apart(tables) -> None:
@@ -222,13 +201,6 @@ def test_results_of_older_code_are_marked(tmp_path) -> None:
 
     assert row_of(runs, STANDARD)["code_is_current"]
     assert not row_of(runs, GHOST)["code_is_current"]
-
-
-def test_no_results_at_all_still_make_tables(tmp_path) -> None:
-    tables = build_tables(collect(make_manifest((STANDARD, 0)), tmp_path, partial=True))
-
-    assert all(list(table.columns) for table in tables.values())
-    assert tables["runs"].empty
 
 
 def test_what_a_result_does_not_say_of_its_machine_is_unknown(tmp_path) -> None:

@@ -36,21 +36,6 @@ def test_mfu_by_hand() -> None:
     assert mfu == pytest.approx(0.129164, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("model", "batch", "time", "expected"),
-    [(1, 1, 1, 0.25), (2, 1, 1, 0.5), (1, 2, 1, 0.5), (1, 1, 2, 0.125), (2, 2, 2, 0.5)],
-)
-def test_doubling_model_batch_and_time(tmp_path, model, batch, time, expected) -> None:
-    """Through result files and tables: 4 s a step, peak 200 FLOP/s, 200 FLOPs a step."""
-    experiment = make_experiment(batch_size=2 * batch)
-    flops = {"model_flops": 200 * model * batch, "executed_flops": 400 * model * batch}
-    costs = tables_of(tmp_path, experiment, 4.0 * time, **flops, peak=200)["costs"]
-
-    assert costs["mfu"].tolist() == [pytest.approx(expected)]
-    assert costs["hfu"].tolist() == [pytest.approx(2 * expected)]
-    assert costs["peak_source"].tolist() == ["a data sheet"]
-
-
 def row_of(root, *runs, ceilings=None):
     """Return the costs of an experiment whose memory was recorded, and the tables."""
     recorded = {"recorded": make_memory({"parameters": 4})}

@@ -38,40 +38,12 @@ def test_components_stand_by_their_difference_with_both_sides() -> None:
     assert [bar.difference_bytes for bar in subtract(A, B)] == [1000, -110, -2, 0]
 
 
-def test_layers_that_one_of_them_lacks_count_nothing_there() -> None:
-    _, gradients, *_ = subtract(A, B)
-
-    assert [plain(bar) for bar in gradients.bars] == [("head", 0, 80), ("tail", 0, 30)]
-
-
-def test_operators_of_one_name_are_told_apart_by_phase() -> None:
-    workspace = subtract(A, B)[2]
-    [outside] = workspace.bars
-
-    assert outside.name is None
-    assert [plain(bar) for bar in outside.bars] == [("mm (step)", 0, 4), ("mm (backward)", 7, 5)]
-
-
-def test_turning_the_two_around_turns_every_bar_around() -> None:
-    def turn(bars):
-        return {bar.name: (bar.b_bytes, bar.a_bytes, turn(bar.bars)) for bar in bars}
-
-    def keep(bars):
-        return {bar.name: (bar.a_bytes, bar.b_bytes, keep(bar.bars)) for bar in bars}
-
-    assert keep(subtract(B, A)) == turn(subtract(A, B))
-
-
 def test_a_difference_within_a_component_of_equal_size_is_one() -> None:
     moved = subtract([held("noise", "a", "normal", 5)], [held("noise", "b", "normal", 5)])
     born = subtract([held("noise", "a", "normal", 5)], [held("noise", "a", "zeros", 5)])
 
     assert [[bar.differs(depth) for depth in range(3)] for bar in moved] == [[False, True, True]]
     assert [[bar.differs(depth) for depth in range(3)] for bar in born] == [[False, False, True]]
-
-
-def test_nothing_against_nothing_has_no_bars() -> None:
-    assert subtract([], []) == ()
 
 
 def test_the_same_layer_of_every_block_is_one_bar() -> None:

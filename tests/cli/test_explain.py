@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 
 import pytest
@@ -124,19 +123,6 @@ def test_a_file_that_is_no_good_result_is_named_and_may_stay(
     assert "delete" not in said
 
 
-def test_a_result_without_what_is_needed_says_which_instrument_to_run(a, tmp_path, capsys) -> None:
-    clean = write(tmp_path, "standard", instrument="clean", recorded=None)
-    failed = write(tmp_path, "standard", outcome="killed", message="out of\nmemory")
-
-    assert refused(capsys, a, clean) == (
-        f"error: {clean}: the instrument clean does not record what was live at the peak; run one "
-        "of these instead: memory, estimate, capacity"
-    )
-    assert refused(capsys, failed, a) == (
-        f"error: {failed}: the run ended as killed, so its memory is unknown: out of memory"
-    )
-
-
 def test_one_file_twice_is_refused_however_it_is_named(a, tmp_path, capsys) -> None:
     link = tmp_path / "link.json"
     link.symlink_to(a)
@@ -165,12 +151,6 @@ def test_another_loop_is_predicted_beside_a_run(tmp_path, capsys, monkeypatch) -
     assert of_b.startswith("standard (loop opacus-tutorial): Opacus, tutorials/")
     assert refused(capsys, a) == "error: B: give another result, or --loop, and not both"
     assert "--loop: 'x' is not allowed; it must be" in refused(capsys, a, "--loop", "x")
-
-
-def test_a_copy_needs_the_same(a, tmp_path, capsys) -> None:
-    copy = shutil.copy(a, tmp_path / "copy.json")
-
-    assert told(capsys, a, copy).startswith("flash (A) and flash (B) need the same: 1.1 KiB.")
 
 
 WRONG = {

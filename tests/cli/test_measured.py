@@ -47,7 +47,11 @@ def result() -> SimpleNamespace:
     [
         ({"keep_logits": True}, "0.0% more measured: --keep-logits next-forward, or --loop timm"),
         ({"loss_dtype": "logits"}, "0.0% more measured: --loss-dtype logits"),
-        ({"loop": "torchtune"}, "0.0% more measured: --loop torchtune"),
+        pytest.param(
+            {"loop": "torchtune"},
+            "0.0% more measured: --loop torchtune",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_peak_of_another_loop_is_explained_by_it(result, loop, said) -> None:

@@ -103,21 +103,6 @@ def test_a_full_disk_is_a_sentence_and_keeps_what_was_there(tmp_path) -> None:
     assert list(tmp_path.rglob(".*")) == []
 
 
-def test_tables_are_made_of_results_behind_a_link(tmp_path) -> None:
-    checkout, scratch = tmp_path / "checkout", tmp_path / "deep" / "down" / "run7"
-    checkout.mkdir()
-    scratch.mkdir(parents=True)
-    (checkout / "results").symlink_to(scratch)
-    experiment = make_experiment()
-    planned = write_runs(checkout, (experiment, "clean", {}))
-    manifest = write_manifest(checkout, planned).relative_to(checkout)
-    options = ["--manifest", str(manifest), "--output-dir", "results/tables"]
-    done = call("tables", *options, cwd=checkout)
-
-    assert done.returncode == 0, done.stderr
-    assert experiment.id in (scratch / "tables" / "runs.csv").read_text()
-
-
 def test_every_field_of_an_experiment_is_an_option_with_help(tmp_path) -> None:
     text = call("profile", "--help", cwd=tmp_path).stdout
 

@@ -95,17 +95,6 @@ def test_the_line_is_seen_however_far_it_is(tmp_path) -> None:
     assert axis.get_xlim()[1] > L4.memory_bytes / GIB
 
 
-def test_every_batch_length_and_target_has_a_panel(tmp_path) -> None:
-    sizes = (2, 8), (4, 8), (4, 16)
-    runs = [estimate(batch_size=b, seq_len=t) for b, t in sizes]
-    figure = draw_predicted(tables_of_runs(tmp_path, *runs, estimate(target="h200")))
-
-    assert {axis.get_title("right").partition(", ")[2] for axis in figure.axes if axis.axison} == {
-        "T = 4, B = 2 on h200",
-        *(f"T = {t}, B = {b} on l4" for b, t in sizes),
-    }
-
-
 def test_this_machine_is_a_target_without_a_line(tmp_path) -> None:
     figure = draw_predicted(tables_of_runs(tmp_path, estimate(device="cpu", target="cpu")))
 

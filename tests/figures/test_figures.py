@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pandas as pd
 import pytest
-from drawing import FIGURES, GROWTH, METHODS, draw, tables_of, typical_first
+from drawing import FIGURES, GROWTH, METHODS, draw, tables_of
 from factory import make_experiment, tables_of_runs
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -86,14 +86,6 @@ def test_every_axis_says_its_quantity_and_unit_and_the_figure_a_sentence(name, d
 
     assert told == AXES[name] * (len(shown) // len(AXES[name]))
     assert drawn(name).get_label().endswith("." if name != "outcomes" else "")
-
-
-@pytest.mark.parametrize("name", typical_first())
-def test_saved_as_picture_and_as_vectors(name, drawn, tmp_path) -> None:
-    for kind, start in (("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")):
-        path = tmp_path / f"x.{kind}"
-        drawn(name).savefig(path)
-        assert path.read_bytes().startswith(start)
 
 
 @pytest.mark.parametrize("name", FIGURES)

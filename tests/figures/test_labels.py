@@ -2,29 +2,12 @@
 
 import itertools
 
-import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from dpprof.results.figures.labels import label_ends, label_points, spread
+from dpprof.results.figures.labels import label_ends, label_points
 from dpprof.results.figures.style import method_style, new_figure
 
 METHODS = ("standard", "flash", "flash-bk", "microbatch", "opacus-ew", "opacus-ghost", "per-layer")
-
-
-@pytest.mark.parametrize(
-    ("heights", "moved"),
-    [
-        ([], []),
-        ([0.5], [0.5]),
-        ([0.1, 0.5], [0.1, 0.5]),
-        # Two in one place share its middle, a gap of 0.2 apart.
-        ([0.5, 0.5], [0.4, 0.6]),
-        # The pair from 0.4 to 0.6 is too near to 0.7: three share the middle of all.
-        ([0.5, 0.5, 0.7], [0.3667, 0.5667, 0.7667]),
-    ],
-)
-def test_heights_move_apart_as_little_as_possible(heights, moved) -> None:
-    assert spread(heights, 0.2) == pytest.approx(moved, abs=1e-4)
 
 
 def boxes_of(figure, axis):

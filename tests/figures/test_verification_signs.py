@@ -1,7 +1,7 @@
 """Methods that are not verified, or another mechanism, bear a sign in every figure."""
 
 import pytest
-from drawing import FIGURES, draw, texts_of, typical_first
+from drawing import draw, texts_of, typical_first
 from matplotlib.figure import Figure
 
 from dpprof.results.figures.style import mark_methods
@@ -10,7 +10,7 @@ DAGGER, DOUBLE_DAGGER = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 DAGGERED = "opacus-ghost \N{DAGGER}"
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", typical_first())
 def test_the_method_is_marked_and_no_other_and_a_hostile_name_is_drawn_as_it_is(name, full) -> None:
     evil = r"a_b%c&d#e$f{g}~h^i\j<k>l$x$"
     tables = {stem: table.replace({"opacus-ghost": evil}) for stem, table in full.items()}

@@ -131,8 +131,8 @@ def test_a_guess_that_is_not_confirmed_changes_no_answer(wrong, monkeypatch) -> 
         assert told.estimates[batch_size] == wanted.estimates[batch_size]
 
 
-@pytest.mark.parametrize("compared", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_large_batch_with_steps_of_its_own_needs_few_traces(compared, monkeypatch) -> None:
+@pytest.mark.slow
+def test_a_large_batch_with_steps_of_its_own_needs_few_traces(monkeypatch) -> None:
     """From 513 samples the norm of a lookup takes its columns in four parts."""
     fields = {"model": MODEL | {"d_model": 64, "layers": 7}, "method": "flash-bk", "seq_len": 512}
     fields |= {"device": "cuda", "target": TARGET, "memory_limit_bytes": 13 * 2**30}
@@ -146,8 +146,6 @@ def test_a_large_batch_with_steps_of_its_own_needs_few_traces(compared, monkeypa
     told = capacity.measure(experiment, lambda _: None).capacity
     assert told.safe_batch_size > 512
     assert len(set(traced)) <= 10
-    if not compared:
-        return
 
     monkeypatch.setattr(_Family, "reaches", lambda family, batch: family.has_measured(batch))
     wanted = capacity.measure(experiment, lambda _: None).capacity

@@ -10,7 +10,7 @@ from steps import flat_gradient, prepare
 from dpprof.measure.instruments.memory import measure
 from dpprof.predict.estimate import estimate
 from dpprof.private.errors import UnsupportedError
-from dpprof.subjects.methods.losses import find_known_head, losses_of
+from dpprof.subjects.methods.losses import losses_of
 from dpprof.subjects.setup import import_method, set_up
 
 WIDE = {"vocab_size": 5_000, "d_model": 16, "layers": 2, "heads": 2}
@@ -52,7 +52,10 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "opt", *OTHERS])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", *OTHERS, *(pytest.param(one, marks=pytest.mark.slow) for one in ("llama", "opt"))],
+)
 def test_hugging_faces_heads_have_the_loss_of_their_logits(name, tmp_path) -> None:
     model = f"hf:tiny-{name}"
     if name in OTHERS:
@@ -70,17 +73,13 @@ def test_hugging_faces_heads_have_the_loss_of_their_logits(name, tmp_path) -> No
     torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
 
 
-def test_what_scales_a_cohere_is_not_forgotten(tmp_path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(SMALL | {"model_type": "cohere", "logit_scale": 0.25}), "utf-8")
-    experiment = make_experiment(method="flash-bk", model=f"hf:{path}", head="chunked")
-    module = set_up(experiment, import_method(experiment), torch.device("cpu"), _ignore).step.module
-
-    assert find_known_head(module, experiment).scale == 0.25
-
-
 @pytest.mark.parametrize(
-    ("method", "head"), [("standard", "chunked"), ("flash-bk", "chunked"), ("flash-bk", "kept")]
+    ("method", "head"),
+    [
+        ("flash-bk", "chunked"),
+        ("flash-bk", "kept"),
+        pytest.param("standard", "chunked", marks=pytest.mark.slow),
+    ],
 )
 def test_it_needs_less_memory_and_is_predicted_to_the_byte(method, head, monkeypatch) -> None:
     monkeypatch.setattr("dpprof.private.layers.head.CHUNK_BYTES", 2**16)
@@ -103,18 +102,9 @@ def test_it_needs_less_memory_and_is_predicted_to_the_byte(method, head, monkeyp
     assert held[0] < held[1]
 
 
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"method": "opacus-hooks"}, "opacus-hooks does not run with head chunked"),
-    ],
-)
-def test_what_cannot_have_it_is_unsupported(fields, why) -> None:
-    with pytest.raises(UnsupportedError, match=why):
-        estimate(make_experiment(**fields, head="chunked"), _ignore)
-
-
-def test_an_architecture_that_is_not_known_is_unsupported(tmp_path) -> None:
+def test_a_method_or_an_architecture_that_cannot_have_it_is_unsupported(tmp_path) -> None:
+    with pytest.raises(UnsupportedError, match="opacus-hooks does not run with head chunked"):
+        estimate(make_experiment(method="opacus-hooks", head="chunked"), _ignore)
     path = tmp_path / "config.json"
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 2}
     path.write_text(json.dumps({"model_type": "codegen", "vocab_size": 300, **sizes}), "utf-8")

@@ -145,12 +145,6 @@ def test_a_gpu_is_waited_for_until_others_have_left_it(gpus, run, capsys, monkey
     assert capsys.readouterr().err.count("waiting for others, who hold 60.0 GiB") == 1
 
 
-def test_waiting_has_an_end(gpus, run) -> None:
-    gpus.held |= {"GPU-a": 60 * GIB, "GPU-c": 60 * GIB}
-
-    assert run(wait_for_idle_gpu_s=0.01).attempts[-1].others_before.memory_bytes == 60 * GIB
-
-
 def test_who_waits_takes_a_gpu_that_is_idle_already(gpus, run) -> None:
     gpus.held["GPU-a"] = 60 * GIB
 
@@ -168,16 +162,6 @@ def test_a_gpu_that_others_do_not_leave_is_refused_and_nothing_runs(gpus, run) -
     )
     assert [attempt.others_before.memory_bytes for attempt in result.attempts] == [60 * GIB]
     assert gpus.held["GPU-a"] == 60 * GIB  # what runs adds to that
-
-
-def test_with_refuse_a_gpu_runs_once_others_have_left_it(gpus, run, monkeypatch) -> None:
-    gpus.held |= {"GPU-a": 60 * GIB, "GPU-c": 60 * GIB}
-    monkeypatch.setattr(
-        gpu_contention.time, "sleep", lambda _: gpus.looks > 60 and gpus.held.update({"GPU-c": 0})
-    )
-    result = run(busy_gpu="refuse", wait_for_idle_gpu_s=600)
-
-    assert (result.outcome, result.device["uuid"]) == ("ok", "GPU-c")
 
 
 def test_others_who_come_after_a_crash_have_its_second_attempt_refused(gpus, run) -> None:

@@ -32,10 +32,6 @@ def test_however_a_child_ends_the_reason_is_told(output, ending) -> None:
     assert ("ValueError: no" in ended.output) == (ending == "fail")
 
 
-def test_a_child_has_the_threads_of_its_device(output) -> None:
-    assert ask("tell_threads", output=output).answer == "3"
-
-
 def test_an_answer_that_cannot_be_encoded_is_spelled(output) -> None:
     assert ask("tell_half_a_character", output=output).answer == "half a \\ud800 character"
 

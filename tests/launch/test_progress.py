@@ -1,4 +1,3 @@
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -50,14 +49,6 @@ def test_the_announcement_counts_what_has_ended(sweep, capsys) -> None:
     assert capsys.readouterr().err == "dpprof: [2/5] b, about 2 min 0 s left\n"
 
 
-def test_a_cut_line_is_passed_over(sweep) -> None:
-    conclude("a", 10.0)
-    with sweep.open("a") as file:
-        file.write('{"run": "b", "wa')
-
-    assert Progress.current().seconds_left() == 4 * 10.0
-
-
 @pytest.mark.parametrize("text", ["", "[]", "[1]", "[" * 100_000, "[" + "1" * 10_000 + "]", "\0"])
 def test_a_damaged_or_missing_file_costs_nothing(sweep, text) -> None:
     sweep.write_text(text)
@@ -68,7 +59,7 @@ def test_a_damaged_or_missing_file_costs_nothing(sweep, text) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["[]", "[" * 100_000, '{"b": null}', '{"b": "x"}']
+    ["[]", "[" * 100_000, '{"b": null}', '{"b": "x"}', '{"run": "b", "wa']
     + [f'{{"b": {number}}}' for number in ("NaN", "Infinity", "1e308", "-1")],
 )
 def test_a_line_that_nobody_wrote_is_passed_over(sweep, line) -> None:
@@ -87,19 +78,6 @@ def test_a_folder_in_its_place_costs_the_progress_and_not_the_sweep(tmp_path, mo
     Progress.start(tmp_path / "p.jsonl", [("a", make_experiment())])
 
     assert Progress.current() is None
-
-
-def test_outside_a_sweep_there_is_no_progress(monkeypatch) -> None:
-    monkeypatch.delenv("DPPROF_PROGRESS", raising=False)
-
-    assert Progress.current() is None
-
-
-def test_the_file_is_one_json_a_line(sweep) -> None:
-    conclude("a", 1.0)
-
-    lines = [json.loads(line) for line in sweep.read_text().splitlines()]
-    assert [list(line)[:1] for line in lines] == [["a"], ["began"], ["a"]]
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path, monkeypatch) -> None:
     assert result.ranks is None
 
 
+@pytest.mark.slow
 def test_a_rank_without_memory_ends_all_and_is_named(tmp_path) -> None:
     result = supervised(tmp_path, "test-rank-1-has-no-room")
 

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from children import wait_for
-from fake_gpus import environment, occupy, profile_command
+from fake_gpus import environment, profile_command
 
 from dpprof.experiments.records.result import Result, read_result
 
@@ -55,17 +55,3 @@ def test_two_gpus_run_two_of_four_at_once_and_a_killed_supervisor_frees_its_own(
         for (_, end), (begin, _) in itertools.pairwise(sorted(intervals)):
             assert end <= begin
     assert not (tmp_path / "victim.json").exists()
-
-
-def test_others_who_leave_while_they_are_waited_for_are_not_beside_the_run(tmp_path) -> None:
-    variables = environment(tmp_path, 1)
-    occupy(tmp_path, "GPU-0", used_bytes=0, load=80)
-    options = ("--instrument=test-measures", "--wait-for-idle-gpu-s=600")
-    process = start(tmp_path / "x.json", variables, *options)
-    said = next(line for line in process.stderr if "waiting" in line)
-    occupy(tmp_path, "GPU-0", used_bytes=0)
-    process.communicate(timeout=120)
-    result = read_result(tmp_path / "x.json")
-
-    assert "waiting for others, who hold 0.0 GiB and 80% of the time of GPU-0" in said
-    assert (result.outcome, result.attempts[-1].others_before.load) == ("ok", 0.0)

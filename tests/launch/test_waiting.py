@@ -34,23 +34,11 @@ def test_what_is_there_at_the_second_look_is_found_without_a_word(clock, looks) 
     assert clock.s == len(looks) - 1
 
 
-def test_what_comes_in_time_is_found(clock) -> None:
-    told: list[float] = []
-    look = lambda: "here" if clock.s >= 5.0 else None  # noqa: E731
-
-    assert wait_for(look, told.append, longest_s=6.0, every_s=1.0) == "here"
-    assert (clock.s, told) == (5.0, [1.0])
-
-
 def test_a_wait_ends_exactly_at_its_bound(clock) -> None:
     told: list[float] = []
 
     assert wait_for(lambda: None, told.append, longest_s=2.5, every_s=1.0) is None
     assert (clock.s, told) == (2.5, [1.0])
-
-
-def test_who_may_not_wait_looks_once_and_is_told_nothing(clock) -> None:
-    assert wait_for(lambda: None, never, longest_s=0.0, every_s=1.0) is None
 
 
 def test_a_night_is_told_at_growing_intervals_and_then_every_hour(clock) -> None:

@@ -28,7 +28,6 @@ LONG = MODEL | {"vocab_size": DRAWN_IN_TURN // 16 + 1}
 QUICK = [
     ("flash-bk", {"model": LONG}),
     ("standard", {"optimizer": "sgd"}),
-    ("flash-bk", {}),
     ("opacus-ew", {}),
     ("opacus-ghost", {"attention": "opacus"}),
     ("opacus-hooks", {"dtype": "bfloat16"}),

@@ -35,14 +35,13 @@ def make(model, method: str, **fields):
 
 
 QUICK = [
-    ("gpt2", "flash-bk", PADDED),
+    ("gpt2", "flash-bk", {"optimizer": "lamb"} | PADDED),
     ("llama", "opacus-ghost", LORA | PADDED),
     ("llama", "flash-bk", in_16_bits("float16", loss_scale=1024, keep_logits=True, **LORA)),
     ("gpt2", "flash-bk", {"loop": "hf-manual"} | PADDED),
     ("llama", "standard", {"loop": "hf-trainer", "dtype": "bfloat16"}),
     ("gemma2", "flash-bk", {"loop": "torchtune", "dtype": "bfloat16"}),
     ("llama", "standard", {"optimizer": "adamw-in-backward", "checkpointing": "non-reentrant"}),
-    ("gpt2", "flash-bk", {"optimizer": "lamb"}),
     ("llama", "flash-bk", DORA | {"dtype": "bfloat16"}),
     ("gpt2", "standard", DORA),
     ("llama", "flash-bk", {"lora": "ia3"}),

@@ -19,9 +19,10 @@ from dpprof.predict.estimate import estimate
 from dpprof.private.errors import UnsupportedError
 
 QUICK = (
-    *("LSTM", "LSTM-3-both-dropout", "LSTM-projected", "LSTM-of-one", "GRU-both", "RNN-relu"),
+    *("LSTM-3-both-dropout", "LSTM-projected", "LSTM-of-one", "GRU-both", "RNN-relu"),
     *("Fourier", "stft", "MultiheadAttention-fused", "BatchNorm2d", "EmbeddingBag-max", "masked"),
 )
+RECURRENT = ("LSTM", "LSTM-2-dropout", "GRU-both", "RNN-2", "LSTM-projected")
 NOT_HERE = {
     nn.SyncBatchNorm: "it runs on GPUs alone",
     nn.RNNBase: "its subclasses are here",
@@ -57,7 +58,7 @@ def test_the_predicted_peak_is_the_recorded_one_and_that_of_the_allocator(kind) 
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
-        *(("LSTM-2-dropout", method) for method in ("flash-bk", "per-layer", "microbatch")),
+        ("LSTM-2-dropout", "flash-bk"),
         ("GRU", "flash"),
         *(
             pytest.param(kind, method, marks=pytest.mark.slow)
@@ -66,7 +67,7 @@ def test_the_predicted_peak_is_the_recorded_one_and_that_of_the_allocator(kind) 
         ),
         *(
             pytest.param(kind, method, marks=pytest.mark.slow)
-            for kind in ("LSTM", "GRU-both", "RNN-2", "LSTM-projected", "Bilinear")
+            for kind in (*RECURRENT, "Bilinear")
             for method in ("flash", "flash-bk", "per-layer", "microbatch")
         ),
         pytest.param("Fourier", "flash-bk", marks=pytest.mark.slow),

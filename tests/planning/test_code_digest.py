@@ -18,7 +18,6 @@ from dpprof.experiments.planning.code_digest import (
     measuring_files,
     read_anew,
     verdict_digest,
-    verified_as,
     verifying_files,
 )
 from dpprof.system.paths import PACKAGE
@@ -96,12 +95,6 @@ def test_a_verdict_depends_on_its_method_and_on_no_other_nor_on_the_report() -> 
     assert ghost != hooks
 
 
-def test_every_size_of_our_transformer_is_verified_as_one() -> None:
-    models = [make_experiment().model, "tiny", "small", "medium", "1b"]
-
-    assert {verified_as(make_experiment(model=model)) for model in models} == {"built-in"}
-
-
 def test_an_instrument_does_not_depend_on_another() -> None:
     clean, phases = (
         {file.name for file in measuring_files(name, "standard")} for name in ("clean", "phases")
@@ -124,14 +117,6 @@ def test_a_method_does_not_depend_on_another_nor_on_the_report() -> None:
     assert "subjects/methods/opacus/ghost.py" not in names
     assert not any(name.startswith(("report/", "figures/", "analysis/")) for name in names)
     assert "sweep.py" not in names
-
-
-def test_digests_differ_between_methods_and_not_between_our_models() -> None:
-    def digest(**fields) -> str:
-        return code_digest("clean", make_experiment(**fields))
-
-    assert digest(method="standard") != digest(method="microbatch")
-    assert digest(model="tiny") == digest(model="small") == digest()
 
 
 def test_what_parses_options_or_tells_progress_does_not_matter() -> None:

@@ -16,12 +16,6 @@ from dpprof.system.hardware import describe_cpu
 GPU = {"type": "cuda", "name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-1", "power_w": 70.0}
 
 
-def test_ceilings_come_back_as_they_were_written(tmp_path) -> None:
-    written = write_synthetic_ceilings(tmp_path, GPU)
-
-    assert read_ceilings(ceilings_path(tmp_path, "cuda-nvidia-h100-80gb-hbm3")) == written
-
-
 @pytest.mark.parametrize(
     ("description", "name"),
     [

@@ -16,12 +16,6 @@ def written(tmp_path):
     return result, result_path(tmp_path, "clean", experiment.id, 0)
 
 
-def test_a_result_is_read_back_whole(written) -> None:
-    result, path = written
-
-    assert read_result(path) == result
-
-
 def test_contract_keys_are_always_present_and_identity_comes_first(written) -> None:
     document = json.loads(written[1].read_text())
 

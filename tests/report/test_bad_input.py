@@ -3,11 +3,9 @@
 import itertools
 from functools import partial
 
-import pandas as pd
 import pytest
 from factory import make_experiment, make_memory, tables_of_runs
 from pypdf import PdfReader
-from reading import table_of
 
 from dpprof.results.report.content import build_document
 from dpprof.results.report.rendering.document import Drawing
@@ -91,11 +89,3 @@ def test_a_report_is_built_and_says_what_is_missing(case, tmp_path) -> None:
         assert "root:x:" not in content
         assert " nan" not in content.lower(), file
     assert not (tmp_path / "pwned").exists()
-
-
-def test_unknown_numbers_are_dashes_and_never_nan(tmp_path) -> None:
-    document = build_document(without_times(tmp_path), [])
-    cells = list(table_of(document, "Comparison")[0].values())
-
-    assert "-" in cells
-    assert not any(cell == str(pd.NA) or "nan" in cell.lower() for cell in cells)

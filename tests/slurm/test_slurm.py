@@ -18,7 +18,7 @@ from slurm.conftest import SlurmCheckout
 pytestmark = pytest.mark.workflow
 
 BESIDE, FAILS = (1, 2), 4
-CANCELLED, CANCELLED_AND_OUT_OF_TIME, REQUEUED = 5, 6, 7
+CANCELLED_AND_OUT_OF_TIME, REQUEUED = 5, 6
 """Batch sizes, by what becomes of their runs."""
 
 
@@ -47,7 +47,6 @@ class Story:
     def _go_on(self) -> None:
         """Ask for more runs, and do something to each job that begins."""
         to_do = {
-            CANCELLED: [self._cluster.cancel],
             CANCELLED_AND_OUT_OF_TIME: [self._cluster.cancel, self._cluster.end_by_time_limit],
             REQUEUED: [self._cluster.requeue],
         }
@@ -94,7 +93,6 @@ def test_a_sweep_survives_what_befalls_its_jobs_and_its_snakemake(
     several_gpus_work_at_once_and_each_has_one_job(story)
     what_outlives_a_killed_snakemake_is_kept(story)
     a_failing_experiment_is_a_row_of_the_report(story)
-    a_job_that_is_cancelled_once_is_tried_again(story)
     what_the_scheduler_ends_twice_is_killed_and_its_log_is_found(story)
     a_job_that_is_requeued_goes_on_under_its_number(story)
     no_copy_of_an_interrupted_result_is_left(story)
@@ -129,12 +127,6 @@ def a_failing_experiment_is_a_row_of_the_report(story: Story) -> None:
     assert runs.loc[FAILS, "outcome"] == "crashed"
     assert runs.loc[list(BESIDE), "outcome"].tolist() == ["ok"] * len(BESIDE)
     assert "this experiment fails" in story.checkout.report()
-
-
-def a_job_that_is_cancelled_once_is_tried_again(story: Story) -> None:
-    assert len(set(story.jobs[CANCELLED])) == 2
-    assert story.outcomes(CANCELLED) == ["killed", "ok"]
-    assert story.result(CANCELLED)["outcome"] == "ok"
 
 
 def what_the_scheduler_ends_twice_is_killed_and_its_log_is_found(story: Story) -> None:

@@ -111,12 +111,6 @@ def test_the_same_value_written_otherwise_is_the_same_experiment() -> None:
     assert Experiment.model_validate(limited).memory_limit_bytes == 2 * 2**30
 
 
-def test_a_mapping_of_dimensions_has_the_stem_custom() -> None:
-    dimensions = {"vocab_size": 10, "d_model": 8, "layers": 1, "heads": 4}
-
-    assert make_experiment(model=dimensions).id.startswith("custom-standard-b2-t4-")
-
-
 REFUSED = [
     {"batch_size": 0},
     {"batch_size": True},

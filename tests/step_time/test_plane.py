@@ -94,6 +94,7 @@ print(json.dumps([told["memory"], told["compute"], told["time"]["predicted_step_
 print(json.dumps(np.show_config(mode="dicts")["SIMD Extensions"]["found"]))
 """
 ASKED_ABOUT = [
+    {"model": "tiny", "method": "flash-bk", "batch_size": 4, "seq_len": 96},
     {"model": "small", "method": "flash-bk", "batch_size": 4, "seq_len": 96},
     {"model": "resnet20-gn", "method": "opacus-ghost", "seq_len": 1},
     {"model": "medium", "method": "flash", "seq_len": 320, "target": "b200"},

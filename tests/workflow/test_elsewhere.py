@@ -84,32 +84,43 @@ def test_another_workflow_uses_this_one_as_a_module(clone: Checkout, tmp_path: P
     assert not (clone.path / "results").exists()
 
 
-def test_results_go_where_directory_says(clone: Checkout, tmp_path: Path) -> None:
-    """The config beside the workflow serves where the folder has none of its own."""
-    planned = clone.planned(TABLES, "--directory", str(tmp_path))
-
-    assert [len(planned[rule]) for rule in ("profile", "verify", "ceilings")] == [2, 1, 1]
-    assert (tmp_path / "results" / "plan").is_dir()
-    assert not (clone.path / "results").exists()
-
-
-@pytest.mark.skipif(
+needs_storage = pytest.mark.skipif(
     not (shutil.which("rsync") and importlib.util.find_spec("snakemake_storage_plugin_fs")),
     reason="needs snakemake-storage-plugin-fs, and rsync, which it calls",
 )
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> tuple[str, ...]:
+    """Options by which results are in a storage, and all else in another folder."""
+    storage = ("--default-storage-provider", "fs", "--default-storage-prefix")
+    return (*storage, str(tmp_path / "store"), "--directory", str(tmp_path / "here"))
+
+
+@needs_storage
+def test_a_sweep_whose_results_are_in_a_storage_is_planned_here(
+    clone: Checkout, stored, tmp_path: Path
+) -> None:
+    planned = clone.planned(*stored)
+
+    counts = {rule: len(outputs) for rule, outputs in planned.items()}
+    assert [counts[rule] for rule in ("profile", "verify", "ceilings", "report")] == [2, 1, 1, 1]
+    assert [path.name for path in (tmp_path / "here" / "results").iterdir()] == ["plan"]
+
+
+@needs_storage
+@pytest.mark.slow
 def test_a_sweep_whose_results_are_in_a_storage_ends_in_its_report(
-    clone: Checkout, tmp_path: Path
+    clone: Checkout, stored, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    options = ("--default-storage-provider", "fs", "--default-storage-prefix", str(store))
-    here = ("--directory", str(tmp_path / "here"))
-    clone.snakemake(*options, *here)
+    clone.snakemake(*stored)
 
     assert outcomes(store / "results" / "clean") == ["ok"] * 2
     assert (store / "results" / "report.pdf").read_bytes().startswith(b"%PDF")
     assert [path.name for path in (tmp_path / "here" / "results").iterdir()] == ["plan"]
-    assert "Nothing to be done" in clone.snakemake(*options, *here, "-n")
-    said = clone.snakemake(*options, *here, "--config", "partial=true", status=1)
+    assert "Nothing to be done" in clone.snakemake(*stored, "-n")
+    said = clone.snakemake(*stored, "--config", "partial=true", status=1)
     assert "partial=true reports on what is in ./results; leave it out with a storage" in said
 
 
@@ -134,7 +145,9 @@ def test_a_python_without_torch_plans_the_same_and_runs_nothing(
     assert finished.results() == before
 
 
-def test_results_that_come_without_their_plan_count(finished: Checkout) -> None:
+def test_results_without_their_plan_count_and_an_unplanned_id_is_told(
+    finished: Checkout,
+) -> None:
     """Such as those that were copied from another machine, oldest first or not."""
     shutil.rmtree(finished.path / "results" / "plan")
     shutil.rmtree(finished.path / ".snakemake")
@@ -147,11 +160,7 @@ def test_results_that_come_without_their_plan_count(finished: Checkout) -> None:
 
     assert set(planned) == {"profile", "tables"}
     assert planned["profile"] == [stale.name]
-
-
-def test_an_id_that_nothing_planned_has_is_told(finished: Checkout) -> None:
     said = finished.snakemake("results/clean/tiny-standard-b1-t8-00000000.r0.json", status=1)
-
     assert "results/plan/specs/tiny-standard-b1-t8-00000000.json" in said
     assert "Missing input files for rule profile" in said
     assert "Traceback" not in said

@@ -29,6 +29,7 @@ def test_snakemakes_own_report_carries_reports_figures_and_tables(finished: Chec
     assert "checks that the" in text
 
 
+@pytest.mark.slow  # sweeps that end in their report run the same commands
 def test_commands_run_alone_on_existing_tables(finished: Checkout) -> None:
     tables, output = finished.path / "results" / "tables", finished.path / "alone"
     files = [f"--output={output}/figures/tradeoff.{kind}" for kind in ("svg", "pdf", "json")]
