@@ -153,8 +153,7 @@ def write_document(frame: pd.DataFrame, drawing: Picture, place: str) -> Documen
             lambda row: "none" if np.isnan(row["epsilon"]) else f"{row['epsilon']:g}"
         ),
     }
-    titles = dict(zip(LIBRARIES, LIBRARIES, strict=True)) | {"difference": "difference"}
-    measured = {title: _between(name) for title, name in titles.items()}
+    measured = {name: _between(name) for name in (*LIBRARIES, "difference")}
     timed = [name for name in (*LIBRARIES, "torch") if f"{name}_s" in libraries]
     seconds = {f"{name} (s)": column.amount(f"{name}_s") for name in timed}
     both = tabulate(

@@ -240,7 +240,9 @@ def summarise(pairs: Sequence[Pair]) -> list[str]:
         "own, a step waits for its host": [pair for pair in ours if pair.waits],
         "published": others,
         "published, all stated that a prediction needs": complete,
-        "published, the same batch": [pair for pair in others if _has_one_batch(pair)],
+        "published, the same batch": [
+            pair for pair in others if len({s.row.settings["batch_size"] for s in pair[:2]}) == 1
+        ],
     }
     for pair in others:
         groups.setdefault(pair.source, []).append(pair)
@@ -251,10 +253,6 @@ def summarise(pairs: Sequence[Pair]) -> list[str]:
         cells = f"{statistics.median(errors):.1%}", f"{inside} ({inside / len(group):.0%})"
         rows.append((name, len(group), *cells))
     return lay_out(("pairs", "number:", "median absolute error:", "inside:"), rows)
-
-
-def _has_one_batch(pair: Pair) -> bool:
-    return len({step.row.settings["batch_size"] for step in pair[:2]}) == 1
 
 
 def tabulate(pairs: Sequence[Pair]) -> str:

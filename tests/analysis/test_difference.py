@@ -5,7 +5,7 @@ import json
 from collections import Counter
 
 import pytest
-from factory import make_capacity, make_experiment, make_held, make_memory, write_synthetic
+from factory import make_capacity, make_experiment, make_held, write_synthetic
 
 from dpprof.ask.difference_text import Detail, list_rows, render_text
 from dpprof.experiments.config.validation import InputError
@@ -240,11 +240,6 @@ def test_a_result_that_cannot_be_explained_says_what_to_run(tmp_path) -> None:
     clean = write_synthetic(tmp_path, experiment)
     with pytest.raises(InputError, match=r"clean does not record .* memory, estimate, capacity$"):
         list_holdings(clean)
-    older = write_synthetic(
-        tmp_path, experiment, instrument="estimate", recorded=make_memory({"parameters": 8})
-    )
-    with pytest.raises(InputError, match=r"run the instrument estimate again$"):
-        list_holdings(older)
 
 
 def test_sizes_and_components_are_said_in_words() -> None:

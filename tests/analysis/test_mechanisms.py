@@ -4,7 +4,7 @@ import pytest
 from factory import PRIVACY, make_capacity, make_experiment, make_noise, write_synthetic
 
 from dpprof.ask.mechanisms import PricedMechanisms
-from dpprof.experiments.accounting.mechanism_plan import NoiseOfMechanism
+from dpprof.experiments.accounting.plan import NoiseOfMechanism
 from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.advice.mechanisms import exceed_memory, price_mechanisms
 

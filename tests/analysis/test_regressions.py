@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from factory import CPU, make_experiment, make_memory, make_predicted_time, write_synthetic
 
-from dpprof.experiments.records.comparison import FolderComparison
-from dpprof.experiments.records.regression_thresholds import Thresholds
+from dpprof.experiments.records.comparison import FolderComparison, Thresholds
 from dpprof.results.analysis.gate.regressions import Options, compare_folders, read_results_folder
 from dpprof.results.analysis.statistics import Sides, can_differ, compare_all
 

@@ -27,6 +27,7 @@ from dpprof.ask.advice_text import (
 from dpprof.ask.advise import list_questions
 from dpprof.ask.capacity import explain_batches, explain_safety
 from dpprof.ask.commands.main import main
+from dpprof.ask.layout import name_adapters
 from dpprof.ask.remedies import list_remedies
 from dpprof.experiments.config import registry
 from dpprof.experiments.planning.code_digest import verdict_digest
@@ -539,3 +540,17 @@ def test_another_packages_target_is_as_good_as_our_own(monkeypatch) -> None:
     compute = estimate(experiment, lambda _: None).compute
 
     assert (compute.peak_source, compute.peak_flops_per_s) == ("a board", 1e9)
+
+
+@pytest.mark.parametrize(
+    ("model", "lora", "named"),
+    [
+        ("own", None, ""),
+        ("own", "rank 16", " with LoRA (rank 16)"),
+        ("hf-llama-lora16", "rank 16", ""),
+        ("own", "IA3", " with IA3"),
+        ("hf-t5-ia3", "IA3", ""),
+    ],
+)
+def test_adapters_are_named_once(model, lora, named) -> None:
+    assert name_adapters(model, lora) == named

@@ -14,8 +14,7 @@ from snapshots import assert_reviewed, assert_sentences
 from dpprof.ask.compare import main
 from dpprof.ask.explain import main as explain
 from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.records.comparison import FolderComparison
-from dpprof.experiments.records.regression_thresholds import Thresholds
+from dpprof.experiments.records.comparison import FolderComparison, Thresholds
 from dpprof.predict.estimate import estimate
 
 SIZES = {"parameters": 800, "noise": 100}

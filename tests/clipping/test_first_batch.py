@@ -180,6 +180,19 @@ def test_a_graph_that_begins_to_reorder_samples_later_is_refused(reorder, way) -
             clipping.backward(reorder(squares(model, x)))
 
 
+@pytest.mark.parametrize("turn", [torch.transpose, lambda h, *axes: torch.roll(h, 1, axes[0])])
+def test_code_that_turns_another_axis_later_is_refused(turn, way) -> None:
+    axes = [(1, 2)]
+    model = between(lambda h: turn(h, *axes[-1]))
+    x = torch.randn(2, D, D)
+    clipping = way(model, 1.0)
+    clipping.backward(squares(model, x))
+    model.zero_grad()
+    axes.append((0, 1))
+    with pytest.raises(UnsupportedError):
+        clipping.backward(squares(model, torch.randn(D, D, D)))
+
+
 def test_samples_that_are_not_finite_do_not_stand_in_its_way(way) -> None:
     model = nn.Sequential(linear(), nn.Tanh(), linear())
     clipping = way(model, 0.5)

@@ -117,6 +117,36 @@ def test_settings_out_of_range_are_refused(settings, message) -> None:
         private(BookKeeping(model, 1.0), model, **settings)
 
 
+def test_hooks_of_a_step_see_gradients_with_noise(training) -> None:
+    model, clipping, optimizer = training
+    seen: list[bool] = []
+    look = lambda *_: seen.append(model.head.weight.grad is not None)  # noqa: E731
+    clipping.backward(model.losses(*batch()))
+    with optimizer.register_step_pre_hook(look), optimizer.register_step_post_hook(look):
+        optimizer.step()
+    assert seen == [True, True]
+
+
+def test_no_later_size_turns_noise_off(training) -> None:
+    *_, optimizer = training
+    optimizer.secure_mode = True  # whose noise of a negative scale was none
+    for size in (-4.0, inf, nan):
+        with pytest.raises(ValueError, match="must be positive and finite"):
+            optimizer.expected_batch_size = size
+    assert optimizer.expected_batch_size > 0
+
+
+def test_after_a_hook_that_failed_the_inner_optimizer_does_not_step_alone(training) -> None:
+    model, clipping, optimizer = training
+    optimizer.attach_step_hook(lambda _: 1 / 0)
+    clipping.backward(model.losses(*batch()))
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="asked to step on gradients without noise"):
+        optimizer.original_optimizer.step()
+
+
 def test_a_sum_needs_no_batch_size() -> None:
     model = build()
     clipping = BookKeeping(model, 1.0)
@@ -351,6 +381,8 @@ def test_secure_mode_needs_a_secure_generator_whenever_it_is_turned_on() -> None
     optimizer = private(BookKeeping(model, 1.0), model, generator=torch.Generator())
     with pytest.raises(ValueError, match="secure_mode needs a cryptographically secure generator"):
         optimizer.secure_mode = True
+    with pytest.raises(AttributeError, match="generator"):
+        optimizer.generator = torch.Generator().manual_seed(5)
 
 
 def test_noise_that_float32_rounds_away_is_refused(training) -> None:

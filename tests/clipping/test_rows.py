@@ -332,6 +332,7 @@ def by_outputs(change):
 REFUSED = {
     "flip": (by_rows(lambda y: y.flip(0)), "Flip"),
     "roll": (by_rows(lambda y: y.roll(1, 0)), "Roll"),
+    "a row later": (by_rows(lambda y: functional.pad(y[:-1], (1, 0))), "another order"),
     "roll by slices": (by_rows(lambda y: torch.cat([y[1:], y[:1]])), "another order"),
     "sort": (by_rows(lambda y: y.sort(0).values), "Sort"),
     "an index by data": (by_rows(lambda y: y[(-y).argsort()]), "an index picks"),

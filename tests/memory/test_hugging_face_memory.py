@@ -44,11 +44,24 @@ QUICK = [
     ("llama", "standard", {"optimizer": "adamw-in-backward", "checkpointing": "non-reentrant"}),
     ("llama", "flash-bk", DORA | {"dtype": "bfloat16"}),
     ("gpt2", "standard", DORA),
+    ("llama", "flash-bk", {"lora": "ia3"}),
 ]
+ACCUMULATED = {"accumulation": 4, "loop": "hf-trainer", "dtype": "bfloat16"}
 SLOW = [
     (model, method, lora | padding)
     for model, method, lora, padding in itertools.product(MODELS, REFUSED, ({}, LORA), ({}, PADDED))
     if lora or model not in REFUSED[method]
+]
+SLOW += [
+    ("llama", method, ACCUMULATED | fields)
+    for method in ("standard", "flash-bk")
+    for fields in ({}, LORA, LORA | {"checkpointing": "non-reentrant"})
+]
+SLOW += [
+    (model, method, {"lora": "ia3"} | fields)
+    for model in ("llama", "gpt2")
+    for method in ("standard", "flash-bk", "flash", "microbatch")
+    for fields in ({}, {"dtype": "bfloat16", "parameters_dtype": "bfloat16"})
 ]
 SLOW += [
     (model, method, DORA | fields)

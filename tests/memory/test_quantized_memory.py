@@ -29,9 +29,13 @@ PREPARED = {"dtype": "bfloat16", "autocast": False}
 QUICK = [
     ("llama", "flash-bk", {"quantization": "nf4", "optimizer": "adamw-8bit"} | ALL_IN_16_BITS),
     ("gemma2", "flash", {"quantization": "int8", "optimizer": "adafactor"}),
+    ("llama", "flash-bk", {"optimizer": "paged-adamw-32bit"}),
 ]
+PAGED = [{"optimizer": f"paged-adamw-{bits}bit"} for bits in (8, 32)]
 SLOW = list(itertools.product(MODELS, METHODS, [*BASES, *OPTIMIZERS]))
-SLOW += [("llama", method, one | {"lora": None}) for method in METHODS for one in OPTIMIZERS]
+SLOW += [
+    ("llama", method, one | {"lora": None}) for method in METHODS for one in [*OPTIMIZERS, *PAGED]
+]
 SLOW += [
     ("llama", "flash-bk", base | more)
     for base in BASES
@@ -127,6 +131,8 @@ def test_states_of_optimizers_take_the_bytes_that_they_state() -> None:
     in_8_bits = sum(2 * n + 2 * 4 * -(-n // 256) for n in vocabulary) + 2 * 4 * 256
     expected = {"adamw-8bit": in_8_bits + sum(8 * n for n in small)}
     # A float32 for each row and column of a matrix, for each element of a vector, and a count.
+    expected["paged-adamw-8bit"] = in_8_bits + sum(8 * n for n in small)
+    expected["paged-adamw-32bit"] = sum(8 * p.numel() for p in parameters)
     expected["adafactor"] = sum(4 * sum(p.shape) + 4 for p in parameters)
     for optimizer, nbytes in expected.items():
         experiment = make_qlora("llama", None, lora=None, optimizer=optimizer)

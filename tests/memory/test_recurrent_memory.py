@@ -53,6 +53,23 @@ def test_an_estimate_equals_what_is_recorded_but_for_an_operators_name(model, me
     assert bytes_of[0] == bytes_of[1]
 
 
+SIZES = {"kind": "GRU", "vocab_size": 40, "embedding": 6, "hidden": 5, "layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("method", "classes"),
+    [
+        ("flash-bk", None),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("standard", 3), ("flash", 3))),
+    ],
+)
+def test_a_network_of_stated_sizes_takes_what_is_predicted(method, classes) -> None:
+    _, fake = record_and_estimate(ask(SIZES | {"classes": classes}, method))
+
+    table, cells = 40 * 6, 3 * 5 * (6 + 5 + 2) + 3 * 5 * (5 + 5 + 2)
+    assert fake.model.parameters_total == table + cells + (classes or 40) * (5 + 1)
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"), [("char-lstm", 118_226), ("ptb-lstm-small", 4_653_200)]
 )

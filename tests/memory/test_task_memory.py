@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 from factory import make_experiment
 from memory_steps import record_and_estimate
 
@@ -10,6 +11,8 @@ from dpprof.experiments.config import registry
 from dpprof.measure.instruments.memory import measure
 from dpprof.predict.estimate import estimate
 from dpprof.private.errors import UnsupportedError
+from dpprof.private.layers.sample_losses import sample_losses
+from dpprof.subjects.setup import import_method, set_up
 
 MODELS = {
     "opacus-cnn": {"model": "opacus-cnn"},
@@ -18,11 +21,19 @@ MODELS = {
     **{
         f"{name} {task}": {"model": {"hf": f"tiny-{name}", "task": task}, "seq_len": 24}
         for name, task in itertools.product(
-            ("bert", "roberta"), ("sequence-classification", "token-classification", "masked-lm")
+            ("bert", "roberta"),
+            (
+                *("sequence-classification", "token-classification", "masked-lm"),
+                "question-answering",
+            ),
         )
     },
     "llama classes": {
         "model": {"hf": "tiny-llama", "task": "sequence-classification"},
+        "seq_len": 24,
+    },
+    "llama answers": {
+        "model": {"hf": "tiny-llama", "task": "question-answering"},
         "seq_len": 24,
     },
     "t5": {"model": "hf:tiny-t5", "seq_len": 24},
@@ -49,6 +60,7 @@ QUICK = [
     ("opacus-cnn", "flash-bk", {}),
     ("bert sequence-classification", "opacus-ghost", {"padding": 0.3}),
     ("t5", "flash-bk", {}),
+    ("bert question-answering", "flash-bk", {"padding": 0.3}),
     ("vit", "standard", {"loop": "hf-trainer", "optimizer": "sgd-momentum"}),
 ]
 SLOW = [
@@ -73,6 +85,13 @@ SLOW += [
     (model, "standard", {"loop": "hf-trainer"})
     for model in MODELS
     if not isinstance(MODELS[model]["model"], str) or MODELS[model]["model"].startswith("hf:")
+]
+
+
+SLOW += [
+    ("bert question-answering", "standard", {"loop": "hf-trainer"}),
+    ("llama answers", "standard", {"loop": "hf-trainer", "padding": 0.3}),
+    ("llama answers", "flash-bk", {"loop": "hf-trainer"}),
 ]
 
 
@@ -112,3 +131,22 @@ def test_padded_samples_have_no_model_flops_and_cudnns_workspace_is_unknown() ->
     )
     assert "workspace of convolution_backward" in of_images.memory.assumed
     assert of_images.time.predicted_step_s.rests_on["data sheet"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["standard", "flash-bk"])
+def test_the_loss_of_an_answer_is_transformers_own(method) -> None:
+    """The mean of two cross-entropies: of where an answer starts, and where it ends."""
+    experiments = [
+        make_experiment(**MODELS["llama answers"] | fields)
+        for fields in ({"method": method, "loss": "labels"}, {"method": "standard"})
+    ]
+    trainings = [
+        set_up(one, import_method(one), torch.device("cpu"), lambda *_: None) for one in experiments
+    ]
+    by_labels, of_logits = (training.step.module for training in trainings)
+    batch = trainings[0].batch
+    logits_B2T = of_logits(*batch.inputs[:-1])
+
+    expected = sample_losses(logits_B2T, batch.labels).mean()
+    torch.testing.assert_close(by_labels(*batch.inputs).mean(), expected)

@@ -8,8 +8,13 @@ from scripts import call
 from snapshots import assert_reviewed
 
 from dpprof.ask.compare import render_markdown, render_text
-from dpprof.experiments.records.comparison import ComparedFigure, FolderComparison, Run, Unlike
-from dpprof.experiments.records.regression_thresholds import Thresholds
+from dpprof.experiments.records.comparison import (
+    ComparedFigure,
+    FolderComparison,
+    Run,
+    Thresholds,
+    Unlike,
+)
 from dpprof.results.report.comparison import summarise
 from dpprof.results.report.content import build_document
 from dpprof.results.report.rendering.write import write_report

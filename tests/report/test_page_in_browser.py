@@ -38,7 +38,7 @@ from dpprof.results.analysis.collection import collect
 from dpprof.results.analysis.difference.difference import share_axis
 from dpprof.results.analysis.difference.waterfall import list_holdings, subtract
 from dpprof.results.analysis.tables.build import build_tables
-from dpprof.system.numbers import three_digits
+from dpprof.system.words import three_digits
 
 HOSTILE = (
     "</script><script>pwned=1</script><img src=x onerror=pwned=1> {{7*7}} ${7*7} a\u202eb =1+1"

@@ -20,7 +20,7 @@ from factory import (
 from reading import trust_of
 from snapshots import assert_reviewed
 
-from dpprof.experiments.accounting.mechanism_plan import NoiseOfMechanism
+from dpprof.experiments.accounting.plan import NoiseOfMechanism
 from dpprof.results.analysis.advice.budget import Planned
 from dpprof.results.analysis.collection import collect
 from dpprof.results.analysis.selection import find_trainings

@@ -28,6 +28,7 @@ from dpprof.experiments.records.record import write_record
 from dpprof.experiments.records.result import Failure, Result, read_result
 from dpprof.experiments.records.verdict import Verdict
 from dpprof.system.hardware import available_cores
+from dpprof.system.paths import find_checkout
 
 ROOT = Path(__file__).resolve().parents[2]
 _KEPT = ("python", "packages")
@@ -63,7 +64,8 @@ def answer_default_sweep(root: Path) -> None:
 
 def main() -> None:
     """Run from the command line."""
-    sys.path.pop(0)  # profile.py in this folder would hide the standard library's
+    if find_checkout() != ROOT:
+        sys.exit(f"answers would be those of {find_checkout()}; set PYTHONPATH={ROOT / 'src'}")
     with tempfile.TemporaryDirectory() as folder:
         for arguments in find_questions():
             print(shlex.join(["dpprof", *arguments]), flush=True)

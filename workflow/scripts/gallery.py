@@ -5,7 +5,6 @@ A figure for which that sweep has no results keeps the picture that it had.
 """
 
 import shutil
-import sys
 from pathlib import Path
 
 from dpprof.experiments.config import registry
@@ -62,5 +61,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # profile.py in this folder would hide the standard library's
     main()

@@ -16,8 +16,7 @@ from dpprof.results.analysis.advice.advice import (
 )
 from dpprof.results.analysis.advice.ratios import Ratio
 from dpprof.results.analysis.standings import find_signs, sign
-from dpprof.system.numbers import three_digits
-from dpprof.system.words import listed, plural
+from dpprof.system.words import listed, plural, three_digits
 
 SPEED = "tokens/s"
 _GIB = 2**30
@@ -84,8 +83,7 @@ def choose_columns(names: Iterable[str], advice: Advice) -> list[str]:
 
 
 def _name(advice: Advice) -> str:
-    is_told = advice.lora is None or "-lora" in advice.model
-    return advice.model if is_told else f"{advice.model} with LoRA ({advice.lora})"
+    return advice.model + layout.name_adapters(advice.model, advice.lora)
 
 
 def _name_target(advice: Advice) -> str:

@@ -9,6 +9,7 @@ from dpprof.ask.layout import (
     format_number,
     group_messages,
     lay_out,
+    name_adapters,
     name_settings,
 )
 from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan
@@ -16,8 +17,7 @@ from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.tasks import name_size
 from dpprof.experiments.records.budget import Budget, MethodCost
 from dpprof.results.analysis.standings import Marks, find_signs, sign
-from dpprof.system.numbers import three_digits
-from dpprof.system.words import listed, plural
+from dpprof.system.words import listed, plural, three_digits
 
 _OF_NOISE = (
     "Noise: of a step, the noise multiplier over the batch; of the training, that over the root of "
@@ -107,8 +107,7 @@ def tell_price(budget: Budget) -> str:
 def _tell_training(budget: Budget) -> str:
     """Say which training that is: model, budget, steps, batches and noise."""
     noise, privacy, best = budget.noise, budget.privacy, _find_best(_list_first(budget))
-    is_told = budget.lora is None or "-lora" in budget.model
-    trained = "" if is_told else f" with LoRA ({budget.lora})"
+    trained = name_adapters(budget.model, budget.lora)
     size = name_size(budget.seq_len, budget.image_size)
     micro = f" ({best.micro_batch_size:,} at a time)" if best else ""
     return (

@@ -15,8 +15,13 @@ from pydantic import ValidationError
 from dpprof.ask.commands.common import FILE, Parser, ending_in_a_sentence, names_of, path
 from dpprof.experiments.config.config_files import read_config_file
 from dpprof.experiments.config.validation import InputError, explain, refuse
-from dpprof.experiments.records.comparison import ACROSS, EXIT_STATUS, METRICS, FolderComparison
-from dpprof.experiments.records.regression_thresholds import Thresholds
+from dpprof.experiments.records.comparison import (
+    ACROSS,
+    EXIT_STATUS,
+    METRICS,
+    FolderComparison,
+    Thresholds,
+)
 from dpprof.results.analysis.gate.regressions import Options, compare_folders, read_results_folder
 from dpprof.results.report.comparison import HEADER, list_changes, list_remarks, summarise
 from dpprof.results.report.rendering.templates import escape_line, on_one_line

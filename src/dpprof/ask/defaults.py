@@ -5,7 +5,7 @@ from typing import Any
 
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.datasheets import find_by_device_name
-from dpprof.experiments.config.refusals import INDEPENDENT
+from dpprof.experiments.config.refusals import COUNTS_ON_HOST, INDEPENDENT
 from dpprof.experiments.config.target import Target
 from dpprof.experiments.config.validation import InputError, spell
 from dpprof.system.hardware import nvml, visible_gpus
@@ -22,7 +22,6 @@ DESCRIBED: Mapping[str, str] = {
 
 LOSS_SCALE = 65_536  # the scale of losses in float16: the first of ``torch.amp.GradScaler``
 
-_NOT_CAPTURED = ("adamw-8bit", "adafactor")
 _OTHERS_HOLD = 2**30
 """Others use a GPU of which more bytes are taken: less may be the driver's own."""
 
@@ -44,8 +43,9 @@ def add_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
         is_old = target.price_of("bfloat16") is not None
         usual |= {"dtype": "float16", "loss_scale": LOSS_SCALE} if is_old else {"dtype": "bfloat16"}
     settled = {**usual, **fields}
-    is_alone = settled.get("parallel") is None and settled["optimizer"] not in _NOT_CAPTURED
+    is_alone = settled.get("parallel") is None and settled["optimizer"] not in COUNTS_ON_HOST
     is_alone &= settled.get("noise_strategy", INDEPENDENT) == INDEPENDENT
+    is_alone &= str(settled.get("accumulation", 1)) == "1"
     if settled.get("method") in CAPTURED and is_alone:
         return {"execution": "graph", **settled}
     return settled

@@ -154,9 +154,14 @@ def format_estimate(result: Result) -> str:
     size = name_size(experiment.seq_len, experiment.image_size)
     loop = f"loop {experiment.loop}"
     settings = name_settings(experiment.dtype, experiment.optimizer, experiment.execution, loop)
-    where = f"{experiment.batch_size:,} x {size}, {settings}"
+    parts = f"{experiment.accumulation:,} x " if experiment.accumulation > 1 else ""
+    where = f"{parts}{experiment.batch_size:,} x {size}, {settings}"
     if experiment.parallel is not None:
         where += f", {experiment.parallel.text}; all of this is rank 0's"
+    if experiment.padding is not None and experiment.padding.packed:
+        where += "; packed rows count as full rows of one document, without a mask of several"
+    if experiment.optimizer.startswith("paged"):
+        where += "; pages count as on the GPU, which PyTorch's own figures leave out"
     experts = result.model.unquantized_experts_bytes if result.model is not None else 0
     if experts:
         where += (

@@ -28,7 +28,7 @@ from dpprof.experiments.config.validation import InputError, one_of, option_name
 from dpprof.experiments.planning.code_digest import read_anew
 from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.advice.advice import describe
-from dpprof.system.numbers import three_digits
+from dpprof.system.words import three_digits
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -54,6 +54,13 @@ def name_settings(*settings: str) -> str:
     return ", ".join(_EXECUTIONS.get(name, name) for name in settings if name not in _UNSAID)
 
 
+def name_adapters(model: str, lora: str | None) -> str:
+    """Say which adapters a model trains, unless its name does; empty where it has none."""
+    if lora is None or "-lora" in model or model.endswith("-ia3"):
+        return ""
+    return " with IA3" if lora == "IA3" else f" with LoRA ({lora})"
+
+
 def explain_trust(*bases: Mapping[str, float]) -> str:
     """Say in a line how far to trust an answer; ``bases`` are what predicted times rest on."""
     told = []

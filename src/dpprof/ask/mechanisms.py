@@ -17,25 +17,25 @@ from dpprof.ask.layout import (
     lay_out,
     name_settings,
 )
-from dpprof.experiments.accounting.mechanism_plan import (
+from dpprof.experiments.accounting.plan import (
     MOMENTUM,
+    NoisePlan,
     bands_of,
     explain_impossible,
     momentum_of,
 )
-from dpprof.experiments.accounting.plan import NoisePlan
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.refusals import INDEPENDENT, refuse_strategy
 from dpprof.experiments.config.tasks import name_size
 from dpprof.experiments.config.validation import refuse, spell
 from dpprof.experiments.launch.accounting_run import account_mechanisms_once
-from dpprof.experiments.records.mechanisms import MechanismCost, Mechanisms
+from dpprof.experiments.records.budget import MechanismCost, Mechanisms
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.advice.advice import describe
 from dpprof.results.analysis.advice.mechanisms import exceed_memory, price_mechanisms
 from dpprof.results.analysis.tables.axes import target_text
-from dpprof.system.numbers import three_digits
+from dpprof.system.words import three_digits
 
 if TYPE_CHECKING:
     import pandas as pd

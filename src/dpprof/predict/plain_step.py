@@ -32,6 +32,7 @@ def count_model_flops(experiment: Experiment, module: nn.Module) -> int | None:
         if experiment.padding is not None:
             return None
         plain = {"method": "standard", "batch_size": 1, "parallel": None, "target": None}
+        plain |= {"accumulation": 1}
         plain |= {"quantization": None, "optimizer": "adamw"}
         plain |= {"checkpointing": "none", "dtype": "float32", "autocast": True}
         plain |= {"parameters_dtype": "float32", "trained_dtype": "float32"}
@@ -39,13 +40,14 @@ def count_model_flops(experiment: Experiment, module: nn.Module) -> int | None:
         is_lent = registry.is_lent(experiment.model)  # what it builds may change
         count = _count_sample.__wrapped__ if is_lent else _count_sample
         flops = count(experiment.model_copy(update=plain))
-        return None if flops is None else experiment.batch_size * flops
+        samples = experiment.accumulation * experiment.batch_size
+        return None if flops is None else samples * flops
     attention = find_attention_size(experiment, module)
     if attention is None:
         return None
     layers, width = attention
     counts = Counter(experiment.lengths(experiment.batch_size))
-    return sum(
+    return experiment.accumulation * sum(
         count * length * model_flops_per_token(module, seq_len=length, layers=layers, d_model=width)
         for length, count in counts.items()
     )

@@ -67,6 +67,11 @@ _NOT_RUN = {
 }
 
 
+_BATCHES = 3
+"""The most accumulated batches that are traced: the first, which finds no gradients, the last, and
+one that stands for all between."""
+
+
 class TimelineRecorder:
     """Runs a training's steps and records their memory.
 
@@ -149,6 +154,7 @@ class Traced(NamedTuple):
     births: Mapping[CodeType, Component]
     target: Target | None
     from_blocks: str  # which blocks were traced, and why not fewer
+    further_batches: int  # accumulated ones that were not traced
 
     @property
     def first(self) -> MemoryTimeline:
@@ -158,7 +164,8 @@ class Traced(NamedTuple):
     @property
     def steady(self) -> MemoryTimeline:
         """A later step."""
-        return MemoryTimeline(self.recording, self.births, self.recording.marks[2:])
+        window = self.recording.marks[2:]
+        return MemoryTimeline(self.recording, self.births, window, self.further_batches)
 
 
 def trace_whole(
@@ -176,13 +183,16 @@ def trace_whole(
     target = find_target(experiment)
     marks: list[int] = []
     counts_on_device = experiment.execution == "graph" or experiment.optimizer == "adamw-fused"
+    batches = min(experiment.accumulation, _BATCHES)
+    further = experiment.accumulation - batches
     with (
         fake_ranks(experiment.world_size),
         tracing(target, counts_on_device=counts_on_device) as recorder,
     ):
         recorder.describing &= describing
         recorder.launches = []
-        training = set_up_fake(experiment, method, recorder, target)
+        few = experiment.model_copy(update={"accumulation": batches})
+        training = set_up_fake(few, method, recorder, target)
         timeline_recorder = TimelineRecorder(recorder, training.step, enter)
         for is_last in (False, True):
             marks.append(len(recorder.events))
@@ -204,6 +214,7 @@ def trace_whole(
         components_by_code(training.step.births),
         target,
         why,
+        further,
     )
 
 
@@ -238,6 +249,10 @@ def state_estimate(traced: Traced, experiment: Experiment) -> Measurement:
         memory.assumed[experiment.dtype] = price
     if experiment.keep_logits:
         memory.assumed["logits"] = KEPT_LOGITS
+    if traced.further_batches:
+        memory.assumed["accumulation"] = (
+            f"{_BATCHES} batches were traced; the second stands for {traced.further_batches} more"
+        )
     if traced.from_blocks:
         memory.assumed["blocks"] = traced.from_blocks
     return state(experiment, traced.facts, steady, memory=memory, ceilings=target)

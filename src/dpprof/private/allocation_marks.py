@@ -16,8 +16,7 @@ if TYPE_CHECKING:  # clipping marks functions too, and needs nothing else of res
 Function = Callable[..., Any]
 _F = TypeVar("_F", bound=Function)
 
-MARKED: "dict[Function, Component]" = {}
-"""Every function that ``allocates`` has marked so far, with its component."""
+MARKED: "dict[Function, Component]" = {}  # every marked function so far, with its component
 
 
 def allocates(component: "Component") -> Callable[[_F], _F]:
@@ -36,8 +35,7 @@ def allocates(component: "Component") -> Callable[[_F], _F]:
     return mark
 
 
-HELPERS: set[CodeType] = set()
-"""The code of every function that allocates for whoever calls it."""
+HELPERS: set[CodeType] = set()  # the code of every function that allocates for whoever calls it
 
 
 def allocates_for_its_caller(function: _F) -> _F:
@@ -47,11 +45,7 @@ def allocates_for_its_caller(function: _F) -> _F:
 
 
 def components_by_code(births: "Mapping[Function, Component]") -> "dict[CodeType, Component]":
-    """List the code of marked functions, and of a method's own ``births``, which come first.
-
-    Raises:
-        TypeError: One of them is no function written in Python.
-    """
+    """List the code of marked functions, and of a method's own ``births``, which come first."""
     return {
         code: component
         for function, component in (MARKED | dict(births)).items()

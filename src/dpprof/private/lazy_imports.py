@@ -11,10 +11,6 @@ def import_at_first_use(package: str, modules: Mapping[str, str]) -> Callable[[s
 
     No garbage is collected while something is loaded: collections take a quarter of the time of
     PyTorch's import, and hardly any of its objects is garbage.
-
-    Args:
-        package: The package's name, for the message about an unknown one.
-        modules: The module of each public name.
     """
 
     def find(name: str) -> Any:

@@ -13,11 +13,7 @@ KEPT_LOGITS = (
 
 
 def refuse_loss_scale(scale: float) -> float:
-    """Return a scale of losses, unless it rounds what it scales.
-
-    Raises:
-        ValueError: It is no power of two from 1 to 2^32.
-    """
+    """Return a scale of losses that rounds nothing: a power of two, up to 2^32 (``ValueError``)."""
     is_in_range = math.isfinite(scale) and 1 <= scale <= 2**32
     if not is_in_range or math.frexp(scale)[0] != 0.5:  # noqa: PLR2004 (of every power of two)
         raise ValueError(

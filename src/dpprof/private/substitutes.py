@@ -6,11 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def substitute(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set an attribute of a module, class or object inside the context, and restore it afterwards.
-
-    Raises:
-        AttributeError: The attribute does not exist, so nothing would read it.
-    """
+    """Set an attribute, which exists, inside the context, and restore it afterwards."""
     getattr(owner, name)
     own = vars(owner)
     is_own, before = name in own, own.get(name)  # as stored, without binding a descriptor

@@ -25,8 +25,7 @@ _PAIRS: dict[str, Callable[..., Tensor]] = {
 }
 """The losses of pairs, of log ratios (B,), lengths (2, B) and beta, by TRL's names."""
 
-_PACKS = "support_avx512bf16_for_cpu"
-"""The attribute of a layer of 4 bits by which it packs its weight in ``eval()``, for inference."""
+_PACKS = "support_avx512bf16_for_cpu"  # by which a layer of 4 bits packs its weight, for inference
 
 
 class _TrlMixin(PrivateTrainerMixin):

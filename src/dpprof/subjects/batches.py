@@ -89,6 +89,8 @@ def _draw_text(model: nn.Module, experiment: Experiment, count: int, device: tor
         is_masked[:, 0] = True  # so that each sample has a label
         labels = tokens_BT.masked_fill(~is_masked, UNLABELLED)
         return Batch(tokens_BT.masked_fill(is_masked, vocabulary - 1), labels)
+    if task == "question-answering":
+        return Batch(tokens_BT, _draw(experiment.seq_len, (count, 2), device))
     labelled = (count,) if task == "sequence-classification" else shape
     return Batch(tokens_BT, _draw(_count_classes(model), labelled, device))
 
@@ -114,7 +116,7 @@ def _pad(batch: Batch, experiment: Experiment, model: nn.Module) -> Batch:
         columns = torch.arange(experiment.seq_len, device=device)
         is_padding = columns >= torch.tensor(lengths, device=device)[:, None]
         batch.x.masked_fill_(is_padding, padding_id)
-        if batch.labels.dim() > 1:
+        if batch.labels.dim() > 1 and experiment.task != "question-answering":
             batch.labels.masked_fill_(is_padding, UNLABELLED)
         mask_BT.masked_fill_(is_padding, 0)
     return Batch(batch.x, batch.labels, mask_BT, batch.decoder_BT)

@@ -22,10 +22,20 @@ def make_optimizer(experiment: Experiment, parameters: Sequence[nn.Parameter]) -
         "adamw": lambda: AdamW(parameters, lr=rate, capturable=is_graph),
         "adamw-fused": lambda: AdamW(parameters, lr=rate, capturable=is_graph, fused=True),
         "adamw-8bit": lambda: import_bitsandbytes().optim.AdamW8bit(parameters, lr=rate),
+        "paged-adamw-8bit": lambda: _page(parameters, rate, bits=8),
+        "paged-adamw-32bit": lambda: _page(parameters, rate, bits=32),
         "adamw-in-backward": lambda: InBackward(parameters, lr=rate),
         "lamb": lambda: Lamb(parameters, lr=rate),
     }
     return makers[experiment.optimizer]()
+
+
+def _page(parameters: Sequence[nn.Parameter], rate: float, *, bits: int) -> Optimizer:
+    """Make bitsandbytes' paged AdamW; on a CPU, which has no pages, the same with usual states."""
+    paged = "" if parameters[0].device.type == "cpu" else "Paged"
+    kind = getattr(import_bitsandbytes().optim, f"{paged}AdamW{bits}bit")
+    optimizer: Optimizer = kind(parameters, lr=rate)
+    return optimizer
 
 
 class InBackward(AdamW):

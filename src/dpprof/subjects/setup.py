@@ -13,7 +13,7 @@ from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.mechanisms import NO_CLIPPING
-from dpprof.experiments.config.refusals import INDEPENDENT
+from dpprof.experiments.config.refusals import BITSANDBYTES, INDEPENDENT
 from dpprof.experiments.records.result import ModelFacts
 from dpprof.experiments.records.terms import Component, Phase
 from dpprof.private.errors import UnsupportedError
@@ -97,7 +97,7 @@ def import_method(experiment: Experiment) -> type[TrainingStep]:
         importlib.import_module("dpprof.subjects.models.hugging_face").import_architecture(
             experiment
         )
-    if experiment.optimizer == "adamw-8bit":
+    if experiment.optimizer in BITSANDBYTES:
         import_bitsandbytes()
     find_attention(experiment.attention)
     if experiment.parallel is not None and experiment.parallel.is_sharded:
@@ -133,6 +133,8 @@ def set_up(
             f"{experiment.method} knows neither loss_scale nor trained_dtype: it sums gradients as "
             "they come, in the dtype of the parameters"
         )
+    if experiment.accumulation > 1 and not method.accumulates:
+        raise UnsupportedError(f"{experiment.method} does not run with accumulation; closest: 1")
     if experiment.noise_strategy != INDEPENDENT and not method.correlates:
         raise UnsupportedError(
             f"{experiment.method} does not run with noise_strategy {experiment.noise_strategy}; "

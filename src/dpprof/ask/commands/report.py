@@ -9,14 +9,14 @@ from pathlib import Path
 
 from dpprof.ask.commands.common import Parser, ending_in_a_sentence, path
 from dpprof.experiments.config import registry
-from dpprof.experiments.config.validation import InputError
+from dpprof.experiments.config.validation import InputError, read_model
 from dpprof.experiments.records.comparison import ACROSS
 from dpprof.results.analysis.gate.regressions import Options, compare_folders, read_results_folder
 from dpprof.results.analysis.tables.frames import TableFolder
 from dpprof.results.report.comparison import compare_sweeps
 from dpprof.results.report.content import build_document
 from dpprof.results.report.page.write import write_page
-from dpprof.results.report.rendering.document import read_drawing
+from dpprof.results.report.rendering.document import Drawing
 from dpprof.results.report.rendering.write import write_report
 
 
@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _report(folder: Path, output: Path) -> None:
     figures = output / "figures"
     captions = (figures / f"{name}.json" for name in registry.names("figures"))
-    drawings = [read_drawing(caption) for caption in captions if caption.is_file()]
+    what = "a figure's description"
+    drawings = [read_model(file, Drawing, what) for file in captions if file.is_file()]
     tables = TableFolder(folder)
     document = build_document(tables, drawings)
     write_report(document, output)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpprof.ask.commands.common import Parser, ending_in_a_sentence, path
-from dpprof.experiments.accounting.mechanism_plan import momentum_of
+from dpprof.experiments.accounting.plan import momentum_of
 from dpprof.experiments.config.refusals import INDEPENDENT
 from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.launch.accounting_run import account_mechanisms_once, account_once

@@ -10,14 +10,15 @@ import json
 import math
 from collections.abc import Callable, Sequence
 
-from dpprof.experiments.accounting.mechanism_plan import (
+from dpprof.experiments.accounting.noise import find_batch_size
+from dpprof.experiments.accounting.plan import (
     MOMENTUM,
+    NoiseOfBatch,
     NoiseOfMechanism,
     bands_of,
+    describe_noise,
     explain_impossible,
 )
-from dpprof.experiments.accounting.noise import find_batch_size
-from dpprof.experiments.accounting.plan import NoiseOfBatch, describe_noise
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.private.accounting.noise_multiplier import find_noise_multiplier, find_tightest
 from dpprof.private.accounting.schedule import Schedule
@@ -33,16 +34,10 @@ _ONE_MECHANISM = Schedule(1, 1, 1)
 def plan_mechanisms(
     privacy: Privacy, planned: NoiseOfBatch, names: Sequence[str], *, momentum: float
 ) -> list[NoiseOfMechanism]:
-    """Plan the noise of mechanisms for the first epsilon, in the planned steps.
+    """Plan the noise of mechanisms for the first epsilon, in as many steps as are planned.
 
-    Args:
-        privacy: The budget.
-        planned: Independent noise with the planned batch.
-        names: The mechanisms.
-        momentum: Of the sum whose noise is to equal independent noise's: 0, or ``MOMENTUM``.
-
-    Returns:
-        One for each name; what no accountant tells is None, with the reason.
+    ``planned`` is independent noise with the planned batch, ``momentum`` that of the sum whose
+    noise is to equal it: 0, or ``MOMENTUM``. What no accountant tells is None, with the reason.
     """
     assert planned.step_noise is not None
     alone = _measure(_INDEPENDENT, planned.steps, 1, momentum)

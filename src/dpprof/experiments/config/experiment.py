@@ -26,6 +26,7 @@ from dpprof.experiments.config.naming import (
     Model,
     ModelInput,
     Name,
+    RecurrentSizes,
     is_code,
     refuse_code,
 )
@@ -46,6 +47,8 @@ Optimizer = Literal[
     "adamw",
     "adamw-fused",
     "adamw-8bit",
+    "paged-adamw-8bit",
+    "paged-adamw-32bit",
     "adamw-in-backward",
     "adafactor",
     "lamb",
@@ -85,12 +88,20 @@ class Experiment(Spec):
 
     model: Annotated[Model, BeforeValidator(resolve, json_schema_input_type=ModelInput)] = Field(
         description="a preset's name; a mapping of vocab_size, d_model, layers and heads; "
+        "one of kind (LSTM, GRU or RNN), vocab_size, embedding, hidden, layers and classes; "
         "hf:NAME or hf:PATH, a Hugging Face model by name or config.json; or a mapping of hf, "
         "task and the keys of its config that differ"
     )
     method: Name = Field(description="how the clipped, noised gradient is computed")
     batch_size: Count = Field(
-        description="samples (sequences) in a batch; where parallel is given, in each rank's"
+        description="samples (sequences) in a batch; where parallel is given, in each rank's; "
+        "where accumulation is given, in each of its batches"
+    )
+    accumulation: Count = Field(
+        1,
+        description="batches whose gradients are accumulated in a step, as "
+        "gradient_accumulation_steps, or a batch in parts of max_batch_size; the same samples "
+        "stand for each",
     )
     image_size: Count | None = optional(
         "height and width of an image, in pixels, for a model that reads images; null: "
@@ -111,7 +122,8 @@ class Experiment(Spec):
         "adamw",
         description="the optimizer that applies the gradient; adamw-fused is PyTorch's AdamW with "
         "fused=True, which reads and writes each number once; adamw-8bit is bitsandbytes' "
-        "AdamW8bit; adamw-in-backward steps each parameter in backward and frees its gradient "
+        "AdamW8bit, paged-adamw-8bit and paged-adamw-32bit its paged ones; adamw-in-backward "
+        "steps each parameter in backward and frees its gradient "
         "(method standard); adafactor is PyTorch's Adafactor; lamb is You et al.'s; sgd-momentum "
         "is SGD with momentum 0.9",
     )
@@ -160,7 +172,7 @@ class Experiment(Spec):
     )
     lora: AsLora | None = optional(
         "adapters for a Hugging Face model: a mapping of rank, alpha, target_modules "
-        "and dropout, or rank=16,alpha=32,target_modules=q_proj+v_proj; null: none"
+        "and dropout, or rank=16,alpha=32,target_modules=q_proj+v_proj; or ia3; null: none"
     )
     trainable: Trainable | None = optional(
         "the parameters that are trained: all, lora, bias, head, or a regular "
@@ -168,8 +180,8 @@ class Experiment(Spec):
     )
     padding: AsPadding | None = optional(
         "samples of different lengths, for a Hugging Face model: the mean share of "
-        "padding in a batch, or a mapping with the key fraction; null: every sample has seq_len "
-        "tokens"
+        "padding in a batch, or a mapping with the key fraction; or packed, rows of several "
+        "documents without padding (method standard); null: every sample has seq_len tokens"
     )
     parameters_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="dtype of parameters that are not trained: float32, or that of dtype"
@@ -243,7 +255,8 @@ class Experiment(Spec):
         Whether another package's model reads images is for the user to say.
         """
         model = info.data.get("model")
-        if not isinstance(model, Architecture | Dimensions) and model not in OWN_IMAGE_SIZES:
+        is_described = isinstance(model, Architecture | Dimensions | RecurrentSizes)
+        if not is_described and model not in OWN_IMAGE_SIZES:
             return value
         usual = OWN_IMAGE_SIZES.get(model) if isinstance(model, str) else None
         if isinstance(model, Architecture):
@@ -298,6 +311,8 @@ class Experiment(Spec):
         if not isinstance(self.model, Architecture):
             return self.model if isinstance(self.model, str) else "custom"
         adapters = "" if self.lora is None else f"-lora{self.lora.rank}"
+        if self.lora is not None and self.lora.ia3:
+            adapters = "-ia3"
         return self.model.slug + adapters + (f"-{self.base_format}" if self.base_format else "")
 
     @property
@@ -312,6 +327,8 @@ class Experiment(Spec):
             return self.model.trained_for
         if self.image_size is not None:
             return "image-classification"
+        if isinstance(self.model, RecurrentSizes) and self.model.classes is not None:
+            return "sequence-classification"
         return OWN_TASKS.get(str(self.model), "causal-lm")
 
     def lengths(self, batch_size: int) -> list[int]:
@@ -326,8 +343,8 @@ class Experiment(Spec):
 
     @property
     def tokens_in_step(self) -> int:
-        """The tokens in the batches of all ranks, without padding."""
-        return self.world_size * self.tokens_in(self.batch_size)
+        """The tokens in the accumulated batches of all ranks, without padding."""
+        return self.world_size * self.accumulation * self.tokens_in(self.batch_size)
 
     @property
     def tokens_per_sample(self) -> float:

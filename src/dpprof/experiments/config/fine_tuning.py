@@ -2,16 +2,21 @@
 
 import random
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from dpprof.experiments.config.quantities import Count, Fraction, Positive, optional, read_pairs
 
 PARTS = ("all", "lora", "bias", "head")
 """The parts of a model that ``trainable`` knows by name; any other text is a regular expression."""
 
-_read_pairs = read_pairs("rank=16,alpha=32")
+_read_numbers = read_pairs("rank=16,alpha=32")
+
+
+def _read_pairs(value: Any) -> Any:
+    """Return a mapping for a text of pairs, and for ``ia3``."""
+    return {"rank": 1, "ia3": True} if value == "ia3" else _read_numbers(value)
 
 
 def _read_modules(value: Any) -> Any:
@@ -42,10 +47,24 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
         description="DoRA (Liu et al. 2024): beside adapters, which give a direction, a trained "
         "length of each output",
     )
+    ia3: bool = Field(
+        False,
+        description="IA3 (Liu et al. 2022), in place of low-rank adapters: vectors that scale "
+        "keys, values and feed-forward, in peft's choice of modules; written ia3, of rank 1",
+    )
+
+    @model_validator(mode="after")
+    def _refuse_others_with_ia3(self) -> Self:
+        others = (self.alpha, self.target_modules, self.dropout, self.use_dora)
+        if self.ia3 and (self.rank != 1 or any(others)):
+            raise ValueError("ia3 has rank 1 and no other key: its modules are peft's choice")
+        return self
 
     @property
     def text(self) -> str:
         """The adapters in a cell of a table: ``rank 16, alpha 32, q_proj+v_proj``."""
+        if self.ia3:
+            return "IA3"
         modules = self.target_modules
         named = "+".join(modules) if isinstance(modules, tuple) else modules
         dropout = f"dropout {self.dropout:g}" if self.dropout else None
@@ -62,7 +81,8 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
 class Padding(BaseModel, frozen=True, extra="forbid"):
     """Samples of different lengths, padded on the right to ``seq_len``."""
 
-    fraction: Fraction = Field(description="mean share of padding in a batch")
+    fraction: Fraction = Field(0.0, description="mean share of padding in a batch")
+    packed: bool = Field(False, description="rows are full, of several documents each")
 
     def lengths(self, batch_size: int, seq_len: int, seed: int) -> list[int]:
         """Return the lengths of a batch's samples, spread evenly and in random order.
@@ -77,7 +97,9 @@ class Padding(BaseModel, frozen=True, extra="forbid"):
 
 
 def _read_fraction(value: Any) -> Any:
-    """Return a mapping for a bare number, the fraction."""
+    """Return a mapping for a bare number, the fraction, and for ``packed``."""
+    if value == "packed":
+        return {"packed": True}
     if isinstance(value, str) and "=" in value:
         return _read_pairs(value)
     return {"fraction": value} if isinstance(value, int | float | str) else value

@@ -1,13 +1,13 @@
 """How a config names a model, a method or a target, and describes a model by its sizes."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from dpprof.experiments.config import validation
 from dpprof.experiments.config.architecture import PREFIX, Architecture
-from dpprof.experiments.config.quantities import Count, refuse_bool
+from dpprof.experiments.config.quantities import Count, optional, refuse_bool
 from dpprof.experiments.config.target import Target
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
@@ -36,6 +36,17 @@ class Dimensions(BaseModel, frozen=True, extra="forbid"):
         return self
 
 
+class RecurrentSizes(BaseModel, frozen=True, extra="forbid"):
+    """The size of a recurrent network: a table, recurrent layers, a linear head."""
+
+    kind: Literal["LSTM", "GRU", "RNN"] = Field(description="its layers")
+    vocab_size: Count = Field(description="tokens in the vocabulary")
+    embedding: Count = Field(description="width of an embedding")
+    hidden: Count = Field(description="width of a state")
+    layers: Count = Field(1, description="recurrent layers")
+    classes: Count | None = optional("what a classifier tells apart; null: a language model")
+
+
 def _tell_apart(mapping: type[BaseModel], tag: str) -> Callable[[Any], str | None]:
     """Return a function that tags a value as a name or a mapping; tags are not part of a key."""
 
@@ -50,6 +61,8 @@ def _tell_apart(mapping: type[BaseModel], tag: str) -> Callable[[Any], str | Non
 def _kind_of_model(value: Any) -> str | None:
     if isinstance(value, Architecture) or (isinstance(value, dict) and "hf" in value):
         return validation.ARCHITECTURE_TAG
+    if isinstance(value, RecurrentSizes) or (isinstance(value, dict) and "hidden" in value):
+        return validation.RECURRENT_TAG
     return _tell_apart(Dimensions, validation.DIMENSIONS_TAG)(value)
 
 
@@ -60,13 +73,16 @@ class _Overrides(BaseModel, extra="allow"):
 
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-ModelInput = Name | Annotated[str, Field(pattern=f"^{PREFIX}.")] | Dimensions | _Overrides
+ModelInput = (
+    Name | Annotated[str, Field(pattern=f"^{PREFIX}.")] | Dimensions | RecurrentSizes | _Overrides
+)
 """How a model may be written."""
 
 _NameOrCode = Annotated[str, Field(pattern=f"{NAME_PATTERN}|{CODE_PATTERN}")]
 Model = Annotated[
     Annotated[_NameOrCode, Tag(validation.NAME_TAG)]
     | Annotated[Dimensions, Tag(validation.DIMENSIONS_TAG)]
+    | Annotated[RecurrentSizes, Tag(validation.RECURRENT_TAG)]
     | Annotated[Architecture, Tag(validation.ARCHITECTURE_TAG)],
     Discriminator(
         _kind_of_model,

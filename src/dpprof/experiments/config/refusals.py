@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from dpprof.experiments.config.experiment import Experiment
 
 
+BITSANDBYTES = ("adamw-8bit", "paged-adamw-8bit", "paged-adamw-32bit")
+"""Optimizers of bitsandbytes."""
+
+COUNTS_ON_HOST = (*BITSANDBYTES, "adafactor", "adamw-in-backward", "lamb")
+"""Optimizers that count their steps on the host, and keep states of whole parameters."""
+
 INDEPENDENT = "independent"  # the strategy of noise that does not follow from past noise
 
 
@@ -29,8 +35,8 @@ def refuse_strategy(strategy: str) -> str:
 def refuse_combinations(experiment: "Experiment") -> None:
     """Raise ``ValueError`` for an experiment whose keys contradict each other."""
     rules = (
-        *(_in_execution, _in_loop, _in_fine_tuning, _in_quantization, _in_optimizer),
-        _in_formats,
+        *(_in_execution, _in_loop, _in_fine_tuning, _in_packing, _in_quantization),
+        *(_in_optimizer, _in_formats),
     )
     for sentence in chain.from_iterable(rule(experiment) for rule in rules):
         raise ValueError(sentence)
@@ -58,8 +64,23 @@ def _in_execution(experiment: "Experiment") -> Iterator[str]:
         value = getattr(experiment, name)
         if value != usual and experiment.parallel is not None:
             yield f"{name} {value} requires one process, without parallel"
+    if experiment.accumulation > 1:
+        yield from _in_accumulation(experiment)
     if experiment.head == "chunked" and experiment.task != "causal-lm":
         yield f"head chunked requires task causal-lm, but the task is {experiment.task}"
+
+
+def _in_accumulation(experiment: "Experiment") -> Iterator[str]:
+    named = f"accumulation {experiment.accumulation}"
+    if experiment.parallel is not None:
+        yield (
+            f"{named} requires one process: with ranks, loops differ in whether each batch's "
+            "gradients are exchanged; closest: accumulation 1, where each is"
+        )
+    if experiment.execution == "graph":
+        yield f"{named} requires execution eager: a CUDA graph here is of a step of one batch"
+    if experiment.optimizer == "adamw-in-backward":
+        yield f"{named} requires an optimizer that waits for all batches, as adamw-8bit"
 
 
 def _in_loop(experiment: "Experiment") -> Iterator[str]:
@@ -88,14 +109,27 @@ def _in_fine_tuning(experiment: "Experiment") -> Iterator[str]:
         yield "padding requires a model that reads text, and this one reads images"
     if experiment.trainable == "lora" and experiment.lora is None:
         yield "trainable lora requires lora, such as lora: {rank: 16}"
-    if experiment.lora is None or not experiment.lora.use_dora:
+    if experiment.lora is None or not (experiment.lora.use_dora or experiment.lora.ia3):
         return
+    named = "ia3" if experiment.lora.ia3 else "use_dora"
     if experiment.method.startswith("opacus"):
-        yield "use_dora requires a method that is not Opacus's, which knows no rule for its lengths"
+        yield f"{named} requires a method that is not Opacus's, which knows no rule for its vectors"
     elif experiment.lora.dropout and experiment.method not in ("standard", "microbatch"):
         yield "use_dora requires dropout 0 with a private method: it would draw twice for a sample"
     if experiment.base_format is not None:
-        yield "use_dora requires quantization none: lengths of quantised weights are not predicted"
+        yield f"{named} requires quantization none: over quantised weights it is not predicted"
+
+
+def _in_packing(experiment: "Experiment") -> Iterator[str]:
+    if experiment.padding is None or not experiment.padding.packed:
+        return
+    if experiment.method != "standard":
+        yield (
+            "padding packed requires method standard: a row of several documents has one "
+            "gradient, and clipping needs each sample's; closest: a row for each, padded"
+        )
+    if experiment.padding.fraction:
+        yield "padding packed requires fraction 0: packed rows are full"
 
 
 def _in_quantization(experiment: "Experiment") -> Iterator[str]:
@@ -124,7 +158,7 @@ def _in_optimizer(experiment: "Experiment") -> Iterator[str]:
     optimizer = experiment.optimizer
     if optimizer == "adamw-in-backward":
         yield from _in_backward(experiment)
-    if optimizer not in ("adamw-8bit", "adafactor", "adamw-in-backward", "lamb"):
+    if optimizer not in COUNTS_ON_HOST:
         return
     if experiment.execution == "graph":
         yield (

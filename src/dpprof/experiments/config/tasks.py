@@ -12,6 +12,7 @@ Task = Literal[
     "seq2seq-lm",
     "sequence-classification",
     "token-classification",
+    "question-answering",
     "image-classification",
 ]
 TASKS: tuple[str, ...] = get_args(Task)

@@ -13,16 +13,58 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dpprof.experiments.config.closest import find_closest
 from dpprof.system.files import read_json
+
+_CLOSEST: Mapping[tuple[str, str], str] = {
+    ("quantization", "gptq|awq|hqq"): "nf4, whose weights have 4 bits too, and a scale for 64",
+    ("dtype", "fp8|float8"): "bfloat16: float8 spares time, and keeps activations in 16 bits",
+    ("head", "liger|unsloth|fused|cut"): "chunked, which has no logits of all tokens either",
+    ("loss", "liger|unsloth|fused|cut"): "head chunked, which has no logits of all tokens either",
+    ("attention", "flash|xformers|flex"): "sdpa, by which PyTorch takes its own flash attention",
+    ("parallel", "fsdp1|zero|deepspeed"): "fsdp, PyTorch's FSDP2, without buffers of whole groups",
+    ("padding", "pack"): "packed",
+    ("task", "qa|span|squad"): "question-answering",
+    ("task", "dpo|grpo|kto|orpo|ppo|reward|preference"): "causal-lm, where a pair is two samples",
+    ("lora", "dora"): "use_dora=true, beside rank",
+    ("optimizer", "paged"): "paged-adamw-8bit or paged-adamw-32bit",
+    ("optimizer", "lion"): "sgd-momentum, with one state for each element too",
+    ("optimizer", "galore"): "adafactor or adamw-8bit, whose states are small too",
+    ("optimizer", "backward|bwd"): "adamw-in-backward, which frees each gradient as soon",
+    ("optimizer", "adam"): "adamw, with two states for each element",
+    (
+        "checkpointing",
+        "offload",
+    ): "non-reentrant, which frees activations too, and computes them again",
+    ("model", "lstm|gru|rnn"): "char-lstm or ptb-lstm-small, or a mapping of kind and sizes",
+    ("checkpointing", "selective|partial|every"): "none and non-reentrant, which bound it",
+}
+"""The closest question by the key, and by a pattern of what is asked for."""
+
+
+def find_closest(key: str, asked: Any) -> str:
+    """Return the closest question to what is not allowed, to end its sentence; else nothing.
+
+    Example:
+        >>> find_closest("quantization", "gptq")
+        '; closest: nf4, whose weights have 4 bits too, and a scale for 64'
+    """
+    if not isinstance(asked, str):
+        return ""
+    texts = [
+        text
+        for (name, pattern), text in _CLOSEST.items()
+        if name in key.split(".") and re.search(pattern, asked.lower())
+    ]
+    return f"; closest: {texts[0]}" if texts else ""
+
 
 Read = TypeVar("Read", bound=BaseModel)
 
 NAME_TAG, DIMENSIONS_TAG, TARGET_TAG = "<name>", "<dimensions>", "<target>"
-ARCHITECTURE_TAG = "<architecture>"
+ARCHITECTURE_TAG, RECURRENT_TAG = "<architecture>", "<recurrent>"
 """Tags for the ways to write a model or a target; pydantic puts them into error locations."""
 
-_NOT_KEYS = (NAME_TAG, DIMENSIONS_TAG, TARGET_TAG, ARCHITECTURE_TAG, "[key]")
+_NOT_KEYS = (NAME_TAG, DIMENSIONS_TAG, TARGET_TAG, ARCHITECTURE_TAG, RECURRENT_TAG, "[key]")
 
 MAX_SENTENCES = 10  # beyond this number of problems, a message only counts them
 _MAX_LENGTH = 80  # the most letters of a key or a value in a message

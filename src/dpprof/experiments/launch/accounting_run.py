@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from dpprof.experiments.accounting.mechanism_plan import NoiseOfMechanism
-from dpprof.experiments.accounting.plan import NoiseOfBatch, NoisePlan
+from dpprof.experiments.accounting.plan import NoiseOfBatch, NoiseOfMechanism, NoisePlan
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.validation import InputError
 from dpprof.experiments.launch.device_slots import cpu_slot

@@ -234,6 +234,5 @@ def _busy_s() -> float:
 
 
 def _children_s() -> float:
-    """Return the processor seconds of children that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

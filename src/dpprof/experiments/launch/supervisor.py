@@ -77,8 +77,6 @@ class _Run(NamedTuple):
 
 
 class _Tried(NamedTuple):
-    """What came of an attempt."""
-
     attempt: Attempt
     measurement: Measurement | None = None
     terminated: Terminated | None = None
@@ -144,7 +142,6 @@ def _attempt(isolation: Isolation, run: _Run, sink: Sink, forks: Forks | None) -
 
 
 def _describe_end(job: str, number: int, phase: Phase) -> Failure:
-    """Return the failure of an attempt whose job the scheduler has ended with a signal."""
     return Failure(
         kind="Scheduler",
         message=f"the scheduler ended {job}: it was cancelled or preempted, or its time was over",
@@ -229,7 +226,6 @@ def supervise(
 
 
 def _is_interrupted(result: Result) -> bool:
-    """Return whether a run has attempts left."""
     return result.outcome in RETRIED and len(result.attempts) < MAX_ATTEMPTS
 
 
@@ -268,7 +264,6 @@ def _read_earlier(
 
 
 def _tell_earlier(earlier: Result | None, sink: Sink) -> list[Attempt]:
-    """Write into the log how earlier attempts ended; return them."""
     attempts = list(earlier.attempts) if earlier else []
     for number, attempt in enumerate(attempts, start=1):
         told = f": {attempt.error.message}" if attempt.error else ""

@@ -16,6 +16,7 @@ from typing import Any
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.refusals import BITSANDBYTES
 from dpprof.experiments.planning.job_environment import versions_in_jobs
 from dpprof.experiments.planning.stand_ins import StandIn, libraries_of
 from dpprof.experiments.records.verdict import BUILT_IN, is_stand_in
@@ -183,7 +184,7 @@ def code_digest(instrument: str, experiment: Experiment) -> str:
 
 def model_libraries(experiment: Experiment) -> tuple[str, ...]:
     """Return the distributions that a training depends on, besides dpprof, torch and Opacus."""
-    in_8_bits = experiment.base_format is not None or experiment.optimizer == "adamw-8bit"
+    in_8_bits = experiment.base_format is not None or experiment.optimizer in BITSANDBYTES
     needed = {
         "transformers": isinstance(experiment.model, Architecture),
         "peft": experiment.lora is not None,

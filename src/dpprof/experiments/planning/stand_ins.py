@@ -110,7 +110,9 @@ class StandIn(Spec):
         small = shrink(config) if can_shrink(config) else config
         return cls(
             model=Architecture(hf=kind, task=experiment.model.task, **small),
-            lora=lora and Lora(rank=_RANK, target_modules=lora.target_modules),
+            lora=lora
+            if lora is None or lora.ia3
+            else Lora(rank=_RANK, target_modules=lora.target_modules),
             trainable=None if experiment.trained == usual else experiment.trained,
             padding=experiment.padding and _PADDING,
         )

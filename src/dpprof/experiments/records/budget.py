@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from dpprof.experiments.accounting.plan import NoisePlan
+from dpprof.experiments.accounting.plan import NoiseOfMechanism, NoisePlan
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.quantities import optional
 from dpprof.experiments.records.advice import StepParts
@@ -58,26 +58,55 @@ class MethodCost(Part):
     parts: StepParts | None = optional("what its ratios are computed from", exclude=True)
 
 
-class Budget(Part):
-    """The price of a privacy budget on a target, fastest method first."""
+class _Priced(Part):
+    """A privacy budget on a target."""
 
     model: str
-    lora: str | None
     seq_len: int
     image_size: int | None = None
     dtype: str
     optimizer: str = "adamw"
-    execution: str = Field(
-        "eager", description="how kernels of the fastest private method are started"
-    )
     target: str
     privacy: Privacy
     warnings: list[str] = Field(description="what the budget promises less than people mean")
     noise: NoisePlan
-    methods: list[MethodCost]
     rests_on: dict[str, float] = Field(
         default_factory=dict,
         description="shares of the device's time by what predicted speeds rest on",
     )
+
+
+class Budget(_Priced):
+    """The price of a privacy budget on a target, fastest method first."""
+
+    lora: str | None
+    execution: str = Field(
+        "eager", description="how kernels of the fastest private method are started"
+    )
+    methods: list[MethodCost]
     sure_of_memory: str
     sure_of_time: str
+
+
+class MechanismCost(NoiseOfMechanism):
+    """What a training costs with one mechanism whose noise is as independent noise's in the sum."""
+
+    buffers_bytes: int | None = optional("past noise on each GPU")
+    safe_batch_size: int | None = optional("samples that safely fit on a GPU")
+    micro_batch_size: int | None = optional("samples that are on the GPU at a time")
+    same_batch_gpu_hours: float | None = optional("of all steps, with the planned batch")
+    gpu_hours: float | None = optional("of all steps, with ``batch_size``")
+    gpu_hours_low: float | None = optional("lower end of the 90 % interval")
+    gpu_hours_high: float | None = optional("upper end of the 90 % interval")
+    price: float | None = optional("of ``gpu_hours``")
+    hours_ratio: float | None = optional("gpu_hours over those of independent noise")
+    hours_ratio_low: float | None = optional("lower end of its 90 % interval")
+    hours_ratio_high: float | None = optional("upper end")
+    message: str | None = optional("why a figure is null")
+
+
+class Mechanisms(_Priced):
+    """The price of a privacy budget with each mechanism, on a target, by one method."""
+
+    method: str
+    mechanisms: list[MechanismCost]

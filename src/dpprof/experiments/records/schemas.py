@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel
 
 from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.config.naming import NAME_PATTERN, Dimensions
+from dpprof.experiments.config.naming import NAME_PATTERN, Dimensions, RecurrentSizes
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.sweep import Config, Sweep
 from dpprof.experiments.records.budget import Budget
@@ -84,6 +84,7 @@ def key_tables() -> str:
         "an experiment": (Experiment, Experiment.model_fields),
         "instruments and replicates": (Sweep, own),
         "a mapping of dimensions": (Dimensions, Dimensions.model_fields),
+        "a recurrent network": (RecurrentSizes, RecurrentSizes.model_fields),
         "a privacy budget": (Privacy, Privacy.model_fields),
     }
     return "\n".join(

@@ -48,6 +48,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         with training.step.watch_samplers(paths):
             snapshots.watch_step(training, enter)
     median_s = statistics.median(step_s)
+    of_rank = experiment.accumulation * experiment.batch_size
     energy, why_no_energy = _energy(experiment, device, warm.run, median_s)
     why_no_io = {"host_io": "the operating system does not count it for a process"}
     return Measurement(
@@ -67,7 +68,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         time=Time(step_s=step_s, warmup_step_s=warm.step_s, median_s=median_s),
         throughput=Throughput(
             tokens_per_s=experiment.tokens_in_step / median_s,
-            samples_per_s=experiment.world_size * experiment.batch_size / median_s,
+            samples_per_s=experiment.world_size * of_rank / median_s,
             steps_per_s=1 / median_s,
         ),
         host_io=host_io,

@@ -87,14 +87,8 @@ def derive_metrics(
 ) -> Metrics:
     """Compute metrics of at least one timed step.
 
-    Args:
-        window: The timed steps, and their samples and tokens, as numbers by name.
-        elapsed_s: How long they took.
-        model: Model FLOPs of a token.
-        executed: Executed FLOPs of a token.
-        peak: FLOP/s of the device.
-        step: ``Metrics.measured_at_step``.
-        includes_profiling: Whether they were profiled.
+    ``window`` has the numbers of timed steps, and of their samples and tokens, by name; they took
+    ``elapsed_s``. ``model`` and ``executed`` are FLOPs of a token, ``peak`` the device's FLOP/s.
     """
     tokens_per_s = window["tokens"] / elapsed_s
     mfu = _divide(model, peak, times=tokens_per_s)

@@ -148,10 +148,10 @@ def _timeline(step: MemoryTimeline, *, real: bool) -> step_costs.Timeline:
         if phases[row] != phases[row - 1]:
             kept |= {row - 1, row}
     rows = sorted(kept)
-    ran = [isinstance(event, Op) for event in step.events]
-    ops = [0, *accumulate(ran)]
-    names = [None, *(op.name for op in step.ops)]
-    instants = [op.at_s for op in step.ops]
+    ops = [0, *accumulate(isinstance(event, Op) for event in step.events)]
+    ran = [event for event in step.events if isinstance(event, Op)]
+    names = [None, *(op.name for op in ran)]
+    instants = [op.at_s for op in ran]
     return step_costs.Timeline(
         ops=[ops[row] for row in rows],
         op=[names[ops[row]] for row in rows],

@@ -44,6 +44,8 @@ class MemoryTimeline:
         recorded: The storages, events and notes from before the model existed on.
         births: Components by the code of the function that allocates them.
         window: Indices of the step's first event and of the one after its last.
+        further_batches: How many more batches the step accumulates than were recorded, which are
+            three then; each is as the second.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class MemoryTimeline:
         recorded: Recorder | Recording,
         births: Mapping[CodeType, Component],
         window: tuple[int, int],
+        further_batches: int = 0,
     ) -> None:
+        self._further_batches = further_batches
         self.notes = recorded.notes
         self._storages = recorded.storages
         self._births = births
@@ -169,8 +173,14 @@ class MemoryTimeline:
 
     @property
     def ops(self) -> list[Op]:
-        """The operators that ran."""
-        return [event for event in self.events if isinstance(event, Op)]
+        """The operators of the step."""
+        ops = [event for event in self.events if isinstance(event, Op)]
+        if not self._further_batches:
+            return ops
+        phases = [None, *(op.phase for op in ops)]
+        starts = [i for i in range(len(ops)) if phases[i] != phases[i + 1] == "forward"]
+        second, third = starts[1:]
+        return ops[:third] + self._further_batches * ops[second:third] + ops[third:]
 
     def component_of(self, number: int) -> Component:
         """Return the component of a storage; if autograd ever keeps it, the one at that time."""

@@ -18,8 +18,7 @@ from typing import Any
 from dpprof.private.accounting.schedule import Sampling
 from dpprof.private.accounting.search import FAILURES, BeyondReachError
 
-Steps = tuple[float, float, int]
-"""Noise multiplier, sample rate, and number of steps."""
+Steps = tuple[float, float, int]  # noise multiplier, sample rate, and number of steps
 
 _FAR = 200.0
 """Above this epsilon ``rdp`` alone tells it: the others take ever more time and memory, and such an
@@ -32,11 +31,8 @@ _ROUNDING = 100 * 2.0**-52
 """The least delta for each step that ``prv`` and ``pld`` convolve by FFT: below it the rounding of
 float64 decides, and what they tell may be too low."""
 
-_MOST_BYTES = 300 * 2**20
-"""What ``prv`` may hold: with torch a process stays below 1 GiB, and a bound takes seconds."""
-
-_MOST_KINDS = 32
-"""Kinds of steps that ``pld`` composes: each takes about a second."""
+_MOST_BYTES = 300 * 2**20  # held by ``prv``: with torch below 1 GiB, and a bound takes seconds
+_MOST_KINDS = 32  # kinds of steps that ``pld`` composes: each takes about a second
 
 
 def list_installed() -> list[str]:
@@ -47,21 +43,11 @@ def list_installed() -> list[str]:
 def bound_epsilon(
     history: Sequence[Steps], delta: float, accountant: str, sampling: Sampling | None = None
 ) -> float:
-    """Return an upper bound of epsilon, by one accountant alone.
+    """Return an upper bound of epsilon, by one accountant alone; infinity where there is none.
 
-    Args:
-        history: The steps that may draw one sample, in any order.
-        delta: The delta.
-        accountant: ``prv``, ``rdp`` or ``pld``.
-        sampling: Says whether batches are truncated.
-
-    Returns:
-        The bound; infinity where there is none.
-
-    Raises:
-        BeyondReachError: The accountant does not tell it, in seconds and within 1 GiB; the message
-            says why.
-        ImportError: It is not installed.
+    ``history`` are the steps that may draw one sample, in any order. ``BeyondReachError`` says
+    why the accountant does not tell it in seconds and within 1 GiB, ``ImportError`` that it is
+    not installed.
     """
     if any(noise == 0 for noise, _, _ in history):
         return math.inf
@@ -158,10 +144,7 @@ def _bound_truncated(
 
 
 def _refuse_long(history: Sequence[Steps], delta: float) -> None:
-    """Refuse what ``prv`` would need too much memory for.
-
-    Its grid has 2 L / h numbers: both are as in Opacus's ``PRVAccountant._get_domain``.
-    """
+    """Refuse too much memory for ``prv``: 2 L / h numbers, as in Opacus's ``_get_domain``."""
     counts, error = [steps for *_, steps in history], _DELTA_ERROR * delta
     alone = error / (8 * sum(counts))
     reach = 3 + max(
@@ -197,22 +180,14 @@ def _compose_pld(history: tuple[Steps, ...], sampling: Sampling | None, count: i
 
 
 def import_accountant(accountant: str) -> None:
-    """Import what an accountant needs.
-
-    Raises:
-        ImportError: It is not installed.
-    """
+    """Import what an accountant needs; ``ImportError`` if it is not installed."""
     import_opacus()
     if accountant == "pld":
         import_dp_accounting()
 
 
 def import_opacus() -> Any:
-    """Import Opacus's accountants, which takes as long as PyTorch does.
-
-    Raises:
-        ImportError: Opacus is not installed.
-    """
+    """Import Opacus's accountants, which takes as long as PyTorch does (``ImportError``)."""
     try:
         return importlib.import_module("opacus.accountants")
     except ModuleNotFoundError as error:
@@ -223,11 +198,7 @@ def import_opacus() -> Any:
 
 
 def import_dp_accounting() -> Any:
-    """Import Google's dp-accounting.
-
-    Raises:
-        ImportError: It is not installed.
-    """
+    """Import Google's dp-accounting; ``ImportError`` if it is not installed."""
     try:
         importlib.import_module("dp_accounting.pld")
         return importlib.import_module("dp_accounting")

@@ -28,11 +28,8 @@ ACCOUNTANTS: tuple[Accountant, ...] = get_args(Accountant)
 _SAMPLING = ("folds", "truncated_batch_size (of a rank)", "samples (of a fold on a rank)", "unit")
 """How a step draws, beside its rate."""
 
-_DELTAS = [10.0**-power for power in range(1, 13)]
-"""At which a trade-off curve asks for epsilon."""
-
-_FAR = 200.0
-"""An epsilon that bounds no rate."""
+_DELTAS = [10.0**-power for power in range(1, 13)]  # at which a trade-off curve asks for epsilon
+_FAR = 200.0  # an epsilon that bounds no rate
 
 
 def _count(history: Iterable[Steps]) -> int:
@@ -274,11 +271,7 @@ def _training_of(name: str) -> str:
 def verify_budget(
     noise_multiplier: float | None, epsilon: float | None, delta: float | None, *, accountant: str
 ) -> None:
-    """Verify that the arguments say how much noise there is.
-
-    Raises:
-        ValueError: They do not, or a number is out of its range.
-    """
+    """Verify that the arguments say how much noise there is (``ValueError``)."""
     if accountant not in ACCOUNTANTS:
         raise ValueError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {accountant!r}")
     if (noise_multiplier is None) == (epsilon is None):
@@ -312,19 +305,7 @@ def warn_of_delta(delta: float | None, count: int, unit: str = "sample") -> None
 def find_noise(
     epsilon: float, delta: float, steps: int, sampling: Sampling, accountant: str
 ) -> float:
-    """Find the least noise multiplier that keeps a budget.
-
-    Args:
-        epsilon: The budget.
-        delta: The delta of the guarantee.
-        steps: How many steps are planned.
-        sampling: How each draws samples.
-        accountant: One of ``ACCOUNTANTS``.
-
-    Raises:
-        ImportError: The accountant is not installed.
-        BeyondReachError: No noise multiplier keeps it.
-    """
+    """Find the least noise multiplier that keeps a budget over steps (``BeyondReachError``)."""
     import_accountant(accountant)
     try:
         return find_for_sampling(sampling, steps, epsilon, delta, accountant)

@@ -6,8 +6,7 @@ from dpprof.private.accounting.accountants import bound_epsilon, list_installed
 from dpprof.private.accounting.schedule import Sampling, Schedule
 from dpprof.private.accounting.search import FAILURES, MOST, BeyondReachError, find_least
 
-EPSILON_TOLERANCE = 0.01
-"""The spent epsilon is at most this much below the budget, as by Opacus, and at most this share."""
+EPSILON_TOLERANCE = 0.01  # how far below the budget epsilon may be, and as which share of it
 
 
 def spend(of: Schedule, noise_multiplier: float, delta: float, accountant: str) -> float:
@@ -16,11 +15,7 @@ def spend(of: Schedule, noise_multiplier: float, delta: float, accountant: str) 
 
 
 def find_noise_multiplier(of: Schedule, epsilon: float, delta: float, accountant: str) -> float:
-    """Find a noise multiplier that spends a budget, up to ``EPSILON_TOLERANCE``, and no more.
-
-    Raises:
-        BeyondReachError: No noise multiplier does, or the accountant fails.
-    """
+    """Find a noise multiplier that spends a budget, up to ``EPSILON_TOLERANCE``, and no more."""
     try:
         return find_by_accountant(lambda s, by: spend(of, s, delta, by), epsilon, accountant, 1.0)
     except BeyondReachError as error:
@@ -33,11 +28,7 @@ def find_noise_multiplier(of: Schedule, epsilon: float, delta: float, accountant
 def find_for_sampling(
     sampling: Sampling, steps: int, epsilon: float, delta: float, accountant: str
 ) -> float:
-    """Find a noise multiplier as ``find_noise_multiplier``, for steps that draw in some way.
-
-    Raises:
-        BeyondReachError: No noise multiplier does, or the accountant fails.
-    """
+    """Find a noise multiplier as ``find_noise_multiplier``, for steps that draw in some way."""
     turns = sampling.count_turns(steps)
 
     def find(by: str) -> float:
@@ -52,11 +43,7 @@ def find_for_sampling(
 
 
 def find_tightest(find: Callable[[str], float], accountant: str) -> tuple[float, str]:
-    """Return the least that an accountant asks for, and its name; of all where it is ``tightest``.
-
-    Raises:
-        BeyondReachError: None of them finds it.
-    """
+    """Return the least that an accountant asks for, and its name; of all for ``tightest``."""
     if accountant != "tightest":
         return find(accountant), accountant
     found: dict[str, float] = {}
@@ -78,11 +65,7 @@ def find_by_accountant(
     guess: float,
     most: float = MOST,
 ) -> float:
-    """Find the least value that spends a budget, with few calls of a slow accountant.
-
-    Raises:
-        BeyondReachError: No value does, or the accountant fails; the message says what happened.
-    """
+    """Find the least value that spends a budget, with few calls of a slow accountant."""
     try:
         if accountant != "rdp":
             try:  # RDP is fast and asks for some 5 % more

@@ -2,19 +2,14 @@
 
 from typing import Literal, NamedTuple
 
-Accountant = Literal["prv", "rdp", "pld", "tightest"]
-"""Two of Opacus, one of Google's dp-accounting, and the least bound of all that are installed."""
+Accountant = Literal["prv", "rdp", "pld", "tightest"]  # Opacus's, dp-accounting's; the least bound
 
 
 class Schedule(NamedTuple):
     """How many steps draw each sample with which probability."""
 
-    samples: int
-    """The number of samples in the data."""
-
-    batch_size: int
-    """The expected number of samples of a step."""
-
+    samples: int  # the number of samples in the data
+    batch_size: int  # the expected number of samples of a step
     steps: int
 
     @property
@@ -26,20 +21,11 @@ class Schedule(NamedTuple):
 class Sampling(NamedTuple):
     """How a step draws its samples, as far as epsilon depends on it."""
 
-    rate: float
-    """The probability with which a step draws each sample that may be drawn in it."""
-
-    folds: int = 1
-    """Step t draws from samples t, t + folds, ... alone."""
-
-    largest: int | None = None
-    """What is drawn beyond so many samples is cut to a uniformly random subset; None: nothing."""
-
-    drawn_from: int = 0
-    """The most samples among which ``largest`` are kept: of a fold, on one rank."""
-
-    unit: str = "sample"
-    """Of what the other fields say how it is drawn: a ``sample``, or a whole ``user``."""
+    rate: float  # the probability with which a step draws each sample that may be drawn in it
+    folds: int = 1  # step t draws from samples t, t + folds, ... alone
+    largest: int | None = None  # of more drawn samples a random subset stays; None: no limit
+    drawn_from: int = 0  # the most samples among which ``largest`` are kept: of a fold, on one rank
+    unit: str = "sample"  # what the other fields draw: a ``sample``, or a whole ``user``
 
     def count_turns(self, steps: int) -> int:
         """Count the most steps of so many, in turn, that may draw one sample."""

@@ -3,11 +3,8 @@
 import math
 from collections.abc import Callable
 
-MOST, LEAST = 1e6, 0.01
-"""The bounds of the values that are tried; Opacus has the first one too."""
-
-_POWER = -2.5
-"""The spent epsilon is about this power of the noise multiplier, from -1 (much noise) to -3.5."""
+MOST, LEAST = 1e6, 0.01  # the bounds of the values that are tried; Opacus has the first one too
+_POWER = -2.5  # about how epsilon depends on the noise multiplier: from -1 (much noise) to -3.5
 
 _STEP, _MAX_CALLS = 8.0, 100
 
@@ -28,17 +25,9 @@ def find_least(
 ) -> float:
     """Find a value that spends at most the target, and less than a tolerance below it.
 
-    It takes the spent epsilon for a power of the value, which it nearly is between two values.
-
-    Args:
-        spent: Returns the epsilon that a value spends, which falls while the value grows.
-        target: The epsilon.
-        tolerance: How far below it the spent epsilon may be.
-        guess: The first value to try.
-        most: The largest value to try.
-
-    Raises:
-        BeyondReachError: Not even the largest value spends so little, or the smallest so much.
+    ``spent`` returns the epsilon of a value, which falls while the value grows: nearly as a
+    power between two values. ``BeyondReachError``: not even ``most`` spends so little, or the
+    smallest so much.
     """
     aim, low, high = target - tolerance / 2, 0.0, math.inf
     value, power, before = min(guess, most), _POWER, (0.0, 0.0)

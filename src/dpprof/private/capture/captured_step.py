@@ -133,7 +133,6 @@ class CapturedStep:
                 )
 
     def _run(self, batch: Sequence[Tensor]) -> Tensor:
-        """Run a batch as an ordinary loop."""
         clipping = self.optimizer.clipping
         losses: list[Tensor] = []
         norms: list[Tensor] = []

@@ -43,9 +43,7 @@ on the host, or make new tensors."""
 class Surroundings(NamedTuple):
     """What must be as it was for a replay."""
 
-    objects: list[Any]
-    """Compared by identity: they are kept here, so that no new object gets the identity of one."""
-
+    objects: list[Any]  # compared by identity, and kept, so that no other object gets it
     values: list[Any]
 
     def are_those_of(self, other: "Surroundings | None") -> bool:

@@ -22,12 +22,7 @@ Output = TypeVar("Output")
 
 
 class CudaGraphs:
-    """Captures functions of one device.
-
-    Args:
-        device: A CUDA device.
-        list_generators: Lists the generators of the functions, but for the device's default one.
-    """
+    """Captures functions of one CUDA device; ``list_generators`` lists others than its default."""
 
     def __init__(
         self, device: torch.device, list_generators: Callable[[], Iterable[torch.Generator]]
@@ -38,13 +33,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, function: Callable[[], object], undo: Callable[[], object]) -> None:
-        """Run a function where it will be captured, so that libraries have what they need.
-
-        It runs twice: kernels are tuned first. ``undo`` is called after each.
-
-        Raises:
-            RuntimeError: The function waits for the device.
-        """
+        """Run a function where it will be captured, twice, and ``undo`` that: kernels are tuned."""
         gc.collect()  # a caught error's traceback may keep the graph of an earlier batch
         present = torch.cuda.current_stream(self._stream.device)
         before = torch.cuda.get_sync_debug_mode()
@@ -69,8 +58,7 @@ class CudaGraphs:
     def capture(self, function: Callable[[], Output]) -> tuple[Callable[[], None], Output]:
         """Return a function that runs a function's kernels again, and the output they then write.
 
-        Raises:
-            RuntimeError: It does what no graph can. This process may then be unable to go on.
+        ``RuntimeError``: it does what no graph can. This process may then be unable to go on.
         """
         graph = torch.cuda.CUDAGraph()
         for generator in self._list_generators():

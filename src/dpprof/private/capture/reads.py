@@ -35,11 +35,7 @@ class Reads:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the answers of a function's first run, and give them to its later runs.
-
-        Raises:
-            RuntimeError: A later run reads more than the first one.
-        """
+        """Keep the answers of a function's first run for later ones, which may not read more."""
         mode = _Keeping(self._device, self._answers)
         with _as_if_not_captured(), mode:
             yield
@@ -84,16 +80,10 @@ class _Keeping(TorchFunctionMode):
 
 @contextmanager
 def refusing_draws_on_host(others: OtherGenerators, *, is_cuda: bool) -> Iterator[None]:
-    """Refuse what draws numbers on the host: each replay would repeat them.
+    """Refuse what draws numbers on the host (``RuntimeError``): each replay would repeat them.
 
-    A generator of NumPy or Python that the step itself makes is not seen.
-
-    Args:
-        others: The generators of NumPy and Python.
-        is_cuda: Whether PyTorch's default generator is the host's, and not the step's.
-
-    Raises:
-        RuntimeError: Something did.
+    A generator of NumPy or Python that the step itself makes is not seen. ``is_cuda`` tells
+    whether PyTorch's default generator is the host's, and not the step's.
     """
 
     def read() -> tuple[list[bytes], bytes]:

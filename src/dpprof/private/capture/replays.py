@@ -18,16 +18,9 @@ class Replays:
     """Clips batches by replaying graphs, and steps on them.
 
     Graphs have the surroundings under which they were captured, and are replayed under no others:
-    not for a part, and not for a step. Who calls this runs every other batch as an ordinary loop.
-
-    Args:
-        optimizer: With its clipping, on one rank.
-        part_size: Samples of a graph.
-        losses_of: Computes (B,) losses from tensors like those of a batch.
-
-    Raises:
-        ValueError: ``part_size`` is less than 1.
-        UnsupportedError: There are several ranks.
+    not for a part, and not for a step. Who calls this runs every other batch as an ordinary loop. A
+    graph has ``part_size`` samples (``ValueError`` below 1), and ``losses_of`` computes (B,) losses
+    from tensors like those of a batch. ``UnsupportedError``: there are several ranks.
     """
 
     def __init__(
@@ -39,16 +32,11 @@ class Replays:
         if ranks.size > 1 or ranks.is_sharded:
             raise UnsupportedError("a captured step trains on one rank, and there are several")
         self.part_size, self.losses_of = part_size, losses_of
-        self.captures = 0
-        """How often graphs were made."""
-
+        self.captures = 0  # how often graphs were made
         self._optimizer, self._clipping = optimizer, optimizer.clipping
-        self._noted: Surroundings | None = None
-        """Those of the last batch that ran as an ordinary loop."""
-
+        self._noted: Surroundings | None = None  # of the last ordinary batch
         self._graphs: StepGraphs | None = None
-        self._open: StepGraphs | None = None
-        """The graphs that parts were added to, until the batch ends."""
+        self._open: StepGraphs | None = None  # what parts were added to, until the batch ends
 
     @property
     def is_captured(self) -> bool:
@@ -64,16 +52,7 @@ class Replays:
         return is_verified and present.are_those_of(self._noted)
 
     def add(self, batch: Sequence[Tensor], count: int | None = None) -> Tensor | None:
-        """Clip a batch, or a part of one, by replaying graphs.
-
-        Args:
-            batch: The arguments of ``losses_of``, samples first.
-            count: How many samples count, the first ones; by default all.
-
-        Returns:
-            Their losses; or None, where the batch, with the parts before, is to run as an ordinary
-            loop.
-        """
+        """Clip ``count`` samples by replaying graphs; None where an ordinary loop is to do it."""
         with self._forgetting():
             graphs = self._open or self._graphs
             if graphs is not None and not self._look(batch).are_those_of(graphs.surroundings):
@@ -89,12 +68,7 @@ class Replays:
             return graphs.run_parts(batch, len(batch[0]) if count is None else count)
 
     def finish(self) -> bool:
-        """Step on the parts that were added.
-
-        Returns:
-            Whether it did. If something of a sample was unusual, or something changed since, no
-            step was taken, and the batch is to run as an ordinary loop.
-        """
+        """Step on the parts that were added; or tell that an ordinary loop is to run the batch."""
         assert self._open is not None
         with self._forgetting():
             graphs, self._open = self._open, None
@@ -118,12 +92,7 @@ class Replays:
         self._noted = self._look(batch)
 
     def rehearse(self, compute: Callable[[], Tensor], batch: Sequence[Tensor]) -> None:
-        """Clip a batch with all checks, throw its sums away, and note it.
-
-        Args:
-            compute: Computes the losses of the batch.
-            batch: Its tensors.
-        """
+        """Clip a batch, of these tensors, with all checks, throw its sums away, and note it."""
         clipping, optimizer = self._clipping, self._optimizer
         counts = clipping.batches, clipping.nonfinite_samples_total
         try:

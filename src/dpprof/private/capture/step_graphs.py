@@ -28,8 +28,6 @@ from dpprof.private.substitutes import substitute
 
 
 class _Part(NamedTuple):
-    """The graph of a part."""
-
     replay: Callable[[], None]
     losses_B: Tensor
     norms_B: Tensor
@@ -61,27 +59,18 @@ class StepGraphs:
             else None
             for group in optimizer.param_groups
         ]
-        self.surroundings: Surroundings | None = None
-        """Under which this was captured."""
-
+        self.surroundings: Surroundings | None = None  # under which this was captured
         self._settings = optimizer.settings
         self._sums: list[Tensor] | None = None
-        self.replays = 0
-        """Of this batch, so far."""
-
+        self.replays = 0  # of this batch, so far
         self._parts: dict[bool, _Part] = {}
         """The graph of the first part of a batch (True), and that of each other part (False), which
         adds its sums to those of the parts before."""
 
         self._noise: Callable[[], None] | None = None
-        self._step: Callable[[], None] | None = None
-        """The graph of the optimizer's step; None where that runs in Python."""
-
-        self._options: list[Any] = []
-        """The options of the optimizer when its step was captured."""
-
-        self._held: list[Any] = []
-        """The memory that graphs read: once nothing else keeps it, it could become another's."""
+        self._step: Callable[[], None] | None = None  # None where the step runs in Python
+        self._options: list[Any] = []  # the options of the optimizer when its step was captured
+        self._held: list[Any] = []  # what graphs read: unless kept, it could become another's
 
     def _list_generators(self) -> list[torch.Generator]:
         generator = self._optimizer.keys.generator
@@ -139,9 +128,8 @@ class StepGraphs:
     def add_noise(self) -> None:
         """Add noise to the sums and average them.
 
-        Raises:
-            RuntimeError: A given generator would repeat the noise of an earlier step; or the graphs
-                clip and draw noise by other settings than the optimizer's.
+        ``RuntimeError``: a given generator would repeat the noise of an earlier step; or
+        the graphs clip and draw noise by other settings than the optimizer's.
         """
         assert self._noise is not None
         if self._optimizer.settings != self._settings:

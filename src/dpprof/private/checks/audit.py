@@ -46,14 +46,9 @@ from dpprof.private.checks.canaries import (
 )
 from dpprof.private.checks.one_run import guess
 
-Train = Callable[[nn.Module, Any, LossesOf], Any]
-"""Trains a model on samples with losses; returns what tells the epsilon."""
-
-_FEWEST = 100
-"""Canaries; fewer show nothing."""
-
-_AT_A_TIME = 64
-"""Canaries in the data whose losses are computed together."""
+Train = Callable[[nn.Module, Any, LossesOf], Any]  # trains, and returns what tells the epsilon
+_FEWEST = 100  # canaries; fewer show nothing
+_AT_A_TIME = 64  # canaries in the data whose losses are computed together
 
 
 class Audited(NamedTuple):
@@ -160,11 +155,7 @@ def audit(
 
 
 def _verify(count: int, **shares: float) -> None:
-    """Refuse too few canaries, and shares that are none.
-
-    Raises:
-        ValueError: There are some.
-    """
+    """Refuse too few canaries, and shares that are none (``ValueError``)."""
     if count < _FEWEST:
         raise ValueError(f"there must be at least {_FEWEST} canaries, and there are {count}")
     for name, value in shares.items():
@@ -175,11 +166,7 @@ def _verify(count: int, **shares: float) -> None:
 def _watch_gradients(
     train: Train, model: nn.Module, samples: MarkedSamples, losses_of: LossesOf, count: int
 ) -> tuple[Any, Tensor]:
-    """Train with canaries in gradients; return what was returned, and their scores, (m,).
-
-    Raises:
-        ValueError: Nothing was released for them.
-    """
+    """Train with canaries in gradients; return what was returned, and their scores, (m,)."""
     widened = WithCanaries(model, count)
     with adding_up_releases(widened.canaries) as scores_m:
         returned = train(widened, samples, with_gradients(losses_of, widened.canaries))
@@ -195,7 +182,6 @@ def _watch_gradients(
 def _compute_losses(
     losses_of: LossesOf, model: nn.Module, samples: Any, collate: Callable[[list[Any]], Any]
 ) -> Tensor:
-    """Compute the losses of samples in ``eval()``; (m,) in float64."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     losses = []
@@ -210,11 +196,7 @@ def _compute_losses(
 
 
 def _read_epsilon(returned: Any, delta: float) -> float:
-    """Return the epsilon that a training's accountant says.
-
-    Raises:
-        TypeError: Nothing tells it.
-    """
+    """Return the epsilon that a training's accountant says; ``TypeError`` if nothing tells it."""
     if isinstance(returned, Real) and not isinstance(returned, bool):
         return float(returned)
     for owner in (returned, getattr(returned, "spent", None)):

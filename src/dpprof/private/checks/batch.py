@@ -57,11 +57,7 @@ class TrainingBatch(NamedTuple):
 
 
 def read_batch(value: Any, function: Callable[..., Any], *first: Any) -> TrainingBatch:
-    """Return a batch as arguments of a function; with 0 samples if only losses tell how many.
-
-    Raises:
-        ValueError: It has fewer than two samples, or refers to itself.
-    """
+    """Return a batch as arguments of a function; with 0 samples if only losses tell how many."""
     batch = TrainingBatch(*batches.give(function, value, *first), 0)
     try:
         sizes = set(batches.find_sizes(batch.tree))
@@ -80,11 +76,7 @@ def read_batch(value: Any, function: Callable[..., Any], *first: Any) -> Trainin
 
 
 def count_samples(value: Any, batch: TrainingBatch) -> int:
-    """Return how many samples a batch has whose parts have several lengths: as many as losses.
-
-    Raises:
-        ValueError: The loss does not tell it.
-    """
+    """Return how many samples a batch has whose parts have several lengths: as many as losses."""
     shape: tuple[int, ...] = getattr(getattr(value, "loss_per_sample", value), "shape", ())
     sizes = sorted(set(batches.find_sizes(batch.tree)))
     if len(shape) != 1 or shape[0] not in sizes:

@@ -25,20 +25,12 @@ MARK = "canary"
 It is 0 for an ordinary sample, at + 1 for a canary in the data, -(at + 1) for one that is not.
 """
 
-_SCALE = 1e6
-"""Times its coordinate, a canary's loss: its gradient exceeds any bound, and is clipped to it."""
-
-LossesOf = Callable[..., Tensor]
-"""From ``(model, *batch)`` to the losses of samples, (B,)."""
+_SCALE = 1e6  # of a canary's loss over its coordinate: its gradient exceeds any bound
+LossesOf = Callable[..., Tensor]  # from ``(model, *batch)`` to the losses of samples, (B,)
 
 
 class WithCanaries(nn.Module):
-    """A model with a number of its own for each canary; all else is the model's.
-
-    Args:
-        model: The model, which is trained too.
-        count: m.
-    """
+    """A trained model with a number of its own for each of m canaries; all else is the model's."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
         super().__init__()
@@ -62,10 +54,8 @@ class WithCanaries(nn.Module):
 class MarkedSamples(Dataset[Any]):
     """The user's samples, then one for each canary, all with their marks.
 
-    Args:
-        data: The user's samples: tuples, lists, mappings, or single objects.
-        canaries: Those of the canaries, in turn; all m are marked.
-        included: (m,) bool, the coins.
+    ``data`` has tuples, lists, mappings or single objects. All m canaries are marked: by those
+    of ``canaries`` in turn, and by the coins ``included``, (m,) bool.
     """
 
     def __init__(self, data: Any, canaries: Any, included: Tensor) -> None:
@@ -125,10 +115,7 @@ def with_coins(losses_of: LossesOf) -> LossesOf:
 
 @contextmanager
 def adding_up_releases(vector: nn.Embedding) -> Iterator[Tensor]:
-    """Add up the gradients of a vector that any optimizer steps on; (m,), in float64.
-
-    A hook of all optimizers sees them, so their steps are not captured as CUDA graphs meanwhile.
-    """
+    """Add up the gradients of a vector that any optimizer steps on, by a hook; (m,), in float64."""
     weight = vector.weight
     total_m = torch.zeros(len(weight), dtype=torch.float64)
 

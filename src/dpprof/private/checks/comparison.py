@@ -93,9 +93,7 @@ class Comparison:
     limit: float = 0.0
     worst: float = 0.0
     is_random: bool = False
-    is_each: bool = False
-    """Whether the loss function returns one loss for each sample."""
-
+    is_each: bool = False  # whether the loss function returns one loss for each sample
     hides_layers: bool = False
     checked: list[str] = field(default_factory=list)
     unchecked: dict[str, str] = field(default_factory=dict)
@@ -181,7 +179,6 @@ class Comparison:
             self.checked.append(COMPANY)
 
     def _compare_losses(self, samples: Samples, *, are_alone: bool = True) -> None:
-        """Compare the batch's losses with those of its samples alone."""
         count = self.batch.samples
         watch = StepWatcher(silent=False)
         with self.loop.plain() as model, watch, self.loop.drawing():
@@ -307,7 +304,6 @@ class Comparison:
             compare_norms(self.loop, samples, taken.squares, self.limit, reason)
 
     def _compare_with_dropout(self) -> None:
-        """Compare once more as training runs, with the same random numbers on both sides."""
         loop = self.loop
         if not loop.dropout and not self.is_random:
             return
@@ -353,7 +349,6 @@ class Comparison:
             )
 
     def _try_noise(self, silent: StepEffects) -> None:
-        """Compare the variance of each parameter's noise with its scale."""
         if self.loop.settings.noise == 0:
             self.unchecked["noise"] = "the noise multiplier is 0"
             return
@@ -364,7 +359,6 @@ class Comparison:
         self.checked.append(f"noise of the right scale, by {drawn} elements")
 
     def _compare_padding(self, silent: StepEffects, padding: Tensor | None) -> None:
-        """Change padded tokens, and compare the gradients."""
         changed = change_padding(self.batch, padding)
         if isinstance(changed, str):
             self.unchecked["padding"] = changed

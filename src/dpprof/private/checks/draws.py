@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_RTOL = 1e-2
-"""How much rounding may change the tensors that decide on a sample's numbers."""
+_RTOL = 1e-2  # how much rounding may change the tensors that decide on a sample's numbers
 
 
 class _Draw(NamedTuple):
@@ -22,11 +21,8 @@ class _Draw(NamedTuple):
 
     func: Any
     scalars: tuple[Any, ...]
-    depends_on: tuple[Tensor, ...]
-    """The tensors that decide on the numbers, such as probabilities."""
-
-    numbers: Tensor | None
-    """The numbers; None if they cannot be told from what else the operator computes."""
+    depends_on: tuple[Tensor, ...]  # the tensors that decide on the numbers, such as probabilities
+    numbers: Tensor | None  # None if they cannot be told from what else is computed
 
 
 class Draws:
@@ -35,8 +31,7 @@ class Draws:
     def __init__(self, samples: int = 0) -> None:
         self.samples = samples
         self.made: list[_Draw] = []
-        self.elsewhere: list[bytes] | None = None
-        """The states of NumPy's and Python's generators before, if the loss draws with them."""
+        self.elsewhere: list[bytes] | None = None  # states of NumPy and Python, if drawn from
 
     def of_turn(self, sample: int, each: int) -> "Draws":
         """Return a sample's own draws, where the loss draws ``each`` for sample after sample."""
@@ -54,14 +49,11 @@ class Draws:
 
 
 class Replay:
-    """Replaces numbers by those of ``Draws``.
+    """Replaces numbers by those of ``Draws``, ``made`` for the whole batch.
 
-    Args:
-        made: What was drawn for the whole batch.
-        sample: The sample that is computed alone, or looked at in company; None for a step.
-        is_alone: Whether nothing but this sample is computed.
-        split: How many samples a step has that may compute its batch in parts, in order; None where
-            the loss is computed once.
+    ``sample`` is computed alone, or looked at in company; None for a step. ``split`` is how
+    many samples a step has that may compute its batch in parts, in order; None for a loss that
+    is computed once.
     """
 
     def __init__(
@@ -79,8 +71,7 @@ class Replay:
         self._next = 0
         self._rows_of_states: dict[Any, Tensor] = {}
         self._missed: str | None = None
-        self.mixes: str | None = None
-        """An operator whose numbers for the sample depend on other samples."""
+        self.mixes: str | None = None  # an operator whose numbers depend on other samples
 
     @property
     def asked(self) -> int:
@@ -181,10 +172,8 @@ class Replay:
 class StepWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees whether anything computes in 16 bits, and may silence noise.
 
-    Args:
-        silent: Whether Gaussian draws get their mean, but for those of the loss.
-        draws: Keeps or repeats the numbers that the loss draws.
-        generators: Gets the states of the user's generators before they draw.
+    Where ``silent``, Gaussian draws get their mean, but for those of the loss, which ``draws``
+    keeps or repeats; ``generators`` gets the states of the user's generators before they draw.
     """
 
     in_16_bits = False

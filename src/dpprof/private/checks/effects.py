@@ -11,13 +11,11 @@ from dpprof.private.checks.loop import Gradients, Loop, StepEffects
 from dpprof.private.norms.complex_numbers import as_real
 from dpprof.private.samples.company import WrongTrainingError
 
-_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-2}
-"""The largest error that rounding may cause, by dtype."""
+_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-2}  # the largest error by rounding, by dtype
 
 LIMIT_OF_16_BITS = 0.05
 
-_FALSE_ALARM = 1e-12
-"""The probability that right noise is called wrong, for each parameter."""
+_FALSE_ALARM = 1e-12  # the probability that right noise is called wrong, for each parameter
 
 
 def refuse_changes(loop: Loop, taken: StepEffects) -> None:
@@ -46,19 +44,10 @@ def _read_rates(loop: Loop) -> dict[torch.nn.Parameter, float]:
 
 
 def compare_noise(loop: Loop, silent: Gradients, first: Gradients, second: Gradients) -> int:
-    """Compare the variance of each parameter's noise with its scale, by a chi-squared test.
+    """Compare each parameter's noise with its scale, by a chi-squared test; return how many.
 
-    Args:
-        loop: Has the scale.
-        silent: The gradients without noise.
-        first: Those of a step with noise.
-        second: Those of another one.
-
-    Returns:
-        How many numbers were compared.
-
-    Raises:
-        WrongTrainingError: A parameter gets no noise, the same each time, or of another scale.
+    ``silent`` are gradients without noise, ``first`` and ``second`` of steps with noise.
+    ``WrongTrainingError``: a parameter gets no noise, the same each time, or of another scale.
     """
     drawn, scale = 0, loop.settings.noise
     for parameter in loop.trained:

@@ -20,14 +20,9 @@ from dpprof.private.samples.random_state import States
 from dpprof.private.samples.users import Segments, verify_segments
 from dpprof.private.substitutes import substitute
 
-_EPSILON = 1e-6
-"""What Opacus and dpprof add to the norm."""
-
-_RTOL = 1e-2
-"""How much rounding may change a loss."""
-
-_ALONE = 0.1
-"""An error is relative to a parameter's own gradient, or to this share of the whole gradient."""
+_EPSILON = 1e-6  # what Opacus and dpprof add to the norm
+_RTOL = 1e-2  # how much rounding may change a loss
+_ALONE = 0.1  # an error is relative to a parameter's gradient, or to this share of the whole one
 
 Groups = Sequence[tuple[Sequence[nn.Parameter], float]]
 
@@ -45,11 +40,7 @@ class Samples(NamedTuple):
         return norms_B
 
     def join(self, users: Segments | None) -> "Samples":
-        """Return what users have, in place of their samples; all as it is where there are none.
-
-        Raises:
-            ValueError: They are not those of the samples, or a single one, who has no others.
-        """
+        """Return what users have, in place of their samples; all as it is where there are none."""
         if users is None:
             return self
         verify_segments(users, len(self.losses_B), least=2)
@@ -82,12 +73,9 @@ def read_losses(value: Any, count: int) -> Tensor:
 def take_alone(loop: Loop, batch: TrainingBatch) -> tuple[Samples | None, str | None]:
     """Compute the gradient of each sample in a batch of its own, by ordinary autograd.
 
-    Returns:
-        The samples, and the reason why they may rightly differ from those in the batch, if there is
-        one. The samples are None where that reason made one fail alone.
-
-    Raises:
-        WrongTrainingError: A sample fails alone without such a reason.
+    The reason why samples may rightly differ from those in the batch comes with them, if there
+    is one; they are None where it made one fail alone. Without it a failure is a
+    ``WrongTrainingError``.
     """
     reason, results, draws = _find_reason(loop, batch), [], loop.draws
     each = _count_in_turn(loop, batch)
@@ -193,11 +181,7 @@ def find_part_of_all(loop: Loop, batch: TrainingBatch) -> str | None:
 def compare_company(loop: Loop, batch: TrainingBatch, samples: Samples, limit: float) -> str | None:
     """Compare each sample's loss and gradient with those among copies of it, with the same draws.
 
-    Returns:
-        Why that shows nothing; None if it does.
-
-    Raises:
-        WrongTrainingError: A loss or its gradient depends on the other samples.
+    Returns why that shows nothing; None if it does. ``WrongTrainingError``: one depends on others.
     """
     for sample in range(batch.samples):
         company = batch.take([sample] * batch.samples)
@@ -248,10 +232,7 @@ def clip(
     stability: float | None = None,
     psac: bool = False,
 ) -> Gradients:
-    """Compute the sum of clipped gradients over a divisor; ``scale`` multiplies each before.
-
-    ``stability`` is that of normalised clipping, or of PSAC.
-    """
+    """Compute the sum of clipped gradients over a divisor; ``scale`` multiplies each before."""
     sums = {}
     for parameters, bound in groups:
         norms_B = scale * samples.norms(parameters)

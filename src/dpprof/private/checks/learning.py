@@ -24,27 +24,14 @@ from dpprof.private.checks.gradients import (
 from dpprof.private.checks.loop import Loop
 from dpprof.private.norms.complex_numbers import as_real
 
-_FEWEST = 8
-"""With fewer samples the length of their mean tells little."""
-
-STEPS = 1_000
-"""The length of a training whose length is not known."""
-
-_CERTAIN = 3.0
-"""Standard deviations by which the signal may be longer than it looks in few samples."""
-
-_FAR = 10
-"""How many times C every gradient is, where hardly anything is left of them."""
+_FEWEST = 8  # with fewer samples the length of their mean tells little
+STEPS = 1_000  # the length of a training whose length is not known
+_CERTAIN = 3.0  # standard deviations by which the signal may be longer than it looks in few samples
+_FAR = 10  # how many times C every gradient is, where hardly anything is left of them
 
 
 def find_obstacles(loop: Loop, batch: TrainingBatch | None) -> tuple[str, ...]:
-    """Return what keeps a training from learning, a sentence each.
-
-    Args:
-        loop: The training.
-        batch: Samples that the user calls public, for what is said of them is not private; None
-            where only settings are looked at.
-    """
+    """Return what keeps a training from learning, a sentence each; maybe of public samples."""
     sentences = list(find_by_settings(loop.model))
     if (resting := find_resting(loop)) is not None:
         sentences.append(f"the learning rate of {resting} is 0")
@@ -133,10 +120,7 @@ def _bound_signal(loop: Loop, samples: Samples) -> float:
 
 
 def _find_shift(loop: Loop, batch: TrainingBatch) -> str | None:
-    """Say whether each token's label is the token itself, or the one after the next.
-
-    The gradient of a cross-entropy by logits is negative at the label alone.
-    """
+    """Say whether each label is its token, or the one after the next, by gradients of logits."""
     seen: dict[str, list[Any]] = {"tokens": [], "logits": []}
 
     def look(module: nn.Module, inputs: Any, output: Any) -> None:

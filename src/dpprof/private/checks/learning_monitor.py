@@ -13,11 +13,8 @@ from dpprof.private.checks.settings import Mechanism, PrivateOptimizer, Settings
 
 _log = logging.getLogger("dpprof")
 
-_CERTAIN = 3.0
-"""Standard deviations by which the signal may be longer than it looks."""
-
-_PROBED = 4_096
-"""The numbers of a parameter whose changes are looked at."""
+_CERTAIN = 3.0  # standard deviations by which the signal may be longer than it looks
+_PROBED = 4_096  # the numbers of a parameter whose changes are looked at
 
 
 class LearningMonitor:

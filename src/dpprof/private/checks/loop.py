@@ -40,24 +40,18 @@ class WrongScaleError(WrongTrainingError):
 class StepEffects(NamedTuple):
     """The effects of one step."""
 
-    gradients: Gradients
-    """The gradients that the innermost optimizer was given; zeros where it was given none."""
-
+    gradients: Gradients  # that the innermost optimizer was given; zeros for none
     moved: set[nn.Parameter]
     in_16_bits: bool
-    squares: Gradients
-    """The squared norms of each sample by parameter, (B,), if a ``Clipping`` found them."""
+    squares: Gradients  # squared norms of samples, (B,), if a ``Clipping`` found them
 
 
 class Loop:
     """A user's model, loss, optimizer and step; each step that it takes is undone.
 
-    Args:
-        model: The model, wrapped or not.
-        loss: What the loop differentiates, from the model and a batch.
-        private: Opacus's optimizer, dpprof's, or the settings of a loop by hand.
-        step: One whole step on a batch; None: that of an ordinary loop.
-        users: Whose samples of the batch are clipped as one; None where each is by itself.
+    ``loss`` is what the loop differentiates, from the model and a batch; ``private`` Opacus's
+    optimizer, dpprof's, or the settings of a loop by hand; ``step`` one whole step on a batch,
+    None for that of an ordinary loop. ``users`` tell whose samples are clipped as one.
     """
 
     def __init__(
@@ -74,13 +68,9 @@ class Loop:
         self.private, self.users = private, users
         self.by_hand = step is not None
         self.step = step or self._step
-        self.draws = Draws()
-        """What the loss drew for the batch; every other call repeats it."""
-
+        self.draws = Draws()  # what the loss drew for the batch; every other call repeats it
         self.others: OtherGenerators | None = None
-        self.generators: dict[torch.Generator, Tensor] = {}
-        """The states of generators of PyTorch that the loop has, before they drew."""
-
+        self.generators: dict[torch.Generator, Tensor] = {}  # the states before they drew
         while isinstance(model, AbstractGradSampleModule):
             model = model._module  # noqa: SLF001 (Opacus offers no other way that keeps its hooks)
         self.model: nn.Module = model
@@ -150,10 +140,7 @@ class Loop:
             yield self.model
 
     def differentiate(self, losses: Tensor, *, retain_graph: bool = False) -> Gradients:
-        """Compute the ordinary gradient of losses; zeros where they depend on no parameter.
-
-        The losses are scaled as the clipping scales them, and the gradients scaled back.
-        """
+        """Compute the ordinary gradient of losses, by their scale; zeros where there is none."""
         scale = 1.0 if self.clipping is None else self.clipping.loss_scale
         gradients = torch.autograd.grad(
             scale * losses.sum(), self.trained, retain_graph=retain_graph, materialize_grads=True
@@ -222,19 +209,12 @@ class Loop:
     def take(
         self, batch: TrainingBatch, *, silent: bool, times: int = 1, is_empty: bool = False
     ) -> StepEffects | None:
-        """Take a step, from cleared gradients, and undo it.
+        """Take a step, from cleared gradients, undo it, and return its effects, or None.
 
-        Args:
-            batch: Its batch.
-            silent: Whether it draws no noise.
-            times: How often it is taken, from the same parameters, with the gradients that it left.
-            is_empty: Whether the one sample stands for a batch without samples.
-
-        Returns:
-            The effects of the last one; None if the optimizer made no step.
-
-        Raises:
-            WrongTrainingError: The optimizer made several steps in one.
+        Where ``silent`` it draws no noise. It is taken several ``times`` from the same
+        parameters, with the gradients that it left: the last one's effects count, None if
+        the optimizer made none. ``is_empty`` says that the one sample stands for a batch
+        without samples. ``WrongTrainingError``: the optimizer made several steps.
         """
         taken: list[Gradients] = []
 
@@ -281,10 +261,7 @@ class Loop:
 
     @contextmanager
     def _restored(self) -> Iterator[dict[Tensor, Tensor]]:
-        """Restore values, gradients, attributes and the optimizer's state at the end.
-
-        It yields the values of parameters and buffers.
-        """
+        """Restore values, which it yields, gradients, attributes and the optimizer's state."""
         tensors = [*self.names, *self.model.buffers()]
         values = {tensor: tensor.detach().clone() for tensor in tensors}
         gradients = [(p, p.grad) for p in self.names]
@@ -313,7 +290,6 @@ class Loop:
 
 
 def _find_hooks(model: nn.Module) -> list[Any]:
-    """Find Opacus's hooks on a model, whether or not Opacus wraps it."""
     hooks_by_id: dict[int, Any] = {}
     for module in model.modules():
         hooks = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]  # noqa: SLF001
@@ -325,10 +301,7 @@ def _find_hooks(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def completed(clipping: Clipping, model: nn.Module) -> Iterator[NoisyOptimizer]:
-    """Give a clipping an optimizer without noise inside the context.
-
-    The clipping's own optimizer may be in the middle of a batch in parts: their sums are kept.
-    """
+    """Give a clipping, whose sums of parts are kept, an optimizer without noise in the context."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sgd = torch.optim.SGD(trained, lr=1.0)
     with ExitStack() as stack:

@@ -23,14 +23,7 @@ from dpprof.private.samples.company import WrongTrainingError
 
 
 def compare_losses(losses: Tensor, alone_B: Tensor, limit: float, *, averages: bool) -> None:
-    """Compare the losses of a batch with those of its samples alone; float64.
-
-    Args:
-        losses: The loss of each sample, (B,), or their mean or sum.
-        alone_B: The loss of each sample alone.
-        limit: The largest relative error.
-        averages: Whether one loss should be the mean.
-    """
+    """Compare losses, (B,), or their mean (``averages``) or sum, with those alone, (B,)."""
     count, mean, total = len(alone_B), alone_B.mean(), alone_B.sum()
     twice = "the mean over the batch is taken twice"
     if losses.dim():

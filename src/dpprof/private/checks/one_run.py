@@ -12,22 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom
 
-_FEWEST = 16
-"""Guesses below which none are tried: all right, they show an epsilon of at most 1."""
-
-_HALVINGS = 50
-"""Of the interval of epsilon, to a relative width below 1e-14."""
-
-_MOST = 50.0
-"""The largest epsilon that is looked for; no number of canaries could show it."""
+_FEWEST = 16  # guesses below which none are tried: all right, they show an epsilon of at most 1
+_HALVINGS = 50  # of the interval of epsilon, to a relative width below 1e-14
+_MOST = 50.0  # the largest epsilon that is looked for; no number of canaries could show it
 
 
 class Guesses(NamedTuple):
     """A bound, and the guesses that show it."""
 
-    epsilon: float
-    """The lower bound."""
-
+    epsilon: float  # the lower bound
     guesses: int
     right: int
 
@@ -35,14 +28,8 @@ class Guesses(NamedTuple):
 def find_p_value(right: int, guesses: int, canaries: int, *, epsilon: float, delta: float) -> float:
     """Bound the probability of so many right guesses under (epsilon, delta)-differential privacy.
 
-    Args:
-        right: Guesses that were right.
-        guesses: How many there were; on other canaries nothing was guessed.
-        canaries: How many there are, each included by a fair coin.
-        epsilon: Of the guarantee that is questioned.
-        delta: Of the same.
-
-    Source: Steinke et al. 2023, theorem 5.2 and algorithm 2.
+    Each of the ``canaries`` is included by a fair coin, and nothing was guessed on those beyond
+    ``guesses``. Source: Steinke et al. 2023, theorem 5.2 and algorithm 2.
     """
     probability = 1 / (1 + np.exp(-epsilon))
     beta = float(binom.sf(right - 1, guesses, probability))
@@ -54,15 +41,7 @@ def find_p_value(right: int, guesses: int, canaries: int, *, epsilon: float, del
 def bound_epsilon(
     right: int, guesses: int, canaries: int, *, delta: float, significance: float
 ) -> float:
-    """Return the largest epsilon that so many right guesses reject; 0 where they reject none.
-
-    Args:
-        right: Guesses that were right.
-        guesses: How many there were.
-        canaries: How many canaries there are.
-        delta: Of the guarantee.
-        significance: The probability with which the bound may be wrong.
-    """
+    """Return the largest epsilon that so many right guesses reject; 0 where they reject none."""
 
     def rejects(epsilon: float) -> bool:
         p_value = find_p_value(right, guesses, canaries, epsilon=epsilon, delta=delta)
@@ -88,12 +67,7 @@ def guess(
 
     It guesses all, half, a quarter of them and so on, always on the most certain, and tells the
     best bound. Each number of guesses has its share of the significance, so that the best holds.
-
-    Args:
-        scores: (m,) of the canaries; they must not follow from the coins but by what was released.
-        included: (m,) the coins.
-        delta: Of the guarantee.
-        significance: The probability with which the bound may be wrong.
+    ``scores``, (m,), must not follow from the coins ``included``, (m,), but by what was released.
     """
     canaries = len(scores)
     numbers = [canaries]

@@ -15,13 +15,8 @@ _WHOLE = (torch.int64, torch.int32)
 def change_padding(batch: TrainingBatch, padding: Tensor | None) -> TrainingBatch | str:
     """Return the batch with other ids at padded tokens, or the reason why there is none.
 
-    Args:
-        batch: The batch.
-        padding: (B, T) bool, True at padded tokens; None for the zeros of a mask. A mask is a
-            tensor of 0 and 1 whose zeros are at one end of every sample.
-
-    Raises:
-        ValueError: ``padding`` has another shape than any tokens of the batch.
+    ``padding`` is (B, T) bool, True at padded tokens, the shape of some tokens (``ValueError``);
+    None for the zeros of a mask, a tensor of 0 and 1 whose zeros are at one end of every sample.
     """
     if padding is None:
         padding = next((part == 0 for part in batch.parts if is_mask(part)), None)

@@ -14,8 +14,7 @@ from dpprof.private.noise.noise_keys import NoiseKeys
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.samples.company import WrongTrainingError
 
-PrivateOptimizer: TypeAlias = DPOptimizer | NoisyOptimizer
-"""Opacus's optimizer, or dpprof's with the same interface."""
+PrivateOptimizer: TypeAlias = DPOptimizer | NoisyOptimizer  # with the same interface
 
 
 class Mechanism(NamedTuple):
@@ -29,13 +28,7 @@ class Mechanism(NamedTuple):
 
 
 class Settings:
-    """The settings of a private optimizer, or of a loop by hand.
-
-    Args:
-        private: Opacus's optimizer, dpprof's, or the settings of a loop by hand.
-        trained: The trained parameters of the model.
-        hooks: Opacus's hooks on it.
-    """
+    """The settings of a private optimizer, or of a loop by hand; ``hooks`` are Opacus's."""
 
     def __init__(
         self,
@@ -48,9 +41,7 @@ class Settings:
         optimizer: Any = private.optimizer if isinstance(private, Mechanism) else private
         while isinstance(optimizer, PrivateOptimizer):
             optimizer = optimizer.original_optimizer
-        self.optimizer: Optimizer = optimizer
-        """The innermost one."""
-
+        self.optimizer: Optimizer = optimizer  # the innermost one
         self.is_correlated = getattr(private, "buffers", None) is not None
         """Whether a step's noise takes back that of earlier ones."""
 
@@ -118,11 +109,7 @@ class Settings:
         return setting(*bounds)
 
     def verify(self, names: Mapping[nn.Parameter, str]) -> None:
-        """Refuse an optimizer with other parameters than the model's, and bounds that differ.
-
-        Args:
-            names: The parameters of the model, and their names.
-        """
+        """Refuse an optimizer with other parameters than the model's, and bounds that differ."""
         optimized = set(self.optimized)
         if not self._trained:
             raise WrongTrainingError("no parameter of the model requires a gradient")
@@ -157,12 +144,7 @@ def setting(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def refuse_unknown(private: Any, step: Any) -> None:
-    """Refuse an argument that does not say how a loop is private.
-
-    Raises:
-        TypeError: It is of an unknown type, or its bound adapts.
-        ValueError: A loop by hand has no step.
-    """
+    """Refuse an argument that does not say how a loop is private, or a loop by hand and no step."""
     if not isinstance(private, PrivateOptimizer | Mechanism):
         raise TypeError(
             "private must be an optimizer of Opacus, dpprof's NoisyOptimizer, a Clipping or a "

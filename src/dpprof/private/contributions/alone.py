@@ -36,25 +36,16 @@ from dpprof.private.norms.convolution import crop
 from dpprof.private.norms.rounding import Squares, is_unsure
 from dpprof.private.norms.tiles import WORKSPACE_BYTES, spans, square
 
-Taken = Mapping[int, Sequence[Contribution]]
-"""The uses of one parameter by each of some samples, by their places."""
+Taken = Mapping[int, Sequence[Contribution]]  # a parameter's uses by some samples, by their place
 
 
 class Alone:
-    """The samples of a batch that are measured and added one by one.
-
-    Args:
-        samples: Their places in the batch.
-    """
+    """The samples of a batch, by their places, that are measured and added one by one."""
 
     def __init__(self, samples: Sequence[int]) -> None:
         self.samples = samples
-        self.squares = dict.fromkeys(samples, 0.0)
-        """Squared norms of what was measured."""
-
-        self.factors: dict[int, float] = {}
-        """Clipping factors of those that contribute."""
-
+        self.squares = dict.fromkeys(samples, 0.0)  # squared norms of what was measured
+        self.factors: dict[int, float] = {}  # clipping factors of those that contribute
         self._added = dict.fromkeys(samples, 0.0)
 
     def take(self, uses: Sequence[Contribution | Kept]) -> Taken:
@@ -154,7 +145,6 @@ def _tiles(uses: Sequence[Contribution]) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _rows(use: Product | Lookup, some: slice) -> Tensor:
-    """Compute some rows of the gradient of a matrix or a table."""
     if isinstance(use, Product):
         left, right = (use.x_BTd, use.g_BTp) if use.transposed else (use.g_BTp, use.x_BTd)
         return left[0, :, some].double().t() @ right[0].double()
@@ -164,18 +154,15 @@ def _rows(use: Product | Lookup, some: slice) -> Tensor:
     return sums.index_add_(0, ids_T[is_here_T] - some.start, g_Td[is_here_T])
 
 
-WAITING = 2
-"""Layers in which a GPU may still look for unsure samples while backward goes on."""
+WAITING = 2  # layers in which a GPU may still look for unsure samples while backward goes on
 
 
 class Mending:
     """Puts gradients computed alone in the place of kept ones, while their tokens are there.
 
-    Nothing waits for a GPU: some layers later its answer has come.
-
-    Args:
-        least: The norm below which rounding counts for nothing.
-        deferral: If not None, it takes which samples are unsure, and nothing is mended.
+    Nothing waits for a GPU: some layers later its answer has come. Below the norm ``least``
+    rounding counts for nothing. A ``deferral`` takes which samples are unsure, and nothing is
+    mended.
     """
 
     def __init__(self, least: float, deferral: Deferral | None) -> None:
@@ -183,10 +170,7 @@ class Mending:
         self._waiting: deque[tuple[Any, Tensor, Callable[[list[bool]], None]]] = deque()
 
     def square(self, contribution: Merged, gradients: Tensor, size_B: Tensor | None) -> Tensor:
-        """Return squared norms of per-sample gradients; unsure samples are computed again, alone.
-
-        Both are mended in place, at the latest in ``finish``.
-        """
+        """Return squared norms of gradients; both are mended at the latest in ``finish``."""
         found_B = square(gradients)
         if size_B is not None:
             unsure_B = is_unsure(Squares(found_B, None, size_B), self._least)

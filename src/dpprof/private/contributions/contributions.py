@@ -41,8 +41,7 @@ class Product(NamedTuple):
 
     x_BTd: Tensor
     g_BTp: Tensor
-    transposed: bool = False
-    """Whether the parameter is (d, p), as in GPT-2's Conv1D."""
+    transposed: bool = False  # whether the parameter is (d, p), as in GPT-2's Conv1D
 
     def transpose(self, like: "Product") -> "Product":
         """Return this use with inputs and output gradients exchanged.
@@ -74,10 +73,7 @@ class Product(NamedTuple):
 
     @allocates_for_its_caller
     def sum(self, weights_B: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Compute the weighted sum over samples; the weights scale the narrower operand.
-
-        If there is a sum ``onto``, it is added to that, in its memory.
-        """
+        """Compute the weighted sum over samples, added to ``onto``, in place, if there is one."""
         x, g = self.x_BTd, self.g_BTp
         weights_B11 = weights_B[:, None, None]
         if may_weigh(x):
@@ -114,8 +110,7 @@ def _is_rounded(x: Tensor) -> bool:
     return placement.is_cuda(x) and (x.dtype is torch.bfloat16 or (is_float32 and allows_tf32()))
 
 
-AT_ONCE_BYTES = 2**28
-"""A ``ChunkedProduct`` computes about so many bytes of output gradients at a time."""
+AT_ONCE_BYTES = 2**28  # output gradients that a ``ChunkedProduct`` computes at a time, about
 
 
 def samples_in_a_chunk(T: int, p: int, itemsize: int) -> int:
@@ -127,20 +122,12 @@ class ChunkedProduct(NamedTuple):
     """A ``Product`` whose output gradients are kept or computed for some samples at a time."""
 
     x_BTd: Tensor
-    gradients_of: Callable[[slice], Tensor]
-    """Computes the output gradients of some samples, (b, T, p), each time the same ones."""
-
+    gradients_of: Callable[[slice], Tensor]  # of some samples, (b, T, p), each time the same
     p: int
 
-    read: tuple[Tensor, ...]
-    """What ``gradients_of`` reads that other code has too."""
-
-    grams_BTT: Tensor | None = None
-    """Gram matrices of the output gradients, where they are known already."""
-
-    incoming_BT: Tensor | None = None
-    """What multiplies the inputs in place of the output gradients, where these are kept."""
-
+    read: tuple[Tensor, ...]  # what ``gradients_of`` reads that other code has too
+    grams_BTT: Tensor | None = None  # of the output gradients, where known already
+    incoming_BT: Tensor | None = None  # multiplies the inputs, where output gradients are kept
     release: Callable[[slice], None] | None = None
     """Frees the kept output gradients of some samples, as ``parts`` yields them, once nothing needs
     them again; None where output gradients are not kept."""
@@ -219,12 +206,8 @@ def refuse_float16(contributions: Iterable[tuple[Any, Any]]) -> None:
 class Convolution(NamedTuple):
     """The use of a convolution's weight, (O, C / groups, ...) as ``norms.convolution`` says."""
 
-    x: Tensor
-    """The inputs, (B, C, ...); for a transposed convolution the output gradients."""
-
-    g: Tensor
-    """The output gradients, (B, O, ...); for a transposed convolution the inputs."""
-
+    x: Tensor  # the inputs, (B, C, ...); for a transposed convolution the output gradients
+    g: Tensor  # the output gradients, (B, O, ...); for a transposed convolution the inputs
     kernel: Kernel
     transposed: bool = False
 
@@ -262,8 +245,7 @@ class Lookup(NamedTuple):
     ids_BT: Tensor
     g_BTd: Tensor
     rows: int
-    padding: int
-    """Row without a gradient, -1 for none."""
+    padding: int  # row without a gradient, -1 for none
 
     @property
     def trained_BTd(self) -> Tensor:  # noqa: N802 (its shape)
@@ -281,8 +263,7 @@ class Lookup(NamedTuple):
         return summed
 
 
-Direct = Shift | Scale | SampleGradients
-"""Contributions that are always materialised: their gradients are small, or known no other way."""
+Direct = Shift | Scale | SampleGradients  # always materialised: small, or known no other way
 
 Summable = Product | ChunkedProduct | Convolution | Lookup | SampleGradients
 """Contributions whose weighted sum can be computed."""
@@ -290,8 +271,7 @@ Summable = Product | ChunkedProduct | Convolution | Lookup | SampleGradients
 Contribution = Summable | Direct
 
 
-Kept = Summable | GradientsInParts
-"""What is kept until the norms are known."""
+Kept = Summable | GradientsInParts  # what is kept until the norms are known
 
 
 def device_of(kept: Kept) -> torch.device:
@@ -344,12 +324,10 @@ class Receive(Protocol):
         *,
         may_repeat: bool = False,
     ) -> None:
-        """Take contributions.
+        """Take contributions of trained parameters.
 
-        Args:
-            contributions: The contributions of trained parameters.
-            changed_B: Which samples' outputs are others when computed again; (B,).
-            may_repeat: Whether the gradient of the layer's input may be differentiated again.
+        Outputs of samples in ``changed_B``, (B,), are others when computed again; ``may_repeat``
+        says that the gradient of the layer's input may be differentiated again.
         """
 
 

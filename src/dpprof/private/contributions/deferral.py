@@ -12,9 +12,8 @@ from torch import Tensor
 class Deferral:
     """Takes the answers of checks inside of a captured step, which must not look at them.
 
-    Args:
-        weights_B: 1 for a sample and 0 for padding, (B,), on the device. A graph has batches of one
-            size, and a sample that fills it up must contribute nothing.
+    ``weights_B`` are 1 for a sample and 0 for padding, (B,), on the device. A graph has batches
+    of one size, and a sample that fills it up must contribute nothing.
     """
 
     def __init__(self, weights_B: Tensor) -> None:

@@ -47,18 +47,11 @@ MAX_DIFFERENCE = {torch.float32: 2.0**-12, torch.float64: 2.0**-32}
 """The largest D that passes: the order of a sum rounds it, and projections are summed in float32.
 """
 
-MAX_DIFFERENCE_WHEN_ROUNDED = 2.0**-5
-"""The largest D that passes where tensor cores round to 16 bits or TF32."""
+MAX_DIFFERENCE_WHEN_ROUNDED = 2.0**-5  # the same where tensor cores round to 16 bits or TF32
 
 
 class Projections:
-    """Projects the gradients of one batch as they are measured, and as they are summed.
-
-    Args:
-        parameters: All that may get a gradient.
-        losses: (B,), of the batch.
-        generator: Draws the direction on the losses' device.
-    """
+    """Projects the gradients of one batch as they are measured, and as they are summed."""
 
     def __init__(
         self,
@@ -89,11 +82,9 @@ class Projections:
     def compare(self, norms_B: Tensor, least: float, excluded_B: Tensor | None) -> Tensor:
         """Tell which samples' gradients differ too much; (B,).
 
-        Args:
-            norms_B: The measured norms of the samples' gradients, scaled as these are.
-            least: The norm with which shorter gradients are compared, scaled likewise: C, or the
-                stability of normalised clipping, which makes short gradients longer.
-            excluded_B: Samples that contribute nothing; None for none.
+        Both norms are scaled as gradients are. Those shorter than ``least`` are compared
+        with it: C, or the stability of normalised clipping, which makes short gradients
+        longer. Samples in ``excluded_B`` contribute nothing.
         """
         on_device = [moved_BN.to(norms_B.device) for moved_BN in self._differences.values()]
         moved_B = torch.cat(on_device, dim=1).square_().sum(1).sqrt_()
@@ -104,10 +95,7 @@ class Projections:
         return differs_B
 
     def find_difference(self, differs_B: Tensor) -> nn.Parameter | None:
-        """Return the parameter in which the first sample that differs does so most, or None.
-
-        This waits for the device.
-        """
+        """Return the parameter in which the first sample that differs does so most; this waits."""
         differs = [] if isinstance(differs_B, FakeTensor) else differs_B.tolist()
         if not any(differs):
             return None
@@ -138,10 +126,7 @@ def _draw_direction(longest: int, losses: Tensor, generator: torch.Generator | N
 
 
 def _project(contribution: Summable, u: Tensor) -> Tensor:
-    """Project the gradients of samples; (B, N).
-
-    ``u`` multiplies the longer side of a matrix, or the windows of a convolution.
-    """
+    """Project samples' gradients; (B, N): the longer side of a matrix, windows of a convolution."""
     match contribution:
         case ChunkedProduct():
             return torch.cat([_project(product, u) for _, product in contribution.parts()])

@@ -17,27 +17,19 @@ from dpprof.private.norms.tiles import REDUCED_SLICE, accumulator_of, spans
 
 
 class BesideScale:
-    """What is computed together with the per-sample gradients of a scale.
-
-    Args:
-        is_shifted: Whether the same layer has a shift.
-    """
+    """What is computed together with the per-sample gradients of a scale, and maybe a shift."""
 
     def __init__(self, *, is_shifted: bool) -> None:
         self.is_shifted = is_shifted
-        self.gradients: Tensor | None = None
-        """The per-sample gradients of the shift, where the scale's were computed with them."""
-
-        self.squares_B: Tensor | None = None
-        """The squares of all terms that were added up, where they are known."""
+        self.gradients: Tensor | None = None  # of the shift, if computed with the scale's
+        self.squares_B: Tensor | None = None  # of all terms that were added up, if known
 
 
 class Shift(NamedTuple):
     """The use of a vector that is added to every token, (p,)."""
 
     g_BTp: Tensor
-    beside: BesideScale | None = None
-    """Shared with the scale of the same layer, if there is one."""
+    beside: BesideScale | None = None  # shared with the scale of the same layer, if there is one
 
     def materialise(self, g_BTp: Tensor, beside: BesideScale | None = None) -> Tensor:
         """Compute the per-sample gradients; (B, p)."""
@@ -54,8 +46,7 @@ class Scale(NamedTuple):
     mean_BT1: Tensor | None
     rstd_BT1: Tensor
     g_BTd: Tensor
-    beside: BesideScale | None = None
-    """Shared with the shift of the same layer."""
+    beside: BesideScale | None = None  # shared with the shift of the same layer
 
     def materialise(
         self,
@@ -78,11 +69,8 @@ class Scale(NamedTuple):
 class SampleGradients(NamedTuple):
     """The per-sample gradients themselves."""
 
-    gradients: Tensor
-    """(B, *shape of the parameter)."""
-
-    is_own: bool = False
-    """Whether nothing else has the tensor, so that it may be overwritten."""
+    gradients: Tensor  # (B, *shape of the parameter)
+    is_own: bool = False  # whether nothing else has the tensor, so that it may be overwritten
 
     @staticmethod
     def materialise(gradients: Tensor, is_own: bool = False) -> Tensor:  # noqa: ARG004 (as a field)

@@ -70,9 +70,7 @@ class _Kind(NamedTuple):
     """What the figures of layers must have in common to become norms together."""
 
     of: type[GramSums | Squares]
-    sizes: tuple[int, ...]
-    """The d, p and terms of ``GramSums``; empty for ``Squares``."""
-
+    sizes: tuple[int, ...]  # the d, p and terms of ``GramSums``; empty for ``Squares``
     device: torch.device
     dtype: torch.dtype
 
@@ -84,10 +82,8 @@ class SampleNorms:
     become norms together, once backward is over: a GPU takes as long for a few numbers as for many.
 
     Args:
-        losses: (B,), detached; of a batch without samples, contributions are ignored, because they
-            belong to none.
-        reused: Parameters that may be used more than once. Their norms need all uses, so
-            ``add_reused`` adds them at the end.
+        losses: (B,), detached; of a batch without samples, contributions are ignored.
+        reused: Parameters whose norms need all uses; ``add_reused`` adds them at the end.
         keep: Gets each contribution whose squared norms were added.
         keeps: Whether contributions are kept until the norms are known.
         shares: Whether ranks share each sum.
@@ -129,12 +125,8 @@ class SampleNorms:
         self._vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
         """Per-sample gradients of vectors that are kept, (B, ...)."""
 
-        self._stored: set[StorageWeakRef] = set()
-        """The storages of inputs and output gradients that are kept as they are."""
-
-        self._added: list[Squares] = []
-        """What was added up already."""
-
+        self._stored: set[StorageWeakRef] = set()  # of operands that are kept as they are
+        self._added: list[Squares] = []  # what was added up already
         self._shared = SharedSquares()
         self._loss_scale = loss_scale
         self._mending = Mending(LEAST_NORM * loss_scale, deferral)
@@ -162,12 +154,9 @@ class SampleNorms:
 
     @allocates("norm_samples")
     def compute(self, least: float) -> tuple[Tensor, Tensor]:
-        """Compute norms, (B,), and which of them are unsure (``norms.rounding``), (B,).
+        """Compute norms, (B,), and which are unsure (``norms.rounding``), (B,), and forget all.
 
-        This forgets what was added.
-
-        Args:
-            least: Norms below this are not clipped.
+        Norms below ``least`` are not clipped.
         """
         if not len(self._losses):
             return self._losses, self._losses.bool()

@@ -29,8 +29,7 @@ def dtype_of_sum(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-SMALL = 2**12
-"""The most elements of a sum that is processed together with others."""
+SMALL = 2**12  # the most elements of a sum that is processed together with others
 
 
 def group_small(sums: Sequence[Tensor]) -> list[list[int]]:
@@ -61,14 +60,9 @@ class ClippedSums:
         """The ``NoisyOptimizer`` that takes them; without one ``backward`` puts them into
         ``.grad``."""
 
-        self.part: dict[nn.Parameter, Tensor] = {}
-        """The sums of what was clipped since the last step, which may be a part of a batch."""
-
-        self.total: dict[nn.Parameter, Tensor] = {}
-        """The sums of the parts of the batch that had a step."""
-
-        self.bound: float | None = None
-        """The C of the batch; None before its first part."""
+        self.part: dict[nn.Parameter, Tensor] = {}  # what was clipped since the last step
+        self.total: dict[nn.Parameter, Tensor] = {}  # of the batch's parts that had a step
+        self.bound: float | None = None  # the C of the batch; None before its first part
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
@@ -81,11 +75,7 @@ class ClippedSums:
             vars(self).update(kept)
 
     def begin(self, bound: float) -> None:
-        """Begin to clip a part of a batch, to a bound.
-
-        Raises:
-            RuntimeError: The bound is another than that of the parts before.
-        """
+        """Begin to clip a part of a batch, to the bound of the parts before (``RuntimeError``)."""
         self.refuse_other_bound(bound)
         self.bound = bound
 
@@ -149,7 +139,6 @@ class ClippedSums:
         self.bound = None
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
-        """Refuse to be saved or copied."""
         raise TypeError("clipped sums without noise cannot be copied or saved; copy the model")
 
 

@@ -41,13 +41,10 @@ Merged = Contribution | Several
 
 
 def merge_uses(contributions: Sequence[Contribution]) -> list[Merged] | None:
-    """Combine the contributions of several uses of one parameter.
+    """Combine the contributions of several uses of one parameter; None if kinds cannot be combined.
 
-    Several uses of a matrix, or of a table, equal one use with the tokens of all; uses of vectors
-    and convolutions stay ``Several``.
-
-    Returns:
-        One contribution for each kind of use; None if the kinds cannot be combined.
+    Several uses of a matrix, or of a table, equal one use with the tokens of all; uses of
+    vectors and convolutions stay ``Several``. There is one contribution for each kind of use.
     """
     products = [use for use in contributions if isinstance(use, Product)]
     chunked = [use for use in contributions if isinstance(use, ChunkedProduct)]

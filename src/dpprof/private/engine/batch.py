@@ -38,16 +38,10 @@ Enter = Callable[[Any], None]
 
 
 class Batch(ABC):
-    """A batch from its losses to its clipped sums; it is thrown away when these are there.
+    """A batch from its losses, (B,), to its clipped sums; it is thrown away when these are there.
 
-    Args:
-        clipping: Whose sums get the batch.
-        losses: (B,), with their graph.
-        layout: The sample of each row of a layer.
-        broadcasts: What enters for all samples.
-        reused: Parameters that more than one contribution may be for.
-        users: Whose samples are clipped as one; None where each sample is by itself. Otherwise B of
-            all but losses is the number of users.
+    More than one contribution may be for parameters that are ``reused``. With ``users``, whose
+    samples are clipped as one, B of all but losses is the number of users.
     """
 
     def __init__(
@@ -64,27 +58,15 @@ class Batch(ABC):
         self.losses, self.layout, self.broadcasts = losses, layout, broadcasts
         self.reused, self._users = reused, users
         self._rows = None if users is None else Rows.in_segments(users.sizes)
-        self.own_losses = losses.detach()
-        """(B,) of what is clipped."""
-
+        self.own_losses = losses.detach()  # (B,) of what is clipped
         if users is not None and self._rows is not None:
             self.own_losses = self._rows.sum(self.own_losses * users.share_of(losses))
 
-        self.changed: list[tuple[nn.Module, Tensor]] = []
-        """Layers that ran again, and whose samples' outputs were others then, (B,) bool."""
-
-        self.sample_norms = self.own_losses
-        """(B,) before clipping, once they are known."""
-
-        self.nonfinite_B: Tensor | None = None
-        """Samples whose loss or norm is not finite; None where there is none."""
-
-        self.excluded_B: Tensor | None = None
-        """Samples with a factor of 0: those that are not finite, and those added one by one."""
-
-        self.alone: Alone | None = None
-        """The samples that are added one by one."""
-
+        self.changed: list[tuple[nn.Module, Tensor]] = []  # (B,): outputs of layers differed again
+        self.sample_norms = self.own_losses  # (B,) before clipping, once they are known
+        self.nonfinite_B: Tensor | None = None  # loss or norm is not finite; None for no sample
+        self.excluded_B: Tensor | None = None  # factor 0: not finite, or added one by one
+        self.alone: Alone | None = None  # the samples that are added one by one
         self.norms = SampleNorms(
             self.own_losses,
             reused,
@@ -150,10 +132,7 @@ class Batch(ABC):
         return norms_B if scale == 1 else norms_B / scale, unsure_B
 
     def compute_factors(self, norms_B: Tensor, unsure_B: Tensor, bound: float) -> Tensor:
-        """Compute clipping factors; samples that are not finite, or are added alone, get 0.
-
-        The norms of the latter are corrected in place.
-        """
+        """Compute factors, 0 for what is not finite or is added alone, whose norms are mended."""
         self.excluded_B = self.alone = None
         factors_B = self._clip_factor(norms_B, bound)
         is_lost_B = ~self.own_losses.to(norms_B.device).isfinite()
@@ -203,10 +182,7 @@ class Batch(ABC):
         factors_B: Tensor,
         taken: Taken,
     ) -> None:
-        """Sum contributions over samples, scaled by clipping factors, and add that.
-
-        ``taken`` is what is added alone. Autograd must be off, as it is in backward.
-        """
+        """Add a weighted sum over samples, and what is ``taken`` alone, with autograd off."""
         if not len(factors_B):  # it belongs to no sample
             return
         for contribution in contributions:

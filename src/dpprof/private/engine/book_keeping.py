@@ -42,7 +42,6 @@ class _KeptBatch(Batch):
         self._versions: dict[nn.Parameter, list[tuple[Tensor, int]]] = defaultdict(list)
 
     def clip(self, enter: Enter) -> None:
-        """Run one backward, and sum what was kept."""
         enter("backward")
         with self.handling(self.norms.add):
             torch.autograd.backward(self.losses, self.make_weights())
@@ -51,7 +50,6 @@ class _KeptBatch(Batch):
             self._sum_all(self.find_factors())
 
     def _sum_all(self, factors_B: Tensor) -> None:
-        """Sum what was kept."""
         if self.ranks.is_sharded:
             self.clipping.shard_sums.close_all(partial(self._sum, factors_B))
         vectors = [] if self.alone else self._take_vectors()
@@ -62,10 +60,7 @@ class _KeptBatch(Batch):
             self.add_up_vectors(on_device, factors_B)
 
     def _take_vectors(self) -> list[list[tuple[nn.Parameter, Tensor]]]:
-        """Take the kept gradients of all vectors of each GPU, to be summed at once.
-
-        Each takes a launch otherwise.
-        """
+        """Take the kept gradients of all vectors of each GPU: each is a launch otherwise."""
         vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
         for parameter, kept in reversed(list(self._kept.items())):
             only = kept[0]
@@ -82,7 +77,6 @@ class _KeptBatch(Batch):
         self._kept[parameter].append(contribution)
 
     def measure_alone(self, samples: Sequence[int]) -> Alone | None:
-        """Measure samples by what is kept."""
         if not samples:
             return None
         alone = Alone(samples)
@@ -92,12 +86,6 @@ class _KeptBatch(Batch):
 
     def _sum(self, factors_B: Tensor, parameter: nn.Parameter) -> None:
         """Add what is kept to the sum, unless a hook wrote it since its norm was found."""
-        self._refuse_written(parameter)
-        contributions = self._kept.pop(parameter, [])
-        taken = self.alone.take(contributions) if self.alone else {}
-        self.add_up(parameter, contributions, factors_B, taken)
-
-    def _refuse_written(self, parameter: nn.Parameter) -> None:
         for tensor, version in self._versions.pop(parameter, ()):
             if tensor._version != version:  # noqa: SLF001 (it has no public name)
                 raise RuntimeError(
@@ -105,6 +93,9 @@ class _KeptBatch(Batch):
                     f"{self.clipping.name_of(parameter)} was changed in place after its norm was "
                     "found, by a hook maybe; change a copy"
                 )
+        contributions = self._kept.pop(parameter, [])
+        taken = self.alone.take(contributions) if self.alone else {}
+        self.add_up(parameter, contributions, factors_B, taken)
 
 
 def _exposed(contribution: Kept) -> list[Tensor]:

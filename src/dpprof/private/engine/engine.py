@@ -288,7 +288,6 @@ class Clipping(ABC):
         return rewritten
 
     def _find_forwards(self, public: Collection[str]) -> Forwards:
-        """Prepare to see which parameters a forward writes."""
         names = {
             self.ranks.own(parameter): name
             for name, parameter in self.model.named_parameters()
@@ -493,7 +492,9 @@ class Clipping(ABC):
         self._prepare(losses)
         if users is not None:
             verify_segments(users, len(losses))
-        is_due = self._is_due()
+        is_due = self.repeated is not None and self.repeated.is_due(goes_on=self.continues())
+        if is_due:
+            self._first_batches.look_again()
         self._first_batches.begin()
         try:
             self._sum(losses, enter, users if len(losses) else None)
@@ -549,13 +550,6 @@ class Clipping(ABC):
         if self.deferral is None:
             self.verify_released()
 
-    def _is_due(self) -> bool:
-        """Tell whether to verify in this step again, and have its gradients looked at."""
-        if self.repeated is None or not self.repeated.is_due(goes_on=self.continues()):
-            return False
-        self._first_batches.look_again()
-        return True
-
     def _read_graph(self, losses: Tensor, users: Segments | None) -> Batch:
         """Find which rows samples have, and what enters for all samples."""
 
@@ -599,7 +593,6 @@ class Clipping(ABC):
         self._released.verify()
 
     def _expect_shards(self, losses: Tensor) -> None:
-        """Prepare to reduce this batch's sums onto shards."""
         if not losses.requires_grad:
             raise RuntimeError(
                 "the losses depend on no trained parameter, and other ranks wait for this one's "
@@ -611,7 +604,6 @@ class Clipping(ABC):
     def _find_reused(
         self, nodes: Sequence[Any], broadcasts: Broadcasts
     ) -> Collection[nn.Parameter]:
-        """Find the parameters that more than one contribution of this batch may be for."""
         uses = count_uses(nodes)
         for parameter in broadcasts.of:
             uses[parameter] += 1

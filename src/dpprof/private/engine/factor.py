@@ -32,18 +32,14 @@ from torch import Tensor
 from dpprof.private.errors import refuse_no_number
 from dpprof.private.norms.rounding import LEAST_NORM
 
-STABILITIES = {"flat": None, "normalised": 0.01, "psac": 0.1}
-"""By the name of a clipping, what is used where none is given."""
+STABILITIES = {"flat": None, "normalised": 0.01, "psac": 0.1}  # by clipping, the default
 
 LEAST_STABILITY = 2.0**-10
 
 LEAST_FACTOR = 2.0**-80
 
-LEAST_BOUND, LARGEST_BOUND = 1e-38, 1e38
-"""Sums of smaller or larger contributions are beyond float32."""
-
-_LARGEST_FACTOR = 2.0**40
-"""Larger factors of short gradients could overflow in the sum."""
+LEAST_BOUND, LARGEST_BOUND = 1e-38, 1e38  # sums of other contributions leave float32
+_LARGEST_FACTOR = 2.0**40  # larger factors of short gradients could overflow in the sum
 
 
 def clip_factor(
@@ -73,11 +69,7 @@ def clip_factor(
 
 
 def find_factor(clipping: str, stability: float | None) -> dict[str, Any]:
-    """Return the settings of ``Clipping`` for a clipping of ``STABILITIES``.
-
-    Raises:
-        ValueError: There is no such clipping, or it takes no stability.
-    """
+    """Return the settings of ``Clipping`` for a clipping of ``STABILITIES`` (``ValueError``)."""
     if clipping not in STABILITIES:
         raise ValueError(f"clipping must be one of {', '.join(STABILITIES)}, and is {clipping!r}")
     if clipping == "flat" and stability is not None:
@@ -96,11 +88,7 @@ def find_least_norm(max_grad_norm: float, stability: float | None, *, psac: bool
 
 
 def verify_bound(max_grad_norm: float, stability: float | None, *, psac: bool = False) -> None:
-    """Verify that a bound can be kept.
-
-    Raises:
-        ValueError: It is not positive and finite, or the stability is too small.
-    """
+    """Verify that a bound is positive and finite, and no stability too small (``ValueError``)."""
     refuse_no_number("max_grad_norm", max_grad_norm)
     if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
         raise ValueError(f"max_grad_norm must be positive and finite, and is {max_grad_norm}")

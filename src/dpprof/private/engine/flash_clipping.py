@@ -49,16 +49,11 @@ class _TwoPasses(Batch):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._projections: Projections | None = None
-        self._uses: Counter[nn.Parameter] = Counter()
-        """How often each parameter was used, where samples were measured alone."""
-
-        self._taken: dict[nn.Parameter, list[Taken]] = defaultdict(list)
-        """Of the uses so far."""
-
+        self._uses: Counter[nn.Parameter] = Counter()  # where samples were measured alone
+        self._taken: dict[nn.Parameter, list[Taken]] = defaultdict(list)  # of the uses so far
         self._weights_B = self.losses
 
     def clip(self, enter: Enter) -> None:
-        """Measure in one backward, and sum in a second."""
         if len(self.losses):
             self._projections = self.clipping.project(self.losses)
         enter("backward")
@@ -77,7 +72,6 @@ class _TwoPasses(Batch):
             torch.autograd.backward(self.losses, self._weights_B, retain_graph=True)
 
     def measure_alone(self, samples: Sequence[int]) -> Alone | None:
-        """Measure samples in another pass like the first."""
         if not any(self.ranks.any(bool(samples))):
             return None
         alone = Alone(samples)
@@ -87,7 +81,6 @@ class _TwoPasses(Batch):
         return alone
 
     def _measure_layer(self, alone: Alone, _layer: nn.Module, contributions: Contributions) -> None:
-        """Measure what a layer contributes to the samples that are added alone."""
         for parameter, contribution in contributions:
             self._uses[parameter] += 1
             self._taken[parameter].append(alone.take([contribution]))
@@ -110,7 +103,6 @@ class _TwoPasses(Batch):
         return joined
 
     def keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
-        """Note the projection of what is measured."""
         assert self._projections is not None
         assert not isinstance(contribution, GradientsInParts)  # nothing is kept
         self._projections.note(parameter, contribution, is_measured=True)
@@ -118,7 +110,6 @@ class _TwoPasses(Batch):
     def _add_layer(
         self, factors_B: Tensor, _layer: nn.Module, contributions: Contributions
     ) -> None:
-        """Add what a layer contributes in the second pass."""
         shard_sums = self.clipping.shard_sums
         for parameter, use in contributions:
             if self.ranks.is_sharded:
@@ -132,7 +123,6 @@ class _TwoPasses(Batch):
                 shard_sums.end_use(parameter)
 
     def _refuse_difference(self) -> None:
-        """Refuse a batch in which other gradients were summed than measured."""
         if self._projections is None:
             return
         scale = self.clipping.loss_scale
@@ -191,14 +181,10 @@ class FlashClipping(Clipping):
         return list(self._generators.values())
 
     def project(self, losses: Tensor) -> Projections:
-        """Return the random projections of one batch."""
-        return Projections(self._coverage, losses, self._find_generator(losses))
-
-    def _find_generator(self, losses: Tensor) -> torch.Generator | None:
-        """Return the source of random directions on a device; a model cannot know its seed."""
+        """Return the random projections of one batch; a model cannot know their seed."""
         if isinstance(losses, FakeTensor):
-            return None
+            return Projections(self._coverage, losses, None)
         if losses.device not in self._generators:
             self._generators[losses.device] = generator = torch.Generator(losses.device)
             generator.seed()
-        return self._generators[losses.device]
+        return Projections(self._coverage, losses, self._generators[losses.device])

@@ -38,7 +38,6 @@ class _LayerByLayer(Batch):
         self._count = len(self.clipping.list_layers())
 
     def clip(self, enter: Enter) -> None:
-        """Run one backward, which clips and sums each layer."""
         enter("backward")
         with self.handling(self._clip_layer):
             torch.autograd.backward(self.losses, self.make_weights())
@@ -47,11 +46,9 @@ class _LayerByLayer(Batch):
         self.sample_norms = torch.stack(self._norms_of_layers, dim=1)
 
     def keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
-        """Keep a contribution until its layer is clipped."""
         self._kept[parameter] = contribution
 
     def measure_alone(self, samples: Sequence[int]) -> Alone | None:
-        """Measure samples by what is kept of the layer."""
         alone = Alone(samples)
         for kept in self._kept.values():
             alone.measure(alone.take([kept]))

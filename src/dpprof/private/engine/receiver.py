@@ -39,18 +39,9 @@ class Receiver:
     Layers that have a rule hand over contributions. Of a loose parameter, which a module around
     layers uses itself, autograd computes the sum over samples; the graph of a batch says how to
     find the gradients of its samples (``Broadcasts``), which are handed over in its place. Any
-    other gradient of a clipped parameter is refused.
-
-    Args:
-        coverage: The clipped parameters.
-        loose: The loose ones, with their modules.
-        ranks: The ranks that train the model.
-        forwards: Sees who writes parameters.
-        shard_sums: Count the uses of parameters in a batch.
-        is_normalised: Whether short gradients become longer.
-        name_of: Names a parameter.
-        name_of_layer: Names a layer.
-        why_no_gradients: Returns why no loss may contain a gradient; nothing where it may.
+    other gradient of a clipped parameter is refused. ``forwards`` sees who writes parameters,
+    and ``shard_sums`` count the uses of parameters. ``why_no_gradients`` returns why no loss
+    may contain a gradient; nothing where it may.
     """
 
     def __init__(
@@ -73,9 +64,7 @@ class Receiver:
         self._why_no_gradients = why_no_gradients
         self._handler: Handler | None = None
         self.is_disabled = False
-        self.batch: Batch | None = None
-        """The batch whose backward runs."""
-
+        self.batch: Batch | None = None  # the batch whose backward runs
         self._hooks: dict[nn.Parameter, list[Any]] = {}
         self._stashed: dict[nn.Parameter, tuple[Tensor | None, Tensor]] = {}
         """While autograd adds up a loose parameter's gradient: what was there, and what it adds."""
@@ -125,7 +114,6 @@ class Receiver:
             self._pass_on(layer, trained)
 
     def _pass_on(self, layer: nn.Module, contributions: Contributions) -> None:
-        """Hand contributions of trained parameters over."""
         assert self._handler is not None
         if self._is_normalised:
             refuse_float16(contributions)
@@ -135,11 +123,7 @@ class Receiver:
         self._handler(layer, contributions)
 
     def watch(self) -> None:
-        """Watch everything that may get a gradient of a clipped parameter from autograd.
-
-        Raises:
-            UnsupportedError: Something else watches it.
-        """
+        """Watch everything that may get a gradient of a clipped parameter from autograd."""
         for parameter in self._coverage:
             for leaf in self._ranks.leaves(parameter):
                 if not leaf.requires_grad:

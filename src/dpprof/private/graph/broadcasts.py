@@ -44,8 +44,7 @@ that is alike for all samples, or multiply with a number."""
 
 LOSSES = "the losses"
 
-_ENTERING = {"Add", "Sub", "Mul", "Expand", "Repeat", "Where"}
-"""Operators that may repeat an operand along the first axis."""
+_ENTERING = {"Add", "Sub", "Mul", "Expand", "Repeat", "Where"}  # may repeat an operand along axis 0
 
 
 class _Entry(NamedTuple):
@@ -53,17 +52,10 @@ class _Entry(NamedTuple):
 
     node: Any
     operand: int
-    shape: tuple[int, ...]
-    """The shape of its operand."""
-
-    is_complex: bool
-    """Whether its operand is; the gradient of a real operand is the real part."""
-
-    rows: Rows
-    """Which rows of its output samples have."""
-
-    moves: list[tuple[Any, int]]
-    """The operators between, from the value on, and which of their operands it is."""
+    shape: tuple[int, ...]  # the shape of its operand
+    is_complex: bool  # whether its operand is; the gradient of a real operand is the real part
+    rows: Rows  # which rows of its output samples have
+    moves: list[tuple[Any, int]]  # operators between, from the value on, and their operands
 
     def describe(self) -> str:
         """Tell the way by which it enters, without the lengths of axes."""
@@ -71,10 +63,7 @@ class _Entry(NamedTuple):
         return f"operand {self.operand} of {self.node.name()}, {len(self.shape)} axes, by {moves}"
 
     def differentiate(self, g: Tensor) -> Tensor:
-        """Turn the gradient of the operator's output into the value's; (B, ...).
-
-        That of the output has rows of each sample (``layout``).
-        """
+        """Turn the gradient of the output, with rows of samples, into the value's; (B, ...)."""
         kind = kind_of(self.node)
         if kind == "Mul":
             other = self.node._saved_self if self.operand else self.node._saved_other  # noqa: SLF001
@@ -107,10 +96,7 @@ def _pull_back(node: Any, operand: int, g: Tensor) -> Tensor:
 
 
 class Broadcast:
-    """The per-sample gradients of a value that enters for all samples, by all its entries.
-
-    There are no entries where the batch has one sample.
-    """
+    """Per-sample gradients of a value that enters for all samples, by its entries, if B > 1."""
 
     def __init__(self, entries: Collection[_Entry]) -> None:
         self._is_single = not entries
@@ -154,12 +140,8 @@ class Broadcasts:
         name_of: Callable[[nn.Parameter], str] = str,
     ) -> None:
         self._layout, samples = layout, layout.samples
-        self.of: dict[nn.Parameter, Broadcast] = {}
-        """The gradients of each leaf."""
-
-        self.ways: set[str] = set()
-        """How each value enters; a batch whose lengths coincide may look unlike others."""
-
+        self.of: dict[nn.Parameter, Broadcast] = {}  # the gradients of each leaf
+        self.ways: set[str] = set()  # how values enter: equal lengths may look otherwise
         self._all: list[Broadcast] = []
         self._lookups: list[Any] = []
         try:

@@ -40,25 +40,13 @@ from dpprof.private.errors import BatchAxisError, UnsupportedError
 from dpprof.private.graph.layout import Layout
 from dpprof.private.ranks.ranks import Ranks
 
-Handler = Callable[[nn.Module, Contributions], None]
-"""Handles the contributions of a layer during one backward pass."""
-
-FIRST_BATCH = ("verified", "trusted")
-"""How the first batch is treated."""
-
-TRIES = 10
-"""The most batches to look at where a layer's gradients are all zero."""
+Handler = Callable[[nn.Module, Contributions], None]  # handles a layer's contributions
+FIRST_BATCH = ("verified", "trusted")  # how the first batch is treated
+TRIES = 10  # the most batches to look at where a layer's gradients are all zero
 
 
 class FirstBatches:
-    """Verifies batches until each layer that runs was seen.
-
-    Args:
-        what: One of ``FIRST_BATCH``, or ``ValueError`` is raised.
-        loss_scale: What losses are multiplied with for backward.
-        ranks: Under ``fully_shard`` all run backward together, and share their findings.
-        name_of: Names a layer.
-    """
+    """Verifies batches, or trusts them (``FIRST_BATCH``), until each layer that runs was seen."""
 
     def __init__(
         self, what: str, loss_scale: float, ranks: Ranks, name_of: Callable[[nn.Module], str]
@@ -104,22 +92,22 @@ class FirstBatches:
     ) -> None:
         """Verify a batch, unless that is done; one with fewer than two samples shows nothing.
 
-        Args:
-            losses: (B,), whose graph stays.
-            handling: Lets a function look at every layer's contributions.
-            parameters: Say on which devices random numbers are drawn.
-            layout: Notes layers of which it proves nothing.
-
-        Raises:
-            UnsupportedError: Samples are mixed.
+        The graph of the losses, (B,), stays. ``handling`` lets a function look at every layer's
+        contributions, ``parameters`` say on which devices random numbers are drawn, and ``layout``
+        notes layers of which it proves nothing. ``UnsupportedError``: samples are mixed.
         """
         if not losses.requires_grad or isinstance(losses, FakeTensor):
             return
-        if self.are_verified and self._is_due_again():
-            self.look_again()
+        ranks = self._ranks
+        if self.are_verified and (self._asks or not ranks.is_sharded):
+            # Ranks that run backward together ask each other where one of them found such ways
+            # before; elsewhere these are refused (``refuse_late_ways``): other models need not ask.
+            (is_due,) = ranks.any(self._are_other)
+            if is_due:
+                self.look_again()
         if self.are_verified:
             return
-        batch, ranks = _Batch(losses, self._loss_scale, self._name_of), self._ranks
+        batch = _Batch(losses, self._loss_scale, self._name_of)
         if not batch.has_others and not ranks.is_sharded:
             return
         for half in batch.halves:
@@ -140,17 +128,6 @@ class FirstBatches:
         self.are_verified = not is_incomplete or self._looked_at == TRIES
         if self.are_verified:
             self._verified_ways = self._ways | (self._verified_ways or set())
-
-    def _is_due_again(self) -> bool:
-        """Tell whether a batch is computed in another way than those that were verified.
-
-        Ranks that run backward together ask each other where one of them found such ways before;
-        elsewhere they are refused (``refuse_late_ways``), so that other models need not ask.
-        """
-        if self._ranks.is_sharded and not self._asks:
-            return False
-        (is_due,) = self._ranks.any(self._are_other)
-        return is_due
 
     @property
     def has_late_ways(self) -> bool:
@@ -176,9 +153,7 @@ class _Batch:
         self._name_of, self._losses, self._loss_scale = name_of, losses.detach(), loss_scale
         self._samples = len(losses)
         finite = self._losses.isfinite().nonzero().flatten().tolist()
-        self.has_others = bool(finite) and self._samples > 1
-        """Whether there is a finite loss, and another sample on which it might depend."""
-
+        self.has_others = bool(finite) and self._samples > 1  # on which a finite loss may depend
         random.SystemRandom().shuffle(finite)
         half = (len(finite) + 1) // 2
         halves = [set(finite[:half]), set(finite[half:])]
@@ -186,11 +161,8 @@ class _Batch:
         """Whose losses are differentiated; none of a batch of one sample."""
 
         self._chosen: set[int] = set()
-        self._looks: list[list[bool]] = []
-        """Whether the gradients of layers have entries of the half, by backward pass."""
-
-        self.problem: UnsupportedError | None = None
-        """What is wrong with the first layer, in the order of backward, where something is."""
+        self._looks: list[list[bool]] = []  # by backward: have layers entries of the half?
+        self.problem: UnsupportedError | None = None  # of the first such layer
 
     def choose(self, half: set[int]) -> Tensor:
         """Return the gradient with which the losses of a half are differentiated; (B,)."""
@@ -207,7 +179,6 @@ class _Batch:
         return self.has_others and all(map(any, zip_longest(*self._looks)))
 
     def look(self, layer: nn.Module, contributions: Contributions) -> None:
-        """Look at the gradients of a layer's outputs."""
         for _, contribution in contributions:
             if self.problem is None:
                 self.problem = self._find_problem(layer, _gradients_of(contribution))

@@ -23,6 +23,7 @@ from dpprof.private.contributions.contributions import Contributions, Receive, r
 from dpprof.private.errors import BatchAxisError
 from dpprof.private.graph.nodes import (
     Outline,
+    describe,
     find_users,
     nodes_behind,
     operator_of,
@@ -35,19 +36,15 @@ from dpprof.private.graph.owners import MANY, Owners, along_first_axis, merge, w
 from dpprof.private.graph.proof import Output, Proof
 from dpprof.private.graph.rows import Rows
 
-_IN_PLACE = {"AsStrided", "CopySlices"}
-"""What changes of views in place leave in a graph."""
+_IN_PLACE = {"AsStrided", "CopySlices"}  # what changes of views in place leave in a graph
 
 
 class Layout:
-    """Tells which rows samples have in one batch.
+    """Tells which rows samples have in one batch, by its losses, (B,); None for no batch.
 
-    Args:
-        losses: (B,); None for no batch.
-        name_of: Names a parameter.
-        in_order: Outlines of graphs that were proven to keep samples in order, where lengths tell
-            the rows of a layer.
-        reads: Whether an index may be read; where a graph is captured, others will be there later.
+    ``in_order`` are outlines of graphs that were proven to keep samples in order, where lengths
+    tell the rows of a layer. ``reads`` tells whether an index may be read; where a graph is
+    captured, others will be there later.
     """
 
     def __init__(
@@ -67,22 +64,13 @@ class Layout:
         self.outline = outline(self.nodes)
         self._proves = self.outline not in in_order
         self._name_of, self._reads = name_of, reads
-        self._proof: Proof | None = None
-        """What the graph proves, once somebody asks for rows that lengths do not tell."""
-
+        self._proof: Proof | None = None  # once rows are asked for that lengths do not tell
         self._rows: dict[tuple[Any, int], Rows | None] = {}
         self._receivers: list[tuple[Any, Receive]] = []
-        self.problem: BatchAxisError | None = None
-        """The first layer that contributed, and of which nothing is proven."""
-
-        self._is_trusted = False
-        """Whether rows count as those of samples by their number alone."""
-
-        self.raises = False
-        """Whether such a layer is refused at once, and not only noted."""
-
-        self.has_orders = False
-        """Whether rows have orders that lengths do not tell; then all of the graph is looked at."""
+        self.problem: BatchAxisError | None = None  # of the first layer that is not proven
+        self._is_trusted = False  # whether rows count as those of samples by their number alone
+        self.raises = False  # whether such a layer is refused at once, and not only noted
+        self.has_orders = False  # that lengths do not tell: then all of the graph is looked at
 
     @cached_property
     def above(self) -> Mapping[Any, list[tuple[Any, int]]]:
@@ -90,12 +78,7 @@ class Layout:
         return find_users(self.nodes)
 
     def rows_of(self, node: Any, axis: int = 0) -> Rows | None:
-        """Return which rows of what a node returned samples have; None where nothing proves it.
-
-        Args:
-            node: An operator.
-            axis: The axis of rows.
-        """
+        """Return which rows, on an axis of what a node returned, samples have, if proven."""
         count = shape_of(node)[axis : axis + 1]
         if not self.samples or not count:
             return None
@@ -201,15 +184,15 @@ class Layout:
         return "the losses are in another order than the rows; keep the order of samples"
 
     def describe(self) -> set[str]:
-        """Name the graph by which rows count as those of samples; empty where it proves one each.
-
-        It leaves lengths out: the same code on another batch is described alike.
-        """
+        """Name the graph by which rows count as those of samples, without lengths; or nothing."""
         are_one_each = all(shape_of(node)[axis] == self.samples for node, axis in self._rows)
         if are_one_each and not self._is_trusted:
             return set()
         names = Counter(
-            (node.name(), *(below.name() for below, _ in node.next_functions if below is not None))
+            (
+                describe(node),
+                *(below.name() for below, _ in node.next_functions if below is not None),
+            )
             for node in self.nodes
         )
         return {f"rows of samples, in graph {hash(frozenset(names.items()))}"}

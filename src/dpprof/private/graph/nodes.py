@@ -2,21 +2,18 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import _Holder
 
-_IDENTITY = "RegisterPostBackwardFunctionBackward"
-"""The node by which FSDP notices that backward has passed a module: it returns what it gets."""
+_IDENTITY = "RegisterPostBackwardFunctionBackward"  # FSDP's, which returns what it gets
 
 
 def nodes_behind(*tensors: Tensor, until: Collection[Any] = ()) -> Iterator[Any]:
-    """Visit every node of the graph behind tensors once, as far as some nodes.
-
-    Nodes inside of reentrant checkpointing are not visited.
-    """
+    """Visit every node behind tensors once, but no node inside of reentrant checkpointing."""
     waiting, seen = [tensor.grad_fn for tensor in tensors], set(until)
     while waiting:
         node = waiting.pop()
@@ -27,14 +24,23 @@ def nodes_behind(*tensors: Tensor, until: Collection[Any] = ()) -> Iterator[Any]
         yield node
 
 
-Outline = frozenset[Any]
-"""How often each operator is in a graph, with the axes that it has saved."""
+Outline = frozenset[Any]  # how often each operator is in a graph, with the axes that it has saved
 
 
 def outline(nodes: Iterable[Any]) -> Outline:
     """Return the outline of a graph: batches of other lengths have the same."""
-    axes = ((node.name(), getattr(node, "_saved_dim", None)) for node in nodes)
-    return frozenset(Counter(axes).items())
+    return frozenset(Counter(map(describe, nodes)).items())
+
+
+def describe(node: Any) -> Any:
+    """Return the name of an operator, and the axes that it has saved."""
+    axes = _axes_in(node.__class__)
+    return (node.name(), *(getattr(node, name) for name in axes)) if axes else node.name()
+
+
+@cache
+def _axes_in(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_saved_dim")]
 
 
 def kind_of(node: Any) -> str:

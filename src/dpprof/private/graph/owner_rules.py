@@ -43,13 +43,10 @@ class Operand(NamedTuple):
     """A tensor that an operator got, and the owners of all that the operator returned."""
 
     node: Any
-    position: int
-    """Which operand it is."""
-
+    position: int  # which operand it is
     shape: Shape
     above: Sequence[Owners]
-    read: Callable[[Any], Any]
-    """Reads an index, None where its values are not known."""
+    read: Callable[[Any], Any]  # reads an index, None where its values are not known
 
     @property
     def output(self) -> Owners:
@@ -381,11 +378,8 @@ def owners_above(
 ) -> Owners | None:
     """Return the owners of what an operator returned, where it keeps entries apart.
 
-    Args:
-        node: The operator.
-        position: Which operand it is.
-        below: The operand's owners; no entry is free.
-        shapes: The operand's, and that of what was returned.
+    ``below`` are those of the operand at ``position``, none of them free; ``shapes`` are the
+    operand's, and that of what was returned.
     """
     (before, after), kind = shapes, kind_of(node)
     rule = _RULES.get(kind)

@@ -15,17 +15,10 @@ from numpy.typing import NDArray
 Owners = NDArray[np.int32]
 Shape = tuple[int, ...]
 
-FREE = -1
-"""The owner of what no loss depends on."""
-
-MANY = -2
-"""The owner of what the losses of several samples depend on."""
-
-_NOBODY = np.iinfo(np.int32).max
-"""Stands for ``FREE`` where the least owner is asked for."""
-
-_MOST = 2**24
-"""The most elements whose owners are told apart."""
+FREE = -1  # the owner of what no loss depends on
+MANY = -2  # the owner of what the losses of several samples depend on
+_NOBODY = np.iinfo(np.int32).max  # stands for ``FREE`` where the least owner is asked for
+_MOST = 2**24  # the most elements whose owners are told apart
 
 
 def of_first_axis(owners: Owners, axes: int) -> Owners:

@@ -28,18 +28,14 @@ from dpprof.private.graph.owners import (
 )
 from dpprof.private.graph.rows import Rows
 
-Output = tuple[Any, int]
-"""A node, and which of its outputs."""
+Output = tuple[Any, int]  # a node, and which of its outputs
 
 
 class Proof:
     """The owners of what the operators behind the losses of one batch returned.
 
-    Args:
-        losses: The losses, as an operator's output; what it returned has one element a sample.
-        samples: B.
-        users: The users of each node's output.
-        reads: Whether an index may be read.
+    ``losses`` is an operator's output; what it returned has one element for each of ``samples``.
+    ``users`` are those of each node's output; ``reads`` tells whether an index may be read.
     """
 
     def __init__(
@@ -51,19 +47,11 @@ class Proof:
         reads: bool,
     ) -> None:
         self._losses, self._samples, self._reads = losses, samples, reads
-        self.has_read = False
-        """Whether it rests on the values of an index."""
-
-        self.has_orders = False
-        """Whether an operator may have changed the order of samples."""
-
+        self.has_read = False  # whether it rests on the values of an index
+        self.has_orders = False  # whether an operator may have changed the order of samples
         self.owners: dict[Output, Owners] = {}
-        self.stops: dict[Output, Any] = {}
-        """The operators at which the proof stopped."""
-
-        self.mixes: dict[Output, Any] = {}
-        """The operators that join, exchange or leave out what the losses of several samples use."""
-
+        self.stops: dict[Output, Any] = {}  # the operators at which the proof stopped
+        self.mixes: dict[Output, Any] = {}  # operators that join, exchange or leave out samples
         order = self._sort(users)
         self._go_down(order)
         # Above an operator without a rule owners may follow from those below it. They may show

@@ -25,8 +25,7 @@ class _Blocks(NamedTuple):
     """Successive blocks of rows, each with as many of each sample, one sample's after another's."""
 
     repeats: int
-    each: int
-    """Rows of a sample in a block."""
+    each: int  # rows of a sample in a block
 
 
 class Rows:
@@ -74,6 +73,12 @@ class Rows:
         # One sample after another, or several times all of them.
         runs = _runs_of(owned_R)
         if len(runs) > 1 and not all(np.bincount(run, minlength=samples).all() for run in runs):
+            return None
+        # As many rows as all samples could have, but shifted: one sample's into another's place.
+        each = np.bincount(owned_R).max()
+        places_R = np.arange(len(owners_R)) // each % samples
+        is_whole = len(owners_R) == each * samples
+        if is_whole and is_free_R.any() and (places_R != owners_R)[~is_free_R].any():
             return None
         return cls(samples, len(owners_R), [], _list_places(owners_R, samples))
 

@@ -22,8 +22,6 @@ from dpprof.private.layers.layers import apply, autocast_dtype, cast_weight
 
 
 class _Parameters(NamedTuple):
-    """The parameters of one layer, by their names in it."""
-
     in_proj_weight: nn.Parameter | None
     q_proj_weight: nn.Parameter | None
     k_proj_weight: nn.Parameter | None
@@ -52,10 +50,7 @@ class _Parameters(NamedTuple):
 
 
 class _Projections(torch.autograd.Function):
-    """The projections of queries, keys and values, and the biases that join keys and values.
-
-    Inputs that are the same tensor are projected in one product.
-    """
+    """The projections of queries, keys and values (equal ones in one product), joined to biases."""
 
     @staticmethod
     def forward(ctx: Any, own: _Parameters, receive: Receive, count: int, *tensors: Tensor) -> Any:
@@ -135,12 +130,7 @@ def run_attention(  # noqa: PLR0917 (as torch's)
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run multi-head attention; the arguments are torch's.
-
-    Raises:
-        UnsupportedError: Its tensors are nested.
-        ValueError: Its tensors have no batch, or a mask has another shape or dtype.
-    """
+    """Run multi-head attention of tensors that are not nested; the arguments are torch's."""
     q, k, v = _project(layer, receive, query, key, value)
     mask = _join_masks(layer, attn_mask, key_padding_mask, q, k)
     if is_causal and attn_mask is None:

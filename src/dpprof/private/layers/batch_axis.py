@@ -38,8 +38,7 @@ _SETTING_IN = {
 _ATTENTION = nn.MultiheadAttention
 _FIRST, _SECOND = SimpleNamespace(batch_first=True), SimpleNamespace(batch_first=False)
 
-Settings = Sequence[Any]
-"""The modules whose ``batch_first`` holds for a layer, of which several may share it."""
+Settings = Sequence[Any]  # modules with the ``batch_first`` of a layer, several if shared
 
 
 def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Module, Settings]:
@@ -76,7 +75,6 @@ def find_batch_second(model: nn.Module, declared: Collection[str]) -> dict[nn.Mo
 
 
 def _find_setting(module: nn.Module) -> nn.Module | None:
-    """Find the module whose setting holds for a module of a known class; None for others."""
     path = next((_SETTING_IN[name] for name in class_names(module) if name in _SETTING_IN), None)
     if path is None:
         return None

@@ -14,13 +14,11 @@ from dpprof.private.layers.linear_cross_entropy import linear_cross_entropy
 from dpprof.private.layers.model_heads import describe_head, find_config, hidden_states_of
 from dpprof.private.layers.sample_losses import UNLABELLED, mean_over_labels, shift_labels
 
-_SAME = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""The share by which rounding may change a model's own loss."""
+_SAME = {torch.float64: 1e-6, torch.float32: 1e-4}  # how rounding may change a model's own loss
 
 _SAME_IN_16_BITS = 0.05
 
-_verified: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Models whose own loss was found to be the same."""
+_verified: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # models whose own loss is the same
 
 
 def causal_lm_losses(

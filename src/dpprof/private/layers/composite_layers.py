@@ -52,9 +52,7 @@ class Choice:
         self.inside = {inner for inner in module.modules() if inner is not module}
         """The modules in it."""
 
-        self.ruled: Collection[nn.Parameter] = ()
-        """Parameters of layers that have a rule."""
-
+        self.ruled: Collection[nn.Parameter] = ()  # parameters of layers that have a rule
         if is_one:
             self._refuse_shards_inside()
 

@@ -35,8 +35,6 @@ class _Options(NamedTuple):
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution."""
-
     @staticmethod
     def forward(  # noqa: PLR0917 (autograd passes them so)
         ctx: Any,

@@ -28,11 +28,7 @@ def run_embedding_bag(
     offsets: Tensor | None = None,
     per_sample_weights: Tensor | None = None,
 ) -> Tensor:
-    """Run embedding bags of equal length, (B, T), or joined to one axis, with offsets.
-
-    Raises:
-        ValueError: The offsets are missing, or are no offsets, or weights have another shape.
-    """
+    """Run embedding bags of equal length, (B, T), or joined to one axis, with offsets."""
     if per_sample_weights is not None and (
         layer.mode != "sum" or per_sample_weights.shape != input.shape
     ):

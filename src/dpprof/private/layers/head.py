@@ -40,8 +40,7 @@ from dpprof.private.norms import placement
 from dpprof.private.norms.linear import fill_grams
 from dpprof.private.norms.tiles import accumulator_of, spans
 
-CHUNK_BYTES = 2**28
-"""The logits of a chunk take about so much, in the dtype of sums."""
+CHUNK_BYTES = 2**28  # the logits of a chunk take about so much, in the dtype of sums
 
 
 def run_head(layer: nn.Linear, receive: Receive | None, x: Tensor, loss: HeadLoss) -> Tensor:
@@ -120,7 +119,6 @@ class _Kept:
         return part_bTV[start : start + some.stop - some.start]
 
     def release(self, some: slice) -> None:
-        """Free those of samples that came at once."""
         self._parts[some.start // self._at_once] = None
 
 
@@ -132,7 +130,6 @@ class _FromGradients(NamedTuple):
     grams_BTT: Tensor | None
 
     def take(self, g_NV: Tensor, some: slice, operands: Operands, kept_NV: Tensor | None) -> None:
-        """Take the gradients of some tokens."""
         if self.grams_BTT is not None:
             T = self.grams_BTT.shape[1]
             samples = slice(some.start // T, some.stop // T)
@@ -160,8 +157,6 @@ def _spans_with_kept(
 
 
 class _Head(torch.autograd.Function):
-    """Losses of tokens."""
-
     @staticmethod
     def forward(  # noqa: PLR0917 (autograd passes them so)
         ctx: Any,

@@ -91,11 +91,8 @@ def find_losses(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the losses of a chunk's rows, and their gradients of the product.
 
-    Gradients are multiplied by ``incoming_N``; ``out_NV`` gets the products, and gradients that
-    have its dtype.
-
-    Returns:
-        (N,) in the dtype of sums, 0 where a label is ignored; and (N, V), or None.
+    Returns (N,) in the dtype of sums, 0 where a label is ignored; and (N, V), multiplied by
+    ``incoming_N``, or None. ``out_NV`` gets the products, and gradients that have its dtype.
     """
     z_NV = operands.multiply(out_NV)
     if differentiates and triton_ops.is_fused(z_NV):
@@ -114,7 +111,6 @@ def find_losses(
 
 
 def _scale_and_cap(z_NV: Tensor, loss: HeadLoss) -> Tensor:
-    """Scale and cap logits in place."""
     if loss.scale != 1:
         z_NV *= loss.scale
     if loss.softcap is not None:
@@ -124,10 +120,7 @@ def _scale_and_cap(z_NV: Tensor, loss: HeadLoss) -> Tensor:
 
 @allocates("logits_and_loss")
 def _find_target(z_NV: Tensor, labels_N: Tensor, loss: HeadLoss) -> Tensor:
-    """Compute what each loss subtracts from the logarithm of the sum of exponentials; (N,).
-
-    It is NaN where a label is outside of the vocabulary, also where it is ignored.
-    """
+    """Compute what losses subtract from logarithms; (N,), NaN where a label is out of range."""
     V = z_NV.shape[1]
     is_there_N = (labels_N >= 0) & (labels_N < V)
     target_N = z_NV.gather(1, labels_N.clamp(0, V - 1)[:, None])[:, 0]
@@ -139,11 +132,7 @@ def _find_target(z_NV: Tensor, labels_N: Tensor, loss: HeadLoss) -> Tensor:
 
 @allocates("logits_and_loss")
 def _differentiate(z_NV: Tensor, labels_N: Tensor, loss: HeadLoss) -> tuple[Tensor, Tensor]:
-    """Turn logits into the losses' gradients of the product, in place.
-
-    Returns:
-        The gradients, (N, V), and the logarithm of each row's sum of exponentials, (N,).
-    """
+    """Turn logits into gradients, (N, V), in place; with each row's log of sum of exponentials."""
     V = z_NV.shape[1]
     slope_NV = None if loss.softcap is None else 1 - (z_NV / loss.softcap).square_()
     largest_N1 = z_NV.amax(1, keepdim=True)

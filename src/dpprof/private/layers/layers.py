@@ -42,11 +42,7 @@ def cast_for_normalisation(x: Tensor) -> Tensor:
 
 
 def cast_weight(weight: Tensor, x: Tensor) -> Tensor:
-    """Cast a weight to an input's dtype, which autocast may have chosen.
-
-    Raises:
-        ValueError: One is complex and the other is not, or the input is of integers.
-    """
+    """Cast a weight to an input's dtype, which autocast may have chosen (``ValueError``)."""
     refuse_other_numbers(weight, x)
     return weight.to(x.dtype)
 
@@ -79,10 +75,7 @@ def apply(function: Any, *arguments: Any) -> Tensor:
 
 
 def as_own(y: Tensor) -> Tensor:
-    """Return the output of a function of autograd as no view, so that code may change it in place.
-
-    Nothing else may hold the tensor that it is a view of.
-    """
+    """Return a function's output as no view, which nothing else holds, to be changed in place."""
     owned: Tensor = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y  # noqa: SLF001
     return owned
 
@@ -203,10 +196,7 @@ def scale_gradient(
 
 
 def differentiate_again(run: Callable[[Tensor], Tensor], x: Tensor, g: Tensor) -> Tensor:
-    """Differentiate a function without parameters, so that autograd can differentiate that again.
-
-    The input ``x`` comes with its graph; ``g`` is the gradient of the output.
-    """
+    """Differentiate a function of ``x``, with its graph, so that autograd can do so again."""
     own = x.view_as(x)
     y = run(own)
     (gradient,) = torch.autograd.grad(y, own, g.to(y.dtype), create_graph=True)
@@ -263,11 +253,8 @@ class RmsFormula(NamedTuple):
 
     eps: float
     axes: tuple[int, ...]
-    is_shifted: bool = False
-    """Whether the scale is 1 + w, as in Gemma, and not w."""
-
-    casts_first: bool = False
-    """Whether 16-bit inputs are cast back before they are scaled, as in Llama, and not after."""
+    is_shifted: bool = False  # whether the scale is 1 + w, as in Gemma, and not w
+    casts_first: bool = False  # Llama casts 16-bit inputs back before they are scaled
 
     def scale_of(self, weight: Tensor) -> Tensor:
         """Return what normalised inputs are multiplied by."""

@@ -33,8 +33,7 @@ from dpprof.private.layers.reruns import (
 from dpprof.private.norms.complex_numbers import interleave
 from dpprof.private.refusals.tensor_kinds import refuse_inputs
 
-_TENSOR = object()
-"""The mark in place of a tensor that a layer returned."""
+_TENSOR = object()  # the mark in place of a tensor that a layer returned
 
 
 class _AnyLayer(torch.autograd.Function):
@@ -130,9 +129,8 @@ def run_any_layer_on(
 ) -> Any:
     """Run a patched layer that has no rule, with the batch where ``settings`` say.
 
-    Raises:
-        UnsupportedError: It gets no tensor, or what may hold tensors; or returns none, or a number.
-        ValueError: A tensor has no second axis where the batch is, or one of another length.
+    ``UnsupportedError``: it gets no tensor, or what may hold tensors; or returns none, or a number.
+    ``ValueError``: a tensor has no second axis where the batch is, or one of another length.
     """
     assert isinstance(layer, PatchedLayer)
     if not any(parameter.requires_grad for parameter in layer.parameters()):

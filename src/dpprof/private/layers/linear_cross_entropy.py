@@ -88,11 +88,8 @@ def _split(
 ) -> tuple[nn.Linear, Tensor, Beside | None]:
     """Return the layer that is clipped, what it gets, and the frozen product beside it.
 
-    Of a head with LoRA that is the last product of the adapter, beside the layer that it adapts.
-
-    Raises:
-        TypeError: LoRA computes something else: several adapters, one that is merged or switched
-            off, or another kind than plain LoRA; or the layer itself is trained.
+    Of a head with LoRA that is the last product of the adapter, beside the layer that it adapts;
+    ``TypeError`` for all but one plain adapter that is on, and where the layer itself is trained.
     """
     if _LORA not in class_names(head):
         return _verify(hidden_BTd, head, labels_BT), hidden_BTd, None
@@ -151,11 +148,7 @@ def is_loss_with_head(module: nn.Module) -> bool:
 
 
 def refuse_other_loss(layer: nn.Module) -> None:
-    """Refuse PyTorch's ``LinearCrossEntropyLoss`` where ``linear_cross_entropy`` is another loss.
-
-    Raises:
-        UnsupportedError: It joins samples, weights classes, or has several outputs for a row.
-    """
+    """Refuse PyTorch's ``LinearCrossEntropyLoss`` where ``linear_cross_entropy`` is another one."""
     loss: Any = layer
     for name, value, only in (
         ("reduction", loss.reduction, "none"),
@@ -170,11 +163,7 @@ def refuse_other_loss(layer: nn.Module) -> None:
 
 
 def run_linear_cross_entropy_loss(layer: nn.Module, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002
-    """Run PyTorch's ``LinearCrossEntropyLoss`` of (B, d) and (B,) ids, and return (B,).
-
-    Raises:
-        ValueError: The shapes are others, as for class probabilities.
-    """
+    """Run PyTorch's loss of (B, d) and (B,) ids, no probabilities (``ValueError``); return (B,)."""
     loss: Any = layer
     if input.dim() != 2 or target.dim() != 1:  # noqa: PLR2004
         shapes = f"{tuple(input.shape)} and {tuple(target.shape)}"

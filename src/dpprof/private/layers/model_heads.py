@@ -28,8 +28,7 @@ class Head(NamedTuple):
     scale: float = 1.0
 
 
-_NAMES = ("head", "classifier", "score", "classification_head")
-"""Attributes that hold the layer that makes the logits: the first that a module has."""
+_NAMES = ("head", "classifier", "score", "classification_head")  # attributes: the first there is
 
 
 def find_head(model: nn.Module) -> nn.Module:
@@ -67,10 +66,7 @@ def find_config(model: nn.Module) -> Any:
 
 @contextmanager
 def hidden_states_of(head: nn.Module) -> Iterator[list[Tensor]]:
-    """Let the head do nothing inside the context; yield a list that gets what it was given.
-
-    The model goes on with one logit of zero for each token.
-    """
+    """Let the head return one logit of zero for each token; yield a list of what it gets."""
     if "forward" in vars(head):
         raise UnsupportedError("the forward of the head is already replaced")
     hidden_states: list[Tensor] = []

@@ -38,8 +38,7 @@ from dpprof.private.layers.layers import (
 from dpprof.private.norms import placement
 from dpprof.private.refusals.calls import read_settings
 
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""The formats in which channels lie last, by the number of axes."""
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of axes
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -103,11 +102,7 @@ def run_group_norm(layer: nn.GroupNorm, receive: Receive, input: Tensor) -> Tens
 
 
 def run_instance_norm(layer: Any, receive: Receive, input: Tensor) -> Tensor:  # noqa: A002
-    """Run an instance norm: a group norm with a channel in each group.
-
-    Raises:
-        ValueError: The input has no batch axis, or one value for each channel.
-    """
+    """Run an instance norm, of a batch: a group norm with a channel in each group."""
     layer._check_input_dim(input)  # noqa: SLF001 (it has no public name)
     name, shape = type(layer).__name__, tuple(input.shape)
     if input.dim() == layer._get_no_batch_dim():  # noqa: SLF001
@@ -143,8 +138,7 @@ _PROBES = (
 Many layers compute in float32 even for float64; the rule does not.
 """
 
-_recognised: dict[tuple[object, ...], "Recognised | None"] = {}
-"""The formulas that were found, by class, width, and the plain attributes of a layer."""
+_recognised: dict[tuple[object, ...], "Recognised | None"] = {}  # by class, width, attributes
 
 
 class Recognised(NamedTuple):

@@ -42,7 +42,6 @@ class _Replacing:
     """Comes before the class whose ``forward`` a patch replaces."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the patch, or the original ``forward`` where there is none."""
         patch = _active(self, _PATCH)
         if patch is None:
             return super().forward(*inputs, **named)  # type: ignore[misc]
@@ -62,11 +61,8 @@ class _Watching:
 class PatchedLayer:
     """First base class of every patched layer's class."""
 
-    original: type[nn.Module]
-    """The layer's class before it was patched."""
-
-    replaced: type[nn.Module] | None
-    """The class whose ``forward`` is replaced; None where only the calls are watched."""
+    original: type[nn.Module]  # the layer's class before it was patched
+    replaced: type[nn.Module] | None  # None where only the calls are watched
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -99,10 +95,7 @@ def patch_layer(
     replaced: type[nn.Module],
     is_on: Callable[[], bool],
 ) -> None:
-    """Let ``forward`` run a layer in place of a class's while ``is_on`` tells so.
-
-    ``replaced`` is the layer's own class, or a base whose ``forward`` its own calls.
-    """
+    """Let ``forward`` run a layer while ``is_on``, in place of that of its own class or a base."""
     classes: tuple[Any, Any] = (type(layer), replaced)
     layer.__class__ = _derive_class(*classes, False)
     vars(layer)[_PATCH] = _Patch(layer, forward, is_on)

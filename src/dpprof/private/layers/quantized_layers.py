@@ -23,16 +23,11 @@ _4BIT = "bitsandbytes.nn.modules.Linear4bit"
 _OTHER = re.compile(r"peft\.tuners\.lora\.(aqlm|awq|eetq|gptq|hqq|inc|te|torchao)|(torchao)\b")
 """Modules of Python with classes of layers and tensors in other formats."""
 
-_PACKS = "support_avx512bf16_for_cpu"
-"""The attribute of a layer by which a forward in ``eval()`` packs its weight, for inference alone.
-"""
+_PACKS = "support_avx512bf16_for_cpu"  # by which ``eval()`` packs a weight, for inference alone
 
 
 def refuse_quantized(layer: nn.Module, *, is_sharded: bool = False) -> None:
-    """Refuse a quantised layer that mixes samples, is trained, or is in a format not known here.
-
-    ``UnsupportedError`` says why. ``is_sharded`` tells whether ``fully_shard`` shards the model.
-    """
+    """Refuse a quantised layer that mixes samples, is trained, or is in a format not known here."""
     other = _find_other_format(layer)
     if other is not None:
         raise UnsupportedError(
@@ -69,9 +64,7 @@ def is_quantized(layer: nn.Module) -> bool:
 def run_quantized(layer: Any, *inputs: Tensor) -> Tensor:
     """Run a quantised layer as it is, and in ``eval()`` without packing its weight.
 
-    Raises:
-        UnsupportedError: It mixes samples by now.
-        RuntimeError: Its weight was packed before, and gives no gradients any more.
+    ``RuntimeError``: it was packed before, and gives no gradients; ``UnsupportedError``: it mixes.
     """
     refuse_quantized(layer)
     original = layer.original

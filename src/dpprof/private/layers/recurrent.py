@@ -25,11 +25,8 @@ from dpprof.private.contributions.sample_gradients import Shift
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.layers import apply, autocast_dtype, refuse_other_numbers
 
-_State = tuple[Tensor, ...]
-"""The hidden state of a step, and the cell state of an LSTM; (B, h) each."""
-
-_Matrix = tuple[nn.Parameter, nn.Parameter | None]
-"""A weight, and its bias if there is one."""
+_State = tuple[Tensor, ...]  # hidden state, and the cell state of an LSTM; (B, h) each
+_Matrix = tuple[nn.Parameter, nn.Parameter | None]  # a weight, and its bias if there is one
 
 _Drop = Callable[[Tensor], Tensor]
 _KEEP = nn.Identity()
@@ -229,10 +226,7 @@ def run_opacus_recurrent(
     input: Tensor | PackedSequence,  # noqa: A002
     state_init: Tensor | _State | None = None,
 ) -> Any:
-    """Run a layer of Opacus's, whose dropout is within each step, as ``run_recurrent`` does.
-
-    It may consist of Opacus's own cells alone (``UnsupportedError``).
-    """
+    """Run a layer of Opacus's own cells (``UnsupportedError``), with dropout within each step."""
     drop = layer.dropout_layer or _KEEP
     return _run(layer, _mode_of_cells(layer), receive, input, state_init, drop_state=drop)
 

@@ -29,12 +29,10 @@ from dpprof.private.norms.complex_numbers import interleave
 from dpprof.private.norms.tiles import accumulator_of
 from dpprof.private.substitutes import substitute
 
-_SAME = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""The share of its norm by which an entry's output may differ when computed again: rounding."""
+_SAME = {torch.float64: 1e-8, torch.float32: 1e-3}  # share of its norm that rounding may move
 _SAME_IN_16_BITS = 2.0**-5
 
-_not_mapped: weakref.WeakSet[type] = weakref.WeakSet()
-"""Classes that ``torch.func`` cannot map over samples."""
+_not_mapped: weakref.WeakSet[type] = weakref.WeakSet()  # that ``torch.func`` cannot map
 
 
 def parametrizing_safely() -> AbstractContextManager[None]:
@@ -72,8 +70,7 @@ class Call(nn.Module):
         self._arguments = [None if isinstance(value, Tensor) else value for value in arguments]
         self.autocast = autocast_dtype(arguments[self._places[0]])
         self.trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
-        self.returned: tuple[list[Any], Any] = [], None
-        """What the layer returned: its values, marks in place of tensors, and their structure."""
+        self.returned: tuple[list[Any], Any] = [], None  # values, marks for tensors, structure
 
     @property
     def name(self) -> str:
@@ -90,11 +87,6 @@ class Call(nn.Module):
             returned = self.layer.original.forward(self.layer, *inputs, **named)
         return pytree.tree_map(lambda value: turn(value, self._axis), returned)
 
-    def run_with(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run it with other parameters too, and list the outputs that have gradients."""
-        state = dict(zip(self.trained, parameters, strict=True))
-        return with_gradients(torch.func.functional_call(self, state, (tensors,)))
-
 
 def with_gradients(returned: Any) -> list[Tensor]:
     """List the tensors that have gradients."""
@@ -110,22 +102,13 @@ def has_gradient(y: Tensor) -> bool:
 class Gradients(NamedTuple):
     """What running a layer again on each sample gives."""
 
-    of_parameters: Sequence[Tensor]
-    """(B, *shape of the parameter) each."""
-
-    of_inputs: Sequence[Tensor]
-    """The gradients of inputs, in their shapes."""
-
-    changed_B: Tensor
-    """Which samples' outputs differ from those of forward."""
+    of_parameters: Sequence[Tensor]  # (B, *shape of the parameter) each
+    of_inputs: Sequence[Tensor]  # the gradients of inputs, in their shapes
+    changed_B: Tensor  # which samples' outputs differ from those of forward
 
 
 class Rerun:
-    """Runs a layer again on each of ``samples`` samples alone.
-
-    It has the layer's call and trained parameters, the inputs, which of them need a gradient, and
-    the gradients of its outputs.
-    """
+    """Runs a layer's call again on each of ``samples`` samples alone."""
 
     def __init__(  # noqa: PLR0917
         self,
@@ -145,11 +128,7 @@ class Rerun:
         self._gs, self._samples = gs, samples
 
     def find(self, projected: Sequence[Tensor]) -> Gradients:
-        """Find gradients with the inputs cut among samples in the first way that fits.
-
-        Raises:
-            UnsupportedError: The layer does not run on one sample.
-        """
+        """Find gradients with the inputs cut among samples in the first way that fits."""
         ways = self._ways_to_cut()
         first: Gradients | None = None
         problem: Exception | None = None
@@ -252,7 +231,6 @@ class Rerun:
     def _loop(
         self, each: Sequence[Tensor], places: Sequence[int | None], gs: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Do the same for one sample after another."""
         gradients: list[Tensor] = []
         outputs: list[Tensor] = []
         for b in range(self._samples):
@@ -268,7 +246,6 @@ class Rerun:
     def _differentiate(
         self, inputs: Sequence[Tensor], gs: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Differentiate one sample by ``torch.func``."""
         ys, pull_back, *_ = torch.func.vjp(
             lambda *operands: self._run_sample(inputs, operands),
             *self._parameters,
@@ -280,7 +257,6 @@ class Rerun:
     def _differentiate_alone(
         self, inputs: Sequence[Tensor], gs: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], list[Tensor]]:
-        """Differentiate one sample by autograd."""
         operands = [*self._parameters, *(inputs[i] for i in self._needed)]
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in operands]
@@ -298,7 +274,8 @@ class Rerun:
         tensors = list(inputs)
         for i, x in zip(self._needed, operands[count:], strict=True):
             tensors[i] = x
-        return self._call.run_with(operands[:count], tensors)
+        state = dict(zip(self._call.trained, operands[:count], strict=True))
+        return with_gradients(torch.func.functional_call(self._call, state, (tensors,)))
 
 
 def turn(x: Any, axis: int) -> Any:

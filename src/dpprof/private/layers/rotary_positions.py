@@ -14,8 +14,7 @@ from dpprof.private.errors import UnsupportedError
 
 _SETTINGS = ("rope_parameters", "rope_scaling")
 _TYPES = ("rope_type", "type")
-_PAIRS = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
-"""What ``longrope`` takes for short samples, and for long ones."""
+_PAIRS = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))  # for short, long ones
 
 
 def refuse_positions(model: nn.Module) -> None:

@@ -44,8 +44,7 @@ from dpprof.private.refusals.coverage import refuse_wrapper, trained_in
 from dpprof.private.refusals.gradient_hooks import refuse_hooks
 from dpprof.private.refusals.tensor_kinds import refuse_parameter
 
-LayerRule = Callable[..., Any]
-"""Called with the layer, a function that receives its contributions, and the layer's arguments."""
+LayerRule = Callable[..., Any]  # of the layer, what receives its contributions, and arguments
 
 
 def run_linear_or_head(
@@ -87,8 +86,7 @@ class Found(NamedTuple):
     """The rule of a layer."""
 
     rule: LayerRule
-    replaced: type[nn.Module]
-    """The class whose ``forward`` it replaces: the layer's own, or a base that this calls."""
+    replaced: type[nn.Module]  # whose ``forward`` it replaces: the layer's own, or a base
 
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
@@ -105,8 +103,7 @@ _KNOWN: Mapping[LayerRule, str] = {
 _CALLED_BY_SUPER = (run_embedding, run_embedding_bag, run_attention, run_recurrent, run_cell)
 """Rules that also run a layer whose own ``forward`` calls the base's."""
 
-_COMPLEX = (run_linear_or_head, run_conv1d, run_embedding)
-"""Rules that know complex parameters."""
+_COMPLEX = (run_linear_or_head, run_conv1d, run_embedding)  # rules that know complex parameters
 
 _NOT_COMPLEX = (run_attention, run_recurrent, run_opacus_recurrent)
 """Rules of layers that cannot run without one; all others run complex layers without a rule."""
@@ -130,14 +127,8 @@ def find_rules(
 ) -> dict[nn.Module, Found]:
     """Find the rule of each layer that is trained.
 
-    Args:
-        model: The model.
-        wrapper: The one of its modules that may distribute it.
-        second: The modules that may have the batch on their second axis (``batch_axis``).
-        is_sharded: Whether ``fully_shard`` shards the model.
-
-    Raises:
-        UnsupportedError: A layer has none, or the model cannot be clipped.
+    ``wrapper`` is the module that may distribute the model, and modules in ``second`` may have the
+    batch on their second axis. ``UnsupportedError``: a layer has none, or cannot be clipped.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -175,11 +166,10 @@ def _let_batch_be_second(chosen: Found, layer: nn.Module, settings: Settings) ->
 
 
 def refuse_mixing(layer: nn.Module) -> None:
-    """Refuse layers, with or without parameters, whose samples depend on one another.
+    """Refuse layers whose samples depend on one another (``UnsupportedError``).
 
-    Raises:
-        UnsupportedError: It is a batch normalisation that is trained or in training mode, or keeps
-            statistics of its inputs, to which no noise is added.
+    These are batch normalisations that are trained or in training mode, or keep statistics of
+    their inputs, to which no noise is added.
     """
     name = type(layer).__name__
     if isinstance(layer, BATCH_NORM):
@@ -197,14 +187,10 @@ def refuse_mixing(layer: nn.Module) -> None:
 
 
 def find_rewritten(model: nn.Module) -> dict[nn.Module, Callable[..., Tensor]]:
-    """Find modules without trained parameters of their own that run otherwise while clipped.
+    """Find the functions of modules without trained parameters of their own that run otherwise.
 
-    Returns:
-        The function that runs each: a frozen batch normalisation, a quantised layer, or a loss
-        whose head is trained.
-
-    Raises:
-        UnsupportedError: A loss is not one for each sample.
+    These are frozen batch normalisations, quantised layers, and losses whose head is trained;
+    ``UnsupportedError``: such a loss is not one for each sample.
     """
     runs: dict[nn.Module, Callable[..., Tensor]] = {}
     for module in model.modules():
@@ -230,16 +216,12 @@ def find_rule(layer: nn.Module) -> Found | None:
     """Find the rule of a layer; ``torch.func`` runs a layer without one.
 
     A module that contains layers, or holds parameters that others use, has none (None): its
-    parameters must enter for all samples (``broadcasts``).
-
-    A subclass has the rule of the class whose ``forward`` it inherits. A subclass of an embedding,
-    attention or a recurrent layer may also call it by ``super()``, as in OPT and Gemma: for these
-    ``torch.func`` fails, or needs a whole table for each sample. A layer that computes an RMS norm
-    has the rule of RMS norms.
-
-    Raises:
-        UnsupportedError: The layer's parameters are computed from others, it is patched by another
-            ``Clipping``, or it is an embedding whose options change its table or mix samples.
+    parameters must enter for all samples (``broadcasts``). A subclass has the rule of the class
+    whose ``forward`` it inherits. One of an embedding, attention or a recurrent layer may also
+    call it by ``super()``, as in OPT and Gemma: for these ``torch.func`` fails, or needs a
+    whole table for each sample. A layer that computes an RMS norm has the rule of RMS norms.
+    ``UnsupportedError``: the layer's parameters are computed from others, it is patched by
+    another ``Clipping``, or it is an embedding whose options change its table or mix samples.
     """
     _refuse_held_elsewhere(layer)
     by_class = _find_by_class(layer)

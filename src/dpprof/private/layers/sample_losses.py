@@ -8,24 +8,16 @@ from torch.nn import functional
 
 from dpprof.private.allocation_marks import allocates_for_its_caller
 
-UNLABELLED = -100
-"""The label of a token that the loss ignores, as in PyTorch's cross-entropy."""
+UNLABELLED = -100  # the label of a token that the loss ignores, as in PyTorch's cross-entropy
 
 
 @allocates_for_its_caller
 def sample_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """Return each sample's cross-entropy, the mean over its labelled tokens where there are any.
+    """Return each sample's cross-entropy, (B,), the mean over its labelled tokens, or 0.
 
-    A sample without labels has the loss 0.
-
-    Args:
-        logits: (B, T, V), or (B, V) where samples have classes; or the losses themselves, (B,), of
-            a model that computes them (``WithLosses``).
-        labels: (B, T) or (B,).
-        label_smoothing: The share of the target that all ids have alike.
-
-    Returns:
-        (B,).
+    Logits are (B, T, V), or (B, V) where samples have classes; or the losses themselves, (B,),
+    of a model that computes them (``WithLosses``). Labels are (B, T) or (B,). All ids have the
+    share ``label_smoothing`` of the target alike.
     """
     if logits.dim() == 1:
         return logits

@@ -23,20 +23,11 @@ from dpprof.private.samples.users import Segments
 
 _log = logging.getLogger("dpprof")
 
-EXECUTIONS = ("auto", "eager")
-"""As CUDA graphs where that is possible, or always as an ordinary loop."""
-
-_PRICE_OF_A_GRAPH = 4
-"""How many samples take as long as what a replay does for any number of them."""
-
-_FEW = 8
-"""Replays for each capture below which captures cost more than they save."""
-
-_MOST_CAPTURES = 4
-"""Captures after which their use is judged."""
-
-_MOST_ORDINARY = 50
-"""Ordinary batches in turn after which no batch is looked at any more."""
+EXECUTIONS = ("auto", "eager")  # as CUDA graphs where possible, or as an ordinary loop
+_PRICE_OF_A_GRAPH = 4  # how many samples take as long as what a replay does for any number of them
+_FEW = 8  # replays for each capture below which captures cost more than they save
+_MOST_CAPTURES = 4  # captures after which their use is judged
+_MOST_ORDINARY = 50  # ordinary batches in turn after which no batch is looked at any more
 
 _TOO_OFTEN = "shapes, settings or what the model reads change too often"
 
@@ -46,17 +37,10 @@ class Part(NamedTuple):
 
     size: int
     is_last: bool
-    is_empty: bool
-    """Whether its one sample stands for a batch without samples."""
-
-    state: Tensor
-    """Of the generator, once the batch was drawn."""
-
-    fold: int = 0
-    """Of the data, from which the batch was drawn."""
-
-    users: Segments | None = None
-    """How many samples each user has; None where each sample is clipped by itself."""
+    is_empty: bool  # whether its one sample stands for a batch without samples
+    state: Tensor  # of the generator, once the batch was drawn
+    fold: int = 0  # of the data, from which the batch was drawn
+    users: Segments | None = None  # how many samples each user has; None for sample by sample
 
 
 class ToClip(NamedTuple):
@@ -73,40 +57,22 @@ class ToClip(NamedTuple):
 
 
 class CapturedParts:
-    """Clips parts by replaying graphs, and says once why it does not.
-
-    Args:
-        optimizer: On one rank.
-        part_size: The samples of a graph (``find_part_size``).
-    """
+    """Clips parts by replaying graphs of ``part_size`` samples, and says once why it does not."""
 
     def __init__(self, optimizer: NoisyOptimizer, part_size: int) -> None:
         self._replays = Replays(optimizer, part_size, _call)
         self._optimizer = optimizer
         self._structure: pytree.TreeSpec | None = None
-        self._added: list[ToClip] = []
-        """Parts of a batch that is not finished, with copies of their tensors."""
-
-        self._tensors: list[Tensor] = []
-        """Of the last part."""
-
-        self._is_off = self._is_ordinary = False
-        """Whether no batch is replayed any more, or this one is not."""
-
-        self._replayed = self._in_turn = 0
-        """Parts that were replayed, and ordinary batches since."""
-
+        self._added: list[ToClip] = []  # of a batch not finished, with copies of tensors
+        self._tensors: list[Tensor] = []  # of the last part
+        self._is_off = self._is_ordinary = False  # for all batches; for this one
+        self._replayed = self._in_turn = 0  # parts that were replayed, and ordinary batches since
         self._resumed: tuple[Mapping[str, Any], Surroundings] | None = None
         """A state that was loaded, and what surrounded it, until the first batch."""
 
-        self._was_verified = False
-        """Whether the run that was saved had verified its first batch."""
-
-        self._buffers: dict[Tensor, int] | None = None
-        """The buffers before an ordinary batch, and their versions."""
-
-        self.waits_for_step = False
-        """Whether the last part was added, and had no step yet."""
+        self._was_verified = False  # whether the run that was saved had verified its first batch
+        self._buffers: dict[Tensor, int] | None = None  # their versions before an ordinary batch
+        self.waits_for_step = False  # whether the last part was added, and had no step yet
 
     @property
     def is_open(self) -> bool:
@@ -119,14 +85,10 @@ class CapturedParts:
         return self._replays.is_captured
 
     def add(self, to_clip: ToClip) -> Tensor | None:
-        """Clip a part by replaying graphs.
+        """Clip a part by replaying graphs; return its losses, (B,), detached.
 
-        Returns:
-            Its losses, (B,), detached; or None, where the whole batch is to run as an ordinary
-            loop, first what ``take_parts`` returns.
-
-        Raises:
-            RuntimeError: The part before had no step.
+        None, where the whole batch is to run as an ordinary loop, first what ``take_parts``
+        returns. ``RuntimeError``: the part before had no step.
         """
         if self.waits_for_step:
             raise RuntimeError("the part before was clipped and had no step; call step() first")
@@ -157,11 +119,7 @@ class CapturedParts:
         return losses_B
 
     def finish(self) -> bool:
-        """Step on the parts that were added; if not, nothing changed, and ``add`` says what to do.
-
-        Raises:
-            RuntimeError: Noise was drawn, and something failed since.
-        """
+        """Step on the parts that were added, unless ``add`` is to be asked what to do with them."""
         before = self._optimizer.steps
         try:
             is_done = self._replays.finish()
@@ -188,11 +146,7 @@ class CapturedParts:
         return added
 
     def run_ordinary(self) -> None:
-        """Note that this batch runs as an ordinary loop, of losses that were given.
-
-        Raises:
-            RuntimeError: Parts of it were replayed.
-        """
+        """Note that this batch, no part of which was replayed, runs by losses that were given."""
         if self.is_open:
             raise RuntimeError(
                 "parts of this batch came with the function of the losses, and this one with "
@@ -277,10 +231,7 @@ class CapturedParts:
             self._replays.captures -= resumed[0]["is_captured"]
 
     def _find_tensors(self, to_clip: ToClip) -> list[Tensor]:
-        """Return copies of the tensors of a part, on the device; none of what no graph takes.
-
-        Copies, because whoever gave them may write them again before the step.
-        """
+        """Return copies of a part's tensors: others may write these before the step; or none."""
         leaves, structure = pytree.tree_flatten((list(to_clip.inputs), dict(to_clip.named)))
         for leaf in leaves:
             if not (isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == to_clip.part.size):
@@ -308,7 +259,6 @@ def _list_trained(optimizer: NoisyOptimizer) -> list[bool]:
 
 
 def _read_buffers(model: nn.Module) -> dict[Tensor, int]:
-    """Return the versions of a model's buffers."""
     return {buffer: buffer._version for buffer in model.buffers()}  # noqa: SLF001 (no public name)
 
 
@@ -317,7 +267,6 @@ def _describe(tensors: Sequence[Tensor]) -> list[tuple[list[int], str]]:
 
 
 def _call(losses_of: Callable[..., Tensor], structure: pytree.TreeSpec, *tensors: Tensor) -> Tensor:
-    """Compute losses from the tensors that were taken out of the arguments."""
     inputs, named = pytree.tree_unflatten(tensors, structure)
     return losses_of(*inputs, **named)
 
@@ -359,14 +308,10 @@ def refuse_execution(execution: str) -> None:
 
 
 def find_part_size(expected: float, most: int | None) -> int:
-    """Return the samples of a graph with which batches of a mean size take least time.
+    """Return the samples of a graph with which batches of a mean size, n, take least time.
 
-    A graph of p samples is replayed about n / p + 1 / 2 times for n samples, each time in that of
-    p + 4: that is least where p is the root of 8 n.
-
-    Args:
-        expected: The mean batch size, n.
-        most: The most samples at a time; None for any number.
+    A graph of p samples is replayed about n / p + 1 / 2 times for n samples, each time in that
+    of p + 4: that is least where p is the root of 8 n.
     """
     best = max(1, round(math.sqrt(2 * _PRICE_OF_A_GRAPH * expected)))
     return best if most is None else min(best, most)

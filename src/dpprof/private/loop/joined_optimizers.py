@@ -27,15 +27,9 @@ class _Member:
 class JoinedOptimizers(Optimizer):
     """Optimizers that step together, each on its own parameters.
 
-    Groups and states are those of the members, so that a learning rate schedule of one of them, or
-    of all, works as before.
-
-    Args:
-        optimizers: The members; no parameter is in two.
-
-    Raises:
-        ValueError: There are none, a parameter is in two, one is in another private training, or
-            noise cannot be put inside of one (``refuse_optimizer``).
+    Groups and states are those of the members, so that a learning rate schedule of one of them,
+    or of all, works as before. ``ValueError``: there are none, a parameter is in two, one is in
+    another private training, or noise cannot be put inside of one (``refuse_optimizer``).
     """
 
     _is_made = False
@@ -117,11 +111,7 @@ class JoinedOptimizers(Optimizer):
             self._is_stepping = False
 
     def add_param_group(self, _: dict[str, Any]) -> None:
-        """Refuse a group, which does not say whose it is.
-
-        Raises:
-            RuntimeError: It always does, once this is made.
-        """
+        """Refuse a group, which does not say whose it is."""
         if self._is_made:
             raise RuntimeError(
                 "a group of parameters is added to one optimizer, and these are several: call "
@@ -133,11 +123,7 @@ class JoinedOptimizers(Optimizer):
         return {"optimizers": [member.optimizer.state_dict() for member in self._members]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the members' states, or raise and change nothing.
-
-        Raises:
-            ValueError: It is of other optimizers.
-        """
+        """Load the members' states, or raise (``ValueError``) and change nothing."""
         states, before = state_dict.get("optimizers", []), self.state_dict()["optimizers"]
         if len(states) != len(self._members):
             raise ValueError(
@@ -154,12 +140,7 @@ class JoinedOptimizers(Optimizer):
 
 
 def join_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> Optimizer:
-    """Return an optimizer as it is, and several as one.
-
-    Raises:
-        ValueError: ``JoinedOptimizers`` raises it.
-        TypeError: There is something else.
-    """
+    """Return an optimizer as it is, and several as one; refuse others (``TypeError``)."""
     if isinstance(optimizers, list | tuple):
         return JoinedOptimizers(optimizers)
     refuse_other_class("optimizer", optimizers, Optimizer)

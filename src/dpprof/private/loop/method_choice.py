@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 from dpprof.private.samples.batches import give
 from dpprof.private.samples.random_state import random_state_kept
 
-DEFAULT = "flash-bk"
-"""It is the faster one of nearly every model on nearly every GPU."""
+DEFAULT = "flash-bk"  # it is the faster one of nearly every model on nearly every GPU
 
 _log = logging.getLogger("dpprof")
 
@@ -25,12 +24,8 @@ _log = logging.getLogger("dpprof")
 class FirstBatch(NamedTuple):
     """A batch, and what computes its losses."""
 
-    losses_of: Callable[..., Tensor]
-    """From the batch's parts to the losses, (B,)."""
-
-    batch: Sequence[Any]
-    """Its parts, samples first."""
-
+    losses_of: Callable[..., Tensor]  # from the batch's parts to the losses, (B,)
+    batch: Sequence[Any]  # its parts, samples first
     samples: int
 
 
@@ -39,14 +34,8 @@ def choose_method(
 ) -> str:
     """Return the method that is predicted to be the fastest that fits on the model's GPU.
 
-    Args:
-        model: On its device, before any clipping.
-        optimizer: Of its parameters.
-        draw: Returns a batch of any number of samples; None where its losses are not known.
-        batch_size: The samples of a step.
-
-    Returns:
-        A key of ``METHODS``. A line of the logger ``dpprof`` says why.
+    It is a key of ``METHODS``, and a line of the logger ``dpprof`` says why. ``draw`` returns a
+    batch of any number of samples; None where its losses are not known.
     """
     for chooser in entry_points(group="dpprof.private", name="choose_method"):
         return str(chooser.load()(model, optimizer, draw, batch_size))

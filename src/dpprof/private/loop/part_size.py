@@ -24,14 +24,9 @@ from dpprof.private.samples.random_state import random_state_kept
 
 AUTO = "auto"
 
-_MOST_S = 20.0
-"""No further size is tried once the tries have taken so long."""
-
-_ALIKE = 1.02
-"""Times that differ by less count as equal: then fewer samples, which need less memory."""
-
-_USED = 0.9
-"""The share of the free memory that parts may use: other lengths and fragments need the rest."""
+_MOST_S = 20.0  # no further size is tried once the tries have taken so long
+_ALIKE = 1.02  # times that differ by less are equal: fewer samples need less memory
+_USED = 0.9  # of the free memory: other lengths and fragments need the rest
 
 _log = logging.getLogger("dpprof")
 
@@ -54,14 +49,8 @@ def find_max_batch_size(
 ) -> int:
     """Find how many samples to clip at a time, by clipping copies of some; nothing of that stays.
 
-    Args:
-        clipping: Of the model, on one rank.
-        optimizer: Whose state will need memory.
-        first: Samples as long as those of the training.
-        expected: The mean batch size.
-
-    Returns:
-        The number. A line of the logger ``dpprof`` says why.
+    A line of the logger ``dpprof`` says why. The samples of ``first`` are as long as others,
+    and the mean batch size is ``expected``.
     """
     most = math.ceil(expected + 4 * math.sqrt(expected))  # more are drawn once in 30,000 steps
     parameter = next(clipping.model.parameters())
@@ -88,12 +77,7 @@ def find_max_batch_size(
 
 
 def choose_fastest(measure_s: Callable[[int], float], most: int) -> int:
-    """Return the power of two, or ``most``, that takes the least time for each sample.
-
-    Args:
-        measure_s: Returns the seconds that a number of samples takes.
-        most: The most samples that are of use.
-    """
+    """Return the power of two, or ``most``, that takes the least time for each sample."""
     begun, times = time.monotonic(), dict[int, float]()
     for size in [2**power for power in range(most.bit_length()) if 2**power < most] + [most]:
         times[size] = measure_s(size) / size
@@ -107,16 +91,7 @@ def choose_fastest(measure_s: Callable[[int], float], most: int) -> int:
 
 
 def choose_largest(measure_peak: Callable[[int], int], room: int, most: int) -> int:
-    """Return the most samples that fit, by the peaks of one and of two, and a try of that number.
-
-    Args:
-        measure_peak: Returns the most bytes that a number of samples needs, with all that is held.
-        room: The bytes that there are.
-        most: The most samples that are of use.
-
-    Raises:
-        OutOfMemoryError: Not even two samples fit.
-    """
+    """Return the most samples that fit, by the peaks of one and of two, and a try of that."""
     one, two = measure_peak(1), measure_peak(2)
     each = max(1, two - one)
     chosen = max(1, min(most, 1 + (round(_USED * room) - one) // each))

@@ -32,8 +32,6 @@ _LEAST_IN_FLOAT32 = 2.0**-12
 
 
 class _Parts(Sampler[list[int]]):
-    """Draws batches, and splits them."""
-
     def __init__(
         self,
         folds: Sequence[range],
@@ -55,9 +53,7 @@ class _Parts(Sampler[list[int]]):
         self.steps = 0
         """How many batches the next iteration draws."""
 
-        self.turn = 0
-        """How many were drawn before, which says from which fold the first is."""
-
+        self.turn = 0  # how many were drawn before, which says from which fold the first is
         self.drawn: deque[Part] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -82,14 +78,10 @@ class _Parts(Sampler[list[int]]):
                 yield samples
 
     def _draw_samples(self, unit: int) -> list[int]:
-        """Return the samples of a unit that was drawn."""
         return [unit] if self._users is None else self._users.draw(unit, self.generator)
 
     def _split(self, batch: Sequence[list[int]]) -> list[list[list[int]]]:
-        """Split a batch into parts with whole units, of about as many samples each.
-
-        A part takes as much memory and time as if each user had as many as the largest.
-        """
+        """Split a batch into parts with whole units, each counted like the largest."""
         parts: list[list[list[int]]] = []
         for own in sorted(batch, key=len):
             if not parts or (len(parts[-1]) + 1) * len(own) > self.most:
@@ -307,12 +299,7 @@ class PoissonLoader:
 
 
 def refuse_related(sampling: torch.Generator | None, noise: torch.Generator | None) -> None:
-    """Refuse generators from which samples and noise would follow alike.
-
-    Raises:
-        ValueError: They are one, or in the same state.
-        TypeError: One is something else, such as a seed.
-    """
+    """Refuse generators from which samples and noise would follow alike (``ValueError``)."""
     for name, generator in (("sampling_generator", sampling), ("noise_generator", noise)):
         if generator is not None:
             refuse_other_class(name, generator, torch.Generator)

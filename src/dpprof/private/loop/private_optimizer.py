@@ -52,8 +52,7 @@ class PrivateOptimizer(NoisyOptimizer):
     _most_steps = 0
     """Of all that this process took before a state was loaded."""
 
-    _clipped: int | None = None
-    """The clipping's count of batches after the last ``backward`` of this."""
+    _clipped: int | None = None  # the clipping's count of batches after the last ``backward``
 
     def __init__(
         self,
@@ -360,7 +359,6 @@ def _refuse_fixed_bound(clipping: Clipping, settings: Mapping[str, Any]) -> None
 
 
 def _refuse_other_parameters(optimizer: Optimizer, clipping: Clipping) -> None:
-    """Refuse an optimizer of other parameters than the model trains."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
         if parameter.requires_grad and not clipping.clips(parameter):

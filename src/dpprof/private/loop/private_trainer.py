@@ -46,16 +46,15 @@ _log = logging.getLogger("dpprof")
 class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
     """Makes the steps of transformers' ``Trainer``, or of a subclass of it, private.
 
-    A step draws each sample with the probability
-    ``PrivacyArguments.expected_batch_size / samples``, and runs ``per_device_train_batch_size``
-    samples at a time. Each sample's loss is the mean over its own
-    labelled tokens. Evaluation, callbacks, schedulers and checkpoints are those of ``Trainer``.
-    Training logs the learning rate, the noise multiplier and epsilon, the latter as often as its
-    computation takes a hundredth of the time, and at the end. ``log_private`` adds what follows
-    from the samples, of rank 0 where there are several. Without it the output folder, the state,
-    what callbacks are given to log and what ``train`` returns hold nothing of them, but for the
-    weights, the optimizer's averages, and the evaluation, whose data are not protected. The times
-    of files, the shapes in errors, and whether a run fails, are not hidden.
+    A step draws each sample with the probability ``PrivacyArguments.expected_batch_size /
+    samples``, and runs ``per_device_train_batch_size`` samples at a time. Each sample's loss is the
+    mean over its own labelled tokens. Evaluation, callbacks, schedulers and checkpoints are those
+    of ``Trainer``. Training logs the learning rate, the noise multiplier and epsilon, the latter as
+    often as its computation takes a hundredth of the time, and at the end. ``log_private`` adds
+    what follows from the samples, of rank 0 where there are several. Without it the output folder,
+    the state, what callbacks are given to log and what ``train`` returns hold nothing of them, but
+    for the weights, the optimizer's averages, and the evaluation, whose data are not protected. The
+    times of files, the shapes in errors, and whether a run fails, are not hidden.
 
     Under ``torchrun`` each rank draws samples of its own, and ``DistributedDataParallel`` runs the
     model, unless ``fully_shard`` sharded it before.

@@ -38,8 +38,7 @@ METHODS: dict[str, type[Clipping]] = {
 }
 """By their names in ``dpprof advise``; ``auto`` is the default, where nothing is predicted."""
 
-_TRIED = 4
-"""The samples that are checked where it is not known how many fit."""
+_TRIED = 4  # the samples that are checked where it is not known how many fit
 
 
 class PrivateTraining:

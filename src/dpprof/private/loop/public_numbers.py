@@ -23,8 +23,7 @@ from dpprof.private.errors import refuse_no_number
 from dpprof.private.noise.strategies import Strategy
 from dpprof.private.samples.users import Users
 
-_LEAST_RATE = 2.0**-53
-"""Samples are drawn by multiples of it."""
+_LEAST_RATE = 2.0**-53  # samples are drawn by multiples of it
 
 _MOST = sys.float_info.max
 
@@ -37,20 +36,12 @@ class PublicNumbers(NamedTuple):
     sample_rate: float
     """The probability with which a step draws each sample, or user, as of all that follows."""
 
-    expected_batch_size: float
-    """What the sum of a step is divided by, over all ranks."""
-
+    expected_batch_size: float  # what the sum of a step is divided by, over all ranks
     steps_of_epoch: int
 
-    samples: int
-    """In the data, as the public knows it."""
-
-    follows_from_data: bool
-    """Whether that was counted in the data."""
-
-    folds: int = 1
-    """Step t draws from samples t, t + folds, ... of the data alone."""
-
+    samples: int  # in the data, as the public knows it
+    follows_from_data: bool  # whether that was counted in the data
+    folds: int = 1  # step t draws from samples t, t + folds, ... of the data alone
     truncated_batch_size: int | None = None
     """The most samples of a step, over all ranks; None for any number."""
 
@@ -147,22 +138,10 @@ def find_public_numbers(
     ranks: int = 1,
     users: Users | None = None,
 ) -> PublicNumbers:
-    """Find how a training samples and averages, from what is public.
+    """Find how a training samples and averages, from what is public (as of ``make_private``).
 
-    Args:
-        data_loader: Its batch size is the mean batch size, if no other is given.
-        samples: How many samples the public knows of; None for the length of the dataset.
-        sample_rate: In place of ``expected_batch_size / samples``.
-        expected_batch_size: The mean batch size, over all ranks.
-        folds: How many folds of the data steps draw from in turn.
-        truncated_batch_size: The most samples of a step, over all ranks.
-        ranks: How many there are.
-        users: Whose the samples are, where users take the place of samples in all of these.
-
-    Raises:
-        ValueError: The loader's batches are not those of a uniform sampler, or a number is out of
-            its range.
-        TypeError: Its dataset has no length.
+    ``ValueError``: the loader's batches are not those of a uniform sampler, or a number is out
+    of its range; ``TypeError``: its dataset has no length.
     """
     sampler = _verify_sampler(data_loader, draws_users=users is not None)
     _refuse_outside(samples, sample_rate, expected_batch_size, folds, truncated_batch_size)
@@ -216,12 +195,7 @@ def _refuse_outside(
 
 
 def _draw_otherwise(numbers: PublicNumbers) -> PublicNumbers:
-    """Return the numbers with the probability within a fold.
-
-    Raises:
-        ValueError: The number of samples is not public, or some rank has none of a fold, or fewer
-            than an expected batch; or the batch cannot be divided among ranks.
-    """
+    """Return the numbers with the probability within a fold, if their number is public."""
     folds, ranks = numbers.folds, numbers.ranks
     if not numbers.follows_from_data:
         raise ValueError(
@@ -264,12 +238,7 @@ def _is_batches(sampler: Any) -> bool:
 
 
 def _verify_sampler(data_loader: DataLoader[Any], *, draws_users: bool) -> BatchSampler | None:
-    """Return a loader's sampler of batches; None for Opacus's.
-
-    Raises:
-        ValueError: Its batches are not those of a uniform sampler.
-        TypeError: Its dataset has no length.
-    """
+    """Return a loader's sampler of batches, if it is uniform; None for Opacus's."""
     if isinstance(data_loader.dataset, IterableDataset):
         raise TypeError(
             "Poisson sampling draws samples by their number, and an IterableDataset has none"

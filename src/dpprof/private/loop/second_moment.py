@@ -18,22 +18,16 @@ import torch
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.noise.schedules import NOISY
 
-_VARIANCE = "noise_variance"
-"""In the state of a parameter: the average of the noise's variance, as Adam averages squares."""
+_VARIANCE = "noise_variance"  # in a parameter's state: averaged as Adam averages squares
 
 
 def correct_second_moment(optimizer: NoisyOptimizer, floor: float | None) -> None:
     """Divide by what Adam's second moment has beside noise, until the optimizer is removed.
 
-    Args:
-        optimizer: Of an ``AdamW``; its noise is independent.
-        floor: The least that the corrected second moment counts as; None leaves Adam as it is.
-
-    Raises:
-        ValueError: The floor is out of its range, or it is another optimizer, or correlated noise.
-
-    Formal guarantee: that of the optimizer. Noise multiplier, C and divisor are public, and all
-    else follows from gradients that have noise.
+    ``floor`` is the least that the corrected second moment counts as; None leaves Adam as it
+    is. ``ValueError``: it is out of its range, or the optimizer is no ``AdamW`` with
+    independent noise. Formal guarantee: that of the optimizer. Noise multiplier, C and divisor
+    are public, and all else follows from gradients that have noise.
     """
     if floor is None:
         return

@@ -41,12 +41,10 @@ def join_secrets(public: dict[str, Any], secrets: dict[str, Any]) -> dict[str, A
 
 
 def find_secrets(checkpoint: str | Path, folder: str | Path | None) -> Path:
-    """Return where the secrets of a checkpoint are, or would be.
+    """Return where the secrets of a checkpoint, in an output folder, are, or would be.
 
-    Args:
-        checkpoint: The folder of the checkpoint, in an output folder.
-        folder: Of the secrets of all checkpoints; None for the one beside the output folder, whose
-            name ends with ``_secrets``: whatever copies the output folder leaves it out.
+    They are in ``folder``, or beside the output folder, in one whose name ends with
+    ``_secrets``: whatever copies the output folder leaves it out.
     """
     path = Path(checkpoint).absolute()
     beside = path.parent.with_name(f"{path.parent.name}_secrets")
@@ -54,11 +52,7 @@ def find_secrets(checkpoint: str | Path, folder: str | Path | None) -> Path:
 
 
 def refuse_published(folder: str | Path, output_dir: str | Path) -> None:
-    """Refuse a folder for secrets within an output folder, which is published.
-
-    Raises:
-        ValueError: It is.
-    """
+    """Refuse a folder for secrets within an output folder, which is published (``ValueError``)."""
     if Path(folder).resolve().is_relative_to(Path(output_dir).resolve()):
         raise ValueError(
             f"secrets_folder {folder} would be published with {output_dir}; name one outside of it"
@@ -82,16 +76,7 @@ def writing_secrets(folder: Path) -> Iterator[None]:
 
 
 def read_secrets(path: Path, checkpoint: str | Path, name: str) -> dict[str, Any]:
-    """Read the secrets of a checkpoint.
-
-    Args:
-        path: Of the file.
-        checkpoint: The folder of the checkpoint, for messages.
-        name: What the checkpoint calls its secrets.
-
-    Raises:
-        ValueError: There are none, or they are those of another checkpoint.
-    """
+    """Read the secrets of a checkpoint, which calls them ``name`` (``ValueError`` for others)."""
     if not path.exists():
         raise ValueError(
             f"{checkpoint} has no secrets at {path}: only a run with "
@@ -113,15 +98,7 @@ def find_checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def refuse_later_checkpoints(checkpoint: str | Path, step: int) -> None:
-    """Refuse to draw other samples for steps that were taken, and maybe published.
-
-    Args:
-        checkpoint: The folder from which a run resumes.
-        step: Its number of steps.
-
-    Raises:
-        ValueError: A checkpoint of more steps lies beside it.
-    """
+    """Refuse to draw other samples for steps that were taken, maybe published (``ValueError``)."""
     for other in find_checkpoints(Path(checkpoint).parent):
         number = other.name.rpartition("-")[2]
         if number.isdecimal() and int(number) > step:

@@ -133,11 +133,7 @@ class PrivacyArguments:
 
 
 def refuse_arguments(args: Any, trainer: Any, *, is_sharded: bool) -> None:
-    """Refuse what ``Trainer`` offers and a private step cannot have.
-
-    Raises:
-        ValueError: The first such argument, by name.
-    """
+    """Refuse what ``Trainer`` offers and a private step cannot have (``ValueError``)."""
     refused = {
         "max_grad_norm": (args.max_grad_norm not in (0.0, 1.0), "PrivacyArguments has the bound"),
         "dataloader_drop_last": (args.dataloader_drop_last, "it leaves samples out"),
@@ -204,15 +200,7 @@ def refuse_arguments(args: Any, trainer: Any, *, is_sharded: bool) -> None:
 
 
 def refuse_overrides(kind: Any, mixin: Any) -> None:
-    """Refuse methods of a trainer's class that private training would not call.
-
-    Args:
-        kind: The class.
-        mixin: What makes it private: classes after it may have a ``compute_loss`` of their own.
-
-    Raises:
-        ValueError: The first such method, by name.
-    """
+    """Refuse methods of a trainer's class that private training would not call (``ValueError``)."""
     why = "training does not call it; use losses_of"
     base: Any = super(mixin, kind)
     is_lost = base.training_step is not Trainer.training_step
@@ -231,14 +219,7 @@ def refuse_overrides(kind: Any, mixin: Any) -> None:
 
 
 def refuse(refused: dict[str, tuple[Any, str]]) -> None:
-    """Refuse the first argument that is set.
-
-    Args:
-        refused: By its name whether it is, and why it may not be.
-
-    Raises:
-        ValueError: It is.
-    """
+    """Refuse the first argument that is set (``ValueError``), by why it may not be."""
     for name, (is_set, why) in refused.items():
         if is_set:
             raise ValueError(f"{name} is not allowed in private training: {why}")

@@ -13,19 +13,15 @@ from dpprof.private.loop.poisson_batches import PoissonLoader
 class JoinedParts:
     """Joins the parts of a batch: a ``Trainer`` takes one step for each element.
 
-    Args:
-        loader: Hands out parts. It may be ahead of the steps taken, where a state is not to be
-            saved.
-        device: None where ranks do not wait for each other; otherwise of the tensor by which they
-            agree on the number of parts.
+    The loader may be ahead of the steps taken, where a state is not to be saved. ``device`` is
+    that of the tensor by which ranks agree on the number of parts; None where they do not wait.
     """
 
     def __init__(self, loader: PoissonLoader, device: torch.device | None) -> None:
         self.loader = loader
         self.dataset = range(loader.numbers.samples)  # whose length the Trainer asks for
         self._device = device
-        self.handed = 0
-        """Batches that were handed out; and those before this run."""
+        self.handed = 0  # batches that were handed out; and those before this run
 
     def __len__(self) -> int:
         return len(self.loader)

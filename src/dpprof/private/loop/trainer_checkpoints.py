@@ -41,7 +41,6 @@ class PrivateCheckpoints(PrivateBase):
             self._checkpoints = present
 
     def _state(self) -> dict[str, Any]:
-        """Return what this rank has beside the optimizer's state, with its secrets."""
         assert self._steps is not None
         return {
             "loader": self._steps.loader.state_dict(exact=True),

@@ -13,8 +13,7 @@ from dpprof.private.loop.trainer_base import PrivateBase
 
 _QUANTILES = (0.1, 0.5, 0.9)
 
-_PUBLIC_LOGS = {"learning_rate", "epoch", "epsilon", "noise_multiplier"}
-"""What training logs that does not follow from samples."""
+_PUBLIC_LOGS = {"learning_rate", "epoch", "epsilon", "noise_multiplier"}  # follow from no sample
 
 
 class PrivateLogs(PrivateBase):
@@ -22,18 +21,12 @@ class PrivateLogs(PrivateBase):
 
     spent: Spent
     _is_evaluating = False
-    _told_at = _telling_took_s = 0.0
-    """When epsilon was logged last, and how long its computation took."""
-
+    _told_at = _telling_took_s = 0.0  # when epsilon was logged, and what that took
     _flops_of_token: int | None = None
-    _norms: list[Tensor]
-    """Of the samples of steps, until they are logged."""
+    _norms: list[Tensor]  # of the samples of steps, until they are logged
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Multiply those of one token, which take long to find, by the tokens of all parts.
-
-        Without ``log_private`` they are 0.
-        """
+        """Multiply those of one token by the tokens of all parts; 0 without ``log_private``."""
         if not self.privacy.log_private:
             return 0
         main = getattr(self.model, "main_input_name", "input_ids")

@@ -27,8 +27,7 @@ _OF_PACKING = {
 }
 """What collators give that pack samples."""
 
-_LOOKED_AT = 64
-"""Samples among which one with labels is looked for."""
+_LOOKED_AT = 64  # samples among which one with labels is looked for
 
 _UNPACKED = "give each sample a row of its own, padded (packing=False, padding_free=False)"
 
@@ -95,11 +94,7 @@ class PrivateLosses(PrivateBase):
 
     @torch.no_grad()
     def _verify_losses(self) -> None:
-        """Compare the loss of the first sample that has one with ``compute_loss``, in ``eval()``.
-
-        Raises:
-            ValueError: It is another one.
-        """
+        """Compare the loss of the first sample that has one with ``compute_loss``, in eval()."""
         assert self._steps is not None
         loader = self._steps.loader
         for at in range(min(loader.samples, _LOOKED_AT)):
@@ -127,7 +122,6 @@ class PrivateLosses(PrivateBase):
         self._clipping.check(partial(self.compute_sample_losses, self.model), inputs)
 
     def _compare_samples(self) -> None:
-        """Compare samples alone and in company, now and at random steps."""
         assert self._data_loader is not None
         collate = self._data_loader.collate_fn
         checks = RepeatedChecks(
@@ -158,14 +152,8 @@ class PrivateLosses(PrivateBase):
 def read_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: float = 0.0) -> Tensor:
     """Compute each sample's mean cross-entropy over its own labelled tokens; (B,).
 
-    Args:
-        logits: (B, V), or (B, T, V).
-        labels: (B,) or (B, T) ids, -100 for tokens without a loss.
-        shifts: Whether a token's logits predict the next one.
-        smoothing: The share of the target that all ids have alike.
-
-    Raises:
-        ValueError: The labels are no ids, or their shape is another one.
+    Logits are (B, V) or (B, T, V); labels ids (``ValueError``), (B,) or (B, T), -100 for tokens
+    without a loss. ``shifts`` says that a token's logits predict the next one.
     """
     is_other = labels.shape != logits.shape[:-1] or labels.is_floating_point()
     if is_other or logits.shape[-1] == 1:  # one output is a regression's
@@ -178,7 +166,6 @@ def read_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: floa
 
 
 def _inside(model: nn.Module) -> nn.Module:
-    """Return the model inside of adapters."""
     base = getattr(model, "get_base_model", None)
     return model if base is None else base()
 
@@ -190,15 +177,9 @@ def is_causal_lm(model: nn.Module) -> bool:
 
 
 def _number_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Number the tokens after padding on the left from 0, as generation does.
+    """Number a causal model's tokens after padding on the left from 0, as generation does.
 
     Otherwise positions would begin after the padding, which is as long as the longest sample says.
-
-    Returns:
-        The inputs, of a causal language model with ``position_ids`` if it needs them.
-
-    Raises:
-        ValueError: Another model is given padding on the left.
     """
     mask = inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or "position_ids" in inputs:  # noqa: PLR2004
@@ -217,11 +198,7 @@ def _number_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any
 
 
 def _refuse_packed(inputs: Mapping[str, Any]) -> None:
-    """Refuse rows that hold several samples: a row would count as one, and share its bound.
-
-    Raises:
-        ValueError: There are some.
-    """
+    """Refuse rows that hold several samples: a row would count as one, and share its bound."""
     names = _OF_PACKING & set(inputs)
     if names:
         raise ValueError(f"{min(names)} is of packed samples; {_UNPACKED}")

@@ -36,23 +36,12 @@ from dpprof.private.allocation_marks import allocates
 from dpprof.private.contributions.sums import dtype_of_sum, own_part
 from dpprof.private.noise.strategies import Strategy
 
-AddDraw = Callable[[Tensor, float], None]
-"""Multiplies a tensor by a factor, and adds a draw of the noise."""
-
-PLACES = ("device", "cpu")
-"""Where past noise is kept: where the sums are, or in the host's memory."""
+AddDraw = Callable[[Tensor, float], None]  # multiplies by a factor, and adds a draw
+PLACES = ("device", "cpu")  # where past noise is kept: where the sums are, or in the host's memory
 
 
 class NoiseBuffers:
-    """What is kept of past noise, by the sums that get noise together.
-
-    Args:
-        strategy: How noise is correlated.
-        place: One of ``PLACES``.
-
-    Raises:
-        ValueError: There is no such place.
-    """
+    """What is kept of past noise, in one of ``PLACES``, by the sums that get noise together."""
 
     def __init__(self, strategy: Strategy, place: str = "device") -> None:
         if place not in PLACES:
@@ -63,18 +52,10 @@ class NoiseBuffers:
 
     def begin_anew(self) -> None:
         """Forget what is kept: noise from now on is independent of all before."""
-        self.kept: list[Tensor] = []
-        """By sum, in the order in which these get noise, ``bands - 1`` tensors of its shape."""
-
-        self.key = b""
-        """Of the last step."""
-
-        self.done = 0
-        """Steps since the strategy began."""
-
-        self.fold: int | None = None
-        """Of the data, from which the last step's batch was drawn."""
-
+        self.kept: list[Tensor] = []  # ``bands - 1`` a sum, in the order of noise
+        self.key = b""  # of the last step
+        self.done = 0  # steps since the strategy began
+        self.fold: int | None = None  # of the data, from which the last step's batch was drawn
         self._at = 0
         self._is_open = self._is_loaded = False
 
@@ -88,10 +69,9 @@ class NoiseBuffers:
     def begin(self, nonce: bytes, fold: int | None = None) -> None:
         """Begin a step.
 
-        Args:
-            nonce: Of the keys; another one is that of another line of steps.
-            fold: From which the batch was drawn; None where a loop draws by itself. So is one that
-                is not the next: a sample of it may have taken part too short a time ago.
+        Keys with another nonce are of another line of steps, and so is a fold that is not the next:
+        a sample of it may have taken part too short a time ago. It is None where a loop draws by
+        itself.
         """
         follows = self.fold is None or fold == (self.fold + 1) % self.strategy.folds
         if self._is_open or nonce != self._nonce or not follows:
@@ -99,11 +79,7 @@ class NoiseBuffers:
         self._nonce, self._at, self._is_open, self.fold = nonce, 0, True, fold
 
     def add_noise(self, averaged: Tensor, add_draw: AddDraw) -> None:
-        """Add the step's noise to the next of its sums, and keep what later steps need.
-
-        Raises:
-            RuntimeError: It is another sum than in the step before.
-        """
+        """Add noise to the next of the step's sums, as ordered before, and keep what is needed."""
         weights = self.strategy.weights
         if not weights:
             add_draw(averaged, 1.0)

@@ -19,35 +19,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dpprof.private.allocation_marks import allocates
 from dpprof.private.norms.tiles import spans
 
-LANES = 2**14
-"""Numbers of 64 bits that are hashed to one."""
-
-_AT_ONCE = 8 * LANES
-"""Numbers of 64 bits that are hashed at a time: they stay in a core's cache."""
-
-_PART = 2**20
-"""Words of 32 bits that one thread hashes at a time."""
-
-_KEYS = 8
-"""Numbers of 32 bits to which each row of bytes is hashed."""
-
-_JOINED = 2**18
-"""Words of small sums that are hashed together: they stay in a core's cache."""
-
-_ROWS = 256
-"""What a GPU without Triton's kernels hashes at a time, in rows of ``LANES``."""
+LANES = 2**14  # numbers of 64 bits that are hashed to one
+_AT_ONCE = 8 * LANES  # numbers of 64 bits that are hashed at a time: they stay in a core's cache
+_PART = 2**20  # words of 32 bits that one thread hashes at a time
+_KEYS = 8  # numbers of 32 bits to which each row of bytes is hashed
+_JOINED = 2**18  # words of small sums that are hashed together: they stay in a core's cache
+_ROWS = 256  # what a GPU without Triton's kernels hashes at a time, in rows of ``LANES``
 
 
 def hash_words(sums: Sequence[Tensor], table: Tensor) -> list[int]:
-    """Hash sums; on a CPU in as many threads as PyTorch uses.
+    """Hash sums, (n,) int32 each; on a CPU in as many threads as PyTorch uses.
 
-    Args:
-        sums: Words of 32 bits, (n,) int32 each.
-        table: Secret numbers, (2, LANES) int64.
-
-    Returns:
-        Numbers of 64 bits, for each ``2 LANES`` words two, or eight of products of bytes; none of
-        fake tensors.
+    Returns numbers of 64 bits, for each ``2 LANES`` words two, or eight of products of bytes;
+    none of fake tensors. The ``table`` has secret numbers, (2, LANES) int64.
     """
     if isinstance(table, FakeTensor):
         return []

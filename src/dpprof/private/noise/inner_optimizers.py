@@ -31,12 +31,8 @@ _METHODS = {
 def refuse_optimizer(optimizer: Any) -> None:
     """Refuse to put noise inside of an optimizer whose ``step()`` alone is not its whole step.
 
-    Args:
-        optimizer: What is given to a ``NoisyOptimizer``.
-
-    Raises:
-        ValueError: It is no optimizer, wraps another one, needs a closure, takes two steps, reads
-            second derivatives, or holds the model.
+    ``ValueError``: it is no optimizer, wraps another one, needs a closure, takes two steps,
+    reads second derivatives, or holds the model.
     """
     name = type(optimizer).__name__
     what = None

@@ -36,11 +36,8 @@ in the thread itself."""
 class NoiseOfStep:
     """Adds the noise of one step to sums, and averages them.
 
-    Args:
-        std: Standard deviation of the noise of an average.
-        size: What sums are divided by.
-        key: What noise follows from.
-        buffers: Of correlated noise, whose draws have this standard deviation.
+    ``std`` is that of the noise of an average, and of draws of ``buffers``; sums are divided by
+    ``size``.
     """
 
     def __init__(
@@ -124,17 +121,10 @@ def make_room(count: int, summed: Tensor) -> Tensor:
 def add_noise_in_threads_(
     summed: Tensor, words: Tensor, room: Tensor, std: float, factor: float
 ) -> None:
-    """Multiply a sum on a CPU by a factor and add noise, in as many threads as PyTorch uses.
+    """Multiply a sum on a CPU by a factor and add noise, in place, in PyTorch's threads.
 
-    Args:
-        summed: Changed in place; contiguous.
-        words: The states of the generators of its parts.
-        room: A row for the noise of each part.
-        std: Standard deviation of the noise.
-        factor: What the sum is multiplied by.
-
-    Raises:
-        ValueError: There are more or fewer states or rows than parts.
+    ``summed`` is contiguous. Each part of it has the state of a generator, in ``words``, and a
+    row for its noise, in ``room`` (``ValueError``).
     """
     is_inference = torch.is_inference_mode_enabled()  # other threads have modes of their own
 
@@ -163,14 +153,9 @@ def _noised(_summed: Tensor, _words: Tensor, _room: Tensor, _std: float, _factor
 def draw_secure_noise(std: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw Gaussian noise whose floating point numbers do not reveal the sum that it is added to.
 
-    It is half the sum of four draws, which are Opacus's where a generator is given. Draws of fewer
-    bits would leave the sum's last ones bare.
-    Source: Holohan & Braghin 2021, "Secure Random Sampling in Differential Privacy", section 5.1.
-
-    Args:
-        std: Standard deviation.
-        like: Has the device and shape.
-        generator: A cryptographically secure one; None for the operating system's, on the CPU.
+    It is half the sum of four draws, which are Opacus's where a generator is given, a
+    cryptographically secure one. Draws of fewer bits would leave the sum's last ones bare. Source:
+    Holohan & Braghin 2021, "Secure Random Sampling in Differential Privacy", section 5.1.
     """
     if generator is not None:
         draw_noise(std, like.new_empty(1, 1), generator)  # so that no half of a pair is old

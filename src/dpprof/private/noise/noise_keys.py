@@ -41,8 +41,7 @@ from dpprof.private.norms.complex_numbers import as_real
 
 _BYTES = 32
 
-Share = Callable[[Tensor], Tensor]
-"""Returns the digests of all ranks whose sums are added up, of that of this rank."""
+Share = Callable[[Tensor], Tensor]  # of this rank's digest, those of all that add up sums
 
 
 class NoiseKeys:
@@ -64,9 +63,7 @@ class NoiseKeys:
     ) -> None:
         self.generator, self._source, self._rank = generator, source, rank
         self._tables: dict[torch.device, Tensor] = {}
-        self._words: dict[torch.device, Tensor] = {}
-        """By device, a seed and a digest: what kernels read, also in a graph."""
-
+        self._words: dict[torch.device, Tensor] = {}  # a seed and a digest, for kernels
         self._process = os.getpid()
         self._step = 0
         self.secret = self.nonce = b""
@@ -85,10 +82,7 @@ class NoiseKeys:
         self._process = os.getpid()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what must not be published: secret and nonce, or the given generator's state.
-
-        A generator that does not tell its state has none.
-        """
+        """Return what must not be published: secret and nonce, or a generator's state."""
         if self.generator is None:
             return {
                 name: torch.tensor(list(getattr(self, name)), dtype=torch.uint8)
@@ -100,11 +94,7 @@ class NoiseKeys:
             return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore a state: equal sums will get equal noise.
-
-        Raises:
-            ValueError: It is of noise of another source.
-        """
+        """Restore a state of the same source (``ValueError``): equal sums will get equal noise."""
         own = ["secret", "nonce"] if self.generator is None else [self.generator.device.type]
         if list(state) != own:
             raise ValueError(
@@ -159,14 +149,11 @@ class NoiseKeys:
     def bind(
         self, sums: Sequence[Tensor], share: Share | None = None, after: bytes | None = None
     ) -> "StepKey":
-        """Return the key of the step for sums.
+        """Return the key of the step for all sums that get noise in it.
 
         Where kernels add the noise of all of them on one device, the digest stays there.
-
-        Args:
-            sums: All that get noise in this step.
-            share: Given where ranks add their sums up.
-            after: The key of the step before, from which this one is to follow too.
+        ``share`` is there where ranks add their sums up; the key follows also from that of
+        the step before, ``after``.
         """
         devices = {total.device for total in sums}
         if self.generator is not None or not devices:
@@ -202,7 +189,6 @@ class NoiseKeys:
         return _derive(self.secret, purpose, size, self.nonce + numbers + digest)
 
     def _table_on(self, device: torch.device) -> Tensor:
-        """Return the secret numbers of the digest."""
         if device not in self._tables:
             self._tables[device] = _make_table(self.secret, device)
         return self._tables[device]
@@ -211,10 +197,8 @@ class NoiseKeys:
 class StepKey:
     """The key of a step: what its noise is drawn from on each device.
 
-    Args:
-        key: From which all follows; empty where it is on the device.
-        words: By device, what kernels read: a seed and another 64 bits, (2,) int64.
-        generator: Draws the noise in place of what follows from the key.
+    Of an empty ``key`` all follows from what is on the device: ``words`` are what kernels read
+    there, a seed and another 64 bits, (2,) int64. A ``generator`` takes its place.
     """
 
     def __init__(
@@ -252,8 +236,7 @@ class StepKey:
         return self._generators[device]
 
 
-WORDS = 624
-"""Words of 32 bits in the state of PyTorch's generator on a CPU, MT19937."""
+WORDS = 624  # words of 32 bits in the state of PyTorch's generator on a CPU, MT19937
 
 
 def set_words(generator: torch.Generator, words: Tensor) -> None:
@@ -265,12 +248,7 @@ def set_words(generator: torch.Generator, words: Tensor) -> None:
 
 
 def make_generator(source: torch.Generator | None = None, rank: int = 0) -> torch.Generator:
-    """Make a generator on the CPU, all of whose state follows from a secret and the rank.
-
-    Args:
-        source: Draws the secret; None for the operating system.
-        rank: Of this process.
-    """
+    """Make a generator on the CPU, which follows from a secret of ``source`` and the rank."""
     made = torch.Generator("cpu")
     set_words(made, _derive_words(_draw_secret(source), f"rank {rank}"))
     return made

@@ -25,11 +25,8 @@ from dpprof.private.noise.schedules import NOISY, keep_to_batches
 from dpprof.private.noise.strategies import Strategy
 from dpprof.private.ranks.ranks import Settings
 
-HOOK = "_clipping_noise_hook"
-"""The attribute of an optimizer with the hook that refuses steps without noise."""
-
-LEAST_STD = 2.0**-133
-"""Of the noise of an average: 2^16 times the least number of float32."""
+HOOK = "_clipping_noise_hook"  # on an optimizer: what refuses steps without noise
+LEAST_STD = 2.0**-133  # of the noise of an average: 2^16 times the least number of float32
 
 _INNER = "original_optimizer"
 
@@ -114,17 +111,12 @@ class NoisyOptimizer(Optimizer):
         >>> optimizer.zero_grad()
     """
 
-    quantile: QuantileBound | None = None
-    """Moves the bound; None for a bound that stays."""
-
+    quantile: QuantileBound | None = None  # moves the bound; None for a bound that stays
     step_hook: Callable[[Any], None] | None = None
     _is_last_step_skipped = False
     _is_last_part = True
-    _clips_failed_parts_again = False
-    """Whether a part whose ``backward`` failed stays the one to clip next."""
-
-    _fold: int | None = None
-    """From which the batch at hand was drawn; None where a loop draws by itself."""
+    _clips_failed_parts_again = False  # whether a part whose ``backward`` failed comes next
+    _fold: int | None = None  # of the batch at hand; None where a loop draws by itself
 
     def __init__(
         self,
@@ -142,12 +134,10 @@ class NoisyOptimizer(Optimizer):
         refuse_optimizer(optimizer)
         if not isinstance(clipping, Clipping):
             raise TypeError(f"clipping must be a Clipping, and is a {type(clipping).__name__}")
-        size = expected_batch_size
-        if size is not None and not (math.isfinite(size) and size > 0):
-            raise ValueError(f"expected_batch_size must be positive and finite, and is {size}")
+        self.expected_batch_size = expected_batch_size
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', and is {loss_reduction!r}")
-        if loss_reduction == "mean" and size is None:
+        if loss_reduction == "mean" and expected_batch_size is None:
             raise ValueError("expected_batch_size must be given where loss_reduction is 'mean'")
         # Optimizer's own __init__ is not called: groups, state and defaults are the original's.
         self.original_optimizer = optimizer
@@ -159,9 +149,8 @@ class NoisyOptimizer(Optimizer):
         clipping.settings_of_step = self._settings_of_ranks
         clipping.shard_sums.forget()
         self.noise_multiplier = noise_multiplier
-        self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
-        self.generator = generator
+        self._generator = generator
         self.buffers = None if strategy is None else NoiseBuffers(strategy, noise_buffers)
         """Past noise, where that of steps is correlated."""
 
@@ -190,6 +179,12 @@ class NoisyOptimizer(Optimizer):
     param_groups: Any = _attribute_of(_INNER, "param_groups", "The original optimizer's groups.")
     state: Any = _attribute_of(_INNER, "state", "The original optimizer's state.")
     defaults: Any = _attribute_of(_INNER, "defaults", "The original optimizer's defaults.")
+    _optimizer_step_pre_hooks: Any = _attribute_of(
+        _INNER, "_optimizer_step_pre_hooks", "Hooks before its step, which see noise alone."
+    )
+    _optimizer_step_post_hooks: Any = _attribute_of(
+        _INNER, "_optimizer_step_post_hooks", "Hooks after its step."
+    )
     max_grad_norm: Any = _attribute_of(
         "clipping", "max_grad_norm", "The bound of the clipping; setting it changes that too."
     )
@@ -207,6 +202,17 @@ class NoisyOptimizer(Optimizer):
         self._noise_multiplier = float(multiplier)
 
     @property
+    def expected_batch_size(self) -> float | None:
+        """What a sum is divided by where ``loss_reduction`` is ``mean``."""
+        return self._expected_batch_size
+
+    @expected_batch_size.setter
+    def expected_batch_size(self, size: float | None) -> None:
+        if size is not None and not (math.isfinite(size) and size > 0):
+            raise ValueError(f"expected_batch_size must be positive and finite, and is {size}")
+        self._expected_batch_size = size
+
+    @property
     def secure_mode(self) -> bool:
         """Whether noise withstands floating point attacks."""
         return self._secure_mode
@@ -221,6 +227,11 @@ class NoisyOptimizer(Optimizer):
                     "and correlated noise is several; leave out one of them"
                 )
         self._secure_mode = is_secure
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """What was given to draw noise from; None: a secret. It cannot be set later."""
+        return self._generator
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -441,7 +452,6 @@ class NoisyOptimizer(Optimizer):
 
     @property
     def _is_of_system(self) -> bool:
-        """Whether the operating system draws the noise."""
         return self.secure_mode and self.generator is None
 
     @property
@@ -490,15 +500,14 @@ class NoisyOptimizer(Optimizer):
         for parameter in self.params:
             parameter.grad = None
         self._forget_sums()
-        self._is_noised = False
         self._batches_before = self.clipping.batches
         self._failures_before = self.clipping.failures
 
     def _forget_sums(self) -> None:
-        """Forget the sums of a batch, unless they are another optimizer's."""
         if self.clipping.sums.owner is self:
             self.clipping.sums.forget()
             self.clipping.shard_sums.forget()
+        self._is_noised = False
         if self.quantile is not None:
             self.quantile.forget()
 
@@ -719,7 +728,6 @@ class NoisyOptimizer(Optimizer):
         self._failures_before = self.clipping.failures
 
     def _require_noise(self, optimizer: Optimizer, *_: Any) -> None:
-        """Refuse a direct step of the wrapped optimizer."""
         if not self._is_noised:
             raise RuntimeError(
                 f"{type(optimizer).__name__} was asked to step on gradients without noise; call "

@@ -25,43 +25,24 @@ from torch import Tensor
 from dpprof.private.engine.factor import LARGEST_BOUND, LEAST_BOUND
 from dpprof.private.noise.noise_keys import NoiseKeys
 
-RATE = 0.2
-"""How fast the bound moves, as in the source."""
-
-_RAMP = 0.1
-"""How far from the bound, as a share of it, gradients count in part."""
-
-_COUNT_NOISE = 20
-"""The expected batch size over the standard deviation of a count's noise, as in the source."""
+RATE = 0.2  # how fast the bound moves, as in the source
+_RAMP = 0.1  # how far from the bound, as a share of it, gradients count in part
+_COUNT_NOISE = 20  # expected batch size over the deviation of a count's noise
 
 
 class QuantileBound:
-    """Counts the gradients within a bound, and moves it.
-
-    Args:
-        quantile: The share of gradients that the bound is to be at least as long as.
-        expected_batch_size: The mean batch size.
-
-    Raises:
-        ValueError: The quantile is out of its range.
-    """
+    """Counts the gradients within a bound, and moves it to their quantile (``ValueError``)."""
 
     def __init__(self, quantile: float, expected_batch_size: float) -> None:
         if not 0 < quantile < 1:
             raise ValueError(f"bound_quantile must lie between 0 and 1, and is {quantile}")
         self.quantile, self._size = quantile, expected_batch_size
-        self.count_noise = expected_batch_size / _COUNT_NOISE
-        """Standard deviation of the noise of a count."""
-
+        self.count_noise = expected_batch_size / _COUNT_NOISE  # standard deviation
         self.keys = NoiseKeys()
         self._count = 0.0
 
     def split(self, noise_multiplier: float) -> float:
-        """Return the noise multiplier of the sum, of that of sum and count together.
-
-        Raises:
-            ValueError: The count alone would spend as much.
-        """
+        """Return the sum's noise multiplier, of that of sum and count together (``ValueError``)."""
         if noise_multiplier == 0:
             return 0.0
         left = noise_multiplier**-2 - (2 * self.count_noise) ** -2

@@ -12,8 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-NOISY = "_noisy_optimizer"
-"""The attribute of an optimizer with the ``NoisyOptimizer`` around it."""
+NOISY = "_noisy_optimizer"  # the attribute of an optimizer with the ``NoisyOptimizer`` around it
 
 _BASES = {
     "torch.optim.lr_scheduler": "LRScheduler",
@@ -23,8 +22,7 @@ _BASES = {
 }
 """The first class of each family of schedulers, by its module, which need not be imported."""
 
-_REPLACED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-"""What took the place of a ``step``."""
+_REPLACED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # took the place of a ``step``
 
 
 def keep_to_batches() -> None:

@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Coefficients = NDArray[np.float64]
-"""The first column of a Toeplitz lower triangle, from its diagonal down."""
+Coefficients = NDArray[np.float64]  # first column of a Toeplitz lower triangle
 
 NOISES = ("banded", "bisr")
 
@@ -38,16 +37,10 @@ NOISES = ("banded", "bisr")
 class Strategy(NamedTuple):
     """How the noise of steps is correlated (``make_strategy``)."""
 
-    noise: str
-    """One of ``NOISES``."""
-
+    noise: str  # one of ``NOISES``
     bands: int
-    steps: int
-    """How many steps it is for; no step may follow them."""
-
-    folds: int
-    """In so many consecutive steps a sample takes part at most once; at least ``bands``."""
-
+    steps: int  # how many steps it is for; no step may follow them
+    folds: int  # in so many consecutive steps a sample takes part at most once; at least ``bands``
     coefficients: tuple[float, ...]
     """The ``bands`` first coefficients of C for ``banded``, and of C^-1 for ``bisr``, scaled so
     that the sensitivity is 1."""
@@ -81,16 +74,10 @@ class Strategy(NamedTuple):
 
 
 class NoiseErrors(NamedTuple):
-    """Standard deviations of noise, over that of independent noise in one step.
+    """Root mean squares over all steps of noise, over independent noise in one step."""
 
-    Both are root mean squares over all steps.
-    """
-
-    step: float
-    """Of the noise of a step."""
-
-    training: float
-    """Of the noise in the parameters: the sum over the steps so far, as the optimizer weighs it."""
+    step: float  # of the noise of a step
+    training: float  # of the sum over all steps so far, as the optimizer weighs it
 
 
 def make_strategy(noise: str, *, steps: int, bands: int, folds: int | None = None) -> Strategy:
@@ -159,14 +146,9 @@ def inverse_root(bands: int) -> Coefficients:
 def find_sensitivity(column: Coefficients, folds: int) -> float:
     """Find how far one sample of bound 1 moves ``C G`` (L2), taking part every so many steps.
 
-    Args:
-        column: The first column of C, one number for each step; not negative, and none larger than
-            the one before: then the most that any sample can do is to take part as often as it may,
-            from the first step on (Kalinin and Lampert 2024, arXiv 2405.13763, theorem 2).
-        folds: The least number of steps from one participation to the next.
-
-    Raises:
-        ValueError: The column is another one.
+    The first ``column`` of C has one number for each step, not negative, and none larger than the
+    one before (``ValueError``): then the most that any sample can do is to take part as often as it
+    may, from the first step on (Kalinin and Lampert 2024, arXiv 2405.13763, theorem 2).
     """
     rises = np.diff(column, prepend=column[:1]).max() > 1e-12 * column[0]
     if column.min() < 0 or rises:
@@ -203,7 +185,6 @@ def find_errors(strategy: Strategy, *, momentum: float = 0.0) -> NoiseErrors:
 
 
 def _filter(column: Coefficients, divisor: Coefficients) -> Coefficients:
-    """Divide one polynomial by another."""
     signal: Any = importlib.import_module("scipy.signal")  # slow to import, and seldom needed
     quotient: Coefficients = signal.lfilter([1.0], divisor, column)
     return quotient

@@ -39,11 +39,7 @@ or norms, and the sampler's arguments; must return the sampler's result for them
 
 
 def finds_norms(path: CodePath) -> bool:
-    """Tell whether a way finds norms without per-sample gradients.
-
-    Raises:
-        TypeError: It is a plain string, which does not say what it makes.
-    """
+    """Tell whether a way, and no plain string, finds norms without per-sample gradients."""
     if not isinstance(path, CodePath):
         raise TypeError(
             f"the code path {path!r} does not say what it makes; give a member of a subclass of "
@@ -55,18 +51,9 @@ def finds_norms(path: CodePath) -> bool:
 class Way(CodePath):
     """The ways of ``dpprof.private``."""
 
-    TILED_GRAM = "tiled gram", "norms"
-    TILED_PRODUCT = "tiled product", "norms"
-    """The ways of ``norms.linear``."""
-
-    KEPT = "kept product", "gradients"
-    """A matrix's per-sample gradients, kept until the clipping factors are known."""
-
-    DIRECT = "sample gradients", "gradients"
-    """Per-sample gradients that are small, or have no other way."""
-
-    SUMMED = "sums of rows", "norms"
-    """The norm of a lookup table's gradient, from ``norms.table``."""
-
-    CROSSED = "cross terms", "norms"
-    """The inner product of a matrix's two uses, also as a table, from ``norms.table``."""
+    TILED_GRAM = "tiled gram", "norms"  # of ``norms.linear``
+    TILED_PRODUCT = "tiled product", "norms"  # likewise
+    KEPT = "kept product", "gradients"  # a matrix's, until the clipping factors are known
+    DIRECT = "sample gradients", "gradients"  # small, or with no other way
+    SUMMED = "sums of rows", "norms"  # the norm of a lookup table's gradient, from ``norms.table``
+    CROSSED = "cross terms", "norms"  # of a matrix that is a table too, from ``norms.table``

@@ -55,13 +55,9 @@ then at most that of a window's d = c k terms (``norms.rounding.depth_of_product
 class Kernel(NamedTuple):
     """How a convolution reads its input."""
 
-    shape: tuple[int, ...]
-    """The weight's: (O, C / groups, ...)."""
-
+    shape: tuple[int, ...]  # the weight's: (O, C / groups, ...)
     stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    """How many zeros are on both sides of each axis of space."""
-
+    padding: tuple[int, ...]  # how many zeros are on both sides of each axis of space
     dilation: tuple[int, ...]
     groups: int
 
@@ -86,9 +82,7 @@ class Phase(NamedTuple):
 
     first: int
     stride: int
-    starts: list[int]
-    """The pixel at which each offset starts."""
-
+    starts: list[int]  # the pixel at which each offset starts
     places: int
 
     @property
@@ -109,7 +103,6 @@ def _pad(x: Tensor, kernel: Kernel) -> Tensor:
 
 
 def _take(x: Tensor, parts: Sequence[slice]) -> Tensor:
-    """Take a part of each of the last axes."""
     index: Any = (..., *parts)
     part: Tensor = x[index]
     return part
@@ -206,7 +199,6 @@ def _multiply_windows(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
 
 @allocates_for_its_caller
 def _windows(x: Tensor, kernel: Kernel, places: tuple[int, ...]) -> Tensor:
-    """Copy the windows of all places; (B groups, width, L)."""
     windows = _pad(x, kernel)
     axes = zip(kernel.shape[2:], kernel.stride, kernel.dilation, places, strict=True)
     for axis, (size, s, d, L) in enumerate(axes, start=2):
@@ -231,11 +223,7 @@ def project_rows(x: Tensor, g: Tensor, kernel: Kernel, u: Tensor) -> Tensor:
 
 
 def crop(x: Tensor, g: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor, Kernel]:
-    """Leave out what is before the first output gradient and after the last, on each axis.
-
-    Returns:
-        Input, output gradient and kernel of a convolution with the same gradient of its weight.
-    """
+    """Leave out input before the first output gradient, and after the last, on each axis."""
     x = _pad(x, kernel)
     axes = zip(kernel.shape[2:], kernel.stride, kernel.dilation, strict=True)
     for axis, (size, s, d) in enumerate(axes, start=2):
@@ -247,10 +235,7 @@ def crop(x: Tensor, g: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor, Kernel]:
 
 
 def bound_size(x: Tensor, g: Tensor, kernel: Kernel, squared: Callable[[Tensor], Tensor]) -> Tensor:
-    """Bound the squares of windows and output gradients, multiplied; (B,).
-
-    Each pixel is in a few windows. ``squared`` sums each sample's squares.
-    """
+    """Bound the squares of windows, a few for each pixel, times those of output gradients; (B,)."""
     if kernel.groups > 1:
         return _size(x, g, kernel)
     each = math.prod(-(-k // s) for k, s in zip(kernel.shape[2:], kernel.stride, strict=True))
@@ -316,7 +301,6 @@ def _sum_grams(padded: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
 
 @allocates_for_its_caller
 def _add_up(parts: list[Tensor]) -> Tensor:
-    """Add up views of one tensor."""
     if len(parts) == 1:
         return parts[0]
     total = parts[0] + parts[1]

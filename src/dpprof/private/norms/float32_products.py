@@ -21,8 +21,7 @@ import torch
 
 from dpprof.private.substitutes import substitute
 
-_NORMS = SimpleNamespace(are_exact=False)
-"""Whether ``exact_products`` has switched TF32 off, which training uses."""
+_NORMS = SimpleNamespace(are_exact=False)  # whether TF32 is off, which training uses
 
 
 def allows_tf32() -> bool:
@@ -42,10 +41,7 @@ def name_precision(dtype: torch.dtype) -> str:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Compute PyTorch's float32 products in float32 inside the context.
-
-    Triton's kernels still see whether training uses TF32.
-    """
+    """Compute PyTorch's products, and not Triton's kernels, in float32 inside the context."""
     if _NORMS.are_exact or not allows_tf32():
         yield
         return

@@ -66,25 +66,15 @@ from dpprof.private.norms.triton_ops import (
     product_squares,
 )
 
-PRODUCT_TILE = (256, 512)
-"""Rows (of d) and columns (of p) of a product's tile."""
-
-GRAM_ROWS = 128
-"""The most rows of a panel of a Gram matrix; half of it for up to ``FEW`` tokens."""
-
-GRAM_COLUMNS = 4096
-"""The most columns of a panel before its block on the diagonal."""
+PRODUCT_TILE = (256, 512)  # rows (of d) and columns (of p) of a product's tile
+GRAM_ROWS = 128  # the most rows of a panel of a Gram matrix; half of it for up to ``FEW`` tokens
+GRAM_COLUMNS = 4096  # the most columns of a panel before its block on the diagonal
 
 FEW = 256
 
-_VECTOR = 4
-"""The rows of a panel are a multiple of this."""
-
-FLOPS_PER_BYTE = 10
-"""A round figure: data sheets of CPUs and GPUs give 5 to 20 in float32."""
-
-ON_TENSOR_CORES = 200
-"""``FLOPS_PER_BYTE`` in 16 bits or TF32 on a GPU: an A100, H100 and H200 reach 150 to 250."""
+_VECTOR = 4  # the rows of a panel are a multiple of this
+FLOPS_PER_BYTE = 10  # A round figure: data sheets of CPUs and GPUs give 5 to 20 in float32
+ON_TENSOR_CORES = 200  # in 16 bits or TF32: an A100, H100 and H200 reach 150 to 250
 
 OF_GRAMS = 1.1
 """How many times as long a FLOP takes in a GPU's kernel of Gram matrices as in that of products. It
@@ -103,13 +93,10 @@ def gram_rows(T: int) -> int:
 class GramSums(NamedTuple):
     """What squared norms and their slack follow from, of one layer or stacked of several."""
 
-    sums_5B: Tensor
-    """Sums of A * B, the traces of A and B, and the squares of both; (..., 5, B)."""
-
+    sums_5B: Tensor  # sums of A * B, the traces of A and B, and the squares of both; (..., 5, B)
     d: int
     p: int
-    terms: int
-    """The most terms that are added up in a row; the sums of these are added in float64."""
+    terms: int  # the most terms that are added up in a row; the sums of these are added in float64
 
     @property
     def found_B(self) -> Tensor:  # noqa: N802 (its shape)
@@ -142,13 +129,7 @@ def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> GramSums:
 
 
 def gram_of_given(x_BTd: Tensor, grams_BTT: Tensor, p: int) -> GramSums:
-    """Multiply inputs' Gram matrices by given ones of output gradients, panel by panel.
-
-    Args:
-        x_BTd: The inputs.
-        grams_BTT: The Gram matrices; only panels that ``fill_grams`` writes are read.
-        p: The width of the output gradients.
-    """
+    """Multiply inputs' Gram matrices by panels of given ones of output gradients of width p."""
     T, d = x_BTd.shape[1:]
     sums_5B = _sum_gram_panels(
         x_BTd, grams_BTT, lambda grams_BTT, rows, columns: grams_BTT[:, rows, columns]
@@ -162,8 +143,7 @@ def fill_grams(g_BTp: Tensor, grams_BTT: Tensor) -> None:
         grams_BTT[:, rows, columns] = _multiply_panel(g_BTp, rows, columns)
 
 
-PanelOf = Callable[[Tensor, slice, slice], Tensor]
-"""Returns a panel of a Gram matrix, (B, rows, columns)."""
+PanelOf = Callable[[Tensor, slice, slice], Tensor]  # (B, rows, columns) of a Gram matrix
 
 
 @functools.lru_cache(64)  # of long sequences there are many panels
@@ -273,8 +253,7 @@ class Price(NamedTuple):
     """The cost of the norm of one per-sample gradient."""
 
     flops: int
-    elements: int
-    """Read and written: the operands of every tile, and its products."""
+    elements: int  # read and written: the operands of every tile, and its products
 
     def weigh(self, itemsize: int) -> int:
         """Return the whole cost in FLOPs."""
@@ -288,9 +267,7 @@ class WayChoice(NamedTuple):
     T: int
     d: int
     p: int
-    flops: int
-    """The FLOPs of the matrix products for the norm of one sample."""
-
+    flops: int  # the FLOPs of the matrix products for the norm of one sample
     prices: dict[Way, int]
     """``Price.weigh`` of each way; the cheapest is taken, unless gradients are kept. Layers of one
     shape share it."""

@@ -11,10 +11,7 @@ _SIMULATION = SimpleNamespace(is_on=False)
 
 
 def as_if_on_cuda() -> AbstractContextManager[None]:
-    """Treat every tensor as a CUDA tensor inside the context.
-
-    The Triton kernels for norms run too, even if they cannot be compiled here.
-    """
+    """Treat every tensor as on CUDA inside the context, and run Triton's kernels, too."""
     return substitute(_SIMULATION, "is_on", value=True)
 
 

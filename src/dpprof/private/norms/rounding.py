@@ -55,35 +55,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MOST = 128.0
-"""The norms of both factors, multiplied, are at most this times the norm of a sample that is sure.
-"""
-
-_SLACK = 2.0**18
-"""The most slack, in eps times the squared norm."""
-
-_LARGEST = 1e32
-"""Larger squared norms count as this one, so that what overflows is unsure."""
-
-_LOST = 1e-30
-"""More than what underflows of a sum of squares."""
-
-LEAST_NORM = 1e-6
-"""What ``engine.factor`` adds to a norm: errors of shorter ones hardly count."""
-
-_SPLIT = 6
-"""What three TF32 products in place of one (``norms.float32_products``) add, in eps."""
+MOST = 128.0  # the most that both factors' norms, multiplied, are of the norm of a sure sample
+_SLACK = 2.0**18  # the most slack, in eps times the squared norm
+_LARGEST = 1e32  # larger squared norms count as this one, so that what overflows is unsure
+_LOST = 1e-30  # more than what underflows of a sum of squares
+LEAST_NORM = 1e-6  # what ``engine.factor`` adds to a norm: errors of shorter ones hardly count
+_SPLIT = 6  # what three TF32 products in place of one (``norms.float32_products``) add, in eps
 
 
 class Squares(NamedTuple):
     """Squared norms of one layer's per-sample gradients, each (B,)."""
 
-    found_B: Tensor
-    """The squared norms as computed."""
-
-    slack_B: Tensor | None
-    """The most by which the true ones may exceed them; None where ``size`` bounds that."""
-
+    found_B: Tensor  # the squared norms as computed
+    slack_B: Tensor | None  # how far true ones may exceed them; None: see ``size``
     size_B: Tensor | None
     """The square of what rounding errors are relative to; None where nothing cancels, and for an
     inner product."""
@@ -95,12 +79,7 @@ def size_of(square_of_x_B: Tensor, square_of_g_B: Tensor) -> Tensor:
 
 
 def is_unsure(squares: Squares, least: float) -> Tensor:
-    """Tell for which samples rounding may count; (B,).
-
-    Args:
-        squares: The sum over all layers that are clipped together.
-        least: Norms below this are not clipped.
-    """
+    """Tell for which samples, longer than ``least``, rounding may count; (B,)."""
     found_B, slack_B, size_B = squares
     most_B = found_B.clamp(min(least, 1e15) ** 2, _LARGEST)
     # NaN is never sure.

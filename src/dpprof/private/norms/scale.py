@@ -20,14 +20,11 @@ def scale_gradients(
     *,
     shifted: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Sum ``g * (x - mean) * rstd`` over tokens.
+    """Sum ``g * (x - mean) * rstd`` over tokens; (B, d) in float32, or float64 for float64.
 
     ``rstd_BT1`` are reciprocal standard deviations; the means are None if none were subtracted.
-
-    Returns:
-        (B, d) in float32, or float64 for float64; if ``shifted`` the sums of ``g``, (B, d), where
-        the kernel gives them without another pass; and the squares of all terms, (B,), except on
-        CUDA.
+    If ``shifted`` it returns also the sums of ``g``, (B, d), where the kernel gives them
+    without another pass; and the squares of all terms, (B,), except on CUDA.
     """
     B, T, d = x_BTd.shape
     if triton_ops.is_fused(x_BTd):

@@ -27,11 +27,8 @@ from dpprof.private.norms.tiles import (
     square,
 )
 
-TILE = 256
-"""Positions, and tokens, in a tile of an inner product."""
-
-TILE_ON_GPU = 1024
-"""Replaces ``TILE`` on a GPU, where each tile is some thirty launches."""
+TILE = 256  # positions, and tokens, in a tile of an inner product
+TILE_ON_GPU = 1024  # replaces ``TILE`` on a GPU, where each tile is some thirty launches
 
 ON_GPU_BYTES = 64 * 2**20
 """Replaces ``WORKSPACE_BYTES`` on a GPU: PyTorch's sum by id sorts all positions for each part
@@ -49,9 +46,8 @@ def number_ids(ids_BT: Tensor) -> Tensor:
 def square_lookup(ids_BT: Tensor, g_BTd: Tensor) -> Squares:
     """Sum output gradients by id, in as few equal parts of columns as the workspace asks for.
 
-    Returns:
-        Squares in float32, or float64 for float64. An id sums at most T gradients, so rounding is
-        relative to T times their squares.
+    Squares are in float32, or float64 for float64. An id sums at most T gradients, so rounding
+    is relative to T times their squares.
     """
     B, T, d = g_BTd.shape
     accumulator = accumulator_of(g_BTd.dtype)
@@ -73,12 +69,10 @@ def square_lookup(ids_BT: Tensor, g_BTd: Tensor) -> Squares:
 def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -> Squares:
     """Compute the inner product of both gradients of each sample.
 
-    ``e_BTd`` are output gradients of the lookup, ``g_BSV`` those of the weight.
-
-    Returns:
-        The products as ``found``, in float32, or float64 for float64. As for Gram matrices
-        (``norms.rounding``), the error of E X^T is at most n(d) u |E| |X| in the Frobenius norm,
-        so ``slack`` is that times the norm of the rows.
+    ``e_BTd`` are output gradients of the lookup, ``g_BSV`` those of the weight. Products are in
+    float32, or float64 for float64. As for Gram matrices (``norms.rounding``), the error of E
+    X^T is at most n(d) u |E| |X| in the Frobenius norm, so ``slack`` is that times the norm of
+    the rows.
     """
     B, T, d = e_BTd.shape
     S = x_BSd.shape[1]

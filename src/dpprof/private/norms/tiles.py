@@ -21,14 +21,9 @@ TOKEN_PARTS = 4
 """Parts into which the tokens of a normalisation are split; one needs one or two parts of its
 input as workspace."""
 
-UNDIVIDED = 2**13
-"""The most elements of a sample of a normalisation's input that is not split."""
-
-REDUCED_SLICE = 512
-"""Terms of a sum of products that are cast to float32 at a time."""
-
-SUMMED_SLICE = 128
-"""Terms of an entry of a Gram matrix that a library adds up in any order."""
+UNDIVIDED = 2**13  # the most elements of a sample of a normalisation's input that is not split
+REDUCED_SLICE = 512  # terms of a sum of products that are cast to float32 at a time
+SUMMED_SLICE = 128  # terms of an entry of a Gram matrix that a library adds up in any order
 
 SQUARED_AT_ONCE = 2**17
 """Elements of a sample whose squares PyTorch sums in one call. It adds them one after another, so
@@ -78,10 +73,7 @@ def multiply(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
 
 @allocates_for_its_caller
 def multiply_in_slices(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
-    """Multiply the matrices of each sample with less rounding: slices of K are added up.
-
-    The error is at most that of ``norms.rounding.depth_of_products``.
-    """
+    """Multiply the matrices of each sample, adding up slices (``norms.rounding``) of K."""
     if a_BMK.shape[2] <= SUMMED_SLICE:
         return multiply(a_BMK, b_BKN)
     first_a, *more_a = torch.split(a_BMK, SUMMED_SLICE, 2)

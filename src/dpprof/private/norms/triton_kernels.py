@@ -15,8 +15,7 @@ import triton.language as tl
 from dpprof.private.norms.tuning import GRAM, INTERPRETED, PRODUCT, TUNING
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-HALVED = tl.constexpr(32 if INTERPRETED else 128)
-"""Tokens of a tile that may be halved."""
+HALVED = tl.constexpr(32 if INTERPRETED else 128)  # tokens of a tile that may be halved
 
 
 @triton.jit
@@ -132,11 +131,7 @@ def square_grams(
 
 @triton.jit
 def place_program(samples, slots, whole, jobs):
-    """Return this program's sample and slot.
-
-    Programs start in order: first a sample's whole tiles after another's, then what was halved, and
-    those without a tile. Neighbours read the same tokens.
-    """
+    """Return this program's sample and slot: whole tiles first, then halves, then none."""
     program = tl.program_id(0)
     sample = program // slots
     slot = program % slots

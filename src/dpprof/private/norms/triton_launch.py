@@ -23,8 +23,7 @@ from dpprof.private.norms import triton_kernels, triton_passes, tuning
 from dpprof.private.norms.float32_products import name_precision
 from dpprof.private.norms.tuning import INTERPRETED
 
-_FEW_PROCESSORS = 7
-"""Processors that Triton's interpreter counts as: few, so that small inputs have several rounds."""
+_FEW_PROCESSORS = 7  # of Triton's interpreter: small inputs have several rounds
 
 _AXES = 3
 _COPY_ENGINE = 9
@@ -104,12 +103,10 @@ def _can_describe(x_BTd: Tensor) -> bool:
 
 
 def _name(config: Config) -> dict[str, int]:
-    """Return a configuration under Triton's names."""
     return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 def _name_best(program: Any, x_BTd: Tensor) -> dict[str, int] | None:
-    """Name the configuration of a program's last run."""
     return _name(program.best_config) if len(x_BTd) else None
 
 
@@ -121,7 +118,6 @@ def _count_processors(device: torch.device) -> int:
 
 
 def _count(length: int, side: str, configs: list[Config]) -> int:
-    """Return the most tiles along an axis."""
     return int(cdiv(length, min(config.kwargs[side] for config in configs)))
 
 
@@ -229,14 +225,9 @@ def launch_cross_entropy(
 ) -> Tensor:
     """Put gradients of losses in the place of logits, and return the losses; (N,) in float32.
 
-    Args:
-        z_NV: Logits without gaps, in bfloat16, float16 or float32: what is scaled and capped.
-        labels_N: (N,) int64.
-        incoming_N: What the gradients of each row are multiplied by, (N,); None for 1.
-        ignored: The label of rows without a loss.
-        smoothing: The share of the target that all ids have alike.
-        scale: What logits are multiplied by.
-        cap: What bounds them then, as ``cap * tanh(z / cap)``; None for nothing.
+    Logits have no gaps, in bfloat16, float16 or float32; labels are (N,) int64, of rows without
+    a loss ``ignored``. Gradients of each row are multiplied by ``incoming_N``; logits by
+    ``scale``, and then bounded as ``cap * tanh(z / cap)``.
     """
     N, V = z_NV.shape
     losses_N = z_NV.new_empty(N, dtype=torch.float32)
@@ -253,16 +244,9 @@ def launch_cross_entropy(
 def launch_noise(summed: Tensor, words: Tensor, which: int, std: float, factor: float) -> None:
     """Multiply a sum by a factor, and add normal noise of standard deviation ``std``, in place.
 
-    Args:
-        summed: The sum, in float32, without gaps.
-        words: On the same device, a cipher's key and a part of its counter; (2,), int64.
-        which: Number of the sum, below 2^31. Two sums of the same words and number get the same
-            noise.
-        std: Standard deviation of the noise.
-        factor: What the sum is multiplied by.
-
-    Raises:
-        ValueError: The sum has 2^34 elements or more, which the counter cannot tell apart.
+    The sum is in float32, without gaps, of fewer than 2^34 elements, which the counter tells
+    apart (``ValueError``). ``words`` are a cipher's key and a part of its counter, (2,) int64.
+    Two sums of the same words and number, ``which``, below 2^31, get the same noise.
     """
     n = summed.numel()
     if n >= 2**34:

@@ -23,11 +23,8 @@ from dpprof.private.norms.placement import is_simulated
 KERNELS = {Way.TILED_GRAM: "gram_squares", Way.TILED_PRODUCT: "product_squares"}
 """The kernel of each way to a norm."""
 
-_tiles: dict[tuple[str, int, int, int], dict[str, int]] = {}
-"""The configuration of a kernel's last run, by its name and T, d and p."""
-
-_is_faster: dict[tuple[str, int, int, int], bool] = {}
-"""Whether a kernel was faster than PyTorch's products, by its name and T, d and p."""
+_tiles: dict[tuple[str, int, int, int], dict[str, int]] = {}  # of a last run, by T, d and p
+_is_faster: dict[tuple[str, int, int, int], bool] = {}  # than products, by T, d and p
 
 
 @functools.cache
@@ -90,10 +87,7 @@ def is_faster(way: Way, x_BTd: Tensor, g_BTp: Tensor, by_products: Callable[[], 
 
 
 def launch(operator: Any, *arguments: Any) -> Any:
-    """Run an operator that changes nothing; its function alone, where nobody looks at operators.
-
-    PyTorch's dispatcher costs as much Python again as starting the kernel.
-    """
+    """Run an operator; its function alone, which takes half as long, where nobody looks."""
     is_watched = (
         type(arguments[0]) is not Tensor
         or torch._C._len_torch_dispatch_stack()  # noqa: SLF001 (these have no public names)
@@ -133,10 +127,7 @@ def _run(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 def scale_gradients(
     x_BTd: Tensor, g_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor, shifted: bool
 ) -> Tensor:
-    """Compute the per-sample gradients of a scale in one pass over both tensors; (B, 1, d).
-
-    If ``shifted``, those of the shift follow; (B, 2, d).
-    """
+    """Compute a scale's gradients in one pass; (B, 1, d), or with the shift's, (B, 2, d)."""
     operands = (x_BTd, g_BTd, mean_BT, rstd_BT)
     sums_BRd: Tensor = _launchers().launch_scale_gradients(*operands, shifted=shifted)
     return sums_BRd
@@ -144,10 +135,7 @@ def scale_gradients(
 
 @torch.library.custom_op("dpprof::weigh", mutates_args=())
 def weigh(x_BTd: Tensor, weights_B: Tensor) -> Tensor:
-    """Multiply samples by their weights, (B,), in one pass; (B, T, d) in the dtype of ``x_BTd``.
-
-    PyTorch's product of 16-bit samples and float32 weights takes three times as long.
-    """
+    """Multiply samples by weights, (B,), in one pass; (B, T, d) in the dtype of ``x_BTd``."""
     weighed_BTd: Tensor = _launchers().launch_weigh(x_BTd, weights_B)
     return weighed_BTd
 
@@ -167,10 +155,7 @@ def differentiate_cross_entropy_(  # noqa: PLR0917 (an operator's options are po
     scale: float,
     cap: float | None,
 ) -> Tensor:
-    """Put gradients of losses in the place of logits, and return the losses; (N,) in float32.
-
-    PyTorch's operators read and write each number nine times more.
-    """
+    """Put gradients in the place of logits, and return the losses, (N,) in float32, in one pass."""
     options: Any = {"ignored": ignored, "smoothing": smoothing, "scale": scale, "cap": cap}
     losses_N: Tensor = _launchers().launch_cross_entropy(z_NV, labels_N, incoming_N, **options)
     return losses_N
@@ -198,8 +183,7 @@ SCALE = torch.ops.dpprof.scale_gradients
 WEIGH = torch.ops.dpprof.weigh
 CROSS_ENTROPY = torch.ops.dpprof.differentiate_cross_entropy_
 DIGEST = torch.ops.dpprof.digest_
-NOISE = torch.ops.dpprof.add_noise_
-"""The functions above as PyTorch's operators."""
+NOISE = torch.ops.dpprof.add_noise_  # the functions above as PyTorch's operators
 
 LAUNCHES = dict.fromkeys((f"dpprof.{name}" for name in (*KERNELS.values(), "scale_gradients")), 2)
 """Kernels that each operator launches: its own, and one that adds up the sums of its programs."""

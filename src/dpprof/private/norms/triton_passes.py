@@ -10,10 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def load_tile(base, rows_R, row_stride, R, columns_C, column_stride, C):
-    """Load elements (rows, columns) of a matrix (R, C), zero beyond its edges.
-
-    Offsets have 64 bits: a view may span more than 2^31 elements.
-    """
+    """Load a tile (R, C), zero beyond its edges, by offsets of 64 bits: views may be that large."""
     offsets_RC = rows_R[:, None].to(tl.int64) * row_stride
     offsets_RC += columns_C[None, :].to(tl.int64) * column_stride
     inside_RC = (rows_R[:, None] < R) & (columns_C[None, :] < C)
@@ -28,9 +25,8 @@ def sum_scaled(
 ):  # fmt: skip
     """Sum g (x - mean) rstd over tokens; each program writes TILE_D sums to its slot.
 
-    Where ``SHIFTED`` it writes the sums of g behind the d sums of the slot.
-    Means and rstd are contiguous, (B, T). Program i of a sample's ``slots`` takes token tiles i,
-    i + slots, ...
+    Where ``SHIFTED`` it writes the sums of g behind the d sums of the slot. Means and rstd are
+    contiguous, (B, T). Program i of a sample's ``slots`` takes token tiles i, i + slots, ...
     """
     sample = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1)

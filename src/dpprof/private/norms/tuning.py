@@ -17,12 +17,10 @@ from typing import Any
 import torch
 from triton import Config, knobs
 
-INTERPRETED: bool = knobs.runtime.interpret
-"""Whether this process interprets Triton programs, on tensors of a CPU."""
+INTERPRETED: bool = knobs.runtime.interpret  # by Triton, on tensors of a CPU
 
 _WIDE_K = 64
-_PRODUCTS = 1024
-"""The most products of a thread that are unrolled."""
+_PRODUCTS = 1024  # the most products of a thread that are unrolled
 
 _TIMES = 5
 
@@ -70,17 +68,10 @@ SCALED = {"TILE_T": 32, "TILE_D": 128}
 """Tokens and columns of a tile without matrix products, which is read at the speed of memory at any
 size that fills registers: 16 float32 for each thread."""
 
-LOGITS = {"BLOCK": 2048}
-"""Logits of a row that a program reads at once; it keeps three numbers for each of them."""
-
-WEIGHED = {"BLOCK": 4096}
-"""Elements of a block that is read once and written once: 16 for each of 256 threads."""
-
-GROUP = 1024
-"""Blocks of four random numbers that a program draws: four for each of 256 threads."""
-
-HASHED = 4096
-"""Words of 32 bits that a program hashes: 16 for each of 256 threads, and one atomic addition."""
+LOGITS = {"BLOCK": 2048}  # that a program reads at once, with three numbers for each
+WEIGHED = {"BLOCK": 4096}  # elements of a block, read and written once: 16 a thread
+GROUP = 1024  # blocks of four random numbers that a program draws: four for each of 256 threads
+HASHED = 4096  # words of 32 bits that a program hashes: 16 a thread, with one atomic addition
 
 if INTERPRETED:
     GROUP = HASHED = 16

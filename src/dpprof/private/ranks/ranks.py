@@ -39,11 +39,8 @@ from dpprof.private.allocation_marks import allocates
 from dpprof.private.contributions.sums import group_small, own_part
 from dpprof.private.errors import UnsupportedError
 
-AddNoise = Callable[..., None]
-"""Adds noise to its first argument, and averages all."""
-
-Settings = Mapping[str, float | str]
-"""What is the same on all ranks, by name."""
+AddNoise = Callable[..., None]  # adds noise to its first argument, and averages all
+Settings = Mapping[str, float | str]  # what is the same on all ranks, by name
 
 
 class Reduction(Protocol):
@@ -57,19 +54,10 @@ class Reduction(Protocol):
 
 
 class Ranks:
-    """The ranks that train one model; without a process group the one process alone.
+    """The ranks that train one model, of one process group, or of shards' and replicas'."""
 
-    Args:
-        groups: Their process groups: one; or that of a replica's shards, and then that of the same
-            shard's replicas.
-        device: The device of the parameters.
-    """
-
-    wrapper: nn.Module | None = None
-    """The ``DistributedDataParallel`` that may run the model."""
-
-    is_sharded = False
-    """Whether sums are reduced onto shards in backward."""
+    wrapper: nn.Module | None = None  # the ``DistributedDataParallel`` that may run the model
+    is_sharded = False  # whether sums are reduced onto shards in backward
 
     def __init__(self, groups: Sequence[Any] = (), device: torch.device | None = None) -> None:
         self.groups, self.device = groups, device or torch.device("cpu")
@@ -79,11 +67,7 @@ class Ranks:
             self.size *= distributed.get_world_size(group)
 
     def own(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that an optimizer trains, of one that a layer has at present.
-
-        Raises:
-            UnsupportedError: It is distributed in a way that clipping does not know.
-        """
+        """Return the parameter that an optimizer trains, of one that a layer has at present."""
         if is_distributed(parameter):
             raise UnsupportedError(
                 "a sharded parameter (DTensor) that is not fully_shard's does not work with "
@@ -116,11 +100,7 @@ class Ranks:
         return ""
 
     def agree(self, settings: Settings) -> None:
-        """Verify that all ranks have the same settings.
-
-        Raises:
-            RuntimeError: They differ; every rank raises it.
-        """
+        """Verify that all ranks have the same settings; or else each raises a ``RuntimeError``."""
         if not self.groups:
             return
         # Six bytes of a digest are exact in float64.
@@ -156,22 +136,14 @@ class Ranks:
         """Tell whether things hold on this rank; under ``fully_shard`` on any, and all ask."""
         return list(holds)
 
-    group_of: Callable[[nn.Parameter], int]
-    """Returns the number of the parameters that are sharded together with one (``Shards``)."""
-
+    group_of: Callable[[nn.Parameter], int]  # a number for what is sharded together
     begin_reduction: Callable[[Sequence[nn.Parameter]], Reduction]
     """Prepares to reduce the sums of parameters that are sharded together (``Shards``)."""
 
     def release_sums(
         self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise, *, joins: bool = True
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield parameters, with the noised average over all ranks of this rank's sums.
-
-        Args:
-            sums: Emptied, so that none outlives its average.
-            add_noise: Adds the noise.
-            joins: Whether small sums may get their noise together.
-        """
+        """Yield parameters, with the noised average over ranks of this one's sums, emptied."""
         parameters = list(sums)
         own = [own_part(summed) for summed in sums.values()]
         groups = group_small(own) if joins else [[place] for place in range(len(own))]
@@ -233,11 +205,7 @@ def is_sharded_alone(module: nn.Module) -> bool:
 
 
 def refuse_other_wrapper(ranks: Ranks) -> None:
-    """Refuse to run a layer inside of a wrapper that the clipping does not know.
-
-    Raises:
-        UnsupportedError: ``DistributedDataParallel`` runs the model.
-    """
+    """Refuse to run a layer inside of a wrapper that the clipping does not know."""
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if active is not None and active is not ranks.wrapper:
         raise UnsupportedError(
@@ -340,11 +308,7 @@ class Replicas(Ranks):
 
 
 def find_ranks(model: nn.Module) -> Ranks:
-    """Find the ranks that train a model.
-
-    Raises:
-        UnsupportedError: It is distributed in a way that is not exact with clipping.
-    """
+    """Find the ranks that train a model, if that is exact with clipping (``UnsupportedError``)."""
     _refuse_replicate(model)
     states = states_of(model)
     if isinstance(model, DistributedDataParallel):

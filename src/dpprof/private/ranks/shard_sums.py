@@ -28,22 +28,13 @@ class ShardSums:
         self._ranks, self._add = ranks, add
         self._bound = 0.0
         self._continues = False
-        self._uses: dict[nn.Parameter, int] = {}
-        """How often each parameter was used, in the order of last uses."""
-
-        self._groups: list[list[nn.Parameter]] = []
-        """The groups that are not reduced yet, in their order."""
-
+        self._uses: dict[nn.Parameter, int] = {}  # in the order of last uses
+        self._groups: list[list[nn.Parameter]] = []  # not reduced yet, in their order
         self._totals: dict[nn.Parameter, Tensor] = {}
-        self._waiting: dict[nn.Parameter, Tensor | None] = {}
-        """The sums of the earlier parts of a batch, by parameter; None for zeros."""
-
+        self._waiting: dict[nn.Parameter, Tensor | None] = {}  # of earlier parts; None for zeros
         self._agreed: Settings | None = None
-        self._begun: Reduction | None = None
-        """The reduction of the first group, once nothing but its last sum is missing."""
-
-        self.is_counting = False
-        """Whether a first pass counts uses."""
+        self._begun: Reduction | None = None  # of the first group, but for its last sum
+        self.is_counting = False  # whether a first pass counts uses
 
     def start(self, bound: float, *, continues: bool) -> None:
         """Start a part of a batch, clipped to a bound; where other parts come, its sums wait."""

@@ -41,8 +41,7 @@ _reduce_scatter = (
 """PyTorch 2.13 has the new name, and warns of the old one, which later releases may lack."""
 
 
-_AXES = {FSDPMeshInfo: 1, HSDPMeshInfo: 2}
-"""How many axes a mesh has."""
+_AXES = {FSDPMeshInfo: 1, HSDPMeshInfo: 2}  # how many axes a mesh has
 
 
 class _Part(NamedTuple):
@@ -50,9 +49,7 @@ class _Part(NamedTuple):
 
     parameter: nn.Parameter
     axis: int
-    shape: list[int]
-    """The shape of a shard, with what FSDP fills the last ones up with."""
-
+    shape: list[int]  # the shape of a shard, with what FSDP fills the last ones up with
     start: int
     end: int
 

@@ -21,11 +21,7 @@ class LayerCall:
     """One call of a layer: its settings and the versions of its parameters, and of layers inside.
 
     Settings are ``training`` and other plain attributes. An attribute that forward itself changes,
-    such as a counter, does not count.
-
-    Args:
-        layer: It is about to run.
-        forward: The forward of the model to which the call belongs; None for layers inside.
+    such as a counter, does not count. ``forward`` is that of the model; None for layers inside.
     """
 
     __slots__ = ("_attributes", "_inside", "_layer", "_versions", "forward")
@@ -49,14 +45,7 @@ class LayerCall:
             call.end()
 
     def verify(self, name_of: Callable[[nn.Module], str]) -> None:
-        """Refuse a backward after a change.
-
-        Args:
-            name_of: Names a layer, for the message.
-
-        Raises:
-            RuntimeError: A setting or a parameter changed since the call.
-        """
+        """Refuse a backward after a setting or a parameter changed (``RuntimeError``)."""
         present = vars(self._layer)
         settings = {} if self._has_same_attributes() else read_settings(self._attributes)
         for name, value in settings.items():

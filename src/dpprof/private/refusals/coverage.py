@@ -49,25 +49,16 @@ def refuse_wrapper(module: nn.Module) -> None:
 
 
 class Coverage:
-    """The layers that are clipped, and their parameters when the clipping was made.
-
-    Args:
-        layers: Each patched layer, with its trained parameters by name.
-        ranks: Say which parameter is trained where a layer has its gathered form.
-    """
+    """The layers that are clipped, and their parameters, by name, when the clipping was made."""
 
     def __init__(
         self, layers: Mapping[nn.Module, Mapping[str, nn.Parameter]], ranks: Ranks
     ) -> None:
         self._layers, self._ranks = layers, ranks
         self._parameters = {p for own in layers.values() for p in own.values()}
-        self.names: dict[nn.Parameter, str] = {}
-        """The name of every trained parameter that the model has had."""
-
+        self.names: dict[nn.Parameter, str] = {}  # of all that the model has had
         self._modules: list[nn.Module] = []
-        self._held: list[Any] = []
-        """The modules and parameters of these, when they were verified last."""
-
+        self._held: list[Any] = []  # modules and parameters, as verified last
         self._flags: list[Any] = []
         self._shared: set[nn.Parameter] = set()
 
@@ -78,15 +69,10 @@ class Coverage:
         return iter(self._parameters)
 
     def verify(self, model: nn.Module) -> set[nn.Parameter]:
-        """Verify that every trained parameter is clipped.
+        """Verify that every trained parameter is clipped; return those of more than one layer.
 
-        Returns:
-            Parameters that belong to more than one layer.
-
-        Raises:
-            RuntimeError: A trained parameter was not trained when the clipping was made, or
-                belonged to another layer.
-            UnsupportedError: One became a tensor that clipping is not exact for.
+        ``RuntimeError``: one was not trained when the clipping was made, or belonged to another
+        layer; ``UnsupportedError``: one became a tensor that clipping is not exact for.
         """
         held, flags = self._look()
         is_same = len(held) == len(self._held) and all(map(operator.is_, held, self._held))

@@ -29,15 +29,7 @@ DIFFERENTIATED_AGAIN = (
 def computes_gradients(
     contributions: Iterable[tuple[nn.Parameter, Any]], name_of: Callable[[nn.Parameter], str]
 ) -> bool:
-    """Tell whether the backward under way computes gradients of parameters that contribute.
-
-    Args:
-        contributions: The contributions of the node that runs.
-        name_of: Names a parameter.
-
-    Raises:
-        UnsupportedError: ``torch.autograd.grad`` was asked for one, which gets none.
-    """
+    """Tell whether backward computes gradients of parameters; refuse ``torch.autograd.grad``."""
     own = {id(parameter): parameter for parameter, _ in contributions}
     # Neither has a public name.
     node = torch._C._current_autograd_node() if own else None  # noqa: SLF001

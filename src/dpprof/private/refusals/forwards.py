@@ -31,14 +31,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dpprof.private.refusals.tensor_kinds import find_unusual
 
-FIRST = 3
-"""How many steps at the beginning always read parameters."""
-
-SHARE = 1 / 16
-"""The share of later steps that read them, on average."""
-
-MOST = 1024
-"""The most elements of a parameter that are read."""
+FIRST = 3  # how many steps at the beginning always read parameters
+SHARE = 1 / 16  # the share of later steps that read them, on average
+MOST = 1024  # the most elements of a parameter that are read
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -46,10 +41,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class Forward:
     """Parameters as they were when a forward began.
 
-    Args:
-        marks: The versions of all parameters, and then the addresses of those that can be read.
-        sums: The sums of the bits that were read, by the name of what has them.
-        is_early: Whether each parameter was read by itself.
+    ``marks`` are the versions of all, and then the addresses of those that can be read;
+    ``sums`` those of the bits that were read, by the name of what has them; ``is_early`` says
+    that each parameter was read by itself.
     """
 
     __slots__ = ("is_early", "marks", "sums")
@@ -61,9 +55,8 @@ class Forward:
 class Forwards:
     """The forwards of a model since the last backward.
 
-    Args:
-        names: The parameters that no one but a step may change, and their names.
-        may_read: Tells whether numbers may be read, for which this waits for the device.
+    Parameters with ``names`` may only be changed by a step. ``may_read`` tells whether numbers
+    may be read, for which this waits for the device.
     """
 
     def __init__(self, names: Mapping[nn.Parameter, str], may_read: Callable[[], bool]) -> None:
@@ -91,10 +84,7 @@ class Forwards:
         return self._last
 
     def watcher(self) -> Callable[..., Any]:
-        """Return a function that calls the model, and then refuses writes of parameters.
-
-        ``torch.compile`` leaves it alone, and compiles the model that it calls.
-        """
+        """Return a function that calls the model, uncompiled, and refuses writes of parameters."""
         uncompiled: Any = torch.compiler.disable  # what it needs is imported late
         begin, refuse_change = uncompiled(self.begin), uncompiled(self.refuse_change)
 
@@ -125,11 +115,7 @@ class Forwards:
             self._differentiated.add(forward)
 
     def verify(self) -> None:
-        """Refuse a step whose forwards wrote a parameter; this may wait for the device.
-
-        Raises:
-            RuntimeError: One did, now or in an earlier step.
-        """
+        """Refuse a step if a forward wrote a parameter, now or before; may wait for the device."""
         for forward in self._differentiated:
             self.refuse_change(forward)
         if self._problem is not None:
@@ -142,11 +128,7 @@ class Forwards:
         self._differentiated.clear()
 
     def refuse_change(self, forward: Forward, *, reads: bool = True) -> None:
-        """Refuse a change of parameters since a forward began.
-
-        Raises:
-            RuntimeError: One changed. From then on each ``verify`` raises this too.
-        """
+        """Refuse a change of parameters since a forward began, and from then on each ``verify``."""
         marks = self._read_marks()
         if marks != forward.marks:
             pairs = zip([*self._names, *self._read], marks, forward.marks, strict=True)
@@ -186,10 +168,8 @@ class Forwards:
     def _sum_bits(self, *, each: bool) -> dict[str, list[int]]:
         """Add up the bits of what is read as integers, also times their places, modulo 2^64.
 
-        This waits for the device.
-
-        Args:
-            each: Whether each parameter has sums of its own, and not all of a dtype together.
+        This waits for the device. Parameters have sums of their own for ``each``, or all of
+        a dtype.
         """
         groups: dict[str, list[Tensor]] = defaultdict(list)
         for parameter, start in self._read.items():

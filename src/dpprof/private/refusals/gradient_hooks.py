@@ -32,10 +32,7 @@ class Looking(partial[None]):
 
 
 def refuse_hooks(name: str, parameter: nn.Parameter, own: Iterable[Any] = ()) -> None:
-    """Refuse hooks and optimizers that get a trained parameter's gradient in backward.
-
-    The clipping's ``own`` hooks may stay; ``UnsupportedError`` names the first other one.
-    """
+    """Refuse hooks, but the ``own``, and optimizers that get a parameter's gradient in backward."""
     own_ids = {handle.id for handle in own}
     others = [
         what

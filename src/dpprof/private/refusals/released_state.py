@@ -36,35 +36,27 @@ _Held = tuple[_Place, Tensor]
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""What modules keep of themselves: parameters, buffers, modules, hooks."""
+_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, buffers, modules, hooks
 
 _BASES = set(nn.Module.__mro__)
 
-_OF_RECURRENT = {"_flat_weights"}
-"""Parameters again, or those of before a conversion."""
+_OF_RECURRENT = {"_flat_weights"}  # parameters again, or those of before a conversion
 
 _EXTRA = "_extra_state"
 
 _PLAIN = {bool, int, float, str, type(None)}
 
-_SMALL = 4096
-"""Tensors with fewer elements are compared together."""
+_SMALL = 4096  # tensors with fewer elements are compared together
 
 
 class ReleasedState:
     """The tensors that modules hold, but for the parameters that are trained with noise.
 
-    Args:
-        model: The model.
-        own: Returns the parameter that stays, of one that a layer has at present.
-        is_clipped: Tells whether a parameter is trained with noise.
-        public: Names of buffers, attributes and parameters that hold nothing of the samples.
-
-    Raises:
-        ValueError: ``public`` names something that the model does not have.
-        UnsupportedError: A module puts other things than tensors into ``state_dict()``, or holds
-            tensors whose numbers cannot be compared, or that are trained and are no parameters.
+    ``own`` returns the parameter that stays, of one that a layer has at present; ``public``
+    names buffers, attributes and parameters that hold nothing of the samples, and are there
+    (``ValueError``). ``UnsupportedError``: a module puts other things than tensors into
+    ``state_dict()``, or holds tensors whose numbers cannot be compared, or that are trained and
+    are no parameters.
     """
 
     def __init__(
@@ -105,11 +97,7 @@ class ReleasedState:
         self._values = [(group, _copy(group)) for group in _group(compared)]
 
     def verify(self) -> None:
-        """Refuse a step if what must stay has changed; this may wait for the device.
-
-        Raises:
-            RuntimeError: Something that is not public changed, came or went.
-        """
+        """Refuse a step if what is not public changed, came or went; may wait for the device."""
         present = [*chain.from_iterable(self._sources)]
         pairs = zip(present, self._contents, strict=False)
         if len(present) != len(self._contents):
@@ -255,7 +243,6 @@ def _open(value: Any) -> Iterator[Any]:
 
 
 def _inside(item: Any) -> Collection[Any] | None:
-    """Return what is in a container; None of what is none."""
     kind = type(item)
     if isinstance(item, dict):
         return item.values()

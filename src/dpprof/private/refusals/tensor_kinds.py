@@ -28,9 +28,8 @@ _OWN_CODE = "__torch_dispatch__"
 def refuse_parameter(name: str, parameter: nn.Parameter) -> None:
     """Refuse to train a parameter whose sum, noise or step would not be exact.
 
-    Raises:
-        UnsupportedError: It is sparse, nested, lazy, on ``meta``, of a dtype with fewer than 16
-            bits, of a class with functions of its own, or has elements that share memory.
+    ``UnsupportedError``: it is sparse, nested, lazy, on ``meta``, of a dtype with fewer than 16
+    bits, of a class with functions of its own, or has elements that share memory.
     """
     what = find_unusual(parameter)
     if is_lazy(parameter):
@@ -55,9 +54,8 @@ def refuse_inputs(layer: nn.Module, inputs: Iterable[Any], *, may_be_sparse: boo
 def refuse_losses(losses: Tensor) -> None:
     """Refuse losses that clipping factors cannot be computed of.
 
-    Raises:
-        ValueError: They are not one for each sample, dense, in float32 or float64; or autograd is
-            off for good.
+    ``ValueError``: they are not one for each sample, dense, in float32 or float64; or autograd
+    is off for good.
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("gradients do not exist in inference mode; call backward outside of it")

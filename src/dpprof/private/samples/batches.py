@@ -28,14 +28,8 @@ _LEAVES = (str, bytes, int, float, complex, type, Tensor, nn.Module)
 def take(batch: Any, samples: int, places: Sequence[int], whole: Any = None) -> Any:
     """Return the batch of some of its samples, in this order; a sample may come again.
 
-    Args:
-        batch: A batch of any structure.
-        samples: How many it has.
-        places: Which to take.
-        whole: A leaf that stays as it is.
-
-    Raises:
-        ValueError: A list could be one of samples or one of tensors; the message names its path.
+    It may have any structure, and a leaf, ``whole``, stays as it is. ``ValueError``: a list
+    could be one of samples or one of tensors; the message names its path.
     """
     return apply(
         batch, samples, lambda leaf: leaf if leaf is whole else _take_of_leaf(leaf, places)
@@ -46,9 +40,7 @@ def apply(batch: Any, samples: int, function: Split, path: str = "batch") -> Any
     """Return the batch with a function applied to each leaf that has one entry for each sample.
 
     Such a leaf is a tensor, an array, a ``PackedSequence``, or a list or tuple of samples.
-
-    Raises:
-        ValueError: A list could be one of samples or one of tensors; the message names its path.
+    ``ValueError``: as of ``take``.
     """
     return _change(batch, lambda part, path: _is_split(part, samples, path), function, path)
 
@@ -108,18 +100,10 @@ def find_sizes(batch: Any) -> Iterator[int]:
 def give(
     function: Callable[..., Any], batch: Any, *before: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a batch as the arguments with which a loop would call a function.
+    """Return a batch as the arguments with which a loop would call a function, after ``before``.
 
     A mapping becomes arguments by name, a list or tuple arguments by position, where the function
-    takes them so; anything else is one argument.
-
-    Args:
-        function: Computes the losses.
-        batch: As the data loader hands it out.
-        before: Arguments that come first.
-
-    Raises:
-        TypeError: The function takes the batch neither by its parts nor as one argument.
+    takes them so; anything else is one argument. ``TypeError``: it takes the batch in neither way.
     """
     if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(batch))

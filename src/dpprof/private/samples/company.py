@@ -43,23 +43,16 @@ from dpprof.private.samples.random_state import States, random_state_kept
 if TYPE_CHECKING:
     from dpprof.private.engine.engine import Clipping
 
-COMPANY = "each sample's loss is the same beside others"
-"""The name of this check."""
-
-COMPARED = 4
-"""Samples that are compared, the shortest and the longest of ``LOOKED_AT`` among them."""
+COMPANY = "each sample's loss is the same beside others"  # the name of this check
+COMPARED = 4  # samples that are compared, the shortest and the longest of ``LOOKED_AT`` among them
 
 LOOKED_AT = 64
 
-_ROUNDS = 6
-"""How often samples are replaced where numbers are drawn."""
+_ROUNDS = 6  # how often samples are replaced where numbers are drawn
 
 _ROUNDING = 2.0
-_FLOOR = 16
-"""Units in the last place of a loss that always count as rounding."""
-
-_HIDDEN = 0.1
-"""The share of a loss from which on rounding hides too much."""
+_FLOOR = 16  # units in the last place of a loss that always count as rounding
+_HIDDEN = 0.1  # the share of a loss from which on rounding hides too much
 
 _COARSE = "rounding changes each loss by more than a tenth, and hides what others change"
 
@@ -120,14 +113,7 @@ def is_mask(part: Any) -> bool:
 
 
 def choose(dataset: Any, most: int = COMPARED, *, at_random: bool = False) -> list[Any]:
-    """Load ``COMPARED`` samples of different lengths, the longest first.
-
-    Args:
-        dataset: It has a length, and samples by index.
-        most: Load no more, but two.
-        at_random: Choose them by the operating system's randomness; otherwise they are among the
-            first ``LOOKED_AT``.
-    """
+    """Load ``COMPARED`` samples of different lengths, the longest first, or ``most``."""
     count = len(cast("Sized", dataset))
     places: Sequence[int] = range(min(LOOKED_AT, count))
     if at_random:
@@ -167,23 +153,15 @@ class Company:
     gather: Callable[[Sequence[int]], Any]
     count: int
     collates: bool = True
-    keeps_order: bool = False
-    """Whether samples stay in order, as those of users must; else ``collate_fn`` may change it."""
-
-    unchecked: list[str] = field(default_factory=list)
-    """What could not be compared, and why."""
+    keeps_order: bool = False  # as those of users must; ``collate_fn`` may change it
+    unchecked: list[str] = field(default_factory=list)  # what could not be compared, and why
 
     def compare(self, states: States) -> list[str]:
         """Compare all samples together with each alone, and in other batches.
 
-        Args:
-            states: The states of all generators; ``random_state_kept`` restores those it knows.
-
-        Returns:
-            What could not be compared, and why.
-
-        Raises:
-            WrongTrainingError: A loss depends on other samples. No message has a sample's numbers.
+        Returns what could not be compared, and why. ``states`` are those of all generators;
+        ``random_state_kept`` restores those it knows. ``WrongTrainingError``: a loss
+        depends on other samples; no message has a sample's numbers.
         """
         if self.count < 2:  # noqa: PLR2004 (one has no company)
             return []
@@ -316,11 +294,7 @@ class Company:
         return alone_B
 
     def _differ(self, found_B: Tensor, expected_B: Tensor, allowed_B: Tensor) -> bool:
-        """Tell whether losses differ, and not only in their order, which ``collate_fn`` may change.
-
-        Raises:
-            WrongTrainingError: They differ in their order, by which samples of users are told.
-        """
+        """Tell whether losses differ, and not only in their order, which counts for users."""
         if _agree(found_B, expected_B, allowed_B).all():
             return False
         in_order = found_B.sort().values, expected_B.sort().values
@@ -411,20 +385,11 @@ def compare_samples(
     *,
     keeps_order: bool = False,
 ) -> list[str]:
-    """Compare samples that are collated together, each alone and in parts.
+    """Compare samples that are collated together, each alone and in parts, as of ``Company``.
 
-    Args:
-        clipping: The clipping of the model.
-        losses_of: Computes losses, one for each sample, of what ``collate`` returns.
-        load: Returns samples of the dataset, the longest first.
-        collate: Makes a batch of some.
-        keeps_order: As of ``Company``.
-
-    Returns:
-        What could not be compared, and why.
-
-    Raises:
-        WrongTrainingError: A sample's loss depends on others.
+    Returns what could not be compared, and why. ``load`` returns the longest sample first, and
+    ``losses_of`` computes losses, one for each, of what ``collate`` returns.
+    ``WrongTrainingError``: a sample's loss depends on others.
     """
     with random_state_kept() as others, clipping.disabled():  # the data may draw
         states = States(others)
@@ -474,7 +439,6 @@ def _leaves_of(batch: Any, count: int) -> list[Any]:
 
 
 def _shapes_of(batch: Any, count: int) -> list[Any]:
-    """List the shapes of a batch's parts, without the axis of samples."""
     return [tuple(getattr(leaf, "shape", ()))[1:] for leaf in _leaves_of(batch, count)]
 
 

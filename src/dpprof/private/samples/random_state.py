@@ -44,10 +44,7 @@ class OtherGenerators:
 
 @contextmanager
 def random_state_kept() -> Iterator[OtherGenerators]:
-    """Restore the states of PyTorch's own generators, and all of NumPy's and Python's, at the end.
-
-    It yields the generators of NumPy and Python.
-    """
+    """Restore PyTorch's own generators, and all of NumPy's and Python's, which it yields."""
     others = OtherGenerators()
     states = others.read()
     with torch.random.fork_rng():

@@ -22,19 +22,10 @@ _log = logging.getLogger("dpprof")
 
 
 class RepeatedChecks:
-    """Chooses steps and samples, and compares these (``company``).
+    """Chooses steps, each with probability ``1 / every``, and samples, and compares these.
 
-    Args:
-        clipping: The clipping of the model.
-        losses_of: Computes losses, one for each sample, of what ``collate`` returns.
-        dataset: It has a length, and samples by index.
-        collate: Makes a batch of some samples.
-        most: How many samples fit into memory.
-        every: Each step is chosen with probability ``1 / every``; None for no step.
-        keeps_order: As of ``Company``.
-
-    Raises:
-        ValueError: ``every`` is no whole number above zero, or ranks run each step together.
+    At ``most`` so many samples fit into memory; all else is as of ``company.compare_samples``.
+    ``ValueError``: ``every`` is no whole number above zero, or ranks run each step together.
     """
 
     def __init__(
@@ -69,10 +60,7 @@ class RepeatedChecks:
         return random.SystemRandom().randrange(self._every) == 0
 
     def is_due(self, *, goes_on: bool) -> bool:
-        """Draw whether to verify in a step, at its first part; ``goes_on`` says others follow.
-
-        With ``is_forced`` the coming part is verified.
-        """
+        """Draw, unless forced, whether to verify a step, at its first part, if others follow."""
         if self.is_forced:
             self.is_forced = False
             return True
@@ -80,17 +68,7 @@ class RepeatedChecks:
         return is_first and self.draw()
 
     def compare(self, *, at_random: bool = True) -> list[str]:
-        """Compare samples; every generator and the model are afterwards as before.
-
-        Args:
-            at_random: Take any samples of the data; otherwise some of the first.
-
-        Returns:
-            What could not be compared, and why.
-
-        Raises:
-            WrongTrainingError: A sample's loss depends on others.
-        """
+        """Compare samples, and leave all as before; return what could not be compared, and why."""
         load = partial(choose, self._dataset, self._most, at_random=at_random)
         return compare_samples(
             *(self._clipping, self._losses_of, load, self._collate), keeps_order=self._keeps_order

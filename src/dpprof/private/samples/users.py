@@ -12,11 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-UNITS = ("sample", "user")
-"""Of whom one is added or removed, at most."""
-
-GRADIENTS = ("mean", "sum")
-"""What a user's gradient is of those of his samples in a batch."""
+UNITS = ("sample", "user")  # of whom one is added or removed, at most
+GRADIENTS = ("mean", "sum")  # what a user's gradient is of those of his samples in a batch
 
 
 class Segments(NamedTuple):
@@ -47,10 +44,7 @@ class Segments(NamedTuple):
 
 
 def verify_segments(users: Any, samples: int, *, least: int = 1) -> None:
-    """Refuse what are no segments of so many samples, and at least so many users (``ValueError``).
-
-    Of no samples there is no user.
-    """
+    """Refuse what are no segments of samples, of ``least`` users, or none (``ValueError``)."""
     is_right = isinstance(users, Segments) and isinstance(users.sizes, tuple)
     is_right = is_right and len(users.sizes) >= min(least, samples)
     is_right = is_right and all(type(size) is int and size > 0 for size in users.sizes)
@@ -63,13 +57,7 @@ def verify_segments(users: Any, samples: int, *, least: int = 1) -> None:
 
 
 class Users:
-    """Whose the samples of a data set are, and how many of each are drawn at most.
-
-    Args:
-        ids: Of the user of each sample.
-        most: The most samples of a user in a batch.
-        averages: As of ``Segments``.
-    """
+    """Whose the samples are, by the ``ids`` of users, and the most of each in a batch."""
 
     def __init__(self, ids: NDArray[np.integer[Any]], most: int, *, averages: bool) -> None:
         order = np.argsort(ids, kind="stable")
@@ -108,15 +96,9 @@ def read_users(
 ) -> Users | None:
     """Read who is protected; None for each sample by itself.
 
-    Args:
-        unit: One of ``UNITS``.
-        users: (N,) the id of each sample's user, a whole number.
-        samples_of_user: The most samples of a user in a batch.
-        user_gradient: One of ``GRADIENTS``.
-        dataset: Of N samples; ``find_public_numbers`` refuses one without length.
-
-    Raises:
-        ValueError: They are none of these, or contradict each other.
+    ``users`` are (N,) the id of each sample's user, a whole number, for a dataset of N samples;
+    ``find_public_numbers`` refuses one without length. ``ValueError``: settings are none of
+    ``UNITS`` and ``GRADIENTS``, or contradict each other.
     """
     named = {"unit": (unit, UNITS), "user_gradient": (user_gradient, GRADIENTS)}
     for name, (value, allowed) in named.items():

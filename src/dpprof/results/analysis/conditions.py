@@ -38,16 +38,11 @@ def machine_of(result: Result) -> str | None:
     return f"{hardware}, {threads} threads"
 
 
-def find_usual_machines(results: Iterable[Result]) -> Mapping[str, str]:
-    """Return the machine with most measurements, by the device that experiments ask for.
+def find_usual(results: Iterable[Result], tell: Callable[[Result], _T | None]) -> dict[str, _T]:
+    """Return what is told of most successful measurements, by the device they ask for.
 
-    Of two machines with as many, it is the first.
+    Of two machines, or settings, with as many, it is the first.
     """
-    return _find_usual(results, machine_of)
-
-
-def _find_usual(results: Iterable[Result], tell: Callable[[Result], _T | None]) -> dict[str, _T]:
-    """Return what is told of most successful measurements, by the device they ask for."""
     counts: dict[str, Counter[_T]] = defaultdict(Counter)
     for result in results:
         told = tell(result)
@@ -101,18 +96,9 @@ def _packages_of(result: Result) -> tuple[str, ...]:
 Surroundings = tuple[tuple[Fact, str], ...]
 
 
-def find_usual_settings(results: Iterable[Result]) -> Mapping[str, Surroundings]:
-    """Return the versions and settings of most measurements, by requested device.
-
-    Versions of torch, Opacus and what builds a model are not compared: results of others are
-    measured again.
-    """
-    return _find_usual(results, _surroundings)
-
-
 def list_unusual(result: Result, usual: Mapping[str, Surroundings]) -> list[str]:
     """Return how a measurement differs from most, each fact with both values."""
-    told = _surroundings(result)
+    told = surroundings_of(result)
     if told is None or result.experiment.device not in usual:
         return []
     own, others = dict(told), dict(usual[result.experiment.device])
@@ -123,8 +109,12 @@ def list_unusual(result: Result, usual: Mapping[str, Surroundings]) -> list[str]
     ]
 
 
-def _surroundings(result: Result) -> Surroundings | None:
-    """Return a measurement's facts, without its device; None for a prediction."""
+def surroundings_of(result: Result) -> Surroundings | None:
+    """Return a measurement's versions and settings; None for a prediction.
+
+    Versions of torch, Opacus and what builds a model are left out: results of others are measured
+    again.
+    """
     if result.instrument in PREDICTIONS:
         return None
     facts, packages = facts_of(result), _packages_of(result)

@@ -10,7 +10,7 @@ from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.step_costs import Exchange
 from dpprof.results.analysis.collection import Collected
-from dpprof.results.analysis.conditions import find_usual_machines, machine_of
+from dpprof.results.analysis.conditions import find_usual, machine_of
 from dpprof.results.analysis.statistics import Comparison, Sides, compare_all, noise_floor
 from dpprof.results.analysis.tables.axes import NOT_IN_BASELINE, model_text
 from dpprof.system.files import canonical_json
@@ -131,7 +131,7 @@ def group_runs(collected: Collected) -> list[ExperimentRuns]:
         planned[run.id] += 1
     for run, result in collected.runs:
         results[run.id].append(result)
-    usual = find_usual_machines(result for _, result in collected.runs)
+    usual = find_usual((result for _, result in collected.runs), machine_of)
     return [
         ExperimentRuns(
             alike[0].experiment, planned[name], alike, usual.get(alike[0].experiment.device)

@@ -81,7 +81,6 @@ def _draw_method(axis: Axes, method: str, options: pd.DataFrame) -> None:
 
 
 def _name_lines(axis: Axes) -> None:
-    """Write the names of methods to the right of the ends of their lines."""
     to_axes = axis.transData + axis.transAxes.inverted()
     ends = [end for end in ends_of(axis) if end[2] != _CROSS["label"]]
     for length in {x for x, _, _ in ends}:

@@ -135,7 +135,6 @@ def _stack(
 
 
 def _note_ratios(axis: Axes, ends: "pd.Series[float]", lengths: "pd.Series[float]") -> None:
-    """Write the ratio of each bar to the baseline's after its end, and make room for it."""
     for row, (end, ratio) in enumerate(zip(ends, bars.over_baseline(lengths), strict=True)):
         axis.annotate(
             ratio,
@@ -150,7 +149,6 @@ def _note_ratios(axis: Axes, ends: "pd.Series[float]", lengths: "pd.Series[float
 
 
 def _say_largest(drawn: Drawn, parts: Mapping[str, str], does: str) -> str:
-    """Say which bar of the last panel is the longest, and what its largest part is."""
     _, rows, lengths = drawn[-1]
     row = int(lengths.to_numpy().argmax())
     sizes = rows[list(parts.values())].iloc[row].astype(float)

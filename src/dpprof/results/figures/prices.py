@@ -92,11 +92,9 @@ def draw_mechanisms(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def _draw_lines(axis: Axes, rows: pd.DataFrame, plain: pd.DataFrame, epsilons: list[float]) -> None:
-    style: dict[str, Any] = {"linewidth": 1, "elinewidth": 0.6, "markersize": 4}
     for method, costs in rows.sort_values("epsilon").groupby("method"):
-        hours = costs["gpu_hours"]
-        ends = [hours - costs["gpu_hours_low"], costs["gpu_hours_high"] - hours]
-        axis.errorbar(costs["epsilon"], hours, yerr=ends, **method_style(str(method)) | style)
+        name = str(method)
+        draw_line(axis, costs, "epsilon", "gpu_hours", method=name, label=name)
     for hours in plain["gpu_hours"]:
         axis.axhline(hours, linestyle="--", linewidth=1, color=method_style(BASELINE)["color"])
     scale_log(axis, epsilons, "epsilon", base=10)
@@ -106,7 +104,6 @@ def _draw_lines(axis: Axes, rows: pd.DataFrame, plain: pd.DataFrame, epsilons: l
 def _name_lines(
     figure: Figure, drawn: list[tuple[Axes, pd.DataFrame, pd.DataFrame]], methods: list[str]
 ) -> None:
-    """Name the lines at their ends where they are few, else in a legend."""
     if len(methods) > _MOST_LABELS:
         handles = [Line2D([], [], label=name, **method_style(name)) for name in methods]
         figure.legend(handles=handles, loc="outside lower center", ncols=4)
@@ -114,8 +111,7 @@ def _name_lines(
     figure.draw_without_rendering()
     dashed = {BASELINE: {"linestyle": "--", "marker": ""}}
     for axis, rows, plain in drawn:
-        last = rows.loc[rows.groupby("method")["epsilon"].idxmax()]
-        ends = [(row["epsilon"], row["gpu_hours"], row["method"]) for _, row in last.iterrows()]
+        ends = ends_of(axis)
         ends += [(rows["epsilon"].max(), hours, BASELINE) for hours in plain["gpu_hours"]]
         label_ends(axis, ends, style_of=lambda name: method_style(name) | dashed.get(name, {}))
 
@@ -204,7 +200,6 @@ def _draw_methods(axis: Axes, rows: pd.DataFrame, name: str) -> None:
 
 
 def _say_gpus(panels: list[Panel]) -> str:
-    """Return the fewest GPUs on which a private method safely fits, of each training."""
     said = []
     for title, rows in panels:
         fitting = rows.loc[fits_privately(rows), "ranks"]

@@ -53,7 +53,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def _say_longest(rows: pd.DataFrame) -> str:
-    """Say how near the longest part of a step is to the ceiling above it."""
     part = least_of(rows, "seconds", -1)
     slope = part["ceiling_bytes_per_s"] * part["arithmetic_intensity"]
     share = part["flops_per_s"] / min(slope, part["ceiling_flops_per_s"])

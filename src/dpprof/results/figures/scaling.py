@@ -68,7 +68,6 @@ def _draw(experiments: pd.DataFrame, along: str) -> Figure:
 
 
 def _say_growth(rows: pd.DataFrame, along: str) -> str:
-    """Say how much longer a step takes at the largest size than at the smallest."""
     said = []
     for method, points in rows.sort_values(along).groupby("method"):
         first, last = points.iloc[0], points.iloc[-1]

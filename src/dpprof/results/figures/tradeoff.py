@@ -73,7 +73,6 @@ def _reach(
 
 
 def _say_extremes(private: pd.DataFrame, title: str) -> str:
-    """Say which private method is fastest, and which has the lowest peak."""
     if private.empty:
         return ""
     fastest = least_of(private, "median_step_s")["method"]

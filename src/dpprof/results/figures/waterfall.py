@@ -119,12 +119,10 @@ def _draw_steps(
 
 
 def _fold(name: str) -> str:
-    """Return a name in lines that leave room for the bars."""
     return textwrap.fill(printable(name), _NAME, max_lines=2, placeholder=" ...")
 
 
 def _label(axis: Axes, row: int, end: float, step: _Step) -> None:
-    """Write a bar's size after its end, and what it is made of below in small letters."""
     high = 4 if step.below else 0
     texts = ((step.said, high, 6.5, "black"), (step.below, -4, 5, "#555555"))
     for text, offset, points, colour in texts[: 2 if step.below else 1]:

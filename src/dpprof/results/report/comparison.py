@@ -36,9 +36,7 @@ class Row(NamedTuple):
 def compare_sweeps(comparison: FolderComparison, folders: Sequence[Path]) -> Document:
     """Return the report of what changed from one sweep to another, after the answer of each.
 
-    Args:
-        comparison: The comparison of both folders.
-        folders: The folders of results; the answer of a report that is there is quoted.
+    Of the folders, the answer of a report that is there is quoted.
 
     Raises:
         InputError: A ``report.json`` is not one that this version writes.

@@ -45,7 +45,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
     sections: dict[str, Blocks] = {title: [] for title in _FIGURES_OF if title not in appendix}
     shown = {block.name for block in first.blocks if isinstance(block, Picture)}
     _add_figures(sections | appendix, [d for d in drawings if d.name not in shown])
-    sections["What this does not say"] = _limits(tables["runs"], composition)
+    sections["What this does not say"] = _limits(tables["runs"])
     document = Document(
         title="What differentially private training costs",
         question=ask(tables),
@@ -62,7 +62,6 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
 
 
 def _kept(sections: Mapping[str, Blocks]) -> tuple[Section, ...]:
-    """Return the sections that have something to show."""
     return tuple(
         Section(title=title, blocks=tuple(blocks)) for title, blocks in sections.items() if blocks
     )
@@ -142,8 +141,7 @@ def _how(runs: pd.DataFrame) -> Blocks:
     return paragraph(method) + paragraph(f"Measured with {'; '.join(items)}.")
 
 
-def _limits(runs: pd.DataFrame, composition: pd.DataFrame) -> Blocks:
-    """Return what the numbers do not show."""
+def _limits(runs: pd.DataFrame) -> Blocks:
     said = [
         (
             "Tokens and weights are random: the report shows cost, not learning. It computes noise "
@@ -164,7 +162,4 @@ def _limits(runs: pd.DataFrame, composition: pd.DataFrame) -> Blocks:
     ]
     if len(runs) and "cuda" not in set(runs.loc[runs["target"].isna(), "device"]):
         said.append("Nothing here was measured on a GPU.")
-    untried = composition["target"].notna() & composition["allocator_peak_bytes"].isna()
-    if targets := sorted(set(composition.loc[untried, "target"])):
-        said.append(f"No prediction for {', '.join(targets)} was compared with a measurement.")
     return list_items(said)

@@ -11,7 +11,7 @@ from dpprof.experiments.records.terms import OUTCOMES
 from dpprof.results.analysis.selection import TRAINING
 from dpprof.results.analysis.tables.axes import SETTING, name_kind, name_model, name_size
 from dpprof.results.analysis.tables.frames import varying_axes
-from dpprof.system.numbers import three_digits
+from dpprof.system.words import three_digits
 
 THIS_MACHINE = "this machine"
 

@@ -40,6 +40,7 @@ class ClippedStep(TrainingStep):
     heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
     losses: ClassVar[Collection[str]] = get_args(Loss)
     knows_formats: ClassVar[bool] = True
+    accumulates: ClassVar[bool] = True
     correlates: ClassVar[bool] = True
     clipping_type: type[Clipping]
     optimizer: NoisyOptimizer
@@ -67,11 +68,12 @@ class ClippedStep(TrainingStep):
             # Costs do not depend on the number of steps: it may be any.
             strategy = make_strategy(noise, steps=max(1000, int(bands)), bands=int(bands))
             strategy = strategy._replace(steps=sys.maxsize)
+        of_rank = self.experiment.accumulation * self.experiment.batch_size
         self.optimizer = NoisyOptimizer(
             optimizer,
             self.clipping,
             noise_multiplier=self.experiment.noise_multiplier,
-            expected_batch_size=self.experiment.world_size * self.experiment.batch_size,
+            expected_batch_size=self.experiment.world_size * of_rank,
             strategy=strategy,
         )
         self.optimizer.keys = NoiseKeys(source=seeded, rank=self.clipping.ranks.rank)
@@ -81,9 +83,12 @@ class ClippedStep(TrainingStep):
 
         After "noise" follow the calls of the optimizer's ``step``, in its order.
         """
-        enter("forward")
-        losses_B = losses_of(self, batch.labels, *batch.inputs)
-        self.clipping.backward(losses_B, enter)
+        for part in range(self.experiment.accumulation):
+            if part:
+                self.optimizer.accumulate()
+            enter("forward")
+            losses_B = losses_of(self, batch.labels, *batch.inputs)
+            self.clipping.backward(losses_B, enter)
         enter("noise")
         self.optimizer.accumulate()
         self.optimizer.add_noise()

@@ -18,6 +18,7 @@ class Standard(TrainingStep):
     mechanism: ClassVar[str] = NO_CLIPPING
     parallel_kinds = ("ddp", "fsdp", "hsdp")
     executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
+    accumulates: ClassVar[bool] = True
     correlates: ClassVar[bool] = True
     heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
     losses: ClassVar[Collection[str]] = get_args(Loss)
@@ -25,11 +26,14 @@ class Standard(TrainingStep):
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave the gradient of the mean loss in ``.grad``."""
-        enter("forward")
-        loss = losses_of(self, batch.labels, *batch.inputs).mean()
-        enter("backward")
-        scale = self.experiment.loss_scale
-        torch.autograd.backward(loss if scale == 1 else scale * loss)
+        scale, accumulation = self.experiment.loss_scale, self.experiment.accumulation
+        for _ in range(accumulation):
+            enter("forward")
+            loss = losses_of(self, batch.labels, *batch.inputs).mean()
+            enter("backward")
+            if accumulation > 1:
+                loss = loss / accumulation
+            torch.autograd.backward(loss if scale == 1 else scale * loss)
         if scale != 1:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             torch._foreach_div_(gradients, scale)

@@ -123,6 +123,7 @@ class TrainingStep(ABC):
     executions: ClassVar[Collection[str]] = ("eager",)
     """The ways of ``execution`` in which the method's step runs."""
 
+    accumulates: ClassVar[bool] = False  # whether a step may have several batches
     correlates: ClassVar[bool] = False  # whether it runs with correlated noise, or without noise
     heads: ClassVar[Collection[str]] = ("logits",)
     """The ways of ``head`` in which the method's step runs."""

@@ -10,16 +10,17 @@ from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.fine_tuning import PARTS
-from dpprof.experiments.config.naming import Dimensions
+from dpprof.experiments.config.naming import Dimensions, RecurrentSizes
 from dpprof.experiments.config.registry import EntryPointError
 from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.model_heads import find_head
 from dpprof.private.number_formats import SHORT
 from dpprof.subjects.models.quantized import is_quantized
+from dpprof.subjects.models.recurrent import Recurrent
 from dpprof.subjects.models.transformer import Transformer
 from dpprof.subjects.models.with_losses import WithLosses
 
-_PATTERNS = {"all": "", "lora": r"(^|\.)lora_", "bias": r"(^|\.)bias$"}
+_PATTERNS = {"all": "", "lora": r"(^|\.)(lora|ia3)_", "bias": r"(^|\.)bias$"}
 """Regular expressions for the parts that are found by name."""
 
 
@@ -184,4 +185,6 @@ def find_attention_size(experiment: Experiment, model: nn.Module) -> tuple[int, 
 def find_recipe(experiment: Experiment) -> Any:
     """Return what the registry has for an experiment's model, or the model's own description."""
     model = experiment.model
+    if isinstance(model, RecurrentSizes):
+        return Recurrent(**model.model_dump())
     return registry.load("models", model) if isinstance(model, str) else model

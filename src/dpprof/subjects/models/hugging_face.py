@@ -44,6 +44,7 @@ _CLASSES: Mapping[Task, tuple[str, str]] = {
         "SEQUENCE_CLASSIFICATION",
     ),
     "token-classification": ("AutoModelForTokenClassification", "TOKEN_CLASSIFICATION"),
+    "question-answering": ("AutoModelForQuestionAnswering", "QUESTION_ANSWERING"),
     "image-classification": ("AutoModelForImageClassification", "IMAGE_CLASSIFICATION"),
 }
 """What transformers builds a task's models with, and how it names the task's architectures."""
@@ -53,6 +54,7 @@ _PEFT_TASKS: Mapping[Task, str] = {
     "seq2seq-lm": "SEQ_2_SEQ_LM",
     "sequence-classification": "SEQ_CLS",
     "token-classification": "TOKEN_CLS",
+    "question-answering": "QUESTION_ANS",
 }
 
 
@@ -83,6 +85,7 @@ class HuggingFaceModel(nn.Module):
         self.model = model
         self._lengths = experiment.lengths
         self._is_for_images = experiment.task == "image-classification"
+        self._answers = experiment.task == "question-answering"
         self._is_causal = experiment.task == "causal-lm"
         self._takes_labels = experiment.loss == "labels"
         self._loses_by_sample = False
@@ -99,7 +102,12 @@ class HuggingFaceModel(nn.Module):
         @allocates("logits_and_loss")
         def losses_of(*arguments: Any, **named: Any) -> Tensor:
             tensors = [*filter(torch.is_tensor, (*arguments, *named.values()))]
-            logits, labels = sorted(tensors, key=torch.is_floating_point, reverse=True)
+            of_floats = sorted(tensors, key=torch.is_floating_point, reverse=True)
+            if len(of_floats) > 2:  # noqa: PLR2004 (those of answers' starts and ends)
+                starts_BT, ends_BT, *positions = of_floats
+                logits, labels = torch.stack((starts_BT, ends_BT), 1), torch.stack(positions, 1)
+            else:
+                logits, labels = of_floats
             shifted = shift_labels(labels) if self._is_causal else labels
             return sample_losses(logits.float(), shifted)
 
@@ -109,6 +117,8 @@ class HuggingFaceModel(nn.Module):
 
     def forward(self, x: Tensor, *others: Tensor) -> Any:
         """Return logits: (B, T, V) of tokens, (B, T, C) or (B, C) of classes; or loss and logits.
+
+        Of answers to questions they are (B, 2, T): of the token where each starts, and ends.
 
         Args:
             x: Token ids, (B, T) int64; or images, (B, channels, height, width).
@@ -122,6 +132,8 @@ class HuggingFaceModel(nn.Module):
         labels = others[-1] if self._takes_labels else None
         others = others[: len(others) - self._takes_labels]
         named: dict[str, Any] = {} if labels is None else {"labels": labels}
+        if labels is not None and self._answers:
+            named = {"start_positions": labels[:, 0], "end_positions": labels[:, 1]}
         with ExitStack() as within:
             if self._is_for_images:
                 named["pixel_values"] = x
@@ -131,14 +143,18 @@ class HuggingFaceModel(nn.Module):
                     padded = self._has_padding(others[0])
                     within.enter_context(_deciding_as_for(has_padding=padded))
             outputs = self.model(**named)
+        if self._answers:
+            logits = torch.stack((outputs.start_logits, outputs.end_logits), 1)
+        else:
+            logits = outputs.logits
         if labels is None:
-            return outputs.logits
+            return logits
         if self._loses_by_sample and outputs.loss.dim() == 0:
             raise UnsupportedError(
                 f"loss labels: {type(self.model).__name__} computes the mean over a batch itself, "
                 "and clipping needs a loss for each sample; use loss cross-entropy"
             )
-        return outputs.loss, outputs.logits
+        return outputs.loss, logits
 
     def _name_text(
         self, x: Tensor, mask_BT: Tensor, decoder_BT: Tensor | None = None
@@ -319,6 +335,8 @@ def read_config(architecture: Architecture) -> Any:
         raise UnsupportedError(f"{kind} is an encoder, and no causal-lm; {_tell_tasks(kind, task)}")
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
         raise UnsupportedError(f"{kind} reads more than text; give the config of its text model")
+    if task == "question-answering":
+        config.num_labels = 2  # an answer's start and its end
     if task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # a decoder's class is that of the last token that is no padding
     return config
@@ -342,14 +360,19 @@ def _add_adapters(model: Any, experiment: Experiment) -> None:
     peft = _import_peft()
     lora = experiment.lora
     assert lora is not None
-    modules = lora.target_modules
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.scale,
-        lora_dropout=lora.dropout,
-        use_dora=lora.use_dora,
-        target_modules=list(modules) if isinstance(modules, tuple) else modules,
-        task_type=_PEFT_TASKS.get(experiment.task),
+    modules, task_type = lora.target_modules, _PEFT_TASKS.get(experiment.task)
+    of_vectors = peft.IA3Config(task_type=task_type)
+    config = (
+        of_vectors
+        if lora.ia3
+        else peft.LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.scale,
+            lora_dropout=lora.dropout,
+            use_dora=lora.use_dora,
+            target_modules=list(modules) if isinstance(modules, tuple) else modules,
+            task_type=task_type,
+        )
     )
     try:
         with warnings.catch_warnings():

@@ -178,7 +178,9 @@ def describe(result: Result, standing: Standing = UNKNOWN) -> Option:
     tight = capacity.safe_batch_size is None
     bound_s = None if tight else compute.roofline_step_s
     step = None if tight or result.time is None else result.time.predicted_step_s
-    tokens = experiment.world_size * experiment.tokens_in(capacity.stated_batch_size)
+    samples = experiment.accumulation * capacity.stated_batch_size
+    tokens = experiment.accumulation * experiment.tokens_in(capacity.stated_batch_size)
+    tokens *= experiment.world_size
     verdict: Recommendation = "unranked" if private else "baseline"
     message = None
     if tight:
@@ -192,7 +194,7 @@ def describe(result: Result, standing: Standing = UNKNOWN) -> Option:
         largest_batch_size=capacity.batch_size,
         largest_peak_bytes=capacity.peak_bytes,
         parts=None if tight else split(result),
-        sample_s=step and step.each_sample(capacity.stated_batch_size),
+        sample_s=step and step.each_sample(samples),
         update_s=step and step.update,
         tokens_per_s=step and tokens / step.median,
         tokens_per_s_low=step and tokens / step.high,
@@ -236,7 +238,6 @@ def _find_step(results: Sequence[Result], options: Sequence[Option]) -> Predicte
 
 
 def _explain_time(results: Sequence[Result], step: PredictedTime | None) -> str:
-    """Say what the predicted times rest on, or why there are none."""
     if step is None and all(result.capacity is None for result in results):
         return "not predicted: nothing fits"
     if step is None:

@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpprof.experiments.accounting.mechanism_plan import NoiseOfMechanism, momentum_of
-from dpprof.experiments.accounting.plan import AtEpsilon, NoisePlan
+from dpprof.experiments.accounting.plan import AtEpsilon, NoiseOfMechanism, NoisePlan, momentum_of
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.datasheets import find_watts
 from dpprof.experiments.config.experiment import Experiment
@@ -152,11 +151,12 @@ def price_method(
     if step is None:
         why = result.reasons.get("time", "no time is predicted for this target")
         return cost.model_copy(update=fits | {"message": cost.message or why})
-    batches = of_each / capacity.stated_batch_size
-    step_s = of_each * step.each_sample(capacity.stated_batch_size) + step.update
+    predicted_for = result.experiment.accumulation * capacity.stated_batch_size
+    batches = of_each / predicted_for
+    step_s = of_each * step.each_sample(predicted_for) + step.update
     hours = cost.gpus * noise.planned.steps * step_s / 3600
     price, watts = privacy.price_per_hour, find_watts(registry.find_gpu(result.experiment.target))
-    smaller = f"of a batch of {capacity.stated_batch_size:,}: one so small may take longer a sample"
+    smaller = f"of a batch of {predicted_for:,}: one so small may take longer a sample"
     return cost.model_copy(
         update=fits
         | {

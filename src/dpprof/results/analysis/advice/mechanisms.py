@@ -6,11 +6,9 @@ As for another epsilon, steps stay and the batch changes: the less noise, the fe
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpprof.experiments.accounting.mechanism_plan import NoiseOfMechanism, bands_of
-from dpprof.experiments.accounting.plan import NoisePlan
+from dpprof.experiments.accounting.plan import NoiseOfMechanism, NoisePlan, bands_of
 from dpprof.experiments.config.privacy import Privacy
-from dpprof.experiments.records.budget import MethodCost
-from dpprof.experiments.records.mechanisms import MechanismCost, Mechanisms
+from dpprof.experiments.records.budget import MechanismCost, Mechanisms, MethodCost
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.advice.advice import advise, describe
@@ -47,17 +45,12 @@ def price_mechanisms(
     target: str,
     standing: Standing,
 ) -> Mechanisms:
-    """Price mechanisms for capacity results of one method.
+    """Price mechanisms, with the noise that is ``planned``, for capacity results of one method.
 
-    Args:
-        results: By the number of bands, of which one is independent noise; ``bisr`` keeps and reads
-            as much past noise as ``banded``. There is none of bands that ``exceed_memory``, or that
-            have a reason.
-        privacy: The budget.
-        noise: What it asks for with independent noise.
-        planned: The noise of each mechanism.
-        target: A name for display.
-        standing: The method's.
+    ``results`` are by the number of bands, of which one is independent noise; ``bisr`` keeps and
+    reads as much past noise as ``banded``. There is none of bands that ``exceed_memory``, or that
+    have a reason. ``noise`` is what the budget asks for with independent noise; ``target`` is a
+    name for display, ``standing`` the method's.
     """
     alone = results[1]
     epsilon = privacy.epsilon[0]

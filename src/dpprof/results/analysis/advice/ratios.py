@@ -131,7 +131,7 @@ def split_step(
     step: PredictedTime, work: Sequence[Work], experiment: Experiment, samples: int
 ) -> StepParts:
     """Split a predicted step of so many samples by its FLOPs and bytes."""
-    tokens = experiment.tokens_in(samples)
+    tokens = experiment.accumulation * experiment.tokens_in(samples)
     target = registry.find_gpu(experiment.target)
     rates = _Rates.of(target, experiment)
     exchange_share = step.communication_share or 0.0

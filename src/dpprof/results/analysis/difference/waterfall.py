@@ -75,14 +75,9 @@ def _explain_missing(result: Result) -> str:
     if result.outcome != "ok":
         why = "" if result.error is None else ": " + " ".join(result.error.message.split())
         return f"the run ended as {result.outcome}, so its memory is unknown{why}"
-    if result.memory is None or result.memory.at_peak is None:
-        return (
-            f"the instrument {result.instrument} does not record what was live at the peak; "
-            f"run one of these instead: {_INSTRUMENTS}"
-        )
     return (
-        f"an earlier dpprof wrote it, without every layer's bytes at the peak; run the "
-        f"instrument {result.instrument} again"
+        f"the instrument {result.instrument} does not record what was live at the peak; "
+        f"run one of these instead: {_INSTRUMENTS}"
     )
 
 

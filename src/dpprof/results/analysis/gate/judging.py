@@ -15,9 +15,9 @@ from dpprof.experiments.records.comparison import (
     FigureName,
     Judgement,
     Metric,
+    Thresholds,
     TimeStatistics,
 )
-from dpprof.experiments.records.regression_thresholds import Thresholds
 from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.terms import OUTCOMES
 from dpprof.results.analysis.groups import ExperimentRuns
@@ -101,7 +101,6 @@ def _exact_figures(result: Result) -> Iterator[tuple[str, ExactFigure, Number | 
 
 
 def _work(result: Result) -> Iterator[tuple[str, ExactFigure, int | None]]:
-    """Yield FLOPs, launches, and bytes moved and sent, each with the name of its family."""
     if (compute := result.compute) is not None:
         flops: dict[FigureName, int | None] = {
             "executed FLOPs": compute.executed_flops,

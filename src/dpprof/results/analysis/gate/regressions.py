@@ -26,11 +26,11 @@ from dpprof.experiments.records.comparison import (
     FolderComparison,
     Metric,
     Run,
+    Thresholds,
     Unlike,
     Verdict,
 )
 from dpprof.experiments.records.record import ResultError
-from dpprof.experiments.records.regression_thresholds import Thresholds
 from dpprof.experiments.records.result import Result, read_result
 from dpprof.results.analysis.collection import drop_details
 from dpprof.results.analysis.conditions import Fact, facts_of
@@ -109,7 +109,6 @@ def _find_differences(
 
 
 def _explain_nothing_in_common(baseline: ResultsFolder, candidate: ResultsFolder) -> str:
-    """Say that no run is in both folders, and how the most similar experiments differ."""
     if {name for name, _ in baseline.runs} & {name for name, _ in candidate.runs}:
         return "no experiment was run on both sides under the same instrument"
     sides = [
@@ -206,7 +205,6 @@ def compare_folders(
 def _judge_pairs(
     pairs: Sequence[_Pair], options: Options
 ) -> tuple[list[ComparedFigure], list[Unlike]]:
-    """Return the figures of runs that are comparable, and why others are not."""
     noise = Noise([_group(side) for pair in pairs if not pair.on_other for side in pair.sides])
     figures: list[ComparedFigure] = []
     names: dict[tuple[Fact, tuple[str, str]], set[str]] = defaultdict(set)
@@ -277,7 +275,6 @@ def _judge(pair: _Pair, noise: Noise, options: Options) -> Iterator[ComparedFigu
 def _values(
     results: Sequence[Result], metrics: Collection[Metric]
 ) -> dict[FamilyKey, dict[ExactFigure, list[Number]]]:
-    """Return the values of each figure over replicates, by family."""
     by_family: dict[FamilyKey, dict[ExactFigure, list[Number]]] = {}
     listed = [judging.list_families(result, metrics) for result in results]
     for family in dict.fromkeys(family for families in listed for family in families):

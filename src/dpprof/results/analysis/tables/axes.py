@@ -7,6 +7,7 @@ from typing import Any
 
 from dpprof.experiments.config.architecture import PREFIX, Architecture
 from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.naming import RecurrentSizes
 from dpprof.experiments.config.parallel import read_world_size
 from dpprof.experiments.planning.planner import PlannedRun
 
@@ -92,7 +93,8 @@ def count_tokens(row: Any) -> float:
     """
     padding = row.get("padding")
     share = float(padding) if isinstance(padding, float) and not math.isnan(padding) else 0.0
-    samples = row["batch_size"] * read_world_size(row.get("parallel"))
+    samples = row["batch_size"] * row.get("accumulation", 1)
+    samples *= read_world_size(row.get("parallel"))
     return float(samples * row["seq_len"] * (1 - share))
 
 
@@ -113,4 +115,6 @@ def model_text(experiment: Experiment) -> str:
         return model
     if isinstance(model, Architecture):
         return f"{PREFIX}{model.hf}" + ("" if model.task is None else f" ({model.task})")
+    if isinstance(model, RecurrentSizes):
+        return f"{model.kind}-V{model.vocab_size}-d{model.hidden}-L{model.layers}"
     return f"V{model.vocab_size}-d{model.d_model}-L{model.layers}-H{model.heads}"

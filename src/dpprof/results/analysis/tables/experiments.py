@@ -190,7 +190,6 @@ def _smallest(private: Sequence[ExperimentRuns], base: ExperimentRuns | None) ->
 def _fastest(
     fastest: ExperimentRuns | None, others: Mapping[str, str | None], standard: Standard
 ) -> dict[str, Any]:
-    """Return the fastest method, if any was timed, beside standard and the verdicts on others."""
     if fastest is None:
         return {}
     alike = sorted(name for name, verdict in others.items() if verdict == NO_DIFFERENCE)

@@ -13,10 +13,10 @@ from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.conditions import (
     Surroundings,
     find_shared_hosts,
-    find_usual_machines,
-    find_usual_settings,
+    find_usual,
     list_unusual,
     machine_of,
+    surroundings_of,
 )
 from dpprof.results.analysis.groups import RECORDERS
 from dpprof.subjects.methods.opacus.opacus_paths import OpacusPath
@@ -44,7 +44,7 @@ def find_caveats(
     for run, result in collected.runs:
         if result.outcome == "ok":
             groups[run.id, run.instrument].append(result)
-    machines, usual = find_usual_machines(every), find_usual_settings(every)
+    machines, usual = find_usual(every, machine_of), find_usual(every, surroundings_of)
     rows = [
         Finding(kind, name, instrument, finding)
         for (name, instrument), results in groups.items()
@@ -57,7 +57,6 @@ def find_caveats(
 
 
 def _look_at(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
-    """Yield what is to know of the replicates of a run, each with its kind."""
     for figure in ("peak_allocated_bytes", "first_step_peak_allocated_bytes"):
         peaks = {r.replicate: getattr(r.memory, figure) for r in results if r.memory}
         sizes = {replicate: peak for replicate, peak in peaks.items() if peak is not None}
@@ -116,7 +115,6 @@ def _tell_shared_gpu(result: Result) -> str:
 def _compare_conditions(
     results: Sequence[Result], machines: Mapping[str, str], usual: Mapping[str, Surroundings]
 ) -> Iterator[tuple[str, str]]:
-    """Yield how replicates were measured unlike most of the sweep."""
     most = machines.get(results[0].experiment.device)
     others = [(r, machine) for r in results if (machine := machine_of(r)) not in {None, most}]
     if others:
@@ -133,7 +131,6 @@ def _compare_conditions(
 def _look_at_sweep(
     collected: Collected, tables: Mapping[str, pd.DataFrame], results: Iterable[Result]
 ) -> Iterator[Finding]:
-    """Yield what is to know of several runs together, and of ceilings."""
     peaks, costs = tables["peaks"], tables["costs"]
     judged = peaks[peaks["instrument"].isin(RECORDERS) & peaks["valid"].eq(False)]
     for _, row in judged.drop_duplicates(["experiment_id", "instrument"]).iterrows():

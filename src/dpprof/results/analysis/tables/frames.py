@@ -126,7 +126,6 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def _read_parts(path: Path, rows: int | None) -> Iterator[pd.DataFrame]:
-    """Yield a table in parts of some rows, or as a whole."""
     texts = dict.fromkeys(texts_of(path.stem), str)
     try:
         frame = pd.read_csv(

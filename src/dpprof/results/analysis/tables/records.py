@@ -260,7 +260,6 @@ def list_kernels(collected: Collected) -> dict[str, list[dict[str, Any]]]:
 
 
 def _kernel_row(launched: Launched, work: Work | None, roof: dict[str, Any]) -> dict[str, Any]:
-    """Return what ran, beside the work that was recorded for the same phase and op kind."""
     row = launched.model_dump() | roof
     if work is None:
         return row

@@ -55,7 +55,6 @@ def build_first_section(tables: selection.Tables, drawings: Sequence[Drawing]) -
 
 
 def _tell_trainings(tables: selection.Tables) -> Blocks:
-    """Return what each method reaches in each training on each target."""
     trainings = selection.find_trainings(tables)
     if not trainings:
         return []
@@ -113,7 +112,6 @@ def _tell_plan(noise: pd.DataFrame, rows: pd.DataFrame) -> str:
 
 
 def _tell_here(tables: selection.Tables) -> Blocks:
-    """Return times and peaks that were measured here, over those of standard where it ran."""
     rows = selection.find_here(tables["experiments"])
     if rows.empty:
         return []
@@ -152,7 +150,6 @@ def _tell_here(tables: selection.Tables) -> Blocks:
 
 
 def _tell_predicted(tables: selection.Tables) -> Blocks:
-    """Return peaks that were predicted for targets."""
     predicted = selection.find_predicted(tables)
     if not predicted:
         return []
@@ -230,7 +227,6 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
 
 
 def _reconcile(composition: pd.DataFrame) -> str:
-    """Say whether recorded peaks are the allocator's; empty where there are none."""
     recorded = ~composition["instrument"].isin(PREDICTIONS)
     judged = composition[composition["valid"].notna() & recorded]
     if judged.empty:
@@ -244,7 +240,6 @@ def _reconcile(composition: pd.DataFrame) -> str:
 
 
 def _tell_untried(composition: pd.DataFrame, runs: pd.DataFrame) -> str:
-    """Say on which targets nothing ran, and where something did; empty where it did on all."""
     tried = set(composition.loc[composition["allocator_peak_bytes"].notna(), "target"])
     if not (untried := sorted(set(runs["target"].dropna()) - tried)):
         return ""
@@ -271,7 +266,6 @@ def _tell_runs(runs: pd.DataFrame) -> str:
 
 
 def _tell_caveats(tables: selection.Tables) -> Iterator[str]:
-    """Yield what is missing, damaged, outdated, and what else makes the numbers doubtful."""
     runs, missing = tables["runs"], tables["missing"]
     damaged = int((missing["reason"] != NO_RESULT).sum())
     if absent := len(missing) - damaged:

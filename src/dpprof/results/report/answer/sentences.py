@@ -145,13 +145,6 @@ def _tell_mechanism(trainings: Sequence[pd.DataFrame]) -> list[str]:
 
 
 def _tell_training(rows: pd.DataFrame, name: str, sized: str) -> str:
-    """Return which method trains a model, where, how fast and for how much.
-
-    Args:
-        rows: Its options.
-        name: What is trained.
-        sized: What is trained, with its size.
-    """
     wrong = rows.loc[rows["verdict"] == "wrong", "method"].unique()
     failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""
     able = rows[rows["fits"]]
@@ -291,7 +284,6 @@ def _tell_fastest(row: Any) -> str:
 
 
 def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
-    """Return what the other private methods take, and which has the lowest peak."""
     others = timed[timed["method"] != fastest["method"]]
     count = f"the other {len(others)}" if len(others) > 1 else str(others["method"].iloc[0])
     ratios = others["step_ratio"].dropna().astype(float)
@@ -319,7 +311,6 @@ def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
 
 
 def _tell_elsewhere(fastest: Any, tables: Tables) -> str:
-    """Return whether the same private method is fastest in the other settings, or which is."""
     settings = tables["settings"].dropna(subset=["fastest"])
     if len(settings) < 2 or measured(tables["experiments"]).empty:  # noqa: PLR2004 (one says nothing)
         return ""

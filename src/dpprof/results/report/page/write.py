@@ -43,13 +43,7 @@ class Detail(NamedTuple):
     log_ends: int = 200  # how many failures keep the end of their log
 
     def tell(self, counts: Mapping[str, int], runs: int, logs: int) -> Iterator[str]:
-        """Say what the page leaves out, and where it is.
-
-        Args:
-            counts: The rows of each table.
-            runs: The recorded or predicted steps.
-            logs: The failures with a log.
-        """
+        """Say what the page leaves out of tables, recorded steps and logs, and where it is."""
         if self.instants is not None:
             yield (
                 f"A timeline keeps the highest instant of each of {self.instants} parts of a step; "
@@ -119,10 +113,7 @@ def embed_contents(document: Document, tables: Tables, results: Path) -> str:
 def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator[dict[str, Any]]:
     """Yield the contents of the page, each with less detail than the one before.
 
-    Args:
-        document: The report, of which the page shows all but the appendix.
-        tables: The tables of the analysis.
-        results: The folder ``results``, whose logs and result files are read.
+    It shows all of the document but the appendix, and reads logs and result files in ``results``.
     """
     root, folder = results.absolute().parent, results / "logs"
     experiments, failures = data.list_experiments(tables), data.list_failures(tables)

@@ -4,15 +4,12 @@ Templates lay this out and add no content. No string is markup: each template es
 what it prints, so a name or a message cannot inject markup.
 """
 
-from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, ValidationError
+from pydantic import AfterValidator
 
 from dpprof.experiments.config.naming import Name
-from dpprof.experiments.config.validation import InputError, explain
 from dpprof.experiments.records.record import Part
-from dpprof.system.files import read_json
 
 
 def _printable(text: str) -> str:
@@ -92,16 +89,3 @@ class Document(Part):
     """The first one has the numbers behind the answer, the second says how far to trust them."""
 
     appendix: tuple[Section, ...] = ()  # every table, and how things were measured
-
-
-def read_drawing(path: Path) -> Drawing:
-    """Return a figure's description.
-
-    Raises:
-        InputError: The file does not describe a figure; the message names it.
-    """
-    try:
-        return Drawing.model_validate(read_json(path))
-    except ValueError as error:
-        why = explain(error, Drawing) if isinstance(error, ValidationError) else error
-        raise InputError(f"{path}: does not describe a figure ({why})") from None

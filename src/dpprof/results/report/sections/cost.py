@@ -197,7 +197,6 @@ def _share_of_step(name: str) -> Column:
 
 
 def _rates(kernels: pd.DataFrame) -> pd.DataFrame:
-    """Return the speed of compute-bound and of memory-bound kernels, by experiment."""
     work = kernels.assign(moved=kernels["read_bytes"] + kernels["written_bytes"])
     sums = work.groupby(["bound", "experiment_id"])[["flops", "moved", "seconds"]].sum()
     per_s = sums[["flops", "moved"]].div(sums["seconds"], axis=0)

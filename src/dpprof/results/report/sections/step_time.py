@@ -38,7 +38,6 @@ def compare(experiments: pd.DataFrame) -> Blocks:
 
 
 def _explain_times(rows: pd.DataFrame) -> Iterator[str]:
-    """Yield what the times of the comparison mean, and how certain they are."""
     yield "Step time is the median over the n processes of each process's median."
     yield "Intervals are 95 % bootstrap intervals over processes."
     counts = rows["processes"][rows["processes"] > 1]
@@ -59,7 +58,6 @@ def _explain_times(rows: pd.DataFrame) -> Iterator[str]:
 
 
 def _explain_peaks(rows: pd.DataFrame) -> Iterator[str]:
-    """Yield which peaks the comparison has."""
     kinds = set(rows["peak_kind"].dropna())
     if "allocated" in kinds:
         yield "Peak is the allocator's steady-state peak."

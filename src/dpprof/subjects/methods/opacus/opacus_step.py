@@ -115,7 +115,7 @@ class OpacusStep(TrainingStep):
         settings: dict[str, Any] = {
             "noise_multiplier": self.experiment.noise_multiplier,
             "max_grad_norm": self.experiment.max_grad_norm,
-            "expected_batch_size": self.experiment.batch_size,
+            "expected_batch_size": self.experiment.accumulation * self.experiment.batch_size,
             "loss_reduction": "mean",
         }
         self.optimizer = wrapper(optimizer, **settings | others)

@@ -22,6 +22,7 @@ from dpprof.subjects.methods.training_step import Batch, Enter
 class OpacusPerSample(OpacusStep):
     """A step of ``DPOptimizer``."""
 
+    accumulates: ClassVar[bool] = True
     losses: ClassVar[Collection[str]] = ("cross-entropy", "labels", "sum-of-logits")
 
     def wrap(self, model: nn.Module) -> AbstractGradSampleModule:
@@ -35,12 +36,16 @@ class OpacusPerSample(OpacusStep):
 
         After "clip" follow the calls of the optimizer's ``step``, in its order.
         """
-        enter("forward")
-        loss = losses_of(self, batch.labels, *batch.inputs).mean()
-        enter("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
-        enter("clip")
-        self.optimizer.clip_and_accumulate()
+        for part in reversed(range(self.experiment.accumulation)):
+            enter("forward")
+            loss = losses_of(self, batch.labels, *batch.inputs).mean()
+            enter("backward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            enter("clip")
+            self.optimizer.clip_and_accumulate()
+            self.optimizer._is_last_step_skipped = part > 0  # noqa: SLF001 (as its step does)
+            if part:
+                self.optimizer.zero_grad()
         enter("noise")
         self.add_noise()
 

@@ -150,7 +150,7 @@ function showCompare() {
     } else both.push(nothing("This page was thinned, and lacks one of these timelines."));
     panel.replaceChildren(
       make("p", { class: "verdict", role: "status" }, sentence),
-      ...(whole ? [] : [make("p", { class: "about" }, "Only components are known of one of the two: its file is of an earlier dpprof, not here, or this page was thinned.")]),
+      ...(whole ? [] : [make("p", { class: "about" }, "Only components are known of one of the two: its file is not here, or this page was thinned.")]),
       inside, csvButton("waterfall", () => leafRows(bars), "Save all levels as CSV"), ...both,
     );
   }

@@ -33,7 +33,7 @@ function save(name, text) {
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
 
-// A text that a spreadsheet would read as a formula gets an apostrophe in front, as in csv_text.py.
+// A text that a spreadsheet would read as a formula gets an apostrophe in front, as in frames.py.
 function csvCell(value) {
   if (!known(value)) return "";
   const text = typeof value === "string" && /^'*[=+\-@\t\r]/.test(value) ? `'${value}` : String(value);

@@ -1,0 +1,68 @@
+"""Steps of several batches: what they allocate, what they compute, and which are refused."""
+
+import pytest
+import torch
+from factory import make_experiment
+from memory_steps import MODEL, record_and_estimate
+from pydantic import ValidationError
+
+from dpprof.predict.estimate import estimate
+from dpprof.private.errors import UnsupportedError
+from dpprof.subjects.setup import import_method, set_up
+
+
+def ask(method: str, **fields):
+    usual = {"model": MODEL, "method": method, "batch_size": 2, "seq_len": 8}
+    return make_experiment(**usual | {"noise_multiplier": 0.0} | fields)
+
+
+@pytest.mark.parametrize(
+    ("method", "accumulation"),
+    [
+        ("standard", 5),
+        ("flash-bk", 4),
+        *(
+            pytest.param(method, accumulation, marks=pytest.mark.slow)
+            for method in ("standard", "flash-bk", "flash", "per-layer", "opacus-hooks")
+            for accumulation in (2, 3, 6)
+        ),
+    ],
+)
+def test_an_estimate_of_three_batches_is_what_all_of_them_take(method, accumulation) -> None:
+    real, fake = record_and_estimate(ask(method, accumulation=accumulation))
+
+    assert fake.compute.flops_by_phase == real.compute.flops_by_phase
+    assert fake.io.by_phase == real.io.by_phase
+    assert fake.compute.model_flops == real.compute.model_flops
+    assert ("accumulation" in fake.memory.assumed) is (accumulation > 3)
+
+
+@pytest.mark.parametrize("method", ["standard", "flash-bk", "opacus-hooks"])
+def test_the_same_samples_three_times_have_the_gradient_of_a_batch(method) -> None:
+    def gradients(accumulation: int) -> list[torch.Tensor]:
+        experiment = ask(method, accumulation=accumulation)
+        kind = import_method(experiment)
+        step, batch, _ = set_up(experiment, kind, torch.device("cpu"), lambda *_: None)
+        step.compute_gradient(batch, lambda _: None)
+        return [parameter.grad for parameter in step.module.parameters()]
+
+    for several, single in zip(gradients(3), gradients(1), strict=True):
+        torch.testing.assert_close(several, single)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"parallel": "kind=ddp,world_size=2"}, "accumulation 4 requires one process"),
+        ({"execution": "graph", "device": "cuda"}, "accumulation 4 requires execution eager"),
+        ({"optimizer": "adamw-in-backward"}, "requires an optimizer that waits for all batches"),
+    ],
+)
+def test_a_step_that_cannot_wait_for_batches_is_refused(fields, sentence) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        ask("standard", accumulation=4, **fields)
+
+
+def test_a_method_without_accumulation_says_so() -> None:
+    with pytest.raises(UnsupportedError, match="opacus-ghost does not run with accumulation;"):
+        estimate(ask("opacus-ghost", accumulation=4), lambda _: None)
