@@ -41,6 +41,13 @@ def test_no_or_an_unknown_subcommand_is_an_error(capsys) -> None:
     assert error.count("\n") == 1
 
 
+def test_an_option_of_other_trainers_is_refused_by_the_closest_question(capsys) -> None:
+    with pytest.raises(SystemExit):
+        import_command("estimate").main(["--activation-offloading", "true"])
+
+    assert "not allowed; closest: checkpointing non-reentrant" in capsys.readouterr().err
+
+
 def test_a_missing_extra_is_one_sentence() -> None:
     code = """
 import contextlib, io, sys

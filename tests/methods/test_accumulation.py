@@ -63,6 +63,13 @@ def test_a_step_that_cannot_wait_for_batches_is_refused(fields, sentence) -> Non
         ask("standard", accumulation=4, **fields)
 
 
-def test_a_method_without_accumulation_says_so() -> None:
-    with pytest.raises(UnsupportedError, match="opacus-ghost does not run with accumulation;"):
-        estimate(ask("opacus-ghost", accumulation=4), lambda _: None)
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"accumulation": 4}, "accumulation; closest: accumulation 1, or"),
+        ({"model": "hf:tiny-llama", "lora": "ia3"}, "use_dora or ia3: Opacus knows no rule"),
+    ],
+)
+def test_a_method_says_which_steps_it_does_not_take(fields, sentence) -> None:
+    with pytest.raises(UnsupportedError, match=f"opacus-ghost does not run with {sentence}"):
+        estimate(ask("opacus-ghost", **fields), lambda _: None)

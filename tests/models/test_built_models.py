@@ -155,6 +155,7 @@ def test_frozen_parameters_are_stored_in_16_bits_and_trained_ones_are_not() -> N
             "t5 has no class for masked-lm; give another task of it",
         ),
         ({"model": {"hf": "x", "model_type": "bart", "task": "causal-lm"}}, "bart is an encoder"),
+        ({"model": {"hf": "x", "model_type": "whisper"}}, "whisper reads or tells speech, which"),
         ({"model": {"hf": "tiny-roberta", "task": "masked-lm"}, "seq_len": 129}, "128 positions"),
         ({"model": {"hf": "x", "model_type": "nope"}}, "knows no architecture nope"),
         ({"model": {"hf": "tiny-llama", "num_attention_heads": 3}}, "transformers"),

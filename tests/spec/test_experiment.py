@@ -164,10 +164,8 @@ REFUSED = [
     {"dtype": "fp8"},
     {"parallel": "kind=fsdp1,world_size=2"},
     {"lora": "dora"},
-    {"lora": "ia3", "method": "opacus-hooks"},
     {"lora": "ia3", "quantization": "nf4", "method": "flash"},
     {"lora": "rank=2,ia3=true", "method": "flash"},
-    {"lora": "rank=2,use_dora=true", "method": "opacus-hooks"},
     {"lora": "rank=2,use_dora=true,dropout=0.1", "method": "flash"},
     {"lora": "rank=2,use_dora=true", "quantization": "nf4", "method": "flash-bk"},
     {"optimizer": "galore"},
@@ -188,6 +186,15 @@ REFUSED = [
     {"model": {"kind": "QRNN", "vocab_size": 40, "embedding": 6, "hidden": 5}},
     {"model": {"kind": "GRU", "vocab_size": 40, "hidden": 5}},
     {"model": {"hf": "tiny-llama", "task": "dpo"}},
+    {"model": {"hf": "tiny-bart", "task": "automatic-speech-recognition"}},
+    {"optimizer": "adamw_bnb_8bit"},
+    {"optimizer": "rmsprop"},
+    {"checkpointing": "unsloth"},
+    {"quantization": "load-in-4bit"},
+    {"padding": "group_by_length"},
+    {"group_by_length": True},
+    {"activation_offloading": True},
+    {"energy": True},
 ]
 
 

@@ -31,7 +31,8 @@ def test_images_have_a_size_and_count_as_one_token() -> None:
     assert (usual.image_size, usual.seq_len, usual.tokens_in_step) == (224, 1, 8)
     assert make("hf:vit-base", image_size=384).image_size == 384
     assert make({"hf": "vit-base", "image_size": 64}).image_size == 64
-    assert make({"hf": "x", "model_type": "vit"}).image_size == 224
+    for kind in ("vit", "resnet"):
+        assert make({"hf": "x", "model_type": kind}).image_size == 224
     assert make("of-another-package", image_size=7).task == "image-classification"
     assert "-i32-" in make("wrn-16-4").id
     assert Experiment.model_validate_json(usual.canonical) == usual

@@ -118,28 +118,7 @@ def set_up(
     ``moment`` is called at ``model_loaded``, ``wrapped_with_dp`` and ``optimizer_created`` with the
     objects that hold tensors then.
     """
-    ways = (("execution", method.executions), ("head", method.heads), ("loss", method.losses))
-    for name, supported in ways:
-        setting = getattr(experiment, name)
-        if setting not in supported:
-            raise UnsupportedError(
-                f"{experiment.method} does not run with {name} {setting}; it runs with "
-                f"{', '.join(supported)}"
-            )
-    if not method.knows_formats and (
-        experiment.loss_scale != 1 or experiment.trained_dtype != "float32"
-    ):
-        raise UnsupportedError(
-            f"{experiment.method} knows neither loss_scale nor trained_dtype: it sums gradients as "
-            "they come, in the dtype of the parameters"
-        )
-    if experiment.accumulation > 1 and not method.accumulates:
-        raise UnsupportedError(f"{experiment.method} does not run with accumulation; closest: 1")
-    if experiment.noise_strategy != INDEPENDENT and not method.correlates:
-        raise UnsupportedError(
-            f"{experiment.method} does not run with noise_strategy {experiment.noise_strategy}; "
-            f"its noise is {INDEPENDENT}"
-        )
+    _refuse_settings(experiment, method)
     torch.manual_seed(experiment.seed)
     built: Any = build_model(experiment)
     if experiment.loss == "labels" and method.mechanism != NO_CLIPPING:
@@ -166,3 +145,39 @@ def set_up(
         torch.manual_seed(experiment.seed + distributed.get_rank())  # other samples on other ranks
     batch = make_batch(model, device, experiment)
     return Training(step, batch, facts)
+
+
+def _refuse_settings(experiment: Experiment, method: type[TrainingStep]) -> None:
+    ways = (("execution", method.executions), ("head", method.heads), ("loss", method.losses))
+    for name, supported in ways:
+        setting = getattr(experiment, name)
+        if setting not in supported:
+            raise UnsupportedError(
+                f"{experiment.method} does not run with {name} {setting}; it runs with "
+                f"{', '.join(supported)}"
+            )
+    if not method.knows_formats and (
+        experiment.loss_scale != 1 or experiment.trained_dtype != "float32"
+    ):
+        raise UnsupportedError(
+            f"{experiment.method} knows neither loss_scale nor trained_dtype: it sums gradients as "
+            "they come, in the dtype of the parameters"
+        )
+    lora, strategy = experiment.lora, experiment.noise_strategy
+    has_vectors = lora is not None and (lora.use_dora or lora.ia3)
+    for is_refused, setting in (
+        (
+            experiment.accumulation > 1 and not method.accumulates,
+            "accumulation; closest: accumulation 1, or method flash-bk",
+        ),
+        (
+            strategy != INDEPENDENT and not method.correlates,
+            f"noise_strategy {strategy}; its noise is {INDEPENDENT}",
+        ),
+        (
+            has_vectors and experiment.method.startswith("opacus"),
+            "use_dora or ia3: Opacus knows no rule for their vectors; closest: method flash-bk",
+        ),
+    ):
+        if is_refused:
+            raise UnsupportedError(f"{experiment.method} does not run with {setting}")

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dpprof.experiments.config.registry import EntryPointError
-from dpprof.experiments.config.validation import InputError, one_of, spelling_options
+from dpprof.experiments.config.validation import (
+    InputError,
+    find_closest,
+    one_of,
+    spelling_options,
+)
 from dpprof.experiments.launch.device_lock import DeviceBusyError
 from dpprof.experiments.records.record import ResultError
 from dpprof.system.console import fail, keep_log, printable, say, shorten_lines
@@ -39,6 +44,7 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.75)
             hint = "".join(f"; did you mean {option!r}?" for option in near)
+            hint = hint or find_closest("", name)
             why = shorten_lines(printable(f"{name!r} is not allowed{hint}"))
             usage = f"usage: {self.prog} --help lists the options"
             self.exit(2, f"{usage}\n{self.prog}: error: {why}\n")

@@ -112,9 +112,7 @@ def _in_fine_tuning(experiment: "Experiment") -> Iterator[str]:
     if experiment.lora is None or not (experiment.lora.use_dora or experiment.lora.ia3):
         return
     named = "ia3" if experiment.lora.ia3 else "use_dora"
-    if experiment.method.startswith("opacus"):
-        yield f"{named} requires a method that is not Opacus's, which knows no rule for its vectors"
-    elif experiment.lora.dropout and experiment.method not in ("standard", "microbatch"):
+    if experiment.lora.dropout and experiment.method not in ("standard", "microbatch"):
         yield "use_dora requires dropout 0 with a private method: it would draw twice for a sample"
     if experiment.base_format is not None:
         yield f"{named} requires quantization none: over quantised weights it is not predicted"

@@ -40,7 +40,15 @@ IMAGE_SIZE = 224
 
 _OBVIOUS: Mapping[str, Task] = {
     **dict.fromkeys(
-        ("beit", "convnext", "convnextv2", "deit", "dinov2", "swin", "swinv2", "vit"),
+        ("beit", "convnext", "convnextv2", "deit", "dinov2", "swin", "swinv2", "vit", "vit_msn"),
+        "image-classification",
+    ),
+    **dict.fromkeys(
+        ("bit", "cvt", "efficientnet", "focalnet", "hiera", "levit", "mobilenet_v2", "mobilevit"),
+        "image-classification",
+    ),
+    **dict.fromkeys(
+        ("poolformer", "pvt", "pvt_v2", "regnet", "resnet", "segformer", "swiftformer"),
         "image-classification",
     ),
     **dict.fromkeys(

@@ -16,29 +16,43 @@ from pydantic_core import ErrorDetails
 from dpprof.system.files import read_json
 
 _CLOSEST: Mapping[tuple[str, str], str] = {
-    ("quantization", "gptq|awq|hqq"): "nf4, whose weights have 4 bits too, and a scale for 64",
+    ("quantization", "gptq|awq|hqq|4bit"): "nf4, whose weights have 4 bits too, and a scale for 64",
+    ("quantization", "8bit"): "int8",
     ("dtype", "fp8|float8"): "bfloat16: float8 spares time, and keeps activations in 16 bits",
+    ("dtype", "bf16"): "bfloat16",
+    ("dtype", "fp16|half"): "float16",
     ("head", "liger|unsloth|fused|cut"): "chunked, which has no logits of all tokens either",
     ("loss", "liger|unsloth|fused|cut"): "head chunked, which has no logits of all tokens either",
     ("attention", "flash|xformers|flex"): "sdpa, by which PyTorch takes its own flash attention",
     ("parallel", "fsdp1|zero|deepspeed"): "fsdp, PyTorch's FSDP2, without buffers of whole groups",
     ("padding", "pack"): "packed",
+    ("padding", "length|bucket|longest"): "0 at the longest seq_len, whose batch has the peak",
     ("task", "qa|span|squad"): "question-answering",
     ("task", "dpo|grpo|kto|orpo|ppo|reward|preference"): "causal-lm, where a pair is two samples",
+    ("task", "speech|audio"): "seq2seq-lm, of a model of text with the same sizes",
     ("lora", "dora"): "use_dora=true, beside rank",
-    ("optimizer", "paged"): "paged-adamw-8bit or paged-adamw-32bit",
-    ("optimizer", "lion"): "sgd-momentum, with one state for each element too",
     ("optimizer", "galore"): "adafactor or adamw-8bit, whose states are small too",
+    ("optimizer", "paged"): "paged-adamw-8bit or paged-adamw-32bit",
+    ("optimizer", "lion|rmsprop|adagrad|muon|nesterov"): "sgd-momentum, with one state for each "
+    "element too",
+    ("optimizer", "adam.*8bit"): "adamw-8bit, bitsandbytes' own",
     ("optimizer", "backward|bwd"): "adamw-in-backward, which frees each gradient as soon",
     ("optimizer", "adam"): "adamw, with two states for each element",
     (
         "checkpointing",
-        "offload",
+        "offload|unsloth",
     ): "non-reentrant, which frees activations too, and computes them again",
     ("model", "lstm|gru|rnn"): "char-lstm or ptb-lstm-small, or a mapping of kind and sizes",
     ("checkpointing", "selective|partial|every"): "none and non-reentrant, which bound it",
+    ("", "offload"): "checkpointing non-reentrant for activations, optimizer paged-adamw-32bit for "
+    "states",
+    ("", "fp8|float8"): "dtype bfloat16: float8 spares time, and keeps activations in 16 bits",
+    ("", "group.*length|bucket"): "padding 0 at the longest seq_len, whose batch has the peak",
+    ("", "energy|price|cost"): "dpprof budget, which tells the energy and the price of a training",
+    ("", "pack"): "padding packed",
+    ("", "4bit|8bit"): "quantization nf4 or int8",
 }
-"""The closest question by the key, and by a pattern of what is asked for."""
+"""The closest question by the key, empty for an unknown key, and by a pattern of what is asked."""
 
 
 def find_closest(key: str, asked: Any) -> str:
@@ -53,7 +67,7 @@ def find_closest(key: str, asked: Any) -> str:
     texts = [
         text
         for (name, pattern), text in _CLOSEST.items()
-        if name in key.split(".") and re.search(pattern, asked.lower())
+        if name in key.split(".") and re.search(pattern, asked.lower().replace("-", "_"))
     ]
     return f"; closest: {texts[0]}" if texts else ""
 
@@ -210,7 +224,8 @@ def _sentence(
         unknown, parent = str(location[-1]), _key(location[:-1])
         allowed = one_of(_allowed_keys(model, location[:-1]), unknown)
         where = f" in {parent}" if parent else ""
-        return f"unknown key {_repr.repr(unknown)}{where}; {allowed}{find_closest(parent, unknown)}"
+        closest = find_closest(f"{parent}.", unknown)
+        return f"unknown key {_repr.repr(unknown)}{where}; {allowed}{closest}"
     message = problem["msg"].removeprefix("Value error, ")
     message = re.sub(r"^(Input|String|List|Dictionary) should", "it must", message)
     message = re.sub(r"^Keys should", "its keys must", message)

@@ -321,6 +321,11 @@ def read_config(architecture: Architecture) -> Any:
         raise UnsupportedError(
             f"transformers {transformers.__version__} knows no architecture {kind}"
         )
+    if kind in modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+        raise UnsupportedError(
+            f"{kind} reads or tells speech, which cannot be asked; closest: seq2seq-lm, of a model "
+            "of text with the same sizes"
+        )
     if kind not in _architectures_of(task):
         raise UnsupportedError(f"{kind} has no class for {task}; {_tell_tasks(kind, task)}")
     try:
