@@ -37,6 +37,10 @@ TINY = {
 }
 """Sizes of a model of transformers."""
 
+STAGES = {"hf": "x", "model_type": "resnet", "depths": [1, 1], "hidden_sizes": [8, 16]}
+STAGES |= {"embedding_size": 8, "layer_type": "bottleneck", "image_size": 32}
+"""A ResNet of transformers, with stages in place of blocks."""
+
 V = 6
 """So few ids that tokens repeat."""
 

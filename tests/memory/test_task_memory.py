@@ -6,6 +6,7 @@ import pytest
 import torch
 from factory import make_experiment
 from memory_steps import record_and_estimate
+from small_models import STAGES
 
 from dpprof.experiments.config import registry
 from dpprof.measure.instruments.memory import measure
@@ -17,6 +18,7 @@ from dpprof.subjects.setup import import_method, set_up
 MODELS = {
     "opacus-cnn": {"model": "opacus-cnn"},
     "resnet20-gn": {"model": "resnet20-gn", "image_size": 16},
+    "resnet": {"model": STAGES},
     "vit": {"model": "hf:tiny-vit"},
     **{
         f"{name} {task}": {"model": {"hf": f"tiny-{name}", "task": task}, "seq_len": 24}
@@ -49,6 +51,8 @@ REFUSED = {
         (model, "per-layer"): ""
         for model in ("vit", "bert masked-lm", "roberta masked-lm", "t5", "bart")
     },
+    # Its layers normalise over the batch.
+    **{("resnet", name): "" for name in registry.names("methods") if name != "standard"},
     # Expanded weights refuse tables with padding, and parameters beside other modules.
     **{
         (model, "opacus-ew"): ""

@@ -2,6 +2,7 @@
 
 import pytest
 from factory import make_experiment
+from small_models import STAGES
 
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.predict.estimate import estimate
@@ -40,8 +41,9 @@ def test_equal_blocks_are_found(experiment, container) -> None:
             make_experiment(model=MODEL, trainable=r"blocks\.5\.|head"),
             "block 5 is not like block 0",
         ),
+        (make_experiment(model=STAGES, seq_len=None), "its config counts stages, and no blocks"),
     ],
-    ids=["alternating windows", "one block trained"],
+    ids=["alternating windows", "one block trained", "stages"],
 )
 def test_different_blocks_are_told_and_traced_as_a_whole(experiment, why) -> None:
     with pytest.raises(NotAlikeError, match=why):

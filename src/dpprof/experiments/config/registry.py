@@ -272,7 +272,10 @@ def why_unsupported(experiment: Experiment, instrument: str) -> str | None:
 
 def _why_not_executed(experiment: Experiment, instrument: str) -> str | None:
     if experiment.execution == "compiled" and instrument in PREDICTIONS:
-        return "what a compiler makes of a step is not predicted; measure it (dpprof profile)"
+        return (
+            "what a compiler makes of a step is not predicted; measure it (dpprof profile), or the "
+            "closest: execution eager"
+        )
     if is_own("instruments", instrument) and instrument not in ("clean", *PREDICTIONS):
         return (
             f"the instrument {instrument} looks into steps that Python runs; execution "

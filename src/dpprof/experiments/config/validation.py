@@ -28,7 +28,8 @@ _CLOSEST: Mapping[tuple[str, str], str] = {
     ("padding", "pack"): "packed",
     ("padding", "length|bucket|longest"): "0 at the longest seq_len, whose batch has the peak",
     ("task", "qa|span|squad"): "question-answering",
-    ("task", "dpo|grpo|kto|orpo|ppo|reward|preference"): "causal-lm, where a pair is two samples",
+    ("task", "dpo|grpo|kto|orpo|ppo|reward|preference"): "causal-lm, where a pair is two samples, "
+    "without a reference's weights",
     ("task", "speech|audio"): "seq2seq-lm, of a model of text with the same sizes",
     ("lora", "dora"): "use_dora=true, beside rank",
     ("optimizer", "galore"): "adafactor or adamw-8bit, whose states are small too",

@@ -75,6 +75,8 @@ def find_blocks(experiment: Experiment) -> Blocks:
     else:
         assert isinstance(experiment.model, Architecture)
         config = _read_config(experiment.model)
+        if not hasattr(config, "num_hidden_layers"):
+            raise NotAlikeError("its config counts stages, and no blocks")
         _refuse_lists(config)
         count = config.num_hidden_layers
         lists = [
