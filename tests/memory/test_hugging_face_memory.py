@@ -57,6 +57,7 @@ SLOW += [
     for method in ("standard", "flash-bk")
     for fields in ({}, LORA, LORA | {"checkpointing": "non-reentrant"})
 ]
+SLOW += [("llama", "standard", {"padding": "packed"} | fields) for fields in ({}, ACCUMULATED)]
 SLOW += [
     (model, method, {"lora": "ia3"} | fields)
     for model in ("llama", "gpt2")
