@@ -107,7 +107,7 @@ def generated_files(root: Path) -> dict[Path, str]:
         schemas / "verdict.schema.json": _schema_of_files(Verdict, "dpprof verdict"),
         schemas / "ceilings.schema.json": _schema_of_files(Ceilings, "dpprof ceilings"),
         schemas / "budget.schema.json": _schema_of_files(Budget, "dpprof budget"),
-        schemas / "mechanisms.schema.json": _schema_of_files(Mechanisms, "dpprof budget --mechanism"),
+        schemas / "mechanisms.schema.json": _schema_of_files(Mechanisms, "dpprof mechanisms"),
         schemas / "comparison.schema.json": _schema_of_files(FolderComparison, "dpprof compare"),
         readme: f"{head}{begin}\n{key_tables()}{end}{tail}",
     }
