@@ -5,6 +5,7 @@ import importlib
 import json
 
 import pytest
+from documents import validate
 from factory import make_capacity
 from scripts import HERE, MODEL, call
 
@@ -45,6 +46,7 @@ def test_mechanisms_are_printed_and_written(found) -> None:
 
     assert done.returncode == 0, done.stderr
     told = json.loads((found / "m.json").read_text())
+    validate(told, "mechanisms")
     costs = {cost["mechanism"]: cost for cost in told["mechanisms"]}
     assert list(costs) == ["independent", *names]
     plain, banded = costs["independent"], costs["banded-8"]

@@ -123,9 +123,27 @@ def test_two_batches_next_to_each_other_confirm_nothing(traces) -> None:
     for batch_size in (8, 9):
         traces.footprint(batch_size)
     [family] = traces._families
-    family.is_followed = True
+    family.followed.add(8)
 
     assert not traces.confirms(8)
+
+
+def test_a_batch_a_little_below_others_follows_until_it_is_confirmed(traces, trace) -> None:
+    traced: list[int] = []
+
+    def note(batch_size: int, blocks: int):
+        traced.append(batch_size)
+        return trace(batch_size, blocks)
+
+    traces._trace = note
+    told = {batch_size: traces.footprint(batch_size) for batch_size in (20, 32, 13)}
+    assert set(traced) == {20, 32}
+
+    assert told[13].peak_bytes == Footprint.of(trace(13, DIMENSIONS["layers"]).recording).peak_bytes
+    assert traces.confirms(20)
+    assert set(traced) == {20, 32, 13}
+    traces.footprint(5)
+    assert set(traced) == {20, 32, 13, 5}  # too far below
 
 
 def test_a_batch_beside_the_line_is_not_confirmed(traces) -> None:

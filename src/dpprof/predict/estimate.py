@@ -4,6 +4,7 @@ Where the blocks of a model are equal, few of them are traced, and the whole fol
 (``memory.pattern``). Otherwise the whole is traced. A result says which it was.
 """
 
+from bisect import bisect
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -107,8 +108,8 @@ class Traces:
     def footprint(self, batch_size: int) -> Footprint:
         """Return what the training allocates with a batch.
 
-        It may be interpolated between a smaller and a larger batch; then ``confirms`` must be asked
-        about a batch between them.
+        It may follow from two other batches, also a little below them; then ``confirms`` must be
+        asked about a batch.
         """
         if batch_size not in self._footprints:
             self._footprints[batch_size] = self._find_footprint(batch_size)
@@ -118,19 +119,25 @@ class Traces:
         """Trace a batch; return whether it and the other batches confirm what was interpolated.
 
         The sizes of three batches must lie on a line. The sizes of one of them may be guessed.
-        Where there are only two, a batch between them is traced.
+        Where there are only two, a batch between them is traced; and the least that was followed,
+        where it lies below them.
         """
         told = self.footprint(batch_size)
-        followed = [family for family in self._families if family.is_followed]
+        followed = [family for family in self._families if family.followed]
         try:
             measured = self._measure(batch_size).footprint(batch_size)
             for family in followed:
+                if (least := min(family.followed)) < min(family.sizes):
+                    self._measure(least)
                 if len(family.sizes) < _LINE:
                     self._measure(sum(family.sizes) // 2)
         except NotAlikeError:
             return not followed
         return told == measured and all(
-            family.is_line() and len(family.sizes) >= _LINE for family in followed
+            len(family.sizes) >= _LINE
+            and family.is_line()
+            and min(family.sizes) <= min(family.followed)
+            for family in followed
         )
 
     def stop_interpolating(self) -> None:
@@ -186,7 +193,8 @@ class Traces:
         if self._interpolating:
             for family in self._families:
                 if family.reaches(batch_size):
-                    family.is_followed |= not family.has_measured(batch_size)
+                    if not family.has_measured(batch_size):
+                        family.followed.add(batch_size)
                     return family.footprint(batch_size)
         try:
             return self._measure(batch_size).footprint(batch_size)
@@ -273,8 +281,8 @@ class _Family:
         self.guessed: set[int] = set()
         """Batches whose sizes were guessed from one record."""
 
-        self.is_followed = False
-        """Whether something rests on sizes that were not measured."""
+        self.followed: set[int] = set()
+        """Batches whose footprints rest on sizes that were not measured."""
 
         self._count = count
 
@@ -296,18 +304,23 @@ class _Family:
         return self.pattern.assemble(self._count, self.sizes[batch_size])
 
     def footprint(self, batch_size: int) -> Footprint:
-        """Return the footprint of a batch that was traced, or that lies between traced ones."""
+        """Return the footprint of a batch that was traced, or that follows from two others."""
         sizes = self.sizes.get(batch_size)
         if sizes is None:
-            low = max(batch for batch in self.sizes if batch < batch_size)
-            high = min(batch for batch in self.sizes if batch > batch_size)
-            sizes = self._interpolate(low, batch_size, high)
+            batches = sorted(self.sizes)
+            above = max(bisect(batches, batch_size), 1)
+            sizes = self._interpolate(batches[above - 1], batch_size, batches[above])
         return self.pattern.footprint(self._count, sizes)
 
     def reaches(self, batch_size: int) -> bool:
-        """Return whether a batch was traced, or lies between batches that are on a line."""
-        is_between = min(self.sizes) < batch_size < max(self.sizes)
-        return batch_size in self.sizes or (is_between and self.is_line())
+        """Return whether a batch was traced, or lies between batches that are on a line.
+
+        It may also lie below the first of them, as far as the second is above: ``confirms`` then
+        traces the least such batch.
+        """
+        first, *others = sorted(self.sizes)
+        is_near = bool(others) and 2 * first - others[0] <= batch_size < others[-1]
+        return batch_size in self.sizes or (is_near and self.is_line())
 
     def is_line(self) -> bool:
         """Return whether every batch is on the line between its neighbours."""

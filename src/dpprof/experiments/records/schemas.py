@@ -12,7 +12,7 @@ from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.naming import NAME_PATTERN, Dimensions, RecurrentSizes
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.sweep import Config, Sweep
-from dpprof.experiments.records.budget import Budget
+from dpprof.experiments.records.budget import Budget, Mechanisms
 from dpprof.experiments.records.ceilings import Ceilings
 from dpprof.experiments.records.comparison import FolderComparison
 from dpprof.experiments.records.result import Result
@@ -107,6 +107,7 @@ def generated_files(root: Path) -> dict[Path, str]:
         schemas / "verdict.schema.json": _schema_of_files(Verdict, "dpprof verdict"),
         schemas / "ceilings.schema.json": _schema_of_files(Ceilings, "dpprof ceilings"),
         schemas / "budget.schema.json": _schema_of_files(Budget, "dpprof budget"),
+        schemas / "mechanisms.schema.json": _schema_of_files(Mechanisms, "dpprof mechanisms"),
         schemas / "comparison.schema.json": _schema_of_files(FolderComparison, "dpprof compare"),
         readme: f"{head}{begin}\n{key_tables()}{end}{tail}",
     }
