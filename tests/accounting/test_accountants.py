@@ -6,13 +6,15 @@ import sys
 
 import pytest
 from fresh_process import run_fresh
-from opacus.accountants import PRVAccountant
+from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants.analysis.rdp import compute_rdp
 from scipy.optimize import brentq
 from scipy.stats import norm
 
 from dpprof.private.accounting import accountants
 from dpprof.private.accounting.accountants import bound_epsilon
 from dpprof.private.accounting.budget import Spent, find_noise
+from dpprof.private.accounting.renyi import make_compute_rdp
 from dpprof.private.accounting.schedule import Sampling
 from dpprof.private.accounting.search import BeyondReachError
 
@@ -42,6 +44,32 @@ def test_epsilon_is_that_of_dp_accounting_and_never_less(noise, rate, steps, del
     assert stored * 0.998 <= bound_epsilon(history, delta, "rdp") <= 3 * stored
     if "pld" in accountants.list_installed():
         assert bound_epsilon(history, delta, "pld") == pytest.approx(stored, rel=1e-4)
+
+
+@pytest.mark.parametrize("rate", [1e-5, 1e-3, 0.02, 0.4])
+@pytest.mark.parametrize("noise", [0.3, 0.7, 1.0, 4.0])
+def test_divergences_are_those_that_opacus_adds_up_term_by_term(rate, noise) -> None:
+    question = {"q": rate, "noise_multiplier": noise, "steps": 3}
+    orders = RDPAccountant.DEFAULT_ALPHAS
+
+    told = make_compute_rdp(lambda **_: None)(**question, orders=orders)
+
+    # Opacus leaves out terms below exp(-30), of which the last digits of tiny ones consist.
+    assert told == pytest.approx(compute_rdp(**question, orders=orders), rel=1e-8, abs=1e-11)
+    assert (told > 0).all()
+
+
+@pytest.mark.parametrize(
+    "question",
+    [{"q": 0.5, "noise_multiplier": 200.0}, {"q": 0.1, "noise_multiplier": 1e-200}, {"q": 1.0}],
+)
+def test_what_is_not_added_up_at_once_is_opacus_s(question) -> None:
+    def compute(**asked):
+        return asked
+
+    asked = {"noise_multiplier": 1.0, "steps": 2, "orders": [1.5, 4.0]} | question
+
+    assert make_compute_rdp(compute)(**asked) == asked
 
 
 def find_lower_bound(history: list, delta: float) -> float:

@@ -1,6 +1,7 @@
 """Say what a privacy budget costs with each method: noise, steps, GPU hours and money."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
@@ -12,13 +13,16 @@ from dpprof.ask.capacities import find_capacities, list_experiments, read_verdic
 from dpprof.ask.commands.capacities import ask, make_parser, print_answer, read_question
 from dpprof.ask.commands.common import ending_in_a_sentence
 from dpprof.ask.commands.options import add_privacy_options
+from dpprof.ask.defaults import CAPTURED
 from dpprof.ask.mechanisms import ALL, PricedMechanisms, price, read_mechanisms
 from dpprof.ask.questions import naming
+from dpprof.experiments.accounting.plan import NoisePlan
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.privacy import Privacy
 from dpprof.experiments.config.validation import InputError, explain, refuse, spell
 from dpprof.experiments.launch.accounting_run import account_once
 from dpprof.experiments.records.budget import Budget
+from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.advice.budget import make_budget
 from dpprof.results.analysis.tables.axes import axes_of, target_text
 from dpprof.system.console import say
@@ -134,20 +138,39 @@ def budget(
         why = f"{spell('mechanism')} is about one number of ranks; give {spell('parallel')}"
         raise refuse(spell("world_sizes"), " ".join(map(str, world_sizes)), why)
     with naming({"model": model, **stated}) as fields:
-        asked = list_experiments(fields, methods, world_sizes)
+        compared = CAPTURED if names and methods is None else methods
+        asked = list_experiments(fields, compared, world_sizes)
         tokens = asked[0].tokens_per_sample
         privacy.refuse_few_tokens(tokens, spell("tokens"))
         for warning in privacy.warnings:
             say(f"warning: {warning}")
-        [noise] = account_once(Path(), privacy, [tokens], again=again)
-        if noise.planned.noise_multiplier is None:
-            raise InputError(f"{spell('epsilon')}: {noise.planned.reason}")
-        if names:
-            return price(fields, methods, names, privacy, noise, again=again)
         standings = read_verdicts(asked)
-        results = find_capacities(asked, Path(), again=again)
+        results, noise = _find(asked, privacy, tokens, again=again)
+        if names:
+            return price(fields, results, names, privacy, noise, standings=standings, again=again)
         target = target_text(asked[0]) or "this machine"
         return Priced(make_budget(results, target, standings, privacy, noise), asked[0])
+
+
+def _find(
+    asked: Sequence[Experiment], privacy: Privacy, tokens: float, *, again: bool
+) -> tuple[list[Result], NoisePlan]:
+    """Find capacities, and beside them the noise of a budget.
+
+    Raises:
+        InputError: No noise is known for it.
+    """
+
+    def plan() -> NoisePlan:
+        [noise] = account_once(Path(), privacy, [tokens], again=again)
+        if noise.planned.noise_multiplier is None:
+            raise InputError(f"{spelt}: {noise.planned.reason}")
+        return noise
+
+    spelt = spell("epsilon")  # which depends on the thread
+    with ThreadPoolExecutor(1) as pool:
+        planning = pool.submit(plan)
+        return find_capacities(asked, Path(), again=again, beside=planning), planning.result()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

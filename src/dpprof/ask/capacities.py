@@ -4,7 +4,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -91,15 +91,24 @@ def _format_ranks(kind: Any, world_sizes: Sequence[int]) -> list[str | None]:
     return [None if size == 1 else f"{text},world_size={size}" for size in sorted(world_sizes)]
 
 
-def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: bool) -> list[Result]:
+def find_capacities(
+    experiments: Sequence[Experiment],
+    root: Path,
+    *,
+    again: bool,
+    beside: Future[Any] | None = None,
+) -> list[Result]:
     """Find the capacity of each experiment, or read it from a result that is still valid.
 
     A line on a terminal counts them. Batch sizes do not matter. ``root`` is the folder that holds
     ``results``; with ``again``, existing results are ignored. Where a function of this process
-    builds the model, this process finds capacities one after another, and keeps none.
+    builds the model, this process finds capacities one after another, and keeps none. What is asked
+    ``beside`` them ends the search where it fails, which raises its error.
     """
 
     def find(experiment: Experiment) -> Result:
+        if beside is not None and beside.done():
+            beside.result()
         kept = None if again else _read_known(root, experiment)
         log = root / "results" / "logs" / INSTRUMENT / f"{experiment.id}.r0.log"
         output = result_path(root, INSTRUMENT, experiment.id, 0)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpprof.ask.answer import BatchAnswer, load_figure, tabulate
 from dpprof.ask.budget_text import explain_choice
-from dpprof.ask.capacities import find_capacities, list_experiments, read_verdicts
-from dpprof.ask.defaults import CAPTURED
+from dpprof.ask.capacities import find_capacities, list_experiments
 from dpprof.ask.layout import (
     explain_trust,
     fit_screen,
@@ -184,17 +183,19 @@ def read_mechanisms(mechanism: str | Sequence[str], privacy: Privacy) -> list[st
 
 def price(
     fields: Mapping[str, Any],
-    methods: Sequence[str] | None,
+    results: Sequence[Result],
     names: Sequence[str],
     privacy: Privacy,
     noise: NoisePlan,
     *,
+    standings: Mapping[str, Standing],
     again: bool,
 ) -> PricedMechanisms:
-    """Price mechanisms by the method that takes the fewest hours with independent noise."""
-    asked = list_experiments(fields, CAPTURED if methods is None else methods)
-    standings = read_verdicts(asked)
-    alone = _choose(find_capacities(asked, Path(), again=again), standings)
+    """Price mechanisms by the method that takes the fewest hours with independent noise.
+
+    ``results`` are capacities with that.
+    """
+    alone = _choose(results, standings)
     able = [n for n in names if not explain_impossible(n, noise.planned, privacy.samples)]
     bands = sorted({bands_of(name) for name in able} - {1})
     rest = [number for number in bands if not exceed_memory(alone, number)]
@@ -214,10 +215,10 @@ def price(
         )
         capacities = find_capacities(further, Path(), again=again) if further else []
         planned = planning.result()
-    results = {1: alone, **dict(zip(rest, capacities, strict=True))}
-    target = target_text(asked[0]) or "this machine"
+    by_bands = {1: alone, **dict(zip(rest, capacities, strict=True))}
+    target = target_text(alone.experiment) or "this machine"
     standing = standings[alone.experiment_id]
-    prices = price_mechanisms(results, privacy, noise, planned, target=target, standing=standing)
+    prices = price_mechanisms(by_bands, privacy, noise, planned, target=target, standing=standing)
     return PricedMechanisms(prices)
 
 

@@ -15,8 +15,10 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
+from dpprof.private.accounting.renyi import make_compute_rdp
 from dpprof.private.accounting.schedule import Sampling
 from dpprof.private.accounting.search import FAILURES, BeyondReachError
+from dpprof.private.substitutes import substitute
 
 Steps = tuple[float, float, int]  # noise multiplier, sample rate, and number of steps
 
@@ -97,13 +99,14 @@ def _bound(
 def _bound_by_opacus(accountant: str, history: Sequence[Steps], delta: float) -> float:
     book = import_opacus().create_accountant(mechanism=accountant)
     book.history = list(history)
-    with warnings.catch_warnings():
+    analysis = importlib.import_module("opacus.accountants.analysis.rdp")
+    faster = make_compute_rdp(analysis.compute_rdp)
+    with warnings.catch_warnings(), substitute(analysis, "compute_rdp", faster):
         # That another order might give a tighter bound; and divisions by zero at a sample rate
         # of 1, whose results are not used.
         warnings.simplefilter("ignore")
         if accountant == "rdp" and history:
             spent = sum(_divergences_of_step(noise, rate) * steps for noise, rate, steps in history)
-            analysis = importlib.import_module("opacus.accountants.analysis.rdp")
             orders = book.DEFAULT_ALPHAS
             epsilon = float(analysis.get_privacy_spent(orders=orders, rdp=spent, delta=delta)[0])
         else:
