@@ -120,7 +120,8 @@ def find_capacities(
     with _ProgressLine(len(experiments)) as progress:
         if registry.is_lent(experiments[0].model):
             return list(map(find, experiments))
-        pool = ThreadPoolExecutor(max_workers=available_cores())
+        # The last ones end together, rather than one alone.
+        pool = ThreadPoolExecutor(max_workers=available_cores() + 1)
         try:
             return list(pool.map(find, experiments))
         finally:
