@@ -257,7 +257,8 @@ def test_an_interruption_ends_it_with_a_final_page_and_changes_nothing_else(
 ) -> None:
     plan_clean(tmp_path, "standard").end(0)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    program = "from dpprof.ask.commands.main import main; main(['watch'])"
+    # Beside other tests a nice process waits for minutes.
+    program = "import os; os.nice = int; from dpprof.ask.commands.main import main; main(['watch'])"
     with subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=tmp_path,

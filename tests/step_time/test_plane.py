@@ -107,11 +107,14 @@ ASKED_ABOUT = [
     ids=lambda asked: asked["model"],
 )
 def test_a_processor_without_avx_512_predicts_the_same(asked, monkeypatch, capsys) -> None:
+    extensions = np.show_config(mode="dicts")["SIMD Extensions"]["found"]
+    wide = [one for one in extensions if one == "X86_V4" or one.startswith("AVX512")]
+    if not wide:
+        pytest.skip("this processor has no AVX-512, so that every other test runs without")
     given = json.dumps({"target": "h100", "device": "cuda", "dtype": "bfloat16"} | asked)
     monkeypatch.setattr(sys, "argv", ["", given])
     exec(ASKED, {})  # noqa: S102
-    here, extensions = map(json.loads, capsys.readouterr().out.splitlines())
-    wide = [one for one in extensions if one == "X86_V4" or one.startswith("AVX512")]
+    here, _ = map(json.loads, capsys.readouterr().out.splitlines())
     monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", " ".join(wide))
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
