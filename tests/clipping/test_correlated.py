@@ -407,6 +407,21 @@ def test_one_call_correlates_noise_and_goes_on_to_the_same_bits(noise) -> None:
         train(private, model, epochs=1)
 
 
+@pytest.mark.parametrize("calls", [[], ["zero_grad"], ["discard"]])
+def test_a_batch_that_failed_begins_the_strategy_anew(calls) -> None:
+    """It is of a fold, and the next batch of another: a sample would return too early."""
+    run = Run(d=8)
+    run.step()
+    run.step()
+    with pytest.raises(ValueError, match="losses"):
+        run.clipping.backward(run.losses(2).mean())
+    for name in calls:
+        getattr(run.optimizer, name)()
+    run.step()
+
+    assert run.optimizer.buffers.done == 1
+
+
 def test_a_batch_that_a_loop_leaves_begins_the_strategy_anew() -> None:
     model, private = prepare()
     train(private, model, epochs=1)

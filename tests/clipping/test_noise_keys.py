@@ -83,6 +83,23 @@ def test_another_step_nonce_secret_or_rank_has_independent_noise() -> None:
     assert are_independent([*noises, draw(keys, summed, 2), draw(keys, summed, 2**40)])
 
 
+def test_noise_of_another_scale_is_independent() -> None:
+    """Two releases of a sum, whose noise differs by its scale alone, would tell the sum."""
+    model = nn.Linear(512, 256, bias=False)
+    optimizer = private(BookKeeping(model, 1.0, first_batch="trusted"), model, lr=0.0)
+    state, noises = copy.deepcopy(optimizer.state_dict(exact=True)), []
+    for noise_multiplier in (1.0, 2.0, 1.0):
+        optimizer.load_state_dict(copy.deepcopy(state), exact=True)
+        optimizer.noise_multiplier = noise_multiplier
+        optimizer.clipping.backward(model(torch.zeros(1, 512)).sum(1))
+        optimizer.step()
+        noises.append(model.weight.grad.clone())
+        optimizer.zero_grad()
+
+    assert torch.equal(noises[0], noises[2])
+    assert are_independent(noises[:2])
+
+
 WAYS = pytest.mark.parametrize("bytewise", [False, True])
 """A processor without units for matrices of bytes takes the first way."""
 

@@ -154,6 +154,27 @@ def train(private, steps: int) -> list[list[int]]:
     return taken
 
 
+def test_a_state_without_secrets_draws_other_batches_also_where_a_generator_is_given() -> None:
+    first, resumed = prepare(), prepare()
+    resumed.load_state_dict(copy.deepcopy(first.state_dict()))
+
+    assert train(first, 4) != train(resumed, 4)
+
+
+def test_the_rest_of_a_batch_that_is_discarded_is_not_handed_out() -> None:
+    private, sizes = prepare(size=12, max_batch_size=4), []
+    for _ in range(2):
+        for x, _ in private.data_loader:
+            sizes.append(len(x))
+            private.optimizer.backward(private.model(x).square().mean(1))
+            if len(sizes) == 2:
+                private.optimizer.discard()
+            else:
+                private.optimizer.step()
+
+    assert (sizes, private.optimizer.steps) == ([4] * 5, 1)
+
+
 def test_what_was_spent_counts_the_steps_of_a_fold() -> None:
     private = prepare(folds=4)
     train(private, 10)

@@ -46,8 +46,9 @@ class _TrlMixin(PrivateTrainerMixin):
             ),
             "a data set of images": (self._is_vision_dataset, "it is not supported"),
             "shuffle_dataset": (
-                getattr(self.args, "shuffle_dataset", False) and self.privacy.folds > 1,
-                "which fold a sample is in would depend on the others",
+                getattr(self.args, "shuffle_dataset", False)
+                and (self.privacy.folds > 1 or self.privacy.unit == "user"),
+                "folds and users go by the place of a sample in the data",
             ),
         }
         refuse(refused)

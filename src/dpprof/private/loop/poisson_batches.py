@@ -132,7 +132,7 @@ class PoissonLoader:
         self.optimizer: PrivateOptimizer | None = None
         """Is told of parts and of batches without samples; set before the first iteration."""
 
-        self._rank, self._is_given = rank, generator is not None
+        self._rank = rank
         if generator is None or ranks > 1 or generator.device.type != "cpu":
             generator = make_generator(generator, rank)
         self.samples = len(cast("Sized", data_loader.dataset))
@@ -192,13 +192,21 @@ class PoissonLoader:
         return self.optimizer is None or self.optimizer.is_last_part
 
     def __iter__(self) -> Iterator[Any]:
-        """Hand out the rest of an epoch; what was left of a batch is thrown away."""
+        """Hand out the rest of an epoch; what was left of a batch is thrown away.
+
+        So is the rest of a batch that the loop discards: which samples were in the parts before
+        would show in the step.
+        """
         assert self.optimizer is not None
-        turn = self._turn + 1
+        turn, begins = self._turn + 1, True
         try:
             for batch, part in self.parts():
-                self.optimizer.take_part(part)
-                yield batch
+                if begins:
+                    self.optimizer.is_thrown_away = False
+                if not self.optimizer.is_thrown_away:
+                    self.optimizer.take_part(part)
+                    yield batch
+                begins = part.is_last
         finally:
             if turn == self._turn:
                 self.optimizer.leave_parts()
@@ -275,7 +283,7 @@ class PoissonLoader:
         if exact:
             self._state = state["secrets"]["generator"].cpu()
             self.max_batch_size = state["secrets"]["max_batch_size"]
-        elif not self._is_given:
+        else:
             self._state = make_generator(rank=self._rank).get_state()
 
     def refuse_other(self, state: dict[str, Any], *, exact: bool) -> None:

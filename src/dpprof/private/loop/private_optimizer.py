@@ -15,6 +15,7 @@ from dpprof.private.noise.inner_optimizers import refuse_optimizer
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.noise.quantile import QuantileBound
 from dpprof.private.noise.schedules import NOISY
+from dpprof.private.ranks.ranks import Settings
 from dpprof.private.refusals.tensor_kinds import refuse_losses
 from dpprof.private.samples.users import Users
 
@@ -47,6 +48,9 @@ class PrivateOptimizer(NoisyOptimizer):
     """Runs steps as CUDA graphs; None for an ordinary loop."""
 
     _clips_failed_parts_again = True
+    is_thrown_away = False
+    """Whether the batch that the loop is in was discarded, so that no step may apply its rest."""
+
     _part: Part | None = None
     _fold: int = 0
     _most_steps = 0
@@ -107,7 +111,7 @@ class PrivateOptimizer(NoisyOptimizer):
     def discard(self) -> None:
         """Throw away the sums of a batch that is not finished, and forget its part."""
         super().discard()
-        self._part, self._clipped = None, None
+        self._part, self._clipped, self.is_thrown_away = None, None, True
         if self.captured is not None:
             self.captured.drop()
 
@@ -181,6 +185,11 @@ class PrivateOptimizer(NoisyOptimizer):
             return
         self._refuse_another_line()
         self.spent.count(self, 0 if self._is_one_mechanism else self._fold)
+
+    def _settings_of_ranks(self) -> Settings:
+        drawn = () if self.spent is None else self.spent.sampling
+        how = f"{drawn[:2]} {drawn[4:]} {self._fold}"  # the rest follows from the samples of a rank
+        return {**super()._settings_of_ranks(), "how samples are drawn, or the fold,": how}
 
     @property
     def _is_one_mechanism(self) -> bool:

@@ -1,8 +1,9 @@
 """What the noise of a step follows from, so that no two sums ever get the same noise.
 
 The key of a step is SHAKE-256 of a secret of 256 bits, a nonce of the run, the rank, the number of
-the step and a digest of the clipped sums: noise is bound to what it hides, as nonces are in
-deterministic signatures (RFC 6979) and in encryption that withstands their misuse (RFC 5297).
+the step, the scale of its noise and a digest of the clipped sums: noise is bound to what it hides,
+as nonces are in deterministic signatures (RFC 6979) and in encryption that withstands their misuse
+(RFC 5297).
 Where kernels add the noise on one GPU, SHAKE-256 of all but the digest seeds Philox, and the
 digest, which stays on the device, is 64 bits of its counter.
 Whatever is resumed, rolled back, forked or repeated, other sums get independent noise.
@@ -65,7 +66,7 @@ class NoiseKeys:
         self._tables: dict[torch.device, Tensor] = {}
         self._words: dict[torch.device, Tensor] = {}  # a seed and a digest, for kernels
         self._process = os.getpid()
-        self._step = 0
+        self._step, self._std = 0, 0.0
         self.secret = self.nonce = b""
         if generator is None:
             self.secret, self.nonce = (_draw_secret(source) for _ in range(2))
@@ -114,8 +115,8 @@ class NoiseKeys:
                 "exact=True, for fresh noise"
             ) from error
 
-    def begin(self, step: int, sums: Sequence[Tensor]) -> None:
-        """Note which step it is, and seed the kernels for sums like these.
+    def begin(self, step: int, sums: Sequence[Tensor], std: float = 0.0) -> None:
+        """Note step and scale of noise, and seed the kernels for sums like these.
 
         A graph that is replayed reads on the device what is written here.
 
@@ -129,7 +130,7 @@ class NoiseKeys:
                     "would repeat what the other process draws; make the optimizer anew here"
                 )
             self.renew()
-        self._step = step
+        self._step, self._std = step, std
         for device in self._make_words_for(sums):
             self._words[device][0].fill_(_to_number(self.derive("device", 8)))
 
@@ -186,6 +187,7 @@ class NoiseKeys:
     def derive(self, purpose: str, size: int, digest: bytes = b"") -> bytes:
         """Return bytes for a purpose in this step, which follow from the secret and a digest."""
         numbers = b"".join(number.to_bytes(8, "little") for number in (self._rank, self._step))
+        numbers += struct.pack("<d", self._std)  # scaled otherwise, the same draws would bare sums
         return _derive(self.secret, purpose, size, self.nonce + numbers + digest)
 
     def _table_on(self, device: torch.device) -> Tensor:

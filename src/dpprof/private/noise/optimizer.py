@@ -395,7 +395,8 @@ class NoisyOptimizer(Optimizer):
         elif ranks.size > 1:
             ranks.agree(self._settings_of_ranks())
         self.steps += 1
-        self.keys.begin(self.steps, [own_part(total) for total in sums.total.values()])
+        own = [own_part(total) for total in sums.total.values()]
+        self.keys.begin(self.steps, own, self._std)
         if self.buffers is not None:
             self.buffers.begin(self.keys.nonce, self._fold)
 
@@ -488,7 +489,8 @@ class NoisyOptimizer(Optimizer):
 
     def discard(self) -> None:
         """Throw away the sums of a batch that is not finished: nothing of it is applied."""
-        if self.buffers is not None and self.is_within_a_batch:
+        has_failed = self.clipping.failures != self._failures_before
+        if self.buffers is not None and (self.is_within_a_batch or has_failed):
             self.buffers.begin_anew()
         self.clear_sums()
         self._step_skip_queue.clear()
@@ -725,6 +727,8 @@ class NoisyOptimizer(Optimizer):
                 "a backward pass failed since the last step, and with it a part of this batch may "
                 "be missing; call discard(), and begin the batch again"
             )
+        if has_failed and self.buffers is not None and not self._clips_failed_parts_again:
+            self.buffers.begin_anew()  # a batch may be missing, so samples return too early
         self._failures_before = self.clipping.failures
 
     def _require_noise(self, optimizer: Optimizer, *_: Any) -> None:

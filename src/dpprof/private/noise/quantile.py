@@ -71,7 +71,7 @@ class QuantileBound:
 
     def move(self, bound: float, step: int) -> float:
         """Return the next bound, after a step on a whole batch."""
-        self.keys.begin(step, [])
+        self.keys.begin(step, [], self.count_noise)
         key = self.keys.derive("count", 32, repr((bound, self._count)).encode())
         noise = np.random.default_rng(int.from_bytes(key)).normal(scale=self.count_noise)
         share = 0.5 + (self._count + noise) / self._size
