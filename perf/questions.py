@@ -55,6 +55,11 @@ QUESTIONS = (
         )
         for T in _LENGTHS
     ),
+    Question(
+        "budget, 1b, all mechanisms",
+        f"budget {_1B} --samples 1e6 --tokens 2e9 --epsilon 8 --mechanism all --again",
+        10,
+    ),
     Question("estimate, 1b", f"estimate {_1B} --method flash-bk --batch-size 4", 2.5),
     Question(
         "estimate, rank 0 of 64, llama-3.1-8b, flash",

@@ -161,6 +161,19 @@ def test_a_state_without_secrets_draws_other_batches_also_where_a_generator_is_g
     assert train(first, 4) != train(resumed, 4)
 
 
+@pytest.mark.parametrize(
+    ("change", "is_alike"),
+    [({"count": 13}, False), ({"count": 13, "sample_rate": 0.25}, True), ({"folds": 3}, False)],
+)
+def test_ranks_compare_how_they_draw_and_the_fold(change, is_alike) -> None:
+    mine, other = prepare().optimizer, prepare(**change).optimizer
+
+    assert (mine._settings_of_ranks() == other._settings_of_ranks()) is is_alike
+    before = other._settings_of_ranks()
+    other._fold = 1
+    assert other._settings_of_ranks() != before
+
+
 def test_the_rest_of_a_batch_that_is_discarded_is_not_handed_out() -> None:
     private, sizes = prepare(size=12, max_batch_size=4), []
     for _ in range(2):
