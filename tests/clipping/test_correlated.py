@@ -128,7 +128,7 @@ def test_many_elements_and_complex_ones_have_it_too(noise, monkeypatch) -> None:
     keys = Run(d=2).optimizer.keys
     for step in range(STEPS):
         sums = [torch.zeros(50_000), torch.zeros(30_000, dtype=torch.complex64)]
-        keys.begin(step, sums)
+        keys.begin(step, sums, 1.0)
         buffers.begin(keys.nonce)
         key = keys.bind(sums, after=buffers.key)
         adding = NoiseOfStep(STD * strategy.scale, 1.0, key, buffers)

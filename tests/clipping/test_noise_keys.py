@@ -24,7 +24,7 @@ N = 2**17
 
 def draw(keys: NoiseKeys, summed: torch.Tensor, step: int = 1) -> torch.Tensor:
     """Return the noise of a step on a sum, in float64."""
-    keys.begin(step, [summed])
+    keys.begin(step, [summed], 1.0)
     noised = summed.clone()
     NoiseOfStep(1.0, 1.0, keys.bind([summed])).add_to(noised)
     return noised.double() - summed.double()
@@ -202,7 +202,7 @@ def test_a_fork_does_not_repeat_a_given_generator(monkeypatch) -> None:
     keys = NoiseKeys(generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(os, "getpid", lambda: -1)
     with pytest.raises(RuntimeError, match="was forked, and its copy of the generator"):
-        keys.begin(1, [])
+        keys.begin(1, [], 1.0)
 
 
 def test_a_generator_is_a_source_of_secrets() -> None:
@@ -256,7 +256,7 @@ def test_ranks_that_add_up_share_digests() -> None:
         return torch.cat([digest, digest + len(shared)])
 
     keys, summed = NoiseKeys(), torch.randn(N)
-    keys.begin(1, [summed])
+    keys.begin(1, [summed], 1.0)
     first, second = (keys.bind([summed], share) for _ in range(2))
 
     assert torch.equal(shared[0], shared[1])

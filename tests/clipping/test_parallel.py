@@ -242,14 +242,14 @@ def by_name(calls: list[tuple[str, int]]) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", EVERY_KIND)
-def test_as_many_collectives_as_in_ordinary_training_and_one_for_what_ranks_agree_on(
+def test_as_many_collectives_as_in_ordinary_training_and_those_by_which_ranks_agree(
     pools, kind, size
 ) -> None:
     case = Case("ours", "flash-bk", kind, tied=True)
     for ordinary, private in pools[size].compute(parallel_cases.record_collectives, case, [[0, 1]]):
         compared = [one for one in private if one[0] == "all-gather" and one[1] < 50]
-        # Settings on each axis of the mesh, and digests where sums are added up.
-        assert len(compared) == {"fsdp": 1, "ddp": 2, "hsdp": 3}[kind]
+        # What was used and settings, on each axis of the mesh; digests where sums are added up.
+        assert len(compared) == {"fsdp": 2, "ddp": 2, "hsdp": 5}[kind]
         for one in compared:
             private.remove(one)
         found, expected = by_name(private), by_name(ordinary)

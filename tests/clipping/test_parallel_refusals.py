@@ -282,22 +282,6 @@ def test_ddp_communicates_where_its_clipping_could_not_be_made() -> None:
     assert model.require_backward_grad_sync
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"), [("noise_multiplier", 0.1), ("expected_batch_size", 9)]
-)
-def test_a_setting_that_changes_between_backward_and_step(setting, value) -> None:
-    """The ranks compared it in backward, so that a step has no collective of its own."""
-    model = sharded()
-    clipping = BookKeeping(model, 1.0)
-    optimizer = private(clipping, model, noise_multiplier=1.0)
-    clipping.backward(squares(model, X))
-    setattr(optimizer, setting, value)
-    before = [p.to_local().clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match=f"{setting} changed after"):
-        optimizer.step()
-    assert all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
-
-
 class Mixing(nn.Module):
     """Layers between which samples and tokens trade places, or are mixed, or backward fails."""
 

@@ -41,7 +41,7 @@ def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
     with Recorder(is_there=lambda *_: True) as recorder:  # no method has a secure mode
         draw_secure_noise(1.0, torch.zeros(2), None)
         keys, long_sum = NoiseKeys(), torch.zeros(2**20 + 1)  # as a large model has
-        keys.begin(1, [long_sum])
+        keys.begin(1, [long_sum], 1.0)
         NoiseOfStep(1.0, 1, keys.bind([long_sum])).add_to(long_sum)
         hash_rows(torch.zeros(8, dtype=torch.int32), torch.zeros(2, LANES, dtype=torch.int64))
         sum_whole(SampleGradients(torch.ones(2, 3)), torch.ones(2))  # ranks with shards do

@@ -41,7 +41,7 @@ QUICK = [
     ("gpt2", "flash-bk", {"loop": "hf-manual"} | PADDED),
     ("llama", "standard", {"loop": "hf-trainer", "dtype": "bfloat16"}),
     ("gemma2", "flash-bk", {"loop": "torchtune", "dtype": "bfloat16"}),
-    ("llama", "standard", {"optimizer": "adamw-in-backward", "checkpointing": "non-reentrant"}),
+    ("llama", "standard", {"optimizer": "paged-adamw-8bit-in-backward"}),
     ("llama", "flash-bk", DORA | {"dtype": "bfloat16"}),
     ("gpt2", "standard", DORA),
     ("llama", "flash-bk", {"lora": "ia3"}),
@@ -57,6 +57,10 @@ SLOW += [
     for method in ("standard", "flash-bk")
     for fields in ({}, LORA, LORA | {"checkpointing": "non-reentrant"})
 ]
+SLOW += [
+    ("llama", "standard", {"optimizer": "adamw-in-backward", "checkpointing": "non-reentrant"})
+]
+SLOW += [("llama", method, {"optimizer": "lion-8bit"}) for method in ("standard", "flash-bk")]
 SLOW += [("llama", "standard", {"padding": "packed"} | fields) for fields in ({}, ACCUMULATED)]
 SLOW += [
     (model, method, {"lora": "ia3"} | fields)

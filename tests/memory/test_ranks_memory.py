@@ -29,7 +29,7 @@ UNKNOWN_BYTES = 64
 
 QUICK = [
     ("ours", "flash-bk", "kind=fsdp,world_size=2", {"checkpointing": "non-reentrant"}),
-    ("gpt2", "standard", "kind=ddp,world_size=2", {"dtype": "bfloat16"}),
+    ("gpt2", "standard", "kind=ddp,world_size=2", {"dtype": "bfloat16", "accumulation": 4}),
 ]
 """Each kind once; the products of all are slow."""
 EVERY = [
@@ -41,6 +41,13 @@ EVERY = [
     for dtype in ("float32", "bfloat16")
 ]
 EVERY += [("llama", "flash", "kind=fsdp,world_size=2,reshard_after_forward=true", {})]
+EVERY += [
+    (model, method, f"kind={kind},world_size=2{exchange}", {"accumulation": 4, "dtype": dtype})
+    for model in ("ours", "llama")
+    for kind in ("ddp", "fsdp")
+    for dtype in ("float32", "bfloat16")
+    for method, exchange in (("standard", ""), ("standard", ",exchange=each"), ("flash-bk", ""))
+]
 EVERY += [
     ("llama", "standard", f"kind=fsdp,world_size={size}", {"lora": "rank=2", "quantization": name})
     for size in (2, 4)

@@ -63,7 +63,7 @@ REFUSED = {
 QUICK = [
     ("opacus-cnn", "flash-bk", {}),
     ("bert sequence-classification", "opacus-ghost", {"padding": 0.3}),
-    ("t5", "flash-bk", {}),
+    ("t5", "flash-bk", {"decoder_len": 9}),
     ("bert question-answering", "flash-bk", {"padding": 0.3}),
     ("vit", "standard", {"loop": "hf-trainer", "optimizer": "sgd-momentum"}),
 ]

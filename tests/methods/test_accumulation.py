@@ -3,9 +3,10 @@
 import pytest
 import torch
 from factory import make_experiment
-from memory_steps import MODEL, record_and_estimate
+from memory_steps import MODEL
 from pydantic import ValidationError
 
+from dpprof.measure.instruments.memory import measure
 from dpprof.predict.estimate import estimate
 from dpprof.private.errors import UnsupportedError
 from dpprof.subjects.setup import import_method, set_up
@@ -21,6 +22,7 @@ def ask(method: str, **fields):
     [
         ("standard", 5),
         ("flash-bk", 4),
+        ("opacus-fast-gradient-clipping", 4),
         *(
             pytest.param(method, accumulation, marks=pytest.mark.slow)
             for method in ("standard", "flash-bk", "flash", "per-layer", "opacus-hooks")
@@ -29,15 +31,19 @@ def ask(method: str, **fields):
     ],
 )
 def test_an_estimate_of_three_batches_is_what_all_of_them_take(method, accumulation) -> None:
-    real, fake = record_and_estimate(ask(method, accumulation=accumulation))
+    experiment = ask(method, accumulation=accumulation)
+    real, fake = (run(experiment, lambda _: None) for run in (measure, estimate))
 
+    for name in ("peak_allocated_bytes", "first_step_peak_allocated_bytes"):
+        assert getattr(fake.memory, name) == getattr(real.memory, name)
+    assert fake.memory.at_peak.components == real.memory.at_peak.components
     assert fake.compute.flops_by_phase == real.compute.flops_by_phase
     assert fake.io.by_phase == real.io.by_phase
     assert fake.compute.model_flops == real.compute.model_flops
     assert ("accumulation" in fake.memory.assumed) is (accumulation > 3)
 
 
-@pytest.mark.parametrize("method", ["standard", "flash-bk", "opacus-hooks"])
+@pytest.mark.parametrize("method", ["standard", "flash-bk", "opacus-hooks", "opacus-ghost"])
 def test_the_same_samples_three_times_have_the_gradient_of_a_batch(method) -> None:
     def gradients(accumulation: int) -> list[torch.Tensor]:
         experiment = ask(method, accumulation=accumulation)
@@ -53,7 +59,6 @@ def test_the_same_samples_three_times_have_the_gradient_of_a_batch(method) -> No
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"parallel": "kind=ddp,world_size=2"}, "accumulation 4 requires one process"),
         ({"execution": "graph", "device": "cuda"}, "accumulation 4 requires execution eager"),
         ({"optimizer": "adamw-in-backward"}, "requires an optimizer that waits for all batches"),
     ],
@@ -66,10 +71,13 @@ def test_a_step_that_cannot_wait_for_batches_is_refused(fields, sentence) -> Non
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"accumulation": 4}, "accumulation; closest: accumulation 1, or"),
+        ({"method": "opacus-adaptive"}, "accumulation; closest: accumulation 1, or"),
+        ({"parallel": "kind=fsdp,world_size=2"}, "accumulation under fsdp"),
+        ({"parallel": "kind=ddp,world_size=2,exchange=each"}, "parallel.exchange each: its sums"),
         ({"model": "hf:tiny-llama", "lora": "ia3"}, "use_dora or ia3: Opacus knows no rule"),
     ],
 )
 def test_a_method_says_which_steps_it_does_not_take(fields, sentence) -> None:
-    with pytest.raises(UnsupportedError, match=f"opacus-ghost does not run with {sentence}"):
-        estimate(ask("opacus-ghost", **fields), lambda _: None)
+    experiment = ask(**{"method": "opacus-ghost", "accumulation": 4} | fields)
+    with pytest.raises(UnsupportedError, match=f"opacus-[a-z]+ does not run with {sentence}"):
+        estimate(experiment, lambda _: None)

@@ -5,9 +5,10 @@ import torch
 from factory import make_experiment
 from pydantic import ValidationError
 from torch import nn
+from torch.optim import AdamW
 
 from dpprof.predict.estimate import estimate
-from dpprof.subjects.optimizers import InBackward, make_optimizer
+from dpprof.subjects.optimizers import make_optimizer, step_in_backward
 
 WIDE = {"model": {"vocab_size": 64, "d_model": 64, "layers": 3, "heads": 2}}
 WIDE |= {"method": "standard", "batch_size": 1, "seq_len": 4}
@@ -52,8 +53,8 @@ def test_stepping_in_backward_trains_as_adamw_and_leaves_no_gradient() -> None:
             optimizer.zero_grad()
         return left, model
 
-    left, in_backward = train(InBackward)
-    _, usual = train(torch.optim.AdamW)
+    left, in_backward = train(lambda *given, **named: step_in_backward(AdamW(*given, **named)))
+    _, usual = train(AdamW)
 
     assert not left
     for one, other in zip(in_backward.parameters(), usual.parameters(), strict=True):

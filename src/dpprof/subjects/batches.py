@@ -76,7 +76,8 @@ def _draw_text(model: nn.Module, experiment: Experiment, count: int, device: tor
     vocabulary, shape = first.num_embeddings, (count, experiment.seq_len)
     task = experiment.task
     if task in ("causal-lm", "seq2seq-lm"):
-        drawn = _draw(vocabulary, (count, experiment.seq_len + 1), device)
+        of_decoder = experiment.decoder_len or experiment.seq_len
+        drawn = _draw(vocabulary, (count, of_decoder + 1), device)
         inputs, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
         if task == "causal-lm" and experiment.loss == "labels":
             labels = inputs.clone()  # which the model shifts itself

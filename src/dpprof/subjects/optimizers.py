@@ -22,9 +22,11 @@ def make_optimizer(experiment: Experiment, parameters: Sequence[nn.Parameter]) -
         "adamw": lambda: AdamW(parameters, lr=rate, capturable=is_graph),
         "adamw-fused": lambda: AdamW(parameters, lr=rate, capturable=is_graph, fused=True),
         "adamw-8bit": lambda: import_bitsandbytes().optim.AdamW8bit(parameters, lr=rate),
+        "lion-8bit": lambda: import_bitsandbytes().optim.Lion8bit(parameters, lr=rate),
         "paged-adamw-8bit": lambda: _page(parameters, rate, bits=8),
         "paged-adamw-32bit": lambda: _page(parameters, rate, bits=32),
-        "adamw-in-backward": lambda: InBackward(parameters, lr=rate),
+        "adamw-in-backward": lambda: step_in_backward(AdamW(parameters, lr=rate)),
+        "paged-adamw-8bit-in-backward": lambda: step_in_backward(_page(parameters, rate, bits=8)),
         "lamb": lambda: Lamb(parameters, lr=rate),
     }
     return makers[experiment.optimizer]()
@@ -38,24 +40,22 @@ def _page(parameters: Sequence[nn.Parameter], rate: float, *, bits: int) -> Opti
     return optimizer
 
 
-class InBackward(AdamW):
-    """AdamW that steps each parameter as soon as its gradient is whole, and frees the gradient.
+def step_in_backward(optimizer: Optimizer) -> Optimizer:
+    """Have an optimizer step each parameter once its gradient is whole, and free the gradient.
 
     So gradients of few parameters live at a time. PyTorch's tutorial on fusing the optimizer step
     into the backward pass, and torchtune's ``optimizer_in_bwd``, have an optimizer for each
     parameter; one that finds a single gradient computes and allocates the same.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], lr: float) -> None:
-        super().__init__(parameters, lr=lr)
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._step_one
-            )
-
-    def _step_one(self, parameter: Tensor) -> None:
-        self.step()
+    def step_one(parameter: Tensor) -> None:
+        optimizer.step()
         parameter.grad = None
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.register_post_accumulate_grad_hook(step_one)
+    return optimizer
 
 
 class Lamb(Optimizer):

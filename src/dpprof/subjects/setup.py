@@ -163,12 +163,16 @@ def _refuse_settings(experiment: Experiment, method: type[TrainingStep]) -> None
             f"{experiment.method} knows neither loss_scale nor trained_dtype: it sums gradients as "
             "they come, in the dtype of the parameters"
         )
-    lora, strategy = experiment.lora, experiment.noise_strategy
+    lora, strategy, ranks = experiment.lora, experiment.noise_strategy, experiment.parallel
     has_vectors = lora is not None and (lora.use_dora or lora.ia3)
     for is_refused, setting in (
         (
             experiment.accumulation > 1 and not method.accumulates,
             "accumulation; closest: accumulation 1, or method flash-bk",
+        ),
+        (
+            ranks is not None and ranks.exchange not in method.exchanges,
+            "parallel.exchange each: its sums wait for the last batch; closest: last",
         ),
         (
             strategy != INDEPENDENT and not method.correlates,

@@ -50,6 +50,8 @@ Optimizer = Literal[
     "paged-adamw-8bit",
     "paged-adamw-32bit",
     "adamw-in-backward",
+    "paged-adamw-8bit-in-backward",
+    "lion-8bit",
     "adafactor",
     "lamb",
     "sgd",
@@ -113,6 +115,10 @@ class Experiment(Spec):
         "each counts as one token",
         validate_default=True,
     )
+    decoder_len: Count | None = optional(
+        "tokens of a sample that the decoder reads, where the encoder reads seq_len (task "
+        "seq2seq-lm); null: as many"
+    )
     dtype: Dtype = Field(
         "float32",
         description="float32; tf32 (float32 with TF32 matrix products, CUDA only); bfloat16 or "
@@ -122,10 +128,10 @@ class Experiment(Spec):
         "adamw",
         description="the optimizer that applies the gradient; adamw-fused is PyTorch's AdamW with "
         "fused=True, which reads and writes each number once; adamw-8bit is bitsandbytes' "
-        "AdamW8bit, paged-adamw-8bit and paged-adamw-32bit its paged ones; adamw-in-backward "
-        "steps each parameter in backward and frees its gradient "
-        "(method standard); adafactor is PyTorch's Adafactor; lamb is You et al.'s; sgd-momentum "
-        "is SGD with momentum 0.9",
+        "AdamW8bit, paged-adamw-8bit and paged-adamw-32bit its paged ones, lion-8bit its "
+        "Lion8bit; adamw-in-backward and paged-adamw-8bit-in-backward step each parameter in "
+        "backward and free its gradient (method standard); adafactor is PyTorch's "
+        "Adafactor; lamb is You et al.'s; sgd-momentum is SGD with momentum 0.9",
     )
     attention: Literal["sdpa", "eager", "opacus"] = Field(
         "sdpa",

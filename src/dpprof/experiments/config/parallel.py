@@ -27,6 +27,12 @@ class Parallel(BaseModel, frozen=True, extra="forbid"):
         "whether fsdp frees gathered parameters after forward and gathers them again "
         "in backward; null: those of blocks, PyTorch's default"
     )
+    exchange: Literal["last", "each"] = Field(
+        "last",
+        description="which of a step's accumulated batches exchanges gradients: the last, as under "
+        "no_sync and in accelerate, where with fsdp whole gradients wait on each rank; or each, "
+        "as plain backward does (method standard)",
+    )
     gpus_per_node: Annotated[int, Field(ge=1, le=72), BeforeValidator(refuse_bool)] = Field(
         GPUS_PER_NODE, description="ranks that share a node; times and hsdp depend on it"
     )
@@ -67,6 +73,8 @@ class Parallel(BaseModel, frozen=True, extra="forbid"):
         """The ranks in a cell of a table: ``fsdp x8``, ``fsdp (resharding) x8``."""
         resharding = {None: [], True: ["resharding"], False: ["gathered until backward"]}
         notes: list[str] = [*resharding[self.reshard_after_forward]]
+        if self.exchange == "each":
+            notes.append("exchanging each batch")
         if self.gpus_per_node != GPUS_PER_NODE:
             notes.append(f"{self.gpus_per_node} a node")
         if self.network_gb_per_s is not None:

@@ -14,10 +14,16 @@ if TYPE_CHECKING:
     from dpprof.experiments.config.experiment import Experiment
 
 
-BITSANDBYTES = ("adamw-8bit", "paged-adamw-8bit", "paged-adamw-32bit")
+BITSANDBYTES = (
+    *("adamw-8bit", "lion-8bit"),
+    *("paged-adamw-8bit", "paged-adamw-32bit", "paged-adamw-8bit-in-backward"),
+)
 """Optimizers of bitsandbytes."""
 
-COUNTS_ON_HOST = (*BITSANDBYTES, "adafactor", "adamw-in-backward", "lamb")
+IN_BACKWARD = ("adamw-in-backward", "paged-adamw-8bit-in-backward")
+"""Optimizers that step each parameter in backward."""
+
+COUNTS_ON_HOST = (*BITSANDBYTES, *IN_BACKWARD, "adafactor", "lamb")
 """Optimizers that count their steps on the host, and keep states of whole parameters."""
 
 INDEPENDENT = "independent"  # the strategy of noise that does not follow from past noise
@@ -35,7 +41,7 @@ def refuse_strategy(strategy: str) -> str:
 def refuse_combinations(experiment: "Experiment") -> None:
     """Raise ``ValueError`` for an experiment whose keys contradict each other."""
     rules = (
-        *(_in_execution, _in_loop, _in_fine_tuning, _in_packing, _in_quantization),
+        *(_in_execution, _in_loop, _in_fine_tuning, _in_decoder, _in_packing, _in_quantization),
         *(_in_optimizer, _in_formats),
     )
     for sentence in chain.from_iterable(rule(experiment) for rule in rules):
@@ -72,14 +78,9 @@ def _in_execution(experiment: "Experiment") -> Iterator[str]:
 
 def _in_accumulation(experiment: "Experiment") -> Iterator[str]:
     named = f"accumulation {experiment.accumulation}"
-    if experiment.parallel is not None:
-        yield (
-            f"{named} requires one process: with ranks, loops differ in whether each batch's "
-            "gradients are exchanged; closest: accumulation 1, where each is"
-        )
     if experiment.execution == "graph":
         yield f"{named} requires execution eager: a CUDA graph here is of a step of one batch"
-    if experiment.optimizer == "adamw-in-backward":
+    if experiment.optimizer in IN_BACKWARD:
         yield f"{named} requires an optimizer that waits for all batches, as adamw-8bit"
 
 
@@ -118,6 +119,15 @@ def _in_fine_tuning(experiment: "Experiment") -> Iterator[str]:
         yield f"{named} requires quantization none: over quantised weights it is not predicted"
 
 
+def _in_decoder(experiment: "Experiment") -> Iterator[str]:
+    if experiment.decoder_len is None:
+        return
+    if experiment.task != "seq2seq-lm":
+        yield f"decoder_len requires task seq2seq-lm, but the task is {experiment.task}"
+    if experiment.padding is not None:
+        yield "decoder_len requires padding null, which pads encoder and decoder to seq_len"
+
+
 def _in_packing(experiment: "Experiment") -> Iterator[str]:
     if experiment.padding is None or not experiment.padding.packed:
         return
@@ -154,7 +164,7 @@ def _in_quantization(experiment: "Experiment") -> Iterator[str]:
 
 def _in_optimizer(experiment: "Experiment") -> Iterator[str]:
     optimizer = experiment.optimizer
-    if optimizer == "adamw-in-backward":
+    if optimizer in IN_BACKWARD:
         yield from _in_backward(experiment)
     if optimizer not in COUNTS_ON_HOST:
         return
@@ -171,7 +181,7 @@ def _in_optimizer(experiment: "Experiment") -> Iterator[str]:
 
 
 def _in_backward(experiment: "Experiment") -> Iterator[str]:
-    named = "optimizer adamw-in-backward"
+    named = f"optimizer {experiment.optimizer}"
     if experiment.method != "standard":
         yield (
             f"{named} requires method standard: a private gradient exists after the whole backward "

@@ -34,7 +34,8 @@ _CLOSEST: Mapping[tuple[str, str], str] = {
     ("lora", "dora"): "use_dora=true, beside rank",
     ("optimizer", "galore"): "adafactor or adamw-8bit, whose states are small too",
     ("optimizer", "paged"): "paged-adamw-8bit or paged-adamw-32bit",
-    ("optimizer", "lion|rmsprop|adagrad|muon|nesterov"): "sgd-momentum, with one state for each "
+    ("optimizer", "lion"): "lion-8bit, bitsandbytes' own",
+    ("optimizer", "rmsprop|adagrad|muon|nesterov"): "sgd-momentum, with one state for each "
     "element too",
     ("optimizer", "adam.*8bit"): "adamw-8bit, bitsandbytes' own",
     ("optimizer", "backward|bwd"): "adamw-in-backward, which frees each gradient as soon",

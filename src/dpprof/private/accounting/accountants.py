@@ -9,6 +9,7 @@ Opacus's orders: the loosest and fastest.
 
 import importlib
 import math
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -28,6 +29,8 @@ epsilon protects nobody."""
 
 _EPSILON_ERROR, _DELTA_ERROR = 0.01, 1e-3
 """Opacus's errors of ``prv``: of epsilon, and of delta as a share."""
+
+_PATCHING = threading.Lock()  # one thread at a time gives Opacus's module other sums
 
 _ROUNDING = 100 * 2.0**-52
 """The least delta for each step that ``prv`` and ``pld`` convolve by FFT: below it the rounding of
@@ -100,8 +103,11 @@ def _bound_by_opacus(accountant: str, history: Sequence[Steps], delta: float) ->
     book = import_opacus().create_accountant(mechanism=accountant)
     book.history = list(history)
     analysis = importlib.import_module("opacus.accountants.analysis.rdp")
-    faster = make_compute_rdp(analysis.compute_rdp)
-    with warnings.catch_warnings(), substitute(analysis, "compute_rdp", faster):
+    with (
+        _PATCHING,
+        warnings.catch_warnings(),
+        substitute(analysis, "compute_rdp", make_compute_rdp(analysis.compute_rdp)),
+    ):
         # That another order might give a tighter bound; and divisions by zero at a sample rate
         # of 1, whose results are not used.
         warnings.simplefilter("ignore")

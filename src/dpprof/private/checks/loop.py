@@ -306,6 +306,5 @@ def completed(clipping: Clipping, model: nn.Module) -> Iterator[NoisyOptimizer]:
     sgd = torch.optim.SGD(trained, lr=1.0)
     with ExitStack() as stack:
         stack.enter_context(clipping.sums.put_aside())
-        for name in ("continues", "settings_of_step"):
-            stack.enter_context(substitute(clipping, name, getattr(clipping, name)))
+        stack.enter_context(substitute(clipping, "continues", clipping.continues))
         yield NoisyOptimizer(sgd, clipping, noise_multiplier=0.0, expected_batch_size=1)

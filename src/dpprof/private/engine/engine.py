@@ -31,7 +31,7 @@ from dpprof.private.layers.patching import patch_layer, unpatch_layer, watch_cal
 from dpprof.private.layers.rules import Found, LayerRule, find_rewritten, find_rules
 from dpprof.private.norms.code_paths import CodePath, Watch
 from dpprof.private.number_formats import refuse_loss_scale
-from dpprof.private.ranks.ranks import Ranks, Settings, find_ranks, refuse_other_wrapper
+from dpprof.private.ranks.ranks import Ranks, find_ranks, refuse_other_wrapper
 from dpprof.private.ranks.shard_sums import ShardSums
 from dpprof.private.refusals.calls import LayerCall
 from dpprof.private.refusals.coverage import Coverage, trained_in
@@ -177,9 +177,6 @@ class Clipping(ABC):
 
         self.continues: Callable[[], bool] = lambda: False
         """Whether the coming batch is a part of one, and other parts follow."""
-
-        self.settings_of_step: Callable[[], Settings] = dict
-        """What ranks must have alike in the coming step, which they compare in backward."""
 
         self.deferral: Deferral | None = None
         """If not None, nothing waits for the device: takes what only values show."""
@@ -579,9 +576,9 @@ class Clipping(ABC):
             raise
 
     def agree(self) -> None:
-        """Let sharded ranks agree on step and batch, before sums leave them."""
+        """Let sharded ranks agree on a batch, before sums leave them."""
         late = self._first_batches.has_late_ways
-        self.shard_sums.agree(self._coverage.names, self.settings_of_step(), has_late_ways=late)
+        self.shard_sums.agree(self._coverage.names, has_late_ways=late)
         self._first_batches.refuse_late_ways()
 
     def verify_released(self) -> None:

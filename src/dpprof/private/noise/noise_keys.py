@@ -115,7 +115,7 @@ class NoiseKeys:
                 "exact=True, for fresh noise"
             ) from error
 
-    def begin(self, step: int, sums: Sequence[Tensor], std: float = 0.0) -> None:
+    def begin(self, step: int, sums: Sequence[Tensor], std: float) -> None:
         """Note step and scale of noise, and seed the kernels for sums like these.
 
         A graph that is replayed reads on the device what is written here.

@@ -146,7 +146,6 @@ class NoisyOptimizer(Optimizer):
         clipping.sums.forget()
         clipping.sums.owner = self
         clipping.continues = self._will_skip
-        clipping.settings_of_step = self._settings_of_ranks
         clipping.shard_sums.forget()
         self.noise_multiplier = noise_multiplier
         self.loss_reduction = loss_reduction
@@ -390,9 +389,7 @@ class NoisyOptimizer(Optimizer):
         if self.strategy is not None:
             self._refuse_beyond(self.strategy)
         ranks = self.clipping.ranks
-        if ranks.is_sharded:
-            self.clipping.shard_sums.refuse_other(self._settings_of_ranks())
-        elif ranks.size > 1:
+        if ranks.size > 1:  # which no rank passes that refused the batch, so none steps without it
             ranks.agree(self._settings_of_ranks())
         self.steps += 1
         own = [own_part(total) for total in sums.total.values()]

@@ -10,12 +10,12 @@ their order:
   digests of the sums, to which the noise is bound (``share``); one all-reduce for each bucket of
   DDP's size, last parameters first. Before it, every rank adds the noise of its own part of the
   bucket's elements.
-* FSDP (``Shards``), in backward once norms are known: one all-gather of settings; one
+* FSDP (``Shards``), in backward once norms are known: one all-gather of what was used; one
   reduce-scatter for each group of parameters that ``fully_shard`` shards together, as soon as all
   sums of the group are there, in the order in which backward passed each group's last use
-  (``shard_sums``). In the step each rank adds noise to its shards. Before backward, an all-reduce
-  tells whether a batch is verified: on the first ones, and on all of a model in which values enter
-  for all samples at once (``first_batch``).
+  (``shard_sums``). In the step, one all-gather of settings, and each rank adds noise to its
+  shards. Before backward, an all-reduce tells whether a batch is verified: on the first ones, and
+  on all of a model in which values enter for all samples at once (``first_batch``).
 * HSDP (``Shards`` with replicas), as FSDP among the ranks of a replica; settings are gathered
   among replicas too. In the step, one all-gather of digests among replicas, and one all-reduce for
   each group, in the order of the optimizer's parameters, with noise as under DDP.

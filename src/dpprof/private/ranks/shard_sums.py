@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
-from dpprof.private.ranks.ranks import Ranks, Reduction, Settings
+from dpprof.private.ranks.ranks import Ranks, Reduction
 
 
 class ShardSums:
@@ -32,7 +32,6 @@ class ShardSums:
         self._groups: list[list[nn.Parameter]] = []  # not reduced yet, in their order
         self._totals: dict[nn.Parameter, Tensor] = {}
         self._waiting: dict[nn.Parameter, Tensor | None] = {}  # of earlier parts; None for zeros
-        self._agreed: Settings | None = None
         self._begun: Reduction | None = None  # of the first group, but for its last sum
         self.is_counting = False  # whether a first pass counts uses
 
@@ -46,10 +45,8 @@ class ShardSums:
         """Count a use, in the first pass."""
         self._uses[parameter] = self._uses.pop(parameter, 0) + 1
 
-    def agree(
-        self, names: Mapping[nn.Parameter, str], of_step: Settings, *, has_late_ways: bool
-    ) -> None:
-        """Compare with other ranks what was used, how it is clipped, and what the step will do."""
+    def agree(self, names: Mapping[nn.Parameter, str], *, has_late_ways: bool) -> None:
+        """Compare with other ranks what was used, and how it is clipped."""
         used = [f"{names[p]} {count}" for p, count in self._uses.items()]
         of_sums: dict[str, float | str] = {
             "max_grad_norm": self._bound,
@@ -58,20 +55,10 @@ class ShardSums:
             "whether code outside of layers was verified": float(has_late_ways),
             "what waits of earlier parts of the batch": "\n".join(names[p] for p in self._waiting),
         }
-        self._ranks.agree({**of_sums, **of_step})
-        self._agreed = of_step
+        self._ranks.agree(of_sums)
         self.is_counting = False
         late = () if self._continues else self._waiting
         self._groups = _by_group(self._ranks, dict.fromkeys((*self._uses, *late)))
-
-    def refuse_other(self, of_step: Settings) -> None:
-        """Refuse a step with other settings than ranks compared in backward (``RuntimeError``)."""
-        for name, value in of_step.items():
-            if value != (self._agreed or {}).get(name):
-                raise RuntimeError(
-                    f"{name} changed after backward, where ranks compared it; under fully_shard "
-                    "change it before backward, or after the step"
-                )
 
     def begin_use(self, parameter: nn.Parameter) -> None:
         """Prepare for the sum of a use in the second pass: before a group's last, make room."""

@@ -10,6 +10,7 @@ from dpprof.experiments.config.mechanisms import NO_CLIPPING
 from dpprof.private.capture.cuda_graphs import CudaGraphs, make_capturable
 from dpprof.subjects.methods.losses import losses_of
 from dpprof.subjects.methods.training_step import Batch, ClipGroup, Enter, TrainingStep
+from dpprof.subjects.models.distribute import exchange_gradients
 
 
 class Standard(TrainingStep):
@@ -19,6 +20,7 @@ class Standard(TrainingStep):
     parallel_kinds = ("ddp", "fsdp", "hsdp")
     executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
     accumulates: ClassVar[bool] = True
+    exchanges: ClassVar[Collection[str]] = ("last", "each")
     correlates: ClassVar[bool] = True
     heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
     losses: ClassVar[Collection[str]] = get_args(Loss)
@@ -27,7 +29,11 @@ class Standard(TrainingStep):
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave the gradient of the mean loss in ``.grad``."""
         scale, accumulation = self.experiment.loss_scale, self.experiment.accumulation
-        for _ in range(accumulation):
+        ranks = self.experiment.parallel
+        waits = ranks is not None and ranks.exchange == "last"
+        for part in range(accumulation):
+            if waits and accumulation > 1:
+                exchange_gradients(self.module, part == accumulation - 1)
             enter("forward")
             loss = losses_of(self, batch.labels, *batch.inputs).mean()
             enter("backward")

@@ -124,6 +124,9 @@ class TrainingStep(ABC):
     """The ways of ``execution`` in which the method's step runs."""
 
     accumulates: ClassVar[bool] = False  # whether a step may have several batches
+    exchanges: ClassVar[Collection[str]] = ("last",)
+    """Which of a step's batches may exchange gradients between ranks."""
+
     correlates: ClassVar[bool] = False  # whether it runs with correlated noise, or without noise
     heads: ClassVar[Collection[str]] = ("logits",)
     """The ways of ``head`` in which the method's step runs."""

@@ -79,6 +79,14 @@ def _replicate(model: nn.Module) -> nn.Module:
     return replica
 
 
+def exchange_gradients(model: Any, is_wanted: bool) -> None:
+    """Say whether the next backward pass exchanges gradients, as ``no_sync`` does."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = is_wanted
+    else:
+        model.set_requires_gradient_sync(is_wanted)
+
+
 _ASSIGN = "_compute_bucket_assignment_by_size"
 _assign = getattr(distributed, _ASSIGN)
 _BUCKETS = [2**20, 25 * 2**20]

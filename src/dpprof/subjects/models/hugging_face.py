@@ -124,7 +124,7 @@ class HuggingFaceModel(nn.Module):
             x: Token ids, (B, T) int64; or images, (B, channels, height, width).
             others: Of text, the mask, (B, T): 1 for tokens and 0 for padding, which follows them.
                 Then the ids that a decoder is given, where the model has an encoder too; they have
-                the same mask. Then labels, where the model takes them.
+                the same mask where they are as many. Then labels, where the model takes them.
 
         Raises:
             UnsupportedError: Losses of samples are needed, and the model computes their mean.
@@ -164,7 +164,9 @@ class HuggingFaceModel(nn.Module):
             B, T = x.shape
             named["position_ids"] = torch.arange(T, device=x.device).repeat(B, 1)
         if decoder_BT is not None:
-            named |= {"decoder_input_ids": decoder_BT, "decoder_attention_mask": mask_BT}
+            named["decoder_input_ids"] = decoder_BT
+            if decoder_BT.shape == mask_BT.shape:
+                named["decoder_attention_mask"] = mask_BT
         return named
 
     def _has_padding(self, mask_BT: Tensor) -> bool:

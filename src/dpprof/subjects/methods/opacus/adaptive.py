@@ -81,6 +81,7 @@ class OpacusAdaptive(OpacusTwoPass):
     """
 
     mechanism: ClassVar[str] = "adaptive flat clipping"
+    accumulates = False  # each batch would move the bound
     parallel_kinds = ()
     unsupported_ranks: ClassVar = dict.fromkeys(("ddp", "fsdp"), _BOUNDS_DIFFER)
     use_ghost_clipping = True

@@ -14,6 +14,7 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
 from dpprof.experiments.config.experiment import Experiment
+from dpprof.private.errors import UnsupportedError
 from dpprof.subjects.methods.opacus.two_pass import OpacusTwoPass
 
 
@@ -28,6 +29,11 @@ class OpacusGhost(OpacusTwoPass):
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         self._fsdp = _sharding(experiment)
+        if self._fsdp and experiment.accumulation > 1:
+            raise UnsupportedError(
+                "opacus-ghost does not run with accumulation under fsdp, which reduces in both of "
+                "its backward passes; closest: parallel ddp, or method flash-bk"
+            )
         if self._fsdp:
             self.grad_sample_mode = "ghost_fsdp"
         super().__init__(model, experiment)

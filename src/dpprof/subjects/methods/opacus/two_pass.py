@@ -55,6 +55,7 @@ class OpacusTwoPass(OpacusStep):
     """The wrapper of the loss, whose ``backward`` makes both passes."""
 
     grad_sample_mode = "ghost"
+    accumulates: ClassVar[bool] = True
     optimizer: DPOptimizerFastGradientClipping
     births: ClassVar[Mapping[Function, Component]] = {
         **OpacusStep.births,
@@ -89,7 +90,21 @@ class OpacusTwoPass(OpacusStep):
         After "noise" follow the calls of the optimizer's ``step``, in its order.
         """
         self.module.enter = enter
-        enter("forward")
+        for part in reversed(range(self.experiment.accumulation)):
+            enter("forward")
+            loss = self._lose(batch)
+            enter("backward")
+            loss.backward()
+            if not part:
+                enter("noise")
+            self.optimizer.accumulate()
+            self.optimizer._is_last_step_skipped = part > 0  # noqa: SLF001 (as its step does)
+            if part:
+                self.optimizer.zero_grad()
+        self.add_noise()
+
+    def _lose(self, batch: Batch) -> Any:
+        """Return a batch's losses, whose ``backward`` makes both passes."""
         logits = self.module(*batch.inputs)
         if logits.dim() == 1:
             raise UnsupportedError(
@@ -98,13 +113,7 @@ class OpacusTwoPass(OpacusStep):
             )
         # Of samples that have classes, the criterion's losses are those of samples already.
         shape = {"shape": logits.shape} if batch.labels.dim() > 1 else {}
-        loss = self.criterion(logits.flatten(0, -2), batch.labels.flatten(), **shape)
-        del logits  # Opacus's loss holds none, and neither does the loop
-        enter("backward")
-        loss.backward()
-        enter("noise")
-        self.optimizer.accumulate()
-        self.add_noise()
+        return self.criterion(logits.flatten(0, -2), batch.labels.flatten(), **shape)
 
     def sample_norms(self) -> Tensor:
         """Return the norms of the first pass; (B,)."""
