@@ -68,6 +68,7 @@ NO_PLACE = make(
 )
 ADVICES = {
     "one table": make(FLASH_BK, option("standard", "baseline", 9, limited_by="search")),
+    "plain training alone": make(option("standard", "baseline", 9)),
     "a card without units": make(FLASH_BK, target="t4"),
     "adapters and whole": make(
         FLASH_BK, option("standard", "baseline", 9), lora="rank 16, alpha 32", whole=NO_PLACE

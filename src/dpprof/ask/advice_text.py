@@ -111,6 +111,8 @@ def recommend(advice: Advice) -> str:
     settings = layout.name_settings(advice.dtype, advice.optimizer, *others)
     if any(option.verdict == "unranked" for option in advice.options):
         return f"No time is predicted ({settings}), so methods that fit are not ranked: {where}."
+    if not any(option.private for option in advice.options):
+        return f"No private method was asked about ({settings}): {where}."
     if best is None:
         wrong = any(option.verdict == "wrong" for option in advice.options)
         can = "can be advised" if wrong else "safely fits"
