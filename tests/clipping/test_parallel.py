@@ -34,12 +34,10 @@ IN_PARTS = {
 """The same in parts."""
 
 QUICK = [
-    (2, Case("ours", "flash", "ddp", checkpointing=True), UNEVEN),
     (2, Case("ours", "flash-bk", "fsdp", checkpointing=True), UNEVEN),
     (2, Case("ours", "flash", "fsdp", tied=True), IN_PARTS),
     (2, Case("ours", "flash-bk", "ddp", tied=True), IN_PARTS),
     (2, Case("ours", "flash", "fsdp", tied=True, checkpointing=True, reshard=False), UNEVEN),
-    (2, Case("ours", "flash-bk", "fsdp", tied=True, head="kept"), UNEVEN),
     (2, Case("ours", "flash", "ddp", head="chunked"), UNEVEN),
     (2, Case("beside", "flash-bk", "ddp"), UNEVEN),
     (2, Case("beside", "flash", "fsdp"), UNEVEN),

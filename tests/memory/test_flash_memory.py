@@ -84,8 +84,8 @@ def test_flash_peaks_no_higher_than_ghost_and_far_below_at_long_sequences(
     ("method", "noise", "dtype"),
     [
         ("flash-bk", "banded-4", "float32"),
-        ("flash", "bisr-2", "float32"),
-        ("per-layer", "banded-3", "bfloat16"),
+        pytest.param("flash", "bisr-2", "float32", marks=pytest.mark.slow),
+        pytest.param("per-layer", "banded-3", "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_past_noise_is_in_the_books_and_predicted_to_the_byte(method, noise, dtype) -> None:
