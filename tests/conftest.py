@@ -86,7 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if "slow" not in item.keywords]
 
     # Sweeps take longest, so they begin first: then processes that share the tests end together.
-    items.sort(key=lambda item: "workflow" not in item.keywords)
+    # What trains on ranks follows, together, so that few of these processes start the ranks.
+    items.sort(key=lambda item: ("workflow" not in item.keywords, "pools" not in item.fixturenames))
 
     if why_no_cuda() is not None:
         for item in items:

@@ -106,7 +106,8 @@ def test_the_answers_batch_runs_in_a_process_of_its_own_and_one_more_does_not(
     assert len(traced) < 30
 
 
-@pytest.mark.parametrize("wrong", [1.4, pytest.param(0.7, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [1.4, 0.7])
 def test_a_guess_that_is_not_confirmed_changes_no_answer(wrong, monkeypatch) -> None:
     fields = {"model": MODEL | {"layers": 7}, "method": "standard", "seq_len": 32}
     fields |= {"device": "cuda", "target": TARGET, "memory_limit_bytes": 24 * 2**20}

@@ -18,11 +18,10 @@ OPACUS = tuple(
 HUGGING_FACE = ("gpt2", "llama", "qwen2", "mistral", "gpt-neox", "opt", "phi", "gemma2")
 ON_THIS_CPU = {"device": "cpu", "target": "cpu"}
 FIRST = (
-    {"method": "microbatch", "batch_size": 3, **ON_THIS_CPU},
     {"method": "opacus-fast-gradient-clipping", "parallel": "kind=ddp,world_size=4"}
     | {"attention": "opacus"},
     {"method": "standard", "parallel": "kind=fsdp,world_size=8", "dtype": "bfloat16"}
-    | {"checkpointing": "reentrant", "target": "l40s"},
+    | {"checkpointing": "reentrant", "target": "l40s", "accumulation": 4},
     {"method": "flash", "hf": "gpt-neox", "lora": "rank=2", "head": "chunked"}
     | {"batch_size": 9, "optimizer": "adamw-fused", "seq_len": 48, "execution": "graph"},
 )
@@ -53,6 +52,7 @@ def _combine():
     yield {"method": "opacus-hooks", "attention": "opacus"}
     yield {"method": "flash-bk", "batch_size": 1, **ON_THIS_CPU}
     yield {"method": "per-layer", "target": "l40s"}
+    yield {"method": "microbatch", "batch_size": 3, **ON_THIS_CPU}
 
 
 def _experiment(case):
@@ -94,6 +94,9 @@ def _combine_executions():
         yield {"method": method, "optimizer": optimizer}
     for method, batch_size in itertools.product(OWN[:4], (1, 2, 5, 33)):
         yield {"method": method, "head": "chunked", "batch_size": batch_size}
+    for kind, exchange in itertools.product(("ddp", "fsdp"), ("last", "each")):
+        ranks = f"kind={kind},world_size=4,exchange={exchange}"
+        yield {"method": "standard", "parallel": ranks, "accumulation": 3}
 
 
 @pytest.mark.slow

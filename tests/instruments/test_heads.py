@@ -77,8 +77,10 @@ def test_hugging_faces_heads_have_the_loss_of_their_logits(name, tmp_path) -> No
     ("method", "head"),
     [
         ("flash-bk", "chunked"),
-        ("flash-bk", "kept"),
-        pytest.param("standard", "chunked", marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("flash-bk", "kept"), ("standard", "chunked"))
+        ),
     ],
 )
 def test_it_needs_less_memory_and_is_predicted_to_the_byte(method, head, monkeypatch) -> None:
