@@ -521,16 +521,18 @@ def test_the_loop_of_the_documentation_runs() -> None:
 
 @pytest.mark.slow
 def test_the_table_of_the_documentation_is_what_accountants_and_strategies_say() -> None:
-    text = (ROOT / "docs" / CORRELATED).read_text(encoding="utf-8")
-    rows = re.findall(
-        r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE
-    )
+    """The noise of a step and of the sum, over independent noise's, at epsilon 8 and 1."""
+    text = (ROOT / "docs/how-to/which-mechanism.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `banded-(\d+)` \| (.*) \|$", text, re.MULTILINE)
+
+    def find_noises(epsilon: float, bands: int) -> np.ndarray:
+        sampling = Sampling(1024 * bands / 10**6, bands)
+        sigma = find_noise(epsilon, 1e-7, 1908, sampling, "prv")
+        return sigma * np.array(find_errors(make_strategy("banded", steps=1908, bands=bands)))
+
     assert len(rows) == 4
-    for bands, *told in rows:
-        b = int(bands)
-        step, training = find_errors(make_strategy("banded", steps=2000, bands=b))
-        expected = []
-        for epsilon in (1.0, 8.0):
-            sigma = find_noise(epsilon, 1e-6, 2000, Sampling(0.005 * b, b), "prv")
-            expected += [f"{sigma * training:.1f}", f"{sigma * step:.2f}"]
-        assert told == expected
+    for bands, row in rows:
+        told = row.split(" | ")
+        for epsilon, place in ((8.0, 0), (1.0, 4)):
+            ratios = find_noises(epsilon, int(bands)) / find_noises(epsilon, 1)
+            assert told[place : place + 2] == [f"{ratio:.2f}" for ratio in ratios]

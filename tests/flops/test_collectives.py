@@ -28,9 +28,12 @@ COMPARED = (5 + 9) * 8 * 3
 
 
 @functools.cache
-def exchange(method: str, parallel: str, dtype: str = "float32") -> list[Exchange]:
+def exchange(
+    method: str, parallel: str, dtype: str = "float32", accumulation: int = 1
+) -> list[Exchange]:
     fields = {"model": MODEL, "method": method, "seq_len": 64, "parallel": parallel}
-    found = estimate(make_experiment(**fields, dtype=dtype), lambda _: None)
+    fields |= {"dtype": dtype, "accumulation": accumulation}
+    found = estimate(make_experiment(**fields), lambda _: None)
     assert found.model.parameters_bytes == PARAMETERS
     assert found.communication is not None
     return found.communication
@@ -49,6 +52,14 @@ def exchange(method: str, parallel: str, dtype: str = "float32") -> list[Exchang
         (("flash", SHARDED.format(4)), (3 * OF_FOUR + COMPARED, OF_FOUR, 6)),
         (("standard", "kind=ddp,world_size=4"), (0, 0, 2 * OF_FOUR)),
         (("flash-bk", "kind=ddp,world_size=4"), ((9 + 2) * 8 * 3, 0, 2 * OF_FOUR)),
+        # Of five batches the last, or each.
+        (("standard", "kind=ddp,world_size=4", "float32", 5), (0, 0, 2 * OF_FOUR)),
+        (("standard", "kind=ddp,world_size=4,exchange=each", "float32", 5), (0, 0, 10 * OF_FOUR)),
+        (("standard", SHARDED.format(4), "float32", 5), (10 * OF_FOUR, OF_FOUR)),
+        (
+            ("standard", SHARDED.format(4) + ",exchange=each", "float32", 5),
+            (10 * OF_FOUR, 5 * OF_FOUR),
+        ),
     ],
     ids=str,
 )

@@ -133,6 +133,9 @@ def test_states_of_optimizers_take_the_bytes_that_they_state() -> None:
     # A float32 for each row and column of a matrix, for each element of a vector, and a count.
     expected["paged-adamw-8bit"] = in_8_bits + sum(8 * n for n in small)
     expected["paged-adamw-32bit"] = sum(8 * p.numel() for p in parameters)
+    # One byte an element and a float32 for each 256; both maps, of which it reads one; else one.
+    expected["lion-8bit"] = sum(n + 4 * -(-n // 256) for n in vocabulary) + 2 * 4 * 256
+    expected["lion-8bit"] += sum(4 * n for n in small)
     expected["adafactor"] = sum(4 * sum(p.shape) + 4 for p in parameters)
     for optimizer, nbytes in expected.items():
         experiment = make_qlora("llama", None, lora=None, optimizer=optimizer)

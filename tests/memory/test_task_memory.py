@@ -154,3 +154,14 @@ def test_the_loss_of_an_answer_is_transformers_own(method) -> None:
 
     expected = sample_losses(logits_B2T, batch.labels).mean()
     torch.testing.assert_close(by_labels(*batch.inputs).mean(), expected)
+
+
+def test_a_decoder_reads_as_many_tokens_as_are_asked_for() -> None:
+    experiment = make_experiment(model="hf:tiny-t5", seq_len=24, decoder_len=9, batch_size=3)
+    *_, batch, _ = set_up(
+        experiment, import_method(experiment), torch.device("cpu"), lambda *_: None
+    )
+
+    assert batch.x.shape == (3, 24)
+    assert batch.decoder_BT.shape == batch.labels.shape == (3, 9)
+    assert torch.equal(batch.decoder_BT[:, 1:], batch.labels[:, :-1])
