@@ -38,12 +38,9 @@ QUICK = [
     ("gpt2", "flash-bk", {"optimizer": "lamb"} | PADDED),
     ("llama", "opacus-ghost", LORA | PADDED),
     ("llama", "flash-bk", in_16_bits("float16", loss_scale=1024, keep_logits=True, **LORA)),
-    ("gpt2", "flash-bk", {"loop": "hf-manual"} | PADDED),
-    ("llama", "standard", {"loop": "hf-trainer", "dtype": "bfloat16"}),
     ("gemma2", "flash-bk", {"loop": "torchtune", "dtype": "bfloat16"}),
     ("llama", "standard", {"optimizer": "paged-adamw-8bit-in-backward"}),
     ("llama", "flash-bk", DORA | {"dtype": "bfloat16"}),
-    ("gpt2", "standard", DORA),
     ("llama", "flash-bk", {"lora": "ia3"}),
 ]
 ACCUMULATED = {"accumulation": 4, "loop": "hf-trainer", "dtype": "bfloat16"}
@@ -51,6 +48,11 @@ SLOW = [
     (model, method, lora | padding)
     for model, method, lora, padding in itertools.product(MODELS, REFUSED, ({}, LORA), ({}, PADDED))
     if lora or model not in REFUSED[method]
+]
+SLOW += [
+    ("gpt2", "flash-bk", {"loop": "hf-manual"} | PADDED),
+    ("llama", "standard", {"loop": "hf-trainer", "dtype": "bfloat16"}),
+    ("gpt2", "standard", DORA),
 ]
 SLOW += [
     ("llama", method, ACCUMULATED | fields)

@@ -15,7 +15,15 @@ HOOKS = ["opacus-hooks", "opacus-functorch", "opacus-ew", "opacus-per-layer"]
 TWO_PASS = ["opacus-ghost", "opacus-fast-gradient-clipping", "opacus-adaptive"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        method
+        if method in ("standard", "flash-bk", "opacus-hooks", "opacus-ghost")
+        else pytest.param(method, marks=pytest.mark.slow)
+        for method in METHODS
+    ],
+)
 def test_a_steady_step_sums_to_its_peak_and_hardly_anything_is_guessed(method) -> None:
     step = keep_once(method)
     peak = at_peak(step)
