@@ -74,7 +74,7 @@ def test_frozen_matrices_cost_two_products_of_three_and_padding_nothing() -> Non
     experiment = make_experiment(model="hf:tiny-llama", batch_size=2, seq_len=32, **fields)
     adapters = 2 * 2 * (32 + 32)
 
-    assert sorted(experiment.lengths(2)) == [8, 24]
+    assert sorted(experiment.sample_lengths(2)) == [8, 24]
     assert count_model_flops(experiment, build_model(experiment)) == sum(
         T * (4 * LLAMA + 6 * adapters + 12 * 2 * 32 * T) for T in (8, 24)
     )

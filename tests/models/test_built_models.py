@@ -65,7 +65,7 @@ def test_opt_keeps_samples_in_the_first_axis_and_computes_the_same(before) -> No
 def test_padding_has_no_mask_and_no_label() -> None:
     experiment = make_experiment(**LLAMA, padding=0.4)
     batch = make_batch(build_model(experiment), torch.device("cpu"), experiment)
-    lengths = experiment.lengths(4)
+    lengths = experiment.sample_lengths(4)
 
     assert sum(lengths) == experiment.tokens_in(4) < 4 * 12
     assert batch.mask_BT is not None

@@ -37,6 +37,9 @@ ELSE_DEFAULT = {
     "noise_strategy": "independent",
     "accumulation": 1,
     "decoder_len": None,
+    "lengths": None,
+    "poisson": False,
+    "empty_cache_every": None,
     "lora": None,
     "trainable": None,
     "padding": None,
@@ -198,6 +201,18 @@ REFUSED = [
     {"group_by_length": True},
     {"activation_offloading": True},
     {"energy": True},
+    {"lengths": "64"},
+    {"lengths": {}},
+    {"lengths": {0: 1}},
+    {"lengths": "64=0"},
+    {"lengths": [[64, 1], [64, 2]]},
+    {"lengths": "64=1,512=1"},
+    {"lengths": "64=1", "seq_len": None, "accumulation": 2},
+    {"poisson": True, "execution": "graph", "device": "cuda"},
+    {"poisson": True, "parallel": "kind=ddp,world_size=2"},
+    {"empty_cache_every": 10},
+    {"poisson_sampling": True},
+    {"bucket_by_length": True},
 ]
 
 

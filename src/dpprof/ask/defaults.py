@@ -46,9 +46,15 @@ def add_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
     is_alone = settled.get("parallel") is None and settled["optimizer"] not in COUNTS_ON_HOST
     is_alone &= settled.get("noise_strategy", INDEPENDENT) == INDEPENDENT
     is_alone &= str(settled.get("accumulation", 1)) == "1"
+    is_alone &= settled.get("lengths") is None and not is_true(settled.get("poisson", False))
     if settled.get("method") in CAPTURED and is_alone:
         return {"execution": "graph", **settled}
     return settled
+
+
+def is_true(value: Any) -> bool:
+    """Tell whether a flag is set, as it is spelled in a file or on the command line."""
+    return str(value).lower() in ("true", "1", "yes", "on", "t", "y")
 
 
 def _find_gpu(target: Any) -> Target | None:

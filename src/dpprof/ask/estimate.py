@@ -24,7 +24,7 @@ from dpprof.experiments.config.datasheets import find_context
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.tasks import name_size
 from dpprof.experiments.launch.progress import tell_result
-from dpprof.experiments.records.result import Result, result_path
+from dpprof.experiments.records.result import Result, Varied, result_path
 from dpprof.experiments.records.step_costs import Allocator, Memory, find_unknown_workspaces
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable
@@ -150,7 +150,7 @@ def format_estimate(result: Result) -> str:
             lines.append(f"time    {bound}")
             if step and step.unlike:
                 lines.append(f"        {step.unlike}, so the interval is wide")
-    lines += _format_exchange(result)
+    lines += _format_exchange(result) + _format_varied(result.varied, experiment)
     size = name_size(experiment.seq_len, experiment.image_size)
     loop = f"loop {experiment.loop}"
     settings = name_settings(experiment.dtype, experiment.optimizer, experiment.execution, loop)
@@ -199,6 +199,38 @@ def _format_peak(memory: Memory, experiment: Experiment) -> list[str]:
     return lines + [
         f"        workspace of {', '.join(ops)}: {why}" for why, ops in by_reason.items()
     ]
+
+
+def _format_varied(varied: Varied | None, experiment: Experiment) -> list[str]:
+    """Return the batches of a training in which they differ, and what a run of them reserves."""
+    if varied is None:
+        return []
+    up_to = "at most " if experiment.poisson else ""
+    lines = [
+        f"{'varied' if place == 0 else '':8}{batch.share:7.2%} of batches: "
+        f"{up_to}{batch.batch_size:,} x {batch.seq_len:,}, peak {batch.peak_bytes / _GIB:.2f} GiB"
+        + ("" if batch.step_s is None else f", {batch.step_s * 1e3:,.1f} ms")
+        for place, batch in enumerate(varied.batches)
+    ]
+    if varied.mean_step_s is not None and not experiment.poisson:
+        lines.append(f"        {varied.mean_step_s * 1e3:,.1f} ms a step in the mean")
+    figures = (
+        *(varied.reserved_p99_bytes, varied.reserved_mean_bytes),
+        *(varied.reserved_most_bytes, varied.expandable_reserved_bytes),
+    )
+    if None in figures:
+        return lines
+    p99, mean, most, expandable = (f"{(size or 0) / _GIB:.2f}" for size in figures)
+    every = experiment.empty_cache_every
+    emptied = "" if every is None else f", with the cache emptied every {every:,}"
+    lines.append(
+        f"        {p99} GiB reserved after 99 of 100 steps at most ({varied.steps:,} in random "
+        f"order{emptied}), {mean} in the mean, {most} at most; {expandable} at most with "
+        "expandable_segments:True"
+    )
+    if not varied.fits:
+        lines.append("        out of memory: the allocator finds no room for a request of them")
+    return lines
 
 
 def _fill(lines: Iterable[str]) -> Iterator[str]:

@@ -4,11 +4,11 @@ Where the blocks of a model are equal, few of them are traced, and the whole fol
 (``memory.pattern``). Otherwise the whole is traced. A result says which it was.
 """
 
+import functools
 from bisect import bisect
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -19,8 +19,10 @@ from dpprof.predict.memory.allocator_replay import Footprint
 from dpprof.predict.memory.atoms import Recording
 from dpprof.predict.memory.pattern import Pattern, Sizes, interpolate
 from dpprof.predict.tracing import Facts, Traced, state_estimate, trace_whole
+from dpprof.predict.varying import vary
 from dpprof.subjects.methods.training_step import Enter
 from dpprof.subjects.models.blocks import Blocks, NotAlikeError, find_blocks, join, with_blocks
+from dpprof.subjects.setup import import_method
 
 _NEEDED = 3  # how many records are traced, each with one block more than the last
 _MOST_LEAST = 3  # the most blocks that the smallest record may have
@@ -40,7 +42,21 @@ def estimate(experiment: Experiment, enter: Enter) -> Measurement:
     Raises:
         UnsupportedError: The device is a GPU without a known target.
     """
-    return state_estimate(trace_steps(experiment, enter), experiment)
+
+    @functools.cache
+    def predict(batch_size: int, seq_len: int) -> tuple[Footprint, Measurement]:
+        asked = experiment.model_copy(update={"batch_size": batch_size, "seq_len": seq_len})
+        traced = trace_steps(asked, enter)
+        return Footprint.of(traced.recording), state_estimate(traced, asked)
+
+    _, measurement = predict(experiment.batch_size, experiment.seq_len)
+    if not experiment.varies:
+        return measurement
+    least = import_method(experiment).smallest_batch_size(experiment)
+    varied, reasons = vary(experiment, least, predict)
+    return measurement.model_copy(
+        update={"varied": varied, "reasons": measurement.reasons | reasons}
+    )
 
 
 def trace_steps(experiment: Experiment, enter: Enter) -> Traced:
@@ -324,7 +340,10 @@ class _Family:
 
     def is_line(self) -> bool:
         """Return whether every batch is on the line between its neighbours."""
-        batches, find = sorted(self.sizes), partial(self.pattern.footprint_sizes, self._count)
+        batches, find = (
+            sorted(self.sizes),
+            functools.partial(self.pattern.footprint_sizes, self._count),
+        )
         return all(
             np.array_equal(find(self._interpolate(low, middle, high)), find(self.sizes[middle]))
             for low, middle, high in zip(batches, batches[1:], batches[2:], strict=False)

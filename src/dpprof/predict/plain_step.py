@@ -46,7 +46,7 @@ def count_model_flops(experiment: Experiment, module: nn.Module) -> int | None:
     if attention is None:
         return None
     layers, width = attention
-    counts = Counter(experiment.lengths(experiment.batch_size))
+    counts = Counter(experiment.sample_lengths(experiment.batch_size))
     return experiment.accumulation * sum(
         count * length * model_flops_per_token(module, seq_len=length, layers=layers, d_model=width)
         for length, count in counts.items()

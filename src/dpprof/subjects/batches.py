@@ -112,7 +112,7 @@ def _pad(batch: Batch, experiment: Experiment, model: nn.Module) -> Batch:
     device = batch.x.device
     batch = batch.map(Tensor.clone)  # of one sample ids and labels would share memory
     mask_BT = torch.ones_like(batch.x)
-    lengths = experiment.lengths(len(batch.x))
+    lengths = experiment.sample_lengths(len(batch.x))
     if min(lengths) < experiment.seq_len:
         columns = torch.arange(experiment.seq_len, device=device)
         is_padding = columns >= torch.tensor(lengths, device=device)[:, None]

@@ -40,6 +40,7 @@ from dpprof.experiments.config.refusals import (
 from dpprof.experiments.config.target import Dtype
 from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES, OWN_TASKS, Task
 from dpprof.experiments.config.validation import InputError, read_model
+from dpprof.experiments.config.varying import AsLengths, settle_length
 from dpprof.private.number_formats import SHORT
 from dpprof.system.files import canonical_json, sha256_hex
 
@@ -110,10 +111,24 @@ class Experiment(Spec):
         "its usual size",
         validate_default=True,
     )
+    lengths: AsLengths | None = optional(
+        "batches of different lengths, as a loader makes that groups samples by length: how many "
+        "batches are padded to each, as a mapping or 128=40,512=25; the instrument estimate plays "
+        "them in random order; null: every batch has seq_len"
+    )
     seq_len: Count = optional(
         "tokens in a sample; required for text, and left out for images, of which "
-        "each counts as one token",
+        "each counts as one token; with lengths, the longest",
         validate_default=True,
+    )
+    poisson: bool = Field(
+        False,
+        description="whether a step takes all of a Poisson-sampled batch at once, of batch_size "
+        "samples in the mean; the instrument estimate plays batches of different sizes",
+    )
+    empty_cache_every: Count | None = optional(
+        "steps after which the loop calls torch.cuda.empty_cache(), where batches differ; null: "
+        "never"
     )
     decoder_len: Count | None = optional(
         "tokens of a sample that the decoder reads, where the encoder reads seq_len (task "
@@ -275,8 +290,9 @@ class Experiment(Spec):
     @classmethod
     def _settle_seq_len(cls, value: Any, info: ValidationInfo) -> Any:
         """Require it for text; an image counts as one token."""
-        if not {"model", "image_size"} <= info.data.keys():
+        if not {"model", "image_size", "lengths"} <= info.data.keys():
             return value or 1  # other errors are told
+        value = settle_length(value, info.data["lengths"])
         if info.data["image_size"] is None:
             if value is None:
                 raise PydanticCustomError("missing", "Field required")
@@ -322,6 +338,11 @@ class Experiment(Spec):
         return self.model.slug + adapters + (f"-{self.base_format}" if self.base_format else "")
 
     @property
+    def varies(self) -> bool:
+        """Whether batches differ from step to step."""
+        return self.lengths is not None or self.poisson
+
+    @property
     def autocast_dtype(self) -> Dtype | None:
         """The dtype of autocast, of 16 bits; None without it."""
         return self.dtype if self.autocast and self.dtype in SHORT else None
@@ -337,7 +358,7 @@ class Experiment(Spec):
             return "sequence-classification"
         return OWN_TASKS.get(str(self.model), "causal-lm")
 
-    def lengths(self, batch_size: int) -> list[int]:
+    def sample_lengths(self, batch_size: int) -> list[int]:
         """Return the lengths of a batch's samples, in tokens, without padding."""
         if self.padding is None:
             return [self.seq_len] * batch_size
@@ -345,7 +366,7 @@ class Experiment(Spec):
 
     def tokens_in(self, batch_size: int) -> int:
         """Return the number of tokens in a batch, without padding."""
-        return sum(self.lengths(batch_size))
+        return sum(self.sample_lengths(batch_size))
 
     @property
     def tokens_in_step(self) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dpprof.experiments.config.architecture import PREFIX, Architecture
 from dpprof.experiments.config.loops import LOOPS
 from dpprof.experiments.config.target import device_of, spell_target
+from dpprof.experiments.config.varying import refuse_variation
 from dpprof.private.number_formats import SHORT, refuse_loss_scale
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def refuse_combinations(experiment: "Experiment") -> None:
     """Raise ``ValueError`` for an experiment whose keys contradict each other."""
     rules = (
         *(_in_execution, _in_loop, _in_fine_tuning, _in_decoder, _in_packing, _in_quantization),
-        *(_in_optimizer, _in_formats),
+        *(_in_optimizer, _in_formats, refuse_variation),
     )
     for sentence in chain.from_iterable(rule(experiment) for rule in rules):
         raise ValueError(sentence)

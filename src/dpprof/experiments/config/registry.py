@@ -267,6 +267,11 @@ def why_unsupported(experiment: Experiment, instrument: str) -> str | None:
         return f"device cuda cannot be used here: {reason}"
     if experiment.execution != "eager" and (reason := _why_not_executed(experiment, instrument)):
         return reason
+    if experiment.varies and is_own("instruments", instrument) and instrument != "estimate":
+        return (
+            f"the instrument {instrument} is of batches that are all alike, and lengths or poisson "
+            "vary them; estimate has both"
+        )
     return None if experiment.parallel is None else _why_no_ranks(experiment, instrument)
 
 

@@ -26,7 +26,7 @@ _CLOSEST: Mapping[tuple[str, str], str] = {
     ("attention", "flash|xformers|flex"): "sdpa, by which PyTorch takes its own flash attention",
     ("parallel", "fsdp1|zero|deepspeed"): "fsdp, PyTorch's FSDP2, without buffers of whole groups",
     ("padding", "pack"): "packed",
-    ("padding", "length|bucket|longest"): "0 at the longest seq_len, whose batch has the peak",
+    ("padding", "length|bucket|longest"): "lengths, with the share of batches of each",
     ("task", "qa|span|squad"): "question-answering",
     ("task", "dpo|grpo|kto|orpo|ppo|reward|preference"): "causal-lm, where a pair is two samples, "
     "without a reference's weights",
@@ -49,7 +49,7 @@ _CLOSEST: Mapping[tuple[str, str], str] = {
     ("", "offload"): "checkpointing non-reentrant for activations, optimizer paged-adamw-32bit for "
     "states",
     ("", "fp8|float8"): "dtype bfloat16: float8 spares time, and keeps activations in 16 bits",
-    ("", "group.*length|bucket"): "padding 0 at the longest seq_len, whose batch has the peak",
+    ("", "group.*length|bucket"): "lengths, with the share of batches of each",
     ("", "energy|price|cost"): "dpprof budget, which tells the energy and the price of a training",
     ("", "pack"): "padding packed",
     ("", "4bit|8bit"): "quantization nf4 or int8",

@@ -21,6 +21,7 @@ from dpprof.predict.memory.caching_allocator import (
     SimulatedPeaks,
 )
 from dpprof.predict.memory.events import Allocated, Event, Freed
+from dpprof.subjects.models.blocks import NotAlikeError
 
 MOST_STEPS = 10  # how often the last step is played at most, by default
 
@@ -92,23 +93,8 @@ class Footprint(NamedTuple):
         Raises:
             OutOfMemoryError: It finds no room for a request within the limit.
         """
-        allocator = CachingAllocator(limit_bytes, settings)
-        keys: dict[int, tuple[int, int]] = {}  # the latest of each storage; each turn has its own
-
-        def play(events: Iterable[Event], turn: int, left: Mapping[int, tuple[int, int]]) -> None:
-            """Play events; ``left`` has keys of the turn before, by whose release frees them."""
-            for event in events:
-                if isinstance(event, Allocated):
-                    number = event.number
-                    key = keys[number] = turn, number
-                    allocator.allocate(key, self.requested[number])
-                elif isinstance(event, Freed):
-                    freed = left.get(event.number) or keys.get(event.number)
-                    if freed is not None:
-                        allocator.free(freed)
-
-        play(self.before, 0, {})
-        predecessors = _match(self.step, self.requested)
+        player = _Player(CachingAllocator(limit_bytes, settings), self)
+        allocator = player.allocator
         if self.is_graph:
             allocator.begin_graph()
             most_steps = 1
@@ -117,8 +103,7 @@ class Footprint(NamedTuple):
             reserved, retries = allocator.reserved_bytes, allocator.retries
             allocator.reset_peaks()
             steps += 1
-            left = {n: keys[before] for n, before in predecessors.items() if before in keys}
-            play(self.step, steps, left)
+            player.play_step(self)
             now = allocator.reserved_bytes, allocator.retries
             settled = steps > 1 and now == (reserved, retries)
         return Placement(
@@ -150,6 +135,93 @@ class Footprint(NamedTuple):
             retries=retries,
             settled=free.settled,
         )
+
+
+def replay(
+    footprints: Sequence[Footprint],
+    order: Sequence[int],
+    *,
+    limit_bytes: int | None = None,
+    settings: Settings = DEFAULT,
+    empty_cache_every: int | None = None,
+) -> list[int]:
+    """Play a training whose steps differ; return the bytes that are reserved after each step.
+
+    Args:
+        footprints: Of one training with different batches.
+        order: The place of each step's batch in ``footprints``.
+        limit_bytes: What the allocator may reserve; None: no limit.
+        settings: The allocator's.
+        empty_cache_every: Steps after which the cache is released; None: never.
+
+    Raises:
+        NotAlikeError: Steps leave different numbers of tensors to the next.
+        OutOfMemoryError: A step finds no room for a request within the limit.
+    """
+    player = _Player(CachingAllocator(limit_bytes, settings), footprints[0])
+    reserved = []
+    for step, place in enumerate(order, 1):
+        player.play_step(footprints[place])
+        if empty_cache_every is not None and step % empty_cache_every == 0:
+            player.allocator.release_cache()
+        reserved.append(player.allocator.reserved_bytes)
+    return reserved
+
+
+_Key = tuple[int, int]  # of what is allocated: the turn, and the storage's number in it
+
+
+class _Player:
+    """Plays the steps of a training into an allocator, after what comes before them.
+
+    A step frees what the step before left to it: gradients, the last logits. Steps of one training
+    leave equally many such tensors, so those that one frees are those that another left, in order.
+    """
+
+    def __init__(self, allocator: CachingAllocator, first: Footprint) -> None:
+        self.allocator = allocator
+        self._keys: dict[int, _Key] = {}  # the latest of each storage of the first footprint
+        self._first, self._turn = first, 0
+        self._matches: dict[int, dict[int, int]] = {}  # of each footprint, by its identity
+        self._play(first, first.before, self._keys, {})
+        self._left = [self._keys.get(number) for number in self._match(first)]
+
+    def play_step(self, footprint: Footprint) -> None:
+        """Play a step of the training.
+
+        Raises:
+            NotAlikeError: It frees another number of earlier tensors than the first footprint.
+            OutOfMemoryError: It finds no room for a request.
+        """
+        match = self._match(footprint)
+        if len(match) != len(self._left):
+            raise NotAlikeError("steps leave different numbers of tensors to the next")
+        self._turn += 1
+        keys = self._keys if footprint is self._first else {}
+        left = dict(zip(match, self._left, strict=True))
+        self._play(footprint, footprint.step, keys, left)
+        self._left = [keys.get(number) for number in match.values()]
+
+    def _match(self, footprint: Footprint) -> dict[int, int]:
+        if id(footprint) not in self._matches:
+            self._matches[id(footprint)] = _match(footprint.step, footprint.requested)
+        return self._matches[id(footprint)]
+
+    def _play(
+        self,
+        footprint: Footprint,
+        events: Iterable[Event],
+        keys: dict[int, _Key],
+        left: Mapping[int, _Key | None],
+    ) -> None:
+        for event in events:
+            if isinstance(event, Allocated):
+                key = keys[event.number] = self._turn, event.number
+                self.allocator.allocate(key, footprint.requested[event.number])
+            elif isinstance(event, Freed):
+                freed = left.get(event.number) or keys.get(event.number)
+                if freed is not None:
+                    self.allocator.free(freed)
 
 
 def _match(step: Sequence[Event], requested: Sequence[int]) -> dict[int, int]:

@@ -83,7 +83,7 @@ class HuggingFaceModel(nn.Module):
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         super().__init__()
         self.model = model
-        self._lengths = experiment.lengths
+        self._lengths = experiment.sample_lengths
         self._is_for_images = experiment.task == "image-classification"
         self._answers = experiment.task == "question-answering"
         self._is_causal = experiment.task == "causal-lm"

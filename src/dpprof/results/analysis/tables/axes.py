@@ -9,6 +9,7 @@ from dpprof.experiments.config.architecture import PREFIX, Architecture
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.naming import RecurrentSizes
 from dpprof.experiments.config.parallel import read_world_size
+from dpprof.experiments.config.varying import spell_lengths
 from dpprof.experiments.planning.planner import PlannedRun
 
 RUN_KEY = ["experiment_id", "instrument", "replicate"]
@@ -36,6 +37,7 @@ def axes_of(experiment: Experiment) -> dict[str, Any]:
         "model": model_text(experiment),
         "target": target_text(experiment),
         "lora": None if experiment.lora is None else experiment.lora.text,
+        "lengths": None if experiment.lengths is None else spell_lengths(experiment.lengths),
         "padding": None if padding is None else padding.fraction,
         "quantization": experiment.base_format,
         "keep_logits": str(experiment.keep_logits).lower(),
