@@ -33,9 +33,11 @@ def quantized_layers(model: nn.Module) -> dict[str, Any]:
     return {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
 
 
-def build_qlora(name: str, quantization: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def build_qlora(
+    name: str, quantization: str, **fields: Any
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """Build a model whose adapters are not zero, and a batch of ids, labels and masks."""
-    experiment = make_qlora(name, quantization)
+    experiment = make_qlora(name, quantization, **fields)
     torch.manual_seed(0)
     model = build_model(experiment).train()
     for parameter in model.parameters():

@@ -52,6 +52,21 @@ def test_each_sample_is_clipped_as_it_would_be_alone(name, quantization, way) ->
     assert_exact(way, model, batch, partial(losses_of, model), tolerance=3e-6)
 
 
+@pytest.mark.parametrize(
+    ("quantization", "way"),
+    [("nf4", BookKeeping)]
+    + [
+        pytest.param(quantization, way, marks=pytest.mark.slow)
+        for quantization in ("nf4-double", "int8")
+        for way in FLAT
+    ],
+)
+def test_vectors_that_scale_a_quantised_base_are_clipped_alone(quantization, way) -> None:
+    model, batch = build_qlora("llama", quantization, lora="ia3")
+
+    assert_exact(way, model, batch, partial(losses_of, model), tolerance=3e-6)
+
+
 def test_each_sample_is_clipped_alone_where_its_inputs_are_quantised_too(monkeypatch) -> None:
     like_cuda(monkeypatch)
     model, batch = build_qlora("llama", "int8")

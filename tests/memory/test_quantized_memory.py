@@ -52,6 +52,13 @@ SLOW += [
     for method in ("per-layer", "microbatch", "opacus-hooks", "opacus-ghost", "opacus-functorch")
 ]
 SLOW += [("gpt2", "flash-bk", base) for base in BASES]
+SLOW += [
+    ("llama", method, base | {"lora": "ia3"})
+    for method in (*METHODS, "per-layer", "microbatch")
+    for base in BASES
+]
+SLOW += [("llama", method, BASES[0] | {"lora": "ia3"} | IN_16_BITS) for method in METHODS]
+SLOW += [("llama", method, BASES[0] | {"lora": "ia3"} | PREPARED) for method in METHODS]
 SLOW += [("llama", "flash-bk", {"quantization": "nf4-double", "optimizer": "adamw-8bit"})]
 SLOW += [
     ("llama", method, one)

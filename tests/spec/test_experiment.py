@@ -168,7 +168,8 @@ REFUSED = [
     {"dtype": "fp8"},
     {"parallel": "kind=fsdp1,world_size=2"},
     {"lora": "dora"},
-    {"lora": "ia3", "quantization": "nf4", "method": "flash"},
+    {"lora": "ia3", "quantization": "nf4", "autocast": False}
+    | {"dtype": "bfloat16", "parameters_dtype": "bfloat16", "trained_dtype": "bfloat16"},
     {"lora": "rank=2,ia3=true", "method": "flash"},
     {"lora": "rank=2,use_dora=true,dropout=0.1", "method": "flash"},
     {"lora": "rank=2,use_dora=true", "quantization": "nf4", "method": "flash-bk"},

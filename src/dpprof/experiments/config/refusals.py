@@ -111,13 +111,19 @@ def _in_fine_tuning(experiment: "Experiment") -> Iterator[str]:
         yield "padding requires a model that reads text, and this one reads images"
     if experiment.trainable == "lora" and experiment.lora is None:
         yield "trainable lora requires lora, such as lora: {rank: 16}"
-    if experiment.lora is None or not (experiment.lora.use_dora or experiment.lora.ia3):
+    lora = experiment.lora
+    is_short = not experiment.autocast and experiment.parameters_dtype != "float32"
+    if lora is not None and lora.ia3 and experiment.base_format is not None and is_short:
+        yield (
+            "ia3 over a quantised base requires autocast, or parameters_dtype float32: peft scales "
+            "keys in float32 there, and attention takes one dtype"
+        )
+    if lora is None or not lora.use_dora:
         return
-    named = "ia3" if experiment.lora.ia3 else "use_dora"
-    if experiment.lora.dropout and experiment.method not in ("standard", "microbatch"):
+    if lora.dropout and experiment.method not in ("standard", "microbatch"):
         yield "use_dora requires dropout 0 with a private method: it would draw twice for a sample"
     if experiment.base_format is not None:
-        yield f"{named} requires quantization none: over quantised weights it is not predicted"
+        yield "use_dora requires quantization none: over quantised weights it is not predicted"
 
 
 def _in_decoder(experiment: "Experiment") -> Iterator[str]:
