@@ -1,10 +1,12 @@
 """Trainings whose batches differ: what each needs, and what a run of them reserves."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from factory import make_experiment
 
+from dpprof.ask.estimate import format_estimate
 from dpprof.experiments.config import registry
 from dpprof.predict.estimate import estimate
 from dpprof.predict.memory.allocator_replay import Footprint, replay
@@ -82,6 +84,10 @@ def test_each_length_needs_what_it_needs_alone() -> None:
     assert varied.reserved_p99_bytes <= varied.reserved_most_bytes
     assert varied.reserved_most_bytes >= alone[1].memory.allocator.reserved_bytes
     assert varied.reserved_mean_bytes <= varied.reserved_most_bytes
+    asked = make_experiment(model="tiny", method="flash-bk", lengths="64=1,16=3", seq_len=None)
+    told = format_estimate(SimpleNamespace(**dict(whole), experiment=asked))
+    assert "varied   75.00% of batches: 8 x 16, peak" in told
+    assert " GiB reserved after 99 of 100 steps at most (1,000 in random order)" in told
 
 
 def test_poisson_sampled_batches_have_the_shares_of_the_distribution() -> None:
@@ -107,4 +113,4 @@ def test_only_an_estimate_is_of_batches_that_differ() -> None:
 
     assert registry.why_unsupported(asked, "estimate") is None
     for instrument in ("capacity", "clean", "memory"):
-        assert "estimate has both" in str(registry.why_unsupported(asked, instrument))
+        assert "lengths would vary them" in str(registry.why_unsupported(asked, instrument))

@@ -24,8 +24,9 @@ from dpprof.experiments.config.datasheets import find_context
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.tasks import name_size
 from dpprof.experiments.launch.progress import tell_result
-from dpprof.experiments.records.result import Result, Varied, result_path
+from dpprof.experiments.records.result import Result, result_path
 from dpprof.experiments.records.step_costs import Allocator, Memory, find_unknown_workspaces
+from dpprof.experiments.records.varied import Varied
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.varying import list_variations
 from dpprof.experiments.records.result import Measurement, ModelFacts, NormChoice
 from dpprof.predict.memory.allocator_replay import Footprint
 from dpprof.predict.memory.atoms import Recording
@@ -50,7 +51,7 @@ def estimate(experiment: Experiment, enter: Enter) -> Measurement:
         return Footprint.of(traced.recording), state_estimate(traced, asked)
 
     _, measurement = predict(experiment.batch_size, experiment.seq_len)
-    if not experiment.varies:
+    if not list_variations(experiment):
         return measurement
     least = import_method(experiment).smallest_batch_size(experiment)
     varied, reasons = vary(experiment, least, predict)
@@ -340,10 +341,8 @@ class _Family:
 
     def is_line(self) -> bool:
         """Return whether every batch is on the line between its neighbours."""
-        batches, find = (
-            sorted(self.sizes),
-            functools.partial(self.pattern.footprint_sizes, self._count),
-        )
+        batches = sorted(self.sizes)
+        find = functools.partial(self.pattern.footprint_sizes, self._count)
         return all(
             np.array_equal(find(self._interpolate(low, middle, high)), find(self.sizes[middle]))
             for low, middle, high in zip(batches, batches[1:], batches[2:], strict=False)

@@ -14,7 +14,8 @@ from itertools import pairwise
 from scipy.special import pdtr, pdtrik
 
 from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.records.result import Measurement, Varied, VariedBatch
+from dpprof.experiments.records.result import Measurement
+from dpprof.experiments.records.varied import Varied, VariedBatch
 from dpprof.predict.memory.allocator_replay import Footprint, replay
 from dpprof.predict.memory.caching_allocator import EXPANDABLE, OutOfMemoryError
 from dpprof.subjects.models.blocks import NotAlikeError

@@ -1,14 +1,12 @@
 """One point of a sweep: frozen, validated, and named by a digest of its content."""
 
 import re
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     Field,
     ValidationInfo,
@@ -37,12 +35,12 @@ from dpprof.experiments.config.refusals import (
     refuse_combinations,
     refuse_strategy,
 )
+from dpprof.experiments.config.spec import Spec
 from dpprof.experiments.config.target import Dtype
 from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES, OWN_TASKS, Task
 from dpprof.experiments.config.validation import InputError, read_model
 from dpprof.experiments.config.varying import AsLengths, settle_length
 from dpprof.private.number_formats import SHORT
-from dpprof.system.files import canonical_json, sha256_hex
 
 Optimizer = Literal[
     "adamw",
@@ -59,27 +57,6 @@ Optimizer = Literal[
     "sgd-momentum",
 ]
 ID_PATTERN = r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}"
-
-
-class Spec(BaseModel, frozen=True, extra="forbid"):
-    """A description with one spelling, so that a digest of its content can name it."""
-
-    @cached_property
-    def canonical(self) -> str:
-        """The content of its file: its fields as canonical JSON."""
-        return canonical_json(self.model_dump(mode="json"))
-
-    @cached_property
-    def digest(self) -> str:
-        """The sha256 of the canonical JSON, 64 hex digits."""
-        return sha256_hex(self.canonical)
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with other fields, which does not keep what followed from these."""
-        copied = super().model_copy(update=update, deep=deep)
-        for name in vars(copied).keys() - type(copied).model_fields.keys():
-            del vars(copied)[name]
-        return copied
 
 
 class Experiment(Spec):
@@ -336,11 +313,6 @@ class Experiment(Spec):
         if self.lora is not None and self.lora.ia3:
             adapters = "-ia3"
         return self.model.slug + adapters + (f"-{self.base_format}" if self.base_format else "")
-
-    @property
-    def varies(self) -> bool:
-        """Whether batches differ from step to step."""
-        return self.lengths is not None or self.poisson
 
     @property
     def autocast_dtype(self) -> Dtype | None:

@@ -25,6 +25,7 @@ from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.naming import is_code
 from dpprof.experiments.config.target import Target
 from dpprof.experiments.config.validation import one_of, refuse
+from dpprof.experiments.config.varying import list_variations
 from dpprof.private.errors import UnsupportedError
 from dpprof.system.hardware import available_cores, interchangeable_gpus, why_no_cuda
 from dpprof.system.paths import find_checkout
@@ -267,10 +268,11 @@ def why_unsupported(experiment: Experiment, instrument: str) -> str | None:
         return f"device cuda cannot be used here: {reason}"
     if experiment.execution != "eager" and (reason := _why_not_executed(experiment, instrument)):
         return reason
-    if experiment.varies and is_own("instruments", instrument) and instrument != "estimate":
+    varied = list_variations(experiment)
+    if varied and is_own("instruments", instrument) and instrument != "estimate":
         return (
-            f"the instrument {instrument} is of batches that are all alike, and lengths or poisson "
-            "vary them; estimate has both"
+            f"the instrument {instrument} is of batches that are all alike, and "
+            f"{' and '.join(varied)} would vary them; leave that out, or ask estimate"
         )
     return None if experiment.parallel is None else _why_no_ranks(experiment, instrument)
 

@@ -52,9 +52,14 @@ def settle_length(seq_len: Any, lengths: Shares | None) -> Any:
     raise ValueError(f"lengths go up to {longest:,}; leave seq_len out, or give that")
 
 
+def list_variations(experiment: "Experiment") -> list[str]:
+    """Return the keys by which batches differ from step to step."""
+    return [name for name in ("lengths", "poisson") if getattr(experiment, name)]
+
+
 def refuse_variation(experiment: "Experiment") -> Iterator[str]:
     """Yield a sentence for each key with which batches cannot vary."""
-    varied = [name for name in ("lengths", "poisson") if getattr(experiment, name)]
+    varied = list_variations(experiment)
     if experiment.empty_cache_every is not None and not varied:
         yield "empty_cache_every requires lengths or poisson: equal steps reserve equally much"
     if experiment.lengths is not None and experiment.image_size is not None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from dpprof.experiments.config.architecture import Architecture
-from dpprof.experiments.config.experiment import Experiment, Spec
+from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.fine_tuning import Lora, Padding, Trainable
+from dpprof.experiments.config.spec import Spec
 from dpprof.experiments.config.validation import InputError, read_model
 from dpprof.experiments.records.verdict import STAND_IN_PREFIX
 
