@@ -26,10 +26,10 @@ def judge(**counts: int) -> dict[str, int]:
 
 
 def test_hostile_input_is_refused() -> None:
-    judged = judge(configs=10, commands=5, files=2)
+    judged = judge(configs=6, commands=3, files=2)
 
-    assert judged["configs"] >= 10
-    assert judged["commands"] >= 5
+    assert judged["configs"] >= 6
+    assert judged["commands"] >= 3
     assert judged["files"] >= 2
 
 

@@ -1,16 +1,18 @@
 """Quantised bases and small optimizer states: recorded memory, the estimate, and known answers."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
+from factory import make_experiment
 from memory_steps import record_and_estimate, trace_call
 from quantized_models import bitsandbytes, make_qlora, quantized_layers
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig
 
-from dpprof.ask.estimate import estimate as estimate_in_words
+from dpprof.ask.estimate import format_estimate
 from dpprof.experiments.records.result import Measurement
 from dpprof.predict.estimate import estimate
 from dpprof.predict.memory.events import Op
@@ -113,18 +115,14 @@ def test_experts_in_one_parameter_stay_as_they_are_and_the_first_line_says_so(tm
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
     config = AutoConfig.for_model("mixtral", num_hidden_layers=2, **sizes, **heads)
     config.save_pretrained(tmp_path)
-    fields = {"model": f"hf:{tmp_path}", "batch_size": 2, "seq_len": 8, "quantization": "nf4"}
-    told = estimate_in_words(
-        method="standard",
-        device="cpu",
-        lora="rank=2,target_modules=q_proj",
-        output=tmp_path / "e",
-        **fields,
-    )
+    fields = {"lora": "rank=2,target_modules=q_proj", "quantization": "nf4"}
+    experiment = make_experiment(model=f"hf:{tmp_path}", seq_len=8, **fields)
+    found = estimate(experiment, lambda _: None)
     experts = 2 * 4 * 3 * 64 * 128 * 4
 
-    assert told.result.model.unquantized_experts_bytes == experts
-    assert "of fused experts are not quantised to nf4" in str(told).splitlines()[0]
+    assert found.model.unquantized_experts_bytes == experts
+    told = format_estimate(SimpleNamespace(**dict(found), experiment=experiment))
+    assert "of fused experts are not quantised to nf4" in told.splitlines()[0]
 
 
 def test_states_of_optimizers_take_the_bytes_that_they_state() -> None:
