@@ -5,13 +5,13 @@ batches of different sizes. What the allocator keeps of one batch seldom suits t
 reserves more than its largest batch alone: batches are played one after the other, in random order.
 """
 
+import importlib
 import math
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-
-from scipy.special import pdtr, pdtrik
+from typing import Any
 
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.records.result import Measurement
@@ -86,7 +86,8 @@ def _find_sizes(experiment: Experiment, least: int) -> Iterator[tuple[int, float
     if not experiment.poisson:
         yield experiment.batch_size, 1.0
         return
+    special: Any = importlib.import_module("scipy.special")  # slow to import, and seldom needed
     mean = experiment.batch_size
-    sizes = sorted({max(least, math.ceil(pdtrik(share, mean))) for share in _QUANTILES})
-    within = [0.0, *(float(pdtr(size, mean)) for size in sizes[:-1]), 1.0]
+    sizes = sorted({max(least, math.ceil(special.pdtrik(share, mean))) for share in _QUANTILES})
+    within = [0.0, *(float(special.pdtr(size, mean)) for size in sizes[:-1]), 1.0]
     yield from zip(sizes, (high - low for low, high in pairwise(within)), strict=True)
