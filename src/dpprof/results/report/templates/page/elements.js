@@ -30,7 +30,7 @@ function save(name, text) {
   document.body.append(link);
   link.click();
   link.remove();
-  setTimeout(() => URL.revokeObjectURL(url), 1000);
+  setTimeout(() => URL.revokeObjectURL(url), 60_000); // a busy browser reads it later than one thinks
 }
 
 // A text that a spreadsheet would read as a formula gets an apostrophe in front, as in frames.py.
