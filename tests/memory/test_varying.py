@@ -8,6 +8,8 @@ from factory import make_experiment
 
 from dpprof.ask.estimate import format_estimate
 from dpprof.experiments.config import registry
+from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.varying import share_lengths
 from dpprof.predict.estimate import estimate
 from dpprof.predict.memory.allocator_replay import Footprint, replay
 from dpprof.predict.memory.caching_allocator import EXPANDABLE, MIB, OutOfMemoryError
@@ -54,8 +56,9 @@ def test_a_step_frees_what_another_batch_left() -> None:
 
 
 def test_equal_batches_reserve_what_one_does() -> None:
-    training = leaving(30, 50)
-    assert replay([training, training], [0, 1, 1, 0])[-1] == training.place().peaks.reserved_bytes
+    trainings = [leaving(30, 50), leaving(30, 50)]
+    alone = trainings[0].place().peaks.reserved_bytes
+    assert replay(trainings, [0, 1, 1, 0])[-1] == alone
 
 
 def test_steps_that_leave_other_numbers_of_tensors_are_not_played() -> None:
@@ -114,3 +117,13 @@ def test_only_an_estimate_is_of_batches_that_differ() -> None:
     assert registry.why_unsupported(asked, "estimate") is None
     for instrument in ("capacity", "clean", "memory"):
         assert "lengths would vary them" in str(registry.why_unsupported(asked, instrument))
+
+
+@pytest.mark.parametrize("numbers", [(1, 3, 7, 10), (0.1,) * 10, (1e-9, 3, 1e9)])
+def test_an_experiment_that_is_read_again_keeps_its_name(numbers) -> None:
+    lengths = {16 * place: number for place, number in enumerate(numbers, 1)}
+    asked = make_experiment(lengths=lengths, seq_len=None)
+
+    assert Experiment.model_validate_json(asked.canonical).id == asked.id
+    assert make_experiment(lengths=dict(reversed(lengths.items())), seq_len=None).id == asked.id
+    assert sum(share for _, share in share_lengths(asked.lengths)) == pytest.approx(1)

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.varying import share_lengths
 from dpprof.experiments.records.result import Measurement
 from dpprof.experiments.records.varied import Varied, VariedBatch
 from dpprof.predict.memory.allocator_replay import Footprint, replay
@@ -33,9 +34,10 @@ def vary(experiment: Experiment, least: int, predict: Predict) -> tuple[Varied, 
 
     ``least`` is the smallest batch that the method takes.
     """
+    lengths = experiment.lengths or ((experiment.seq_len, 1.0),)
     shapes = [
         (size, length, of_length * of_size)
-        for length, of_length in experiment.lengths or [(experiment.seq_len, 1.0)]
+        for length, of_length in share_lengths(lengths)
         for size, of_size in _find_sizes(experiment, least)
     ]
     predicted = [predict(size, length) for size, length, _ in shapes]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dpprof.experiments.config.experiment import Experiment
 
 
-Shares = tuple[tuple[Count, Positive], ...]  # lengths, each with the share of batches that have it
+Lengths = tuple[tuple[Count, Positive], ...]  # each with the number of batches that have it
 
 _read_text = read_pairs("128=40,512=25")
 
@@ -22,27 +22,35 @@ def _read_lengths(value: Any) -> Any:
     return tuple(value.items()) if isinstance(value, Mapping) else value
 
 
-def _scale_shares(lengths: Shares) -> Shares:
-    """Return lengths with shares that sum to one, the shortest first."""
-    total = sum(number for _, number in lengths)
+def _sort_lengths(lengths: Lengths) -> Lengths:
+    """Return lengths, the shortest first, with the numbers as they were given.
+
+    A digest names an experiment, and numbers that are scaled again whenever it is read would drift.
+    """
     if not lengths or len(dict(lengths)) < len(lengths):
         raise ValueError("it must name at least one length, and each once")
-    return tuple((length, number / total) for length, number in sorted(lengths))
+    return tuple(sorted(lengths))
 
 
 AsLengths = Annotated[
-    Shares,
-    BeforeValidator(_read_lengths, json_schema_input_type=dict[Count, Positive] | Shares | str),
-    AfterValidator(_scale_shares),
+    Lengths,
+    BeforeValidator(_read_lengths, json_schema_input_type=dict[Count, Positive] | Lengths | str),
+    AfterValidator(_sort_lengths),
 ]
 
 
-def spell_lengths(lengths: Shares) -> str:
+def share_lengths(lengths: Lengths) -> list[tuple[int, float]]:
+    """Return lengths with their shares of the batches, which sum to one."""
+    total = sum(number for _, number in lengths)
+    return [(length, number / total) for length, number in lengths]
+
+
+def spell_lengths(lengths: Lengths) -> str:
     """Return lengths in a cell of a table: ``128 (0.25), 256 (0.75)``."""
-    return ", ".join(f"{length:,} ({share:.3g})" for length, share in lengths)
+    return ", ".join(f"{length:,} ({share:.3g})" for length, share in share_lengths(lengths))
 
 
-def settle_length(seq_len: Any, lengths: Shares | None) -> Any:
+def settle_length(seq_len: Any, lengths: Lengths | None) -> Any:
     """Return the tokens of the longest batch, which may be left out, or raise ``ValueError``."""
     if lengths is None:
         return seq_len
