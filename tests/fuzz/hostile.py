@@ -35,7 +35,8 @@ BY_KEY: dict[str, list[Any]] = {
     "quantization": [*(name for name in NO_NAME if name is not None), "nf4", "gptq", {}],
     **{key: [*NO_NAME, "bfloat16", "half", {}] for key in ("parameters_dtype", "trained_dtype")},
     "autocast": [2, "maybe", None, [True], {}],
-    "keep_logits": [2, "maybe", [True], {}],
+    **{key: [2, "maybe", [True], {}] for key in ("keep_logits", "use_cache")},
+    "checkpointed_share": [*NO_NUMBER, 0, 1.1, None],
     "loop": [*NO_NAME, "hf", {}],
     **{
         key: [*(name for name in NO_NAME if name is not None), {}] for key in ("loss", "loss_dtype")

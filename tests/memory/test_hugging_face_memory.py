@@ -62,6 +62,8 @@ SLOW += [
 SLOW += [
     ("llama", "standard", {"optimizer": "adamw-in-backward", "checkpointing": "non-reentrant"})
 ]
+ON_HEAD = {"lora": {"rank": 2, "target_modules": ["q_proj", "lm_head"]}, "loop": "torchtune"}
+SLOW += [("llama", method, ON_HEAD) for method in ("standard", "flash-bk", "flash")]
 SLOW += [("llama", method, {"optimizer": "lion-8bit"}) for method in ("standard", "flash-bk")]
 SLOW += [("llama", "standard", {"padding": "packed"} | fields) for fields in ({}, ACCUMULATED)]
 SLOW += [

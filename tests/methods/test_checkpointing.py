@@ -9,6 +9,7 @@ from dpprof.experiments.config import registry
 from dpprof.measure.instruments.memory import measure
 from dpprof.predict.estimate import estimate
 from dpprof.private.errors import UnsupportedError
+from dpprof.subjects.models.transformer import choose_evenly
 
 REFUSED = {
     "non-reentrant": {name for name in registry.names("methods") if name.startswith("opacus-")},
@@ -93,3 +94,46 @@ def test_a_deep_model_keeps_its_blocks_inputs_alone() -> None:
     plain = saved_bytes("none")
     for checkpointing in ("non-reentrant", "reentrant"):
         assert layers * B * T * D * 4 <= saved_bytes(checkpointing) < 0.5 * plain
+
+
+FOUR = {"vocab_size": 16, "d_model": 16, "layers": 4, "heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "way"),
+    [
+        ({"model": FOUR, "method": "flash-bk"}, "reentrant"),
+        (
+            {"model": {"hf": "tiny-llama", "num_hidden_layers": 4}, "method": "flash-bk"},
+            "non-reentrant",
+        ),
+        ({"model": {"hf": "tiny-t5", "num_layers": 4}, "method": "standard"}, "reentrant"),
+    ],
+)
+def test_a_share_of_the_blocks_is_computed_again(fields, way) -> None:
+    """Every second of four blocks: half of what all cost more, and as recorded."""
+    fields = fields | {"batch_size": 3, "seq_len": 16, "noise_multiplier": 0.1}
+    half = make_experiment(checkpointing=way, checkpointed_share=0.5, **fields)
+    none, every = make_experiment(**fields), make_experiment(checkpointing=way, **fields)
+    flops = [
+        estimate(experiment, lambda _: None).compute.executed_flops
+        for experiment in (none, half, every)
+    ]
+    real, fake = (look(half, lambda _: None).memory.at_peak for look in (measure, estimate))
+
+    assert flops[1] - flops[0] == flops[2] - flops[1] > 0
+    assert fake == real
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "chosen"),
+    [
+        (4, 0.5, "0101"),
+        (6, 1 / 3, "001001"),
+        (5, 0.6, "01011"),
+        (3, 1, "111"),
+        (8, 0.01, "00000001"),
+    ],
+)
+def test_checkpointed_blocks_are_spread_evenly(count, share, chosen) -> None:
+    assert "".join("01"[kept] for kept in choose_evenly(count, share)) == chosen

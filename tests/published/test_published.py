@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from published import loops
 from published.cases import CASES, Case
 from published.finetuning import QUICK, RUNS, TRAINER_RUNS, Run
 from published.recording import DATA
@@ -26,10 +27,12 @@ ROWS, SOURCE_ROWS = (
 )
 T4_ROWS = read_table("published-finetuning-t4.csv")
 A100_ROWS = read_table("published-finetuning-a100.csv")
+LOOP_ROWS = read_table("published-loops.csv")
 MIB = 2**20
 LIMITS = 0.01, 0.1, 0.5, 2.0
 WORST_PEAK, MEDIAN_PEAK, MEDIAN_RESERVED = 0.5, 0.1, 3.0
 MEDIAN_PEAK_OF_TRAINER, WORST_TIME = 3.0, 15.0
+MEDIAN_PEAK_OF_LOOPS, WORST_PEAK_OF_LOOPS = 4.0, 6.0
 """Percent by which fine-tunings may differ."""
 
 LIMITS_OF_RUNS = {"t4-sweep-2026-09-15/22": 0.6}
@@ -182,3 +185,11 @@ def test_fine_tunings_by_the_trainer_have_the_predicted_peaks_and_times() -> Non
     peaks, seconds = zip(*(run.differences for run in TRAINER_RUNS), strict=True)
     assert median(map(abs, peaks)) < MEDIAN_PEAK_OF_TRAINER
     assert max(map(abs, seconds)) < WORST_TIME
+
+
+@pytest.mark.slow
+def test_other_peoples_loops_have_the_predicted_peaks() -> None:
+    assert [run.row for run in loops.RUNS] == LOOP_ROWS
+    assert median(abs(run.difference) for run in loops.RUNS) < MEDIAN_PEAK_OF_LOOPS
+    explained = [run for run in loops.RUNS if not run.missing]
+    assert max(abs(run.difference) for run in explained) < WORST_PEAK_OF_LOOPS

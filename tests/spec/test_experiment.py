@@ -19,6 +19,7 @@ COMPLETE = {
     "optimizer": "adamw",
     "attention": "sdpa",
     "checkpointing": "none",
+    "checkpointed_share": 1.0,
     "device": "cpu",
     "target": None,
     "max_grad_norm": 1.0,
@@ -51,6 +52,7 @@ ELSE_DEFAULT = {
     "loss": "cross-entropy",
     "loss_dtype": "float32",
     "keep_logits": False,
+    "use_cache": False,
     "parallel": None,
     "execution": "eager",
     "head": "logits",
@@ -329,6 +331,10 @@ CONTRADICTIONS = [
     {"loop": "torchtune", "model": "opacus-cnn", "seq_len": None},
     {"loss_dtype": "float16"},
     {"keep_logits": "always"},
+    {"use_cache": True},
+    {"checkpointed_share": 0.5},
+    {"checkpointed_share": 0, "checkpointing": "reentrant"},
+    {"checkpointing": "every-2"},
 ]
 
 

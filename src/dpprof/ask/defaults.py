@@ -5,7 +5,8 @@ from typing import Any
 
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.datasheets import find_by_device_name
-from dpprof.experiments.config.refusals import COUNTS_ON_HOST, INDEPENDENT
+from dpprof.experiments.config.optimizers import COUNTS_ON_HOST
+from dpprof.experiments.config.refusals import INDEPENDENT
 from dpprof.experiments.config.target import Target
 from dpprof.experiments.config.validation import InputError, spell
 from dpprof.system.hardware import nvml, visible_gpus

@@ -138,7 +138,7 @@ def explain(a: Peak, b: Peak | None = None, *, loop: str | None = None) -> Expla
 
 def _predict_in(result: Result, loop: str) -> Result:
     fields = result.experiment.model_dump(mode="json") | {"loop": loop}
-    fields |= dict.fromkeys(("loss", "loss_dtype", "keep_logits"))
+    fields |= dict.fromkeys(("loss", "loss_dtype", "keep_logits", "use_cache"))
     if result.capacity is not None:  # memory is of the batch that it states
         fields["batch_size"] = result.capacity.stated_batch_size
     asked = make_experiment(fields)

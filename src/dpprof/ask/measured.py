@@ -36,7 +36,7 @@ _GIB = 2**30
 _NEAR = 0.01
 """A peak that is as near as this share needs no explanation."""
 
-_DECIDES = ("loss", "loss_dtype", "keep_logits")
+_DECIDES = ("loss", "loss_dtype", "keep_logits", "use_cache")
 
 
 class Measured(BaseModel, frozen=True):

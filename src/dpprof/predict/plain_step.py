@@ -36,7 +36,7 @@ def count_model_flops(experiment: Experiment, module: nn.Module) -> int | None:
         plain |= {"quantization": None, "optimizer": "adamw"}
         plain |= {"checkpointing": "none", "dtype": "float32", "autocast": True}
         plain |= {"parameters_dtype": "float32", "trained_dtype": "float32"}
-        plain |= {"loss": "cross-entropy", "keep_logits": False}
+        plain |= {"loss": "cross-entropy", "keep_logits": False, "use_cache": False}
         is_lent = registry.is_lent(experiment.model)  # what it builds may change
         count = _count_sample.__wrapped__ if is_lent else _count_sample
         flops = count(experiment.model_copy(update=plain))

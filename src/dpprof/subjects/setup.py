@@ -13,7 +13,8 @@ from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.mechanisms import NO_CLIPPING
-from dpprof.experiments.config.refusals import BITSANDBYTES, INDEPENDENT
+from dpprof.experiments.config.optimizers import BITSANDBYTES
+from dpprof.experiments.config.refusals import INDEPENDENT
 from dpprof.experiments.records.result import ModelFacts
 from dpprof.experiments.records.terms import Component, Phase
 from dpprof.private.errors import UnsupportedError

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from dpprof.experiments.config.architecture import NONE, Architecture, Quantization, resolve
 from dpprof.experiments.config.fine_tuning import AsLora, AsPadding, Trainable
-from dpprof.experiments.config.loops import AsKeepLogits, AsLoss, AsLossDtype, LoopName
+from dpprof.experiments.config.loops import AsKeepLogits, AsLoss, AsLossDtype, AsUseCache, LoopName
 from dpprof.experiments.config.naming import (
     Dimensions,
     For,
@@ -28,13 +28,18 @@ from dpprof.experiments.config.naming import (
     is_code,
     refuse_code,
 )
+from dpprof.experiments.config.optimizers import Optimizer
 from dpprof.experiments.config.parallel import AsParallel
-from dpprof.experiments.config.quantities import Count, NotNegative, Positive, Seed, Size, optional
-from dpprof.experiments.config.refusals import (
-    INDEPENDENT,
-    refuse_combinations,
-    refuse_strategy,
+from dpprof.experiments.config.quantities import (
+    Count,
+    NotNegative,
+    Positive,
+    PositiveShare,
+    Seed,
+    Size,
+    optional,
 )
+from dpprof.experiments.config.refusals import INDEPENDENT, refuse_combinations, refuse_strategy
 from dpprof.experiments.config.spec import Spec
 from dpprof.experiments.config.target import Dtype
 from dpprof.experiments.config.tasks import OWN_IMAGE_SIZES, OWN_TASKS, Task
@@ -42,20 +47,6 @@ from dpprof.experiments.config.validation import InputError, read_model
 from dpprof.experiments.config.varying import AsLengths, settle_length
 from dpprof.private.number_formats import SHORT
 
-Optimizer = Literal[
-    "adamw",
-    "adamw-fused",
-    "adamw-8bit",
-    "paged-adamw-8bit",
-    "paged-adamw-32bit",
-    "adamw-in-backward",
-    "paged-adamw-8bit-in-backward",
-    "lion-8bit",
-    "adafactor",
-    "lamb",
-    "sgd",
-    "sgd-momentum",
-]
 ID_PATTERN = r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}"
 
 
@@ -135,6 +126,10 @@ class Experiment(Spec):
         description="none; non-reentrant or reentrant (each block stores only its input and is "
         "computed again in backward, with PyTorch's newer or older implementation)",
     )
+    checkpointed_share: PositiveShare = Field(
+        1.0,
+        description="the share of blocks that are checkpointed, spread evenly: 0.5 is every second",
+    )
     device: Literal["cpu", "cuda"] = Field(description="where the experiment runs")
     target: For | None = optional(
         "the device that the instrument estimate predicts for: a target's name, cpu "
@@ -201,8 +196,8 @@ class Experiment(Spec):
     )
     loop: LoopName = Field(
         "dpprof",
-        description="the training loop, a name for values of loss, loss_dtype and keep_logits: "
-        "dpprof; hf-trainer (transformers' Trainer); hf-manual (a loop over outputs = "
+        description="the training loop, a name for values of loss, loss_dtype, keep_logits and "
+        "use_cache: dpprof; hf-trainer (transformers' Trainer); hf-manual (a loop over outputs = "
         "model(**batch)); opacus-tutorial; torchtune; timm",
     )
     loss: AsLoss = optional(
@@ -221,6 +216,12 @@ class Experiment(Spec):
         "function with out = model(...); next-forward: until the next forward pass has returned, "
         "as in a loop with out = model(...); false: they are freed in forward, as in "
         "loss = model(...).loss; null: as the loop keeps them",
+        validate_default=True,
+    )
+    use_cache: AsUseCache = optional(
+        "whether a Hugging Face model returns its keys and values, as it does where neither the "
+        "call nor its config says use_cache=False; they live as long as the logits; null: as the "
+        "loop asks",
         validate_default=True,
     )
     parallel: AsParallel | None = optional(

@@ -1,4 +1,4 @@
-"""The loops that people train with: what their loss computes, and how long logits live.
+"""The loops that people train with: what their loss computes, and what of forward lives on.
 
 Read in the code of each, as `source` says; the optimizer, precision and checkpointing of a loop are
 keys of their own.
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, ValidationInfo
+
+from dpprof.experiments.config.architecture import Architecture
 
 LoopName = Literal["dpprof", "hf-trainer", "hf-manual", "opacus-tutorial", "torchtune", "timm"]
 Loss = Literal["cross-entropy", "chunked-cross-entropy", "labels", "sum-of-logits"]
@@ -23,6 +25,7 @@ class Loop(NamedTuple):
     loss: Loss
     loss_dtype: LossDtype
     keep_logits: KeepLogits
+    use_cache: bool
     source: str
 
     @property
@@ -32,18 +35,22 @@ class Loop(NamedTuple):
 
 
 LOOPS: Mapping[LoopName, Loop] = {
-    "dpprof": Loop("cross-entropy", "float32", False, "loss = losses_of(model(x), y).mean()"),
+    "dpprof": Loop(
+        "cross-entropy", "float32", False, False, "loss = losses_of(model(x), y).mean()"
+    ),
     "hf-trainer": Loop(
         "labels",
         "float32",
         False,
+        False,
         "transformers 5.23, trainer.py: compute_loss gets loss and logits by labels=, and returns "
-        "the loss",
+        "the loss; use_cache is false",
     ),
     "hf-manual": Loop(
         "labels",
         "float32",
         "next-forward",
+        True,
         "transformers, examples/pytorch/language-modeling/run_clm_no_trainer.py: "
         "outputs = model(**batch); loss = outputs.loss",
     ),
@@ -51,12 +58,14 @@ LOOPS: Mapping[LoopName, Loop] = {
         "cross-entropy",
         "logits",
         "next-forward",
+        False,
         "Opacus, tutorials/building_image_classifier.ipynb: output = model(images); "
         "loss = criterion(output, target)",
     ),
     "torchtune": Loop(
         "chunked-cross-entropy",
         "float32",
+        False,
         False,
         "torchtune, modules/loss/ce_chunked_output_loss.py and "
         "recipes/full_finetune_single_device.py: del logits",
@@ -65,6 +74,7 @@ LOOPS: Mapping[LoopName, Loop] = {
         "cross-entropy",
         "float32",
         True,
+        False,
         "timm, benchmark.py: output = self.model(x), in a function that ends with optimizer.step()",
     ),
 }
@@ -78,6 +88,13 @@ def _settle(value: Any, info: ValidationInfo) -> Any:
     return {"false": False, "true": True}.get(str(value).lower(), value)
 
 
+def _settle_cache(value: Any, info: ValidationInfo) -> Any:
+    """Return a value of ``use_cache``; where it has none, models of this package keep nothing."""
+    is_known = isinstance(info.data.get("model"), Architecture)
+    return _settle(value if is_known or value is not None else False, info)
+
+
 AsLoss = Annotated[Loss, BeforeValidator(_settle)]
 AsLossDtype = Annotated[LossDtype, BeforeValidator(_settle)]
 AsKeepLogits = Annotated[KeepLogits, BeforeValidator(_settle)]
+AsUseCache = Annotated[bool, BeforeValidator(_settle_cache)]

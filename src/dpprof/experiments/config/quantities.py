@@ -106,6 +106,7 @@ Count = Annotated[int, Field(ge=1, le=10**9), BeforeValidator(refuse_bool)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(refuse_bool)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(refuse_bool)]
 Fraction = Annotated[float, Field(ge=0, lt=1), BeforeValidator(refuse_bool)]
+PositiveShare = Annotated[float, Field(gt=0, le=1), BeforeValidator(refuse_bool)]
 Seed = Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(refuse_bool)]
 Replicates = Annotated[int, Field(ge=1, le=1000), BeforeValidator(refuse_bool)]
 _SIZE_SCHEMA = {

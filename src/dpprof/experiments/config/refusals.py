@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dpprof.experiments.config.architecture import PREFIX, Architecture
 from dpprof.experiments.config.loops import LOOPS
+from dpprof.experiments.config.optimizers import COUNTS_ON_HOST, IN_BACKWARD
 from dpprof.experiments.config.target import device_of, spell_target
 from dpprof.experiments.config.varying import refuse_variation
 from dpprof.private.number_formats import SHORT, refuse_loss_scale
@@ -14,18 +15,6 @@ from dpprof.private.number_formats import SHORT, refuse_loss_scale
 if TYPE_CHECKING:
     from dpprof.experiments.config.experiment import Experiment
 
-
-BITSANDBYTES = (
-    *("adamw-8bit", "lion-8bit"),
-    *("paged-adamw-8bit", "paged-adamw-32bit", "paged-adamw-8bit-in-backward"),
-)
-"""Optimizers of bitsandbytes."""
-
-IN_BACKWARD = ("adamw-in-backward", "paged-adamw-8bit-in-backward")
-"""Optimizers that step each parameter in backward."""
-
-COUNTS_ON_HOST = (*BITSANDBYTES, *IN_BACKWARD, "adafactor", "lamb")
-"""Optimizers that count their steps on the host, and keep states of whole parameters."""
 
 INDEPENDENT = "independent"  # the strategy of noise that does not follow from past noise
 
@@ -42,7 +31,15 @@ def refuse_strategy(strategy: str) -> str:
 def refuse_combinations(experiment: "Experiment") -> None:
     """Raise ``ValueError`` for an experiment whose keys contradict each other."""
     rules = (
-        *(_in_execution, _in_loop, _in_fine_tuning, _in_decoder, _in_packing, _in_quantization),
+        *(
+            _in_execution,
+            _in_checkpointing,
+            _in_loop,
+            _in_fine_tuning,
+            _in_decoder,
+            _in_packing,
+            _in_quantization,
+        ),
         *(_in_optimizer, _in_formats, refuse_variation),
     )
     for sentence in chain.from_iterable(rule(experiment) for rule in rules):
@@ -85,11 +82,21 @@ def _in_accumulation(experiment: "Experiment") -> Iterator[str]:
         yield f"{named} requires an optimizer that waits for all batches, as adamw-8bit"
 
 
+def _in_checkpointing(experiment: "Experiment") -> Iterator[str]:
+    if experiment.checkpointed_share < 1 and experiment.checkpointing == "none":
+        yield (
+            f"checkpointed_share {experiment.checkpointed_share} requires checkpointing "
+            "non-reentrant or reentrant"
+        )
+
+
 def _in_loop(experiment: "Experiment") -> Iterator[str]:
     loss, loop = experiment.loss, LOOPS[experiment.loop]
     named = f"loss {loss}" + (f", of loop {experiment.loop}," if loop.loss == loss else "")
     if loss == "labels" and not isinstance(experiment.model, Architecture):
         yield f"{named} requires a Hugging Face model, as {PREFIX}NAME"
+    if experiment.use_cache and not isinstance(experiment.model, Architecture):
+        yield f"use_cache true requires a Hugging Face model, as {PREFIX}NAME"
     if loss == "chunked-cross-entropy" and experiment.task != "causal-lm":
         yield f"{named} requires task causal-lm, but the task is {experiment.task}"
     if loss != "cross-entropy" and experiment.head != "logits":

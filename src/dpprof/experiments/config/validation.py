@@ -45,7 +45,8 @@ _CLOSEST: Mapping[tuple[str, str], str] = {
         "offload|unsloth",
     ): "non-reentrant, which frees activations too, and computes them again",
     ("model", "lstm|gru|rnn"): "char-lstm or ptb-lstm-small, or a mapping of kind and sizes",
-    ("checkpointing", "selective|partial|every"): "none and non-reentrant, which bound it",
+    ("checkpointing", "selective|partial|every"): "checkpointed_share, beside checkpointing "
+    "non-reentrant: the share of blocks, 0.5 for every second",
     ("", "offload"): "checkpointing non-reentrant for activations, optimizer paged-adamw-32bit for "
     "states",
     ("", "fp8|float8"): "dtype bfloat16: float8 spares time, and keeps activations in 16 bits",

@@ -16,7 +16,7 @@ from typing import Any
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.architecture import Architecture
 from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.config.refusals import BITSANDBYTES
+from dpprof.experiments.config.optimizers import BITSANDBYTES
 from dpprof.experiments.planning.job_environment import versions_in_jobs
 from dpprof.experiments.planning.stand_ins import StandIn, libraries_of
 from dpprof.experiments.records.verdict import BUILT_IN, is_stand_in

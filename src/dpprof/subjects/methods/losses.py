@@ -85,15 +85,19 @@ def find_known_head(model: nn.Module, experiment: Experiment) -> Head:
     """Return the head of a model whose logits are known to be its outputs, capped or scaled.
 
     Raises:
-        UnsupportedError: The logits may be something else, or the head is no ``Linear``.
+        UnsupportedError: The logits may be something else; or ``head chunked`` is asked for, and
+            the head is no ``Linear``.
     """
     kind = getattr(experiment.model, "model_type", None)
     if kind is not None and kind not in KNOWN:
         raise UnsupportedError(f"{_name(experiment)} knows no {kind}; it knows {', '.join(KNOWN)}")
     head = describe_head(model, kind)
-    if not isinstance(head.layer, nn.Linear) or is_quantized(head.layer.weight):
+    is_plain = isinstance(head.layer, nn.Linear) and not is_quantized(head.layer.weight)
+    if experiment.head != "logits" and not is_plain:
+        kind = type(head.layer)
         raise UnsupportedError(
-            f"{_name(experiment)} needs a Linear, and the head is {type(head.layer).__name__}"
+            f"{_name(experiment)} needs a torch.nn.Linear, and the head is a "
+            f"{kind.__module__}.{kind.__qualname__}"
         )
     return head
 

@@ -66,6 +66,8 @@ def find_blocks(experiment: Experiment) -> Blocks:
         NotAlikeError: They differ, or the model has no blocks that are known.
     """
     dimensions = _dimensions(experiment)
+    if experiment.checkpointed_share < 1:
+        raise NotAlikeError("some blocks are checkpointed")
     if dimensions is None and not isinstance(experiment.model, Architecture):
         raise NotAlikeError("a function builds the model")  # which may need its elements
     with torch.device("meta"):

@@ -105,9 +105,9 @@ def apply_dtype(model: nn.Module, experiment: Experiment, device: torch.device) 
     is_sharded = experiment.parallel is not None and experiment.parallel.is_sharded
     is_short = experiment.dtype in SHORT and not is_sharded
     has_loss, keep = experiment.loss == "labels", experiment.keep_logits
-    if is_short or has_loss or keep:
+    if is_short or has_loss or keep or experiment.use_cache:
         forward = model.forward
-        kept: list[Tensor] = []
+        kept: list[Any] = []
 
         def forward_as_asked(*inputs: Tensor) -> Tensor:
             if keep != "next-forward":
@@ -115,8 +115,9 @@ def apply_dtype(model: nn.Module, experiment: Experiment, device: torch.device) 
             with autocasting(experiment, device.type):
                 returned: Any = forward(*inputs)
             loss, logits = returned if has_loss else (None, returned)
+            cache = vars(model).pop("cache", None)
             if keep:
-                kept[:] = [logits]
+                kept[:] = [logits, cache]
             if loss is not None:
                 return loss  # type: ignore[no-any-return]
             computed: Tensor = logits
@@ -144,7 +145,11 @@ def _build(experiment: Experiment, *, is_reduced: bool) -> nn.Module:
         return build_hugging_face(experiment)
     if isinstance(recipe, Dimensions):
         return Transformer(
-            recipe, experiment.seq_len, experiment.attention, experiment.checkpointing
+            recipe,
+            experiment.seq_len,
+            experiment.attention,
+            experiment.checkpointing,
+            experiment.checkpointed_share,
         )
     name = str(experiment.model)  # of the registry
     if not callable(recipe):

@@ -22,12 +22,14 @@ from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.sample_losses import sample_losses, shift_labels
 from dpprof.private.substitutes import substitute
 from dpprof.subjects.models.quantized import import_bitsandbytes, quantize
+from dpprof.subjects.models.transformer import choose_evenly
 
 try:
     import transformers
     from transformers import masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.loss import loss_utils
+    from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.models.auto import modeling_auto
 
     from dpprof.subjects.models.opt_blocks import keep_batch_first
@@ -91,7 +93,9 @@ class HuggingFaceModel(nn.Module):
         self._loses_by_sample = False
         taken = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in taken and not _position_offset(model)
-        self._options = {"use_cache": False} if "use_cache" in taken else {}
+        self._options = {"use_cache": experiment.use_cache} if "use_cache" in taken else {}
+        self.cache: Any = None
+        """Keys and values of the latest forward, until ``apply_dtype`` takes them."""
 
     def lose_by_sample(self) -> None:
         """Replace the mean over a batch that the model computes of labels; later losses are (B,).
@@ -143,6 +147,7 @@ class HuggingFaceModel(nn.Module):
                     padded = self._has_padding(others[0])
                     within.enter_context(_deciding_as_for(has_padding=padded))
             outputs = self.model(**named)
+        self.cache = outputs.get("past_key_values")
         if self._answers:
             logits = torch.stack((outputs.start_logits, outputs.end_logits), 1)
         else:
@@ -274,7 +279,7 @@ def build_hugging_face(experiment: Experiment) -> HuggingFaceModel:
     if experiment.lora is not None:
         _add_adapters(model, experiment)
     if experiment.checkpointing != "none":
-        _checkpoint(model, reentrant=experiment.checkpointing == "reentrant")
+        _checkpoint(model, experiment)
     return HuggingFaceModel(model, experiment)
 
 
@@ -392,14 +397,31 @@ def _add_adapters(model: Any, experiment: Experiment) -> None:
             parameter.data = parameter.data.float()
 
 
-def _checkpoint(model: Any, *, reentrant: bool) -> None:
-    """Let each block store its input alone, and compute the rest again in backward."""
+def _checkpoint(model: Any, experiment: Experiment) -> None:
+    """Let blocks store their inputs alone, and compute the rest again in backward."""
+    reentrant = experiment.checkpointing == "reentrant"
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise UnsupportedError(f"{type(model).__name__} does not support checkpointing")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # before 5.20 it has no other name
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if experiment.checkpointed_share < 1:
+        _spare_blocks(model, experiment.checkpointed_share)
     if reentrant:
         # Below the first trained parameter nothing requires a gradient, and reentrant
         # checkpointing then computes none above it either.
         model.enable_input_require_grads()
+
+
+def _spare_blocks(model: nn.Module, share: float) -> None:
+    """Checkpoint no more than a share of the blocks of each stack."""
+    stacks = [
+        [child for child in module.children() if isinstance(child, GradientCheckpointingLayer)]
+        for module in model.modules()
+    ]
+    if not any(stacks):
+        name = type(model).__name__
+        raise UnsupportedError(f"{name} checkpoints all blocks; give checkpointed_share 1")
+    for stack in stacks:
+        for block, is_chosen in zip(stack, choose_evenly(len(stack), share), strict=True):
+            block.gradient_checkpointing = is_chosen

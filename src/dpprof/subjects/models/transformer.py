@@ -90,8 +90,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Maps token ids to logits.
 
-    ``seq_len`` is the number of learned positions, and so the longest sequence. ``attention`` and
-    ``checkpointing`` are an experiment's.
+    ``seq_len`` is the number of learned positions, and so the longest sequence. ``attention``,
+    ``checkpointing`` and ``checkpointed_share`` are an experiment's.
     """
 
     def __init__(
@@ -100,9 +100,10 @@ class Transformer(nn.Module):
         seq_len: int,
         attention: str = "sdpa",
         checkpointing: str = "none",
+        checkpointed_share: float = 1,
     ) -> None:
         super().__init__()
-        self.checkpointing = checkpointing
+        self.checkpointing, self.checkpointed_share = checkpointing, checkpointed_share
         d_model = dimensions.d_model
         self.token_embedding = nn.Embedding(dimensions.vocab_size, d_model)
         self.position_embedding = nn.Embedding(seq_len, d_model)
@@ -122,19 +123,38 @@ class Transformer(nn.Module):
         B, T = tokens_BT.shape
         positions_BT = torch.arange(T, device=tokens_BT.device).repeat(B, 1)
         x_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions_BT)
-        x_BTD = run_blocks(self.blocks, x_BTD, self.checkpointing)
+        x_BTD = run_blocks(self.blocks, x_BTD, self.checkpointing, self.checkpointed_share)
         logits_BTV: Tensor = self.head(self.norm(x_BTD))
         return logits_BTV
 
 
-def run_blocks(blocks: nn.Sequential, x_BTD: Tensor, checkpointing: str) -> Tensor:
+def run_blocks(
+    blocks: nn.Sequential, x_BTD: Tensor, checkpointing: str, checkpointed_share: float
+) -> Tensor:
     """Apply blocks one after another, with an experiment's way of checkpointing."""
     if checkpointing == "none":
         y_BTD: Tensor = blocks(x_BTD)
         return y_BTD
-    for block in blocks:
-        x_BTD = checkpoint(block, x_BTD, use_reentrant=checkpointing == "reentrant")
+    chosen = choose_evenly(len(blocks), checkpointed_share)
+    for block, is_chosen in zip(blocks, chosen, strict=True):
+        if is_chosen:
+            x_BTD = checkpoint(block, x_BTD, use_reentrant=checkpointing == "reentrant")
+        else:
+            x_BTD = block(x_BTD)
     return x_BTD
+
+
+def choose_evenly(count: int, share: float) -> list[bool]:
+    """Return of each of ``count`` blocks whether it is among the ``share`` that is checkpointed.
+
+    At least one is.
+
+    Example:
+        >>> choose_evenly(4, 0.5)
+        [False, True, False, True]
+    """
+    chosen = max(1, round(count * share))
+    return [(place + 1) * chosen // count > place * chosen // count for place in range(count)]
 
 
 def find_attention(name: str, *, is_causal: bool = True) -> Callable[[int, int], nn.Module]:

@@ -44,7 +44,13 @@ class VisionTransformerSize:
                 f"{experiment.model_name} divides an image into patches of {self.patch} pixels, "
                 f"and image_size {image} is no multiple of that"
             )
-        return VisionTransformer(self, image, experiment.attention, experiment.checkpointing)
+        return VisionTransformer(
+            self,
+            image,
+            experiment.attention,
+            experiment.checkpointing,
+            experiment.checkpointed_share,
+        )
 
     def reduce(self) -> "VisionTransformerSize":
         """Return the size of a small model with the same layers, for verification."""
@@ -55,10 +61,15 @@ class VisionTransformer(nn.Module):
     """Maps images to logits of classes."""
 
     def __init__(
-        self, size: VisionTransformerSize, image: int, attention: str, checkpointing: str
+        self,
+        size: VisionTransformerSize,
+        image: int,
+        attention: str,
+        checkpointing: str,
+        checkpointed_share: float = 1,
     ) -> None:
         super().__init__()
-        self.checkpointing = checkpointing
+        self.checkpointing, self.checkpointed_share = checkpointing, checkpointed_share
         D = size.d_model
         self.patch = size.patch
         self.patches = nn.Linear(3 * size.patch**2, D)
@@ -78,7 +89,8 @@ class VisionTransformer(nn.Module):
         first_B1 = torch.zeros(B, 1, dtype=torch.int64, device=x_BCHW.device)
         positions_BN = torch.arange(N, device=x_BCHW.device).repeat(B, 1)
         y_BND = torch.cat([self.class_token(first_B1), patches_BND], dim=1)
-        y_BND = run_blocks(self.blocks, y_BND + self.positions(positions_BN), self.checkpointing)
+        how = self.checkpointing, self.checkpointed_share
+        y_BND = run_blocks(self.blocks, y_BND + self.positions(positions_BN), *how)
         logits_BC: Tensor = self.head(self.norm(y_BND)[:, 0])
         return logits_BC
 

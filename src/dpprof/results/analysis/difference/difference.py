@@ -150,7 +150,7 @@ def _name_apart(
     """Name both runs by their methods, and by the axes in which they differ."""
 
     def is_said(key: str) -> bool:  # by the name of its loop
-        return all(side[key] == LOOPS[side["loop"]].texts.get(key) for side in axes)
+        return all(str(side[key]).lower() == LOOPS[side["loop"]].texts.get(key) for side in axes)
 
     apart = [
         key

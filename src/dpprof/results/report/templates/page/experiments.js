@@ -41,7 +41,7 @@ function splitAxes(rows) {
 }
 
 // Axes that say nothing to most readers where they do not differ.
-const USUAL = new Set(["seed", "learning_rate", "max_grad_norm", "noise_multiplier", "noise_strategy", "warmup_steps", "timed_steps", "memory_limit_bytes", "autocast", "keep_logits", "loop", "loss", "loss_dtype", "loss_scale", "attention", "checkpointing", "execution", "head", "parameters_dtype", "trained_dtype", "cpu_threads", "optimizer", "device"]);
+const USUAL = new Set(["seed", "learning_rate", "max_grad_norm", "noise_multiplier", "noise_strategy", "warmup_steps", "timed_steps", "memory_limit_bytes", "autocast", "keep_logits", "loop", "loss", "loss_dtype", "loss_scale", "attention", "checkpointed_share", "checkpointing", "execution", "head", "parameters_dtype", "trained_dtype", "cpu_threads", "optimizer", "device", "use_cache"]);
 
 function showTable(view, title, rows) {
   if (!rows.length) return;
