@@ -72,7 +72,11 @@ def test_backing_off_asks_few_batches_with_a_good_guess(guess, most_asked) -> No
 
 
 @pytest.mark.parametrize(
-    "method", ["opacus-hooks", pytest.param("opacus-ghost", marks=pytest.mark.slow)]
+    "method",
+    [
+        "flash-bk",
+        *(pytest.param(f"opacus-{n}", marks=pytest.mark.slow) for n in ("hooks", "ghost")),
+    ],
 )
 def test_the_answers_batch_runs_in_a_process_of_its_own_and_one_more_does_not(
     method, monkeypatch
