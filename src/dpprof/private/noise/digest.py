@@ -20,8 +20,8 @@ from dpprof.private.allocation_marks import allocates
 from dpprof.private.norms.tiles import spans
 
 LANES = 2**14  # numbers of 64 bits that are hashed to one
-_AT_ONCE = 8 * LANES  # numbers of 64 bits that are hashed at a time: they stay in a core's cache
-_PART = 2**20  # words of 32 bits that one thread hashes at a time
+_AT_ONCE = 16 * LANES  # numbers of 64 bits that are hashed at a time: they stay in a core's cache
+_PART = 2**22  # words of 32 bits that one thread hashes at a time
 _KEYS = 8  # numbers of 32 bits to which each row of bytes is hashed
 _JOINED = 2**18  # words of small sums that are hashed together: they stay in a core's cache
 _ROWS = 256  # what a GPU without Triton's kernels hashes at a time, in rows of ``LANES``
