@@ -99,27 +99,31 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def read_tree(text: str) -> dict[str, str]:
-    """Read an annotated tree: paths, each with what is said of it."""
+    """Read an annotated tree: paths of files and folders, each with what is said of it."""
     found, folders = {}, [""]
     for line in text.splitlines():
         indent, name, said = re.fullmatch(r"( *)(\S+)(?: {2,}(\S.*))?", line).groups()
         folders[len(indent) // 2 :] = [name]
-        if not name.endswith("/"):
-            found["".join(folders)] = said
+        found["".join(folders)] = said
     return found
 
 
-def test_the_tree_of_the_architecture_lists_what_exists() -> None:
+def test_the_trees_of_the_architecture_list_what_exists() -> None:
     text = (DOCS / "architecture.md").read_text()
     package, workflow = re.findall(r"^```text\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    listed = read_tree(package) | read_tree(workflow)
-    modules = [p for p in (ROOT / "src" / "dpprof").rglob("*.py") if p.name != "__init__.py"]
+    folders, files = read_tree(package), read_tree(workflow)
+    modules = (ROOT / "src" / "dpprof").rglob("*.py")
     rules = [p for p in (ROOT / "workflow").rglob("*.*") if "__pycache__" not in p.parts]
     snakefiles = [ROOT / "Snakefile", ROOT / "workflow" / "Snakefile"]
-    existing = {str(p.relative_to(ROOT)) for p in [*snakefiles, *modules, *rules]}
 
-    assert set(listed) == existing
-    assert [path for path, said in listed.items() if not said] == []
+    assert set(folders) - {"src/dpprof/predict/step_time/tables/"} == {
+        f"{p.parent.relative_to(ROOT)}/" for p in modules
+    }
+    assert {path for path in files if not path.endswith("/")} == {
+        str(p.relative_to(ROOT)) for p in [*snakefiles, *rules]
+    }
+    assert [path for path, said in folders.items() if not said] == ["src/dpprof/"]
+    assert [path for path, said in files.items() if not (said or path.endswith("/"))] == []
 
 
 def test_how_it_works_names_what_is_in_each_file_and_about_how_long_it_is() -> None:
@@ -213,7 +217,7 @@ def test_every_fault_has_a_test_that_exists_or_says_why_not() -> None:
     named = [re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row.rpartition(" | ")[2]) for row in rows]
     without = [row for row, tests in zip(rows, named, strict=True) if not tests]
 
-    assert len(rows) > 50
+    assert len(rows) > 35
     assert [
         row
         for row in without
@@ -226,13 +230,19 @@ def is_a_test(file: str, name: str) -> bool:
     return (ROOT / file).is_file() and f"\ndef {name}(" in (ROOT / file).read_text()
 
 
-def test_every_misuse_of_clipping_has_a_test_that_exists_or_promises_nothing() -> None:
-    table = DOCS / "numbers" / "data" / "misuse-of-clipping.csv"
-    with table.open(encoding="utf-8", newline="") as file:
+@pytest.mark.parametrize(
+    ("name", "least", "untested"),
+    [
+        ("misuse-of-clipping.csv", 51, {"(not tested: nothing is promised)"}),
+        ("faults.csv", 32, set()),
+    ],
+)
+def test_every_row_of_a_table_of_promises_has_a_test(name, least, untested) -> None:
+    with (DOCS / "numbers" / "data" / name).open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     named = [re.findall(r"(tests/[\w/]+\.py)::(\w+)", row["tests"]) for row in rows]
     without = [row["tests"] for row, tests in zip(rows, named, strict=True) if not tests]
 
-    assert len(rows) > 50
-    assert set(without) == {"(not tested: nothing is promised)"}
+    assert len(rows) >= least
+    assert set(without) == untested
     assert [test for tests in named for test in tests if not is_a_test(*test)] == []

@@ -5,9 +5,9 @@ from factory import make_experiment, tables_of_runs
 
 from dpprof.results.analysis.tables.columns import TABLES
 from dpprof.results.analysis.tables.frames import make_frame
-from dpprof.results.analysis.tables.table import integer, number, text, write_page
+from dpprof.results.analysis.tables.table import integer, list_columns, number, text, write_page
 
-PAGE = Path(__file__).parents[2] / "docs" / "numbers" / "tables.md"
+NUMBERS = Path(__file__).parents[2] / "docs" / "numbers"
 FITS = {
     "text": lambda value: isinstance(value, str),
     "integer": lambda value: float(value).is_integer(),
@@ -16,8 +16,10 @@ FITS = {
 }
 
 
-def test_the_page_of_columns_is_in_step_with_the_declarations() -> None:
-    assert PAGE.read_text() == write_page(TABLES), "run: make schemas"
+def test_the_lists_of_columns_are_in_step_with_the_declarations() -> None:
+    assert (NUMBERS / "tables.md").read_text() == write_page(TABLES), "run: make schemas"
+    columns = (NUMBERS / "data" / "columns.csv").read_text()
+    assert columns == list_columns(TABLES), "run: make schemas"
 
 
 def test_the_values_of_tables_are_of_the_declared_kinds(tmp_path) -> None:

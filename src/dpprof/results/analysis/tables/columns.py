@@ -1,7 +1,7 @@
 """Declares every table: what a row is, and each column with its type and description.
 
 The headers of the CSV files, the columns that are read as text, the workflow's list of tables and
-docs/numbers/tables.md follow from these declarations.
+docs/numbers/tables.md with its columns.csv follow from these declarations.
 """
 
 from collections.abc import Mapping

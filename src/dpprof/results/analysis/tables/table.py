@@ -1,5 +1,7 @@
-"""What a table and its columns are, and the page that lists them."""
+"""What a table and its columns are, and the two files that list them."""
 
+import csv
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -61,10 +63,24 @@ def declare(model: type[BaseModel], names: str | None = None) -> list[Column]:
     return columns
 
 
+def list_columns(tables: Mapping[str, Table]) -> str:
+    """Return docs/numbers/data/columns.csv, which lists the columns of every table."""
+    axes = declare(Experiment, " ".join(AXES))
+    file = io.StringIO()
+    lines = csv.writer(file, lineterminator="\n")
+    lines.writerow(["table", "column", "type", "unit", "what it is"])
+    for name, table in tables.items():
+        for column in table.columns.values():
+            what = f"axis: {column.description}" if column in axes else column.description
+            lines.writerow([name, column.name, column.kind, column.unit, what])
+    return file.getvalue()
+
+
 _PAGE = """\
 # The columns of the tables
 
-What each column of `results/tables/*.csv` is. `make schemas` writes this page from
+[columns.csv](data/columns.csv) says of each column of `results/tables/*.csv` its type, its unit and
+what it is. `make schemas` writes it and this page from
 `src/dpprof/results/analysis/tables/columns.py`.
 
 An empty cell is an unknown value. Axes are
@@ -73,24 +89,12 @@ An empty cell is an unknown value. Axes are
 No spreadsheet runs a text of these tables. One that begins with `=`, `+`, `-`, `@`, a tab or a
 carriage return, with or without apostrophes before it, has one more apostrophe in front. Numbers
 have none: -0.5. CSV files that `report.html` saves are written so too.
+
+A row of each table is:
+
 """
 
 
 def write_page(tables: Mapping[str, Table]) -> str:
-    """Return docs/numbers/tables.md, which lists the columns of every table."""
-    axes = declare(Experiment, " ".join(AXES))
-    lines = [_PAGE]
-    for name, table in tables.items():
-        lines += [f"## `{name}.csv`\n", f"A row is {table.row}.\n"]
-        lines += ["| column | type | unit | what it is |", "| --- | --- | --- | --- |"]
-        shared = [column for column in table.columns.values() if column in axes]
-        for column in table.columns.values():
-            if column not in axes:
-                cells = f"`{column.name}` | {column.kind} | {column.unit}"
-                lines.append(f"| {cells} | {column.description} |".replace("|  |", "| |"))
-            elif column is shared[0]:
-                rest = ", ".join(column.name for column in axes if column not in shared)
-                what = f"axes without {rest}" if rest else "axes"
-                lines.append(f"| `{column.name}` ... `{shared[-1].name}` | | | {what} |")
-        lines.append("")
-    return "\n".join(lines)
+    """Return docs/numbers/tables.md, which says what a row of every table is."""
+    return _PAGE + "".join(f"* `{name}.csv`: {table.row}\n" for name, table in tables.items())
