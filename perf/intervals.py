@@ -148,6 +148,9 @@ def _read_tables() -> Iterator[Number]:
     for row in _read_csv("published-memory"):
         ratio = float(row["published"]) / float(row["predicted"])
         yield Number(_STATED, row["source"], math.log(ratio))
+    for row in _read_csv("published-loops"):
+        peak = float(row["measured_gb"]) / float(row["predicted_gb"])
+        yield Number(_UNSTATED, row["source"].rpartition("/")[2].partition(",")[0], math.log(peak))
     complete = {source.name: source.complete for source in SOURCES.values()}
     for cells in _read_page("private_runs"):
         if cells.get("number") == "peak (MiB)" and _is_number(cells["published"]):
