@@ -83,14 +83,17 @@ def test_another_step_nonce_secret_or_rank_has_independent_noise() -> None:
     assert are_independent([*noises, draw(keys, summed, 2), draw(keys, summed, 2**40)])
 
 
-def test_noise_of_another_scale_is_independent() -> None:
+@pytest.mark.parametrize(
+    ("expected_batch_size", "changed"), [(1.0, (1.0, 2.0, 1.0)), (2.0, (1.0, 1.0, 1.0))]
+)
+def test_noise_of_another_scale_is_independent(expected_batch_size, changed) -> None:
     """Two releases of a sum, whose noise differs by its scale alone, would tell the sum."""
     model = nn.Linear(512, 256, bias=False)
     optimizer = private(BookKeeping(model, 1.0, first_batch="trusted"), model, lr=0.0)
     state, noises = copy.deepcopy(optimizer.state_dict(exact=True)), []
-    for noise_multiplier in (1.0, 2.0, 1.0):
+    for noise_multiplier, size in zip(changed, (1.0, expected_batch_size, 1.0), strict=True):
         optimizer.load_state_dict(copy.deepcopy(state), exact=True)
-        optimizer.noise_multiplier = noise_multiplier
+        optimizer.noise_multiplier, optimizer.expected_batch_size = noise_multiplier * size, size
         optimizer.clipping.backward(model(torch.zeros(1, 512)).sum(1))
         optimizer.step()
         noises.append(model.weight.grad.clone())

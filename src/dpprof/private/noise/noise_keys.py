@@ -1,7 +1,8 @@
 """What the noise of a step follows from, so that no two sums ever get the same noise.
 
 The key of a step is SHAKE-256 of a secret of 256 bits, a nonce of the run, the rank, the number of
-the step, the scale of its noise and a digest of the clipped sums: noise is bound to what it hides,
+the step, the scale of its noise, the shapes of the clipped sums in order, what these are divided by
+and a digest of them: noise is bound to what it hides,
 as nonces are in deterministic signatures (RFC 6979) and in encryption that withstands their misuse
 (RFC 5297).
 Where kernels add the noise on one GPU, SHAKE-256 of all but the digest seeds Philox, and the
@@ -66,7 +67,7 @@ class NoiseKeys:
         self._tables: dict[torch.device, Tensor] = {}
         self._words: dict[torch.device, Tensor] = {}  # a seed and a digest, for kernels
         self._process = os.getpid()
-        self._step, self._std = 0, 0.0
+        self._step, self._scale = 0, b""
         self.secret = self.nonce = b""
         if generator is None:
             self.secret, self.nonce = (_draw_secret(source) for _ in range(2))
@@ -115,8 +116,11 @@ class NoiseKeys:
                 "exact=True, for fresh noise"
             ) from error
 
-    def begin(self, step: int, sums: Sequence[Tensor], std: float) -> None:
-        """Note step and scale of noise, and seed the kernels for sums like these.
+    def begin(self, step: int, sums: Sequence[Tensor], std: float, divisor: float = 1.0) -> None:
+        """Note what turns draws into the noise of these sums, and seed the kernels.
+
+        Sums of one kind follow each other in the order in which they get noise; their ``divisor``
+        scales what is released, as ``std`` scales draws.
 
         A graph that is replayed reads on the device what is written here.
 
@@ -130,7 +134,9 @@ class NoiseKeys:
                     "would repeat what the other process draws; make the optimizer anew here"
                 )
             self.renew()
-        self._step, self._std = step, std
+        self._step = step
+        kinds = [(*total.shape, str(total.dtype)) for total in sums]
+        self._scale = struct.pack("<2d", std, divisor) + repr(kinds).encode()
         for device in self._make_words_for(sums):
             self._words[device][0].fill_(_to_number(self.derive("device", 8)))
 
@@ -187,8 +193,8 @@ class NoiseKeys:
     def derive(self, purpose: str, size: int, digest: bytes = b"") -> bytes:
         """Return bytes for a purpose in this step, which follow from the secret and a digest."""
         numbers = b"".join(number.to_bytes(8, "little") for number in (self._rank, self._step))
-        numbers += struct.pack("<d", self._std)  # scaled otherwise, the same draws would bare sums
-        return _derive(self.secret, purpose, size, self.nonce + numbers + digest)
+        # Scaled or placed otherwise, the same draws would bare sums.
+        return _derive(self.secret, purpose, size, self.nonce + numbers + self._scale + digest)
 
     def _table_on(self, device: torch.device) -> Tensor:
         if device not in self._tables:

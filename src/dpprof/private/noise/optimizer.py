@@ -393,7 +393,7 @@ class NoisyOptimizer(Optimizer):
             ranks.agree(self._settings_of_ranks())
         self.steps += 1
         own = [own_part(total) for total in sums.total.values()]
-        self.keys.begin(self.steps, own, self._std)
+        self.keys.begin(self.steps, own, self._std, self._divisor)
         if self.buffers is not None:
             self.buffers.begin(self.keys.nonce, self._fold)
 
