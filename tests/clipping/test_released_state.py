@@ -150,6 +150,18 @@ def test_what_attributes_hold_stays(kind) -> None:
         step(BookKeeping(model, 0.5), model, draw())
 
 
+def test_what_an_attribute_of_a_parameter_holds_stays() -> None:
+    def keep(model, x):
+        model.linear.weight.mean = mean(x)
+        return model.linear(x)
+
+    model = Composed(keep, linear=nn.Linear(D, D))
+    with pytest.raises(
+        RuntimeError, match=r"linear\.weight\.mean came since this clipping was made"
+    ):
+        step(BookKeeping(model, 0.5), model, draw())
+
+
 @pytest.mark.slow  # to import transformers
 def test_a_cache_of_keys_stays() -> None:
     cache = pytest.importorskip("transformers").DynamicCache()

@@ -207,11 +207,19 @@ class ReleasedState:
                 self._sources.append(of_module.values())
             for values in (module._buffers, vars(module)):  # noqa: SLF001
                 held += self._look_into(module, values, parameters)
+            held += self._look_into_tensors(module, parameters)
         for kind, module in classes.items():
             if kind not in _BASES:
                 held += self._look_into(module, vars(kind), parameters)
         self._contents = [*chain.from_iterable(self._sources)]
         return [(place, tensor) for place, tensor in held if place not in self._public]
+
+    def _look_into_tensors(self, module: nn.Module, parameters: Collection[int]) -> Iterator[_Held]:
+        """List the tensors that attributes of a module's own tensors hold."""
+        for name, tensor in chain(module._parameters.items(), module._buffers.items()):  # noqa: SLF001
+            if type(tensor) in (nn.Parameter, nn.Buffer, Tensor):
+                for (_, inner), item in self._look_into(module, vars(tensor), parameters):
+                    yield (module, f"{name}.{inner}"), item
 
     def _look_into(
         self, module: nn.Module, held: Mapping[str, Any], parameters: Collection[int]
