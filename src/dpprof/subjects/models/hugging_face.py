@@ -94,7 +94,7 @@ class HuggingFaceModel(nn.Module):
         taken = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in taken and not _position_offset(model)
         self._options = {"use_cache": experiment.use_cache} if "use_cache" in taken else {}
-        self.cache: Any = None
+        self._keeps_cache, self.cache = experiment.use_cache, None
         """Keys and values of the latest forward, until ``apply_dtype`` takes them."""
 
     def lose_by_sample(self) -> None:
@@ -147,7 +147,7 @@ class HuggingFaceModel(nn.Module):
                     padded = self._has_padding(others[0])
                     within.enter_context(_deciding_as_for(has_padding=padded))
             outputs = self.model(**named)
-        self.cache = outputs.get("past_key_values")
+        self.cache = outputs.get("past_key_values") if self._keeps_cache else None
         if self._answers:
             logits = torch.stack((outputs.start_logits, outputs.end_logits), 1)
         else:
