@@ -29,6 +29,24 @@ from dpprof.private import BookKeeping, FlashClipping, PerLayerClipping, Unsuppo
 way = each_of(EVERY)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_sums_under_autocast_are_those_without(dtype, way) -> None:
+    """One sample more moves a sum of thousands by the bound at most, however the loop is run."""
+    model = nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8))
+    clipping, sums = way(model, 1.0), []
+    for samples in (4000, 4001):
+        for around in (False, True):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                losses = model(torch.linspace(-1, 1, 16).expand(samples, 16)).square().sum(1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=around):
+                clipping.backward(losses.float())
+            sums.append(torch.cat([g.flatten() for g in gradients(model)]))
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[2], sums[3])
+    assert float((sums[3] - sums[1]).norm()) < 1.01
+
+
 @pytest.mark.parametrize("way", FLAT)
 def test_nothing_is_kept_after_a_step(way) -> None:
     model = build("linear")

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 import threading
 from functools import partial
 
@@ -230,6 +231,55 @@ def test_tensors_in_place_of_parameters_are_refused(way) -> None:
     with pytest.raises(RuntimeError, match="that the model does not have, and its gradient"):
         clipping.backward(run_with_others(model))
     assert_goes_on(clipping, model)
+
+
+@pytest.mark.parametrize("shape", [(), (D,), (B, T, D)])
+def test_a_trained_tensor_of_all_samples_is_refused(shape, way) -> None:
+    model, extra = build(), torch.ones(shape, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(
+        RuntimeError, match=r"trained tensor of shape .* that the model does not have"
+    ):
+        way(model, C).backward(
+            (model(draw()) * extra.mean(0 if shape else ())).square().sum((1, 2))
+        )
+
+
+def test_inputs_may_require_gradients(way) -> None:
+    model, turned = build(), draw().transpose(0, 1).contiguous().requires_grad_()
+    clipping = way(model, C)
+    clipping.backward(squares(model, turned.transpose(0, 1)))
+    expected = gradients(model)
+    torch.testing.assert_close(take(clipping, model), expected, rtol=1e-12, atol=0)
+
+
+def interrupt(call) -> None:
+    """Call it until the batch is thrown away, as a signal would end it there."""
+
+    def trace(frame, *_):
+        if frame.f_code.co_name == "throw_away":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    finally:
+        sys.settrace(None)
+
+
+def test_a_batch_that_is_interrupted_late_is_as_if_it_had_not_been(way) -> None:
+    model = build()
+    clipping = way(model, C)
+    optimizer = private(clipping, model, noise_multiplier=0.0, expected_batch_size=1.0)
+    interrupt(lambda: clipping.backward(squares(model, 3 * draw())))
+    with pytest.raises(RuntimeError, match="no batch was clipped since the last step"):
+        optimizer.step()
+    clipping.backward(squares(model, draw()))
+    optimizer.step()
+    other = build()
+    expected = take(way(other, C), other)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-12, atol=0)
 
 
 def test_backward_inside_of_other_modes_is_refused(way) -> None:

@@ -75,8 +75,12 @@ class ClippedSums:
             vars(self).update(kept)
 
     def begin(self, bound: float) -> None:
-        """Begin to clip a part of a batch, to the bound of the parts before (``RuntimeError``)."""
+        """Begin to clip a part of a batch, to the bound of the parts before (``RuntimeError``).
+
+        What is left of a part that was interrupted does not count: no batch was noted for it.
+        """
         self.refuse_other_bound(bound)
+        self.part.clear()
         self.bound = bound
 
     def refuse_other_bound(self, bound: float) -> None:

@@ -9,9 +9,9 @@ import importlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,6 @@ from dpprof.private.substitutes import substitute
 
 if TYPE_CHECKING:
     from dpprof.private.contributions.deferral import Deferral
-    from dpprof.private.graph.nodes import Outline
     from dpprof.private.norms.linear import WayChoice
     from dpprof.private.samples.repeated_checks import RepeatedChecks
 
@@ -192,7 +191,7 @@ class Clipping(ABC):
         self._first_batches = FirstBatches(
             first_batch, self._loss_scale, self.ranks, self.name_of_layer
         )
-        self._in_order: set[Outline] = set()
+        self._in_order: set[int] = set()
         """The outlines of graphs that keep samples in order; others are proven in each batch."""
 
         self._batch_second = find_batch_second(model, batch_second)
@@ -494,7 +493,11 @@ class Clipping(ABC):
             self._first_batches.look_again()
         self._first_batches.begin()
         try:
-            self._sum(losses, enter, users if len(losses) else None)
+            # Norms and sums are computed in their own dtypes, wherever backward is called.
+            kind = losses.device.type
+            is_cast = torch.is_autocast_enabled(kind)
+            with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
+                self._sum(losses, enter, users if len(losses) else None)
             if is_due and self.repeated is not None:
                 self.repeated.compare()
         except BaseException:
@@ -529,7 +532,15 @@ class Clipping(ABC):
         batch = self._receiver.batch = self._read_graph(losses, users)
         self._first_batches.verify(losses, self.handling, self._coverage, batch.layout)
         batch.layout.raises = True
-        if len(losses) > 1 and not batch.layout.has_orders:
+        for node, leaf in self._list_strangers(batch.layout):
+            if batch.layout.is_shared(node):  # and losses do not mix samples
+                _refuse_stranger(leaf)
+        if batch.layout.is_trusted and self.deferral is not None and self._first_batches.verifies:
+            raise UnsupportedError(
+                "the graph does not show whose rows some layers get, so each batch is verified; a "
+                "captured step is not"
+            )
+        if len(losses) > 1 and not (batch.layout.has_orders or batch.layout.is_trusted):
             self._in_order.add(batch.layout.outline)
         batch.changed.clear()
         if self.ranks.is_sharded:
@@ -555,25 +566,24 @@ class Clipping(ABC):
 
         reads = self.deferral is None
         layout = Layout(losses, name_of, in_order=self._in_order, reads=reads)
-        for node in layout.nodes:
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, nn.Parameter) and not self.clips(self.ranks.own(leaf)):
-                raise RuntimeError(
-                    f"the losses depend on a parameter of shape {tuple(leaf.shape)} that the model "
-                    "does not have, and its gradient would be neither clipped nor noised; make it "
-                    "a part of the model before its clipping is made, or detach() it"
-                )
+        for node, leaf in self._list_strangers(layout):
+            if isinstance(leaf, nn.Parameter) or not layout.may_be_of_samples(node):
+                _refuse_stranger(leaf)
         leaves = {leaf for parameter in self._loose for leaf in self.ranks.leaves(parameter)}
         broadcasts = Broadcasts(layout, leaves, name_of)
         try:
             layout.group()
             ways = broadcasts.ways | layout.describe() | describe(self._batch_second)
-            self._first_batches.expect(ways)
+            self._first_batches.expect(ways, again=layout.is_trusted)
             reused = self._find_reused(layout.nodes, broadcasts)
             return self._batch_type(self, losses, layout, broadcasts, reused, users=users)
         except BaseException:
             broadcasts.remove()
             raise
+
+    def _list_strangers(self, layout: Layout) -> list[tuple[Any, Any]]:
+        """List the leaves, with their nodes, that get a gradient and are not clipped."""
+        return [pair for pair in layout.leaves if not self.clips(self.ranks.own(pair[1]))]
 
     def agree(self) -> None:
         """Let sharded ranks agree on a batch, before sums leave them."""
@@ -625,6 +635,15 @@ class Clipping(ABC):
         trusted = substitute(self._first_batches, "are_verified", value=True)
         with trusted, substitute(self, "repeated", value=None):
             yield
+
+
+def _refuse_stranger(leaf: Tensor) -> NoReturn:
+    what = "parameter" if isinstance(leaf, nn.Parameter) else "trained tensor"
+    raise RuntimeError(
+        f"the losses depend on a {what} of shape {tuple(leaf.shape)} that the model does not have, "
+        "and its gradient would be neither clipped nor noised; make it a part of the model before "
+        "its clipping is made, or detach() it"
+    )
 
 
 def _run(
