@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from dpprof.predict.memory.recorder import Recorder
 from dpprof.predict.memory.timeline import MemoryTimeline
 from dpprof.private import BookKeeping, UnsupportedError
+from dpprof.private.errors import BatchAxisError
 from dpprof.private.graph.first_batch import TRIES
 
 way = each_of(EVERY)
@@ -178,6 +179,64 @@ def test_a_graph_that_begins_to_reorder_samples_later_is_refused(reorder, way) -
     for _ in range(2):
         with pytest.raises(UnsupportedError, match=MIXED):
             clipping.backward(reorder(squares(model, x)))
+
+
+def put(y, order):
+    return torch.zeros_like(y).index_put((order,), y)
+
+
+def write_rows(y, order):
+    other = torch.zeros_like(y)
+    for place, row in zip(order.tolist(), y, strict=True):
+        other[place] = row
+    return other
+
+
+BACK = {
+    "index": lambda y, order: y[order.argsort()],
+    "index of the second axis": lambda y, order: y[None][:, order.argsort()][0],
+    "put": put,
+    "rows": write_rows,
+    "gather": lambda y, order: y.gather(0, order.argsort()[:, None].expand_as(y)),
+    "copy": lambda y, order: torch.zeros_like(y).index_copy(0, order, y),
+    "scatter": lambda y, order: torch.zeros_like(y).scatter(0, order[:, None].expand_as(y), y),
+    "scatter add": lambda y, order: torch.zeros_like(y).scatter_add(
+        0, order[:, None].expand_as(y), y
+    ),
+    "checkpoint": lambda y, order: checkpoint(lambda y: y[order.argsort()], y, use_reentrant=False),
+    "behind no rule": lambda y, order: torch.cdist(y[:, None], torch.ones(1, 1, D))[:, 0][
+        order.argsort()
+    ],
+    "product": lambda y, order: torch.eye(len(y))[order.argsort()] @ y,
+    "compiled": torch.compile(lambda y, order: y[order.argsort()], backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("back", BACK)
+def test_samples_that_a_later_batch_sorts_and_puts_back_are_refused(back, way) -> None:
+    """While lengths are alike, the order is the batch's, and the first batch shows nothing."""
+
+    def sort(x, lengths):
+        order = lengths.argsort(descending=True, stable=True)
+        return (BACK[back](model[0](x[order]), order) + model[1](x)).square().sum(1)
+
+    model, x = nn.ModuleList([linear(), linear()]), torch.randn(6, D)
+    clipping = way(model, 1.0)
+    for _ in range(2):
+        clipping.backward(sort(x, torch.full((6,), 7)))
+        model.zero_grad()
+    for lengths in ([7, 7, 9, 7, 7, 8], [7, 7, 7, 7, 7, 8], [7, 7, 8, 7, 7, 7]):
+        with pytest.raises((UnsupportedError, BatchAxisError)):
+            clipping.backward(sort(x, torch.tensor(lengths)))
+        assert is_clear(model)
+
+
+def test_one_loss_that_depends_on_one_other_sample_is_always_seen(way) -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = between(lambda h: torch.cat([h[1:2], h[:1], h[2:]]))
+        with pytest.raises(UnsupportedError):
+            way(model, 1.0).backward(squares(model, torch.randn(8, T, D)))
 
 
 @pytest.mark.parametrize("turn", [torch.transpose, lambda h, *axes: torch.roll(h, 1, axes[0])])

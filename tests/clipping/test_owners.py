@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from dpprof.private.graph.layout import Layout
 
@@ -63,8 +64,46 @@ MIXING = {
     "index add": lambda y, axis: y.index_add(
         axis, torch.randint(y.shape[axis], (y.shape[axis],)), y
     ),
+    "index copy": lambda y, axis: torch.zeros_like(y).index_copy(
+        axis, torch.randperm(y.shape[axis]), y
+    ),
+    "put": lambda y, _: torch.zeros_like(y).index_put((torch.randperm(len(y)),), y),
+    "put on another axis": lambda y, _: torch.ones_like(y).index_put(
+        (torch.arange(len(y))[:, None], torch.randperm(y.shape[1])[None]), y
+    ),
+    "put all over": lambda y, _: y.index_put((torch.randint(len(y), (2,)),), y.select(0, 0)),
+    "scatter": lambda y, axis: torch.zeros_like(y).scatter(
+        axis, torch.randint(y.shape[axis], tuple(y.shape)), y
+    ),
+    "scatter add": lambda y, axis: y.scatter_add(
+        axis, torch.randint(y.shape[axis], tuple(y.shape)), y
+    ),
+    "scatter some": lambda y, axis: (
+        torch.zeros(*(n + 1 for n in y.shape))
+        .to(y)
+        .scatter(
+            axis,
+            torch.randperm(y.shape[axis]).view(-1, *[1] * (y.dim() - axis - 1)).expand_as(y),
+            y,
+        )
+    ),
+    "masked scatter": lambda y, _: torch.zeros_like(y).masked_scatter(torch.rand(y.shape) < 0.5, y),
+    "written by rows": lambda y, _: write_by_rows(y),
+    "packed": lambda y, _: (
+        pack_padded_sequence(
+            y, torch.randint(1, y.shape[1] + 1, (len(y),)), batch_first=True, enforce_sorted=False
+        ).data
+    ),
+    "no rule": lambda y, _: torch.cdist(y, torch.rand(3, y.shape[-1], dtype=y.dtype)),
 }
 CODE = [*GENTLE.values(), *GENTLE.values(), *MIXING.values()]
+
+
+def write_by_rows(y: Tensor) -> Tensor:
+    other = torch.zeros_like(y)
+    for place, row in zip(torch.randperm(len(y)).tolist(), y, strict=True):
+        other[place] = row
+    return other
 
 
 def factors(number: int) -> list[int]:
@@ -100,10 +139,11 @@ def count_proven(seeds: range) -> int:
         rows_R2 = torch.rand(random.choice([4, 6, 8, 12]), 2, dtype=torch.float64)
         rows_R2 = rows_R2.requires_grad_().sin()
         losses = draw_losses(rows_R2)
-        if losses is None or len(losses) == len(rows_R2):  # which are known by their length too
+        if losses is None:
             continue
-        found = Layout(losses).rows_of(rows_R2.grad_fn)
-        if found is None:
+        layout = Layout(losses)
+        found = layout.rows_of(rows_R2.grad_fn)
+        if found is None or layout.is_trusted:  # then each batch is verified
             continue
         proven += 1
         R = len(rows_R2)

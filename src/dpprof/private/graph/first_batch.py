@@ -1,27 +1,28 @@
 """Verifies on the first batch that no sample's loss depends on another sample.
 
 Clipping sees layers, and not the code between them. Code that mixes samples, or that puts another
-axis of the same length first, makes norms those of no sample. Two backwards show it, each of the
-losses of one half of the samples: the gradient of a trained layer's output must be zero outside of
-that half's entries, exactly, since zeros stay zeros on their way. The operating system chooses the
-halves, so that code cannot know them.
+axis of the same length first, makes norms those of no sample. Two backwards show it: in the second
+each loss is multiplied by a power of two of its own, which the operating system draws, so that code
+cannot know it. The gradient of a trained layer's output must grow with it in that sample's entries.
+Where it does not, a third backward decides, without that sample's loss: its entries must be zero,
+exactly, since zeros stay zeros on their way, and rounding errors are none.
 
-What it proves: on this batch, the losses of one half do not depend on what trained layers computed
-for the other, by any path that autograd differentiates. A mean over all samples is always seen, and
-so is one sample on which all others depend; a single loss that depends on a single other sample is
-seen in half of the looks. Where gradients are zero, as below a matrix that starts at zero, nothing
-is proved, and the next batches are looked at too, ``TRIES`` at most. It does not see values that
-reach a loss without a gradient (a count of the batch's tokens, a detached mean), mixing before the
-first trained layer or within a half, layers that do not run, other data or later steps. ``company``
-and ``Clipping.check`` see some of these, and ``repeated_checks`` repeats both.
+What it proves: on this batch, no loss depends on what trained layers computed for another sample,
+by any path that autograd differentiates. A loss that depends on many others is always seen; one
+that depends on one other sample alone, among more than ``POWERS``, but for one look in so many,
+where both have one power. Where gradients are zero, as below a matrix that starts at zero, nothing
+is proved, and the next batches are looked at too, ``TRIES`` at most. Where the graph does not show
+whose a layer's rows are, and their number alone says it (``layout``), each batch is verified. It
+does not see values that reach a loss without a gradient (a count of the batch's tokens, a detached
+mean), mixing before the first trained layer, layers that do not run, other data or later steps.
+``company`` and ``Clipping.check`` see some of these, and ``repeated_checks`` repeats both.
 
 Shape legend: B samples, T tokens, p width of an output.
 """
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,8 @@ from dpprof.private.ranks.ranks import Ranks
 Handler = Callable[[nn.Module, Contributions], None]  # handles a layer's contributions
 FIRST_BATCH = ("verified", "trusted")  # how the first batch is treated
 TRIES = 10  # the most batches to look at where a layer's gradients are all zero
+POWERS = 16  # different powers of two, of which each loss gets one
+_FEW_POWERS = 8  # in 16 bits, whose precision or range is small
 
 
 class FirstBatches:
@@ -54,6 +57,7 @@ class FirstBatches:
         if what not in FIRST_BATCH:
             raise ValueError(f"first_batch must be one of {FIRST_BATCH}, and is {what!r}")
         self.are_verified = what == "trusted"
+        self.verifies = not self.are_verified
         self._ranks, self._name_of, self._loss_scale = ranks, name_of, loss_scale
         self._looked_at = 0
         self._ways: set[str] = set()
@@ -74,14 +78,16 @@ class FirstBatches:
         """Verify the coming batches again."""
         self.are_verified, self._looked_at = False, 0
 
-    def expect(self, ways: set[str]) -> None:
-        """Verify again where the coming batch is computed in a way that was not verified.
+    def expect(self, ways: set[str], *, again: bool = False) -> None:
+        """Verify the coming batch ``again``, or if it is computed in a way that was not verified.
 
         Ways are how values enter for all samples (``broadcasts``), which rows samples have
         (``layout``), and settings (``batch_axis``).
         """
         self._ways = ways
-        self._are_other = self._verified_ways is not None and not ways <= self._verified_ways
+        self._are_other = self._verified_ways is not None and (
+            again or not ways <= self._verified_ways
+        )
 
     def verify(
         self,
@@ -110,9 +116,8 @@ class FirstBatches:
         batch = _Batch(losses, self._loss_scale, self._name_of)
         if not batch.has_others and not ranks.is_sharded:
             return
-        for half in batch.halves:
+        for weights in batch.choose_weights(ranks):
             with _random_state_kept(parameters), handling(batch.look):
-                weights = batch.choose(half)
                 torch.autograd.backward(losses, weights, retain_graph=True)
         problem = layout.problem or batch.problem
         is_incomplete, has_ways = not batch.is_complete, bool(self._ways)
@@ -145,7 +150,7 @@ class FirstBatches:
 
 
 class _Batch:
-    """Looks at two backwards, each of the losses of one half of the samples."""
+    """Looks at backwards of the losses, (B,), each of which has a weight of its own."""
 
     def __init__(
         self, losses: Tensor, loss_scale: float, name_of: Callable[[nn.Module], str]
@@ -154,44 +159,59 @@ class _Batch:
         self._samples = len(losses)
         finite = self._losses.isfinite().nonzero().flatten().tolist()
         self.has_others = bool(finite) and self._samples > 1  # on which a finite loss may depend
-        random.SystemRandom().shuffle(finite)
-        half = (len(finite) + 1) // 2
-        halves = [set(finite[:half]), set(finite[half:])]
-        self.halves = halves if self.has_others else [set(), set()]
-        """Whose losses are differentiated; none of a batch of one sample."""
+        self._finite = finite if self.has_others else []
+        self._weights: dict[int, float] = {}  # of samples; 0 for others
+        self._sizes: list[list[Tensor]] = []  # by backward: of the entries of all layers, (B,) each
+        self._powers = POWERS
+        self._chosen: set[int] | None = None  # whose losses count, once one is left out
+        self.problem: UnsupportedError | None = None  # of the first layer that has one
 
-        self._chosen: set[int] = set()
-        self._looks: list[list[bool]] = []  # by backward: have layers entries of the half?
-        self.problem: UnsupportedError | None = None  # of the first such layer
+    def choose_weights(self, ranks: Ranks) -> Iterator[Tensor]:
+        """Yield the weights of the losses, (B,), of each backward; as often on all ranks."""
+        yield self._weigh(dict.fromkeys(self._finite, 1.0))
+        yield self._weigh(_draw_powers(self._finite, self._powers))
+        waiting = [] if self.problem else self._find_suspects()
+        while any(ranks.any(bool(waiting) and self.problem is None)):
+            self._chosen = set(self._finite) - set(waiting[-1:])
+            waiting = waiting[:-1]
+            yield self._weigh(dict.fromkeys(self._chosen, 1.0))
 
-    def choose(self, half: set[int]) -> Tensor:
-        """Return the gradient with which the losses of a half are differentiated; (B,)."""
-        self._chosen = half
-        self._looks.append([])
-        weights = torch.zeros_like(self._losses)
-        for sample in half:
-            weights[sample] = self._loss_scale
-        return weights
+    def _weigh(self, weights: dict[int, float]) -> Tensor:
+        self._weights = weights
+        self._sizes.append([])
+        numbers = [weights.get(sample, 0.0) for sample in range(self._samples)]
+        return self._losses.new_tensor(numbers) * self._loss_scale
+
+    def _find_suspects(self) -> list[int]:
+        """List the samples whose entries did not grow as their losses did."""
+        suspects: set[int] = set()
+        expected_B = [self._weights.get(sample, 0.0) for sample in range(self._samples)]
+        for first_B, second_B in zip(*self._sizes, strict=True):
+            grown_B = first_B * first_B.new_tensor(expected_B)
+            is_near_B = (second_B - grown_B).abs() <= grown_B * 4 / 2**self._powers
+            suspects.update((~is_near_B).nonzero().flatten().tolist())
+        return sorted(suspects)
 
     @property
     def is_complete(self) -> bool:
         """Whether some sample has a gradient in each layer that ran."""
-        return self.has_others and all(map(any, zip_longest(*self._looks)))
+        return self.has_others and all(bool((sizes_B > 0).any()) for sizes_B in self._sizes[0])
 
     def look(self, layer: nn.Module, contributions: Contributions) -> None:
+        """Look at what a layer contributes to a backward."""
         for _, contribution in contributions:
+            gradients = _gradients_of(contribution)
             if self.problem is None:
-                self.problem = self._find_problem(layer, _gradients_of(contribution))
+                self.problem = self._find_problem(layer, gradients)
+            if self.problem is None and self._chosen is None and self._finite:
+                if gradients.dtype.itemsize < 4:  # noqa: PLR2004
+                    self._powers = _FEW_POWERS
+                self._sizes[-1].append(_find_sizes(gradients, 0).double())
 
     def _find_problem(self, layer: nn.Module, gradients: Tensor) -> UnsupportedError | None:
         if self._samples and len(gradients) != self._samples:  # without losses nothing counts
             return BatchAxisError.of(self._name_of(layer), len(gradients), self._samples)
-        if not self._chosen:
-            return None
-        nonzero = _find_nonzero(gradients, 0)
-        others = [sample for sample in nonzero if sample not in self._chosen]
-        self._looks[-1].append(len(others) < len(nonzero))
-        if not others:
+        if self._chosen is None or set(_find_nonzero(gradients, 0)) <= self._chosen:
             return None
         problem = f"{self._name_of(layer)} saw another axis than samples first, of the same length"
         if not _lies_on_another_axis(gradients, self._chosen):
@@ -204,6 +224,16 @@ class _Batch:
             "where batch_second says so (first_batch='trusted' skips this check, and clips "
             "wrongly where it would fail)"
         )
+
+
+def _draw_powers(samples: list[int], count: int) -> dict[int, float]:
+    """Draw one of ``count`` powers of two for each sample; as few as possible are alike."""
+    count = min(count, len(samples))
+    system, powers = random.SystemRandom(), [2.0 ** (n - count // 2) for n in range(count)]
+    drawn: list[float] = []
+    while len(drawn) < len(samples):
+        drawn += system.sample(powers, count)
+    return dict(zip(samples, drawn, strict=False))
 
 
 def _gradients_of(contribution: Contribution) -> Tensor:
@@ -219,13 +249,18 @@ def _gradients_of(contribution: Contribution) -> Tensor:
             return g
 
 
-def _find_nonzero(gradients: Tensor, axis: int) -> list[int]:
-    """List the places on an axis where something is not zero; NaN counts as zero."""
+def _find_sizes(gradients: Tensor, axis: int) -> Tensor:
+    """Return the largest number at each place on an axis; NaN counts as zero."""
     if not gradients.numel():  # of a layer without width
-        return []
+        return gradients.new_zeros(gradients.shape[axis], dtype=torch.float32)
     others = [other for other in range(gradients.dim()) if other != axis]
-    largest = torch.linalg.vector_norm(gradients, torch.inf, dim=others)
-    places: list[int] = (largest > 0).nonzero().flatten().tolist()
+    sizes: Tensor = torch.linalg.vector_norm(gradients, torch.inf, dim=others)
+    return sizes.nan_to_num(0, torch.inf)
+
+
+def _find_nonzero(gradients: Tensor, axis: int) -> list[int]:
+    """List the places on an axis where something is not zero."""
+    places: list[int] = (_find_sizes(gradients, axis) > 0).nonzero().flatten().tolist()
     return places
 
 

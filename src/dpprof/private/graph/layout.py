@@ -5,7 +5,8 @@ give a layer several rows of each sample: pairs, augmentations, negatives. Then 
 more entries than there are losses. Its length alone proves nothing: tokens that were gathered for
 an expert may be as many. The graph proves it (``proof``). Code around layers must keep samples
 apart; so the first batch whose graph has these operators is verified (``first_batch``), and again
-wherever the graph changes.
+wherever the graph changes. Where the graph does not prove it, and as many rows as losses count as
+one a sample, each batch is verified.
 
 Shape legend: B samples, R rows.
 """
@@ -22,7 +23,6 @@ from torch.autograd.function import BackwardCFunction
 from dpprof.private.contributions.contributions import Contributions, Receive, receive_turned
 from dpprof.private.errors import BatchAxisError
 from dpprof.private.graph.nodes import (
-    Outline,
     describe,
     find_users,
     nodes_behind,
@@ -31,6 +31,7 @@ from dpprof.private.graph.nodes import (
     past_identities,
     shape_of,
     shapes_of,
+    variable_of,
 )
 from dpprof.private.graph.owners import MANY, Owners, along_first_axis, merge, whole
 from dpprof.private.graph.proof import Output, Proof
@@ -52,7 +53,7 @@ class Layout:
         losses: Tensor | None = None,
         name_of: Callable[[nn.Parameter], str] = str,
         *,
-        in_order: Collection[Outline] = (),
+        in_order: Collection[int] = (),
         reads: bool = True,
     ) -> None:
         self.samples = 0 if losses is None else len(losses)
@@ -68,9 +69,15 @@ class Layout:
         self._rows: dict[tuple[Any, int], Rows | None] = {}
         self._receivers: list[tuple[Any, Receive]] = []
         self.problem: BatchAxisError | None = None  # of the first layer that is not proven
-        self._is_trusted = False  # whether rows count as those of samples by their number alone
+        self.is_trusted = False  # whether rows count as those of samples by their number alone
         self.raises = False  # whether such a layer is refused at once, and not only noted
         self.has_orders = False  # that lengths do not tell: then all of the graph is looked at
+
+    @cached_property
+    def leaves(self) -> list[tuple[Any, Any]]:
+        """The nodes of leaves, each with its leaf."""
+        leaves = [(node, variable_of(node)) for node in self.nodes]
+        return [(node, leaf) for node, leaf in leaves if leaf is not None]
 
     @cached_property
     def above(self) -> Mapping[Any, list[tuple[Any, int]]]:
@@ -89,19 +96,35 @@ class Layout:
             self._rows[node, axis] = self._find_rows(node, axis, count[0])
         return self._rows[node, axis]
 
-    def _find_rows(self, node: Any, axis: int, count: int) -> Rows | None:
-        """Return the rows of samples by the graph, which is followed at the first call."""
+    def may_be_of_samples(self, leaf: Any) -> bool:
+        """Tell whether a leaf may have entries of each sample, by its length."""
+        sizes = shape_of(leaf)[:2]
+        return self.samples < 2 or any(size % self.samples == 0 for size in sizes)  # noqa: PLR2004
+
+    def is_shared(self, leaf: Any) -> bool:
+        """Tell whether losses of several samples depend on an element of a leaf."""
+        return self.samples > 1 and self._prove().is_shared(leaf)
+
+    def _prove(self) -> Proof:
+        """Follow the graph, at the first call."""
         if self._proof is None:
             self._proof = Proof(self._losses, self.samples, self.above, reads=self._reads)
             self.has_orders |= self._proof.has_orders
-        along = self._owners_along(self._proof, node, axis, count)
+        return self._proof
+
+    def _find_rows(self, node: Any, axis: int, count: int) -> Rows | None:
+        """Return the rows of samples by the graph."""
+        proof = self._prove()
+        along = self._owners_along(proof, node, axis, count)
         if along is None or (along == MANY).any():
             # Samples may lie on another axis, or code mixes them: ``first_batch`` shows it.
-            self._is_trusted |= count == self.samples
+            self.is_trusted |= count == self.samples
             return Rows.in_order(count, count) if count == self.samples else None
+        outputs = range(len(shapes_of(node)))
+        self.is_trusted |= any((node, output) in proof.trusted for output in outputs)
         rows = Rows.of(whole(along, 0, count), self.samples)
         # What an index picks may depend on data: as many rows of each sample do not.
-        is_fixed = rows is None or rows.is_in_blocks or (self._reads and not self._proof.has_read)
+        is_fixed = rows is None or rows.is_in_blocks or (self._reads and not proof.has_read)
         return rows if is_fixed else None
 
     @staticmethod
@@ -186,7 +209,7 @@ class Layout:
     def describe(self) -> set[str]:
         """Name the graph by which rows count as those of samples, without lengths; or nothing."""
         are_one_each = all(shape_of(node)[axis] == self.samples for node, axis in self._rows)
-        if are_one_each and not self._is_trusted:
+        if are_one_each and not self.is_trusted:
             return set()
         names = Counter(
             (

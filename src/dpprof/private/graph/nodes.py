@@ -1,7 +1,7 @@
 """Walks the autograd graph, and reads its nodes."""
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,18 +24,21 @@ def nodes_behind(*tensors: Tensor, until: Collection[Any] = ()) -> Iterator[Any]
         yield node
 
 
-Outline = frozenset[Any]  # how often each operator is in a graph, with the axes that it has saved
+def outline(nodes: Sequence[Any]) -> int:
+    """Return the outline of a graph: which operator uses what; other lengths have the same."""
+    places = {node: place for place, node in enumerate(nodes)}
+
+    def list_edges(node: Any) -> list[Any]:
+        return [(places.get(below), output) for below, output in node.next_functions]
+
+    return hash(tuple((describe(node), *list_edges(node)) for node in nodes))
 
 
-def outline(nodes: Iterable[Any]) -> Outline:
-    """Return the outline of a graph: batches of other lengths have the same."""
-    return frozenset(Counter(map(describe, nodes)).items())
-
-
-def describe(node: Any) -> Any:
+def describe(node: Any) -> str:
     """Return the name of an operator, and the axes that it has saved."""
+    name: str = node.name()
     axes = _axes_in(node.__class__)
-    return (node.name(), *(getattr(node, name) for name in axes)) if axes else node.name()
+    return f"{name} {[getattr(node, axis) for axis in axes]}" if axes else name
 
 
 @cache
@@ -54,9 +57,14 @@ def operator_of(node: Any) -> str:
     return kind_of(node).strip("_") or node.name().rpartition("::")[2]
 
 
+def variable_of(node: Any) -> Any:
+    """Return the leaf whose gradient a node accumulates; None for an operator."""
+    return getattr(node, "variable", None)
+
+
 def is_leaf(node: Any) -> bool:
     """Tell whether a node is that of a leaf, such as a parameter."""
-    return hasattr(node, "variable")
+    return variable_of(node) is not None
 
 
 def shapes_of(node: Any) -> list[tuple[int, ...]]:

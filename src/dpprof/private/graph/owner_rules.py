@@ -4,13 +4,13 @@ The proof stops where an operator has no rule here, or its rule returns None. A 
 than holds of its operator, and never more.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 
+from dpprof.private.graph import index_rules
 from dpprof.private.graph.nodes import (
     as_signed,
     axes_of,
@@ -21,6 +21,7 @@ from dpprof.private.graph.nodes import (
     shape_of,
     shapes_of,
 )
+from dpprof.private.graph.operands import Operand, Rule
 from dpprof.private.graph.owners import (
     FREE,
     MANY,
@@ -28,38 +29,13 @@ from dpprof.private.graph.owners import (
     Shape,
     along_first_axis,
     concatenate,
-    join,
     merge,
     of_first_axis,
     place,
     reshape,
-    scatter,
     spread,
     unrepeat,
 )
-
-
-class Operand(NamedTuple):
-    """A tensor that an operator got, and the owners of all that the operator returned."""
-
-    node: Any
-    position: int  # which operand it is
-    shape: Shape
-    above: Sequence[Owners]
-    read: Callable[[Any], Any]  # reads an index, None where its values are not known
-
-    @property
-    def output(self) -> Owners:
-        """The owners of the first, or only, tensor that it returned."""
-        return self.above[0]
-
-    @property
-    def axes(self) -> list[int]:
-        """The axes that the operator has saved; all where it has none."""
-        return axes_of(self.node, len(self.shape))
-
-
-Rule = Callable[[Operand], Owners | None]
 
 
 def _pointwise(operand: Operand) -> Owners | None:
@@ -230,51 +206,6 @@ def _diagonal(operand: Operand) -> Owners | None:
     return np.moveaxis(filled, (-2, -1), axes)
 
 
-def _index(operand: Operand) -> Owners | None:
-    """Some entries are picked; where samples lie on other axes, the index need not be read."""
-    owners, indices = operand.output, operand.node._saved_indices  # noqa: SLF001
-    if not owners.size:  # nothing is picked
-        return None
-    indexed = [axis for axis, index in enumerate(indices) if index is not None]
-    first, count = indexed[0], len(indexed)
-    masks = [i for i in indexed if indices[i].dtype == torch.bool and indices[i].dim() > 1]
-    if indexed != list(range(first, first + count)) or (masks and count > 1):
-        return spread(owners, range(owners.ndim)).reshape(-1)[:1].reshape([1] * len(operand.shape))
-    if masks:
-        count = indices[first].dim()
-    width = 1 if masks else max(indices[axis].dim() for axis in indexed)
-    axes = range(first, first + width)
-    joined = join(owners, axes)
-    if joined is None and not first:
-        values = [operand.read(indices[axis]) for axis in indexed]
-        if any(value is None for value in values):
-            return None
-        places = [each for v in values for each in (v.nonzero() if v.dtype == bool else [v])]
-        return scatter(owners, np.broadcast_arrays(*places), operand.shape)
-    joined = spread(owners, axes)
-    return joined.reshape(*joined.shape[:first], *(1,) * count, *joined.shape[first + width :])
-
-
-def _index_select(operand: Operand) -> Owners | None:
-    (axis,), owners = operand.axes, operand.output
-    if axis or owners.shape[axis] == 1:
-        return spread(owners, [axis])
-    index = operand.read(operand.node._saved_index)  # noqa: SLF001
-    return None if index is None else scatter(owners, [index], operand.shape)
-
-
-def _added(operand: Operand) -> Owners | None:
-    """Entries are added at an index of an axis."""
-    (axis,), owners = operand.axes, operand.output
-    if not operand.position:
-        return unrepeat(owners, operand.shape)
-    is_by_axis = kind_of(operand.node) == "IndexAdd"
-    if axis or owners.shape[axis] == 1 or not (is_by_axis or len(operand.shape) == 1):
-        return spread(owners, [axis] if is_by_axis else range(owners.ndim))
-    index = operand.read(operand.node._saved_index)  # noqa: SLF001
-    return None if index is None else owners.take(index, 0)
-
-
 _POINTWISE = (
     "Abs Acos Acosh Add Addcdiv Addcmul Alias Angle Asin Asinh Atan Atan2 Atanh "
     "BinaryCrossEntropy BinaryCrossEntropyWithLogits Ceil Celu Clamp ClampMax ClampMin Clone "
@@ -300,11 +231,12 @@ _FIRST_AXIS = (
 _TABLE: Sequence[tuple[Rule, str]] = (
     (_pointwise, _POINTWISE),
     (_pointwise, " ".join(f"{name}Backward" for name in _POINTWISE.split())),
-    (partial(_of_first_operand, _pointwise), "IndexCopy IndexFill IndexPut MaskedScatter Scatter"),
+    (partial(_of_first_operand, _pointwise), "IndexFill"),
     (_reduction, "Amax Amin Aminmax Kthvalue LinalgVectorNorm Logsumexp Max Mean Median Min Mode"),
     (_reduction, "Nanmedian Nansum Norm Prod Std StdMean Sum Var VarMean"),
-    (_mixing, "Cummax Cummin Cumprod Cumsum FftC2C FftC2R FftR2C LogSoftmax Logcumsumexp Softmax"),
-    (_moving, "Flip Gather Glu Roll Sort Topk"),
+    (_mixing, "Cummax Cummin Cumprod Cumsum FftC2C FftC2R FftR2C LogSoftmax Logcumsumexp"),
+    (_mixing, "SafeSoftmax Softmax"),
+    (_moving, "Flip Glu Roll Sort Topk"),
     (_reshaping, "ReshapeAlias Squeeze UnsafeView Unsqueeze View"),
     (_transposing, "Permute T Transpose"),
     # Two real numbers, on an axis of their own, come from each complex one.
@@ -324,9 +256,13 @@ _TABLE: Sequence[tuple[Rule, str]] = (
     (_unfold, "Unfold"),
     (_cat, "Cat"),
     (_diagonal, "Diagonal"),
-    (_index, "Index"),
-    (_index_select, "IndexSelect"),
-    (_added, "IndexAdd ScatterAdd ScatterReduce"),
+    (index_rules.pick, "Index"),
+    (index_rules.select, "IndexSelect"),
+    (index_rules.gather, "Gather"),
+    (index_rules.add_at, "IndexAdd IndexCopy"),
+    (index_rules.scatter_elements, "Scatter ScatterAdd ScatterReduce"),
+    (index_rules.put, "IndexPut MaskedScatter"),
+    (index_rules.pack, "PackPaddedSequence"),
     (_select, "Select"),
     (_slice, "Slice"),
     (_split, "Split SplitWithSizes Unbind UnsafeSplit UnsafeSplitWithSizes"),
@@ -336,14 +272,18 @@ _TABLE: Sequence[tuple[Rule, str]] = (
 
 _RULES: dict[str, Rule] = {name: rule for rule, names in _TABLE for name in names.split()}
 
-_JOINING = (_cat, _diagonal, _index, _index_select, _added, _select, _slice, _split, _stack)
+_READING = (
+    *(index_rules.pick, index_rules.select, index_rules.gather, index_rules.add_at),
+    *(index_rules.scatter_elements, index_rules.put, index_rules.pack),
+)
+_JOINING = (*_READING, _cat, _diagonal, _select, _slice, _split, _stack)
 """Rules of operators that can change the order of samples, which lengths do not show."""
 
 
 def owners_below(operand: Operand) -> Owners | None:
     """Return the owners of what an operator got as one operand."""
     rule = _RULES.get(kind_of(operand.node))
-    if rule is None or (rule in (_index, _index_select, _added) and is_read_once(operand.node)):
+    if rule is None or (rule in _READING and is_read_once(operand.node)):
         return None
     below = rule(operand)
     if below is None or below.ndim != len(operand.shape):
@@ -356,13 +296,14 @@ def joins_samples(operand: Operand, below: Owners) -> bool:
     """Tell whether an operator cuts, joins or picks along an axis on which several samples lie."""
     if _RULES.get(kind_of(operand.node)) not in _JOINING:
         return False
-    axis = as_signed(getattr(operand.node, "_saved_dim", 0))
-    return any(
-        each.ndim > axis >= -each.ndim
-        and each.shape[axis] > 1
-        and bool((spread(each, [axis]) == MANY).any())
-        for each in (*operand.above, below)
-    )
+    saved = getattr(operand.node, "_saved_dim", None)
+
+    def joins(owners: Owners) -> bool:
+        axes = range(owners.ndim) if saved is None else [as_signed(saved)]
+        axes = [axis for axis in axes if owners.ndim > axis >= -owners.ndim]
+        return bool((spread(owners, axes) == MANY).any())
+
+    return any(map(joins, (*operand.above, below)))
 
 
 _APART = {

@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 FREE = -1  # the owner of what no loss depends on
 MANY = -2  # the owner of what the losses of several samples depend on
 _NOBODY = np.iinfo(np.int32).max  # stands for ``FREE`` where the least owner is asked for
-_MOST = 2**24  # the most elements whose owners are told apart
+MOST = 2**24  # the most elements whose owners are told apart
 
 
 def of_first_axis(owners: Owners, axes: int) -> Owners:
@@ -85,7 +85,7 @@ def place(owners: Owners, axis: int, size: int, places: Sequence[int]) -> Owners
     The others are free, or count as taken too where there are too many elements to tell apart.
     """
     shape = [size if number == axis else length for number, length in enumerate(owners.shape)]
-    if owners.shape[axis] == 1 and math.prod(shape) > _MOST:
+    if owners.shape[axis] == 1 and math.prod(shape) > MOST:
         return owners
     filled = np.full(shape, FREE, np.int32)
     filled[(slice(None),) * axis + (list(places),)] = owners
@@ -125,7 +125,7 @@ def reshape(owners: Owners, before: Shape, after: Shape) -> Owners | None:
         is_alike = all(size == 1 for size in owners.shape[start_i:i])
         full += [1] * (i - start_i) if is_alike else before[start_i:i]
         reshaped += [1] * (j - start_j) if is_alike else after[start_j:j]
-    if math.prod(full) > _MOST:
+    if math.prod(full) > MOST:
         return None
     return shorten(np.broadcast_to(owners, full).reshape(reshaped))
 

@@ -2,19 +2,23 @@
 
 The losses are the samples' own. From there each operator with a rule shows whose its operands are
 (``owner_rules``). Where that stops, at an operator without a rule, tensors with one entry for each
-loss count as one entry for each sample; below such an operator the proof goes on from those.
+loss count as one entry for each sample; below such an operator the proof goes on from those. All
+that follows from them, or leaves out a user without a rule, is ``trusted``: such an operator may
+put samples into an order that depends on data, so what was verified of one batch says nothing of
+the next. An autograd function of the user's own is taken to keep the order that it had.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 
-from dpprof.private.graph.nodes import edges_of, is_leaf, shape_of, shapes_of
-from dpprof.private.graph.owner_rules import Operand, joins_samples, owners_above, owners_below
+from dpprof.private.graph.nodes import edges_of, is_leaf, shape_of, shapes_of, variable_of
+from dpprof.private.graph.operands import Operand
+from dpprof.private.graph.owner_rules import joins_samples, owners_above, owners_below
 from dpprof.private.graph.owners import (
     FREE,
     MANY,
@@ -29,6 +33,7 @@ from dpprof.private.graph.owners import (
 from dpprof.private.graph.rows import Rows
 
 Output = tuple[Any, int]  # a node, and which of its outputs
+_COMPILED = "CompiledFunctionBackward"
 
 
 class Proof:
@@ -52,12 +57,19 @@ class Proof:
         self.owners: dict[Output, Owners] = {}
         self.stops: dict[Output, Any] = {}  # the operators at which the proof stopped
         self.mixes: dict[Output, Any] = {}  # operators that join, exchange or leave out samples
+        self._unsure: set[Output] = set()  # what goes into an operator of which nothing is known
+        self.trusted: set[Output] = set()  # what has owners by its length, or by some users alone
         order = self._sort(users)
         self._go_down(order)
         # Above an operator without a rule owners may follow from those below it. They may show
         # more operands, so both ways are gone until nothing is new.
         while self._go_up(order):
             self._go_down(order)
+
+    def is_shared(self, leaf: Any) -> bool:
+        """Tell whether losses of several samples depend on an element of a leaf, if known."""
+        uses = self._uses.get((leaf, 0))
+        return uses is not None and bool((merge(uses) == MANY).any())
 
     def _sort(self, users: Mapping[Any, list[tuple[Any, int]]]) -> list[Any]:
         """List the nodes, each after those that use its outputs."""
@@ -75,7 +87,7 @@ class Proof:
 
     def _go_down(self, order: Sequence[Any]) -> None:
         """Find the owners of operands by those of what operators returned."""
-        uses: dict[Output, list[Owners]] = {}
+        self._uses = uses = dict[Output, list[Owners]]()
         uses[self._losses] = [np.arange(self._samples, dtype=np.int32)]
         self.stops.clear()
         self.mixes.clear()
@@ -88,15 +100,19 @@ class Proof:
             stops = [self.stops.get(key, node) for key, parts in returned.items() if parts is None]
             mix = next((self.mixes[key] for key in returned if key in self.mixes), node)
             for position, below in enumerate(edges_of(node)):
-                if below[0] is None or is_leaf(below[0]):
+                if below[0] is None or isinstance(variable_of(below[0]), nn.Parameter):
                     continue
                 operand = Operand(node, position, shape_of(*below), above, self._read)
                 # Nothing is known of operands while the owners of one output are not.
                 below_owners = None if stops else self._find_below(operand)
                 if below_owners is None:
                     self.stops.setdefault(below, stops[0] if stops else node)
+                    if stops or not _keeps_order(node, operand.shape):
+                        self._unsure.add(below)
                     continue
                 uses.setdefault(below, []).append(below_owners)
+                if any(key in self.trusted for key in returned):
+                    self.trusted.add(below)
                 if (below_owners == MANY).any():
                     self.mixes.setdefault(below, mix)
 
@@ -118,6 +134,8 @@ class Proof:
             merged = of_first_axis(np.arange(self._samples, dtype=np.int32), len(shape))
         if merged is not None:
             self.owners[key] = merged
+            if key in self._unsure:
+                self.trusted.add(key)
         return merged
 
     def _find_below(self, operand: Operand) -> Owners | None:
@@ -146,6 +164,7 @@ class Proof:
                         above = owners_above(node, position, complete, (before, after))
                     if above is not None:
                         self.owners[node, output] = above
+                        self.trusted.add((node, output))
                         has_found = True
                         break
         return has_found
@@ -181,6 +200,15 @@ class Proof:
             return None
         self.has_read = True
         return index.detach().cpu().numpy()
+
+
+def _keeps_order(node: Any, shape: Shape) -> bool:
+    """Tell whether a node is an autograd function, of somebody's own, that keeps a first axis.
+
+    It is taken to keep the order there too, unless a compiler made it of any code.
+    """
+    is_own = node.name() != _COMPILED and isinstance(node, BackwardCFunction)
+    return is_own and all(returned[:1] == shape[:1] for returned in shapes_of(node))
 
 
 def _is_of_a_leaf(node: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 
 from dpprof.private.contributions.contributions import Contribution, Product, Receive
 from dpprof.private.contributions.sample_gradients import Shift
@@ -250,10 +250,7 @@ def _run(
     stacked = tuple(torch.stack(states_of_layers) for states_of_layers in zip(*last, strict=True))
     state = stacked if mode == "LSTM" else stacked[0]
     if isinstance(sequence, PackedSequence):  # packed as the input was
-        lengths_B = (sequence.batch_sizes[:, None] > torch.arange(len(y))).sum(0)
-        y = y if sequence.sorted_indices is None else y[sequence.sorted_indices]
-        packed = pack_padded_sequence(y, lengths_B, batch_first=True)
-        return sequence._replace(data=packed.data), state
+        return sequence._replace(data=apply(_Pack, y, _list_places(sequence))), state
     return (y if layer.batch_first else y.transpose(0, 1)), state
 
 
@@ -278,14 +275,51 @@ def _mode_of_cells(layer: Any) -> str:
 def _read_input(
     layer: nn.RNNBase, sequence: Tensor | PackedSequence
 ) -> tuple[Tensor, Tensor | None]:
-    """Return an input as (B, T, d) in the order of the batch, and which steps there are; (B, T)."""
+    """Return an input as (B, T, d) in the order of the batch, and which steps there are; (B, T).
+
+    Of a packed input, a sample's other steps are its first one, so that each is its own.
+    """
     if isinstance(sequence, PackedSequence):
-        x_BTd, lengths_B = pad_packed_sequence(sequence, batch_first=True)
-        is_step_BT = torch.arange(x_BTd.shape[1]) < lengths_B[:, None]
-        return x_BTd, is_step_BT.to(x_BTd.device)
+        places_R, sizes = _list_places(sequence), sequence.batch_sizes
+        B, T = int(sizes[0]), len(sizes)
+        rows = places_R.new_full((B * T,), -1)
+        rows[places_R] = torch.arange(len(places_R), device=rows.device)
+        rows_BT = rows.view(B, T)
+        is_step_BT = rows_BT >= 0
+        own_BT = torch.where(is_step_BT, rows_BT, rows_BT[:, :1])
+        x_BTd = sequence.data.index_select(0, own_BT.flatten()).view(B, T, -1)
+        return x_BTd, is_step_BT
     if sequence.dim() != 3:  # noqa: PLR2004
         raise ValueError(f"{type(layer).__name__} gets no batch; give its input three axes")
     return (sequence if layer.batch_first else sequence.transpose(0, 1)), None
+
+
+def _list_places(sequence: PackedSequence) -> Tensor:
+    """Return the place in (B, T), flattened and in the order of the batch, of each row; (R,)."""
+    sizes, order = sequence.batch_sizes, sequence.sorted_indices
+    is_step_TB = sizes[:, None] > torch.arange(int(sizes[0]))
+    times_R, samples_R = is_step_TB.nonzero().to(sequence.data.device).unbind(1)
+    samples_R = samples_R if order is None else order[samples_R]
+    return samples_R * len(sizes) + times_R
+
+
+class _Pack(torch.autograd.Function):
+    """Put the steps of samples, (B, T, h), into other places, (R, h).
+
+    Not by an index that ``graph`` could read: what pads it again, it cannot.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y_BTh: Tensor, places_R: Tensor) -> Tensor:
+        ctx.save_for_backward(places_R)
+        ctx.sizes = y_BTh.shape
+        return y_BTh.flatten(0, 1)[places_R]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (places_R,) = ctx.saved_tensors
+        flat = g.new_zeros(ctx.sizes[0] * ctx.sizes[1], ctx.sizes[2]).index_copy(0, places_R, g)
+        return flat.view(ctx.sizes), None
 
 
 def _as_tuple(states: Tensor | _State) -> _State:
