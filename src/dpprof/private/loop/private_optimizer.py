@@ -268,16 +268,19 @@ class PrivateOptimizer(NoisyOptimizer):
                 "a batch was clipped by the clipping's own backward; call backward(losses) of this "
                 "optimizer, which knows batches without samples"
             )
-        if self.planned_steps is None:
-            return
+        if self.planned_steps is not None:
+            self._refuse_beyond_budget(self.planned_steps)
+
+    def _refuse_beyond_budget(self, planned_steps: int) -> None:
+        """Refuse a step beyond the budget, whoever spent it."""
         done = max(self.steps, 0 if self.spent is None else self.spent.steps)
-        if done >= self.planned_steps:
+        if done >= planned_steps:
             raise RuntimeError(
-                f"the privacy budget is spent: it was planned for {self.planned_steps:,} steps, "
+                f"the privacy budget is spent: it was planned for {planned_steps:,} steps, "
                 "and these are done"
             )
         if self.spent is not None and self.spent.sampling.folds > 1:
-            most = self.spent.sampling.count_turns(self.planned_steps)
+            most = self.spent.sampling.count_turns(planned_steps)
             if self.spent.count_turns_after(self, self._fold) > most:
                 raise RuntimeError(
                     f"the privacy budget is spent for samples of fold {self._fold}: {most:,} steps "
@@ -289,6 +292,8 @@ class PrivateOptimizer(NoisyOptimizer):
                 f"the budget was planned with a noise multiplier of {planned:g}, and it is "
                 f"{self.noise_multiplier:g} now; give noise_multiplier in place of epsilon"
             )
+        if self.spent is not None and (why := self.spent.find_excess()):
+            raise RuntimeError(f"the privacy budget is spent: {why}")
 
     def backward(
         self, losses: Tensor | Callable[..., Tensor], *inputs: Any, **named: Any
