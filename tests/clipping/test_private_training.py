@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from dpprof.private.loop.poisson_batches import PoissonLoader, _Parts
+from dpprof.private.noise.noise_keys import make_generator
 
 
 def sample_by_opacus(generator: torch.Generator):
@@ -29,7 +30,7 @@ def sample_by_opacus(generator: torch.Generator):
 
 
 def train_by_opacus(model: Model, epochs: int = 2) -> None:
-    wrapped, generator = GradSampleModule(model.layers), seeded(2)
+    wrapped, generator = GradSampleModule(model.layers), make_generator(seeded(2))
     optimizer = DPOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         noise_multiplier=1.0,

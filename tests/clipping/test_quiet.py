@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 from dpprof.private import PrivacyArguments, PrivateTrainer  # noqa: E402
 from dpprof.private.loop.secret_files import join_secrets, split_secrets  # noqa: E402
 
-ROWS, T, V, BOUND, CANARY = 12, 5, 17, 0.3, 9
+ROWS, T, V, BOUND, CANARY = 12, 5, 17, 0.3, 5
 
 EVENTS = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
 

@@ -161,6 +161,18 @@ def test_a_state_without_secrets_draws_other_batches_also_where_a_generator_is_g
     assert train(first, 4) != train(resumed, 4)
 
 
+def test_a_generator_that_two_trainings_are_given_draws_other_batches_for_each() -> None:
+    """What both release of a sample is counted as if its draws were independent."""
+    runs = []
+    for _ in range(2):
+        shared = seeded(5)
+        first, second = (prepare(sampling_generator=shared) for _ in range(2))
+        runs.append((train(first, 4), train(second, 4)))
+
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+
+
 @pytest.mark.parametrize(
     ("change", "is_alike"),
     [({"count": 13}, False), ({"count": 13, "sample_rate": 0.25}, True), ({"folds": 3}, False)],

@@ -97,8 +97,8 @@ class PoissonLoader:
         data_loader: What loads: its dataset, workers and ``collate_fn`` are used.
         numbers: With which probability samples are drawn, and how many steps an epoch has.
         max_batch_size: The most samples of a part; None for batches in one part.
-        generator: Draws the samples, or the secret that they follow from where there are several
-            ranks; None for the operating system.
+        generator: Draws the secret that the samples follow from, and so moves on; None for the
+            operating system.
         rank: This rank: each draws from samples of its own.
         ranks: How many there are.
         users: Whose the samples are; None where each is drawn by itself. All samples of a user are
@@ -133,8 +133,7 @@ class PoissonLoader:
         """Is told of parts and of batches without samples; set before the first iteration."""
 
         self._rank = rank
-        if generator is None or ranks > 1 or generator.device.type != "cpu":
-            generator = make_generator(generator, rank)
+        generator = make_generator(generator, rank)
         self.samples = len(cast("Sized", data_loader.dataset))
         self.users = users
         every = range(self.samples if users is None else len(users))
