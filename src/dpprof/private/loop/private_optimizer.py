@@ -134,9 +134,11 @@ class PrivateOptimizer(NoisyOptimizer):
                 closure()
         captured = self.captured
         if captured is None or not captured.waits_for_step:
-            done = super().step()
-            if self.quantile is not None and not self._is_last_step_skipped:
-                self.max_grad_norm = self.quantile.move(self.max_grad_norm, self.steps)
+            try:
+                done = super().step()
+            finally:
+                if self.quantile is not None and not self._is_last_step_skipped:
+                    self.max_grad_norm = self.quantile.move(self.max_grad_norm)
             if captured is not None and not self._is_last_step_skipped:
                 captured.end_ordinary()
             return done
