@@ -75,6 +75,9 @@ class Spent:
         a name has the steps of one line; those of folds but the first, under its number too.
         """
 
+        self.reached: dict[str, int] = {}
+        """The most steps that an optimizer of each training took; shared likewise."""
+
     @property
     def history(self) -> list[Steps]:
         """Noise multiplier, sample rate and number of steps, of one training after another.
@@ -82,7 +85,7 @@ class Spent:
         Opacus's accountants take such a list. With folds no sample was drawn in more steps than
         these: of each training and kind of steps, those of the fold that has the most.
         """
-        trainings = dict.fromkeys(map(_training_of, self.histories))
+        trainings = dict.fromkeys(map(training_of, self.histories))
         return [steps for training in trainings for steps in self._list_most(training)]
 
     @history.setter
@@ -90,7 +93,7 @@ class Spent:
         self.histories[self.training] = list(own)
 
     def _list_most(self, training: str) -> list[Steps]:
-        own = {n: steps for n, steps in self.histories.items() if _training_of(n) == training}
+        own = {n: steps for n, steps in self.histories.items() if training_of(n) == training}
         if len(own) == 1:
             return next(iter(own.values()))
         most: dict[tuple[float, float], int] = {}
@@ -103,7 +106,7 @@ class Spent:
         """Count the steps of a fold by noise multiplier and rate."""
         kinds: Counter[tuple[float, float]] = Counter()
         for name, own in self.histories.items():
-            if _training_of(name) == training and name.partition("/")[2] == fold:
+            if training_of(name) == training and name.partition("/")[2] == fold:
                 for noise, rate, steps in own:
                     kinds[noise, rate] += steps
         return kinds
@@ -132,12 +135,15 @@ class Spent:
                 raise ValueError(f"what was spent has {name} {own!r}, and this training {new!r}")
         self.histories |= other.histories
         other.histories = self.histories
+        self.reached |= other.reached
+        other.reached = self.reached
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this training spent, and those that are counted together with it."""
         return {
             "training": self.training,
             "histories": copy.deepcopy(self.histories),
+            "reached": dict(self.reached),
             "sampling": self.sampling[1:],
         }
 
@@ -158,6 +164,8 @@ class Spent:
             counted = self.histories.setdefault(name, [])
             if _count(saved) > _count(counted):
                 counted[:] = [(noise, rate, steps) for noise, rate, steps in saved]
+        for name, steps in state["reached"].items():
+            self.reached[name] = max(steps, self.reached.get(name, 0))
         self.training, self._process = _name_line(training), os.getpid()
 
     def count(self, optimizer: "NoisyOptimizer", fold: int = 0) -> None:
@@ -174,7 +182,7 @@ class Spent:
     def count_turns_after(self, optimizer: "NoisyOptimizer", fold: int) -> int:
         """Count the most steps that may draw one sample, once another step of a fold is counted."""
         kind = optimizer.counted_noise_multiplier, self.sampling.rate
-        training = _training_of(self.training)
+        training = training_of(self.training)
         own = self._count_kinds(training, str(fold or ""))[kind]
         most = _count(steps for steps in self._list_most(training) if steps[:2] == kind)
         return _count(self.history) + (own == most)
@@ -302,10 +310,11 @@ def _bound(history: list[Steps], delta: float, by: str, sampling: Sampling) -> f
 
 
 def _name_line(training: str) -> str:
-    return f"{_training_of(training)}:{uuid.uuid4().hex}"
+    return f"{training_of(training)}:{uuid.uuid4().hex}"
 
 
-def _training_of(name: str) -> str:
+def training_of(name: str) -> str:
+    """Return the training of which a name has steps."""
     return name.partition("/")[0].partition(":")[0]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dpprof.private.accounting.budget import Spent
+from dpprof.private.accounting.budget import Spent, training_of
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.loop.captured_parts import CapturedParts, Part, ToClip
 from dpprof.private.loop.joined_optimizers import JoinedOptimizers
@@ -53,9 +53,6 @@ class PrivateOptimizer(NoisyOptimizer):
 
     _part: Part | None = None
     _fold: int = 0
-    _most_steps = 0
-    """Of all that this process took before a state was loaded."""
-
     _clipped: int | None = None  # the clipping's count of batches after the last ``backward``
 
     def __init__(
@@ -182,8 +179,11 @@ class PrivateOptimizer(NoisyOptimizer):
             RuntimeError: The noise of ``bisr`` begins once more than a budget allows.
         """
         super().begin_noise()
-        is_begun = self.buffers is not None and self.buffers.done > 0
-        if self.spent is None or (self._is_one_mechanism and is_begun):
+        if self.spent is None:
+            return
+        name, reached = training_of(self.spent.training), self.spent.reached
+        reached[name] = max(self.steps, reached.get(name, 0))
+        if self._is_one_mechanism and self.buffers is not None and self.buffers.done:
             return
         self._refuse_another_line()
         self.spent.count(self, 0 if self._is_one_mechanism else self._fold)
@@ -245,9 +245,7 @@ class PrivateOptimizer(NoisyOptimizer):
                 "one of both runs replays CUDA graphs, and the other does not, so it would not "
                 "end with the same bits; give both the same execution, or leave out exact=True"
             )
-        self._most_steps = max(self._most_steps, self.steps)
-        goes_back = self._most_steps > state_dict.get("privacy", {}).get("steps", 0)
-        counts_again = exact and goes_back and self.strategy is not None
+        counts_again = exact and self.strategy is not None and self._goes_back(state_dict)
         if counts_again:
             self._refuse_another_line()
         super().load_state_dict(state_dict, exact=exact)
@@ -262,6 +260,14 @@ class PrivateOptimizer(NoisyOptimizer):
                 self.quantile.keys.load_state_dict(secrets["quantile"])
         if exact and self.captured is not None:
             self.captured.load_state_dict(state_dict["privacy"]["secrets"]["captured"])
+
+    def _goes_back(self, state_dict: Mapping[str, Any]) -> bool:
+        """Tell whether steps after this state are counted, whichever optimizer took them."""
+        privacy = state_dict.get("privacy", {})
+        if self.spent is None or "spent" not in privacy:
+            return False
+        reached = self.spent.reached.get(training_of(privacy["spent"]["training"]), 0)
+        return reached > int(privacy["steps"])
 
     def _refuse(self) -> None:
         """Refuse a batch that was clipped otherwise than by ``backward``, or beyond the budget."""
