@@ -273,8 +273,9 @@ class PrivateOptimizer(NoisyOptimizer):
         """Refuse a batch that was clipped otherwise than by ``backward``, or beyond the budget."""
         if self.clipping.batches not in (self._batches_before, self._clipped):
             raise RuntimeError(
-                "a batch was clipped by the clipping's own backward; call backward(losses) of this "
-                "optimizer, which knows batches without samples"
+                "a batch was clipped by the clipping's own backward, or clipping a part was "
+                "interrupted: call backward(losses) of this optimizer, which knows batches without "
+                "samples; after an interrupt call discard() and iterate again"
             )
         if self.planned_steps is not None:
             self._refuse_beyond_budget(self.planned_steps)
