@@ -68,7 +68,8 @@ class QuantileBound:
 
     def close_part(self, *, is_first: bool) -> None:
         """Add the part to those before; the first of a batch takes the place of what was left."""
-        self._of_batch = self._of_part + (0.0 if is_first else self._of_batch)
+        before = 0.0 if is_first else self._of_batch
+        self._of_batch, self._of_part = before + self._of_part, 0.0
 
     def release(self, bound: float, step: int) -> None:
         """Give the count of a batch its noise, of which the next bound follows."""
