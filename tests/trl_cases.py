@@ -18,6 +18,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from one_call import seeded  # noqa: E402
 
 from dpprof.private import PrivacyArguments  # noqa: E402
+from dpprof.private.noise.noise_keys import make_generator  # noqa: E402
 from dpprof.private.trl import PrivateSFTTrainer  # noqa: E402
 
 datasets.disable_progress_bars()
@@ -28,7 +29,7 @@ WORDS = [*SPECIAL, *(f"w{at}" for at in range(20))]
 OF_TRAINERS = ("data_collator", "eval_dataset", "ref_model")
 """Arguments of trainers, and not of their settings."""
 
-CHOSEN = torch.rand(SAMPLES, generator=seeded(1)) < 0.5
+CHOSEN = torch.rand(SAMPLES, generator=make_generator(seeded(1))) < 0.5
 """The samples of the first step."""
 
 TEMPLATE = (

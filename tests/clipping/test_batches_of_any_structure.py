@@ -146,7 +146,8 @@ def test_the_optimizer_of_make_private_is_checked_within_its_loop(at) -> None:
     found = []
     for checks in (True, False):
         model = build()
-        private = prepare(model, collate, of_model(function, model), check=False)
+        options = {"check": False, "sampling_generator": seeded(5)}
+        private = prepare(model, collate, of_model(function, model), **options)
         batch = collate([Data()[one] for one in range(5)])
         torch.manual_seed(3)
         for number, part in enumerate(private.data_loader):

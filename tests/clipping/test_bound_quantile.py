@@ -14,6 +14,15 @@ from dpprof.private.noise.quantile import QuantileBound
 NOISE = 0.5  # a tenth of a batch of 6 is 0.6
 
 
+def move(bound: QuantileBound, at: float, step: int, *parts: torch.Tensor) -> float:
+    """Count the parts of a batch, release that, and return the next bound."""
+    for part, norms in enumerate(parts):
+        bound.count(norms, at)
+        bound.close_part(is_first=not part)
+    bound.release(at, step)
+    return bound.move(at)
+
+
 def test_sum_and_count_together_are_as_private_as_the_noise_that_is_counted() -> None:
     """Scaled by their noise, a sample moves sum and count by 1 / noise (L2)."""
     bound = QuantileBound(0.5, BATCH)
@@ -48,11 +57,9 @@ def test_without_noise_the_bound_goes_to_the_quantile() -> None:
     bound, norms = QuantileBound(0.25, 100), torch.arange(1.0, 101)
     bound.count_noise, at = 0.0, 90.0
     for step in range(400):
-        bound.count(norms[:30], at)
-        bound.count(norms[30:], at)
         within = sum(min(max((1.1 * at - norm) / (0.2 * at), 0), 1) for norm in norms.tolist())
         expected = at * math.exp(-0.2 * (within / 100 - 0.25))
-        at = bound.move(at, step)
+        at = move(bound, at, step, norms[:30], norms[30:])
         assert at == pytest.approx(expected)
 
     assert 24 <= at <= 27
@@ -62,8 +69,8 @@ def test_the_noise_of_counts_is_normal_and_of_its_size() -> None:
     bound = QuantileBound(0.5, 100)
     drawn = []
     for step in range(4000):
-        bound.count(torch.ones(100), 0.5)  # none is within: a count of -50
-        drawn.append(-math.log(bound.move(1.0, step)) / 0.2 * 100 + 50)  # quantile 0.5 is 50
+        moved = move(bound, 1.0, step, 2 * torch.ones(100))  # none is within: a count of -50
+        drawn.append(-math.log(moved) / 0.2 * 100 + 50)  # quantile 0.5 is 50
 
     assert np.mean(drawn) == pytest.approx(0, abs=0.3)
     assert np.std(drawn) == pytest.approx(5, rel=0.05)
@@ -73,7 +80,7 @@ def test_the_noise_of_counts_is_normal_and_of_its_size() -> None:
 def test_norms_that_are_not_finite_are_above_each_bound() -> None:
     bound = QuantileBound(0.5, 4)
     bound.count(torch.tensor([math.nan, math.inf, 0.1, 0.2]), 1.0)
-    assert bound._count == 0  # two within, two above
+    assert bound._of_part == 0  # two within, two above
 
 
 def test_last_digits_of_norms_do_not_move_a_count() -> None:
@@ -82,7 +89,7 @@ def test_last_digits_of_norms_do_not_move_a_count() -> None:
     for direction in (0.0, math.inf):
         bound = QuantileBound(0.5, 1000)
         bound.count(torch.nextafter(torch.full((1000,), 0.7), torch.tensor(direction)), 0.7)
-        counts.append(bound._count)
+        counts.append(bound._of_part)
 
     assert abs(counts[0] - counts[1]) <= 1e-3  # 1000 where samples count whole
 
@@ -92,7 +99,7 @@ def test_last_digits_of_norms_do_not_move_a_count() -> None:
 def test_a_sample_moves_a_count_by_at_most_a_half(norm, bound) -> None:
     alone = QuantileBound(0.5, 4)
     alone.count(torch.tensor([norm * bound]).double(), bound)
-    assert abs(alone._count) <= 0.5
+    assert abs(alone._of_part) <= 0.5
 
 
 def test_the_bound_moves_once_for_each_batch_however_many_parts_it_has() -> None:
@@ -113,8 +120,7 @@ def test_equal_counts_get_equal_noise_and_others_another() -> None:
     for norms in (torch.zeros(4), torch.zeros(4), torch.zeros(3)):
         bound = QuantileBound(0.5, 6)
         bound.keys.secret = bound.keys.nonce = bytes(32)
-        bound.count(norms, 1.0)
-        moved.append(math.log(bound.move(1.0, 3)) / -0.2 * 6 - (len(norms) / 2))
+        moved.append(math.log(move(bound, 1.0, 3, norms)) / -0.2 * 6 - (len(norms) / 2))
 
     assert moved[0] == moved[1]
     assert moved[0] != pytest.approx(moved[2], abs=1e-6)
@@ -134,18 +140,48 @@ def test_a_state_that_is_loaded_anew_draws_other_noise_for_equal_counts() -> Non
     assert bounds[2] == bounds[3]
 
 
-def test_the_count_of_a_step_that_failed_is_not_in_the_next_one() -> None:
-    model = Model().double()
-    private = prepare(model, bound_quantile=0.5, noise_multiplier=NOISE)
-    _, optimizer, loader = private
+def fail_in_a_hook(optimizer, _model) -> None:
     fails = optimizer.original_optimizer.register_step_post_hook(lambda *_: 1 / 0)
-    batches = iter(loader)
-    optimizer.backward(model.losses, *next(batches))
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     fails.remove()
-    optimizer.zero_grad()
-    assert optimizer.quantile._count == 0
+
+
+def lose_the_batch(optimizer, model) -> None:
+    optimizer.discard()
+    model.zero_grad()
+
+
+def take_batch(private, model, lose=None) -> torch.Tensor:
+    """Clip the parts of a batch, and step, or lose it at the last one; return its norms."""
+    norms, (_, optimizer, loader) = [], private
+    for batch in loader:
+        optimizer.backward(model.losses, *batch)
+        norms.append(optimizer.clipping.sample_norms)
+        if lose is not None and loader.is_last_part:
+            lose(optimizer, model)
+        else:
+            optimizer.step()
+            model.zero_grad()
+        if loader.is_last_part:
+            break
+    return torch.cat(norms)
+
+
+@pytest.mark.parametrize("lose", [fail_in_a_hook, lose_the_batch])
+def test_a_count_is_of_one_batch_whatever_became_of_those_before(lose) -> None:
+    model = Model().double()
+    private = prepare(model, bound_quantile=0.5, noise_multiplier=0.0, max_batch_size=2)
+    private.optimizer.quantile.count_noise = 0.0
+    for _ in range(3):
+        take_batch(private, model, lose)
+    before, expected = private.optimizer.max_grad_norm, QuantileBound(0.5, BATCH)
+    expected.count_noise = 0.0
+    norms = take_batch(private, model)
+
+    assert (before == 0.5) == (lose is lose_the_batch)  # what a step released is used
+    assert len(norms) > 2
+    assert private.optimizer.max_grad_norm == pytest.approx(move(expected, before, 1, norms))
 
 
 @pytest.mark.parametrize(

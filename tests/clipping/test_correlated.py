@@ -469,12 +469,16 @@ def test_all_steps_of_bisr_are_one_mechanism_and_the_budget_has_one_beginning() 
 @pytest.mark.parametrize(
     ("noise", "counted"), [("banded", (1.0, 0.75, 4)), ("bisr", (1.0, 1.0, 2))]
 )
-def test_a_run_that_goes_back_counts_what_is_seen_again(noise, counted) -> None:
+@pytest.mark.parametrize("is_made_anew", [False, True])
+def test_a_run_that_goes_back_counts_what_is_seen_again(noise, counted, is_made_anew) -> None:
     model, private = prepare(noise=noise)
     train(private, model, epochs=1)
     state = copy.deepcopy(private.state_dict(exact=True))
     train(private, model, epochs=1)
     before = private.spent.steps
+    if is_made_anew:
+        private.remove()
+        model, private = prepare(noise=noise, spent=private.spent)
     private.load_state_dict(state, exact=True)
     assert private.spent.steps - before == (2 if noise == "banded" else 1)
     assert private.spent.history == [counted]

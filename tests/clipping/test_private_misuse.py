@@ -251,6 +251,27 @@ def test_it_is_refused_with_a_sentence(misuse) -> None:
     assert isinstance(raised.value, kinds)
 
 
+def test_whoever_interrupts_the_clipping_is_told_how_to_go_on(monkeypatch) -> None:
+    model = Model().double()
+    _, optimizer, loader = prepare(model)
+    clip = optimizer.clipping.backward
+
+    def interrupt(*given, **named) -> None:
+        clip(*given, **named)
+        raise KeyboardInterrupt
+
+    batch = next(iter(loader))
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer.clipping, "backward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.backward(model.losses, *batch)
+    with pytest.raises(RuntimeError, match=r"an interrupt call discard\(\) and iterate again"):
+        optimizer.backward(model.losses, *batch)
+    optimizer.discard()
+    train((model, optimizer, loader), model, epochs=1)
+    assert optimizer.steps == len(loader) - 1  # what was interrupted is not drawn again
+
+
 def test_a_loss_that_mixes_may_be_trusted() -> None:
     prepare(Mixing().double(), check=False)
 

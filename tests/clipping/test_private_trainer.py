@@ -29,11 +29,12 @@ from dpprof.private.accounting.budget import find_noise  # noqa: E402
 from dpprof.private.accounting.schedule import Sampling  # noqa: E402
 from dpprof.private.loop.private_trainer import PrivateTrainerMixin  # noqa: E402
 from dpprof.private.loop.trainer_losses import read_losses  # noqa: E402
+from dpprof.private.noise.noise_keys import make_generator  # noqa: E402
 
 SAMPLES, T, V, BOUND = 12, 6, 17, 0.3
 SIZES = TINY | {"vocab_size": V, "pad_token_id": 0}
 NAMES = ("input_ids", "labels", "attention_mask")
-CHOSEN = torch.rand(SAMPLES, generator=seeded(1)) < 0.5
+CHOSEN = torch.rand(SAMPLES, generator=make_generator(seeded(1))) < 0.5
 """The samples of the first step."""
 
 in_full = partial(pytest.param, marks=pytest.mark.slow)

@@ -1,8 +1,10 @@
 """``make_private``: an ordinary loop, with Opacus's batches, noise and budget."""
 
 import copy
+import io
 import os
 
+import numpy as np
 import pytest
 import torch
 from documents import PRIVATE_TRAINING, find_code
@@ -17,6 +19,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from dpprof.private.loop.poisson_batches import PoissonLoader, _Parts
+from dpprof.private.noise.noise_keys import make_generator
 
 
 def sample_by_opacus(generator: torch.Generator):
@@ -29,7 +32,7 @@ def sample_by_opacus(generator: torch.Generator):
 
 
 def train_by_opacus(model: Model, epochs: int = 2) -> None:
-    wrapped, generator = GradSampleModule(model.layers), seeded(2)
+    wrapped, generator = GradSampleModule(model.layers), make_generator(seeded(2))
     optimizer = DPOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         noise_multiplier=1.0,
@@ -385,3 +388,39 @@ def test_a_state_that_accelerate_saves_resumes_without_secrets(tmp_path) -> None
     again = prepare(Model().double())
     again.load_state_dict(states[1])
     assert again.spent.steps == private.spent.steps == 4
+
+
+OF_USERS = {"unit": "user", "users": [at // 2 for at in range(SAMPLES)], "check": False}
+IN_BANDS = {"noise_generator": None, "steps": 8, "check": False}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        OF_USERS | {"samples_of_user": 2, "max_batch_size": 4},
+        IN_BANDS | {"noise": "banded", "bands": 2, "folds": 2},
+        IN_BANDS | {"noise": "bisr", "bands": 2, "folds": 2},
+        {"verify_every": 3},
+        {"truncated_batch_size": 12},
+        {"max_batch_size": 6},
+    ],
+)
+def test_numbers_may_be_those_of_numpy_and_a_state_has_none_of_them(options) -> None:
+    """``torch.load`` with ``weights_only`` refuses them."""
+    is_count = {name: type(value) is int for name, value in options.items()}
+    options = {n: np.int64(value) if is_count[n] else value for n, value in options.items()}
+    model = Model().double()
+    private = prepare(model, **options)
+    train(private, model, epochs=1)
+    file = io.BytesIO()
+    torch.save(private.state_dict(exact=True), file)
+    file.seek(0)
+    private.load_state_dict(torch.load(file, weights_only=True), exact=True)
+
+
+@pytest.mark.parametrize("name", ["verify_every", "max_batch_size", "samples_of_user", "bands"])
+def test_a_truth_value_is_no_number(name) -> None:
+    options = (OF_USERS if name == "samples_of_user" else {}) | {name: True}
+    options |= {"noise": "banded", "steps": 8} if name == "bands" else {}
+    with pytest.raises(ValueError, match="a whole number"):
+        prepare(Model().double(), **options)

@@ -340,6 +340,53 @@ def test_rounds_are_counted_together_and_end_with_their_budget(searched_once) ->
         prepare(8, spent=third.spent, **budget)
 
 
+EPSILON = {"noise_multiplier": None, "epsilon": 3.0, "steps": 40, "accountant": "rdp"}
+
+
+def saved_elsewhere(first, second) -> None:
+    second.spent.load_state_dict(first.spent.state_dict())
+
+
+def counted_together(first, second) -> None:
+    first.spent.continue_with(second.spent)
+
+
+@pytest.mark.parametrize("join", [saved_elsewhere, counted_together])
+def test_no_step_spends_a_budget_that_others_spent_after_it_was_planned(join) -> None:
+    first = prepare(8, noise_multiplier=0.6, accountant="rdp")
+    second = prepare(8, **EPSILON)
+    release(second)
+    release(first)
+    join(first, second)
+    with pytest.raises(RuntimeError, match="the privacy budget is spent: what was spent has steps"):
+        release(second)
+    assert second.spent.steps == 2
+
+
+def test_other_steps_that_fit_into_a_budget_are_no_reason_to_refuse() -> None:
+    first = prepare(8, **EPSILON | {"steps": 3})
+    less = 0.9 * first.optimizer.noise_multiplier
+    second = prepare(8, noise_multiplier=less, sample_rate=0.01, accountant="rdp")
+    counted_together(first, second)
+    for one in (second, first, first):
+        release(one)
+    with pytest.raises(RuntimeError, match="planned for 3 steps, and these are done"):
+        release(first)
+    assert first.epsilon_spent() <= 3.0
+
+
+@pytest.mark.parametrize("options", [{}, {"bound_quantile": 0.5, "batch_size": 400}])
+def test_a_budget_is_spent_as_planned_without_another_word_of_the_accountant(
+    monkeypatch, options
+) -> None:
+    private = prepare(800, **EPSILON | {"steps": 3} | options)
+    with monkeypatch.context() as patched:
+        patched.setattr(budget, "bound_epsilon", None)
+        for _ in range(3):
+            release(private)
+    assert 2.95 <= private.epsilon_spent() <= 3.0
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 from dpprof.private import PrivacyArguments, PrivateTrainer  # noqa: E402
 from dpprof.private.loop.secret_files import join_secrets, split_secrets  # noqa: E402
 
-ROWS, T, V, BOUND, CANARY = 12, 5, 17, 0.3, 9
+ROWS, T, V, BOUND, CANARY = 12, 5, 17, 0.3, 5
 
 EVENTS = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
 
@@ -173,7 +173,7 @@ def test_a_fresh_run_repeats_neither_noise_nor_samples(tmp_path, monkeypatch) ->
     ended = [train(resume_from=True, save_strategy="no") for _ in range(2)]
 
     assert not torch.equal(*map(weights_of, ended))
-    states = {bytes(one._steps.loader._state.tolist()) for one in (stopped, *ended)}
+    states = {bytes(one._steps.loader._parts.state.tolist()) for one in (stopped, *ended)}
     assert len(states) == 3
     assert not [one for one in ended if one.private_optimizer.keys.generator]
     for one in ended:

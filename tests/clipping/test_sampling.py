@@ -142,6 +142,10 @@ def prepare(count: int = 12, size: int = 3, seed: int = 5, **options):
     return make_private(model, sgd, loader, **usual | generators | options)
 
 
+def prepare_in_parts():
+    return prepare(200, 100, max_batch_size=80, noise_generator=None)
+
+
 def train(private, steps: int) -> list[list[int]]:
     """Take so many steps; returns the samples of each."""
     taken = []
@@ -159,6 +163,37 @@ def test_a_state_without_secrets_draws_other_batches_also_where_a_generator_is_g
     resumed.load_state_dict(copy.deepcopy(first.state_dict()))
 
     assert train(first, 4) != train(resumed, 4)
+
+
+def test_a_generator_that_two_trainings_are_given_draws_other_batches_for_each() -> None:
+    """What both release of a sample is counted as if its draws were independent."""
+    runs = []
+    for _ in range(2):
+        shared = seeded(5)
+        first, second = (prepare(sampling_generator=shared) for _ in range(2))
+        runs.append((train(first, 4), train(second, 4)))
+
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+
+
+@pytest.mark.parametrize("parts_before", [2, 3])
+def test_a_fork_that_leaves_its_first_batch_draws_none_of_the_other_process(
+    monkeypatch, parts_before
+) -> None:
+    parent, child = (prepare_in_parts() for _ in range(2))
+    drawn, process = train(parent, 8), os.getpid()
+    assert train(child, parts_before) == drawn[:parts_before]  # a batch has two parts
+    saved = copy.deepcopy(parent.state_dict(exact=True))
+    monkeypatch.setattr(os, "getpid", lambda: process + 1)
+    for _ in range(2):
+        next(iter(child.data_loader))
+    own = train(child, 4)
+    assert not [part for part in own if part in drawn]
+    child.load_state_dict(saved, exact=True)
+    again = prepare_in_parts()
+    again.load_state_dict(saved, exact=True)
+    assert train(child, 2) == train(again, 2)
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,8 @@ def test_segments_must_be_those_of_the_losses(sizes) -> None:
     for users in (Segments(sizes), Segments(list(sizes)), sizes):
         with pytest.raises(ValueError, match=r"whole numbers of at least 1 that add up to 4, and"):
             clipping.backward(squares(model, torch.ones(4, 3)), users=users)
+    clipping.backward(squares(model, torch.ones(4, 3)), users=Segments(tuple(np.array([3, 1]))))
+    model.zero_grad()
     clipping.backward(squares(model, torch.ones(4, 3))[:0], users=Segments(()))
     assert not gradients(model).any()
 

@@ -1,5 +1,6 @@
 """What the library raises where nothing in the standard library says it."""
 
+from numbers import Integral
 from typing import Any
 
 
@@ -25,6 +26,11 @@ def refuse_no_number(name: str, value: Any) -> None:
     """Refuse a setting that is no number, such as a text (``TypeError``)."""
     if not hasattr(type(value), "__float__"):
         raise TypeError(f"{name} must be a number, and is {value!r}")
+
+
+def is_count(value: Any) -> bool:
+    """Tell whether a setting is a whole number of at least 1, such as one of NumPy."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def refuse_other_class(name: str, value: Any, wanted: type) -> None:

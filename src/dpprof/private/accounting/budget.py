@@ -7,7 +7,7 @@ import uuid
 import warnings
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from dpprof.private.accounting.accountants import (
     Steps,
@@ -32,8 +32,20 @@ _DELTAS = [10.0**-power for power in range(1, 13)]  # at which a trade-off curve
 _FAR = 200.0  # an epsilon that bounds no rate
 
 
+_ROUNDING = 1e-12  # of a noise multiplier that is computed from others
+
+
 def _count(history: Iterable[Steps]) -> int:
     return sum(steps for _, _, steps in history)
+
+
+class Plan(NamedTuple):
+    """What keeps an epsilon."""
+
+    epsilon: float
+    delta: float
+    noise_multiplier: float  # of each step, as it is counted
+    turns: int  # the most steps that may draw one sample
 
 
 class Spent:
@@ -50,6 +62,10 @@ class Spent:
         self.training = uuid.uuid4().hex
         """Names this training among those that are counted together."""
 
+        self.plan: Plan | None = None
+        """Of this training; None where it has no epsilon to keep."""
+
+        self._fits: Counter[tuple[float, float]] = Counter()  # what last fitted, with the rest
         self._process = os.getpid()
 
         self.histories: dict[str, list[Steps]] = {self.training: []}
@@ -59,6 +75,9 @@ class Spent:
         a name has the steps of one line; those of folds but the first, under its number too.
         """
 
+        self.reached: dict[str, int] = {}
+        """The most steps that an optimizer of each training took; shared likewise."""
+
     @property
     def history(self) -> list[Steps]:
         """Noise multiplier, sample rate and number of steps, of one training after another.
@@ -66,7 +85,7 @@ class Spent:
         Opacus's accountants take such a list. With folds no sample was drawn in more steps than
         these: of each training and kind of steps, those of the fold that has the most.
         """
-        trainings = dict.fromkeys(map(_training_of, self.histories))
+        trainings = dict.fromkeys(map(training_of, self.histories))
         return [steps for training in trainings for steps in self._list_most(training)]
 
     @history.setter
@@ -74,7 +93,7 @@ class Spent:
         self.histories[self.training] = list(own)
 
     def _list_most(self, training: str) -> list[Steps]:
-        own = {n: steps for n, steps in self.histories.items() if _training_of(n) == training}
+        own = {n: steps for n, steps in self.histories.items() if training_of(n) == training}
         if len(own) == 1:
             return next(iter(own.values()))
         most: dict[tuple[float, float], int] = {}
@@ -87,7 +106,7 @@ class Spent:
         """Count the steps of a fold by noise multiplier and rate."""
         kinds: Counter[tuple[float, float]] = Counter()
         for name, own in self.histories.items():
-            if _training_of(name) == training and name.partition("/")[2] == fold:
+            if training_of(name) == training and name.partition("/")[2] == fold:
                 for noise, rate, steps in own:
                     kinds[noise, rate] += steps
         return kinds
@@ -116,12 +135,15 @@ class Spent:
                 raise ValueError(f"what was spent has {name} {own!r}, and this training {new!r}")
         self.histories |= other.histories
         other.histories = self.histories
+        self.reached |= other.reached
+        other.reached = self.reached
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this training spent, and those that are counted together with it."""
         return {
             "training": self.training,
             "histories": copy.deepcopy(self.histories),
+            "reached": dict(self.reached),
             "sampling": self.sampling[1:],
         }
 
@@ -142,6 +164,8 @@ class Spent:
             counted = self.histories.setdefault(name, [])
             if _count(saved) > _count(counted):
                 counted[:] = [(noise, rate, steps) for noise, rate, steps in saved]
+        for name, steps in state["reached"].items():
+            self.reached[name] = max(steps, self.reached.get(name, 0))
         self.training, self._process = _name_line(training), os.getpid()
 
     def count(self, optimizer: "NoisyOptimizer", fold: int = 0) -> None:
@@ -158,38 +182,59 @@ class Spent:
     def count_turns_after(self, optimizer: "NoisyOptimizer", fold: int) -> int:
         """Count the most steps that may draw one sample, once another step of a fold is counted."""
         kind = optimizer.counted_noise_multiplier, self.sampling.rate
-        training = _training_of(self.training)
+        training = training_of(self.training)
         own = self._count_kinds(training, str(fold or ""))[kind]
         most = _count(steps for steps in self._list_most(training) if steps[:2] == kind)
         return _count(self.history) + (own == most)
 
     def find_noise(self, epsilon: float, planned: int) -> float:
-        """Return the least noise multiplier with which all planned steps keep a budget.
+        """Plan so many steps: return the least noise multiplier with which they keep a budget.
 
         Raises:
-            ValueError: As of ``find_noise`` and ``refuse_beyond``.
+            ValueError: As of the function ``find_noise``; or the counted steps do not fit in.
         """
         assert self.delta is not None
         noise = find_noise(epsilon, self.delta, planned, self.sampling, self.accountant)
-        self.refuse_beyond(noise, self.sampling.rate, planned)
-        return noise
-
-    def refuse_beyond(self, noise_multiplier: float, sample_rate: float, planned: int) -> None:
-        """Refuse a plan into which the counted steps do not fit.
-
-        Raises:
-            ValueError: A step had less noise or a higher rate, or all planned steps are done.
-        """
-        if any(noise < noise_multiplier or rate > sample_rate for noise, rate, _ in self.history):
-            raise ValueError(
-                f"what was spent has steps with less noise than {noise_multiplier:g}, or a higher "
-                f"sample rate than {sample_rate:g}: plan all rounds with one epsilon, one number "
-                "of steps and one sample rate, or give noise_multiplier"
-            )
-        if _count(self.history) >= self.sampling.count_turns(planned):
+        self.plan = Plan(epsilon, self.delta, noise, self.sampling.count_turns(planned))
+        if _count(self.history) >= self.plan.turns:
             raise ValueError(
                 f"the privacy budget is spent: {self.steps:,} of {planned:,} steps are done"
             )
+        if why := self.find_excess():
+            raise ValueError(why)
+        return noise
+
+    def find_excess(self) -> str:
+        """Say why the counted steps and the rest of the plan spend too much; "" if they do not.
+
+        An accountant is asked only where other steps than planned were counted, and once for each
+        such history.
+
+        Raises:
+            ValueError: It does not tell.
+        """
+        if self.plan is None:
+            return ""
+        epsilon, delta, least, turns = self.plan
+        rate, history = self.sampling.rate, self.history
+        left = turns - _count(history)
+        least_counted = least * (1 - _ROUNDING)
+        if left >= 0 and all(n >= least_counted and drawn <= rate for n, drawn, _ in history):
+            return ""
+        whole = Counter({(least, rate): max(0, left)})
+        for noise, drawn, steps in history:
+            whole[noise, drawn] += steps
+        if whole != self._fits:
+            steps_of_kinds = [(*kind, steps) for kind, steps in whole.items() if steps]
+            if _bound(steps_of_kinds, delta, self.accountant, self.sampling) > epsilon:
+                return (
+                    f"what was spent has steps with less noise than {least:g}, a higher sample "
+                    f"rate than {rate:g}, or more steps than planned, and with {max(0, left):,} "
+                    f"more it is above epsilon {epsilon:g}: plan all rounds with one epsilon, one "
+                    "number of steps and one sample rate, or give noise_multiplier"
+                )
+            self._fits = whole
+        return ""
 
     def epsilon(self, delta: float | None = None) -> float:
         """Return an upper bound of the epsilon of all steps so far.
@@ -207,23 +252,8 @@ class Spent:
         if delta is None:
             raise ValueError("epsilon needs a delta, and none was given for this training")
         _verify_delta(delta)
-        if not _count(self.history):
-            return 0.0
-        asked = list_installed() if self.accountant == "tightest" else [self.accountant, "rdp"]
-        bounds = []
-        for accountant in dict.fromkeys(asked):
-            try:
-                bounds.append(bound_epsilon(self.history, delta, accountant, self.sampling))
-            except BeyondReachError as error:
-                failure = error
-            if bounds and self.accountant != "tightest":
-                break
-        if not bounds:
-            raise ValueError(
-                f"{failure} (no epsilon at delta {delta:g} for steps of (noise multiplier, "
-                f"sample rate, number) {self.history[:3]})"
-            )
-        return min(bounds)
+        history = self.history
+        return _bound(history, delta, self.accountant, self.sampling) if _count(history) else 0.0
 
     def true_positive_rate(self, false_positive_rate: float) -> float:
         """Return an upper bound of how often an attack tells that a sample was trained on.
@@ -260,11 +290,31 @@ class Spent:
         return max(rate, false_positive_rate)
 
 
+def _bound(history: list[Steps], delta: float, by: str, sampling: Sampling) -> float:
+    """Bound the epsilon of a history as ``Spent.epsilon`` does."""
+    asked = list_installed() if by == "tightest" else [by, "rdp"]
+    bounds = []
+    for accountant in dict.fromkeys(asked):
+        try:
+            bounds.append(bound_epsilon(history, delta, accountant, sampling))
+        except BeyondReachError as error:
+            failure = error
+        if bounds and by != "tightest":
+            break
+    if not bounds:
+        raise ValueError(
+            f"{failure} (no epsilon at delta {delta:g} for steps of (noise multiplier, sample "
+            f"rate, number) {history[:3]})"
+        )
+    return min(bounds)
+
+
 def _name_line(training: str) -> str:
-    return f"{_training_of(training)}:{uuid.uuid4().hex}"
+    return f"{training_of(training)}:{uuid.uuid4().hex}"
 
 
-def _training_of(name: str) -> str:
+def training_of(name: str) -> str:
+    """Return the training of which a name has steps."""
     return name.partition("/")[0].partition(":")[0]
 
 

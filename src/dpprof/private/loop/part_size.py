@@ -34,9 +34,9 @@ _log = logging.getLogger("dpprof")
 def read_max_batch_size(size: int | str | None, unit: str = "sample") -> int | None:
     """Return the number, or None where there is none yet (``ValueError`` for other words)."""
     if not isinstance(size, str):
-        if size is not None and not isinstance(size, Integral):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, Integral)):
             raise ValueError(f"max_batch_size must be a whole number, and is {size!r}")
-        return size
+        return None if size is None else int(size)
     if size != AUTO:
         raise ValueError(f"max_batch_size must be a number or {AUTO}, and is {size!r}")
     if unit == "user":

@@ -49,7 +49,7 @@ class _Parts(Sampler[list[int]]):
         self._threshold = math.floor(sample_rate * 2**bits) / 2**bits
         self.most = max_batch_size or len(folds[0]) * (1 if users is None else users.most)
         self.generator = generator
-        self._process = os.getpid()
+        self.restore(generator.get_state())
         self.steps = 0
         """How many batches the next iteration draws."""
 
@@ -60,9 +60,7 @@ class _Parts(Sampler[list[int]]):
         for turn in range(self.turn, self.turn + self.steps):
             fold = turn % len(self._folds)
             indices = self._folds[fold]
-            if os.getpid() != self._process:  # a fork would draw the other's batches
-                self._process = os.getpid()
-                self.generator.set_state(make_generator().get_state())
+            self._renew_in_fork()
             drawn = torch.rand(len(indices), generator=self.generator, dtype=self._dtype)
             chosen = (drawn < self._threshold).nonzero()[:, 0]
             if self._largest is not None and len(chosen) > self._largest:
@@ -76,6 +74,25 @@ class _Parts(Sampler[list[int]]):
                 own = None if self._users is None else self._users.segment(part)
                 self.drawn.append(Part(len(samples), at == len(parts), not batch, state, fold, own))
                 yield samples
+
+    @property
+    def state(self) -> torch.Tensor:
+        """The generator's, where the next batch begins that was not handed out as a whole."""
+        self._renew_in_fork()
+        return self._state
+
+    def restore(self, state: torch.Tensor) -> None:
+        """Draw from this state on, in this process."""
+        self._state, self._process = state, os.getpid()
+        self.generator.set_state(state)
+
+    def end_batch(self, part: Part) -> None:
+        """Note that the last part of a batch was handed out."""
+        self._state = part.state
+
+    def _renew_in_fork(self) -> None:
+        if os.getpid() != self._process:  # it would draw the other's batches
+            self.restore(make_generator().get_state())
 
     def _draw_samples(self, unit: int) -> list[int]:
         return [unit] if self._users is None else self._users.draw(unit, self.generator)
@@ -97,8 +114,8 @@ class PoissonLoader:
         data_loader: What loads: its dataset, workers and ``collate_fn`` are used.
         numbers: With which probability samples are drawn, and how many steps an epoch has.
         max_batch_size: The most samples of a part; None for batches in one part.
-        generator: Draws the samples, or the secret that they follow from where there are several
-            ranks; None for the operating system.
+        generator: Draws the secret that the samples follow from, and so moves on; None for the
+            operating system.
         rank: This rank: each draws from samples of its own.
         ranks: How many there are.
         users: Whose the samples are; None where each is drawn by itself. All samples of a user are
@@ -133,8 +150,7 @@ class PoissonLoader:
         """Is told of parts and of batches without samples; set before the first iteration."""
 
         self._rank = rank
-        if generator is None or ranks > 1 or generator.device.type != "cpu":
-            generator = make_generator(generator, rank)
+        generator = make_generator(generator, rank)
         self.samples = len(cast("Sized", data_loader.dataset))
         self.users = users
         every = range(self.samples if users is None else len(users))
@@ -146,7 +162,6 @@ class PoissonLoader:
             largest=numbers.largest_of_rank,
             users=users,
         )
-        self._state = generator.get_state()
         self._done = self._turn = self._batches = 0
         self._of_workers = torch.Generator()  # so that the global one stays as it is
         self._loader: DataLoader[Any] = DataLoader(
@@ -221,9 +236,9 @@ class PoissonLoader:
         self._turn += 1
         turn = self._turn
         self.optimizer.discard()
-        digest = hashlib.sha256(self._state.numpy().tobytes()).digest()
+        self._parts.restore(self._parts.state)
+        digest = hashlib.sha256(self._parts.state.numpy().tobytes()).digest()
         self._of_workers.manual_seed(int.from_bytes(digest[:7], "big"))
-        self._parts.generator.set_state(self._state)
         self._parts.drawn.clear()
         left = self._parts.steps = len(self) - self._done
         self._parts.turn = self._batches
@@ -231,7 +246,7 @@ class PoissonLoader:
             part = self._parts.drawn.popleft()
             left -= part.is_last
             if part.is_last:
-                self._state = part.state
+                self._parts.end_batch(part)
                 self._done = (self._done + 1) % len(self)
                 self._batches += 1
             yield batch, part
@@ -250,7 +265,7 @@ class PoissonLoader:
     def state_dict(self, *, exact: bool = False) -> dict[str, Any]:
         """Return where the next batch begins; with ``secrets``, which samples follow, if exact."""
         secrets = {
-            "generator": self._state,
+            "generator": self._parts.state,
             "samples": self.samples,
             "max_batch_size": self.max_batch_size,
             "users of samples": self.users and self.users.digest,
@@ -281,10 +296,10 @@ class PoissonLoader:
         self._turn += 1
         self._done, self._batches = state["steps of the epoch"], state["batches"]
         if exact:
-            self._state = state["secrets"]["generator"].cpu()
+            self._parts.restore(state["secrets"]["generator"].cpu())
             self.max_batch_size = state["secrets"]["max_batch_size"]
         else:
-            self._state = make_generator(rank=self._rank).get_state()
+            self._parts.restore(make_generator(rank=self._rank).get_state())
 
     def refuse_other(self, state: dict[str, Any], *, exact: bool) -> None:
         """Refuse a state that ``load_state_dict`` cannot go on from (``ValueError``)."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dpprof.private.accounting.budget import Spent
+from dpprof.private.accounting.budget import Spent, training_of
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.loop.captured_parts import CapturedParts, Part, ToClip
 from dpprof.private.loop.joined_optimizers import JoinedOptimizers
@@ -53,9 +53,6 @@ class PrivateOptimizer(NoisyOptimizer):
 
     _part: Part | None = None
     _fold: int = 0
-    _most_steps = 0
-    """Of all that this process took before a state was loaded."""
-
     _clipped: int | None = None  # the clipping's count of batches after the last ``backward``
 
     def __init__(
@@ -134,9 +131,11 @@ class PrivateOptimizer(NoisyOptimizer):
                 closure()
         captured = self.captured
         if captured is None or not captured.waits_for_step:
-            done = super().step()
-            if self.quantile is not None and not self._is_last_step_skipped:
-                self.max_grad_norm = self.quantile.move(self.max_grad_norm, self.steps)
+            try:
+                done = super().step()
+            finally:
+                if self.quantile is not None and not self._is_last_step_skipped:
+                    self.max_grad_norm = self.quantile.move(self.max_grad_norm)
             if captured is not None and not self._is_last_step_skipped:
                 captured.end_ordinary()
             return done
@@ -180,8 +179,11 @@ class PrivateOptimizer(NoisyOptimizer):
             RuntimeError: The noise of ``bisr`` begins once more than a budget allows.
         """
         super().begin_noise()
-        is_begun = self.buffers is not None and self.buffers.done > 0
-        if self.spent is None or (self._is_one_mechanism and is_begun):
+        if self.spent is None:
+            return
+        name, reached = training_of(self.spent.training), self.spent.reached
+        reached[name] = max(self.steps, reached.get(name, 0))
+        if self._is_one_mechanism and self.buffers is not None and self.buffers.done:
             return
         self._refuse_another_line()
         self.spent.count(self, 0 if self._is_one_mechanism else self._fold)
@@ -243,9 +245,7 @@ class PrivateOptimizer(NoisyOptimizer):
                 "one of both runs replays CUDA graphs, and the other does not, so it would not "
                 "end with the same bits; give both the same execution, or leave out exact=True"
             )
-        self._most_steps = max(self._most_steps, self.steps)
-        goes_back = self._most_steps > state_dict.get("privacy", {}).get("steps", 0)
-        counts_again = exact and goes_back and self.strategy is not None
+        counts_again = exact and self.strategy is not None and self._goes_back(state_dict)
         if counts_again:
             self._refuse_another_line()
         super().load_state_dict(state_dict, exact=exact)
@@ -261,23 +261,35 @@ class PrivateOptimizer(NoisyOptimizer):
         if exact and self.captured is not None:
             self.captured.load_state_dict(state_dict["privacy"]["secrets"]["captured"])
 
+    def _goes_back(self, state_dict: Mapping[str, Any]) -> bool:
+        """Tell whether steps after this state are counted, whichever optimizer took them."""
+        privacy = state_dict.get("privacy", {})
+        if self.spent is None or "spent" not in privacy:
+            return False
+        reached = self.spent.reached.get(training_of(privacy["spent"]["training"]), 0)
+        return reached > int(privacy["steps"])
+
     def _refuse(self) -> None:
         """Refuse a batch that was clipped otherwise than by ``backward``, or beyond the budget."""
         if self.clipping.batches not in (self._batches_before, self._clipped):
             raise RuntimeError(
-                "a batch was clipped by the clipping's own backward; call backward(losses) of this "
-                "optimizer, which knows batches without samples"
+                "a batch was clipped by the clipping's own backward, or clipping a part was "
+                "interrupted: call backward(losses) of this optimizer, which knows batches without "
+                "samples; after an interrupt call discard() and iterate again"
             )
-        if self.planned_steps is None:
-            return
+        if self.planned_steps is not None:
+            self._refuse_beyond_budget(self.planned_steps)
+
+    def _refuse_beyond_budget(self, planned_steps: int) -> None:
+        """Refuse a step beyond the budget, whoever spent it."""
         done = max(self.steps, 0 if self.spent is None else self.spent.steps)
-        if done >= self.planned_steps:
+        if done >= planned_steps:
             raise RuntimeError(
-                f"the privacy budget is spent: it was planned for {self.planned_steps:,} steps, "
+                f"the privacy budget is spent: it was planned for {planned_steps:,} steps, "
                 "and these are done"
             )
         if self.spent is not None and self.spent.sampling.folds > 1:
-            most = self.spent.sampling.count_turns(self.planned_steps)
+            most = self.spent.sampling.count_turns(planned_steps)
             if self.spent.count_turns_after(self, self._fold) > most:
                 raise RuntimeError(
                     f"the privacy budget is spent for samples of fold {self._fold}: {most:,} steps "
@@ -289,6 +301,8 @@ class PrivateOptimizer(NoisyOptimizer):
                 f"the budget was planned with a noise multiplier of {planned:g}, and it is "
                 f"{self.noise_multiplier:g} now; give noise_multiplier in place of epsilon"
             )
+        if self.spent is not None and (why := self.spent.find_excess()):
+            raise RuntimeError(f"the privacy budget is spent: {why}")
 
     def backward(
         self, losses: Tensor | Callable[..., Tensor], *inputs: Any, **named: Any

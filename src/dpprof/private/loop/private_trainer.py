@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding, Trainer
 
 from dpprof.private.accounting.accountants import import_accountant
-from dpprof.private.accounting.budget import Spent, find_noise, warn_of_delta
+from dpprof.private.accounting.budget import Spent, warn_of_delta
 from dpprof.private.accounting.schedule import Sampling
 from dpprof.private.engine.factor import find_factor
 from dpprof.private.layers.rotary_positions import refuse_positions
@@ -234,10 +234,8 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
         if privacy.noise_multiplier is not None:
             return privacy.noise_multiplier
         assert privacy.epsilon is not None
-        assert privacy.delta is not None
         planned = 1 if privacy.noise == "bisr" else self.state.max_steps
-        budget = (privacy.epsilon, privacy.delta, planned)
-        return find_noise(*budget, self.spent.sampling, privacy.accountant)
+        return self.spent.find_noise(privacy.epsilon, planned)
 
     def _make_strategy(self, folds: int) -> Strategy | None:
         noise, bands = self.privacy.noise, self.privacy.bands

@@ -240,8 +240,9 @@ def make_private(
             with those beside others (``company``).
         verify_every: Repeat that comparison, and look at gradients as in the first batch, at
             random steps, on average every so many. The training's bits stay the same.
-        sampling_generator: Draws the samples; by default one that the operating system seeds.
-        noise_generator: Draws the noise; likewise.
+        sampling_generator: Draws a secret that the samples follow from, so that no other training
+            of it draws the same; by default the operating system does.
+        noise_generator: Draws the noise; by default it follows from the operating system's secret.
         secure_mode: Draw noise that withstands floating point attacks.
         noise: ``independent`` in each step, or correlated, ``banded`` or ``bisr``
             (``make_strategy``), which needs ``epochs`` or ``steps``, and at least ``bands``

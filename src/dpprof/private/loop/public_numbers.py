@@ -170,8 +170,9 @@ def find_public_numbers(
     steps = math.ceil(public / size if sample_rate is None else (1 - 1e-9) / rate)
     if sample_rate is not None and not follows:
         public = max(1, round(size / rate))
+    most = None if truncated_batch_size is None else int(truncated_batch_size)
     numbers = PublicNumbers(
-        *(rate, size, steps, public, follows, folds, truncated_batch_size, ranks),
+        *(rate, size, steps, public, follows, int(folds), most, ranks),
         None if users is None else users.most,
     )
     return _draw_otherwise(numbers) if folds > 1 or truncated_batch_size else numbers

@@ -61,8 +61,8 @@ class PrivacyArguments:
         check: Whether ``losses_of`` is checked on two samples (``Clipping.check``), in one process,
             and the losses of some samples alone compared with those beside others (``company``).
         verify_every: As of ``make_private``.
-        sampling_generator: Draws the samples; by default the operating system seeds one.
-        noise_generator: Draws the noise; likewise.
+        sampling_generator: As of ``make_private``.
+        noise_generator: As of ``make_private``.
         log_private: Logs what follows from the drawn samples, has no noise, and must not be
             published: losses, quantiles of their gradients' norms, the share that was clipped,
             counts of tokens and operations, times, memory.

@@ -360,6 +360,8 @@ class NoisyOptimizer(Optimizer):
         self._require_one_clipped_batch()
         if not self._will_skip():
             self.clipping.shard_sums.reduce_waiting(self.max_grad_norm)
+        if self.quantile is not None:
+            self.quantile.close_part(is_first=not self.clipping.sums.total)
         self.clipping.sums.close_part(self.params)
         self._batches_before = self.clipping.batches
 
@@ -431,6 +433,8 @@ class NoisyOptimizer(Optimizer):
             del averaged  # before the next one gets noise
         if self.buffers is not None:
             self.buffers.end(key.key)
+        if self.quantile is not None:
+            self.quantile.release(self.max_grad_norm, self.steps)
         self._is_noised = True
 
     def _settings_of_ranks(self) -> Settings:
@@ -507,8 +511,6 @@ class NoisyOptimizer(Optimizer):
             self.clipping.sums.forget()
             self.clipping.shard_sums.forget()
         self._is_noised = False
-        if self.quantile is not None:
-            self.quantile.forget()
 
     def remove(self) -> None:
         """Remove clipping and noise: model and original optimizer are as without them.

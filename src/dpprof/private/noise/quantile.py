@@ -39,7 +39,8 @@ class QuantileBound:
         self.quantile, self._size = quantile, expected_batch_size
         self.count_noise = expected_batch_size / _COUNT_NOISE  # standard deviation
         self.keys = NoiseKeys()
-        self._count = 0.0
+        self._of_part = self._of_batch = 0.0
+        self._next: float | None = None  # the bound after the step in which a count was released
 
     def split(self, noise_multiplier: float) -> float:
         """Return the sum's noise multiplier, of that of sum and count together (``ValueError``)."""
@@ -63,21 +64,26 @@ class QuantileBound:
         """Count the gradients of a part; (B,) norms, of which NaN is above each bound."""
         above_B = norms_B.double() / bound - 1
         within_B = (0.5 - above_B / (2 * _RAMP)).clamp(0, 1).nan_to_num(0)
-        self._count += float(within_B.sum()) - len(norms_B) / 2
+        self._of_part = float(within_B.sum()) - len(norms_B) / 2
 
-    def forget(self) -> None:
-        """Forget the batch at hand."""
-        self._count = 0.0
+    def close_part(self, *, is_first: bool) -> None:
+        """Add the part to those before; the first of a batch takes the place of what was left."""
+        before = 0.0 if is_first else self._of_batch
+        self._of_batch, self._of_part = before + self._of_part, 0.0
 
-    def move(self, bound: float, step: int) -> float:
-        """Return the next bound, after a step on a whole batch."""
+    def release(self, bound: float, step: int) -> None:
+        """Give the count of a batch its noise, of which the next bound follows."""
         self.keys.begin(step, [], self.count_noise)
-        key = self.keys.derive("count", 32, repr((bound, self._count)).encode())
+        key = self.keys.derive("count", 32, repr((bound, self._of_batch)).encode())
         noise = np.random.default_rng(int.from_bytes(key)).normal(scale=self.count_noise)
-        share = 0.5 + (self._count + noise) / self._size
-        self.forget()
+        share = 0.5 + (self._of_batch + noise) / self._size
         moved = bound * math.exp(-RATE * (share - self.quantile))
-        return min(max(moved, LEAST_BOUND), LARGEST_BOUND)
+        self._next = min(max(moved, LEAST_BOUND), LARGEST_BOUND)
+
+    def move(self, bound: float) -> float:
+        """Return the bound that was released, once; this one where none was."""
+        moved, self._next = self._next, None
+        return bound if moved is None else moved
 
     def describe(self) -> str:
         """Say what the guarantee of a step says beside that of its sum."""

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dpprof.private.errors import is_count
+
 Coefficients = NDArray[np.float64]  # first column of a Toeplitz lower triangle
 
 NOISES = ("banded", "bisr")
@@ -107,8 +109,9 @@ def make_strategy(noise: str, *, steps: int, bands: int, folds: int | None = Non
         raise ValueError(f"noise must be one of {', '.join(NOISES)}, and is {noise!r}")
     folds = bands if folds is None else folds
     for name, number in (("steps", steps), ("bands", bands), ("folds", folds)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        if not is_count(number):
             raise ValueError(f"{name} must be a whole number, at least 1, and is {number!r}")
+    steps, bands, folds = map(int, (steps, bands, folds))
     if bands > steps:
         raise ValueError(f"{bands} bands are more than the {steps} steps of the training")
     if folds < bands:

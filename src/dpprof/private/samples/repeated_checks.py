@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dpprof.private.errors import is_count
 from dpprof.private.samples.company import COMPARED, choose, compare_samples
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class RepeatedChecks:
         keeps_order: bool = False,
     ) -> None:
         if every is not None:
-            if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            if not is_count(every):
                 raise ValueError(f"verify_every must be a whole number above 0, and is {every!r}")
             if clipping.ranks.is_sharded:
                 raise ValueError(
@@ -48,7 +49,7 @@ class RepeatedChecks:
                     "other steps; leave out verify_every"
                 )
             clipping.repeated = self
-        self._every = every
+        self._every = None if every is None else int(every)
         self._clipping, self._losses_of = clipping, losses_of
         self._dataset, self._collate, self._most = dataset, collate, most
         self._goes_on = self.is_forced = False

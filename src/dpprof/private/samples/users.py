@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpprof.private.errors import is_count
+
 UNITS = ("sample", "user")  # of whom one is added or removed, at most
 GRADIENTS = ("mean", "sum")  # what a user's gradient is of those of his samples in a batch
 
@@ -47,7 +49,7 @@ def verify_segments(users: Any, samples: int, *, least: int = 1) -> None:
     """Refuse what are no segments of samples, of ``least`` users, or none (``ValueError``)."""
     is_right = isinstance(users, Segments) and isinstance(users.sizes, tuple)
     is_right = is_right and len(users.sizes) >= min(least, samples)
-    is_right = is_right and all(type(size) is int and size > 0 for size in users.sizes)
+    is_right = is_right and all(map(is_count, users.sizes))
     if not is_right or sum(users.sizes) != samples:
         raise ValueError(
             f"users must be Segments of how many samples each of at least {least} users has in the "
@@ -108,8 +110,7 @@ def read_users(
         if users is not None or samples_of_user is not None:
             raise ValueError("users and samples_of_user are of unit='user', and unit is 'sample'")
         return None
-    is_number = isinstance(samples_of_user, int) and not isinstance(samples_of_user, bool)
-    if not is_number or samples_of_user < 1:
+    if not is_count(samples_of_user):
         raise ValueError(
             "unit='user' needs samples_of_user, the most samples of a user in a step, a whole "
             f"number of at least 1, and it is {samples_of_user!r}"
@@ -127,7 +128,7 @@ def read_users(
         raise ValueError(
             f"users must have an id for each of {len(dataset):,} samples, and has {len(ids):,}"
         )
-    return Users(ids, samples_of_user, averages=user_gradient == "mean")
+    return Users(ids, int(samples_of_user), averages=user_gradient == "mean")
 
 
 def _read_ids(users: Any) -> NDArray[Any] | None:
