@@ -184,6 +184,8 @@ def _differentiate_in_groups(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
     """Compute per-sample gradients as those of one sample with more groups."""
     B, accumulator = len(x), accumulator_of(x.dtype)
     joined_x, joined_g = (each.to(accumulator).reshape(1, -1, *each.shape[2:]) for each in (x, g))
+    if joined_x.is_contiguous():  # PyTorch would take strides of axes of length 1 for channels last
+        joined_x = joined_x.flatten().view(joined_x.shape)
     shape = (B * kernel.shape[0], *kernel.shape[1:])
     of_all = kernel._replace(shape=shape, groups=B * kernel.groups)
     return differentiate_weight(joined_x, joined_g, of_all).view(B, *kernel.shape)
