@@ -176,6 +176,21 @@ def test_the_size_is_that_of_windows_and_output_gradients(groups) -> None:
     assert float(found) == ((first + second) * 11 if groups == 1 else first * 2 + second * 9)
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize(
+    ("s", "d"), [(1, 1), (2, 1), (2, 2), (4, 2), (2, 4), (3, 3), (6, 4), (7, 7)]
+)
+def test_the_bound_of_windows_is_reached_by_a_pixel_that_most_windows_see(k, s, d) -> None:
+    L, kernel = 20, Kernel((1, 1, k), (s,), (0,), (d,), 1)
+    x = torch.eye((L - 1) * s + d * (k - 1) + 1)[:, None]  # a pixel for each sample
+    g = torch.ones(len(x), 1, L)
+    bound = convolution.bound_size(x, g, kernel, tiles.square)
+
+    assert torch.equal(
+        bound, convolution.product_squares(x, g, kernel).size_B.amax().expand(len(x))
+    )
+
+
 def test_channels_of_single_pixels_may_lie_last(way) -> None:
     """In groups PyTorch refuses these strides of axes of length 1, in float64."""
     model = nn.Conv2d(4, 4, 2, padding=1).double()

@@ -240,7 +240,9 @@ def bound_size(x: Tensor, g: Tensor, kernel: Kernel, squared: Callable[[Tensor],
     """Bound the squares of windows, a few for each pixel, times those of output gradients; (B,)."""
     if kernel.groups > 1:
         return _size(x, g, kernel)
-    each = math.prod(-(-k // s) for k, s in zip(kernel.shape[2:], kernel.stride, strict=True))
+    # Offsets that meet a pixel lie a common multiple of stride and dilation apart.
+    axes = zip(kernel.shape[2:], kernel.stride, kernel.dilation, g.shape[2:], strict=True)
+    each = math.prod(min(-(-k * math.gcd(s, d) // s), L) for k, s, d, L in axes)
     return size_of(each * squared(x), squared(g))
 
 
