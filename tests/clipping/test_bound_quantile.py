@@ -95,7 +95,7 @@ def test_last_digits_of_norms_do_not_move_a_count() -> None:
 
 
 @pytest.mark.parametrize("norm", [0.0, 0.9, 0.95, 1.0, 1.1, 1e30, math.nan])
-@pytest.mark.parametrize("bound", [1e-38, 1.0, 1e38])
+@pytest.mark.parametrize("bound", [1e-38, 1.0, 1e33])
 def test_a_sample_moves_a_count_by_at_most_a_half(norm, bound) -> None:
     alone = QuantileBound(0.5, 4)
     alone.count(torch.tensor([norm * bound]).double(), bound)

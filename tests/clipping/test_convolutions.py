@@ -176,6 +176,52 @@ def test_the_size_is_that_of_windows_and_output_gradients(groups) -> None:
     assert float(found) == ((first + second) * 11 if groups == 1 else first * 2 + second * 9)
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize(
+    ("s", "d"), [(1, 1), (2, 1), (2, 2), (4, 2), (2, 4), (3, 3), (6, 4), (7, 7)]
+)
+def test_the_bound_of_windows_is_reached_by_a_pixel_that_most_windows_see(k, s, d) -> None:
+    L, kernel = 20, Kernel((1, 1, k), (s,), (0,), (d,), 1)
+    x = torch.eye((L - 1) * s + d * (k - 1) + 1)[:, None]  # a pixel for each sample
+    g = torch.ones(len(x), 1, L)
+    bound = convolution.bound_size(x, g, kernel, tiles.square)
+
+    assert torch.equal(
+        bound, convolution.product_squares(x, g, kernel).size_B.amax().expand(len(x))
+    )
+
+
+def test_channels_of_single_pixels_may_lie_last(way) -> None:
+    """In groups PyTorch refuses these strides of axes of length 1, in float64."""
+    model = nn.Conv2d(4, 4, 2, padding=1).double()
+    x = torch.randn(B, 1, 1, 4).double().permute(0, 3, 1, 2)
+    assert_exact(way, model, (x,), losses_by(model))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "axes"),
+    [
+        (nn.ConvTranspose1d, {"stride": 2, "padding": 1, "output_padding": 1}, (1,)),
+        (nn.ConvTranspose1d, {"kernel_size": 2, "padding": 1, "groups": 2}, (1,)),
+        (nn.ConvTranspose2d, {"kernel_size": 2, "padding": (1, 0)}, (1, 5)),
+    ],
+)
+def test_an_output_without_places_contributes_nothing(kind, options, axes, way) -> None:
+    layer = kind(C, C, **{"kernel_size": 1} | options)
+    first = {1: nn.Conv1d, 2: nn.Conv2d}[len(axes)](C, C, 1)
+    model, x = nn.ModuleList([first, layer]), torch.randn(B, C, *axes)
+
+    def losses_of(x, last=layer):
+        hidden = first(x)
+        return hidden.flatten(1).square().sum(1) + last(hidden).flatten(1).sum(1)
+
+    # PyTorch has no such output of a single sample.
+    without = lambda h: 0 * h.sum() * sum(p.sum() for p in layer.parameters()) + h[..., :0]  # noqa: E731
+    expected = one_by_one(lambda x: losses_of(x, without), model, (x,))
+    assert not layer(x).numel()
+    assert_exact(way, model, (x,), losses_of, expected=expected, tolerance=1e-5)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_gradient_that_is_left_when_places_cancel_is_clipped(seed, way) -> None:
     torch.manual_seed(seed)

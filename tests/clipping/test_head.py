@@ -18,6 +18,7 @@ from dpprof.private import (
     BookKeeping,
     CapturedStep,
     PerLayerClipping,
+    Segments,
     UnsupportedError,
     linear_cross_entropy,
 )
@@ -192,6 +193,39 @@ def test_kept_output_gradients_turn_into_those_of_samples_and_are_freed(
     assert left == list(reversed(range(len(made))))
     torch.testing.assert_close(clipping.sample_norms[excluded:], norms, rtol=1e-10, atol=0)
     torch.testing.assert_close(gradients(model), expected, rtol=1e-10, atol=1e-13)
+
+
+FORMS = {  # of two rows for each sample, (B, 2, T, ...), and back
+    "one after another": (lambda rows: rows.flatten(0, 1), lambda losses: losses.view(-1, 2)),
+    "in blocks": (lambda rows: torch.cat([*rows.unbind(1)]), lambda losses: losses.view(2, -1).T),
+}
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 5])
+@pytest.mark.parametrize("form", [*FORMS, "of users"])
+@pytest.mark.parametrize("width", [2, 20])  # with gradients of samples that are kept, and without
+def test_kept_gradients_of_several_rows_of_a_sample(form, at_once, width, way, monkeypatch) -> None:
+    monkeypatch.setattr(contributions, "AT_ONCE_BYTES", at_once * T * V * 8)
+    model = nn.Sequential(nn.Linear(D, width), nn.Linear(width, V)).double()
+    join, split = FORMS.get(form, FORMS["one after another"])
+    x, labels = torch.randn(B, 2, T, D).double(), torch.randint(V, (B, 2, T))
+
+    def losses_of(x, labels):
+        losses = linear_cross_entropy(model[0](join(x)), model[1], join(labels), keep=True).mean(1)
+        return losses if form == "of users" else split(losses).mul(torch.tensor([1, -0.5])).sum(1)
+
+    def each(x, labels):
+        return (
+            losses_of(x, labels).view(-1, 2).mean(1) if form == "of users" else losses_of(x, labels)
+        )
+
+    norms, expected, _ = one_by_one(each, model, (x, labels), 0.1)
+    clipping = way(model, 0.1)
+    clipping.backward(
+        losses_of(x, labels), users=Segments((2,) * B) if form == "of users" else None
+    )
+    torch.testing.assert_close(clipping.sample_norms, norms, rtol=1e-9, atol=0)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
 
 
 def adapt(model: Model) -> Model:

@@ -282,6 +282,24 @@ def test_a_batch_that_is_interrupted_late_is_as_if_it_had_not_been(way) -> None:
     torch.testing.assert_close(gradients(model), expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["linear", "without a rule", "recurrent", "one of two"])
+def test_parameters_that_were_computed_are_refused(kind, way) -> None:
+    layers = {"without a rule": nn.PReLU, "recurrent": partial(nn.GRU, 3, batch_first=True)}
+    model = nn.Sequential(nn.Linear(3, 3), layers.get(kind, partial(nn.Linear, 3))(3))
+    clipping = way(model, C)
+    names = [name for name, _ in model.named_parameters() if kind != "one of two" or name[0] == "1"]
+    computed = {name: model.get_parameter(name) * 0.5 for name in names}
+
+    with pytest.raises(RuntimeError, match=r"tensors that were computed in place.*functional_call"):
+        torch.func.functional_call(model, computed, (torch.ones(2, 3, 3),))
+    with torch.no_grad():  # without gradients nothing is lost
+        torch.func.functional_call(model, computed, (torch.ones(2, 3, 3),))
+    numbers = {name: tensor.detach() for name, tensor in computed.items() if name[0] == "1"}
+    hidden = torch.func.functional_call(model, numbers, (torch.ones(2, 3, 3),))
+    clipping.backward((hidden[0] if kind == "recurrent" else hidden).square().sum((1, 2)))
+    assert model[0].weight.grad is not None
+
+
 def test_backward_inside_of_other_modes_is_refused(way) -> None:
     model = build()
     clipping = way(model, C)

@@ -223,6 +223,57 @@ def test_training_mode_is_refused_whenever_it_comes() -> None:
     model(IMAGES)
 
 
+class OverAxes(Llama):
+    """Its axes are an attribute."""
+
+    def __init__(self, axes, *, width: int = D) -> None:
+        super().__init__()
+        self.axes, self.weight = axes, nn.Parameter(torch.randn(width))
+
+    def forward(self, x):
+        y = x if x.dtype == torch.float64 else x.float()
+        squares = y.pow(2).mean(tuple(self.axes), keepdim=True)
+        return self.weight * (y * torch.rsqrt(squares + self.variance_epsilon)).to(x.dtype)
+
+
+class OverChannels(OverAxes):
+    """It normalises (B, T, d) over the last axis, and images over their channels."""
+
+    def forward(self, x):
+        return super().forward(x.mT).mT if x.dim() == 4 else super().forward(x)
+
+
+LAST, SECOND, OF_A_LIST = OverAxes((-1,)), OverAxes((1,)), OverAxes([1])
+NOT_OF_IMAGES, GAIN = OverChannels((-1,)), OverAxes((-1,), width=1)
+
+
+def test_a_norm_is_recognised_by_all_its_attributes() -> None:
+    assert [recognise(layer) is not None for layer in (LAST, SECOND, OverAxes((-1,)))] == [1, 0, 1]
+    assert [recognise(OverAxes([axis])) is not None for axis in (-1, 1, -1)] == [1, 0, 1]
+    assert recognise(NOT_OF_IMAGES) is None
+
+
+@pytest.mark.parametrize("layer", [LAST, SECOND, OF_A_LIST, NOT_OF_IMAGES, GAIN])
+@pytest.mark.parametrize("shape", [(4, D), (4, 5, D), (4, D, D, D), (4, 2, 3, 2, D)])
+def test_a_norm_gives_its_own_values_for_any_number_of_axes(layer, shape, way) -> None:
+    torch.manual_seed(0)
+    layer, x = copy.deepcopy(layer).double(), torch.randn(shape, dtype=torch.float64)
+    expected = layer(x)
+    clipping = way(layer, 0.5)
+    checked = clipping.check(lambda x: layer(x).tanh().flatten(1).sum(1), x)
+
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
+    assert checked.max_relative_error < 1e-5
+
+
+def test_a_norm_of_other_inputs_may_have_the_batch_second() -> None:
+    layer, x = copy.deepcopy(GAIN), torch.randn(5, 4, D)
+    clipping = BookKeeping(layer, 0.5, batch_second=[""])
+    checked = clipping.check(lambda x: layer(x.transpose(0, 1)).tanh().sum((0, 2)), x)
+
+    assert checked.max_relative_error < 1e-5
+
+
 @pytest.mark.parametrize("change", [nn.Module.train, nn.Module.requires_grad_])
 def test_what_is_not_frozen_is_refused(change) -> None:
     model = build()

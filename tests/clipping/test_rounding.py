@@ -12,7 +12,7 @@ from dpprof.private import PerLayerClipping
 from dpprof.private.contributions.contributions import Lookup, Product
 from dpprof.private.contributions.sample_gradients import SampleGradients
 from dpprof.private.contributions.uses import merge_uses
-from dpprof.private.engine.factor import LEAST_STABILITY
+from dpprof.private.engine.factor import LARGEST_BOUND, LEAST_BOUND, LEAST_STABILITY
 from dpprof.private.norms.linear import WAYS, GramSums
 from dpprof.private.norms.rounding import depth_of_products, is_unsure
 from dpprof.private.norms.tiles import multiply_in_slices, square
@@ -178,7 +178,19 @@ def test_products_in_slices_are_as_exact_as_is_said(terms, dtype) -> None:
     assert depth_of_products(terms) <= terms or terms < 200
 
 
-BOUNDS = [1e-38, 7e-33, 1e-27, 1e-12, 1.0, 1e12, 1e38]
+BOUNDS = [LEAST_BOUND, 7e-33, 1e-27, 1e-12, 1.0, 1e12, LARGEST_BOUND]
+
+
+def test_a_batch_at_the_largest_bound_has_a_sum(way) -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    with pytest.raises(
+        ValueError, match="to 1e\\+33, with which sums of 65,536 samples stay in flo"
+    ):
+        way(layer, 1e38)
+    clipping = way(layer, LARGEST_BOUND)
+    clipping.backward(layer(torch.ones(64, 1))[:, 0] * 1e38)
+    assert float(layer.weight.grad) == pytest.approx(64 * LARGEST_BOUND, rel=1e-5)
+    assert torch.finfo(torch.float32).max / 4 > 2**16 * LARGEST_BOUND
 
 
 @pytest.mark.parametrize("way", EVERY)

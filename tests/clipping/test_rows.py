@@ -266,6 +266,23 @@ def ragged(m, x, sizes):
     return torch.stack([part.sum() for part in parts])
 
 
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
+@pytest.mark.parametrize("where", ["", "inner", "inner.0", "both"])
+def test_rows_through_modules_with_backward_hooks_are_exact(where, register, way) -> None:
+    def run(m, x):  # "both" gets and returns rows one after another, and in blocks
+        first, second = m.both(x[:, :2].flatten(0, 1), torch.cat([*x.unbind(1)]))
+        first, second = m.inner(first).square(), m.inner(second).tanh()
+        return first.view(-1, 2 * T * 3).sum(1) + second.view(N, -1, T * 3).sum((0, 2))
+
+    both = Composed(lambda m, a, b: (m.layer(a).tanh(), b * 2), layer=nn.Linear(D, D).double())
+    model, seen = Composed(run, both=both, inner=make_model()), []
+    getattr(model.get_submodule(where), register)(lambda module, *_: seen.append(module))
+    assert_exact(way, model, (draw(),), model, first_batch="trusted")
+    assert seen
+
+
 def test_another_number_of_rows_of_each_sample_is_exact(way) -> None:
     """Also where there are as many rows as samples, after a batch that has one of each."""
     model = make_model()

@@ -186,6 +186,29 @@ def test_a_hook_that_writes_what_was_kept_is_refused(way, monkeypatch) -> None:
         contribution(way, "write", 0, batch=2, tokens=2)
 
 
+@pytest.mark.parametrize("kind", [nn.Linear, partial(nn.Linear, bias=False), nn.LayerNorm])
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+def test_a_hook_that_writes_an_output_gradient_of_one_of_two_uses_is_refused(
+    kind, trained, way
+) -> None:
+    layer = kind(D, D) if kind is not nn.LayerNorm else kind(D)
+    if getattr(layer, trained) is None:
+        trained = "weight"
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name == trained)
+    before = nn.Linear(D, D)
+
+    def run(model, x):
+        h = model.before(x) * 1.0
+        h.register_hook(lambda g: g.mul_(100))  # which is the output gradient of the last use too
+        return ((h + model.layer(model.layer(x).tanh())) * torch.linspace(1, 2, D)).sum((1, 2))
+
+    model = Composed(run, before=before, layer=layer)
+    clipping = way(model, C)
+    with pytest.raises(RuntimeError, match=rf"kept for layer\.{trained} was changed in place"):
+        clipping.backward(model(torch.randn(2, T, D)))
+
+
 def llama(**checkpointing):
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 20, "hidden_size": D, "intermediate_size": 2 * D}

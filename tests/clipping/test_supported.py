@@ -413,6 +413,11 @@ REFUSED: dict[str, Callable[[], object]] = {
         between(nn.LSTM(D, D), lambda inside, x: inside(x[:, :B])[0])
     ),
     "`Embedding` with `max_norm`": lambda: clip(looked_up(max_norm=1.0)),
+    "weights that are computed for `functional_call`": lambda: clip(
+        linear(
+            lambda inside, x: torch.func.functional_call(inside, {"weight": 2 * inside.weight}, x)
+        )
+    ),
     "parametrized weight": lambda: clip(between(orthogonal(nn.Linear(D, D)))),
     "`weight_norm` of old": lambda: clip(between(nn.utils.weight_norm(nn.Linear(D, D)))),
     "thawed parameter": lambda: clip(frozen_last(), thaw),

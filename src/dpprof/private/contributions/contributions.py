@@ -288,6 +288,23 @@ def storage_of(x: Tensor) -> StorageWeakRef:
     return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
 
 
+class Versions:
+    """How often the tensors of a contribution, which other code has too, had been changed."""
+
+    def __init__(self, contribution: Kept | Direct) -> None:
+        read = contribution.read if isinstance(contribution, ChunkedProduct) else ()
+        tensors = [part for part in (*contribution, *read) if isinstance(part, Tensor)]
+        self._known = [(tensor, tensor._version) for tensor in tensors]  # noqa: SLF001 (no public name)
+
+    def verify(self, name: str) -> None:
+        """Refuse a contribution to a parameter that was changed since (``RuntimeError``)."""
+        if any(tensor._version != version for tensor, version in self._known):  # noqa: SLF001
+            raise RuntimeError(
+                f"an activation or output gradient that was kept for {name} was changed in place "
+                "before it was summed, by a hook maybe; change a copy"
+            )
+
+
 def materialise_vector(contribution: Contribution) -> Summable:
     """Compute the per-sample gradients of a vector; leave other contributions as they are."""
     if isinstance(contribution, Shift | Scale):

@@ -37,6 +37,7 @@ from dpprof.private.contributions.uses import (
     Merged,
     Several,
     SharedSquares,
+    Use,
     cross,
     find_size,
     join_parts,
@@ -117,7 +118,7 @@ class SampleNorms:
         self._becomes_sum = len(losses) == 1 and not shares
         self._watch, self._squares = watch, squares
         self._name_of, self._why_once = name_of, why_once
-        self._waiting: dict[nn.Parameter, list[tuple[nn.Module, Contribution]]] = defaultdict(list)
+        self._waiting: dict[nn.Parameter, list[Use]] = defaultdict(list)
         self._seen: set[nn.Parameter] = set()
         self._figures: dict[_Kind, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
         """Each layer's ``GramSums.sums_5B``, or found and size of its ``Squares``, by kind."""
@@ -138,7 +139,7 @@ class SampleNorms:
         self._shared.forget(expects=len(contributions) > 1)
         for parameter, contribution in contributions:
             if parameter in self._reused:
-                self._waiting[parameter].append((layer, contribution))
+                self._waiting[parameter].append(Use.note(layer, contribution))
                 continue
             if parameter in self._seen:
                 name = self._name_of(parameter)
@@ -355,15 +356,14 @@ class SampleNorms:
         if samples != self._samples:
             raise BatchAxisError.of(self._name_of(parameter), samples, self._samples)
 
-    def _add_uses(
-        self, parameter: nn.Parameter, uses: Sequence[tuple[nn.Module, Contribution]]
-    ) -> None:
+    def _add_uses(self, parameter: nn.Parameter, uses: Sequence[Use]) -> None:
         """Add the squared norms of the sum of a parameter's uses."""
         self._shared.forget(expects=True)
-        for _, contribution in uses:
-            self._refuse_other_axis(parameter, contribution)
-        layer = uses[0][0]
-        merged = merge_uses([contribution for _, contribution in uses])
+        for use in uses:
+            use.versions.verify(self._name_of(parameter))
+            self._refuse_other_axis(parameter, use.contribution)
+        layer = uses[0].layer
+        merged = merge_uses([use.contribution for use in uses])
         if merged is None:
             name = self._name_of(parameter)
             raise UnsupportedError(f"{name} is used in ways whose gradients cannot be combined")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpprof.private.contributions.contributions import (
     ChunkedProduct,
@@ -16,6 +16,7 @@ from dpprof.private.contributions.contributions import (
     Direct,
     Lookup,
     Product,
+    Versions,
     storage_of,
 )
 from dpprof.private.contributions.sample_gradients import BesideScale, SampleGradients, Scale, Shift
@@ -24,6 +25,19 @@ from dpprof.private.norms.convolution import bound_size
 from dpprof.private.norms.linear import GramSums
 from dpprof.private.norms.rounding import Squares, size_of
 from dpprof.private.norms.tiles import square
+
+
+class Use(NamedTuple):
+    """A use of a parameter that waits for its others."""
+
+    layer: nn.Module
+    contribution: Contribution
+    versions: Versions
+
+    @classmethod
+    def note(cls, layer: nn.Module, contribution: Contribution) -> "Use":
+        """Return a use, of which a later change will be seen."""
+        return cls(layer, contribution, Versions(contribution))
 
 
 class Several(NamedTuple):

@@ -21,13 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dpprof.private.contributions.alone import Alone
-from dpprof.private.contributions.contributions import (
-    ChunkedProduct,
-    Convolution,
-    Kept,
-    Lookup,
-    Product,
-)
+from dpprof.private.contributions.contributions import Kept, Versions
 from dpprof.private.contributions.sample_gradients import SampleGradients, may_join
 from dpprof.private.engine.batch import Batch, Enter
 from dpprof.private.engine.engine import Clipping
@@ -39,7 +33,7 @@ class _KeptBatch(Batch):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._kept: dict[nn.Parameter, list[Kept]] = defaultdict(list)
-        self._versions: dict[nn.Parameter, list[tuple[Tensor, int]]] = defaultdict(list)
+        self._versions: dict[nn.Parameter, list[Versions]] = defaultdict(list)
 
     def clip(self, enter: Enter) -> None:
         enter("backward")
@@ -72,8 +66,7 @@ class _KeptBatch(Batch):
     def keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
         """Keep a contribution, and the versions of what other code has too."""
         if not isinstance(contribution, SampleGradients):
-            versions = [(tensor, tensor._version) for tensor in _exposed(contribution)]  # noqa: SLF001
-            self._versions[parameter] += versions
+            self._versions[parameter].append(Versions(contribution))
         self._kept[parameter].append(contribution)
 
     def measure_alone(self, samples: Sequence[int]) -> Alone | None:
@@ -86,24 +79,11 @@ class _KeptBatch(Batch):
 
     def _sum(self, factors_B: Tensor, parameter: nn.Parameter) -> None:
         """Add what is kept to the sum, unless a hook wrote it since its norm was found."""
-        for tensor, version in self._versions.pop(parameter, ()):
-            if tensor._version != version:  # noqa: SLF001 (it has no public name)
-                raise RuntimeError(
-                    "an activation or output gradient that was kept for "
-                    f"{self.clipping.name_of(parameter)} was changed in place after its norm was "
-                    "found, by a hook maybe; change a copy"
-                )
+        for versions in self._versions.pop(parameter, ()):
+            versions.verify(self.clipping.name_of(parameter))
         contributions = self._kept.pop(parameter, [])
         taken = self.alone.take(contributions) if self.alone else {}
         self.add_up(parameter, contributions, factors_B, taken)
-
-
-def _exposed(contribution: Kept) -> list[Tensor]:
-    """List the tensors of a contribution that other code has too."""
-    if not isinstance(contribution, Product | ChunkedProduct | Convolution | Lookup):
-        return []
-    read = contribution.read if isinstance(contribution, ChunkedProduct) else ()
-    return [part for part in (*contribution, *read) if isinstance(part, Tensor)]
 
 
 class BookKeeping(Clipping):

@@ -20,7 +20,8 @@ less than 2^-8 C of it.
 
 A factor below ``LEAST_FACTOR`` would make numbers of which float32 has few digits, or none. Such a
 sample is computed by itself in float64 (``contributions.alone``), so C may be any number from
-``LEAST_BOUND`` to ``LARGEST_BOUND``.
+``LEAST_BOUND`` to ``LARGEST_BOUND``, at which 2^16 samples, and noise, stay in the range of
+float32.
 """
 
 import math
@@ -38,7 +39,7 @@ LEAST_STABILITY = 2.0**-10
 
 LEAST_FACTOR = 2.0**-80
 
-LEAST_BOUND, LARGEST_BOUND = 1e-38, 1e38  # sums of other contributions leave float32
+LEAST_BOUND, LARGEST_BOUND = 1e-38, 1e33
 _LARGEST_FACTOR = 2.0**40  # larger factors of short gradients could overflow in the sum
 
 
@@ -94,8 +95,9 @@ def verify_bound(max_grad_norm: float, stability: float | None, *, psac: bool = 
         raise ValueError(f"max_grad_norm must be positive and finite, and is {max_grad_norm}")
     if not LEAST_BOUND <= max_grad_norm <= LARGEST_BOUND:
         raise ValueError(
-            f"max_grad_norm must be from {LEAST_BOUND:g} to {LARGEST_BOUND:g}, and is "
-            f"{max_grad_norm}; multiply the losses, and divide the learning rate"
+            f"max_grad_norm must be from {LEAST_BOUND:g} to {LARGEST_BOUND:g}, with which sums of "
+            f"{2**16:,} samples stay in float32, and is {max_grad_norm}; scale the losses, and the "
+            "learning rate by the inverse"
         )
     if stability is None:
         if psac:

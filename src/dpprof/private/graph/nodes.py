@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import _Holder
 
-_IDENTITY = "RegisterPostBackwardFunctionBackward"  # FSDP's, which returns what it gets
+_IDENTITIES = {  # FSDP's, and that of modules with backward hooks: each output is the same input
+    "RegisterPostBackwardFunctionBackward",
+    "BackwardHookFunctionBackward",
+}
 
 
 def nodes_behind(*tensors: Tensor, until: Collection[Any] = ()) -> Iterator[Any]:
@@ -92,13 +95,13 @@ def dtype_of(node: Any, output: int = 0) -> torch.dtype:
 
 
 def edges_of(node: Any) -> list[tuple[Any, int]]:
-    """Return the nodes whose outputs an operator used, and which output; past FSDP's identities."""
+    """Return the nodes whose outputs an operator used, and which output; past identities."""
     return [past_identities(*edge) for edge in node.next_functions]
 
 
 def past_identities(node: Any, output: int) -> tuple[Any, int]:
     """Return the node that computed what a node returned, and which of its outputs that is."""
-    while node is not None and node.name() == _IDENTITY:
+    while node is not None and node.name() in _IDENTITIES:
         node, output = node.next_functions[output]
     return node, output
 
@@ -107,7 +110,7 @@ def find_users(nodes: Iterable[Any]) -> dict[Any, list[tuple[Any, int]]]:
     """Return for each node those that use its output, and as which operand."""
     above: dict[Any, list[tuple[Any, int]]] = defaultdict(list)
     for node in nodes:
-        if node.name() == _IDENTITY:
+        if node.name() in _IDENTITIES:
             continue
         for operand, (below, _) in enumerate(edges_of(node)):
             if below is not None:

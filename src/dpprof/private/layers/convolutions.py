@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpprof.private.contributions.contributions import Contribution, Convolution, Receive
-from dpprof.private.contributions.sample_gradients import Shift
+from dpprof.private.contributions.sample_gradients import SampleGradients, Shift
 from dpprof.private.layers.layers import apply, autocast_dtype, cast_weight
 from dpprof.private.norms.convolution import Kernel, differentiate_input
+from dpprof.private.norms.tiles import accumulator_of
 
 
 class _Options(NamedTuple):
@@ -63,7 +64,9 @@ class _Convolution(torch.autograd.Function):
             contributions.append((ctx.bias, Shift(g.flatten(2).transpose(1, 2))))
         ctx.receive(contributions, may_repeat=not g.is_complex())
         input_gradient = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and not g.shape[2:].numel():  # PyTorch refuses no places
+            input_gradient = x.new_zeros(ctx.shape)
+        elif ctx.needs_input_grad[0]:
             repeats = torch.is_grad_enabled() and not g.is_complex()
             if repeats:
                 input_gradient = _run_back(ctx, x, g)
@@ -89,7 +92,10 @@ def _run_back(ctx: Any, x: Tensor, g: Tensor) -> Tensor:
     return input_gradient[(slice(None), slice(None), *map(slice, places))]
 
 
-def _contribute(x: Tensor, g: Tensor, weight: Tensor, options: _Options) -> Convolution:
+def _contribute(x: Tensor, g: Tensor, weight: Tensor, options: _Options) -> Contribution:
+    if not g.shape[2:].numel():
+        zeros = g.new_zeros(len(g), *weight.shape, dtype=accumulator_of(g.dtype))
+        return SampleGradients(zeros)
     stride, padding, dilation, transposed, output_padding, groups = options
     kernel = Kernel(tuple(weight.shape), stride, padding, dilation, groups)
     if not transposed:

@@ -98,6 +98,7 @@ class _Kept:
         self.T = x_BTd.shape[1]
         self._at_once = samples_in_a_chunk(self.T, p, x_BTd.element_size())
         self._parts: list[Tensor | None] = []
+        self._needed: list[int] = []  # how many samples of each part are not released
 
     @property
     def rows(self) -> int:
@@ -108,18 +109,31 @@ class _Kept:
         """Allocate those of the next rows, (N, V)."""
         part_NV = _make_kept(x_Nd, weight)
         self._parts.append(part_NV)
+        self._needed.append(len(part_NV) // self.T)
         return part_NV
 
+    @allocates("logits_and_loss")
     def of(self, some: slice) -> Tensor:
-        """Return those of some samples that came at once, (b, T, V)."""
-        part, start = divmod(some.start, self._at_once)
-        part_NV = self._parts[part]
-        assert part_NV is not None
-        part_bTV: Tensor = part_NV.view(-1, self.T, part_NV.shape[1])
-        return part_bTV[start : start + some.stop - some.start]
+        """Return those of some samples, (b, T, V); a copy where they came in several parts."""
+        taken = []
+        for number, own in self._places(some):
+            part_NV = self._parts[number]
+            assert part_NV is not None
+            taken.append(part_NV.view(-1, self.T, part_NV.shape[1])[own])
+        return taken[0] if len(taken) == 1 else torch.cat(taken)
 
     def release(self, some: slice) -> None:
-        self._parts[some.start // self._at_once] = None
+        """Free each part of which no other sample is needed."""
+        for number, own in self._places(some):
+            self._needed[number] -= own.stop - own.start
+            if not self._needed[number]:
+                self._parts[number] = None
+
+    def _places(self, some: slice) -> Iterator[tuple[int, slice]]:
+        """Yield each part that some samples are in, and which of its samples these are."""
+        for start in range(some.start - some.start % self._at_once, some.stop, self._at_once):
+            own = slice(max(some.start - start, 0), min(some.stop - start, self._at_once))
+            yield start // self._at_once, own
 
 
 class _FromGradients(NamedTuple):

@@ -7,15 +7,17 @@ scales and shifts, at the cost of an ordinary backward.
 
 Most architectures have an RMS norm of their own. They differ in the name of their epsilon, in
 whether the scale is w or 1 + w, and in when 16-bit inputs are cast back. A layer that may be one
-runs on random inputs; if it gives the formula's values bit by bit, it takes the rule of RMS norms.
-The rule is then both its forward and its backward, so a layer that would differ on other inputs is
-still clipped exactly.
+runs on random inputs of two to four axes; if it gives the formula's values bit by bit, it takes the
+rule of RMS norms for inputs like these, and runs as a layer without a rule on others. The rule is
+then both forward and backward, so a layer that would differ on other inputs is still clipped
+exactly.
 
 Shape legend: B samples, C channels, G groups, (...) axes of space, T tokens, d width.
 """
 
 import inspect
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dpprof.private.contributions.contributions import Receive
 from dpprof.private.contributions.sample_gradients import SampleGradients
+from dpprof.private.layers.batch_axis import Settings, run_tokenwise
 from dpprof.private.layers.layers import (
     RmsFormula,
     RmsNorm,
@@ -35,8 +38,9 @@ from dpprof.private.layers.layers import (
     normalise_and_scale,
     scale_gradient,
 )
+from dpprof.private.layers.layers_without_rule import run_any_layer_on
 from dpprof.private.norms import placement
-from dpprof.private.refusals.calls import read_settings
+from dpprof.private.refusals.calls import is_setting
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of axes
 
@@ -138,7 +142,12 @@ _PROBES = (
 Many layers compute in float32 even for float64; the rule does not.
 """
 
+_AROUND = ((), (2,), (2, 2))  # the axes before the last two of the inputs that are tried
+_AXES = range(2, 2 + len(_AROUND))  # how many these inputs have
+
 _recognised: dict[tuple[object, ...], "Recognised | None"] = {}  # by class, width, attributes
+
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class Recognised(NamedTuple):
@@ -149,10 +158,25 @@ class Recognised(NamedTuple):
     is_shifted: bool
     casts_first: bool
 
-    def run(self, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any) -> Tensor:
-        """Run the layer by the rule of RMS norms, in the dtypes of its formula."""
-        (x,) = (*inputs, *named.values())
-        return apply(RmsNorm, x, getattr(layer, self.scale), self.read(layer), receive)
+    def run(self, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any) -> Any:
+        """Run the layer with the batch on the first axis."""
+        return self.run_on((), layer, receive, *inputs, **named)
+
+    def run_on(
+        self, settings: Settings, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any
+    ) -> Any:
+        """Run the layer by the rule of RMS norms on inputs like those tried, else without one."""
+        arguments, scale = (*inputs, *named.values()), getattr(layer, self.scale)
+        x = arguments[0] if len(arguments) == 1 else None
+        if not isinstance(x, Tensor) or x.dim() not in _AXES or x.shape[-1] != len(scale):
+            return run_any_layer_on(settings, layer, receive, *inputs, **named)
+
+        def normalise(_: nn.Module, receive: Receive, x: Tensor) -> Tensor:
+            return apply(RmsNorm, x, scale, self.read(layer), receive)
+
+        if not settings:
+            return normalise(layer, receive, x)
+        return run_tokenwise(normalise, 1, settings, layer, receive, x)
 
     def read(self, layer: nn.Module) -> RmsFormula:
         """Return the formula with the layer's present epsilon."""
@@ -163,7 +187,8 @@ def recognise(layer: nn.Module) -> Recognised | None:
     """Return the formula of an RMS norm of the last axis; None if a layer is something else.
 
     It must have one parameter, a vector, no buffers and no children, get nothing but its input, and
-    have its epsilon as an attribute.
+    have its epsilon as an attribute. Layers of one class whose attributes are the same, and plain
+    or tuples of plain ones, compute the same; any other is tried by itself.
     """
     own = [(name, p) for name, p in layer._parameters.items() if p is not None]  # noqa: SLF001
     if len(own) != 1 or own[0][1].dim() != 1 or [*layer.children(), *layer.buffers()]:
@@ -180,26 +205,41 @@ def recognise(layer: nn.Module) -> Recognised | None:
     ]
     if not formulas:
         return None
-    key = (type(layer), len(weight), *read_settings(vars(layer)).items())
+    # Frameworks name what they attach to any module so.
+    attributes = {k: v for k, v in vars(layer).items() if k[:2] != "__" and k not in _OF_MODULES}
+    if not all(map(_is_plain, attributes.values())):
+        return _find(layer, formulas)
+    key = (type(layer), len(weight), repr(attributes))  # 1, 1.0 and True are equal
     if key not in _recognised:
-        with (  # real numbers in full precision, unseen by any mode
-            _disable_current_modes(),
-            torch._C.DisableTorchFunction(),  # noqa: SLF001
-            torch.autocast("cpu", enabled=False),
-            torch.random.fork_rng(devices=[]),
-            torch.no_grad(),
-        ):
-            cases = list(itertools.product(_PROBES, (False, True)))  # in evaluation, in training
-            _recognised[key] = next(
-                (f for f in formulas if all(_computes(layer, f, *case) for case in cases)), None
-            )
+        _recognised[key] = _find(layer, formulas)
     return _recognised[key]
+
+
+def _find(layer: nn.Module, formulas: Sequence[Recognised]) -> Recognised | None:
+    """Find the formula that a layer computes; None if it is none of these."""
+    with (  # real numbers in full precision, unseen by any mode
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),  # noqa: SLF001
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+    ):
+        cases = list(itertools.product(_PROBES, _AROUND, (False, True)))  # in training too
+        return next(
+            (f for f in formulas if all(_computes(layer, f, *case) for case in cases)), None
+        )
+
+
+def _is_plain(value: object) -> bool:
+    """Tell whether an attribute is plain, or a tuple of such."""
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else is_setting(value)
 
 
 def _computes(
     layer: nn.Module,
     formula: Recognised,
     probe: tuple[torch.dtype, torch.dtype, float],
+    around: tuple[int, ...],
     training: bool,
 ) -> bool:
     """Tell whether a layer computes a formula."""
@@ -208,15 +248,15 @@ def _computes(
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float32)
     sizes_T1 = 10.0 ** torch.arange(-4, 3)[:, None].float()  # epsilon counts in the small ones
-    x_BTd = draw(2, len(sizes_T1), d) * sizes_T1
-    x_BTd, scale_d = x_BTd.to(of_input), draw(d).to(of_scale)
-    expected, _ = normalise_and_scale(x_BTd, scale_d, formula.read(layer))
+    x = (draw(*around, len(sizes_T1), d) * sizes_T1).to(of_input)
+    scale_d = draw(d).to(of_scale)
+    expected, _ = normalise_and_scale(x, scale_d, formula.read(layer))
     # A double runs the layer's code without its hooks, and leaves no trace in the layer.
     double = object.__new__(type(layer))
     parameters = {formula.scale: nn.Parameter(scale_d, requires_grad=False)}
     vars(double).update(vars(layer), _parameters=parameters, training=training)
     try:
-        computed = double.forward(x_BTd)
+        computed = double.forward(x)
     except Exception:  # noqa: BLE001 (any code may run here)
         return False
     is_like = isinstance(computed, Tensor) and computed.shape == expected.shape

@@ -158,10 +158,12 @@ def _let_batch_be_second(chosen: Found, layer: nn.Module, settings: Settings) ->
     rule = chosen.rule
     if rule is run_any_layer:
         return chosen._replace(rule=partial(run_any_layer_on, settings))
-    is_norm = isinstance(getattr(rule, "__self__", None), Recognised)
-    if rule not in _TOKENWISE and not is_norm:
+    formula = getattr(rule, "__self__", None)
+    if isinstance(formula, Recognised):
+        return chosen._replace(rule=partial(formula.run_on, settings))
+    if rule not in _TOKENWISE:
         return chosen
-    widths = len(getattr(layer, "normalized_shape", ())) or _TOKENWISE.get(rule, 1)
+    widths = len(getattr(layer, "normalized_shape", ())) or _TOKENWISE[rule]
     return chosen._replace(rule=partial(run_tokenwise, rule, widths, settings))
 
 

@@ -184,6 +184,8 @@ def _differentiate_in_groups(x: Tensor, g: Tensor, kernel: Kernel) -> Tensor:
     """Compute per-sample gradients as those of one sample with more groups."""
     B, accumulator = len(x), accumulator_of(x.dtype)
     joined_x, joined_g = (each.to(accumulator).reshape(1, -1, *each.shape[2:]) for each in (x, g))
+    if joined_x.is_contiguous():  # PyTorch would take strides of axes of length 1 for channels last
+        joined_x = joined_x.flatten().view(joined_x.shape)
     shape = (B * kernel.shape[0], *kernel.shape[1:])
     of_all = kernel._replace(shape=shape, groups=B * kernel.groups)
     return differentiate_weight(joined_x, joined_g, of_all).view(B, *kernel.shape)
@@ -238,7 +240,9 @@ def bound_size(x: Tensor, g: Tensor, kernel: Kernel, squared: Callable[[Tensor],
     """Bound the squares of windows, a few for each pixel, times those of output gradients; (B,)."""
     if kernel.groups > 1:
         return _size(x, g, kernel)
-    each = math.prod(-(-k // s) for k, s in zip(kernel.shape[2:], kernel.stride, strict=True))
+    # Offsets that meet a pixel lie a common multiple of stride and dilation apart.
+    axes = zip(kernel.shape[2:], kernel.stride, kernel.dilation, g.shape[2:], strict=True)
+    each = math.prod(min(-(-k * math.gcd(s, d) // s), L) for k, s, d, L in axes)
     return size_of(each * squared(x), squared(g))
 
 

@@ -16,12 +16,15 @@ from dpprof.private.refusals.tensor_kinds import is_sparse
 
 _PLAIN = (bool, int, float, str, type(None))
 
+_is_leaf = operator.attrgetter("is_leaf")  # faster than a loop, and each call of a layer asks
+
 
 class LayerCall:
     """One call of a layer: its settings and the versions of its parameters, and of layers inside.
 
     Settings are ``training`` and other plain attributes. An attribute that forward itself changes,
     such as a counter, does not count. ``forward`` is that of the model; None for layers inside.
+    ``RuntimeError``: a parameter in use was computed from others, to which its gradient would go.
     """
 
     __slots__ = ("_attributes", "_inside", "_layer", "_versions", "forward")
@@ -31,6 +34,12 @@ class LayerCall:
         self._attributes: Mapping[str, object] = vars(layer).copy()
         # named_parameters lists no parameter twice
         own = [p for p in layer._parameters.values() if p is not None]  # noqa: SLF001
+        if not all(map(_is_leaf, own)) and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{type(layer).__name__} runs with tensors that were computed in place of its "
+                "parameters, as torch.func.functional_call gives them; what they were computed "
+                "from is not clipped: call the model with its own, or detach() them"
+            )
         # By storage too: layer.to(dtype) gives a parameter other data, in the same version.
         self._versions = [(p, p._version, _storage_of(p)) for p in own]  # noqa: SLF001
         self._inside = [LayerCall(child) for child in layer.children()]
