@@ -96,10 +96,59 @@ POOLS = {
 }
 
 
+def louder(draw, samples):
+    """Collate, and draw a number for each sample."""
+    ids, mask, y = pad(samples)
+    return ids, mask * (1 + torch.tensor([float(draw()) for _ in samples])[:, None]), y
+
+
+DRAWS = [random.random, np.random.rand, partial(torch.rand, ())]
+
+
+@pytest.mark.parametrize("collate", [pad, *(partial(louder, draw) for draw in DRAWS)])
 @pytest.mark.parametrize("pool", POOLS)
-def test_a_loss_that_follows_the_longest_sample_is_refused(pool) -> None:
+def test_a_loss_that_follows_the_longest_sample_is_refused(pool, collate) -> None:
     with pytest.raises(WrongTrainingError, match=LENGTH):
-        compare(Text(POOLS[pool]))
+        compare(Text(POOLS[pool]), collate=collate)
+
+
+def drop_words(ids, draw=random.random):
+    return [V - 1 if draw() < 0.3 else one for one in ids]
+
+
+def with_words_dropped(samples):
+    return pad([(drop_words(ids), y) for ids, y in samples])
+
+
+def windows(samples):
+    """Cut a random window of each sample, as long as the shortest."""
+    T = min(len(ids) for ids, _ in samples)
+    starts = [int(random.random() * (len(ids) - T + 1)) for ids, _ in samples]  # noqa: S311
+    return pad([(ids[at : at + T], y) for at, (ids, y) in zip(starts, samples, strict=True)])
+
+
+def noise(model, ids, mask, y):
+    return plain_losses(model, ids, mask, y) * (1 + 0.1 * torch.rand(len(y)))
+
+
+def noise_of_tokens(model, ids, mask, y):
+    return plain_losses(model, ids, mask * (1 + torch.rand(mask.shape)), y)
+
+
+@pytest.mark.parametrize(
+    ("pool", "losses", "collate", "message"),
+    [
+        ("the last token, which is padding", plain_losses, with_words_dropped, LENGTH),
+        ("the mean over padding", noise, pad, LENGTH),
+        ("the mean over padding", noise_of_tokens, with_words_dropped, LENGTH),
+        (None, plain_losses, windows, COLLATED),
+    ],
+)
+def test_it_is_refused_where_as_many_numbers_are_drawn_as_there_are_tokens(
+    pool, losses, collate, message
+) -> None:
+    with pytest.raises(WrongTrainingError, match=message):
+        compare(Text(POOLS.get(pool)), losses, collate)
 
 
 def mix_up(samples, share, order):
@@ -141,7 +190,19 @@ def mix_up_with_the_next(samples):
     return mix_up(samples, 0.7, [*range(1, len(samples)), 0])
 
 
+def mix_up_pairs(samples, draw):
+    order = [min(place ^ 1, len(samples) - 1) for place in range(len(samples))]
+    return mix_up(samples, float(draw()), order)
+
+
+def mix_up_with_the_first(samples):
+    ids, mask, y = louder(random.random, samples)
+    return torch.cat([ids[:1, :1].expand(len(y), 1), ids[:, 1:]], 1), mask, y
+
+
 COLLATES = [
+    *((partial(mix_up_pairs, draw=draw), COLLATED) for draw in DRAWS),
+    (mix_up_with_the_first, COLLATED),
     (mix_up_at_random, COLLATED),
     (mix_up_with_the_next, COLLATED),
     (cut_mix, COLLATED),
@@ -244,8 +305,22 @@ def with_own_generator(samples):
     return ids, mask * (1 + torch.rand(mask.shape, generator=OWN)), y
 
 
-def noise(model, ids, mask, y):
-    return plain_losses(model, ids, mask, y) * (1 + 0.1 * torch.rand(len(y)))
+def drop_each(samples):
+    """Draw as many numbers for a sample as it has tokens."""
+    return pad([(drop_words(ids, partial(torch.rand, ())), y) for ids, y in samples])
+
+
+def two_views(samples):
+    """Draw for all samples, and then for all again."""
+    rows = [torch.tensor(ids) for ids, _ in samples]
+    dropped = [torch.where(torch.rand(len(ids)) < 0.3, 1, ids).tolist() for ids in 2 * rows]
+    first, second = dropped[: len(rows)], dropped[len(rows) :]
+    labels = [y for _, y in samples]
+    return *pad(list(zip(first, labels, strict=True))), pad(list(zip(second, labels, strict=True)))
+
+
+def losses_of_views(model, ids, mask, y, other):
+    return plain_losses(model, ids, mask, y) + plain_losses(model, *other)
 
 
 def of_the_system(model, ids, mask, y):
@@ -264,6 +339,12 @@ RIGHT = {
         "collate": partial(pad, length=8),
     },
     "draws in the loss": {"losses": noise},
+    "draws in the loss for each token": {"losses": noise_of_tokens},
+    "draws for each token of each sample": {"collate": drop_each},
+    "draws in Python for each token": {"collate": with_words_dropped},
+    "draws in both": {"losses": noise_of_tokens, "collate": drop_each},
+    "drops in both": {"model": Text(between=dropping), "collate": with_words_dropped},
+    "draws two views": {"losses": losses_of_views, "collate": two_views},
     "draws what does not repeat": {"losses": of_the_system},
     "16 bits": {
         "model": Text().bfloat16(),
@@ -276,8 +357,11 @@ IRREPEATABLE = (
     "the loss or collate_fn draws numbers that cannot be repeated, such as those of the operating "
     "system"
 )
+OTHERS = ["the loss draws numbers, which alone are others"]
 UNCHECKED = {
-    "draws in the loss": ["the loss draws numbers, which alone are others"],
+    "draws in the loss": OTHERS,
+    "draws in the loss for each token": OTHERS,
+    "draws in both": OTHERS,
     "draws what does not repeat": [IRREPEATABLE],
 }
 
