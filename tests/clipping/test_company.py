@@ -1,6 +1,7 @@
 """A sample's loss is the same alone and beside others; where it is not, training is refused."""
 
 import random
+import traceback
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
@@ -275,6 +276,18 @@ def test_what_fails_on_one_sample_is_said_to(losses, collate) -> None:
     with pytest.raises(WrongTrainingError, match=told) as error:
         compare(losses=losses, collate=collate)
     assert "contrastive" in str(error.value)
+
+
+def test_what_a_collate_says_of_a_sample_is_in_the_details_alone() -> None:
+    def pair(samples):
+        if len({y for _, y in samples}) == 1:
+            raise ValueError(f"no negative for {samples[0]}")
+        return pad(samples)
+
+    with pytest.raises(WrongTrainingError) as error:
+        compare(collate=pair)
+    assert "no negative for ([" in error.value.details
+    assert "no negative for ([" not in "".join(traceback.format_exception(error.value))
 
 
 def test_a_collate_that_joins_samples_is_refused() -> None:

@@ -4,7 +4,6 @@ Shape legend: B samples.
 """
 
 import math
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -161,9 +160,3 @@ def refuse_other_loss(loop: Loop, value: Any) -> None:
             "the loss is not that of the criterion that Opacus wrapped for ghost clipping, so "
             "no sample's gradient is clipped"
         )
-
-
-def is_own(error: Exception) -> bool:
-    """Tell whether dpprof raised an error: others may quote samples, such as a label."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("dpprof.")

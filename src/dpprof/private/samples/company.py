@@ -291,12 +291,13 @@ class Company:
                 losses.append(self.compute(gather([place]), 1))
             except (torch.OutOfMemoryError, WrongTrainingError):
                 raise
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (any loss may fail in any way)
                 raise WrongTrainingError(
                     f"one sample alone fails ({type(error).__name__}), and {self.count} together "
                     "do not: collate_fn, the model or the loss needs other samples, as contrastive "
-                    "losses, pairs of samples and batch statistics do"
-                ) from error
+                    "losses, pairs of samples and batch statistics do",
+                    str(error),
+                ) from None
         alone_B = torch.cat(losses)
         if self._differ(losses_B, alone_B, allowed_B):
             same_B = agree(losses_B, alone_B, allowed_B)
