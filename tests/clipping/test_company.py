@@ -278,6 +278,33 @@ def test_what_fails_on_one_sample_is_said_to(losses, collate) -> None:
     assert "contrastive" in str(error.value)
 
 
+def squeezed(model, ids, mask, y):
+    logits = model(ids, mask)[:, :1].squeeze()
+    return functional.binary_cross_entropy_with_logits(logits, y / 2, reduction="none")
+
+
+def in_two_groups(model, ids, mask, y):
+    """Give the head the samples of two kinds, one kind at a time."""
+    h, losses, few = mean_of(model.embed(ids), mask), torch.zeros(len(y)), y == 0
+    for rows in (few, ~few):
+        losses[rows] = model.head(model.first(h[rows])).square().sum(1)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        (squeezed, r"squeeze\(\) without an axis"),
+        (in_two_groups, "the first axis of every layer's"),
+    ],
+)
+def test_a_check_names_the_cause_of_what_fails(losses, message) -> None:
+    model = Text()
+    with pytest.raises(WrongTrainingError, match=message) as error:
+        BookKeeping(model, 1.0).check(partial(losses, model), pad(texts(5)))
+    assert "position ids" not in str(error.value)
+
+
 def test_what_a_collate_says_of_a_sample_is_in_the_details_alone() -> None:
     def pair(samples):
         if len({y for _, y in samples}) == 1:

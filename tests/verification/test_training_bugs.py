@@ -94,7 +94,7 @@ def positionless_loss(model, ids_BT):
 
 @pytest.mark.parametrize("way", ["opacus hooks", "opacus ghost"])
 def test_position_ids_that_samples_share_are_found(way) -> None:
-    message = r"wpe: this layer sees 1 in the place of 4 samples.*position ids"
+    message = r"wpe: this layer sees one entry for all 4 samples.*position ids"
     is_found(message, WAYS[way](build_gpt2(), positionless_loss), tokens()[:1])
 
 

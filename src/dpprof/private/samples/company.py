@@ -82,6 +82,7 @@ _NOT_COMPARED = (
     "numbers are drawn, and no sample can be compared beside others: collate_fn, the model or the "
     "loss needs these samples or lengths, or draws one by one; check=False leaves this out"
 )
+LOSES_AXIS = "loses the axis of a batch of one, as squeeze() without an axis does"
 _REORDERED = (
     "collate_fn or the loss puts samples in another order, by which those of a user are told: keep "
     "the order in which collate_fn gets them"
@@ -295,7 +296,7 @@ class Company:
                 raise WrongTrainingError(
                     f"one sample alone fails ({type(error).__name__}), and {self.count} together "
                     "do not: collate_fn, the model or the loss needs other samples, as contrastive "
-                    "losses, pairs of samples and batch statistics do",
+                    f"losses, pairs of samples and batch statistics do, or {LOSES_AXIS}",
                     str(error),
                 ) from None
         alone_B = torch.cat(losses)
