@@ -359,6 +359,14 @@ def two_views(samples):
     return *pad(list(zip(first, labels, strict=True))), pad(list(zip(second, labels, strict=True)))
 
 
+def noise_of_rows(model, ids, mask, y):
+    return plain_losses(model, ids, mask * (1 + torch.rand(mask.numel()).view_as(mask)), y)
+
+
+def several_at_once(model, ids, mask, y):
+    return (plain_losses(model, ids, mask, y) * torch.rand(3 * len(y)).view(3, -1)).mean(0)
+
+
 def losses_of_views(model, ids, mask, y, other):
     return plain_losses(model, ids, mask, y) + plain_losses(model, *other)
 
@@ -382,6 +390,8 @@ RIGHT = {
     "draws in the loss for each token": {"losses": noise_of_tokens},
     "draws for each token of each sample": {"collate": drop_each},
     "draws in Python for each token": {"collate": with_words_dropped},
+    "draws for rows of tokens": {"losses": noise_of_rows},
+    "draws several times in one": {"losses": several_at_once},
     "draws in both": {"losses": noise_of_tokens, "collate": drop_each},
     "drops in both": {"model": Text(between=dropping), "collate": with_words_dropped},
     "draws two views": {"losses": losses_of_views, "collate": two_views},
@@ -401,6 +411,8 @@ OTHERS = ["the loss draws numbers, which alone are others"]
 UNCHECKED = {
     "draws in the loss": OTHERS,
     "draws in the loss for each token": OTHERS,
+    "draws for rows of tokens": OTHERS,
+    "draws several times in one": OTHERS,
     "draws in both": OTHERS,
     "draws what does not repeat": [IRREPEATABLE],
 }

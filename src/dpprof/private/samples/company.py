@@ -401,8 +401,8 @@ class Company:
             raise
         except Exception:  # noqa: BLE001 (it may need several samples, or lengths)
             return False
-        if run.hides(first):
-            self._is_hidden = True
+        if run.hides(first) or not run.draws_rows_as(first):
+            self._is_hidden |= run.hides(first)
             return False
         if agree_B[stays_B].all() or (not self.keeps_order and run.is_sorted_as(first, allowed_B)):
             return bool(stays_B.any())

@@ -65,8 +65,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     An operator gets the numbers of the ``recorded`` one of the same rank, at the same places of
     each axis, counted from its first place or, ``at_end``, from its last, whatever their shapes
-    are. Where other tensors decide on the numbers, the rows of samples that are ``replaced`` keep
-    their own.
+    are; rows of tokens by samples, of which there are ``counts``, here and there. Where other
+    tensors decide on the numbers, the rows of samples that are ``replaced`` keep their own.
     """
 
     def __init__(
@@ -75,11 +75,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recorded: Sequence[Draw] = (),
         *,
         replaced: Sequence[int] = (),
+        counts: tuple[int, int] = (1, 1),
         at_end: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._states, self._recorded = states, recorded
-        self._replaced, self._at_end = list(replaced), at_end
+        self._replaced, self._counts, self._at_end = list(replaced), counts, at_end
         self.made: list[Draw] = []
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,9 +108,22 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if recorded.numbers.dim() != draw.numbers.dim():
             return None
         numbers = draw.numbers.clone()
-        theirs, own = common_places(recorded.numbers, numbers, at_end=self._at_end)
-        numbers[own] = recorded.numbers[theirs]
-        if not all(map(is_same, draw.depends_on, recorded.depends_on)):
+        parts = [numbers, recorded.numbers]
+        if numbers.shape != recorded.numbers.shape:
+            parts = [_by_samples(*pair) for pair in zip(parts, self._counts, strict=True)]
+        if parts[0].dim() != parts[1].dim():
+            return None
+        own, theirs = common_places(*parts, at_end=self._at_end)
+        parts[0][own] = parts[1][theirs]
+        if numbers.dim() and not all(map(is_same, draw.depends_on, recorded.depends_on)):
             places = [place for place in self._replaced if place < len(numbers)]
             numbers[places] = draw.numbers[places]
         return numbers
+
+
+def _by_samples(numbers: Tensor, count: int) -> Tensor:
+    """View rows of tokens, (B * T, ...), as (B, T, ...), if there are several for a sample."""
+    rows = numbers.shape[0] if numbers.dim() else 0
+    if rows <= count or rows % count or numbers.shape[1:2] == (count,):
+        return numbers
+    return numbers.view(count, rows // count, *numbers.shape[1:])

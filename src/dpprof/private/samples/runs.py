@@ -32,7 +32,8 @@ class Run:
         self.order, states = order, company.states
         self.start: Read = first.start if first else states.read()
         self.changed = [at for at, place in enumerate(order) if first and place != first.order[at]]
-        tape = partial(Tape, states, replaced=self.changed, at_end=at_end)
+        counts = len(order), len(first.order) if first else 1
+        tape = partial(Tape, states, replaced=self.changed, counts=counts, at_end=at_end)
         states.write(self.start)
         with tape(recorded=first.collated if first else ()) as of_batch:
             self.batch = company.gather(order)
@@ -52,6 +53,17 @@ class Run:
             for run in (self, first)
         )
         return own == other
+
+    def draws_rows_as(self, first: "Run") -> bool:
+        """Tell whether a smaller batch's numbers can be told: not of several rows for a sample."""
+        few, count = len(self.order), len(first.order)
+        own, other = ([*run.collated, *run.computed] for run in (self, first))
+        for pair in zip(own, other, strict=False) if few < count else ():
+            sizes = zip(*(getattr(draw.numbers, "shape", ()) for draw in pair), strict=False)
+            is_of_several = any(size * count == all_ * few > few * count for size, all_ in sizes)
+            if is_of_several or pair[0].scalars != pair[1].scalars:
+                return False
+        return True
 
     def hides(self, first: "Run") -> bool:
         """Tell whether numbers are unknown that follow the shapes of a batch."""
