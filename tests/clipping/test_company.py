@@ -247,6 +247,25 @@ LOSSES = {
 }
 
 
+def antithetic(size):
+    half = torch.rand(size // 2 + 1)
+    return torch.cat([half, 1 - half])[:size]
+
+
+def stratified(size):
+    drawn = np.random.rand()  # noqa: NPY002 (as users do)
+    return torch.tensor([(drawn + at / size) % 1 for at in range(size)])
+
+
+@pytest.mark.parametrize("draw", [antithetic, stratified])
+def test_numbers_that_follow_the_size_of_the_batch_are_refused(draw) -> None:
+    def losses(model, ids, mask, y):
+        return plain_losses(model, ids, mask, y) * (1 + draw(len(y)))
+
+    with pytest.raises(WrongTrainingError, match="numbers that follow its size"):
+        compare(losses=losses, collate=partial(pad, length=8))
+
+
 @pytest.mark.parametrize("losses", LOSSES)
 def test_a_loss_that_mixes_values_is_refused(losses) -> None:
     with pytest.raises(WrongTrainingError, match=MIXED):
