@@ -382,6 +382,10 @@ def noise_of_rows(model, ids, mask, y):
     return plain_losses(model, ids, mask * (1 + torch.rand(mask.numel()).view_as(mask)), y)
 
 
+def at_times(model, ids, mask, y):
+    return plain_losses(model, ids, mask, y) * torch.rand(()).round()
+
+
 def several_at_once(model, ids, mask, y):
     return (plain_losses(model, ids, mask, y) * torch.rand(3 * len(y)).view(3, -1)).mean(0)
 
@@ -409,6 +413,7 @@ RIGHT = {
     "draws in the loss for each token": {"losses": noise_of_tokens},
     "draws for each token of each sample": {"collate": drop_each},
     "draws in Python for each token": {"collate": with_words_dropped},
+    "is zero for some draws": {"losses": at_times, "collate": drop_each},
     "draws for rows of tokens": {"losses": noise_of_rows},
     "draws several times in one": {"losses": several_at_once},
     "draws in both": {"losses": noise_of_tokens, "collate": drop_each},
@@ -430,6 +435,7 @@ OTHERS = ["the loss draws numbers, which alone are others"]
 UNCHECKED = {
     "draws in the loss": OTHERS,
     "draws in the loss for each token": OTHERS,
+    "is zero for some draws": OTHERS,
     "draws for rows of tokens": OTHERS,
     "draws several times in one": OTHERS,
     "draws in both": OTHERS,

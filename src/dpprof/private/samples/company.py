@@ -371,14 +371,13 @@ class Company:
 
     def _replace_others(self, order: list[int], changes: list[list[list[int]]]) -> None:
         """Compare samples with those in changed batches, with the same draws."""
-        for turn, others in enumerate(changes):
+        for others in changes:
             first = Run(self, order)
             after = self.states.read()  # the next turn draws other numbers
-            again = partial(Run, self, order, first)
-            if self._cannot_repeat(first.losses_B, again().losses_B):
+            losses_B, again = first.losses_B, partial(Run, self, order, first)
+            if self._cannot_repeat(losses_B, again().losses_B):
                 return
-            if not turn:
-                allowed_B = self._find_rounding(lambda run=again: run().losses_B, first.losses_B)  # type: ignore[misc]
+            allowed_B = self._find_rounding(lambda run=again: run().losses_B, losses_B)  # type: ignore[misc]
             compared = [self._is_compared(first, other, allowed_B) for other in others]
             if not any(compared):
                 raise WrongTrainingError(_NOT_COMPARED)
