@@ -369,6 +369,12 @@ def drop_each(samples):
     return pad([(drop_words(ids, partial(torch.rand, ())), y) for ids, y in samples])
 
 
+def drop_left(samples):
+    """Pad on the left, and draw for each token of the batch."""
+    ids, mask, y = (part.flip(1) if part.dim() > 1 else part for part in pad(samples))
+    return torch.where(torch.rand(ids.shape) < 0.3, 1, ids), mask, y
+
+
 def two_views(samples):
     """Draw for all samples, and then for all again."""
     rows = [torch.tensor(ids) for ids, _ in samples]
@@ -418,6 +424,7 @@ RIGHT = {
     "draws several times in one": {"losses": several_at_once},
     "draws in both": {"losses": noise_of_tokens, "collate": drop_each},
     "drops in both": {"model": Text(between=dropping), "collate": with_words_dropped},
+    "draws for each token after padding on the left": {"collate": drop_left},
     "draws two views": {"losses": losses_of_views, "collate": two_views},
     "draws what does not repeat": {"losses": of_the_system},
     "16 bits": {

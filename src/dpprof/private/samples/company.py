@@ -391,11 +391,10 @@ class Company:
             run = Run(self, order, first)
             if not run.draws_as(first):  # the numbers of the first come before those of others
                 stays_B[1 if count == self.count else 0 :] = False
-            expected_B, allowed_B = first.losses_B[:count], allowed_B[:count]
-            agree_B = agree(run.losses_B, expected_B, allowed_B)
+            expected = first.losses_B[:count], allowed_B[:count]
+            agree_B = agree(run.losses_B, *expected)
             if not agree_B[stays_B].all():
-                at_end = Run(self, order, first, at_end=True)
-                agree_B |= agree(at_end.losses_B, expected_B, allowed_B)
+                agree_B |= agree(Run(self, order, first, at_end=True).losses_B, *expected)
         except (torch.OutOfMemoryError, WrongTrainingError):
             raise
         except Exception:  # noqa: BLE001 (it may need several samples, or lengths)

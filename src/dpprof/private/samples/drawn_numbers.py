@@ -46,14 +46,15 @@ def replace(func: Any, args: Any, out: Any, numbers: Tensor) -> None:
 
 
 def common_places(
-    first: Tensor, second: Tensor, *, at_end: bool
+    first: Tensor, second: Tensor, *, at_end: bool, rows_at_end: bool
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """Return the places that two tensors of one rank share, from the first or the last on."""
     few = [min(pair) for pair in zip(first.shape, second.shape, strict=True)]
+    ends = [rows_at_end, *[at_end] * len(few)][: len(few)]
     of_each = (
         tuple(
-            slice(size - count, size) if at_end else slice(count)
-            for count, size in zip(few, part.shape, strict=True)
+            slice(size - count, size) if is_at_end else slice(count)
+            for count, size, is_at_end in zip(few, part.shape, ends, strict=True)
         )
         for part in (first, second)
     )
@@ -113,7 +114,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parts = [_by_samples(*pair) for pair in zip(parts, self._counts, strict=True)]
         if parts[0].dim() != parts[1].dim():
             return None
-        own, theirs = common_places(*parts, at_end=self._at_end)
+        rows_at_end = self._at_end and self._counts[0] == self._counts[1]
+        own, theirs = common_places(*parts, at_end=self._at_end, rows_at_end=rows_at_end)
         parts[0][own] = parts[1][theirs]
         if numbers.dim() and not all(map(is_same, draw.depends_on, recorded.depends_on)):
             places = [place for place in self._replaced if place < len(numbers)]

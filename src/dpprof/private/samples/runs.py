@@ -78,9 +78,10 @@ class Run:
 
     def is_sorted_as(self, first: "Run", allowed_B: Tensor) -> bool:
         """Tell whether all losses but those replaced are the first run's, in any order."""
-        expected_B = first.losses_B[: len(allowed_B)]
-        agree_BB = agree(self.losses_B[:, None], expected_B, allowed_B)
-        return int((~agree_BB.any(0)).sum()) <= len(self.changed)
+        agree_BB = agree(self.losses_B[:, None], first.losses_B, allowed_B)
+        few, others = len(self.changed), len(first.order) - len(self.order)
+        is_new, is_gone = (int((~agree_BB.any(axis)).sum()) for axis in (1, 0))
+        return is_new <= few and is_gone <= few + others
 
     def has_data_of(self, first: "Run", stays_B: Tensor) -> bool:
         """Tell whether those that stay have the data of the first run, where both have places."""
@@ -98,7 +99,7 @@ def _overlap(pairs: Sequence[tuple[Tensor, Tensor]], *, at_end: bool) -> bool:
     """Tell whether the tensors of each pair are the same where they have the same places."""
     for first, second in pairs:
         if first.dim() == second.dim():
-            own, other = common_places(first, second, at_end=at_end)
+            own, other = common_places(first, second, at_end=at_end, rows_at_end=False)
             if not is_same(first[own], second[other]):
                 return False
     return True
