@@ -176,7 +176,11 @@ class ByHand:
         return self.clip(sums) if clips_the_sum else sums
 
     def give(self, sums) -> None:
-        std = SETTINGS["noise_multiplier"] * BOUND * (1.1 if self.wrong == "noise" else 1)
+        std = (
+            SETTINGS["noise_multiplier"]
+            * BOUND
+            * {"noise": 1.1, "half noise": 0.5}.get(self.wrong, 1)
+        )
         for at, (p, total) in enumerate(zip(trained(self.model), sums, strict=True)):
             if self.wrong == "seed":
                 torch.manual_seed(0)

@@ -120,6 +120,25 @@ def test_what_no_graph_can_do_goes_on_eagerly_and_says_so_once(losses_of, caplog
     assert len(record.message.splitlines()) == 1
 
 
+def test_what_losses_say_of_a_sample_is_not_logged(caplog) -> None:
+    model, calls = Model().double(), []
+
+    def losses_of(x, y):
+        calls.append(len(x))
+        if len(calls) == 2:  # the first of the captured ones
+            raise ValueError(f"no negative for {y[0]}")
+        return model.losses(x, y)
+
+    _, optimizer, loader = prepare(model, losses_of=model.losses)
+    with caplog.at_level(logging.WARNING, "dpprof"):
+        for batch in loader:
+            optimizer.backward(losses_of, *batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    [record] = caplog.records
+    assert record.message.endswith(": one raises ValueError")
+
+
 class Masked(Model):
     """Reads in Python whether there is something to mask, as models of transformers do."""
 

@@ -1,6 +1,7 @@
 """A sample's loss is the same alone and beside others; where it is not, training is refused."""
 
 import random
+import traceback
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
@@ -96,10 +97,59 @@ POOLS = {
 }
 
 
+def louder(draw, samples):
+    """Collate, and draw a number for each sample."""
+    ids, mask, y = pad(samples)
+    return ids, mask * (1 + torch.tensor([float(draw()) for _ in samples])[:, None]), y
+
+
+DRAWS = [random.random, np.random.rand, partial(torch.rand, ())]
+
+
+@pytest.mark.parametrize("collate", [pad, *(partial(louder, draw) for draw in DRAWS)])
 @pytest.mark.parametrize("pool", POOLS)
-def test_a_loss_that_follows_the_longest_sample_is_refused(pool) -> None:
+def test_a_loss_that_follows_the_longest_sample_is_refused(pool, collate) -> None:
     with pytest.raises(WrongTrainingError, match=LENGTH):
-        compare(Text(POOLS[pool]))
+        compare(Text(POOLS[pool]), collate=collate)
+
+
+def drop_words(ids, draw=random.random):
+    return [V - 1 if draw() < 0.3 else one for one in ids]
+
+
+def with_words_dropped(samples):
+    return pad([(drop_words(ids), y) for ids, y in samples])
+
+
+def windows(samples):
+    """Cut a random window of each sample, as long as the shortest."""
+    T = min(len(ids) for ids, _ in samples)
+    starts = [int(random.random() * (len(ids) - T + 1)) for ids, _ in samples]  # noqa: S311
+    return pad([(ids[at : at + T], y) for at, (ids, y) in zip(starts, samples, strict=True)])
+
+
+def noise(model, ids, mask, y):
+    return plain_losses(model, ids, mask, y) * (1 + 0.1 * torch.rand(len(y)))
+
+
+def noise_of_tokens(model, ids, mask, y):
+    return plain_losses(model, ids, mask * (1 + torch.rand(mask.shape)), y)
+
+
+@pytest.mark.parametrize(
+    ("pool", "losses", "collate", "message"),
+    [
+        ("the last token, which is padding", plain_losses, with_words_dropped, LENGTH),
+        ("the mean over padding", noise, pad, LENGTH),
+        ("the mean over padding", noise_of_tokens, with_words_dropped, LENGTH),
+        (None, plain_losses, windows, COLLATED),
+    ],
+)
+def test_it_is_refused_where_as_many_numbers_are_drawn_as_there_are_tokens(
+    pool, losses, collate, message
+) -> None:
+    with pytest.raises(WrongTrainingError, match=message):
+        compare(Text(POOLS.get(pool)), losses, collate)
 
 
 def mix_up(samples, share, order):
@@ -141,7 +191,19 @@ def mix_up_with_the_next(samples):
     return mix_up(samples, 0.7, [*range(1, len(samples)), 0])
 
 
+def mix_up_pairs(samples, draw):
+    order = [min(place ^ 1, len(samples) - 1) for place in range(len(samples))]
+    return mix_up(samples, float(draw()), order)
+
+
+def mix_up_with_the_first(samples):
+    ids, mask, y = louder(random.random, samples)
+    return torch.cat([ids[:1, :1].expand(len(y), 1), ids[:, 1:]], 1), mask, y
+
+
 COLLATES = [
+    *((partial(mix_up_pairs, draw=draw), COLLATED) for draw in DRAWS),
+    (mix_up_with_the_first, COLLATED),
     (mix_up_at_random, COLLATED),
     (mix_up_with_the_next, COLLATED),
     (cut_mix, COLLATED),
@@ -185,6 +247,25 @@ LOSSES = {
 }
 
 
+def antithetic(size):
+    half = torch.rand(size // 2 + 1)
+    return torch.cat([half, 1 - half])[:size]
+
+
+def stratified(size):
+    drawn = np.random.rand()  # noqa: NPY002 (as users do)
+    return torch.tensor([(drawn + at / size) % 1 for at in range(size)])
+
+
+@pytest.mark.parametrize("draw", [antithetic, stratified])
+def test_numbers_that_follow_the_size_of_the_batch_are_refused(draw) -> None:
+    def losses(model, ids, mask, y):
+        return plain_losses(model, ids, mask, y) * (1 + draw(len(y)))
+
+    with pytest.raises(WrongTrainingError, match="numbers that follow its size"):
+        compare(losses=losses, collate=partial(pad, length=8))
+
+
 @pytest.mark.parametrize("losses", LOSSES)
 def test_a_loss_that_mixes_values_is_refused(losses) -> None:
     with pytest.raises(WrongTrainingError, match=MIXED):
@@ -216,6 +297,45 @@ def test_what_fails_on_one_sample_is_said_to(losses, collate) -> None:
     assert "contrastive" in str(error.value)
 
 
+def squeezed(model, ids, mask, y):
+    logits = model(ids, mask)[:, :1].squeeze()
+    return functional.binary_cross_entropy_with_logits(logits, y / 2, reduction="none")
+
+
+def in_two_groups(model, ids, mask, y):
+    """Give the head the samples of two kinds, one kind at a time."""
+    h, losses, few = mean_of(model.embed(ids), mask), torch.zeros(len(y)), y == 0
+    for rows in (few, ~few):
+        losses[rows] = model.head(model.first(h[rows])).square().sum(1)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        (squeezed, r"squeeze\(\) without an axis"),
+        (in_two_groups, "the first axis of every layer's"),
+    ],
+)
+def test_a_check_names_the_cause_of_what_fails(losses, message) -> None:
+    model = Text()
+    with pytest.raises(WrongTrainingError, match=message) as error:
+        BookKeeping(model, 1.0).check(partial(losses, model), pad(texts(5)))
+    assert "position ids" not in str(error.value)
+
+
+def test_what_a_collate_says_of_a_sample_is_in_the_details_alone() -> None:
+    def pair(samples):
+        if len({y for _, y in samples}) == 1:
+            raise ValueError(f"no negative for {samples[0]}")
+        return pad(samples)
+
+    with pytest.raises(WrongTrainingError) as error:
+        compare(collate=pair)
+    assert "no negative for ([" in error.value.details
+    assert "no negative for ([" not in "".join(traceback.format_exception(error.value))
+
+
 def test_a_collate_that_joins_samples_is_refused() -> None:
     with pytest.raises(WrongTrainingError, match=r"of 4 samples have shape \(1,\)"):
         compare(collate=lambda samples: pad([(list(chain(*(ids for ids, _ in samples))), 0)]))
@@ -244,8 +364,40 @@ def with_own_generator(samples):
     return ids, mask * (1 + torch.rand(mask.shape, generator=OWN)), y
 
 
-def noise(model, ids, mask, y):
-    return plain_losses(model, ids, mask, y) * (1 + 0.1 * torch.rand(len(y)))
+def drop_each(samples):
+    """Draw as many numbers for a sample as it has tokens."""
+    return pad([(drop_words(ids, partial(torch.rand, ())), y) for ids, y in samples])
+
+
+def drop_left(samples):
+    """Pad on the left, and draw for each token of the batch."""
+    ids, mask, y = (part.flip(1) if part.dim() > 1 else part for part in pad(samples))
+    return torch.where(torch.rand(ids.shape) < 0.3, 1, ids), mask, y
+
+
+def two_views(samples):
+    """Draw for all samples, and then for all again."""
+    rows = [torch.tensor(ids) for ids, _ in samples]
+    dropped = [torch.where(torch.rand(len(ids)) < 0.3, 1, ids).tolist() for ids in 2 * rows]
+    first, second = dropped[: len(rows)], dropped[len(rows) :]
+    labels = [y for _, y in samples]
+    return *pad(list(zip(first, labels, strict=True))), pad(list(zip(second, labels, strict=True)))
+
+
+def noise_of_rows(model, ids, mask, y):
+    return plain_losses(model, ids, mask * (1 + torch.rand(mask.numel()).view_as(mask)), y)
+
+
+def at_times(model, ids, mask, y):
+    return plain_losses(model, ids, mask, y) * torch.rand(()).round()
+
+
+def several_at_once(model, ids, mask, y):
+    return (plain_losses(model, ids, mask, y) * torch.rand(3 * len(y)).view(3, -1)).mean(0)
+
+
+def losses_of_views(model, ids, mask, y, other):
+    return plain_losses(model, ids, mask, y) + plain_losses(model, *other)
 
 
 def of_the_system(model, ids, mask, y):
@@ -264,6 +416,16 @@ RIGHT = {
         "collate": partial(pad, length=8),
     },
     "draws in the loss": {"losses": noise},
+    "draws in the loss for each token": {"losses": noise_of_tokens},
+    "draws for each token of each sample": {"collate": drop_each},
+    "draws in Python for each token": {"collate": with_words_dropped},
+    "is zero for some draws": {"losses": at_times, "collate": drop_each},
+    "draws for rows of tokens": {"losses": noise_of_rows},
+    "draws several times in one": {"losses": several_at_once},
+    "draws in both": {"losses": noise_of_tokens, "collate": drop_each},
+    "drops in both": {"model": Text(between=dropping), "collate": with_words_dropped},
+    "draws for each token after padding on the left": {"collate": drop_left},
+    "draws two views": {"losses": losses_of_views, "collate": two_views},
     "draws what does not repeat": {"losses": of_the_system},
     "16 bits": {
         "model": Text().bfloat16(),
@@ -276,8 +438,14 @@ IRREPEATABLE = (
     "the loss or collate_fn draws numbers that cannot be repeated, such as those of the operating "
     "system"
 )
+OTHERS = ["the loss draws numbers, which alone are others"]
 UNCHECKED = {
-    "draws in the loss": ["the loss draws numbers, which alone are others"],
+    "draws in the loss": OTHERS,
+    "draws in the loss for each token": OTHERS,
+    "is zero for some draws": OTHERS,
+    "draws for rows of tokens": OTHERS,
+    "draws several times in one": OTHERS,
+    "draws in both": OTHERS,
     "draws what does not repeat": [IRREPEATABLE],
 }
 

@@ -531,11 +531,34 @@ def test_losses_are_the_models_own_or_refused(scale, tmp_path) -> None:
         make("masked", tmp_path, model=model).train()
 
 
-def test_padding_on_the_left_is_refused_without_positions(tmp_path) -> None:
-    trainer, batch = make("bert", tmp_path), stack(2)
-    batch["attention_mask"][0, 0] = 0
-    with pytest.raises(ValueError, match="attention_mask begins with padding"):
-        trainer.compute_sample_losses(trainer.model, batch)
+def pad_left(rows):
+    """Collate rows of different lengths, whose first tokens are padding."""
+    ids = [row["input_ids"] for row in rows]
+    longest = max(map(len, ids))
+    padded = [functional.pad(own, (longest - len(own), 0)) for own in ids]
+    mask = [functional.pad(torch.ones_like(own), (longest - len(own), 0)) for own in ids]
+    batch = {"input_ids": torch.stack(padded), "attention_mask": torch.stack(mask)}
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    labels[range(len(ids)), [longest - len(own) for own in ids]] = -100  # padding predicts it
+    return batch | {"labels": labels}
+
+
+def test_padding_on_the_left_is_refused_where_positions_follow_it(tmp_path) -> None:
+    sizes = {"vocab_size": V, "hidden_size": 8, "n_layer": 1, "n_head": 2}
+    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(**sizes, **dropout))
+    gpt = {"vocab_size": V, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": T}
+    absolute = Masked(transformers.GPT2Config(**gpt, pad_token_id=0))
+    rows = enumerate(draw("llama, LoRA"))
+    data = [{"input_ids": row["input_ids"][: 2 + at % (T - 1)]} for at, row in rows]
+    options = {"data_collator": pad_left, "data": data}
+    assert make("masked", tmp_path, model=bloom, **options).train()
+    with pytest.raises(WrongTrainingError, match="padding on the left without position_ids"):
+        make("masked", tmp_path, model=absolute, **options).train()
+    for model in (bloom, absolute):
+        unchecked = make("masked", tmp_path, model=model, privacy={"check": False}, **options)
+        with pytest.raises(ValueError, match="attention_mask begins with padding"):
+            unchecked.train()
 
 
 class Disturbing(transformers.TrainerCallback):

@@ -384,6 +384,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     ),
     "layer that changes between forward and backward": change_before_backward,
     "passes of `FlashClipping` that differ": draw_twice,
+    "trained tensor that is no parameter of the model": lambda: clip(
+        linear(lambda inside, x: inside(x) * torch.ones((), requires_grad=True))
+    ),
     "buffer that forward changes": lambda: clip(between(with_buffer(torch.zeros(D), count))),
     "trained parameter that is not dense": lambda: clip(multiply().to(torch.float8_e4m3fn)),
     "other input that is not dense": lambda: clip(

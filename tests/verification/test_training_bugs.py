@@ -66,6 +66,11 @@ def test_wrong_loops_by_hand_are_found(wrong, message) -> None:
         check_by_hand(model, wrong=wrong)
 
 
+def test_half_the_noise_is_found_in_a_small_model() -> None:
+    with pytest.raises(WrongTrainingError, match=r"all parameters: the noise has a standard dev"):
+        check_by_hand(build_mlp(), wrong="half noise")
+
+
 @pytest.mark.parametrize("way", ["flash-bk", "opacus hooks", "opacus ghost"])
 def test_adapters_that_the_optimizer_does_not_have_are_found(way) -> None:
     model = build_llama()
@@ -94,7 +99,7 @@ def positionless_loss(model, ids_BT):
 
 @pytest.mark.parametrize("way", ["opacus hooks", "opacus ghost"])
 def test_position_ids_that_samples_share_are_found(way) -> None:
-    message = r"wpe: this layer sees 1 in the place of 4 samples.*position ids"
+    message = r"wpe: this layer sees one entry for all 4 samples.*position ids"
     is_found(message, WAYS[way](build_gpt2(), positionless_loss), tokens()[:1])
 
 

@@ -254,6 +254,30 @@ def test_a_clipping_alone_is_checked_and_the_loop_goes_on() -> None:
         check(model, points_loss, points(), clipping, step=optimizer.step)
 
 
+def test_a_check_between_backward_and_step_leaves_the_batchs_sum() -> None:
+    model = build_mlp()
+    optimizer = NoisyOptimizer(
+        SGD(model.parameters(), lr=1.0),
+        BookKeeping(model, 1.0),
+        noise_multiplier=0.0,
+        expected_batch_size=B,
+    )
+    steps = []
+    for is_checked in (False, True):
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        torch.manual_seed(1)
+        optimizer.clipping.backward(points_loss(model, *points()))
+        if is_checked:
+            check(model, points_loss, points(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        after = nn.utils.parameters_to_vector(model.parameters()).detach()
+        steps.append(after - before)
+        nn.utils.vector_to_parameters(before, model.parameters())
+    assert steps[0].any()
+    assert torch.equal(*steps)
+
+
 def test_bad_arguments_are_refused() -> None:
     setup = with_hooks(build_mlp(), points_loss)
     x, y = points()

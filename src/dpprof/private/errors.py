@@ -1,5 +1,6 @@
 """What the library raises where nothing in the standard library says it."""
 
+import traceback
 from numbers import Integral
 from typing import Any
 
@@ -38,3 +39,9 @@ def refuse_other_class(name: str, value: Any, wanted: type) -> None:
     if not isinstance(value, wanted):
         what = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise TypeError(f"{name} must be of PyTorch's class {wanted.__name__}, and is {what}")
+
+
+def is_own(error: BaseException) -> bool:
+    """Tell whether dpprof raised an error: others may quote samples, such as a label."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("dpprof.")

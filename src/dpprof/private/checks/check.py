@@ -45,7 +45,7 @@ def check(
     one comparison with the gradient of each sample's loss in the whole batch, with the same random
     numbers. Everything is restored afterwards: parameters, gradients, the optimizer's state,
     generators; no accountant counts. It costs B + 12 steps at most, B + 2 more with dropout, the
-    forward passes of 16 batches, and of 20 more with draws; and the memory of B + 6 gradients and
+    forward passes of 16 batches, and of 42 more with draws; and the memory of B + 6 gradients and
     of two copies of the parameters and the optimizer's state.
 
     Args:

@@ -45,11 +45,11 @@ from dpprof.private.checks.mistakes import (
     compare_norms,
     diagnose,
     find_shared_layer,
-    is_own,
     refuse_other_loss,
 )
 from dpprof.private.checks.padding import change_padding
 from dpprof.private.checks.settings import Mechanism
+from dpprof.private.errors import is_own
 from dpprof.private.graph.nodes import nodes_behind
 from dpprof.private.samples.company import COMPANY, WrongTrainingError
 from dpprof.private.substitutes import substitute

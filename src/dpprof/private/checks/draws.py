@@ -7,22 +7,15 @@ computed. Draws that checkpointing repeats in backward are recognised by the gen
 Shape legend: B samples.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpprof.private.samples.drawn_numbers import Draw, describe, replace
+
 _RTOL = 1e-2  # how much rounding may change the tensors that decide on a sample's numbers
-
-
-class _Draw(NamedTuple):
-    """One operator that drew."""
-
-    func: Any
-    scalars: tuple[Any, ...]
-    depends_on: tuple[Tensor, ...]  # the tensors that decide on the numbers, such as probabilities
-    numbers: Tensor | None  # None if they cannot be told from what else is computed
 
 
 class Draws:
@@ -30,7 +23,7 @@ class Draws:
 
     def __init__(self, samples: int = 0) -> None:
         self.samples = samples
-        self.made: list[_Draw] = []
+        self.made: list[Draw] = []
         self.elsewhere: list[bytes] | None = None  # states of NumPy and Python, if drawn from
 
     def of_turn(self, sample: int, each: int) -> "Draws":
@@ -44,7 +37,7 @@ class Draws:
         state = _state_of(func, args, kwargs)
         out = func(*args, **kwargs)
         if state != _state_of(func, args, kwargs):
-            self.made.append(_describe(func, args, out))
+            self.made.append(describe(func, args, out))
         return out, True
 
 
@@ -90,7 +83,7 @@ class Replay:
         out = func(*args, **kwargs)
         if state is None or state == _state_of(func, args, kwargs):  # attention without dropout
             return out, False
-        draw = _describe(func, args, out)
+        draw = describe(func, args, out)
         if draw.numbers is None:
             self._missed = self._missed or str(func)
             return out, False
@@ -100,10 +93,10 @@ class Replay:
         if rows is None or rows.shape != draw.numbers.shape:
             return out, False
         self._rows_of_states[state] = rows
-        _replace(func, args, out, rows)
+        replace(func, args, out, rows)
         return out, True
 
-    def _find(self, draw: _Draw) -> Tensor | None:
+    def _find(self, draw: Draw) -> Tensor | None:
         """Return the numbers of the next operator of the batch; None if they are not known."""
         if self._next == len(self._all):
             if self._sample is not None:
@@ -153,7 +146,7 @@ class Replay:
         self._count = count
         return numbers.narrow(axis, self._first * each, count * each)
 
-    def _compare(self, recorded: _Draw, draw: _Draw) -> None:
+    def _compare(self, recorded: Draw, draw: Draw) -> None:
         """Note whether the sample's numbers are drawn from other tensors beside other samples."""
         sample, B = self._sample, self._samples
         if sample is None:
@@ -206,29 +199,6 @@ class StepWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             mean = args[place] if name.startswith("normal") and len(args) > place else 0.0
             out.copy_(mean) if isinstance(mean, Tensor) else out.fill_(mean)
         return out
-
-
-def _describe(func: Any, args: Any, out: Any) -> _Draw:
-    name = func.overloadpacket.__name__
-    scalars = tuple(value for value in args if isinstance(value, bool | int | float))
-    tensors = tuple(value for value in args if isinstance(value, Tensor))
-    is_filled = name.endswith(("_", "_like"))
-    if name == "native_dropout":
-        return _Draw(func, scalars, (), out[1].clone())
-    if not isinstance(out, Tensor) or name.startswith("rrelu"):
-        return _Draw(func, scalars, (), None)
-    depends_on = tuple(tensor.detach().clone() for tensor in tensors[1 if is_filled else 0 :])
-    return _Draw(func, scalars, depends_on, out.detach().clone())
-
-
-def _replace(func: Any, args: Any, out: Any, rows: Tensor) -> None:
-    if func.overloadpacket.__name__ != "native_dropout":
-        out.copy_(rows)
-        return
-    dropped, mask = out
-    mask.copy_(rows)
-    kept = 1 - args[1]
-    dropped.copy_(args[0] * mask / kept if kept else torch.zeros_like(dropped))
 
 
 def _state_of(func: Any, args: Any, kwargs: Any) -> Any:

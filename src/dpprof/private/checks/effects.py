@@ -44,31 +44,38 @@ def _read_rates(loop: Loop) -> dict[torch.nn.Parameter, float]:
 
 
 def compare_noise(loop: Loop, silent: Gradients, first: Gradients, second: Gradients) -> int:
-    """Compare each parameter's noise with its scale, by a chi-squared test; return how many.
+    """Compare the noise of each parameter, and of all, with its scale; return how many numbers.
 
     ``silent`` are gradients without noise, ``first`` and ``second`` of steps with noise.
     ``WrongTrainingError``: a parameter gets no noise, the same each time, or of another scale.
     """
-    drawn, scale = 0, loop.settings.noise
+    scale, drawn, squares, most_rounding = loop.settings.noise, 0, 0.0, 0.0
     for parameter in loop.trained:
         name, base = loop.names[parameter], silent[parameter]
-        noise = as_real(first[parameter] - base).double()
-        if not noise.any():
+        noise = [as_real(noisy[parameter] - base).double() for noisy in (first, second)]
+        if not noise[0].any():
             raise WrongTrainingError(f"{name} gets no noise")
         if torch.equal(first[parameter], second[parameter]):
             raise WrongTrainingError(f"{name} gets the same noise in every step")
-        count = noise.numel()
-        low, high = chi2.ppf([_FALSE_ALARM / 2, 1 - _FALSE_ALARM / 2], count) / count
+        count, square = 2 * noise[0].numel(), sum(float(own.square().sum()) for own in noise)
         rounding = 2 * torch.finfo(parameter.dtype).eps * (float(base.abs().max()) + scale)
-        deviation = math.sqrt(float(noise.square().mean()))
-        least, most = (math.sqrt(ratio) * scale for ratio in (low, high))
-        if not least - rounding <= deviation <= most + rounding:
-            raise WrongTrainingError(
-                f"{name}: the noise has a standard deviation of {deviation:.4g}, and noise "
-                f"multiplier times bound over the expected batch size is {scale:.4g}"
-            )
-        drawn += count
+        _compare_scale(name, count, square, scale, rounding)
+        drawn, squares = drawn + count, squares + square
+        most_rounding = max(most_rounding, rounding)
+    _compare_scale("all parameters", drawn, squares, scale, most_rounding)
     return drawn
+
+
+def _compare_scale(name: str, count: int, square: float, scale: float, rounding: float) -> None:
+    """Compare a sum of squares of Gaussian numbers with their scale, by a chi-squared test."""
+    low, high = chi2.ppf([_FALSE_ALARM / 2, 1 - _FALSE_ALARM / 2], count) / count
+    deviation = math.sqrt(square / count)
+    least, most = (math.sqrt(ratio) * scale for ratio in (low, high))
+    if not least - rounding <= deviation <= most + rounding:
+        raise WrongTrainingError(
+            f"{name}: the noise has a standard deviation of {deviation:.4g}, and noise multiplier "
+            f"times bound over the expected batch size is {scale:.4g}"
+        )
 
 
 def limit_of(losses: Tensor, trained: Iterable[Tensor], *, in_16_bits: bool) -> float:

@@ -15,7 +15,7 @@ from dpprof.private.checks.batch import TrainingBatch
 from dpprof.private.checks.draws import Replay
 from dpprof.private.checks.loop import Gradients, Loop
 from dpprof.private.samples.batches import give
-from dpprof.private.samples.company import Company, WrongTrainingError
+from dpprof.private.samples.company import LOSES_AXIS, Company, WrongTrainingError
 from dpprof.private.samples.random_state import States
 from dpprof.private.samples.users import Segments, verify_segments
 from dpprof.private.substitutes import substitute
@@ -94,7 +94,7 @@ def take_alone(loop: Loop, batch: TrainingBatch) -> tuple[Samples | None, str | 
                     # The whole batch does not raise it.
                     why = (
                         f"the loss of a sample alone raises {type(error).__name__}: the model or "
-                        "the loss mixes samples"
+                        f"the loss mixes samples, or {LOSES_AXIS}"
                     )
                     raise WrongTrainingError(
                         find_part_of_all(loop, batch) or why, f"sample {sample}: {error}"

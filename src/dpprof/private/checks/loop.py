@@ -168,11 +168,15 @@ class Loop:
                 self.private.step_hook = None
                 self.private._step_skip_queue = []  # noqa: SLF001 (Opacus has no other way)
                 self.private._is_last_step_skipped = False  # noqa: SLF001 (within a batch)
-            if isinstance(self.private, NoisyOptimizer):
-                self.private.buffers = None  # noise of the steps looked at is independent
-                self.private.discard()  # the parts of a batch that the loop is in, until the end
             if isinstance(self.private, private_optimizer.PrivateOptimizer):
                 self.private.spent, self.private.planned_steps = None, None
+                self.private.captured = None  # what is looked at runs in Python
+            if isinstance(self.private, NoisyOptimizer):
+                self.private.buffers = None  # noise of the steps looked at is independent
+                sums = self.private.clipping.sums
+                stack.enter_context(sums.put_aside())  # of a batch that the loop is in
+                sums.owner = self.private
+                self.private.discard()
             draw = torch.Generator().manual_seed(0)
             with torch.no_grad():
                 for parameter in self.trained:
@@ -201,7 +205,6 @@ class Loop:
         """Tell an optimizer of ``make_private`` that its data loader handed out a batch."""
         if isinstance(self.private, private_optimizer.PrivateOptimizer):
             self.private._part = None  # noqa: SLF001 (a batch may be under way, and is restored)
-            self.private.captured = None  # likewise: what is looked at runs in Python
             state = torch.get_rng_state()
             part = captured_parts.Part(samples, True, is_empty, state, users=self.users)
             self.private.take_part(part)
@@ -267,7 +270,7 @@ class Loop:
         gradients = [(p, p.grad) for p in self.names]
         owners = [*self.wrapped.modules(), *self.hooks, *tensors, self.optimizer, self.clipping]
         owners.append(self.private if isinstance(self.private, PrivateOptimizer) else None)
-        owners.append(self.settings.keys)
+        owners += [self.settings.keys, getattr(self.private, "quantile", None)]
         attributes = [(owner, dict(vars(owner))) for owner in owners if owner is not None]
         groups = [(group, dict(group)) for group in self.optimizer.param_groups]
         state = {

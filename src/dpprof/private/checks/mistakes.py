@@ -4,7 +4,6 @@ Shape legend: B samples.
 """
 
 import math
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -123,19 +122,20 @@ def _mistakes(loop: Loop, samples: Samples) -> Iterator[tuple[Gradients, str]]:
 
 
 def find_shared_layer(loop: Loop, batch: TrainingBatch) -> str | None:
-    """Return the first trained layer whose output has not one entry for each sample, and why."""
+    """Return the first trained layer that gets indices for all samples at once, and why."""
     if isinstance(loop.private, Mechanism):  # which may clip one sample at a time
         return None
     count = batch.samples
     seen: list[str] = []
 
     def watch(name: str) -> Callable[..., None]:
-        def look(_layer: nn.Module, _inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.dim() and len(output) != count:
+        def look(_layer: nn.Module, inputs: Any, _output: Any) -> None:
+            indices = [x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point()]
+            if indices and indices[0].shape[:1] == (1,) and count > 1:
                 seen.append(
-                    f"{name}: this layer sees {len(output)} in the place of {count} samples, so it "
-                    "has no gradient of each; give the model one entry a sample, such as position "
-                    "ids of shape (B, T)"
+                    f"{name}: this layer sees one entry for all {count} samples, so it has no "
+                    "gradient of each; give the model one entry a sample, such as position ids of "
+                    "shape (B, T)"
                 )
 
         return look
@@ -161,9 +161,3 @@ def refuse_other_loss(loop: Loop, value: Any) -> None:
             "the loss is not that of the criterion that Opacus wrapped for ghost clipping, so "
             "no sample's gradient is clipped"
         )
-
-
-def is_own(error: Exception) -> bool:
-    """Tell whether dpprof raised an error: others may quote samples, such as a label."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("dpprof.")

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from dpprof.private.capture.conditions import Surroundings, look_around
 from dpprof.private.capture.replays import Replays
 from dpprof.private.capture.step_graphs import buffers_kept
+from dpprof.private.errors import is_own
 from dpprof.private.loop.public_numbers import PublicNumbers
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.norms import placement
@@ -102,7 +103,7 @@ class CapturedParts:
             with clipping.first_batch_trusted() if self._was_verified else nullcontext():
                 losses_B = self._replays.add(self._tensors, count)
         except Exception as error:  # noqa: BLE001 (the ordinary loop raises it again)
-            self._turn_off(str(error))
+            self._turn_off(_say(error))
             losses_B = None
         except BaseException:  # nobody knows how far it came
             self._optimizer.discard()
@@ -127,7 +128,7 @@ class CapturedParts:
             if self._optimizer.steps != before or not isinstance(error, Exception):
                 self._optimizer.discard()
                 raise
-            self._turn_off(str(error))
+            self._turn_off(_say(error))
             is_done = False
         self._is_ordinary = not is_done
         if is_done:
@@ -252,6 +253,11 @@ class CapturedParts:
             first = (why.splitlines() or [""])[0]
             _log.warning("steps run as an ordinary loop, and not as CUDA graphs: %s", first)
         self._replays.forget_all()
+
+
+def _say(error: BaseException) -> str:
+    """Return what dpprof raised; of what others raise, which may quote a sample, the kind."""
+    return str(error) if is_own(error) else f"one raises {type(error).__name__}"
 
 
 def _list_trained(optimizer: NoisyOptimizer) -> list[bool]:

@@ -64,7 +64,8 @@ class PrivateLosses(PrivateBase):
     def _losses_of_batch(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Compute the loss of each sample with which the trainer trains; (B,)."""
         _refuse_packed(inputs)
-        inputs = _number_positions(self.model, inputs)
+        is_compared = self.privacy.check and not self._is_sharded
+        inputs = _number_positions(self.model, inputs, is_compared=is_compared)
         labels, smoothing = inputs.pop("labels", None), self.args.label_smoothing_factor
         if labels is None:
             raise ValueError("the inputs have no labels; give PrivateTrainer losses_of")
@@ -176,25 +177,28 @@ def is_causal_lm(model: nn.Module) -> bool:
     return any(kind.__name__ in causal for kind in type(_inside(model)).__mro__)
 
 
-def _number_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+def _number_positions(
+    model: nn.Module, inputs: dict[str, Any], *, is_compared: bool
+) -> dict[str, Any]:
     """Number a causal model's tokens after padding on the left from 0, as generation does.
 
     Otherwise positions would begin after the padding, which is as long as the longest sample says.
+    A model that takes none may have relative ones; where samples are compared alone and in company,
+    that tells, and otherwise it is refused.
     """
     mask = inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or "position_ids" in inputs:  # noqa: PLR2004
         return inputs
     if not (mask[:, :1] == 0).any():
         return inputs
-    if (
-        not is_causal_lm(model)
-        or "position_ids" not in signature(_inside(model).forward).parameters
-    ):
-        raise ValueError(
-            "attention_mask begins with padding, so that a sample's positions depend on the "
-            "longest one beside it; pad on the right, or give position_ids"
-        )
-    return inputs | {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    if is_causal_lm(model) and "position_ids" in signature(_inside(model).forward).parameters:
+        return inputs | {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    if is_compared:
+        return inputs
+    raise ValueError(
+        "attention_mask begins with padding, so that a sample's positions may depend on the "
+        "longest one beside it; pad on the right, give position_ids, or leave out check=False"
+    )
 
 
 def _refuse_packed(inputs: Mapping[str, Any]) -> None:

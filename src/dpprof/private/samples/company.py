@@ -5,11 +5,13 @@ agree. Then no loss depends on the longest sample beside it, on padding, on how 
 are, or on what ``collate_fn`` mixes. It compares values, so it also finds what reaches a loss
 without a gradient.
 
-Where ``collate_fn`` or the loss draws numbers, a sample alone gets other numbers. Then as many
-samples are collated from the same state of the generators, with others in the places of the last
-ones: the first ones' numbers stay, and so must their losses. For the other comparisons rows are cut
-from one collated batch, and each to its own length by the mask of the batch; a model that draws in
-training is put into evaluation for them.
+Where ``collate_fn`` or the loss draws numbers, a sample alone gets other numbers. Then samples are
+collated anew, some replaced by others or the longest left out, with the same numbers: the others'
+losses must stay. Operators of PyTorch get those of the same places (``Tape``), and NumPy
+and Python start from the same states; where they draw more or fewer numbers for the other samples,
+only the first sample is known to get its own. For the other comparisons rows are cut from one
+collated batch, and each to its own length by the mask of the batch; a model that draws in training
+is put into evaluation for them.
 
 All is compared twice: with the model as it is, and with the outputs of its layers amplified to a
 size of one, so that a model that begins its training shows what positions and attention do.
@@ -25,6 +27,7 @@ Shape legend: B samples, T tokens.
 """
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
@@ -39,6 +42,7 @@ from dpprof.private.refusals.released_state import is_same
 from dpprof.private.samples import batches
 from dpprof.private.samples.changed_layers import amplified, rounding_otherwise
 from dpprof.private.samples.random_state import States, random_state_kept
+from dpprof.private.samples.runs import Run, agree, leaves_of, shapes_of
 
 if TYPE_CHECKING:
     from dpprof.private.engine.engine import Clipping
@@ -48,7 +52,7 @@ COMPARED = 4  # samples that are compared, the shortest and the longest of ``LOO
 
 LOOKED_AT = 64
 
-_ROUNDS = 6  # how often samples are replaced where numbers are drawn
+_ROUNDS = 3  # how often samples are replaced where numbers are drawn, each amplified too
 
 _ROUNDING = 2.0
 _FLOOR = 16  # units in the last place of a loss that always count as rounding
@@ -70,6 +74,15 @@ _MIXED = (
     "a sample's loss depends on the samples beside it: look in the model and the loss for batch "
     "statistics, contrast, counts or means over the batch, and numbers that follow its size"
 )
+_DRAWN = (
+    "numbers are drawn with NumPy or Python, or one by one, and how many follows other samples: "
+    "draw all numbers of a sample one after another, or with PyTorch for the whole batch"
+)
+_NOT_COMPARED = (
+    "numbers are drawn, and no sample can be compared beside others: collate_fn, the model or the "
+    "loss needs these samples or lengths, or draws one by one; check=False leaves this out"
+)
+LOSES_AXIS = "loses the axis of a batch of one, as squeeze() without an axis does"
 _REORDERED = (
     "collate_fn or the loss puts samples in another order, by which those of a user are told: keep "
     "the order in which collate_fn gets them"
@@ -155,6 +168,7 @@ class Company:
     collates: bool = True
     keeps_order: bool = False  # as those of users must; ``collate_fn`` may change it
     unchecked: list[str] = field(default_factory=list)  # what could not be compared, and why
+    _is_hidden: bool = False  # whether numbers are drawn that cannot be repeated by their places
 
     def compare(self, states: States) -> list[str]:
         """Compare all samples together with each alone, and in other batches.
@@ -169,29 +183,29 @@ class Company:
         with _unchanged(self.model), torch.compiler.set_stance("force_eager"):
             for module, name, _ in find_dropout(self.model):
                 setattr(module, name, 0.0)
-            self._states = states
+            self.states = states
             self._compare()
-        return self.unchecked
+        return list(dict.fromkeys(self.unchecked))
 
     def _compare(self) -> None:
-        with self._states.noting() as of_batch:
+        with self.states.noting() as of_batch:
             batch = self.gather(range(self.count))
-        with self._states.noting() as of_losses:
-            losses_B = self._compute(batch, self.count)
-        gather = self.gather
+        with self.states.noting() as of_losses:
+            losses_B = self.compute(batch, self.count)
+        gather = partial(batches.take, batch, self.count) if of_batch.drew else self.gather
         if of_batch.drew or of_losses.drew:
-            self._replace_others()
-            if of_batch.drew:
-                gather = partial(batches.take, batch, self.count)
+            self._replace_all()
             for module in self.model.modules() if of_losses.drew else ():
                 module.training = False
-            with self._states.noting() as of_losses:
-                losses_B = self._compute(batch, self.count)
+            if self._is_hidden and of_batch.drew:
+                self._replace_all()
+            with self.states.noting() as of_losses:
+                losses_B = self.compute(batch, self.count)
             if of_losses.drew:  # rows of a batch are cut with their draws elsewhere
-                if self.collates or any(map(is_mask, _leaves_of(batch, self.count))):
+                if self.collates or any(map(is_mask, leaves_of(batch, self.count))):
                     self.unchecked.append("the loss draws numbers, which alone are others")
                 return
-        if self._cannot_repeat(losses_B, self._compute(batch, self.count)):
+        if self._cannot_repeat(losses_B, self.compute(batch, self.count)):
             return
         is_cut = of_batch.drew or not self.collates
         if is_cut and (why := self._find_no_rows(batch)):
@@ -202,14 +216,13 @@ class Company:
                 self._compare_parts(gather, batch, is_cut=is_cut)
         if self.unchecked.count(_COARSE) == 1:  # the other comparison shows enough
             self.unchecked.remove(_COARSE)
-        self.unchecked = list(dict.fromkeys(self.unchecked))
 
     def _compare_parts(
         self, gather: Callable[[Sequence[int]], Any], batch: Any, *, is_cut: bool
     ) -> None:
         """Compare a batch of all with each sample alone, at its own length, and with others."""
-        losses_B = self._compute(batch, self.count)
-        allowed_B = self._find_rounding(lambda: self._compute(batch, self.count), losses_B)
+        losses_B = self.compute(batch, self.count)
+        allowed_B = self._find_rounding(lambda: self.compute(batch, self.count), losses_B)
         if (allowed_B > _HIDDEN * losses_B.abs()).all() and losses_B.any():
             self.unchecked.append(_COARSE)
         alone_B = self._run_alone(gather, batch, losses_B, allowed_B, is_cut=is_cut)
@@ -217,11 +230,11 @@ class Company:
             self._compare_lengths(gather, alone_B, allowed_B)
         orders = [range(self.count)[::-1], range(0, self.count, 2), range(1, self.count, 2)]
         for order in (list(places) for places in orders if len(places) > 1):
-            found_B = self._compute(gather(order), len(order))
+            found_B = self.compute(gather(order), len(order))
             if self._differ(found_B, alone_B[order], allowed_B[order]):
                 raise WrongTrainingError(_MIXED)
 
-    def _compute(self, batch: Any, count: int) -> Tensor:
+    def compute(self, batch: Any, count: int) -> Tensor:
         """Return the losses of a batch; (B,) float64, on the CPU."""
         with torch.enable_grad():  # a loss may contain a gradient
             own = copy.copy(batch) if isinstance(batch, Mapping) else batch  # a loss may pop labels
@@ -238,7 +251,7 @@ class Company:
 
     def _cannot_repeat(self, first: Tensor, again: Tensor) -> bool:
         """Note where the same draws give another loss, by more than the order of additions."""
-        cannot = not bool(_agree(again, first, self._unit**0.5 * first.abs()).all())
+        cannot = not bool(agree(again, first, self._unit**0.5 * first.abs()).all())
         if cannot:
             self.unchecked.append(
                 "the loss or collate_fn draws numbers that cannot be repeated, such as those of "
@@ -276,18 +289,19 @@ class Company:
         losses = []
         for place in range(self.count):
             try:
-                losses.append(self._compute(gather([place]), 1))
+                losses.append(self.compute(gather([place]), 1))
             except (torch.OutOfMemoryError, WrongTrainingError):
                 raise
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (any loss may fail in any way)
                 raise WrongTrainingError(
                     f"one sample alone fails ({type(error).__name__}), and {self.count} together "
                     "do not: collate_fn, the model or the loss needs other samples, as contrastive "
-                    "losses, pairs of samples and batch statistics do"
-                ) from error
+                    f"losses, pairs of samples and batch statistics do, or {LOSES_AXIS}",
+                    str(error),
+                ) from None
         alone_B = torch.cat(losses)
         if self._differ(losses_B, alone_B, allowed_B):
-            same_B = _agree(losses_B, alone_B, allowed_B)
+            same_B = agree(losses_B, alone_B, allowed_B)
             place = int((~same_B).long().argmax())
             problem = _MIXED if is_cut else self._explain(place, batch, losses_B, allowed_B)
             raise WrongTrainingError(problem)
@@ -295,10 +309,10 @@ class Company:
 
     def _differ(self, found_B: Tensor, expected_B: Tensor, allowed_B: Tensor) -> bool:
         """Tell whether losses differ, and not only in their order, which counts for users."""
-        if _agree(found_B, expected_B, allowed_B).all():
+        if agree(found_B, expected_B, allowed_B).all():
             return False
         in_order = found_B.sort().values, expected_B.sort().values
-        is_other = not bool(_agree(*in_order, allowed_B.min()).all())
+        is_other = not bool(agree(*in_order, allowed_B.min()).all())
         if self.keeps_order and not is_other:
             raise WrongTrainingError(_REORDERED)
         return is_other
@@ -308,19 +322,19 @@ class Company:
         alone = self.gather([place])
         try:
             cut = batches.take(batch, self.count, [place])
-            losses = self._compute(cut, 1)
+            losses = self.compute(cut, 1)
         except Exception:  # noqa: BLE001 (a batch may be of any structure)
             return f"{_MIXED}; or {_COLLATED}"
-        if not _agree(losses, losses_B[[place]], allowed_B[[place]]).all():
+        if not agree(losses, losses_B[[place]], allowed_B[[place]]).all():
             return _MIXED
-        return _COLLATED if _shapes_of(cut, 1) == _shapes_of(alone, 1) else _LENGTH
+        return _COLLATED if shapes_of(cut, 1) == shapes_of(alone, 1) else _LENGTH
 
     def _has_one_length(self, batch: Any) -> bool:
         """Tell whether ``collate_fn`` pads to one length, whatever samples there are."""
         if not self.collates:
             return False
         alone = self.gather([self.count - 1])
-        return _shapes_of(alone, 1) == _shapes_of(batch, self.count)
+        return shapes_of(alone, 1) == shapes_of(batch, self.count)
 
     def _compare_lengths(
         self, gather: Callable[[Sequence[int]], Any], alone_B: Tensor, allowed_B: Tensor
@@ -331,7 +345,7 @@ class Company:
             if trimmed is None:
                 continue
             try:
-                losses = self._compute(trimmed, 1)
+                losses = self.compute(trimmed, 1)
             except Exception:  # noqa: BLE001 (a part may have its tokens on another axis)
                 self.unchecked.append("a sample that is cut to its own length does not run")
                 return
@@ -341,40 +355,58 @@ class Company:
                     "every batch is padded to one length, check with samples and collate)"
                 )
 
-    def _replace_others(self) -> None:
-        """Put copies in the places of the last samples, with the same draws, several times."""
-        every, kept = range(self.count), (self.count + 1) // 2
-        order = [*range(kept), *[kept - 1] * (self.count - kept)]
-        for turn in range(_ROUNDS):
-            start = self._states.read()
-            batch, first = self._run_from(start, every, kept)
-            end = self._states.read()
-            other, beside_copies = self._run_from(start, order, kept)
-            again = partial(self._run_from, start, every, kept)
-            if self._cannot_repeat(first, again()[1]):
-                return
-            if _shapes_of(batch, self.count) != _shapes_of(other, self.count):
-                self.unchecked.append("numbers are drawn, and shapes follow other samples")
-                return
-            if not turn:
-                allowed = self._find_rounding(lambda again=again: again()[1], first)  # type: ignore[misc]
-            self._states.write(end)  # the next turn draws other numbers
-            if not _agree(beside_copies, first, allowed).all():
-                pairs = zip(
-                    _leaves_of(batch, self.count), _leaves_of(other, self.count), strict=True
-                )
-                is_same_data = all(
-                    is_same(leaf[:kept], other_leaf[:kept])
-                    for leaf, other_leaf in pairs
-                    if isinstance(leaf, Tensor)
-                )
-                raise WrongTrainingError(_MIXED if is_same_data else _COLLATED)
+    def _replace_all(self) -> None:
+        """Replace samples by those next in length, so that who sorts by it keeps the order."""
+        order, half = list(range(self.count))[::-1], self.count // 2
+        changes = [
+            [change.get(at, at) for at in order]
+            for longer, shorter in itertools.pairwise(order[::-1])
+            for change in ({longer: shorter}, {shorter: longer})
+        ]
+        always = [order[:half] + [order[half - 1]] * (self.count - half), order[:-1]]
+        changes = [changes[at * len(changes) // (2 * _ROUNDS)] for at in range(2 * _ROUNDS)]
+        self._replace_others(order, [[picked, *always] for picked in changes[::2]])
+        with amplified(self.model):
+            self._replace_others(order, [[picked, *always] for picked in changes[1::2]])
 
-    def _run_from(self, start: Any, places: Sequence[int], kept: int) -> tuple[Any, Tensor]:
-        """Collate and compute from a state of the generators; return the first losses."""
-        self._states.write(start)
-        batch = self.gather(places)
-        return batch, self._compute(batch, self.count)[:kept]
+    def _replace_others(self, order: list[int], changes: list[list[list[int]]]) -> None:
+        """Compare samples with those in changed batches, with the same draws."""
+        for others in changes:
+            first = Run(self, order)
+            after = self.states.read()  # the next turn draws other numbers
+            losses_B, again = first.losses_B, partial(Run, self, order, first)
+            if self._cannot_repeat(losses_B, again().losses_B):
+                return
+            allowed_B = self._find_rounding(lambda run=again: run().losses_B, losses_B)  # type: ignore[misc]
+            compared = [self._is_compared(first, other, allowed_B) for other in others]
+            if not any(compared):
+                raise WrongTrainingError(_NOT_COMPARED)
+            self.states.write(after)
+
+    def _is_compared(self, first: "Run", order: list[int], allowed_B: Tensor) -> bool:
+        """Compare the losses of those that stay in a changed batch; False where it cannot be."""
+        count = len(order)
+        stays_B = torch.tensor(order) == torch.tensor(first.order[:count])
+        try:
+            run = Run(self, order, first)
+            if not run.draws_as(first):  # the numbers of the first come before those of others
+                stays_B[1 if count == self.count else 0 :] = False
+            expected = first.losses_B[:count], allowed_B[:count]
+            agree_B = agree(run.losses_B, *expected)
+            if not agree_B[stays_B].all():
+                agree_B |= agree(Run(self, order, first, at_end=True).losses_B, *expected)
+        except (torch.OutOfMemoryError, WrongTrainingError):
+            raise
+        except Exception:  # noqa: BLE001 (it may need several samples, or lengths)
+            return False
+        if run.hides(first) or not run.draws_rows_as(first):
+            self._is_hidden |= run.hides(first)
+            return False
+        if agree_B[stays_B].all() or (not self.keeps_order and run.is_sorted_as(first, allowed_B)):
+            return bool(stays_B.any())
+        why = _MIXED if run.shapes == first.shapes else _LENGTH
+        why = why if run.has_data_of(first, stays_B) else _COLLATED
+        raise WrongTrainingError(why if run.draws_as(first) else f"{why}; or {_DRAWN}")
 
 
 def compare_samples(
@@ -429,22 +461,9 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _agree(found_B: Tensor, expected_B: Tensor, allowed_B: Tensor) -> Tensor:
-    is_nan = found_B.isnan() & expected_B.isnan()
-    return is_nan | (found_B == expected_B) | ((found_B - expected_B).abs() <= allowed_B)
-
-
-def _leaves_of(batch: Any, count: int) -> list[Any]:
-    return [leaf for _, leaf in batches.find_split(batch, count)]
-
-
-def _shapes_of(batch: Any, count: int) -> list[Any]:
-    return [tuple(getattr(leaf, "shape", ()))[1:] for leaf in _leaves_of(batch, count)]
-
-
 def _trim(batch: Any) -> Any | None:
     """Cut a batch of one sample to the length in its mask; None where that is the batch's."""
-    leaves = [leaf for leaf in _leaves_of(batch, 1) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in leaves_of(batch, 1) if isinstance(leaf, Tensor)]
     mask = next(filter(is_mask, leaves), None)
     if mask is None:
         return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_Read = tuple[list[bytes], dict[torch.Generator, Tensor], list[bytes]]
+Read = tuple[list[bytes], dict[torch.Generator, Tensor], list[bytes]]
 
 
 class OtherGenerators:
@@ -65,7 +65,7 @@ class States:
         self._others = others
         self._seen: dict[torch.Generator, Tensor] = {}
 
-    def read(self) -> _Read:
+    def read(self) -> Read:
         """Return the states."""
         own = [torch.get_rng_state()]
         has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -73,7 +73,7 @@ class States:
         seen = {generator: generator.get_state() for generator in self._seen}
         return [state.numpy().tobytes() for state in own], seen, self._others.read()
 
-    def write(self, states: _Read) -> None:
+    def write(self, states: Read) -> None:
         """Set the states back; a generator seen only later returns to its state before it drew."""
         own, seen, others = states
         cpu, *of_cuda = (torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in own)
