@@ -260,10 +260,27 @@ def test_pairs_through_a_head_without_logits_are_exact(tied, keep, way) -> None:
     assert_exact(way, model, (ids,), losses_of, bound=0.2)
 
 
-def ragged(m, x, sizes):
-    """As many rows of a sample as ``sizes`` say."""
-    parts = rows_of(m, x).split(sizes)
-    return torch.stack([part.sum() for part in parts])
+def name_owners(sizes):
+    return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+
+
+RAGGED = {
+    "parts": lambda y, sizes: torch.stack([part.sum() for part in y.split(sizes)]),
+    "index add": lambda y, sizes: y.new_zeros(len(sizes)).index_add(0, name_owners(sizes), y),
+    "scatter add": lambda y, sizes: (
+        y.new_zeros(len(sizes), 2)
+        .scatter_add(0, name_owners(sizes)[:, None].expand(-1, 2), y[:, None].expand(-1, 2))
+        .mean(1)
+    ),
+    "masks": lambda y, sizes: torch.stack(
+        [y[name_owners(sizes) == sample].sum() for sample in range(len(sizes))]
+    ),
+    "padded": lambda y, sizes: (
+        y.new_zeros(len(sizes), max(sizes))
+        .index_put((torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]).nonzero().unbind(1), y)
+        .sum(1)
+    ),
+}
 
 
 @pytest.mark.parametrize(
@@ -283,8 +300,13 @@ def test_rows_through_modules_with_backward_hooks_are_exact(where, register, way
     assert seen
 
 
-def test_another_number_of_rows_of_each_sample_is_exact(way) -> None:
+@pytest.mark.parametrize("joined", RAGGED)
+def test_another_number_of_rows_of_each_sample_is_exact(joined, way) -> None:
     """Also where there are as many rows as samples, after a batch that has one of each."""
+
+    def ragged(m, x, sizes):
+        return RAGGED[joined](rows_of(m, x), sizes)
+
     model = make_model()
     clipping = way(model, 0.05)
     for sizes in ([1, 1, 1], [2, 0, 1], [0, 1, 4], [3, 3, 3], [0, 0, 3]):

@@ -44,7 +44,7 @@ def _read_rates(loop: Loop) -> dict[torch.nn.Parameter, float]:
 
 
 def compare_noise(loop: Loop, silent: Gradients, first: Gradients, second: Gradients) -> int:
-    """Compare the noise of each parameter, and of all, with its scale; return how many numbers.
+    """Compare the noise of each parameter, and of all, with its scale; return how many elements.
 
     ``silent`` are gradients without noise, ``first`` and ``second`` of steps with noise.
     ``WrongTrainingError``: a parameter gets no noise, the same each time, or of another scale.
@@ -63,7 +63,7 @@ def compare_noise(loop: Loop, silent: Gradients, first: Gradients, second: Gradi
         drawn, squares = drawn + count, squares + square
         most_rounding = max(most_rounding, rounding)
     _compare_scale("all parameters", drawn, squares, scale, most_rounding)
-    return drawn
+    return drawn // 2
 
 
 def _compare_scale(name: str, count: int, square: float, scale: float, rounding: float) -> None:

@@ -45,10 +45,14 @@ def pick(operand: Operand) -> Owners | None:
     axes = range(first, first + width)
     joined = join(owners, axes)
     if joined is not None:
-        return joined.reshape(*joined.shape[:first], *(1,) * count, *joined.shape[first + width :])
+        joined = joined.reshape(
+            *joined.shape[:first], *(1,) * count, *joined.shape[first + width :]
+        )
+        if joined.size > 1:
+            return joined  # else all of it is one sample's, and the rest is others'
     values = [operand.read(indices[axis]) for axis in indexed]
     if any(value is None for value in values):
-        return None
+        return joined
     places = [each for v in values for each in (v.nonzero() if v.dtype == bool else [v])]
     return _scatter_at(owners, first, np.broadcast_arrays(*places), operand.shape)
 

@@ -123,9 +123,8 @@ class Layout:
         outputs = range(len(shapes_of(node)))
         self.is_trusted |= any((node, output) in proof.trusted for output in outputs)
         rows = Rows.of(whole(along, 0, count), self.samples)
-        # What an index picks may depend on data: as many rows of each sample do not.
-        is_fixed = rows is None or rows.is_in_blocks or (self._reads and not proof.has_read)
-        return rows if is_fixed else None
+        # How many rows a sample has may depend on data, which a captured step does not read again.
+        return rows if rows is None or rows.is_in_blocks or self._reads else None
 
     @staticmethod
     def _owners_along(proof: Proof, node: Any, axis: int, count: int) -> Owners | None:
