@@ -11,9 +11,11 @@ from dpprof.experiments.config import registry
 from dpprof.experiments.records.terms import COMPONENTS
 from dpprof.predict.memory.recorder import Recorder
 from dpprof.private.allocation_marks import MARKED, allocates, codes_of, components_by_code
+from dpprof.private.contributions.contributions import AT_ONCE_BYTES
 from dpprof.private.contributions.sample_gradients import SampleGradients
 from dpprof.private.engine.batch import sum_whole
 from dpprof.private.engine.book_keeping import BookKeeping
+from dpprof.private.layers.head import _Kept
 from dpprof.private.noise import noise_keys
 from dpprof.private.noise.digest import LANES, hash_rows
 from dpprof.private.noise.noise import NoiseOfStep, draw_secure_noise
@@ -46,6 +48,10 @@ def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
         hash_rows(torch.zeros(8, dtype=torch.int32), torch.zeros(2, LANES, dtype=torch.int64))
         sum_whole(SampleGradients(torch.ones(2, 3)), torch.ones(2))  # ranks with shards do
         make_buffer(torch.ones(2), 2, 3)
+        kept = _Kept(torch.zeros(2, 1, 3), AT_ONCE_BYTES)  # of samples that came in two parts
+        for _ in range(2):
+            kept.make(torch.zeros(1, 3), torch.zeros(4, 3))
+        kept.of(slice(0, 2))
         with as_if_on_cuda():  # where small sums are joined
             noise_keys._as_words([torch.zeros(2), torch.zeros(3)])
         ranks._add_noise_together([torch.zeros(2), torch.zeros(3)], lambda flat: flat.add_(1))
