@@ -231,6 +231,16 @@ def test_samples_that_a_later_batch_sorts_and_puts_back_are_refused(back, way) -
         assert is_clear(model)
 
 
+def test_that_each_batch_is_verified_is_said_once(way, caplog) -> None:
+    model = between(lambda h: torch.cdist(h, torch.ones(1, D)).expand_as(h))
+    clipping = way(model, 1.0)
+    for _ in range(3):
+        clipping.backward(squares(model, torch.randn(B, T, D)))
+        model.zero_grad()
+    [message] = caplog.messages
+    assert "stops at Cdist, so each batch is verified, by two more backward passes" in message
+
+
 def test_one_loss_that_depends_on_one_other_sample_is_always_seen(way) -> None:
     for seed in range(10):
         torch.manual_seed(seed)

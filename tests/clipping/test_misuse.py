@@ -244,6 +244,18 @@ def test_a_trained_tensor_of_all_samples_is_refused(shape, way) -> None:
         )
 
 
+def test_of_one_sample_no_gradient_is_left_but_the_clipped_one(way) -> None:
+    """Where nothing tells an input from what is trained, as in parts of one sample."""
+    model, extra = build(), torch.ones((), dtype=torch.float64, requires_grad=True)
+    extra.grad = torch.full((), 7.0, dtype=torch.float64)
+    clipping = way(model, C)
+    clipping.backward((model(draw()[:1]) * extra).square().sum((1, 2)))
+    assert extra.grad == 7
+    with pytest.raises(RuntimeError, match="trained tensor"):
+        clipping.backward((model(draw()) * extra).square().sum((1, 2)))
+    assert extra.grad == 7
+
+
 def test_inputs_may_require_gradients(way) -> None:
     model, turned = build(), draw().transpose(0, 1).contiguous().requires_grad_()
     clipping = way(model, C)

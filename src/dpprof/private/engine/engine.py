@@ -9,7 +9,7 @@ import importlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +24,7 @@ from dpprof.private.errors import UnsupportedError, refuse_other_class
 from dpprof.private.graph.broadcasts import Broadcasts
 from dpprof.private.graph.first_batch import FirstBatches, Handler
 from dpprof.private.graph.layout import Layout
+from dpprof.private.graph.nodes import is_leaf, variable_of
 from dpprof.private.layers.batch_axis import describe, find_batch_second
 from dpprof.private.layers.composite_layers import Choice, find_choices
 from dpprof.private.layers.layers import count_uses
@@ -493,10 +494,9 @@ class Clipping(ABC):
             self._first_batches.look_again()
         self._first_batches.begin()
         try:
-            # Norms and sums are computed in their own dtypes, wherever backward is called.
-            kind = losses.device.type
-            is_cast = torch.is_autocast_enabled(kind)
-            with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
+            with ExitStack() as precision:  # of norms and sums, wherever backward is called
+                for kind in filter(torch.is_autocast_enabled, {"cpu", losses.device.type}):
+                    precision.enter_context(torch.autocast(kind, enabled=False))
                 self._sum(losses, enter, users if len(losses) else None)
             if is_due and self.repeated is not None:
                 self.repeated.compare()
@@ -530,18 +530,28 @@ class Clipping(ABC):
     def _sum(self, losses: Tensor, enter: Enter, users: Segments | None) -> None:
         """Add the clipped gradients of a batch to the sums."""
         batch = self._receiver.batch = self._read_graph(losses, users)
-        self._first_batches.verify(losses, self.handling, self._coverage, batch.layout)
-        batch.layout.raises = True
-        for node, leaf in self._list_strangers(batch.layout):
-            if batch.layout.is_shared(node):  # and losses do not mix samples
+        strangers = self._list_strangers(batch.layout)
+        with _gradients_kept([leaf for _, leaf in strangers]):
+            self._verify_graph(losses, batch.layout, strangers)
+            self._clip(batch, enter)
+
+    def _verify_graph(
+        self, losses: Tensor, layout: Layout, strangers: Sequence[tuple[Any, Any]]
+    ) -> None:
+        """Refuse what the graph of a batch shows, and what its backwards show where it does not."""
+        self._first_batches.verify(losses, self.handling, self._coverage, layout)
+        layout.raises = True
+        for node, leaf in strangers:
+            if layout.is_shared(node):  # and losses do not mix samples
                 _refuse_stranger(leaf)
-        if batch.layout.is_trusted and self.deferral is not None and self._first_batches.verifies:
-            raise UnsupportedError(
-                "the graph does not show whose rows some layers get, so each batch is verified; a "
-                "captured step is not"
-            )
-        if len(losses) > 1 and not (batch.layout.has_orders or batch.layout.is_trusted):
-            self._in_order.add(batch.layout.outline)
+        if layout.is_trusted and self.deferral is not None and self._first_batches.verifies:
+            raise UnsupportedError(f"{layout.doubt}; a captured step is not")
+        if len(losses) > 1 and not (layout.has_orders or layout.is_trusted):
+            self._in_order.add(layout.outline)
+
+    def _clip(self, batch: Batch, enter: Enter) -> None:
+        """Run the backwards of a batch, and add up."""
+        losses = batch.losses
         batch.changed.clear()
         if self.ranks.is_sharded:
             self._expect_shards(losses)
@@ -574,7 +584,7 @@ class Clipping(ABC):
         try:
             layout.group()
             ways = broadcasts.ways | layout.describe() | describe(self._batch_second)
-            self._first_batches.expect(ways, again=layout.is_trusted)
+            self._first_batches.expect(ways, layout.doubt)
             reused = self._find_reused(layout.nodes, broadcasts)
             return self._batch_type(self, losses, layout, broadcasts, reused, users=users)
         except BaseException:
@@ -583,7 +593,8 @@ class Clipping(ABC):
 
     def _list_strangers(self, layout: Layout) -> list[tuple[Any, Any]]:
         """List the leaves, with their nodes, that get a gradient and are not clipped."""
-        return [pair for pair in layout.leaves if not self.clips(self.ranks.own(pair[1]))]
+        leaves = [(node, variable_of(node)) for node in layout.nodes if is_leaf(node)]
+        return [pair for pair in leaves if not self.clips(self.ranks.own(pair[1]))]
 
     def agree(self) -> None:
         """Let sharded ranks agree on a batch, before sums leave them."""
@@ -635,6 +646,22 @@ class Clipping(ABC):
         trusted = substitute(self._first_batches, "are_verified", value=True)
         with trusted, substitute(self, "repeated", value=None):
             yield
+
+
+@contextmanager
+def _gradients_kept(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Leave leaves that are not clipped as they were: the sums of a batch are nobody else's.
+
+    Of a batch of one sample nothing tells an input from what is trained.
+    """
+    before = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient
 
 
 def _refuse_stranger(leaf: Tensor) -> NoReturn:

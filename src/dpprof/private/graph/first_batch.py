@@ -20,6 +20,7 @@ mean), mixing before the first trained layer, layers that do not run, other data
 Shape legend: B samples, T tokens, p width of an output.
 """
 
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -41,6 +42,8 @@ from dpprof.private.errors import BatchAxisError, UnsupportedError
 from dpprof.private.graph.layout import Layout
 from dpprof.private.ranks.ranks import Ranks
 
+_log = logging.getLogger("dpprof")
+
 Handler = Callable[[nn.Module, Contributions], None]  # handles a layer's contributions
 FIRST_BATCH = ("verified", "trusted")  # how the first batch is treated
 TRIES = 10  # the most batches to look at where a layer's gradients are all zero
@@ -57,7 +60,7 @@ class FirstBatches:
         if what not in FIRST_BATCH:
             raise ValueError(f"first_batch must be one of {FIRST_BATCH}, and is {what!r}")
         self.are_verified = what == "trusted"
-        self.verifies = not self.are_verified
+        self.verifies, self._has_told = not self.are_verified, False
         self._ranks, self._name_of, self._loss_scale = ranks, name_of, loss_scale
         self._looked_at = 0
         self._ways: set[str] = set()
@@ -78,16 +81,23 @@ class FirstBatches:
         """Verify the coming batches again."""
         self.are_verified, self._looked_at = False, 0
 
-    def expect(self, ways: set[str], *, again: bool = False) -> None:
-        """Verify the coming batch ``again``, or if it is computed in a way that was not verified.
+    def expect(self, ways: set[str], doubt: str = "") -> None:
+        """Verify the coming batch if there is a ``doubt``, or a way that was not verified.
 
         Ways are how values enter for all samples (``broadcasts``), which rows samples have
         (``layout``), and settings (``batch_axis``).
         """
         self._ways = ways
         self._are_other = self._verified_ways is not None and (
-            again or not ways <= self._verified_ways
+            bool(doubt) or not ways <= self._verified_ways
         )
+        if doubt and self.verifies and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "%s, by two more backward passes; first_batch='trusted' leaves that out, for code "
+                "that keeps samples in order",
+                doubt,
+            )
 
     def verify(
         self,
@@ -184,6 +194,8 @@ class _Batch:
 
     def _find_suspects(self) -> list[int]:
         """List the samples whose entries did not grow as their losses did."""
+        if len({len(sizes) for sizes in self._sizes}) > 1:  # other layers ran
+            return list(range(self._samples))
         suspects: set[int] = set()
         expected_B = [self._weights.get(sample, 0.0) for sample in range(self._samples)]
         for first_B, second_B in zip(*self._sizes, strict=True):

@@ -11,7 +11,6 @@ one a sample, each batch is verified.
 Shape legend: B samples, R rows.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -23,7 +22,6 @@ from torch.autograd.function import BackwardCFunction
 from dpprof.private.contributions.contributions import Contributions, Receive, receive_turned
 from dpprof.private.errors import BatchAxisError
 from dpprof.private.graph.nodes import (
-    describe,
     find_users,
     nodes_behind,
     operator_of,
@@ -31,7 +29,6 @@ from dpprof.private.graph.nodes import (
     past_identities,
     shape_of,
     shapes_of,
-    variable_of,
 )
 from dpprof.private.graph.owners import MANY, Owners, along_first_axis, merge, whole
 from dpprof.private.graph.proof import Output, Proof
@@ -72,12 +69,6 @@ class Layout:
         self.is_trusted = False  # whether rows count as those of samples by their number alone
         self.raises = False  # whether such a layer is refused at once, and not only noted
         self.has_orders = False  # that lengths do not tell: then all of the graph is looked at
-
-    @cached_property
-    def leaves(self) -> list[tuple[Any, Any]]:
-        """The nodes of leaves, each with its leaf."""
-        leaves = [(node, variable_of(node)) for node in self.nodes]
-        return [(node, leaf) for node, leaf in leaves if leaf is not None]
 
     @cached_property
     def above(self) -> Mapping[Any, list[tuple[Any, int]]]:
@@ -202,7 +193,7 @@ class Layout:
         if along_first_axis(owners) is None:
             return "samples lie on another of its axes; name it in batch_second, if on the second"
         if proof.has_read:
-            return "an index picks its rows; pick as many of each sample, in the order of samples"
+            return "an index picks its rows; keep the order of samples, if captured as many of each"
         return "the losses are in another order than the rows; keep the order of samples"
 
     def describe(self) -> set[str]:
@@ -210,14 +201,16 @@ class Layout:
         are_one_each = all(shape_of(node)[axis] == self.samples for node, axis in self._rows)
         if are_one_each and not self.is_trusted:
             return set()
-        names = Counter(
-            (
-                describe(node),
-                *(below.name() for below, _ in node.next_functions if below is not None),
-            )
-            for node in self.nodes
-        )
-        return {f"rows of samples, in graph {hash(frozenset(names.items()))}"}
+        return {f"rows of samples, in graph {self.outline}"}
+
+    @property
+    def doubt(self) -> str:
+        """Why each batch like this is verified; nothing where the graph proves its rows."""
+        if not self.is_trusted:
+            return ""
+        stop = next(iter(self._prove().stops.values()), None)
+        where = "" if stop is None else f" where it stops at {operator_of(stop)}"
+        return f"the graph does not show whose rows layers get{where}, so each batch is verified"
 
     def remove(self) -> None:
         """Change no more backward passes."""

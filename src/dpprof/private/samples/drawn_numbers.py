@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.private.refusals.released_state import is_same
-from dpprof.private.samples.random_state import States
+from dpprof.private.samples.random_state import States, Watch
 
 
 class Draw(NamedTuple):
@@ -61,7 +60,7 @@ def common_places(
     return next(of_each), next(of_each)
 
 
-class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tape(Watch):  # type: ignore[no-untyped-call]
     """Keeps what operators draw inside the context, or repeats what they drew in another one.
 
     An operator gets the numbers of the ``recorded`` one of the same rank, at the same places of
@@ -79,24 +78,18 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counts: tuple[int, int] = (1, 1),
         at_end: bool = False,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._states, self._recorded = states, recorded
+        super().__init__(states)
+        self._recorded = recorded
         self._replaced, self._counts, self._at_end = list(replaced), counts, at_end
         self.made: list[Draw] = []
 
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        before = self._states.note(kwargs.get("generator"))
-        out = func(*args, **kwargs)
-        if before != self._states.note(kwargs.get("generator")):
-            draw = describe(func, args, out)
-            numbers = self._repeat(draw)
-            self.made.append(draw)
-            if numbers is not None:
-                replace(func, args, out, numbers)
-        return out
+    def see(self, func: Any, args: Any, out: Any) -> None:
+        """Keep what an operator drew, or write the recorded numbers in its place."""
+        draw = describe(func, args, out)
+        numbers = self._repeat(draw)
+        self.made.append(draw)
+        if numbers is not None:
+            replace(func, args, out, numbers)
 
     def _repeat(self, draw: Draw) -> Tensor | None:
         """Return an operator's own numbers with the recorded ones at their places."""

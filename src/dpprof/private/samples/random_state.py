@@ -97,7 +97,7 @@ class States:
     def noting(self) -> Iterator[_Noted]:
         """Note whether anything draws inside the context."""
         noted, others = _Noted(), self._others.read()
-        with _Watch(self, noted):
+        with _Noting(self, noted):
             yield noted
         noted.drew |= others != self._others.read()
 
@@ -110,12 +110,15 @@ class States:
         return [state.numpy().tobytes()]
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes operators that draw, also where the loss sets a seed before."""
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees operators that draw, also where the loss sets a seed before."""
 
-    def __init__(self, states: States, noted: _Noted) -> None:
+    def __init__(self, states: States) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._states, self._noted = states, noted
+        self._states = states
+
+    def see(self, func: Any, args: Any, out: Any) -> None:
+        """Take what an operator that drew got and returned."""
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -123,8 +126,20 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         before = self._states.note(kwargs.get("generator"))
         out = func(*args, **kwargs)
-        self._noted.drew |= before != self._states.note(kwargs.get("generator"))
+        if before != self._states.note(kwargs.get("generator")):
+            self.see(func, args, out)
         return out
+
+
+class _Noting(Watch):  # type: ignore[no-untyped-call]
+    """Notes that an operator drew."""
+
+    def __init__(self, states: States, noted: _Noted) -> None:
+        super().__init__(states)
+        self._noted = noted
+
+    def see(self, *_: Any) -> None:
+        self._noted.drew = True
 
 
 def get_state(device: torch.device) -> Tensor:
