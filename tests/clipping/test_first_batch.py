@@ -319,3 +319,25 @@ def test_the_first_steps_peak_rises_by_a_layers_gradients_and_later_ones_not(way
 
     assert verified[1:] == trusted[1:]
     assert verified[0] <= trusted[0] + of_a_layer
+
+
+class Interleaved(nn.Module):
+    """Puts samples into another order where their number is even."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        count, halves = len(x), 2 - len(x) % 2
+        hidden = self.first(x).view(halves, count // halves, 4).transpose(0, 1).softmax(-1)
+        return self.last(hidden.view(count, 4))[:, 0].square()
+
+
+def test_another_cut_of_the_batch_is_another_graph() -> None:
+    model = Interleaved()
+    clipping = BookKeeping(model, 1.0)
+    for count in (3, 5):
+        clipping.backward(model(torch.randn(count, 4)))
+    with pytest.raises(BatchAxisError, match="another order"):
+        clipping.backward(model(torch.randn(6, 4)))

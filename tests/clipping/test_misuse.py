@@ -8,7 +8,16 @@ from functools import partial
 
 import pytest
 import torch
-from small_models import EVERY, Composed, each_of, gradients, is_clear, private, squares
+from small_models import (
+    EVERY,
+    Composed,
+    each_of,
+    gradients,
+    is_clear,
+    one_by_one,
+    private,
+    squares,
+)
 from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
@@ -324,3 +333,46 @@ def test_backward_inside_of_other_modes_is_refused(way) -> None:
     with torch.inference_mode(), pytest.raises(ValueError, match="inference mode"):
         clipping.backward(losses)
     assert_goes_on(clipping, model)
+
+
+class AddedVector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.ones(1, 3))
+
+    def forward(self, x):
+        return x + self.p
+
+
+class WritesGradients(nn.Module):
+    def forward(self, x):
+        x.register_hook(lambda gradient: gradient.mul_(100))
+        return x
+
+
+def test_a_gradient_that_is_kept_is_not_written_in_place() -> None:
+    """It would count 100 times, after its norm was found."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), WritesGradients(), AddedVector())
+    clipping = BookKeeping(model, C)
+    with pytest.raises(RuntimeError, match=r"kept for 2\.p was changed in place"):
+        clipping.backward(model(torch.randn(5, 3)).square().sum(1))
+
+
+@pytest.mark.parametrize("way", [BookKeeping, FlashClipping])
+def test_an_input_that_no_gradient_needs_may_be_written_in_place(way) -> None:
+    """As in a residual between layers of which biases alone are trained."""
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    for layer in (first, second):
+        layer.weight.requires_grad_(requires_grad=False)
+    model = nn.ModuleList([first, second])
+
+    def losses(x):
+        hidden = first(x)
+        hidden += second(hidden).relu()
+        return hidden.square().sum(1)
+
+    x = torch.randn(4, 3)
+    _, expected, bound = one_by_one(losses, model, [x])
+    clipping = way(model, bound)
+    clipping.backward(losses(x))
+    assert torch.allclose(gradients(model), expected, rtol=1e-5)

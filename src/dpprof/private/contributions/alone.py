@@ -190,7 +190,8 @@ class Mending:
             for place, flag in enumerate(flags):
                 if flag:
                     gradient = _add_up([take(use, place) for use in uses])
-                    gradients[place] = gradient.view(gradients[place].shape)
+                    # As ``data``: others' changes of what is kept are told by its version.
+                    gradients.data[place] = gradient.view(gradients[place].shape)
                     found_B[place] = gradient.square().sum()
 
         if isinstance(unsure_B, FakeTensor):

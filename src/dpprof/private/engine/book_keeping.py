@@ -38,7 +38,7 @@ class _KeptBatch(Batch):
     def clip(self, enter: Enter) -> None:
         enter("backward")
         with self.handling(self.norms.add):
-            torch.autograd.backward(self.losses, self.make_weights())
+            self.ranks.differentiate(self.losses, self.make_weights())
         enter("clip")
         with torch.no_grad():
             self._sum_all(self.find_factors())
@@ -59,13 +59,14 @@ class _KeptBatch(Batch):
         for parameter, kept in reversed(list(self._kept.items())):
             only = kept[0]
             if isinstance(only, SampleGradients) and may_join(parameter, only.gradients):
+                self._refuse_changed(parameter)
                 vectors[only.gradients.device].append((parameter, only.gradients))
                 del self._kept[parameter]
         return list(vectors.values())
 
     def keep(self, parameter: nn.Parameter, contribution: Kept) -> None:
         """Keep a contribution, and the versions of what other code has too."""
-        if not isinstance(contribution, SampleGradients):
+        if not (isinstance(contribution, SampleGradients) and contribution.is_own):
             self._versions[parameter].append(Versions(contribution))
         self._kept[parameter].append(contribution)
 
@@ -77,10 +78,13 @@ class _KeptBatch(Batch):
             alone.measure(alone.take(contributions))
         return alone
 
-    def _sum(self, factors_B: Tensor, parameter: nn.Parameter) -> None:
-        """Add what is kept to the sum, unless a hook wrote it since its norm was found."""
+    def _refuse_changed(self, parameter: nn.Parameter) -> None:
         for versions in self._versions.pop(parameter, ()):
             versions.verify(self.clipping.name_of(parameter))
+
+    def _sum(self, factors_B: Tensor, parameter: nn.Parameter) -> None:
+        """Add what is kept to the sum, unless a hook wrote it since its norm was found."""
+        self._refuse_changed(parameter)
         contributions = self._kept.pop(parameter, [])
         taken = self.alone.take(contributions) if self.alone else {}
         self.add_up(parameter, contributions, factors_B, taken)

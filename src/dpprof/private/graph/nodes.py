@@ -27,8 +27,14 @@ def nodes_behind(*tensors: Tensor, until: Collection[Any] = ()) -> Iterator[Any]
         yield node
 
 
+_CUTTING = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
+
+
 def outline(nodes: Sequence[Any]) -> int:
-    """Return the outline of a graph: which operator uses what; other lengths have the same."""
+    """Return the outline of a graph: which operator uses what; other lengths have the same.
+
+    An axis of one entry is no length: what cuts another axis into it cuts nothing.
+    """
     places = {node: place for place, node in enumerate(nodes)}
 
     def list_edges(node: Any) -> list[Any]:
@@ -38,8 +44,10 @@ def outline(nodes: Sequence[Any]) -> int:
 
 
 def describe(node: Any) -> str:
-    """Return the name of an operator, and the axes that it has saved."""
+    """Return the name of an operator, and the axes that it has saved, or that have one entry."""
     name: str = node.name()
+    if name in _CUTTING:
+        return f"{name} {[size == 1 for size in shape_of(node)]}"
     axes = _axes_in(node.__class__)
     return f"{name} {[getattr(node, axis) for axis in axes]}" if axes else name
 

@@ -225,8 +225,9 @@ _FIRST_AXIS = (
     "AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D AvgPool2D AvgPool3D "
     "Col2Im Convolution GridSampler2D GridSampler3D Im2Col MaxPool2DWithIndices "
     "MaxPool3DWithIndices MkldnnConvolution NativeGroupNorm PixelShuffle PixelUnshuffle "
-    "ReflectionPad2D ReflectionPad3D ReplicationPad2D UpsampleBicubic2D UpsampleBilinear2D "
-    "UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleTrilinear3D"
+    "ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D "
+    "ReplicationPad3D UpsampleBicubic2D UpsampleBilinear2D UpsampleLinear1D UpsampleNearest1D "
+    "UpsampleNearest2D UpsampleNearest3D UpsampleTrilinear3D"
 )
 _TABLE: Sequence[tuple[Rule, str]] = (
     (_pointwise, _POINTWISE),

@@ -87,7 +87,8 @@ class _Linear(torch.autograd.Function):
     def forward(  # noqa: PLR0917 (autograd passes them so)
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, receive: Receive
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        if ctx.needs_input_grad[1]:  # other code may change it in place, as without clipping
+            ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.transposed, ctx.receive = weight, bias, transposed, receive
         ctx.widths = 1  # for ``layout``: how many axes make a token, each of which it treats alike
         ctx.clipped = [weight] if bias is None else [weight, bias]
@@ -99,7 +100,6 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
         input_gradient = None
         may_repeat = not g.is_complex()
         if ctx.needs_input_grad[0] and torch.is_grad_enabled() and may_repeat:
@@ -110,6 +110,7 @@ class _Linear(torch.autograd.Function):
         g_BTp = _flatten(g)
         contributions: list[tuple[nn.Parameter, Contribution]] = []
         if ctx.needs_input_grad[1]:
+            (x,) = ctx.saved_tensors
             product = _multiply_samples(_flatten(x.detach()), g_BTp, transposed=ctx.transposed)
             contributions.append((ctx.weight, product))
         if ctx.needs_input_grad[2]:

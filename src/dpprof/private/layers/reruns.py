@@ -6,11 +6,13 @@ the experts that were chosen, runs for one sample after another.
 The first axis of what a layer returns has k entries of each sample, one in most cases
 (``layout``). Tensors that a layer gets have as many, or are alike for all samples, such as
 tables of rotary positions. Lengths may leave open which; so what each sample gives alone must be
-what the layer gave, or the step is refused.
+what the layer gave, or the step is refused. A branch that is still zero lets several readings give
+that, whose gradients differ: then a batch that left nothing open decides, or the step is refused.
 
 Shape legend: B samples, N entries of all samples, k = N / B.
 """
 
+import secrets
 import weakref
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
@@ -33,6 +35,12 @@ _SAME = {torch.float64: 1e-8, torch.float32: 1e-3}  # share of its norm that rou
 _SAME_IN_16_BITS = 2.0**-5
 
 _not_mapped: weakref.WeakSet[type] = weakref.WeakSet()  # that ``torch.func`` cannot map
+
+_cut: weakref.WeakKeyDictionary[nn.Module, dict[Any, set[int]]] = weakref.WeakKeyDictionary()
+"""Which tensors that a layer got had entries of each sample, by what it got, once that is known."""
+
+_ODD, _SHIFT = 2 * secrets.randbits(61) + 1, secrets.randbits(61)
+"""What the vector of ``project`` follows from: no output can be made to hide from it."""
 
 
 def parametrizing_safely() -> AbstractContextManager[None]:
@@ -128,8 +136,16 @@ class Rerun:
         self._gs, self._samples = gs, samples
 
     def find(self, projected: Sequence[Tensor]) -> Gradients:
-        """Find gradients with the inputs cut among samples in the first way that fits."""
-        ways = self._ways_to_cut()
+        """Find gradients with the inputs cut among samples in the only way that fits.
+
+        Raises:
+            UnsupportedError: None runs, or several fit whose gradients differ.
+        """
+        layer: Any = self._call.layer
+        known = _cut.setdefault(layer, {})
+        kind = (*self._needed, *(x.shape[:1] == (1,) for x in self._inputs))
+        ways = sorted(self._ways_to_cut(), key=lambda cut: cut != known.get(kind))
+        fitting: list[tuple[set[int], Gradients]] = []
         first: Gradients | None = None
         problem: Exception | None = None
         for cut in ways:
@@ -140,10 +156,19 @@ class Rerun:
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 problem = problem or error
                 continue
-            is_certain = len(ways) == 1 or isinstance(gradients.changed_B, FakeTensor)
-            if is_certain or not gradients.changed_B.any():
+            is_fake = isinstance(gradients.changed_B, FakeTensor)
+            if len(ways) == 1 and not is_fake:
+                known[kind] = cut
+            if len(ways) == 1 or self._samples == 1 or is_fake:
                 return gradients
-            first = first or gradients
+            if gradients.changed_B.any():
+                first = first or gradients
+            elif cut == known.get(kind):
+                return gradients
+            else:
+                fitting.append((cut, gradients))
+        if fitting:
+            return self._decide(fitting, known, kind)
         if first is not None:
             return first  # its change is refused
         assert problem is not None
@@ -151,6 +176,31 @@ class Rerun:
             f"{self._call.name} has no rule and got {shapes_of(self._inputs)}; it does not run on "
             f"one sample alone, and raises {type(problem).__name__}"
         ) from None
+
+    def _decide(
+        self, fitting: Sequence[tuple[set[int], Gradients]], known: dict[Any, set[int]], kind: Any
+    ) -> Gradients:
+        """Return the gradients of the only way that fits, or of several that agree."""
+        (cut, gradients), *others = fitting
+        if not others:
+            known[kind] = cut
+        for _, other in others:
+            for own, found in zip(
+                (*gradients.of_parameters, *gradients.of_inputs),
+                (*other.of_parameters, *other.of_inputs),
+                strict=True,
+            ):
+                limit = _SAME.get(own.dtype.to_real(), _SAME_IN_16_BITS)
+                parts = (part.nan_to_num(0.0, 0.0, 0.0) for part in (own, own - found))
+                size, moved = map(torch.linalg.vector_norm, parts)
+                if moved > limit * size:
+                    raise UnsupportedError(
+                        f"{self._call.name} has no rule and got {shapes_of(self._inputs)}, of "
+                        f"{self._samples} samples: lengths do not tell which of these tensors have "
+                        "entries of each sample, and gradients depend on it; keep what is alike "
+                        "for all samples in a buffer of the layer, or take batches of another size"
+                    )
+        return gradients
 
     def _may_be_cut(self, i: int) -> bool:
         first = self._inputs[i].shape[:1]
@@ -296,8 +346,9 @@ def project(y: Tensor) -> Tensor:
     """Project each entry's output onto a vector that is no multiple of a likely output; (N,)."""
     with torch.autocast(y.device.type, enabled=False):
         flat = _flatten(interleave(y.detach())).to(accumulator_of(y.dtype.to_real()))
-        places = torch.arange(flat.shape[1], device=y.device, dtype=flat.dtype)
-        projected_N: Tensor = flat @ places.mul_(0.7).sin_()
+        places = torch.arange(flat.shape[1], device=y.device).mul_(_ODD).add_(_SHIFT)
+        drawn = places.bitwise_right_shift_(40).bitwise_and_(2**20 - 1).to(flat.dtype)
+        projected_N: Tensor = flat @ drawn.mul_(2.0**-20).add_(0.5)  # of 0.5 to 1.5: no zeros
         return projected_N
 
 
