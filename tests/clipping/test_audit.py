@@ -83,6 +83,12 @@ def test_a_canary_adds_the_bound_to_its_own_coordinate_of_what_is_released() -> 
     assert torch.allclose(released, expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_canaries_have_numbers_that_hold_their_gradient(dtype) -> None:
+    weight = WithCanaries(nn.Linear(3, 1).to(dtype), 100).canaries.weight
+    assert weight.dtype == torch.promote_types(dtype, torch.float32)
+
+
 def test_a_right_training_is_below_its_epsilon_and_one_that_tells_too_little_is_not() -> None:
     found = run(train)
     assert found.epsilon == pytest.approx(4.39, abs=0.01)  # of a Gaussian, 9 / 9 times

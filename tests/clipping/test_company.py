@@ -272,6 +272,57 @@ def test_a_loss_that_mixes_values_is_refused(losses) -> None:
         compare(losses=LOSSES[losses])
 
 
+def test_targets_of_objects_are_samples_whatever_their_number() -> None:
+    """As detectors get: a list of dictionaries, one for each image."""
+    model = nn.Linear(D, 2)
+    samples = [(torch.randn(D), {"boxes": torch.randn(n, 2)}) for n in (1, 4, 2, 1)]
+
+    def collate(rows):
+        x, targets = zip(*rows, strict=True)
+        return torch.stack(x), list(targets)
+
+    def losses(x, targets):
+        pairs = zip(model(x), targets, strict=True)
+        return torch.stack([(y - own["boxes"]).square().sum() for y, own in pairs])
+
+    clipping = BookKeeping(model, 1.0)
+    assert compare_samples(clipping, losses, lambda: samples, collate) == []
+
+
+class Scaled(nn.Module):
+    """Rounds activations to 8 bits by one scale for the batch."""
+
+    def forward(self, h_BTd):
+        step = h_BTd.detach().abs().amax() / 127
+        return h_BTd + ((h_BTd / step).round() * step - h_BTd).detach()
+
+
+class Limited(nn.Module):
+    """Limits the norm of a batch, which only large samples have."""
+
+    def forward(self, h_BTd):
+        return h_BTd * (100 / h_BTd.detach().norm()).clamp(max=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("between", [Scaled, Limited])
+def test_one_scale_for_a_batch_is_refused_that_equal_samples_hardly_show(between, dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, 32), between(), nn.Linear(32, 3)).to(dtype)
+    samples = [(torch.randn(D), at % 3) for at in range(4)]
+
+    def collate(rows):
+        x, y = zip(*rows, strict=True)
+        return torch.stack(x).to(dtype), torch.tensor(y)
+
+    def losses(x, y):
+        return functional.cross_entropy(model(x).float(), y, reduction="none")
+
+    clipping = BookKeeping(model, 1.0)
+    with pytest.raises(WrongTrainingError, match="one scale for all"):
+        compare_samples(clipping, losses, lambda: samples, collate)
+
+
 def test_mixing_in_an_activations_hook_is_refused() -> None:
     model = Text()
     model.first.register_forward_hook(lambda *given: given[2] - given[2].detach().mean(0))

@@ -25,7 +25,7 @@ MARK = "canary"
 It is 0 for an ordinary sample, at + 1 for a canary in the data, -(at + 1) for one that is not.
 """
 
-_SCALE = 1e6  # of a canary's loss over its coordinate: its gradient exceeds any bound
+_SCALE = 1e12  # of a canary's loss over its coordinate: its gradient exceeds any bound
 LossesOf = Callable[..., Tensor]  # from ``(model, *batch)`` to the losses of samples, (B,)
 
 
@@ -36,7 +36,8 @@ class WithCanaries(nn.Module):
         super().__init__()
         self.model = model
         like = next((p for p in model.parameters() if p.requires_grad), torch.zeros(0))
-        self.canaries: nn.Embedding = nn.Embedding(count, 1, device=like.device, dtype=like.dtype)
+        dtype = torch.promote_types(like.dtype, torch.float32)  # 16 bits have no such gradients
+        self.canaries: nn.Embedding = nn.Embedding(count, 1, device=like.device, dtype=dtype)
         nn.init.zeros_(self.canaries.weight)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:

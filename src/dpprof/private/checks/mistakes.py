@@ -18,6 +18,7 @@ from dpprof.private.checks.batch import TrainingBatch
 from dpprof.private.checks.gradients import Samples, clip, find_difference, is_close, norm_of
 from dpprof.private.checks.loop import Gradients, Loop, WrongScaleError
 from dpprof.private.checks.settings import Mechanism
+from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.samples.company import WrongTrainingError
 
 
@@ -123,7 +124,7 @@ def _mistakes(loop: Loop, samples: Samples) -> Iterator[tuple[Gradients, str]]:
 
 def find_shared_layer(loop: Loop, batch: TrainingBatch) -> str | None:
     """Return the first trained layer that gets indices for all samples at once, and why."""
-    if isinstance(loop.private, Mechanism):  # which may clip one sample at a time
+    if isinstance(loop.private, Mechanism | NoisyOptimizer):  # which may have gradients of each
         return None
     count = batch.samples
     seen: list[str] = []

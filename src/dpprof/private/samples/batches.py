@@ -152,6 +152,12 @@ def _has_records(value: Any) -> bool:
     return any(_parts_of(entry) and not isinstance(entry, list | tuple) for entry in value)
 
 
+def _are_alike(value: Any) -> bool:
+    """Tell whether a list has mappings or objects with the same parts, as samples have."""
+    kinds = {(type(entry), *_parts_of(entry)) for entry in value}
+    return _has_records(value) and len(kinds) == 1
+
+
 def _is_split(value: Any, samples: int, path: str) -> bool:
     """Tell whether a leaf has an entry for each sample; ``ValueError`` if that is ambiguous."""
     if isinstance(value, PackedSequence):
@@ -161,7 +167,7 @@ def _is_split(value: Any, samples: int, path: str) -> bool:
     if not _is_list(value) or len(value) != samples or path == "batch":
         return False
     fits = [size == samples for entry in value for size in find_sizes(entry)]
-    if not any(fits) or (_has_records(value) and not all(fits)):
+    if not any(fits) or (_has_records(value) and not all(fits)) or _are_alike(value):
         return True
     raise ValueError(
         f"{path} has {samples} entries that are as long as the batch of {samples} samples, and may "
@@ -209,8 +215,8 @@ def _write(value: Any, key: Any) -> str:
 
 
 def _take_of_leaf(leaf: Any, places: Sequence[int]) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf[torch.tensor(places, dtype=torch.long, device=leaf.device)]
+    if isinstance(leaf, Tensor):  # also a sparse one
+        return leaf.index_select(0, torch.tensor(places, dtype=torch.long, device=leaf.device))
     if isinstance(leaf, PackedSequence):
         padded, lengths = pad_packed_sequence(leaf, batch_first=True)
         rows = torch.tensor(places, dtype=torch.long)

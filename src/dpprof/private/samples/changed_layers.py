@@ -1,6 +1,6 @@
 """Changes the outputs of layers for a while: by rounding errors, or in size."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -8,11 +8,17 @@ import torch
 from torch import Tensor, nn
 
 _MOST_GAIN = 1e4
+_LOUD = 2.0**7
 
 
 @contextmanager
-def _changed(model: nn.Module, change: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
-    """Change the outputs of layers with parameters inside the context.
+def _changed(
+    model: nn.Module,
+    change: Callable[[nn.Module, Tensor], Tensor],
+    *,
+    of: Callable[[Any], bool] = lambda _: True,
+) -> Iterator[None]:
+    """Change the outputs of layers with parameters inside the context, by what they got.
 
     This takes a hook of all modules: a head that is computed with its loss refuses its own hooks.
     """
@@ -20,9 +26,9 @@ def _changed(model: nn.Module, change: Callable[[nn.Module, Tensor], Tensor]) ->
         module for module in model.modules() if any(True for _ in module.parameters(recurse=False))
     }
 
-    def change_output(layer: nn.Module, _: Any, output: Any) -> Any:
+    def change_output(layer: nn.Module, inputs: Any, output: Any) -> Any:
         is_number = isinstance(output, Tensor) and output.is_floating_point()
-        return change(layer, output) if is_number and layer in own else output
+        return change(layer, output) if is_number and layer in own and of(inputs) else output
 
     hook = nn.modules.module.register_module_forward_hook(change_output)
     try:
@@ -59,6 +65,22 @@ def amplified(model: nn.Module) -> AbstractContextManager[None]:
         return output * gains[layer]
 
     return _changed(model, change)
+
+
+def louder(model: nn.Module, count: int, places: Sequence[int]) -> AbstractContextManager[None]:
+    """Multiply what the first layers return for some of ``count`` samples by a large number."""
+
+    def change(_: nn.Module, output: Tensor) -> Tensor:
+        if len(output) != count or count in output.shape[1:]:  # which axis is that of samples?
+            return output
+        gains = output.new_ones(count, *(1,) * (output.dim() - 1), requires_grad=False)
+        gains[list(places)] = _LOUD
+        return output * gains
+
+    def reads_data(inputs: Any) -> bool:
+        return not any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+
+    return _changed(model, change, of=reads_data)
 
 
 def _unit_of(layer: nn.Module, output: Tensor) -> float:

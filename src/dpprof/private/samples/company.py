@@ -14,7 +14,8 @@ collated batch, and each to its own length by the mask of the batch; a model tha
 is put into evaluation for them.
 
 All is compared twice: with the model as it is, and with the outputs of its layers amplified to a
-size of one, so that a model that begins its training shows what positions and attention do.
+size of one, so that a model that begins its training shows what positions and attention do. And
+others are made loud, which shows one scale for all of a batch.
 
 Losses agree if they differ by less than rounding explains. That is measured: the outputs of layers
 get random errors of two units in their last place, and losses may differ by ``_ROUNDING`` times the
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 
 from dpprof.private.refusals.released_state import is_same
 from dpprof.private.samples import batches
-from dpprof.private.samples.changed_layers import amplified, rounding_otherwise
+from dpprof.private.samples.changed_layers import amplified, louder, rounding_otherwise
 from dpprof.private.samples.random_state import States, random_state_kept
 from dpprof.private.samples.runs import Run, agree, leaves_of, shapes_of
 
@@ -53,6 +54,8 @@ COMPARED = 4  # samples that are compared, the shortest and the longest of ``LOO
 LOOKED_AT = 64
 
 _ROUNDS = 3  # how often samples are replaced where numbers are drawn, each amplified too
+
+_OF_FEW = 12  # over their number: of two samples every other permutation leaves each in its place
 
 _ROUNDING = 2.0
 _FLOOR = 16  # units in the last place of a loss that always count as rounding
@@ -72,7 +75,8 @@ _COLLATED = (
 )
 _MIXED = (
     "a sample's loss depends on the samples beside it: look in the model and the loss for batch "
-    "statistics, contrast, counts or means over the batch, and numbers that follow its size"
+    "statistics, one scale for all, contrast, counts or means over the batch, and numbers that "
+    "follow its size"
 )
 _DRAWN = (
     "numbers are drawn with NumPy or Python, or one by one, and how many follows other samples: "
@@ -233,6 +237,21 @@ class Company:
             found_B = self.compute(gather(order), len(order))
             if self._differ(found_B, alone_B[order], allowed_B[order]):
                 raise WrongTrainingError(_MIXED)
+        self._compare_loud(batch, losses_B, allowed_B)
+
+    def _compare_loud(self, batch: Any, losses_B: Tensor, allowed_B: Tensor) -> None:
+        """Compare half of the samples beside others whose numbers are much larger."""
+        halves = [list(range(start, self.count, 2)) for start in (0, 1)]
+        for loud, others in (halves, halves[::-1]):
+            try:
+                with louder(self.model, self.count, loud):
+                    found_B = self.compute(batch, self.count)
+            except (torch.OutOfMemoryError, WrongTrainingError):
+                raise
+            except Exception:  # noqa: BLE001 (numbers may be too large for it)
+                return
+            if self._differ(found_B[others], losses_B[others], allowed_B[others]):
+                raise WrongTrainingError(_MIXED)
 
     def compute(self, batch: Any, count: int) -> Tensor:
         """Return the losses of a batch; (B,) float64, on the CPU."""
@@ -364,7 +383,8 @@ class Company:
             for change in ({longer: shorter}, {shorter: longer})
         ]
         always = [order[:half] + [order[half - 1]] * (self.count - half), order[:-1]]
-        changes = [changes[at * len(changes) // (2 * _ROUNDS)] for at in range(2 * _ROUNDS)]
+        rounds = 2 * max(_ROUNDS, _OF_FEW // self.count)
+        changes = [changes[at * len(changes) // rounds] for at in range(rounds)]
         self._replace_others(order, [[picked, *always] for picked in changes[::2]])
         with amplified(self.model):
             self._replace_others(order, [[picked, *always] for picked in changes[1::2]])
