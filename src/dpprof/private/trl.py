@@ -136,6 +136,7 @@ class PrivateDPOTrainer(_TrlMixin, DPOTrainer):  # type: ignore[misc]  # TRL has
             "f_divergence_type": (args.f_divergence_type != "reverse_kl", "it is not supported"),
             "ld_alpha": (args.ld_alpha is not None, "it is not supported"),
             "use_weighting": (args.use_weighting, "it is not supported"),
+            "loss_weights": (args.loss_weights is not None, "it is not supported"),
             "label_smoothing_factor": (args.label_smoothing_factor, "a pair has no labels"),
             "sync_ref_model": (args.sync_ref_model, "a resumed run would have another reference"),
             "several ranks": (args.world_size > 1, "train in one process"),

@@ -35,8 +35,10 @@ from dpprof.private.loop.trainer_batches import JoinedParts
 from dpprof.private.loop.trainer_checkpoints import PrivateCheckpoints
 from dpprof.private.loop.trainer_logs import PrivateLogs
 from dpprof.private.loop.trainer_losses import PrivateLosses
+from dpprof.private.noise.noise_keys import make_generator
 from dpprof.private.noise.strategies import Strategy, is_correlated_noise, make_strategy
 from dpprof.private.ranks.ranks import Ranks, is_distributed
+from dpprof.private.samples.random_state import seed_secretly
 from dpprof.private.samples.users import read_users
 
 __all__ = ["PrivacyArguments", "PrivateTrainer", "PrivateTrainerMixin"]
@@ -182,8 +184,12 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
                 "this PrivateTrainer trained before, and what it spent would not be counted; make "
                 "a new one, which may resume from a checkpoint"
             )
+        if self._steps is None:
+            raise RuntimeError(
+                "train() makes the optimizer of a private trainer, with clipping and noise around "
+                "it; give your own as optimizers=, or optimizer_cls_and_kwargs="
+            )
         inner = super().create_optimizer(model)
-        assert self._steps is not None
         privacy = self.privacy
         if privacy.delta is not None:
             import_accountant(privacy.accountant)  # epsilon will be logged
@@ -227,6 +233,10 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
             self.optimizer, privacy.execution, loader.max_batch_size, loader.numbers
         )
         loader.optimizer = self.optimizer
+        self._steps.most = self.state.max_steps
+        # Trainer seeded all generators with a number that it saves: dropout would be known.
+        generator = None if self._draws_anew else privacy.sampling_generator
+        seed_secretly(make_generator(generator, self._ranks.rank))
         return self.optimizer
 
     def _find_noise(self) -> float:
@@ -257,9 +267,14 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
         self._draws_anew = bool(resume_from_checkpoint) and self.privacy.resume == "fresh"
         self._remove_secrets()
         try:
-            done = super().train(resume_from_checkpoint, *inputs, **named)
+            with self._logging_quietly():
+                done = super().train(resume_from_checkpoint, *inputs, **named)
             self._remove_secrets()
-            return done if self.privacy.log_private else done._replace(training_loss=math.nan)
+            self._note_steps()
+            if self.privacy.log_private:
+                return done
+            self._leave_out_private(done.metrics)
+            return done._replace(training_loss=math.nan)
         finally:
             if self._clipping is not None:
                 self._clipping.remove()
@@ -279,6 +294,8 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
         if not model.training:  # a layer that was frozen in eval() stays so
             model.train()
         optimizer = self.private_optimizer
+        if hasattr(optimizer, "train"):  # one without a schedule has a mode, as a model has
+            optimizer.train()
         total = torch.zeros((), dtype=torch.float32, device=self.args.device)
         samples = 0
         for batch, part in inputs["parts"]:

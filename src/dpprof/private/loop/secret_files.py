@@ -4,6 +4,7 @@ From the state of a generator the noise of the coming steps follows, and from th
 model the exact sums of samples. Checkpoints are published as whole folders.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+_STEPS = "private_steps.json"  # in an output folder: the steps of each run that were saved
 
 _APART = "secrets"
 """The entry of a state that is not published, with all that is in it: what noise and samples follow
@@ -97,13 +100,24 @@ def find_checkpoints(output_dir: str | Path) -> list[Path]:
     return sorted(Path(output_dir).glob("checkpoint-*"))
 
 
-def refuse_later_checkpoints(checkpoint: str | Path, step: int) -> None:
-    """Refuse to draw other samples for steps that were taken, maybe published (``ValueError``)."""
-    for other in find_checkpoints(Path(checkpoint).parent):
-        number = other.name.rpartition("-")[2]
-        if number.isdecimal() and int(number) > step:
-            raise ValueError(
-                f"{other} lies beside {checkpoint}, and the steps between them would be taken once "
-                "more on other samples, and be counted once; resume from the last checkpoint, or "
-                "remove later ones if nothing of them was published"
-            )
+def note_steps(output_dir: str | Path, run: str, steps: int) -> None:
+    """Note how many steps of a run were saved, maybe published, whatever is removed later."""
+    path = Path(output_dir, _STEPS)
+    path.write_text(json.dumps(_read_steps(path) | {run: steps}))
+
+
+def refuse_saved_steps(checkpoint: str | Path, run: str, step: int) -> None:
+    """Refuse to draw other samples for steps that were saved (``ValueError``)."""
+    path = Path(checkpoint).resolve().parent / _STEPS
+    saved = _read_steps(path).get(run, 0)
+    if saved > step:
+        raise ValueError(
+            f"{saved:,} steps of this run were saved, and {checkpoint} is of {step:,}: those "
+            "between would be taken once more on other samples, and be counted once; resume from "
+            f"the last checkpoint, or remove {path} if nothing of later ones was published"
+        )
+
+
+def _read_steps(path: Path) -> dict[str, int]:
+    steps: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
+    return steps

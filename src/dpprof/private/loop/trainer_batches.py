@@ -22,11 +22,14 @@ class JoinedParts:
         self.dataset = range(loader.numbers.samples)  # whose length the Trainer asks for
         self._device = device
         self.handed = 0  # batches that were handed out; and those before this run
+        self.most: int | None = None  # how many a run has; it may be over when it is resumed
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        if self.most is not None and self.handed >= self.most:
+            return
         parts: list[tuple[Any, Part]] = []
         for batch, part in self.loader.parts():
             parts.append((batch, part))

@@ -1,12 +1,10 @@
 """Checkpoints of a private ``Trainer``: all that a resumed run needs, secrets apart."""
 
-import random
 import shutil
 import uuid
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -14,9 +12,10 @@ from dpprof.private.loop.secret_files import (
     find_checkpoints,
     find_secrets,
     join_secrets,
+    note_steps,
     read_secrets,
-    refuse_later_checkpoints,
     refuse_published,
+    refuse_saved_steps,
     split_secrets,
     writing_secrets,
 )
@@ -27,10 +26,18 @@ class PrivateCheckpoints(PrivateBase):
     """The part of a private ``Trainer`` that saves and resumes."""
 
     _checkpoints: frozenset[Path] = frozenset()
+    _run = ""  # the name of a training, which a resumed one goes on with
+    _has_private_logs = False
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         self._remove_secrets()
+        self._note_steps()
+
+    def _note_steps(self) -> None:
+        """Note that the model of so many steps can be published."""
+        if self.args.should_save and self._run:
+            note_steps(self.args.output_dir, self._run, self.state.global_step)
 
     def _remove_secrets(self) -> None:
         """Remove the secrets of checkpoints that were there before, and were removed since."""
@@ -56,7 +63,10 @@ class PrivateCheckpoints(PrivateBase):
             )
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not have come so far
+        self._run = self._run or uuid.uuid4().hex
+        self._has_private_logs |= self.privacy.log_private
         public, secrets = split_secrets(self._state())
+        public["run"], public["has private logs"] = self._run, self._has_private_logs
         secrets["name"] = public["name of secrets"] = uuid.uuid4().hex
         torch.save(public, folder / self._name_of_rank("private", "pt"))
         if self.args.should_save:
@@ -78,25 +88,14 @@ class PrivateCheckpoints(PrivateBase):
                 torch.save(self._secrets, folder / self._name_of_rank("secrets", "pt"))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        if self.privacy.resume == "exact":
+        """Restore what an exact run drew from; a fresh one draws from its own secret already."""
+        if checkpoint is not None and self.privacy.resume == "exact":
             super()._load_rng_state(str(self._secrets_of(checkpoint)))
-            return
-        torch.seed()
-        random.seed()
-        np.random.seed()  # noqa: NPY002 (the generator that Trainer seeds, too)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load all that a resumed run needs, or refuse: it would repeat noise on other samples."""
         if checkpoint is None:
             return
-        logs = set().union(*self.state.log_history)
-        if logs & {"loss", "train_loss"} and not self.privacy.log_private:
-            raise ValueError(
-                f"the trainer_state.json of {checkpoint} has private logs, which later checkpoints "
-                "would repeat; give PrivacyArguments(log_private=True), or empty its log_history"
-            )
         own = self._name_of_rank("private", "pt")
         for name in (own, "optimizer.pt", "scheduler.pt"):
             if not Path(checkpoint, name).exists():
@@ -109,6 +108,12 @@ class PrivateCheckpoints(PrivateBase):
             torch.load(Path(checkpoint, name), map_location="cpu", weights_only=True)
             for name in (own, "optimizer.pt", "scheduler.pt")
         )
+        self._run, self._has_private_logs = state.pop("run"), state.pop("has private logs")
+        if self._has_private_logs and not self.privacy.log_private:
+            raise ValueError(
+                f"the trainer_state.json of {checkpoint} has private logs and counts, which later "
+                "checkpoints would repeat; give PrivacyArguments(log_private=True)"
+            )
         name, exact = state.pop("name of secrets", None), self.privacy.resume == "exact"
         if exact:
             path = self._secrets_of(checkpoint) / self._name_of_rank("secrets", "pt")
@@ -125,7 +130,7 @@ class PrivateCheckpoints(PrivateBase):
                 f"trainer_state.json of {self.state.global_step:,}; resume from another checkpoint"
             )
         if self._draws_anew:
-            refuse_later_checkpoints(checkpoint, self.state.global_step)
+            refuse_saved_steps(checkpoint, self._run, self.state.global_step)
 
     def _name_of_rank(self, stem: str, suffix: str) -> str:
         """Name a file that each of several ranks has, as ``Trainer`` does."""

@@ -1,8 +1,10 @@
 """What a private ``Trainer`` logs: what was spent, and of samples only what is asked for."""
 
+import inspect
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,17 +12,24 @@ from torch import Tensor
 
 from dpprof.private.accounting.budget import Spent
 from dpprof.private.loop.trainer_base import PrivateBase
+from dpprof.private.substitutes import substitute
 
 _QUANTILES = (0.1, 0.5, 0.9)
 
-_PUBLIC_LOGS = {"learning_rate", "epoch", "epsilon", "noise_multiplier"}  # follow from no sample
+_PUBLIC_LOGS = {
+    "step",
+    "learning_rate",
+    "epoch",
+    "epsilon",
+    "noise_multiplier",
+}  # follow from no sample
 
 
 class PrivateLogs(PrivateBase):
     """The part of a private ``Trainer`` that logs."""
 
     spent: Spent
-    _is_evaluating = False
+    _evaluated: str | None = None  # how the names of an evaluation begin, while there is one
     _told_at = _telling_took_s = 0.0  # when epsilon was logged, and what that took
     _flops_of_token: int | None = None
     _norms: list[Tensor]  # of the samples of steps, until they are logged
@@ -43,14 +52,12 @@ class PrivateLogs(PrivateBase):
 
     def evaluate(self, *inputs: Any, **named: Any) -> Any:
         """Evaluate as ``Trainer`` does: what follows from these samples is logged."""
-        self._is_evaluating = True
-        try:
+        bound = inspect.signature(super().evaluate).bind(*inputs, **named).arguments
+        with substitute(self, "_evaluated", bound.get("metric_key_prefix", "eval")):
             return super().evaluate(*inputs, **named)
-        finally:
-            self._is_evaluating = False
 
     def log(self, logs: dict[str, float], *inputs: Any, **named: Any) -> None:
-        """Log what was spent; in training without ``log_private`` leave out all that is private."""
+        """Log what was spent."""
         if "loss" in logs:
             logs |= self._describe_norms()
             logs["noise_multiplier"] = self.private_optimizer.noise_multiplier
@@ -61,10 +68,30 @@ class PrivateLogs(PrivateBase):
                 logs["epsilon"] = up
                 self._told_at = time.monotonic()
                 self._telling_took_s = self._told_at - start
-        if self.is_in_train and not (self._is_evaluating or self.privacy.log_private):
-            for name in logs.keys() - _PUBLIC_LOGS:  # also from the metrics that train returns
-                del logs[name]
         super().log(logs, *inputs, **named)
+
+    @contextmanager
+    def _logging_quietly(self) -> Iterator[None]:
+        """Without ``log_private`` let nothing private reach logs inside the context.
+
+        It is left out where logs leave a trainer, after whatever a subclass adds to them.
+        """
+        handler: Any = self.callback_handler
+        on_log = handler.on_log
+
+        def log(args: Any, state: Any, control: Any, logs: dict[str, Any]) -> Any:
+            for told in (logs, *state.log_history[-1:]):
+                self._leave_out_private(told)
+            return on_log(args, state, control, logs)
+
+        is_quiet = not self.privacy.log_private
+        with substitute(handler, "on_log", log) if is_quiet else nullcontext():
+            yield
+
+    def _leave_out_private(self, logs: dict[str, Any]) -> None:
+        for name in logs.keys() - _PUBLIC_LOGS:
+            if self._evaluated is None or not name.startswith(f"{self._evaluated}_"):
+                del logs[name]
 
     def _epsilon_is_due(self) -> bool:
         """Tell whether to compute epsilon: at the end, and before as long as that costs 1 %."""

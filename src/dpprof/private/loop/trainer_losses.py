@@ -6,14 +6,16 @@ from inspect import signature
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dpprof.private.layers.causal_lm import causal_lm_losses, evaluated, is_same_loss
-from dpprof.private.layers.sample_losses import sample_losses, shift_labels
+from dpprof.private.layers.sample_losses import UNLABELLED, sample_losses, shift_labels
 from dpprof.private.loop.method_choice import FirstBatch
 from dpprof.private.loop.part_size import find_max_batch_size
 from dpprof.private.loop.poisson_batches import PoissonLoader
@@ -80,7 +82,11 @@ class PrivateLosses(PrivateBase):
             prepare = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
             if prepare is not None and "decoder_input_ids" not in inputs:
                 inputs["decoder_input_ids"] = prepare(labels=labels)
-        logits = model(**inputs).logits
+        outputs = model(**inputs)
+        logits = outputs.logits if hasattr(outputs, "logits") else outputs[0]
+        if _is_prompted(self.model) and labels.dim() == 2:  # noqa: PLR2004 (B, T)
+            more = logits.shape[1] - labels.shape[1]
+            labels = functional.pad(labels, (max(0, more), 0), value=UNLABELLED)
         return read_losses(logits, labels, shifts=is_causal, smoothing=smoothing)
 
     def compute_batch_loss(self, inputs: dict[str, Any]) -> Any:
@@ -88,30 +94,51 @@ class PrivateLosses(PrivateBase):
         return self.compute_loss(self.model, inputs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Move tensors to the device, also those inside of objects."""
-        if isinstance(inputs, Mapping) and not inputs:
-            return super()._prepare_inputs(inputs)  # refuses it
-        return move(inputs, self.args.device)
+        """Move tensors to the device, also those inside of objects, and prepare them as ever."""
+        moved = move(inputs, self.args.device)
+        is_own = super()._prepare_inputs.__func__ is not transformers.Trainer._prepare_inputs  # noqa: SLF001
+        if is_own or (isinstance(inputs, Mapping) and not inputs):
+            return super()._prepare_inputs(moved)  # refuses it if it is empty
+        return moved
 
     @torch.no_grad()
     def _verify_losses(self) -> None:
-        """Compare the loss of the first sample that has one with ``compute_loss``, in eval()."""
+        """Compare losses with ``compute_loss``, in eval(): of a sample, and of two in one batch."""
         assert self._steps is not None
-        loader = self._steps.loader
+        loader, first, labels = self._steps.loader, None, set()
         for at in range(min(loader.samples, _LOOKED_AT)):
-            inputs = self._prepare_inputs(loader.load(range(at, at + 1)))
-            with evaluated(self.model), self._autocast():
-                losses = self._losses_of_batch(self.model, dict(inputs))
-                if not losses:  # nothing is labelled
-                    continue
-                expected = self.compute_batch_loss(dict(inputs))
-                if not is_same_loss(self.model, losses[0], expected):
-                    raise ValueError(
-                        f"{type(self.model).__name__} computes its loss otherwise than as the "
-                        "cross-entropy of its logits with labels, or compute_loss of "
-                        f"{type(self).__name__} does; give it losses_of"
-                    )
-            return
+            inputs = self._prepare_inputs(loader.load([at]))
+            own = set(inputs["labels"].flatten().tolist()) if "labels" in inputs else set()
+            if first is None and self._compare_loss(inputs):
+                first, labels = at, own
+            elif first is not None and (not own or not own <= labels):  # it may have other weights
+                self._compare_loss(self._prepare_inputs(loader.load([first, at])))
+                return
+
+    def _compare_loss(self, inputs: Any) -> bool:
+        """Compare a batch's loss with the mean of its samples', or of their labelled tokens'.
+
+        Returns whether anything is labelled.
+        """
+        with evaluated(self.model), self._autocast():
+            losses_B = self._losses_of_batch(self.model, dict(inputs))
+            if not losses_B.any():
+                return False
+            expected = self.compute_batch_loss(dict(inputs))
+        labels = inputs.get("labels")
+        counts_B = torch.ones_like(losses_B)
+        if labels is not None and labels.dim() == 2:  # noqa: PLR2004 (B, T)
+            shifts = is_causal_lm(self.model) and not _is_prompted(self.model)
+            own = shift_labels(labels) if shifts else labels
+            counts_B = (own != UNLABELLED).sum(1).to(losses_B)
+        means = losses_B.mean(), losses_B @ (counts_B / counts_B.sum())
+        if not any(is_same_loss(self.model, mean, expected) for mean in means):
+            raise ValueError(
+                f"{type(self.model).__name__} computes its loss otherwise than as the "
+                "cross-entropy of its logits with labels, each of the same weight, or "
+                f"compute_loss of {type(self).__name__} does; give it losses_of"
+            )
+        return True
 
     def _check_losses(self) -> None:
         """Compare the clipped gradient of the first two samples with those of each alone."""
@@ -169,6 +196,11 @@ def read_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: floa
 def _inside(model: nn.Module) -> nn.Module:
     base = getattr(model, "get_base_model", None)
     return model if base is None else base()
+
+
+def _is_prompted(model: nn.Module) -> bool:
+    """Tell whether trained tokens come before those of a sample, as in prompt tuning of peft."""
+    return getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
 
 
 def is_causal_lm(model: nn.Module) -> bool:

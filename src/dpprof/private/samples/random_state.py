@@ -42,6 +42,14 @@ class OtherGenerators:
                 generator.state = value
 
 
+def seed_secretly(generator: torch.Generator) -> None:
+    """Let all that draws by itself, as dropout and augmentation do, follow from a secret."""
+    seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (the generator that others seed, too)
+
+
 @contextmanager
 def random_state_kept() -> Iterator[OtherGenerators]:
     """Restore PyTorch's own generators, and all of NumPy's and Python's, which it yields."""
