@@ -293,7 +293,7 @@ def resume(
     made_with = state["privacy"]["made_with"]
     made_with["rank"] = 1 - made_with["rank"]
     try:
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(state, exact=True)
     except ValueError as error:
         return found, privacy, str(error)
     return found, privacy, ""

@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from one_call import seeded
 from parallel_training import whole
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from dpprof.private import PrivacyArguments, PrivateTrainer
+from dpprof.private import PrivacyArguments, PrivateTrainer, make_private
 
 SAMPLES, T, V, BOUND, EXPECTED = 12, 6, 17, 0.3, 4
 
@@ -137,3 +139,40 @@ def train(
     trainer.train(resume_from_checkpoint=None if resume is None else str(folder / resume))
     logged = [one for one in trainer.state.log_history if "learning_rate" in one]
     return Trained(before, weights(model), trainer.drawn, logged, trainer.spent.history)
+
+
+def _make_private(data: Any) -> Any:
+    act_as_torchrun()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    settings: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "check": False}
+    return make_private(model, optimizer, loader, lambda x: model(x)[:, 0], **settings)
+
+
+def step_on_data(spread: str) -> int:
+    """Take a step on samples that ranks have alike, in another order, or each a half of."""
+    data = TensorDataset(torch.arange(24.0)[:, None])
+    rank = distributed.get_rank()
+    places = {
+        "alike": range(24),
+        "in another order": torch.randperm(24, generator=seeded(rank)).tolist(),
+        "in halves": range(rank, 24, 2),
+    }
+    private = _make_private(Subset(data, places[spread]))
+    for (x,) in private.data_loader:
+        private.optimizer.backward(private.model(x)[:, 0])
+        private.optimizer.step()
+        break
+    steps: int = private.optimizer.steps
+    return steps
+
+
+def load_batches_of_first() -> int:
+    """Load what the first rank draws from, on all; returns the rank."""
+    data = TensorDataset(torch.arange(24.0)[:, None])
+    state = [_make_private(data).data_loader.state_dict(exact=True)]
+    distributed.broadcast_object_list(state)
+    _make_private(data).data_loader.load_state_dict(state[0], exact=True)
+    return distributed.get_rank()

@@ -54,7 +54,9 @@ def train(
         loader = DataLoader(samples, batch_size=BATCH, shuffle=True)
         given = {"max_grad_norm": BOUND, "noise_multiplier": NOISE, "check": False}
         given |= {"noise_generator": seeded(noise), "sampling_generator": seeded(2)} | options
-        return make_private(trained, SGD(model.parameters(), lr=0.1), loader, compute, **given)
+        made = make_private(trained, SGD(model.parameters(), lr=0.1), loader, compute, **given)
+        samples.drawn.clear()  # which ranks compared
+        return made
 
     private = begin(seed)
     while private.optimizer.steps < STEPS:

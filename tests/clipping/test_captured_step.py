@@ -213,7 +213,7 @@ CHANGES = {
     "data": lambda t: setattr(t.model[0].weight, "data", torch.ones(8, 5)),
     "in place": lambda t: t.model[0].weight.data.fill_(0.1),
     "state": lambda t: t.optimizer.load_state_dict(
-        copy.deepcopy(t.optimizer.state_dict(exact=True))
+        copy.deepcopy(t.optimizer.state_dict(exact=True)), exact=True
     ),
     "another shape": lambda _: None,
 }

@@ -347,6 +347,8 @@ def test_settings_and_states_that_do_not_fit_are_refused() -> None:
         Run(d=5).optimizer.secure_mode = True
     with pytest.raises(ValueError, match="bisr is one mechanism for all steps"):
         Run("bisr", d=5).optimizer.attach_step_hook(print)
+    with pytest.raises(ValueError, match="count every step at the rate of all samples; add"):
+        Run(d=5).optimizer.attach_step_hook(print)
     with pytest.raises(ValueError, match="noise_buffers must be one of device, cpu, and is 'gpu'"):
         Run(noise_buffers="gpu")
     run = Run(d=5)

@@ -339,8 +339,12 @@ def test_ranks_compare_the_size_of_buckets() -> None:
         model = DistributedDataParallel(Small(), bucket_cap_mb=megabytes)
         clipping = BookKeeping(model, 1.0)
         sizes.append(private(clipping, model)._settings_of_ranks())
+        if megabytes == 25:
+            state = private(clipping, model).state_dict(exact=True)
     differing = [name for name, value in sizes[0].items() if sizes[1][name] != value]
     assert differing == ["what is reduced together, or the line of correlated noise,"]
+    with pytest.raises(ValueError, match="noise spread over 'buckets of 1048576 26214400 bytes'"):
+        private(clipping, model).load_state_dict(state, exact=True)
 
 
 def test_after_a_backward_that_failed_halfway_old_parameters_are_not_trained() -> None:

@@ -149,3 +149,21 @@ def test_a_sharded_model_trains_as_a_replicated_one(pool, tmp_path, noise) -> No
     else:
         moved = (one.after - one.before) * parallel_trainer.EXPECTED / parallel_trainer.BOUND / 3
         assert float(moved.std()) == pytest.approx(1, abs=0.15)  # nine steps of noise, mostly
+
+
+def test_ranks_whose_data_are_in_another_order_are_refused(pool) -> None:
+    """A sample would lie on both, and count twice."""
+    told = "the data, or their order, differs between rank 0 and rank 1"
+    for spread in ("in another order", "in halves"):
+        for error in pool.run(parallel_trainer.step_on_data, spread):
+            assert isinstance(error, RuntimeError)
+            assert told in str(error)
+    assert pool.compute(parallel_trainer.step_on_data, "alike") == [1, 1]
+
+
+def test_batches_of_another_rank_are_not_drawn_again(pool) -> None:
+    for error in pool.run(parallel_trainer.load_batches_of_first):
+        if isinstance(error, Exception):
+            assert "saved with rank: 0, and here there are 1" in str(error)
+        else:
+            assert error == 0  # on the first rank

@@ -321,6 +321,47 @@ def test_hooks_do_not_stop_the_counting() -> None:
     assert private.spent.history == [(1.0, 0.25, 4)]
 
 
+@pytest.mark.parametrize("sampling", [{"truncated_batch_size": 3}, {"folds": 2}])
+def test_accountants_that_would_count_too_little_get_no_hook(sampling) -> None:
+    private = prepare(Model().double(), **sampling)
+    with pytest.raises(ValueError, match=r"ask epsilon_spent\(\) of make_private"):
+        private.optimizer.attach_step_hook(lambda _: None)
+
+
+def test_a_state_that_is_refused_changes_no_weights() -> None:
+    model = Model().double()
+    private = prepare(model)
+    saved = copy.deepcopy(private.state_dict())
+    train(private, model, epochs=1)
+    before = weights(model)
+    other = prepare(Model().double(), max_grad_norm=0.25).state_dict()
+    with pytest.raises(ValueError, match=r"max_grad_norm 0\.25, and this one with 0\.5"):
+        private.load_state_dict(other)
+    for batch in private.data_loader:
+        private.optimizer.backward(model.losses(*batch))
+        break
+    with pytest.raises(RuntimeError, match="a state cannot be loaded within a batch"):
+        private.load_state_dict(saved)
+    assert torch.equal(weights(model), before)
+
+
+def test_an_iteration_that_begins_within_a_batch_is_told(caplog) -> None:
+    model = Model().double()
+    private = prepare(model, max_batch_size=1, sample_rate=0.9)
+    private.optimizer.backward(model.losses(*next(iter(private.data_loader))))
+    private.optimizer.step()
+    next(iter(private.data_loader))
+    assert "begins within a batch, whose parts are thrown away" in caplog.text
+
+
+def test_names_in_place_of_parts_are_told() -> None:
+    model = Model().double()
+    private = prepare(model)
+    next(iter(private.data_loader))
+    with pytest.raises(TypeError, match=r"backward\(losses_of, \*\*batch\)"):
+        private.optimizer.backward(model.losses, *{"x": 1, "y": 2})
+
+
 def test_samples_are_never_drawn_more_often_than_the_rate_says() -> None:
     for rate in (1 / 3, 0.1, 2.0**-13 / 3, 1e-6):
         parts = _Parts([range(1)], rate, None, seeded(0))

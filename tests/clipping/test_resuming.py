@@ -188,6 +188,10 @@ REFUSED = {
         lambda s: s["privacy"]["made_with"].update({"number of ranks": 2}),
         "made with number of ranks 2, and this one with 1;",
     ),
+    "elements spread otherwise over ranks": (
+        lambda s: s["privacy"]["made_with"].update({"noise spread over": "[8, 2]"}),
+        r"made with noise spread over '\[8, 2\]', and this one with '';",
+    ),
     "no secrets": (lambda s: s["privacy"].pop("secrets"), "has no secrets, so its noise"),
     "a generator's noise": (
         lambda s: s["privacy"]["secrets"].update(noise={"cuda": torch.zeros(16)}),
@@ -213,6 +217,26 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(what) -> None:
     change, message = REFUSED[what]
     change(state)
     refuse(Run(), state, message, KeyError if what == "no counts" else ValueError)
+
+
+def test_fresh_noise_follows_from_no_rank() -> None:
+    state = Run().train(1).optimizer.state_dict()
+    state["privacy"]["made_with"] |= {"rank": 1, "number of ranks": 2}
+    run = Run()
+    run.optimizer.load_state_dict(state)
+    assert run.train(1).optimizer.steps == 2
+
+
+def test_a_generator_seeded_alike_repeats_no_noise_once_a_state_is_loaded() -> None:
+    """What both runs released would show the difference of their sums."""
+    state = Run(generator=seeded(3)).train(1).optimizer.state_dict()
+    ended = []
+    for _ in range(2):
+        run = Run(generator=seeded(3))
+        run.optimizer.load_state_dict(state)
+        assert run.optimizer.generator is None
+        ended.append(weights(run.train(1).model))
+    assert not torch.equal(*ended)
 
 
 @pytest.mark.parametrize("is_secure", [False, True])

@@ -63,13 +63,13 @@ class _TwoPasses(Batch):
         factors_B = self.find_factors()
         enter("second_backward")
         with self.handling(partial(self._add_layer, factors_B)):
-            torch.autograd.backward(self.losses, self._weights_B)
+            self.ranks.differentiate(self.losses, self._weights_B)
         self._refuse_difference()
         self._projections = None
 
     def _run_first_pass(self, handler: Handler) -> None:
         with self.handling(handler):
-            torch.autograd.backward(self.losses, self._weights_B, retain_graph=True)
+            self.ranks.differentiate(self.losses, self._weights_B, keeps_graph=True)
 
     def measure_alone(self, samples: Sequence[int]) -> Alone | None:
         if not any(self.ranks.any(bool(samples))):

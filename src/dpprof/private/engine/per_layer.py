@@ -40,7 +40,7 @@ class _LayerByLayer(Batch):
     def clip(self, enter: Enter) -> None:
         enter("backward")
         with self.handling(self._clip_layer):
-            torch.autograd.backward(self.losses, self.make_weights())
+            self.ranks.differentiate(self.losses, self.make_weights())
         if not self._norms_of_layers:
             raise RuntimeError("the losses depend on no trained parameter")
         self.sample_norms = torch.stack(self._norms_of_layers, dim=1)

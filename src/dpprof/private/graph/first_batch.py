@@ -128,7 +128,7 @@ class FirstBatches:
             return
         for weights in batch.choose_weights(ranks):
             with _random_state_kept(parameters), handling(batch.look):
-                torch.autograd.backward(losses, weights, retain_graph=True)
+                ranks.differentiate(losses, weights, keeps_graph=True)
         problem = layout.problem or batch.problem
         is_incomplete, has_ways = not batch.is_complete, bool(self._ways)
         is_wrong, has_looked, is_incomplete, has_ways = ranks.any(

@@ -80,9 +80,11 @@ def _compute(
 
 @torch.no_grad()
 def _verify(model: nn.Module, input_ids: Tensor, labels_BT: Tensor, inputs: dict[str, Any]) -> None:
-    """Compare one sample's loss with the model's own, if any sample has labels."""
+    """Compare one sample's loss with the model's own; the first one's ids are labels if none is."""
     labelled = (labels_BT[:, 1:] != UNLABELLED).any(1).nonzero().flatten().tolist()
-    if not labelled:
+    if not labelled:  # ranks with shards run the model together, whatever labels each has
+        labels_BT, labelled = input_ids, [0]
+    if not labels_BT[:, 1:].numel():
         return
     some = slice(labelled[0], labelled[0] + 1)
     cut = dict(inputs)

@@ -9,6 +9,7 @@ sample that stands for a batch without samples.
 """
 
 import hashlib
+import logging
 import math
 import os
 from collections import deque
@@ -16,19 +17,35 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dpprof.private.errors import refuse_other_class
 from dpprof.private.loop.captured_parts import Part
 from dpprof.private.loop.public_numbers import PublicNumbers
 from dpprof.private.noise.noise_keys import make_generator
+from dpprof.private.samples.data_digest import digest_data
 from dpprof.private.samples.users import Users
 
 if TYPE_CHECKING:
     from dpprof.private.loop.private_optimizer import PrivateOptimizer
 
+_log = logging.getLogger("dpprof")
+
 _LEAST_IN_FLOAT32 = 2.0**-12
 """The least rate that is drawn in float32: to at most 2^-12 of it, and never more often."""
+
+
+class _OneByOne(Dataset[Any]):
+    """A dataset of which each sample is read by itself, and so sees no other of its batch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
 
 
 class _Parts(Sampler[list[int]]):
@@ -157,6 +174,7 @@ class PoissonLoader:
         folds = [every[fold :: numbers.folds][rank::ranks] for fold in range(numbers.folds)]
         if not all(folds):
             raise ValueError(f"{len(every)} {numbers.unit}s are too few for {ranks} ranks")
+        self._digest = digest_data(data_loader.dataset) if ranks > 1 else ""
         self._parts = _Parts(
             *(folds, numbers.sample_rate, max_batch_size, generator),
             largest=numbers.largest_of_rank,
@@ -165,7 +183,7 @@ class PoissonLoader:
         self._done = self._turn = self._batches = 0
         self._of_workers = torch.Generator()  # so that the global one stays as it is
         self._loader: DataLoader[Any] = DataLoader(
-            data_loader.dataset,
+            _OneByOne(data_loader.dataset),
             batch_sampler=self._parts,
             num_workers=data_loader.num_workers,
             collate_fn=data_loader.collate_fn,
@@ -232,9 +250,19 @@ class PoissonLoader:
         Raises:
             RuntimeError: Another iteration began meanwhile, or a state was loaded.
         """
-        assert self.optimizer is not None
+        if self.optimizer is None:
+            raise RuntimeError(
+                "Poisson batches are drawn in training alone, by train() of a trainer; load "
+                "samples of train_dataset to look at some"
+            )
         self._turn += 1
         turn = self._turn
+        self.optimizer.data = self._digest
+        if self.optimizer.is_within_a_batch:
+            _log.warning(
+                "an iteration over the data loader begins within a batch, whose parts are thrown "
+                "away; one iteration hands out all parts of a batch"
+            )
         self.optimizer.discard()
         self._parts.restore(self._parts.state)
         digest = hashlib.sha256(self._parts.state.numpy().tobytes()).digest()
@@ -269,6 +297,7 @@ class PoissonLoader:
             "samples": self.samples,
             "max_batch_size": self.max_batch_size,
             "users of samples": self.users and self.users.digest,
+            "rank": self._rank,
         }
         return ({"secrets": secrets} if exact else {}) | {
             "steps of the epoch": self._done,
@@ -312,7 +341,7 @@ class PoissonLoader:
         names = [name for name in own if name not in ("secrets", "steps of the epoch", "batches")]
         if exact:
             saved, own = saved | saved["secrets"], own | own["secrets"]
-            names += ["samples", "users of samples"]
+            names += ["samples", "users of samples", "rank"]
         for name in names:
             if saved.get(name) != own[name]:
                 raise ValueError(

@@ -38,6 +38,9 @@ class PrivateOptimizer(NoisyOptimizer):
         ValueError: The optimizer has other parameters, or a setting is out of its range.
     """
 
+    data = ""
+    """What the data loader says of the data of a rank; the same on all."""
+
     planned_steps: int | None = None
     """How many steps the budget allows, with no less noise than at first; None for any number."""
 
@@ -163,6 +166,16 @@ class PrivateOptimizer(NoisyOptimizer):
             self.discard()
             raise
 
+    def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
+        """Call a function before each step, unless accountants would count too little by it."""
+        sampling = None if self.spent is None else self.spent.sampling
+        if sampling is not None and (sampling.largest is not None or sampling.folds > 1):
+            raise ValueError(
+                "accountants count steps that draw from all samples, and keep what they draw; with "
+                "folds or truncated_batch_size ask epsilon_spent() of make_private"
+            )
+        super().attach_step_hook(fn)
+
     def accumulate(self) -> None:
         """Add up a part.
 
@@ -191,7 +204,8 @@ class PrivateOptimizer(NoisyOptimizer):
     def _settings_of_ranks(self) -> Settings:
         drawn = () if self.spent is None else self.spent.sampling
         how = f"{drawn[:2]} {drawn[4:]} {self._fold}"  # the rest follows from the samples of a rank
-        return {**super()._settings_of_ranks(), "how samples are drawn, or the fold,": how}
+        drawing = {"how samples are drawn, or the fold,": how}
+        return {**super()._settings_of_ranks(), **drawing, "the data, or their order,": self.data}
 
     @property
     def _is_one_mechanism(self) -> bool:
@@ -343,6 +357,11 @@ class PrivateOptimizer(NoisyOptimizer):
             if captured is not None:
                 captured.run_ordinary()
             return self._clip(part, losses)
+        if inputs and all(isinstance(part, str) for part in inputs):
+            raise TypeError(
+                "backward got the names of a dictionary's parts, and not the parts: "
+                "backward(losses_of, **batch)"
+            )
         to_clip = ToClip(part, losses, inputs, named)
         losses_B = None if captured is None else captured.add(to_clip)
         if losses_B is not None:

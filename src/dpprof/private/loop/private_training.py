@@ -133,6 +133,7 @@ class PrivateTraining:
             loader["secrets"] = secrets["sampling"]
             optimizer["privacy"] = {**optimizer["privacy"], "secrets": secrets["noise"]}
         self.data_loader.refuse_other(loader, exact=exact)
+        self.optimizer.refuse_load(optimizer, exact=exact)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(optimizer, exact=exact)
         self.data_loader.load_state_dict(loader, exact=exact)

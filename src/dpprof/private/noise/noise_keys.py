@@ -64,6 +64,7 @@ class NoiseKeys:
         rank: int = 0,
     ) -> None:
         self.generator, self._source, self._rank = generator, source, rank
+        self._given = generator
         self._tables: dict[torch.device, Tensor] = {}
         self._words: dict[torch.device, Tensor] = {}  # a seed and a digest, for kernels
         self._process = os.getpid()
@@ -78,9 +79,10 @@ class NoiseKeys:
         return [*self._tables.values(), *self._words.values()]
 
     def renew(self) -> None:
-        """Draw a new nonce, so that no noise of earlier steps comes again."""
-        if self.generator is None:
-            self.nonce = _draw_secret(self._source)
+        """Draw a new nonce, or a secret in place of a given generator: no noise comes again."""
+        if self.generator is not None:
+            self.generator, self.secret = None, _draw_secret(None)
+        self.nonce = _draw_secret(self._source)
         self._process = os.getpid()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -97,17 +99,20 @@ class NoiseKeys:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore a state of the same source (``ValueError``): equal sums will get equal noise."""
-        own = ["secret", "nonce"] if self.generator is None else [self.generator.device.type]
-        if list(state) != own:
+        is_secret = list(state) == ["secret", "nonce"] and self.generator is None
+        own = ["secret", "nonce"] if self._given is None else [self._given.device.type]
+        if list(state) != own and not is_secret:
             raise ValueError(
                 f"the noise of this state follows from: {', '.join(state)}, and here from: "
                 f"{', '.join(own)}; leave out exact=True, for fresh noise"
             )
         self._process = os.getpid()
-        if self.generator is None:
-            self.secret, self.nonce = (bytes(state[name].tolist()) for name in own)
+        if is_secret:
+            self.secret, self.nonce = (bytes(part.tolist()) for part in state.values())
             self._tables.clear()
             return
+        self.generator = self._given
+        assert self.generator is not None
         try:
             self.generator.set_state(state[own[0]].cpu())  # map_location may have moved it
         except RuntimeError as error:

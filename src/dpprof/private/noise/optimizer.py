@@ -30,7 +30,7 @@ LEAST_STD = 2.0**-133  # of the noise of an average: 2^16 times the least number
 
 _INNER = "original_optimizer"
 
-_INTO_INNER = "make it alike, or load the state into optimizer.original_optimizer"
+_INTO_INNER = "go on with the same settings, or load the state into optimizer.original_optimizer"
 
 
 def _attribute_of(owner: str, name: str, doc: str) -> property:
@@ -62,8 +62,9 @@ class NoisyOptimizer(Optimizer):
         expected_batch_size: The mean batch size of Poisson sampling, over all ranks.
         loss_reduction: ``mean`` divides by ``expected_batch_size``, ``sum`` does not.
         generator: Draws the noise in place of what is said below, as Opacus's does: seeded as in an
-            earlier run, it repeats that run's noise, on any sums. Of several ranks each draws a
-            secret from its own, which may be seeded alike.
+            earlier run, it repeats that run's noise, on any sums. A state that is loaded without
+            ``exact`` ends that. Of several ranks each draws a secret from its own, which may be
+            seeded alike.
         secure_mode: Draw noise that withstands floating point attacks (``draw_secure_noise``), from
             the generator, which must be cryptographically secure, or from the operating system.
         strategy: Correlates the noise of steps (``make_strategy``); None for independent noise. In
@@ -163,8 +164,12 @@ class NoisyOptimizer(Optimizer):
         self.steps = 0
         """How many batches got noise; counted where it is drawn."""
 
-        made_with = {"rank": ranks.rank, "number of ranks": ranks.size}
-        self._made_with = self.settings | made_with | {"stability": clipping.named_stability}
+        self._made_with = self.settings | {"stability": clipping.named_stability}
+        self._drawn_by = {
+            "rank": ranks.rank,
+            "number of ranks": ranks.size,
+            "noise spread over": ranks.placement,
+        }
         self._made_with["noise"] = "independent" if strategy is None else strategy.describe()
         self._batches_before = clipping.batches
         self._failures_before = clipping.failures
@@ -187,6 +192,12 @@ class NoisyOptimizer(Optimizer):
     max_grad_norm: Any = _attribute_of(
         "clipping", "max_grad_norm", "The bound of the clipping; setting it changes that too."
     )
+
+    def __getattr__(self, name: str) -> Any:
+        """Return ``train`` or ``eval`` of an optimizer without a schedule, if that is one."""
+        if name in ("train", "eval"):
+            return getattr(self.original_optimizer, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
     @property
     def noise_multiplier(self) -> float:
@@ -287,7 +298,8 @@ class NoisyOptimizer(Optimizer):
         """Call a function with this optimizer before each step, as accountants ask for.
 
         Raises:
-            ValueError: Accountants that count steps do not know the strategy of the noise.
+            ValueError: Accountants that count steps do not know the strategy of the noise, or how
+                samples are drawn.
         """
         if self.quantile is not None:
             raise ValueError(
@@ -299,6 +311,12 @@ class NoisyOptimizer(Optimizer):
                 "bisr is one mechanism for all steps, which sampling does not amplify, and an "
                 "accountant would count each step; account for one Gaussian mechanism of this "
                 "noise_multiplier for each time that the noise begins anew"
+            )
+        if self.strategy is not None:
+            raise ValueError(
+                "with banded noise a sample is drawn from one of several folds, and an accountant "
+                "would count every step at the rate of all samples; add the steps of one fold at "
+                "its rate to the accountant's history, or use make_private"
             )
         self.step_hook = fn
 
@@ -556,7 +574,7 @@ class NoisyOptimizer(Optimizer):
         """
         self._refuse_within_a_batch("saved")
         privacy = {
-            "made_with": dict(self._made_with),
+            "made_with": self._made_with | self._drawn_by,
             "settings": self.settings,
             "steps": self.steps,
         }
@@ -583,25 +601,20 @@ class NoisyOptimizer(Optimizer):
         Settings that a scheduler had changed by then are restored too.
 
         Args:
-            state_dict: Of the same rank of an optimizer that was made with the same settings.
+            state_dict: Of an optimizer that was made with the same settings; if exact, of the same
+                rank of as many.
             exact: Whether equal sums get the noise that they would have got in the run that was
                 saved. By default all noise is fresh.
 
         Raises:
             RuntimeError: A batch is not finished.
-            ValueError: The state is of other settings, of another rank or number of ranks, of an
-                optimizer without noise, or has no secrets for ``exact``.
+            ValueError: The state is of other settings, or of an optimizer without noise; or, if
+                exact, of another rank or number of ranks, or without secrets.
         """
-        self._refuse_within_a_batch("loaded")
+        self.refuse_load(state_dict, exact=exact)
         inner = dict(state_dict)
-        privacy = inner.pop("privacy", None)
-        if privacy is None:
-            raise ValueError(
-                "this state has no 'privacy', as that of an optimizer without noise; load it into "
-                "optimizer.original_optimizer"
-            )
+        privacy = inner.pop("privacy")
         secrets = privacy.get("secrets") or {}
-        self._refuse_other_state(privacy, secrets if exact else None)
         steps, batches, nonfinite = privacy["steps"], self.clipping.batches, 0
         if exact:
             batches, nonfinite = (secrets[name] for name in ("batches", "nonfinite_samples"))
@@ -616,8 +629,11 @@ class NoisyOptimizer(Optimizer):
             if exact:
                 self.keys.load_state_dict(of_noise)
             raise
-        if not exact:
+        is_untouched = steps == self.steps == 0  # as where accelerate moves an optimizer
+        if not exact and not (is_untouched and self.generator is not None):
             self.keys.renew()
+            if not self.secure_mode:  # a given one may be seeded as in the run that was saved
+                self._generator = None
         if self.buffers is not None:
             self.buffers.begin_anew()
             if exact:
@@ -626,9 +642,21 @@ class NoisyOptimizer(Optimizer):
         self.clipping.batches = self._batches_before = batches
         self.clipping.nonfinite_samples_total = nonfinite
 
+    def refuse_load(self, state_dict: dict[str, Any], *, exact: bool) -> None:
+        """Refuse a state that ``load_state_dict`` cannot go on from; it says when and how."""
+        self._refuse_within_a_batch("loaded")
+        privacy = state_dict.get("privacy")
+        if privacy is None:
+            raise ValueError(
+                "this state has no 'privacy', as that of an optimizer without noise; load it into "
+                "optimizer.original_optimizer"
+            )
+        self._refuse_other_state(privacy, (privacy.get("secrets") or {}) if exact else None)
+
     def _refuse_other_state(self, privacy: dict[str, Any], secrets: dict[str, Any] | None) -> None:
         """Refuse a state of other settings, or whose secrets, where given, repeat no noise."""
-        for name, own in self._made_with.items():
+        drawn_by = {} if secrets is None else self._drawn_by  # fresh noise follows from none of it
+        for name, own in (self._made_with | drawn_by).items():
             other = privacy["made_with"].get(name)
             if other != own:
                 raise ValueError(

@@ -85,6 +85,10 @@ class Ranks:
     def refuse_unclipped(self) -> None:
         """Refuse gradients that autograd left where a layer's parameters are gathered."""
 
+    def differentiate(self, losses: Tensor, weights: Tensor, *, keeps_graph: bool = False) -> None:
+        """Run backward, maybe not for the last time."""
+        torch.autograd.backward(losses, weights, retain_graph=keeps_graph)
+
     def note_failure(self) -> None:
         """Note that a backward pass failed."""
 
@@ -97,6 +101,11 @@ class Ranks:
     @property
     def grouping(self) -> str:
         """Say which sums a step reduces together, beyond what shards say."""
+        return ""
+
+    @property
+    def placement(self) -> str:
+        """Say which rank adds noise to which elements, in which order, but for the rank itself."""
         return ""
 
     def agree(self, settings: Settings) -> None:
@@ -265,6 +274,11 @@ class Replicas(Ranks):
     def grouping(self) -> str:
         """Say how large buckets are."""
         return " ".join(map(str, self._bucket_limits))
+
+    @property
+    def placement(self) -> str:
+        """Say how the elements of a bucket are spread."""
+        return f"buckets of {self.grouping} bytes"
 
     def release_sums(
         self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise, *, joins: bool = True

@@ -33,7 +33,13 @@ from torch.distributed.tensor import DTensor, Shard
 from dpprof.private.allocation_marks import allocates
 from dpprof.private.contributions.sums import dtype_of_sum, own_part
 from dpprof.private.errors import UnsupportedError
-from dpprof.private.ranks.ranks import AddNoise, Ranks, groups_of, release_among
+from dpprof.private.ranks.ranks import (
+    AddNoise,
+    Ranks,
+    groups_of,
+    is_sharded_alone,
+    release_among,
+)
 
 _reduce_scatter = (
     getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
@@ -110,6 +116,7 @@ class Shards(Ranks):
 
     def __init__(self, model: nn.Module, states: list[Any]) -> None:
         self._states = states
+        self._model: Any = model
         self._owners: dict[nn.Parameter, nn.Parameter] = {}
         self._leaves: dict[nn.Parameter, list[nn.Parameter]] = {}
         self._group_of: dict[nn.Parameter, int] = {}
@@ -174,6 +181,15 @@ class Shards(Ranks):
                         "backward(losses) of the Clipping alone"
                     )
 
+    def differentiate(self, losses: Tensor, weights: Tensor, *, keeps_graph: bool = False) -> None:
+        """Run backward once the outermost parameters are gathered, which another pass freed.
+
+        FSDP itself gathers them only if losses come from what the outermost module returned.
+        """
+        if is_sharded_alone(self._model):
+            self._model.unshard()
+        super().differentiate(losses, weights, keeps_graph=keeps_graph)
+
     def note_failure(self) -> None:
         """Note whether a backward pass failed where parameters are gathered."""
         states = [group._training_state for group in self._groups()]  # noqa: SLF001 (no public name)
@@ -206,6 +222,13 @@ class Shards(Ranks):
             released = release_among(self.groups[1], own, add_noise)
             for parameter, part in zip(together, released, strict=True):
                 yield parameter, _as_shard(parameter, part)
+
+    @property
+    def placement(self) -> str:
+        """Say how many ranks have shards, and what travels together where shards have replicas."""
+        sizes = [distributed.get_world_size(group) for group in self.groups]
+        together = list(self._group_of.values()) if len(sizes) > 1 else ""
+        return f"shards among {sizes} {together}"
 
     def begin_reduction(self, parameters: Sequence[nn.Parameter]) -> "ReduceScatter":
         """Prepare to reduce the sums of parameters that ``fully_shard`` shards together."""
