@@ -139,7 +139,9 @@ def format_estimate(result: Result) -> str:
     if compute is not None:
         times = compute.dp_flop_multiplier
         over = "" if times is None else f", {times:.2f} times what the model needs"
-        lines.append(f"FLOPs   {compute.executed_flops / 1e12:.2f} TFLOP a step{over}")
+        flops = compute.executed_flops
+        told = f"{flops / 1e9:.2f} GFLOP" if flops < 1e11 else f"{flops / 1e12:.2f} TFLOP"  # noqa: PLR2004
+        lines.append(f"FLOPs   {told} a step{over}")
         if result.io is not None and result.io.launches is not None:
             lines.append(f"        in {result.io.launches:,} operators that start a kernel")
         if compute.roofline_step_s is not None:
@@ -177,14 +179,16 @@ def _format_peak(memory: Memory, experiment: Experiment) -> list[str]:
     assert memory.at_peak is not None
     assert memory.peak_allocated_bytes is not None
     peak = memory.at_peak
-    peak_gib = memory.peak_allocated_bytes / _GIB
-    lines = [f"peak    {peak_gib:.2f} GiB allocated, in {peak.phase}"]
+    is_small = memory.peak_allocated_bytes < _GIB / 10
+    unit, letters = (2**20, "MiB") if is_small else (_GIB, "GiB")
+    in_units = memory.peak_allocated_bytes / unit
+    lines = [f"peak    {in_units:.2f} {letters} allocated, in {peak.phase}"]
     if memory.allocator is not None and experiment.image_size is None:
-        low, high = (peak_gib * math.exp(sign * _PEAK_WITHIN) for sign in (-1, 1))
+        low, high = (in_units * math.exp(sign * _PEAK_WITHIN) for sign in (-1, 1))
         lines[0] += f" (90 % interval of this loop {low:.2f} to {high:.2f})"
     owned = sorted(peak.components.items(), key=lambda part: part[1], reverse=True)
     lines += [
-        f"        {size / _GIB:8.2f} GiB  {name.replace('_', ' ')}"
+        f"        {size / unit:8.2f} {letters}  {name.replace('_', ' ')}"
         for name, size in owned[:_MOST]
         if size >= memory.peak_allocated_bytes / 1000
     ]

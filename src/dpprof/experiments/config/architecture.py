@@ -121,6 +121,8 @@ def resolve(value: Any) -> Any:
     if isinstance(value, str) and value.startswith(PREFIX):
         name = _settle(value)
         return _make(_last_part(name), _find(name))
+    if isinstance(value, dict) and isinstance(value.get("model_type"), str):
+        value = {"hf": value["model_type"], **value}
     if not (isinstance(value, dict) and "hf" in value):
         return value
     if not isinstance(value["hf"], str):
@@ -186,8 +188,8 @@ def _find(name: str) -> dict[str, Any]:
         return {"model_type": name}
     raise ValueError(
         f"after {PREFIX} comes the path of a config.json or of its folder, a name on the hub, as "
-        f"owner/name, an architecture ({', '.join(architectures)}), or a bundled name, and a "
-        "mapping with model_type and keys of its config describes any other; "
+        f"owner/name, an architecture ({', '.join(architectures)}), or a bundled name, and "
+        "{model_type: mixtral, hidden_size: 1024}, with any keys of its config, is another one; "
         + one_of(bundled_names(), name)
     )
 
