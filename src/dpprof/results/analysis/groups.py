@@ -1,6 +1,6 @@
 """Runs grouped into experiments, experiments into settings, and the noise of each."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -125,10 +125,8 @@ def group_runs(collected: Collected) -> list[ExperimentRuns]:
     Times and peaks of other machines than that of most results do not count, so that nothing is
     compared across machines; they are findings.
     """
-    planned: dict[str, int] = defaultdict(int)
+    planned = Counter(run.id for run in (*(run for run, _ in collected.runs), *collected.missing))
     results: dict[str, list[Result]] = defaultdict(list)
-    for run in [*(run for run, _ in collected.runs), *collected.missing]:
-        planned[run.id] += 1
     for run, result in collected.runs:
         results[run.id].append(result)
     usual = find_usual((result for _, result in collected.runs), machine_of)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from dpprof.experiments.config import registry
 from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.config.target import Target
+from dpprof.experiments.config.target import Dtype, Target
 from dpprof.experiments.records.advice import StepParts, Stretch
 from dpprof.experiments.records.result import PredictedTime, Result
 from dpprof.experiments.records.step_costs import Work
@@ -133,11 +133,10 @@ def split_step(
     """Split a predicted step of so many samples by its FLOPs and bytes."""
     tokens = experiment.accumulation * experiment.tokens_in(samples)
     target = registry.find_gpu(experiment.target)
-    rates = _Rates.of(target, experiment)
     exchange_share = step.communication_share or 0.0
     busy_s = step.median * max(1.0 - step.waiting_share - exchange_share, 0.0)
     guesses = {
-        (some.phase, some.op_kind): rates.guess(some)
+        (some.phase, some.op_kind): _guess_seconds(some, target, experiment.dtype)
         for some in work
         if some.op_kind != "communication"
     }
@@ -177,28 +176,16 @@ def split_step(
     )
 
 
-class _Rates(NamedTuple):
-    """Speeds of a device, from which the times of kinds of kernels are guessed."""
-
-    flops_per_s: float
-    bytes_per_s: float
-    kernel_s: float
-
-    @classmethod
-    def of(cls, target: Target | None, experiment: Experiment) -> "_Rates":
-        """Return those of a target; of a processor only their ratio counts."""
-        peak = None if target is None else target.peak(experiment.dtype)
-        if target is None or peak is None:
-            return cls(_OF_A_PROCESSOR, 1.0, 0.0)
-        return cls(peak, target.bandwidth_bytes_per_s, _KERNEL_S)
-
-    def guess(self, work: Work) -> float:
-        """Guess the seconds of kernels; only their shares count."""
-        kind = work.op_kind
-        moving_s = (work.read + work.written) / self.bytes_per_s
-        computing_s = work.flops / self.flops_per_s / _OF_PEAK.get(kind, math.inf)
-        moving_s /= _OF_BANDWIDTH.get(kind, _OF_OTHERS)
-        return max(moving_s, computing_s) + self.kernel_s * work.ops
+def _guess_seconds(work: Work, target: Target | None, dtype: Dtype) -> float:
+    """Guess the seconds of kernels on a target, or on a processor; only their shares count."""
+    peak = None if target is None else target.peak(dtype)
+    flops_per_s, bytes_per_s, kernel_s = _OF_A_PROCESSOR, 1.0, 0.0
+    if target is not None and peak is not None:
+        flops_per_s, bytes_per_s, kernel_s = peak, target.bandwidth_bytes_per_s, _KERNEL_S
+    moving_s = (work.read + work.written) / bytes_per_s
+    computing_s = work.flops / flops_per_s / _OF_PEAK.get(work.op_kind, math.inf)
+    moving_s /= _OF_BANDWIDTH.get(work.op_kind, _OF_OTHERS)
+    return max(moving_s, computing_s) + kernel_s * work.ops
 
 
 def _find_products(step: PredictedTime, experiment: Experiment) -> tuple[str, float]:
