@@ -1,13 +1,14 @@
 """Capacities of several methods at once, of which ``advise`` and ``budget`` make their answers."""
 
+import contextlib
+import itertools
 import shutil
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from dpprof.ask.defaults import find_target
 from dpprof.ask.predictions import predict
@@ -113,11 +114,11 @@ def find_capacities(
         log = root / "results" / "logs" / INSTRUMENT / f"{experiment.id}.r0.log"
         output = result_path(root, INSTRUMENT, experiment.id, 0)
         result = kept or predict(experiment, INSTRUMENT, output, log_path=log, forks=forks)
-        progress.tell(result)
+        tell(result)
         return result
 
     forks = Forks(_list_modules(experiments))
-    with _ProgressLine(len(experiments)) as progress:
+    with _counting(len(experiments)) as tell:
         if registry.is_lent(experiments[0].model):
             return list(map(find, experiments))
         # The last ones end together, rather than one alone.
@@ -155,46 +156,37 @@ def _read_known(root: Path, experiment: Experiment) -> Result | None:
     return result if result.code_digest == digest and result.outcome in _FINAL else None
 
 
-class _ProgressLine:
-    """Counts capacities on a terminal's last line, which goes away when the answer comes."""
+@contextlib.contextmanager
+def _counting(total: int) -> Iterator[Callable[[Result], None]]:
+    """Yield what counts a capacity on a terminal's last line, which goes away in the end.
 
-    def __init__(self, total: int) -> None:
-        self._total, self._found = total, 0
-        self._lock = threading.Lock()
+    Threads may call it at the same time.
+    """
+    lock, numbers = threading.Lock(), itertools.count(1)
 
-    def __enter__(self) -> Self:
-        self._write(f"0 of {self._total} found")
-        return self
-
-    def tell(self, result: Result) -> None:
-        """Count a capacity, and say what it is; threads may call this at the same time."""
+    def tell(result: Result) -> None:
         experiment, capacity = result.experiment, result.capacity
         what = f"{experiment.method} on {experiment.model_name}, {experiment.dtype}"
         if capacity is not None:
             what += f": a batch of {capacity.batch_size:,} fits"
         elif result.error is not None:
             what += f": {result.outcome}: {result.error.message}"
-        with self._lock:
-            self._found += 1
+        with lock:
             took = format_duration(result.wall_s)
-            self._write(f"{self._found} of {self._total} found, in {took}: {what}")
+            _write(f"{next(numbers)} of {total} found, in {took}: {what}")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._write("")
+    _write(f"0 of {total} found")
+    try:
+        yield tell
+    finally:
+        _write("")
 
-    @staticmethod
-    def _write(text: str) -> None:
-        if not sys.stderr.isatty():
-            return
-        most = shutil.get_terminal_size().columns - 1
-        line = printable(f"dpprof: {text}" if text else "").replace("\n", " ")
-        try:
-            sys.stderr.write(_BLANK + (line if len(line) <= most else f"{line[: most - 3]}..."))
-            sys.stderr.flush()
-        except OSError:
-            return  # a closed terminal is no error
+
+def _write(text: str) -> None:
+    if not sys.stderr.isatty():
+        return
+    most = shutil.get_terminal_size().columns - 1
+    line = printable(f"dpprof: {text}" if text else "").replace("\n", " ")
+    with contextlib.suppress(OSError):  # a closed terminal is no error
+        sys.stderr.write(_BLANK + (line if len(line) <= most else f"{line[: most - 3]}..."))
+        sys.stderr.flush()
