@@ -12,7 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 from dpprof.ask.advice_details import detail_advice
 from dpprof.ask.advice_text import (
@@ -23,7 +23,7 @@ from dpprof.ask.advice_text import (
     list_smallest_ranks,
     recommend,
 )
-from dpprof.ask.answer import BatchAnswer, load_figure, tabulate
+from dpprof.ask.answer import BatchAnswer, DataFrame, Figure, load_figure, tabulate
 from dpprof.ask.capacities import LISTS, find_capacities, list_experiments, read_verdicts
 from dpprof.ask.capacity import explain_batches, explain_safety
 from dpprof.ask.commands.capacities import ask, make_parser, print_answer, read_question
@@ -42,10 +42,6 @@ from dpprof.results.analysis.advice.advice import advise as rank
 from dpprof.results.analysis.standings import find_signs
 from dpprof.results.analysis.tables.axes import target_text
 from dpprof.system.files import check_writable
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 _WAYS: tuple[str, ...] = get_args(Experiment.model_fields["checkpointing"].annotation)
 _HEADS: tuple[str, ...] = get_args(Experiment.model_fields["head"].annotation)
@@ -118,7 +114,7 @@ class Advised(BatchAnswer):
         explain = explain_batches if is_one else explain_safety
         return "\n".join([*detail_advice(self.advices), *explain(self.results)])
 
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> DataFrame:
         """Return a row for each method of each question, the best first."""
         return tabulate(
             side.model_dump(include=set(_ASKED)) | option.model_dump()
@@ -127,7 +123,7 @@ class Advised(BatchAnswer):
             for option in side.options
         )
 
-    def plot(self) -> "Figure":
+    def plot(self) -> Figure:
         """Draw tokens per second over sequence lengths, or over numbers of GPUs and their cost.
 
         Raises:

@@ -10,7 +10,12 @@ from dpprof.experiments.config.validation import InputError
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
+    from matplotlib import figure
+
+    DataFrame = pd.DataFrame
+    Figure = figure.Figure
+else:
+    DataFrame = Figure = Any  # answers import pandas and matplotlib where they are asked for them
 
 
 class Answer(ABC):
@@ -27,7 +32,7 @@ class Answer(ABC):
     def __str__(self) -> str: ...
 
     @abstractmethod
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> DataFrame:
         """Return the numbers as a table, in bytes and seconds."""
 
     @abstractmethod
@@ -71,14 +76,14 @@ def _format(value: Any) -> str:
 _LARGE = 100
 
 
-def tabulate(rows: Iterable[Any], columns: tuple[str, ...] | None = None) -> "pd.DataFrame":
+def tabulate(rows: Iterable[Any], columns: tuple[str, ...] | None = None) -> DataFrame:
     """Return rows as a table."""
     import pandas as pd  # noqa: PLC0415 (slow to import)
 
     return pd.DataFrame(rows, columns=columns)
 
 
-def load_figure(name: str, key: str) -> "Callable[..., Figure]":
+def load_figure(name: str, key: str) -> Callable[..., Figure]:
     """Return what draws a figure: ``draw`` of a module, or ``module:function``.
 
     Raises:

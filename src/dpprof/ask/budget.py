@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import Any, ClassVar, overload
 
 from pydantic import ValidationError
 
-from dpprof.ask.answer import BatchAnswer, load_figure, tabulate
+from dpprof.ask.answer import BatchAnswer, DataFrame, Figure, load_figure, tabulate
 from dpprof.ask.budget_text import detail_budget, explain_choice, format_budget, tell_price
 from dpprof.ask.capacities import find_capacities, list_experiments, read_verdicts
 from dpprof.ask.commands.capacities import ask, make_parser, print_answer, read_question
@@ -26,10 +26,6 @@ from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.advice.budget import make_budget
 from dpprof.results.analysis.tables.axes import axes_of, target_text
 from dpprof.system.console import say
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 
 class Priced(BatchAnswer):
@@ -63,11 +59,11 @@ class Priced(BatchAnswer):
         """The noise of other batches, every method at every epsilon, and what it rests on."""
         return detail_budget(self.budget)
 
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> DataFrame:
         """Return a row for each method and epsilon, the fastest method first."""
         return tabulate(cost.model_dump() for cost in self.budget.methods)
 
-    def plot(self) -> "Figure":
+    def plot(self) -> Figure:
         """Draw GPU hours over epsilon.
 
         Raises:

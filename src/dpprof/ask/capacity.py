@@ -3,9 +3,9 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from dpprof.ask.answer import tabulate
+from dpprof.ask.answer import DataFrame, tabulate
 from dpprof.ask.capacities import find_capacities, list_experiments
 from dpprof.ask.estimate import Predicted
 from dpprof.ask.predictions import PredictionError
@@ -14,9 +14,6 @@ from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.validation import refuse, spell
 from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.advice.advice import describe
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _SAFE = {
     False: "the allocator never has to release its cache to find room",
@@ -48,7 +45,7 @@ class Fitting(Predicted):
     def __str__(self) -> str:
         return "\n".join([self.sentence, *explain_batches([self.result])])
 
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> DataFrame:
         """Return the batches that were tried, with their peaks."""
         tried = sorted(self.capacity.estimates.items())
         frame = tabulate(tried, ("batch_size", "peak_bytes"))

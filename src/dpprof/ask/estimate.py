@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from dpprof.ask.answer import Answer, load_figure, tabulate
+from dpprof.ask.answer import Answer, DataFrame, Figure, load_figure, tabulate
 from dpprof.ask.commands.common import FILE, Parser, ending_in_a_sentence
 from dpprof.ask.commands.options import add_experiment_options, read_given
 from dpprof.ask.defaults import DESCRIBED
@@ -29,10 +29,6 @@ from dpprof.experiments.records.step_costs import Allocator, Memory, find_unknow
 from dpprof.experiments.records.varied import Varied
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 INSTRUMENT = "estimate"
 _GIB, _MOST = 2**30, 8
@@ -63,7 +59,7 @@ class Predicted(Answer):
     def __str__(self) -> str:
         return "\n".join([format_estimate(self.result), *_fill(self.compared)])
 
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> DataFrame:
         """Return what holds the memory at the peak: component, bytes and share."""
         memory = self.result.memory
         assert memory is not None
@@ -73,7 +69,7 @@ class Predicted(Answer):
         frame = tabulate(rows, ("component", "bytes"))
         return frame.assign(share=frame["bytes"] / frame["bytes"].sum())
 
-    def plot(self) -> "Figure":
+    def plot(self) -> Figure:
         """Draw the memory of a step by what holds it."""
         return load_figure("step_memory", "plot")(self.result)
 

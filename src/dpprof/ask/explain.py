@@ -9,9 +9,9 @@ the two with 0 bytes left.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from dpprof.ask.answer import Answer, load_figure, tabulate
+from dpprof.ask.answer import Answer, DataFrame, Figure, load_figure, tabulate
 from dpprof.ask.commands import common
 from dpprof.ask.difference_text import Detail, render_text, say
 from dpprof.ask.estimate import Predicted
@@ -28,10 +28,6 @@ from dpprof.results.analysis.difference.difference import explain_difference
 from dpprof.results.analysis.difference.waterfall import LEVELS, format_size, list_holdings
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 Peak = str | Path | Result | Predicted
 """A result, its file, or what ``estimate`` or ``capacity`` returned."""
@@ -81,7 +77,7 @@ class Explained(Answer):
         text = render_text(self.difference, Detail(depth, top, every_layer))
         return "\n".join([text, *self._advice])
 
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> DataFrame:
         """Return the bytes of both peaks by component; the differences leave 0 bytes."""
         bars = [
             (bar.name, bar.a_bytes, bar.b_bytes, bar.difference_bytes)
@@ -89,7 +85,7 @@ class Explained(Answer):
         ]
         return tabulate(bars, self._short)
 
-    def plot(self) -> "Figure":
+    def plot(self) -> Figure:
         """Draw the waterfall from B's peak to A's, and both timelines.
 
         Raises:

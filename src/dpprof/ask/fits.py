@@ -9,11 +9,11 @@ import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from dpprof.ask.answer import BatchAnswer, tabulate
+from dpprof.ask.answer import BatchAnswer, DataFrame, tabulate
 from dpprof.ask.capacities import find_capacities
 from dpprof.ask.commands.capacities import add_output_options, ask, check_outputs, print_answer
 from dpprof.ask.commands.common import Parser, ending_in_a_sentence, positive
@@ -29,9 +29,6 @@ from dpprof.experiments.planning.code_digest import read_anew
 from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.advice.advice import describe
 from dpprof.system.words import three_digits
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 METHOD = "flash-bk"
 HEADER = ("model", "trained", "tokens", "batch", "peak, MiB", "tokens/s", "hours", "price")
@@ -119,7 +116,7 @@ class Fits(BatchAnswer):
             lines += ["", *(cell.command for cell in cells), ""]
         return "\n".join(lines).rstrip()
 
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> DataFrame:
         """Return a row for each cell, with the command that finds it alone."""
         return tabulate(self.cells, Cell._fields)
 

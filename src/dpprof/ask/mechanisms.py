@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from dpprof.ask.answer import BatchAnswer, load_figure, tabulate
+from dpprof.ask.answer import BatchAnswer, DataFrame, Figure, load_figure, tabulate
 from dpprof.ask.budget_text import explain_choice
 from dpprof.ask.capacities import find_capacities, list_experiments
 from dpprof.ask.layout import (
@@ -35,10 +35,6 @@ from dpprof.results.analysis.advice.advice import describe
 from dpprof.results.analysis.advice.mechanisms import exceed_memory, price_mechanisms
 from dpprof.results.analysis.tables.axes import target_text
 from dpprof.system.words import three_digits
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 ALL = "all"
 _BANDS = (4, 8, 16, 32)
@@ -120,11 +116,11 @@ class PricedMechanisms(BatchAnswer):
         missing = group_messages((cost.mechanism, cost.message) for cost in asked.mechanisms)
         return "\n".join([explain_choice(asked.privacy, asked.noise), *missing, *drawn])
 
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> DataFrame:
         """Return a row for each mechanism."""
         return tabulate(cost.model_dump() for cost in self.mechanisms.mechanisms)
 
-    def plot(self) -> "Figure":
+    def plot(self) -> Figure:
         """Draw GPU hours and noise by mechanism.
 
         Raises:

@@ -5,9 +5,9 @@ The exit status is 0 whenever the JSON was written, whatever the verdict: it is 
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from dpprof.ask.answer import Answer, tabulate
+from dpprof.ask.answer import Answer, DataFrame, tabulate
 from dpprof.ask.commands.common import FILE, Parser, ending_in_a_sentence
 from dpprof.ask.questions import make_experiment, naming
 from dpprof.experiments.config import registry
@@ -19,9 +19,6 @@ from dpprof.experiments.planning.code_digest import named_in_verdicts
 from dpprof.experiments.planning.stand_ins import StandIn, read_stand_in
 from dpprof.experiments.records.verdict import BUILT_IN, Verdict, verdict_path
 from dpprof.system.console import say
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 OF_HUGGING_FACE = ("task", "lora", "trainable", "padding")
 
@@ -50,7 +47,7 @@ class Verified(Answer):
     def __str__(self) -> str:
         return self.sentence
 
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> DataFrame:
         """Return a row for each case that was tried."""
         return tabulate(case.model_dump() for case in self.verdict.cases)
 
