@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from dpprof.ask.advice_text import CELLS, choose_columns, recommend, tabulate
+from dpprof.ask.advice_text import CELLS, choose_columns, list_options, recommend
 from dpprof.ask.layout import group_messages
 from dpprof.experiments.records.advice import Advice, OneMoreSample
 from dpprof.results.analysis.difference.waterfall import format_size, name_component
-from dpprof.results.analysis.standings import find_signs, sign
 
 _LARGE_SHARE = 0.1  # a component with this share of the peak is named, after the largest
 
@@ -17,7 +16,7 @@ def detail_advice(advices: Sequence[Advice]) -> list[str]:
     lines: list[str] = []
     for side in sides:
         lines += [recommend(side)] if len(sides) > 1 else []
-        lines += _lay_out(side)
+        lines += list_options(side, choose_columns(CELLS, side))
         lines += [] if side.one_more_sample is None else [_tell_sample(side.one_more_sample)]
         for option in side.options:
             least = option.smallest_batch_size or 1
@@ -29,19 +28,6 @@ def detail_advice(advices: Sequence[Advice]) -> list[str]:
             lines.append(f"Memory: {room}; {side.sure_of_memory}.")
         lines += [f"Time: {side.sure_of_time}.", ""]
     return lines
-
-
-def _lay_out(advice: Advice) -> list[str]:
-    """Lay out the methods with all that is said of each."""
-    columns = choose_columns(CELLS, advice)
-    signs = find_signs(advice.options)
-    rows = []
-    for option in advice.options:
-        fits = None not in (option.largest_batch_size, option.largest_peak_bytes)
-        shown = [CELLS[name](option) for name in (columns if fits else columns[:1])]
-        blank = [""] * (len(columns) - len(shown))
-        rows.append([option.method + sign(option.method, signs), *shown, *blank])
-    return tabulate(["method", *columns], rows, advice)
 
 
 def _tell_sample(sample: OneMoreSample) -> str:

@@ -164,12 +164,7 @@ def format_advice(advice: Advice, others: Sequence[str] = ()) -> str:
     signs = find_signs(advice.options)
     for hidden in ("", "peak GiB"):  # where there is no room for it
         columns = [name for name in choose_columns(_ON_SCREEN, advice) if name != hidden]
-        rows = []
-        for option in advice.options:
-            cells = [CELLS[name](option) for name in columns]
-            shown = cells if option.largest_batch_size is not None else cells[:1]
-            rows.append([_mark(option), *shown, *[""] * (len(columns) - len(shown))])
-        table = tabulate(["method", *columns], rows, advice)
+        table = list_options(advice, columns)
         if max(map(len, table)) <= layout.WIDTH:
             break
     for place, option in enumerate(advice.options, start=1):
@@ -187,6 +182,16 @@ def format_advice(advice: Advice, others: Sequence[str] = ()) -> str:
             layout.explain_trust(advice.rests_on),
         ],
     )
+
+
+def list_options(advice: Advice, columns: Sequence[str]) -> list[str]:
+    """Return the lines of a table of the methods; of those that do not fit only the verdict."""
+    rows = []
+    for option in advice.options:
+        fits = option.largest_batch_size is not None
+        shown = [CELLS[name](option) for name in (columns if fits else columns[:1])]
+        rows.append([_mark(option), *shown, *[""] * (len(columns) - len(shown))])
+    return tabulate(["method", *columns], rows, advice)
 
 
 def tell_prices(sides: Iterable[Advice]) -> list[str]:
