@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dpprof.experiments.config.experiment import Experiment
-from dpprof.results.analysis.statistics import Interval, median_intervals
+from dpprof.results.analysis.statistics import Interval, median_interval
 from dpprof.subjects.setup import Training, import_method, set_up
 from script import end, lay_out, publish
 
@@ -43,7 +43,7 @@ class Comparison:
     @property
     def interval(self) -> Interval:
         """95 % bootstrap interval of that median, over pairs."""
-        (interval,) = median_intervals([[value / base for value, base in self.pairs]])
+        interval = median_interval([value / base for value, base in self.pairs])
         assert interval is not None
         return interval
 

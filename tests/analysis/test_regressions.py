@@ -8,7 +8,8 @@ from factory import CPU, make_experiment, make_memory, make_predicted_time, writ
 
 from dpprof.experiments.records.comparison import FolderComparison, Thresholds
 from dpprof.results.analysis.gate.regressions import Options, compare_folders, read_results_folder
-from dpprof.results.analysis.statistics import Sides, can_differ, compare_all
+from dpprof.results.analysis.statistics import can_differ
+from dpprof.results.analysis.statistics import compare as compare_processes
 
 REAL_STEP_S = np.loadtxt(Path(__file__).parent / "aa_step_s.csv", skiprows=1)
 EXPERIMENT = make_experiment(method="flash")
@@ -101,8 +102,8 @@ def test_times_are_judged_with_their_noise(tmp_path, case) -> None:
 @pytest.mark.parametrize(("count", "enough"), [(3, False), (4, True)])
 def test_enough_replicates_are_those_whose_p_value_can_reach_5_percent(count, enough) -> None:
     assert can_differ(count, count) is enough
-    sides = Sides(range(1, count + 1), range(count + 1, 2 * count + 1), None)
-    assert (compare_all([sides])[0].p_value < 0.05) is enough
+    sides = range(1, count + 1), range(count + 1, 2 * count + 1)
+    assert (compare_processes(*sides, None).p_value < 0.05) is enough
 
 
 def test_predicted_times_for_a_gpu_are_compared_without_noise(tmp_path) -> None:

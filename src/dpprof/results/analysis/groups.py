@@ -11,7 +11,7 @@ from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.step_costs import Exchange
 from dpprof.results.analysis.collection import Collected
 from dpprof.results.analysis.conditions import find_usual, machine_of
-from dpprof.results.analysis.statistics import Comparison, Sides, compare_all, noise_floor
+from dpprof.results.analysis.statistics import Comparison, compare, noise_floor
 from dpprof.results.analysis.tables.axes import NOT_IN_BASELINE, model_text
 from dpprof.system.files import canonical_json
 
@@ -94,17 +94,12 @@ class Noise:
             for key in self._keys(group):
                 self._step_s[key].append(group.step_s)
 
-    def compare_all(
-        self, pairs: Sequence[tuple[ExperimentRuns, ExperimentRuns]]
-    ) -> list[Comparison]:
+    def compare(self, group: ExperimentRuns, base: ExperimentRuns) -> Comparison:
         """Compare step times by the noise floor of the most similar replicated experiments."""
-        sides = []
-        for group, base in pairs:
-            counts = (len(group.step_s), len(base.step_s))
-            floors = (self._floor(key, counts) for key in self._keys(group))
-            floor = next((floor for floor in floors if floor is not None), None)
-            sides.append(Sides(group.step_s, base.step_s, floor))
-        return compare_all(sides)
+        counts = (len(group.step_s), len(base.step_s))
+        floors = (self._floor(key, counts) for key in self._keys(group))
+        floor = next((floor for floor in floors if floor is not None), None)
+        return compare(group.step_s, base.step_s, floor)
 
     @staticmethod
     def _keys(group: ExperimentRuns) -> tuple[str, str]:

@@ -7,7 +7,6 @@ processes. So everything here resamples processes.
 
 import importlib
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ import numpy as np
 CONFIDENCE = 0.95
 _RESAMPLES = 2_000
 _SEED = 0  # a fixed seed for resampling, so that the same numbers give the same interval
-_TOGETHER = 128  # how many bootstraps share one call of SciPy: more gain nothing and need memory
 NO_DIFFERENCE = "no difference detected"
 
 
@@ -43,21 +41,13 @@ class Comparison(NamedTuple):
     verdict: str | None  # larger, smaller or `NO_DIFFERENCE`; None if the noise is unknown
 
 
-class Sides(NamedTuple):
-    """Two groups of processes to compare."""
-
-    values: Sequence[float]
-    base: Sequence[float]
-    floor: float | None  # the result of `noise_floor` for groups of these sizes
-
-
-def median_intervals(groups: Sequence[Sequence[float]]) -> list[Interval | None]:
-    """Return the bootstrap interval of each median over processes (percentile method, 95 %).
+def median_interval(values: Sequence[float]) -> Interval | None:
+    """Return the bootstrap interval of the median over processes (percentile method, 95 %).
 
     For up to five processes this is their range. It covers the true median with a probability of
     at most ``attainable_coverage``. None for fewer than two processes.
     """
-    return _bootstrap([(group,) for group in groups], np.median)
+    return _bootstrap((values,), np.median)
 
 
 def attainable_coverage(count: int) -> float:
@@ -102,21 +92,13 @@ def noise_floor(groups: Iterable[Sequence[float]], counts: tuple[int, int]) -> f
     return math.expm1(float(np.quantile(np.abs(sides[0] - sides[1]), CONFIDENCE)))
 
 
-def compare_all(pairs: Sequence[Sides]) -> list[Comparison]:
-    """Compare two groups of processes of each pair, with regard to the noise.
+def compare(values: Sequence[float], base: Sequence[float], floor: float | None) -> Comparison:
+    """Compare two groups of processes, with regard to the noise.
 
     A difference counts if it exceeds the noise floor and has a Mann-Whitney p-value below 5 %. The
-    p-value counts only where the groups are large enough to reach 5 %.
+    p-value counts only where the groups are large enough to reach 5 %. ``floor`` is the result of
+    ``noise_floor`` for groups of these sizes.
     """
-    sides = [pair[:2] for pair in pairs]
-    intervals = _bootstrap(
-        sides, lambda values, base, axis: np.median(values, axis=axis) / np.median(base, axis=axis)
-    )
-    return list(map(_judge, pairs, intervals))
-
-
-def _judge(pair: Sides, interval: Interval | None) -> Comparison:
-    values, base, floor = pair
     p_value = None
     if min(len(values), len(base)) > 1:  # exact up to eight values a side
         mann_whitney = _stats().mannwhitneyu(values, base, alternative="two-sided")
@@ -128,35 +110,27 @@ def _judge(pair: Sides, interval: Interval | None) -> Comparison:
         if p_value is not None and can_differ(len(values), len(base)):
             differs &= p_value < 1 - CONFIDENCE
         verdict = ("larger" if ratio > 1 else "smaller") if differs else NO_DIFFERENCE
+    interval = _bootstrap(
+        (values, base),
+        lambda values, base, axis: np.median(values, axis=axis) / np.median(base, axis=axis),
+    )
     return Comparison(ratio, interval, p_value, floor, verdict)
 
 
 def _bootstrap(
-    samples: Sequence[tuple[Sequence[float], ...]], statistic: Callable[..., Any]
-) -> list[Interval | None]:
-    """Return the interval of a statistic for each entry; None where a sample has one value.
-
-    The seed is fixed, so rows of a call are resampled as each would be alone.
-    """
-    intervals: list[Interval | None] = [None] * len(samples)
-    alike: dict[object, list[int]] = defaultdict(list)
-    for position, sample in enumerate(samples):
-        if min(map(len, sample)) > 1:  # one value has no spread
-            alike[tuple(map(len, sample))].append(position)
-    for some in alike.values():
-        for start in range(0, len(some), _TOGETHER):
-            positions = some[start : start + _TOGETHER]
-            resampled = _stats().bootstrap(
-                tuple(zip(*(samples[position] for position in positions), strict=True)),
-                statistic,
-                vectorized=True,
-                axis=-1,
-                n_resamples=_RESAMPLES,
-                confidence_level=CONFIDENCE,
-                method="percentile",
-                rng=np.random.default_rng(_SEED),
-            )
-            bounds = resampled.confidence_interval
-            for position, low, high in zip(positions, bounds.low, bounds.high, strict=True):
-                intervals[position] = Interval(float(low), float(high))
-    return intervals
+    samples: Sequence[Sequence[float]], statistic: Callable[..., Any]
+) -> Interval | None:
+    """Return the interval of a statistic; None where a sample has one value, without a spread."""
+    if min(map(len, samples)) <= 1:
+        return None
+    bounds = _stats().bootstrap(
+        samples,
+        statistic,
+        vectorized=True,
+        n_resamples=_RESAMPLES,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        rng=np.random.default_rng(_SEED),
+    )
+    low, high = bounds.confidence_interval
+    return Interval(float(low), float(high))

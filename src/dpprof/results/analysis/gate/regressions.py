@@ -267,7 +267,7 @@ def _judge(pair: _Pair, noise: Noise, options: Options) -> Iterator[ComparedFigu
         before, after = map(_group, pair.sides)
         if before.step_s and after.step_s:
             reason = "times on different devices are not compared" if pair.on_other else None
-            [comparison] = noise.compare_all([(after, before)])
+            comparison = noise.compare(after, before)
             threshold = options.thresholds.time
             yield judging.judge_step_times(pair.key, (before, after), comparison, threshold, reason)
 

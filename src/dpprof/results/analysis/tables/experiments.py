@@ -17,7 +17,7 @@ from dpprof.experiments.records.terms import OUTCOMES
 from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.groups import ExperimentRuns, Noise
 from dpprof.results.analysis.standings import UNKNOWN
-from dpprof.results.analysis.statistics import NO_DIFFERENCE, Comparison, Interval, median_intervals
+from dpprof.results.analysis.statistics import NO_DIFFERENCE, Comparison, median_interval
 from dpprof.results.analysis.tables.axes import BASELINE, SETTING, axes_of
 
 
@@ -38,13 +38,12 @@ def compare_with_standard(groups: Sequence[ExperimentRuns], noise: Noise) -> Sta
     for setting, alike in baselines.items():
         results = [result for group in alike for result in group.results]
         bases[setting] = dataclasses.replace(alike[0], planned=len(results), results=results)
-    pairs = [
-        (group, base)
+    compared = {
+        group.experiment.id: noise.compare(group, base)
         for group in _list_private(groups)
         if (base := bases.get(group.setting)) and group.step_s and base.step_s
-    ]
-    compared = zip(pairs, noise.compare_all(pairs), strict=True)
-    return Standard(bases, {group.experiment.id: comparison for (group, _), comparison in compared})
+    }
+    return Standard(bases, compared)
 
 
 def _list_private(groups: Iterable[ExperimentRuns]) -> list[ExperimentRuns]:
@@ -61,11 +60,10 @@ def list_experiments(
 
     Ratios are to ``standard`` with all else equal.
     """
-    intervals = median_intervals([group.step_s for group in groups])
     rows = []
-    for group, interval in zip(groups, intervals, strict=True):
+    for group in groups:
         standing = standings.get(group.experiment.id, UNKNOWN)
-        row = _experiment_row(group, interval)
+        row = _experiment_row(group)
         row |= {name: getattr(standing, name) for name in _OF_STANDING}
         if base := standard.bases.get(group.setting):
             if comparison := standard.compared.get(group.experiment.id):
@@ -82,7 +80,8 @@ def list_experiments(
     return rows
 
 
-def _experiment_row(group: ExperimentRuns, interval: Interval | None) -> dict[str, Any]:
+def _experiment_row(group: ExperimentRuns) -> dict[str, Any]:
+    interval = median_interval(group.step_s)
     experiment, results = group.experiment, group.results
     ok = [result for result in results if result.outcome == "ok"]
     step_s = _median(group.step_s)
@@ -147,12 +146,11 @@ def list_settings(
     timed = [group for group in _list_private(groups) if group.step_s]
     by_speed = sorted(timed, key=lambda group: median(group.step_s))
     fastest = {group.setting: group for group in reversed(by_speed)}
-    pairs = [
-        (group, fastest[group.setting]) for group in timed if group is not fastest[group.setting]
-    ]
     verdicts: dict[str, dict[str, str | None]] = defaultdict(dict)
-    for (group, _), comparison in zip(pairs, noise.compare_all(pairs), strict=True):
-        verdicts[group.setting][group.experiment.method] = comparison.verdict
+    for group in timed:
+        if group is not (first := fastest[group.setting]):
+            verdict = noise.compare(group, first).verdict
+            verdicts[group.setting][group.experiment.method] = verdict
     rows = []
     for setting, alike in settings.items():
         private = _list_private(alike)
