@@ -7,9 +7,10 @@ from dpprof.experiments.planning.artifacts import code_path
 from dpprof.experiments.records.verdict import verdict_path
 from dpprof.results.analysis.collection import collect
 from dpprof.results.analysis.standings import (
+    DAGGER,
+    DOUBLE_DAGGER,
+    find_marks,
     methods_by_hole,
-    name_other_mechanisms,
-    name_unverified,
     read_standings,
 )
 from dpprof.results.analysis.tables.build import build_tables
@@ -30,7 +31,8 @@ def test_experiments_and_methods_have_the_verdict_and_the_error(tmp_path) -> Non
         verdicts = dict(zip(tables[name]["method"], tables[name]["verified"], strict=True))
         assert verdicts == {"opacus-ghost": False, "opacus-hooks": True}
         assert set(tables[name]["max_relative_error"]) == {0.5, 1e-16}
-    assert name_unverified(tables["verification"]) == {"opacus-ghost": "it differs"}
+    assert find_marks(tables["verification"])[DAGGER] == {"opacus-ghost"}
+    assert "it differs" in set(tables["verification"]["reason"])
 
 
 PLAIN = "its verdict is about steps that are not compiled, with head logits"
@@ -67,7 +69,7 @@ def test_the_mechanism_is_in_every_table_that_compares_methods(tmp_path) -> None
         assert found["opacus-ghost"] == "adaptive flat clipping"
         assert found["opacus-hooks"] == "flat clipping"
     verification = tables["verification"]
-    assert name_other_mechanisms(verification) == {"opacus-ghost": "adaptive flat clipping"}
+    assert find_marks(verification)[DOUBLE_DAGGER] == {"opacus-ghost"}
     assert methods_by_hole(verification) == {
         "one: a": ["opacus-ghost"],
         "another: b": ["opacus-ghost"],
@@ -79,7 +81,7 @@ def test_a_method_that_is_not_private_is_no_other_mechanism(tmp_path) -> None:
     table = tables_of(tmp_path, GHOST)["verification"]
 
     assert table["mechanism"].tolist() == ["none"]
-    assert name_other_mechanisms(table) == {}
+    assert find_marks(table)[DOUBLE_DAGGER] == set()
     assert methods_by_hole(table) == {}
 
 
@@ -90,7 +92,8 @@ def test_without_a_verdict_nothing_is_known(tmp_path) -> None:
     table = build_tables(collected)["verification"]
 
     assert table["verified"].tolist() == [None]
-    assert name_unverified(table) == {"opacus-ghost": "it has no verdict yet"}
+    assert table["reason"].tolist() == ["it has no verdict yet"]
+    assert find_marks(table)[DAGGER] == {"opacus-ghost"}
 
 
 def test_a_verdict_on_other_code_says_nothing(tmp_path) -> None:
@@ -98,9 +101,9 @@ def test_a_verdict_on_other_code_says_nothing(tmp_path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text("a" * 64 + "\n")
 
-    assert name_unverified(tables_of(tmp_path, GHOST)["verification"]) == {
-        "opacus-ghost": "its verdict is about other code than the present"
-    }
+    table = tables_of(tmp_path, GHOST)["verification"]
+    assert table["reason"].tolist() == ["its verdict is about other code than the present"]
+    assert find_marks(table)[DAGGER] == {"opacus-ghost"}
 
 
 def test_one_row_for_each_method_and_attention_whatever_the_size(tmp_path) -> None:

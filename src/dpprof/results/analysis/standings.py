@@ -97,18 +97,6 @@ def list_verification(
     return [rows[key] for key in sorted(rows)]
 
 
-def name_unverified(verification: "pd.DataFrame") -> dict[str, str]:
-    """Return the methods that are not verified everywhere, each with one of the reasons."""
-    rows = verification[~verification["verified"].eq(True)]
-    return dict(zip(rows["method"].astype(str), rows["reason"].astype(str), strict=True))
-
-
-def name_other_mechanisms(verification: "pd.DataFrame") -> dict[str, str]:
-    """Return the methods that use another mechanism than flat clipping, with that mechanism."""
-    pairs = zip(verification["method"], verification["mechanism"], strict=True)
-    return {str(method): mechanism for method, mechanism in pairs if is_other_mechanism(mechanism)}
-
-
 def methods_by_hole(verification: "pd.DataFrame") -> dict[str, list[str]]:
     """Return the ways in which guarantees were lost, each with its methods."""
     methods: dict[str, list[str]] = {}
@@ -120,8 +108,9 @@ def methods_by_hole(verification: "pd.DataFrame") -> dict[str, list[str]]:
 
 
 def find_marks(verification: "pd.DataFrame") -> Marks:
-    """Return the methods that bear each sign."""
-    return {
-        DAGGER: name_unverified(verification),
-        DOUBLE_DAGGER: name_other_mechanisms(verification),
+    """Return the methods that bear each sign: not verified everywhere, or of other mechanisms."""
+    bears = {
+        DAGGER: ~verification["verified"].eq(True),
+        DOUBLE_DAGGER: verification["mechanism"].map(is_other_mechanism).astype(bool),
     }
+    return {mark: set(verification.loc[rows, "method"]) for mark, rows in bears.items()}

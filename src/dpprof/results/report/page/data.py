@@ -19,7 +19,6 @@ from dpprof.results.analysis.difference.waterfall import Holding, list_holdings
 from dpprof.results.analysis.groups import RECORDERS
 from dpprof.results.analysis.selection import Tables, find_options, spread_owners
 from dpprof.results.analysis.tables.axes import (
-    AXES,
     BASELINE,
     RUN_KEY,
     count_tokens,
@@ -98,11 +97,6 @@ def _name_setting(row: Any, axes: list[str]) -> str:
     where = [] if pd.isna(row["target"]) else [f"on {row['target']}"]
     parts = [name_model(row), name_size(row), f"B = {row['batch_size']:,}"]
     return ", ".join([*parts, *rest, *where])
-
-
-def list_axes(experiments: pd.DataFrame) -> list[str]:
-    """Return the columns that say what an experiment is, besides its method."""
-    return [name for name in experiments if name in AXES and name != "method"]
 
 
 def list_trainings(tables: Tables) -> pd.DataFrame:

@@ -13,7 +13,7 @@ import markupsafe
 import vl_convert
 
 from dpprof.results.analysis.selection import Tables
-from dpprof.results.analysis.tables.axes import RUN_KEY, name_speed
+from dpprof.results.analysis.tables.axes import AXES, RUN_KEY, name_speed
 from dpprof.results.analysis.tables.frames import rows_of
 from dpprof.results.report.page import data
 from dpprof.results.report.rendering.document import Document
@@ -146,7 +146,7 @@ def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator
             for name, file in files.items()
             if file.is_file()
         },
-        "axes": data.list_axes(experiments),
+        "axes": [name for name in experiments if name in AXES and name != "method"],
         "trainings": data.pack_frame(data.list_trainings(tables)),
         "speed": name_speed(row for _, row in tables["advice"].iterrows()),
         "noise": data.pack_frame(noise[noise["chosen"].astype(bool)]),

@@ -12,9 +12,8 @@ from dpprof.results.analysis.standings import (
     DAGGER,
     DOUBLE_DAGGER,
     Marks,
+    find_marks,
     methods_by_hole,
-    name_other_mechanisms,
-    name_unverified,
     sign,
 )
 from dpprof.results.analysis.tables.axes import BASELINE
@@ -136,7 +135,7 @@ def tell_verification(verification: pd.DataFrame) -> Blocks:
         "reference": column.text("reference"),
         "verdict": column.words(lambda row: _VERDICTS.get(row["verified"], "not verified")),
     }
-    if name_unverified(verification):
+    if find_marks(verification)[DAGGER]:
         columns["why"] = _cut("reason")
     caption = (
         "The largest relative errors of clipped gradients, and of per-sample norms where a method "
@@ -180,20 +179,19 @@ def count_verified(verification: pd.DataFrame) -> list[str]:
     total = verification["method"].nunique()
     if not total:
         return []
-    unverified = name_unverified(verification)
+    unverified, others = map(set, find_marks(verification).values())
     baseline = f" ({BASELINE} included)" if BASELINE in set(verification["method"]) else ""
     failed = set(verification.loc[verification["verified"].eq(False), "method"])
     said = (
         f"The gradients of {total - len(unverified):,} of {total:,} {plural(total, 'method')}"
         f"{baseline} were verified to be right"
     )
-    for what, names in (("failed", failed), ("not verified", unverified.keys() - failed)):
+    for what, names in (("failed", failed), ("not verified", unverified - failed)):
         said += f"; {what}: {', '.join(sorted(names))}" if names else ""
     told = [f"{said}; marked {DAGGER}." if unverified else f"{said}."]
-    if others := sorted(name_other_mechanisms(verification)):
-        told.append(
-            f"Other mechanisms than flat clipping: {', '.join(others)}; marked {DOUBLE_DAGGER}."
-        )
+    if others:
+        named = ", ".join(sorted(others))
+        told.append(f"Other mechanisms than flat clipping: {named}; marked {DOUBLE_DAGGER}.")
     return told
 
 
